@@ -15,8 +15,15 @@ _MODULES = {
     ".integrations.accelerator": ["Accelerator"],
     ".api.adapt": ["coverage_report", "get_peft_model", "merge_and_unload"],
     ".checkpoint": [
-        *["SaveCheck", "StatesInMemory", "check_save", "load_state", "save_pretrained", "save_state"],
-        *["stream_weights", "verify_experts", "wait_for_saves"],
+        "SaveCheck",
+        "StatesInMemory",
+        "check_save",
+        "load_state",
+        "save_pretrained",
+        "save_state",
+        "stream_weights",
+        "verify_experts",
+        "wait_for_saves",
     ],
     ".checkpoint.upcycle.upcycle": ["upcycle"],
     ".config.parallel": ["ParallelConfig"],
@@ -33,18 +40,42 @@ _MODULES = {
     ".optim": ["create_optimizer"],
     ".api.build": ["from_config", "from_pretrained", "parallelize", "plan"],
     ".parallel.pipeline.record": ["record_schedule"],
-    ".integrations.trainer": ["Seq2SeqTrainer", "StatesInMemoryCallback", "Trainer", "TrainerMixin"],
+    ".integrations.trainer": [
+        "Seq2SeqTrainer",
+        "StatesInMemoryCallback",
+        "Trainer",
+        "TrainerMixin",
+    ],
     ".train.balanced_batches": ["balanced_batches"],
     ".train": [
-        *["BadStepError", "BadSteps", "Preempted", "Teacher", "preempted", "watchdog"],
-        *["batch_rank", "batch_world", "clip_grad_norm_", "drain", "eval_step", "metrics"],
-        *["token_scores", "train_step"],
+        "BadStepError",
+        "BadSteps",
+        "Preempted",
+        "Teacher",
+        "preempted",
+        "watchdog",
+        "batch_rank",
+        "batch_world",
+        "clip_grad_norm_",
+        "drain",
+        "eval_step",
+        "metrics",
+        "token_scores",
+        "train_step",
     ],
 }
 _SUBMODULES = ("trl",)
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 __all__ = sorted(
-    ["CheckpointError", "ConfigError", "HFScaleError", "MeshError", "PlanError", "__version__", *_MODULE_OF]
+    [
+        "CheckpointError",
+        "ConfigError",
+        "HFScaleError",
+        "MeshError",
+        "PlanError",
+        "__version__",
+        *_MODULE_OF,
+    ]
 )
 
 

@@ -75,8 +75,12 @@ def check_number(
     fits = fits and (infinite or not math.isinf(given)) and (above is None or given > above)
     if not fits or (least is not None and given < least) or (most is not None and given > most):
         bounds = {"above": above, "of at least": least, "of at most": most}
-        asked = " and ".join(f"{words} {bound:g}" for words, bound in bounds.items() if bound is not None)
-        raise ConfigError(f"{name}={given!r} is invalid: use a {'' if infinite else 'finite '}number {asked}".rstrip())
+        asked = " and ".join(
+            f"{words} {bound:g}" for words, bound in bounds.items() if bound is not None
+        )
+        raise ConfigError(
+            f"{name}={given!r} is invalid: use a {'' if infinite else 'finite '}number {asked}".rstrip()
+        )
 
 
 def check_choice(name: str, given: object, known: Sequence[str], more: str = "") -> None:
@@ -107,10 +111,27 @@ def check_path(name: str, given: object) -> None:
 
 _AXES = {"tp": "tensor", "pp": "pipeline", "cp": "context", "ep": "expert"}
 _FORMS = (
-    *("{}", "{}_size", "{}_degree", "{}_parallel", "{}_parallel_size", "{}_parallel_degree", "{}_parallelism"),
-    *("{}_model_parallel", "{}_model_parallel_size"),
+    "{}",
+    "{}_size",
+    "{}_degree",
+    "{}_parallel",
+    "{}_parallel_size",
+    "{}_parallel_degree",
+    "{}_parallelism",
+    "{}_model_parallel",
+    "{}_model_parallel_size",
 )
-_SHARDED = ("dp", "dp_size", "data_parallel_size", "data_parallel", "dp_degree", "fsdp", "fsdp_size", "fsdp2", "zero")
+_SHARDED = (
+    "dp",
+    "dp_size",
+    "data_parallel_size",
+    "data_parallel",
+    "dp_degree",
+    "fsdp",
+    "fsdp_size",
+    "fsdp2",
+    "zero",
+)
 _REPLICATED = ("ddp", "ddp_size", "replicas", "num_replicas")
 _MEANT: dict[str, tuple[str, ...]] = {
     **{
@@ -122,17 +143,33 @@ _MEANT: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("mp", "mp_size", "model_parallel_size"), ("tp_size", "tp")),
     **dict.fromkeys(_SHARDED, ("dp_shard_size", "dp_shard")),
     **dict.fromkeys(_REPLICATED, ("dp_replicate_size", "dp_replicate")),
-    **dict.fromkeys(("ulysses_size", "sp_degree", "ring_size", "sequence_parallel_size"), ("cp_size", "cp")),
-    **dict.fromkeys(("micro_batches", "num_micro_batches", "num_microbatches"), ("num_microbatches", "microbatches")),
-    **dict.fromkeys(("schedule", "pp_schedule", "pipeline_parallel_schedule"), ("pipeline_schedule", "schedule")),
-    **dict.fromkeys(("seq_length", "seq_len", "max_seq_length", "block_size", "context_length"), ("sequence_length",)),
-    **dict.fromkeys(("gradient_checkpointing", "activation_checkpointing", "recomputation"), ("recompute",)),
+    **dict.fromkeys(
+        ("ulysses_size", "sp_degree", "ring_size", "sequence_parallel_size"), ("cp_size", "cp")
+    ),
+    **dict.fromkeys(
+        ("micro_batches", "num_micro_batches", "num_microbatches"),
+        ("num_microbatches", "microbatches"),
+    ),
+    **dict.fromkeys(
+        ("schedule", "pp_schedule", "pipeline_parallel_schedule"), ("pipeline_schedule", "schedule")
+    ),
+    **dict.fromkeys(
+        ("seq_length", "seq_len", "max_seq_length", "block_size", "context_length"),
+        ("sequence_length",),
+    ),
+    **dict.fromkeys(
+        ("gradient_checkpointing", "activation_checkpointing", "recomputation"), ("recompute",)
+    ),
     **dict.fromkeys(("lora_r", "lora_rank"), ("rank", "r")),
     **dict.fromkeys(("optim", "optimizer_name"), ("optimizer",)),
     **dict.fromkeys(("lr",), ("learning_rate", "lr")),
     # The number of processes is the launcher's.
-    **dict.fromkeys(("gpu", "gpus", "num_gpus", "n_gpus", "ngpus", "nproc", "nproc_per_node"), ("gpus",)),
-    **dict.fromkeys(("num_processes", "world_size", "devices", "device", "nodes", "nnodes"), ("gpus",)),
+    **dict.fromkeys(
+        ("gpu", "gpus", "num_gpus", "n_gpus", "ngpus", "nproc", "nproc_per_node"), ("gpus",)
+    ),
+    **dict.fromkeys(
+        ("num_processes", "world_size", "devices", "device", "nodes", "nnodes"), ("gpus",)
+    ),
 }
 """Names in other tools -> names here; the first one that is known is suggested."""
 _SUFFIXES = (".json", ".yaml", ".yml", ".safetensors", ".bin", ".pt", ".gguf")
@@ -140,7 +177,12 @@ _SUFFIXES = (".json", ".yaml", ".yml", ".safetensors", ".bin", ".pt", ".gguf")
 
 def written_like_a_path(text: str) -> bool:
     """Return whether a text cannot be a Hub id, which is ``name`` or ``owner/name``."""
-    odd = text.startswith((".", "~", "/")) or "\\" in text or text.endswith("/") or text.count("/") > 1
+    odd = (
+        text.startswith((".", "~", "/"))
+        or "\\" in text
+        or text.endswith("/")
+        or text.count("/") > 1
+    )
     return odd or os.path.isabs(text) or text.endswith(_SUFFIXES)
 
 

@@ -11,13 +11,21 @@ from .errors import ConfigError
 from .integrations.trainer.mixin import DistillationMixin, TrainerMixin
 
 __all__ = [
-    *("DPOTrainer", "DistillationTrainer", "GRPOTrainer", "KTOTrainer", "RLOOTrainer", "RewardTrainer", "SFTTrainer")
+    "DPOTrainer",
+    "DistillationTrainer",
+    "GRPOTrainer",
+    "KTOTrainer",
+    "RLOOTrainer",
+    "RewardTrainer",
+    "SFTTrainer",
 ]
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
+        raise AttributeError(
+            f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}"
+        )
     try:
         stock = getattr(importlib.import_module("trl"), name)
     except ImportError as error:
@@ -25,7 +33,9 @@ def __getattr__(name: str) -> Any:
             f"hfscale.trl.{name} needs TRL 1.15 or later ({error}): pip install 'hfscale[trl]'"
         ) from error
     mixin = DistillationMixin if name == "DistillationTrainer" else TrainerMixin
-    made = type(name, (mixin, stock), {"__module__": __name__, "__doc__": f"``trl.{name}`` in any layout."})
+    made = type(
+        name, (mixin, stock), {"__module__": __name__, "__doc__": f"``trl.{name}`` in any layout."}
+    )
     globals()[name] = made
     return made
 

@@ -47,13 +47,19 @@ def judge(family: str, lora: dict[str, Any], pool: RankPool) -> Verdict:
     if config is None:
         return Verdict("no clone", why)
     try:
-        stock = peft.get_peft_model(AutoModelForCausalLM.from_config(config, dtype=torch.float32), LoraConfig(**lora))
+        stock = peft.get_peft_model(
+            AutoModelForCausalLM.from_config(config, dtype=torch.float32), LoraConfig(**lora)
+        )
         stock(input_ids=IDS, labels=IDS).loss.backward()
     except Exception as error:  # whatever PEFT says of a family that it does not adapt
-        return Verdict("no clone", note(f"stock PEFT: {type(error).__name__}: {error}".split("\n")[0], 100))
+        return Verdict(
+            "no clone", note(f"stock PEFT: {type(error).__name__}: {error}".split("\n")[0], 100)
+        )
     cases = {LAYOUT: config, SEQUENCE: config, None: deeper(family, config)}
     found = [_measured(_case(clone, lora), layout, pool) for layout, clone in cases.items()]
-    details = dict.fromkeys(detail for kind, detail in found[:1] + [f for f in found[1:] if f[0][:5] != "equal"])
+    details = dict.fromkeys(
+        detail for kind, detail in found[:1] + [f for f in found[1:] if f[0][:5] != "equal"]
+    )
     return Verdict(found[0][0], "; ".join(details), found[1][0], found[2][0])
 
 
@@ -80,20 +86,29 @@ def main() -> int:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
-    changes = {name: json.loads(value) for name, value in (field.split("=", 1) for field in arguments.lora)}
+    changes = {
+        name: json.loads(value) for name, value in (field.split("=", 1) for field in arguments.lora)
+    }
     lora = {"r": 3, "target_modules": "all-linear", **changes}
     verdicts: dict[str, Verdict] = {}
     with RankPool(2) as pool:
-        for family in tqdm(arguments.only or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), desc="families"):
+        for family in tqdm(
+            arguments.only or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), desc="families"
+        ):
             verdict = judge(family, lora, pool)
             if verdict.kind != "no clone":
                 verdicts[family] = verdict
             tqdm.write(f"{family}: {verdict}")
     summary = summarize(list(verdicts.values()))
     print(summary)
-    rows = [f"| {family} | {v.kind} | {v.sequence} | {v.stages} | {v.detail} |" for family, v in verdicts.items()]
+    rows = [
+        f"| {family} | {v.kind} | {v.sequence} | {v.stages} | {v.detail} |"
+        for family, v in verdicts.items()
+    ]
     if arguments.out:
-        head = HEAD.format(transformers=transformers.__version__, peft=peft.__version__, summary=summary)
+        head = HEAD.format(
+            transformers=transformers.__version__, peft=peft.__version__, summary=summary
+        )
         arguments.out.write_text(head + "\n".join(rows) + "\n")
     bad = [v for v in verdicts.values() if {"DIFFERS", "FAILS"} & {v.kind, v.sequence, v.stages}]
     return int(bool(bad))

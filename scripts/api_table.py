@@ -15,11 +15,28 @@ ROOT = Path(__file__).parents[1]
 OUT = ROOT / "docs" / "api.md"
 REFERENCE = ROOT / "docs" / "reference.md"
 GROUPS = {
-    "Layout and plan": ["ParallelConfig", "MemoryConfig", "Float8Config", "plan", "memory_estimate", "estimate"],
+    "Layout and plan": [
+        "ParallelConfig",
+        "MemoryConfig",
+        "Float8Config",
+        "plan",
+        "memory_estimate",
+        "estimate",
+    ],
     "Make a model": ["from_pretrained", "from_config", "parallelize"],
     "Train": [
-        *["train_step", "eval_step", "Teacher", "token_scores", "TokenScores", "clip_grad_norm_", "drain", "metrics"],
-        *["create_optimizer", "balanced_batches", "batch_rank", "batch_world"],
+        "train_step",
+        "eval_step",
+        "Teacher",
+        "token_scores",
+        "TokenScores",
+        "clip_grad_norm_",
+        "drain",
+        "metrics",
+        "create_optimizer",
+        "balanced_batches",
+        "batch_rank",
+        "batch_world",
     ],
     "Save and resume": [
         "save_pretrained",
@@ -39,15 +56,37 @@ GROUPS = {
     ],
     "Adapters": ["get_peft_model", "merge_and_unload", "coverage_report"],
     "Mixtures of experts": [
-        *["RoutingConfig", "expert_load", "ExpertLoad", "ExpertLoadHistory", "verify_experts", "upcycle"],
-        *["record_routes", "routes_from_vllm", "routes_from_sglang"],
+        "RoutingConfig",
+        "expert_load",
+        "ExpertLoad",
+        "ExpertLoadHistory",
+        "verify_experts",
+        "upcycle",
+        "record_routes",
+        "routes_from_vllm",
+        "routes_from_sglang",
     ],
     "Pipelines": ["record_schedule"],
-    "Accelerate and Trainer": ["Accelerator", "Trainer", "Seq2SeqTrainer", "TrainerMixin", "StatesInMemoryCallback"],
-    "Errors": ["HFScaleError", "ConfigError", "PlanError", "MeshError", "CheckpointError", "BadStepError"],
+    "Accelerate and Trainer": [
+        "Accelerator",
+        "Trainer",
+        "Seq2SeqTrainer",
+        "TrainerMixin",
+        "StatesInMemoryCallback",
+    ],
+    "Errors": [
+        "HFScaleError",
+        "ConfigError",
+        "PlanError",
+        "MeshError",
+        "CheckpointError",
+        "BadStepError",
+    ],
 }
 FIELDS = ["ParallelConfig", "MemoryConfig", "Float8Config", "RoutingConfig"]
-DECLARED = {"ParallelConfig": ("LayoutFields", "hfscale.config.layout")}  # where the fields are, if not in the class
+DECLARED = {
+    "ParallelConfig": ("LayoutFields", "hfscale.config.layout")
+}  # where the fields are, if not in the class
 HEAD = """# Public names
 
 Written by `scripts/api_table.py` from the docstrings, which say more: arguments, results, errors. Names not listed here
@@ -86,7 +125,11 @@ def _found(name: str, module: str) -> tuple[ast.FunctionDef | ast.ClassDef, str]
     path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
     for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name and not _overload(node):
+        if (
+            isinstance(node, ast.FunctionDef | ast.ClassDef)
+            and node.name == name
+            and not _overload(node)
+        ):
             return node, module
         if isinstance(node, ast.ImportFrom) and name in [alias.name for alias in node.names]:
             base = package[: len(package) - node.level + 1] if node.level else []
@@ -142,7 +185,9 @@ def page() -> str:
     modules = exported()
     listed = [name for names in GROUPS.values() for name in names]
     if sorted(listed) != sorted(modules):
-        raise SystemExit(f"the groups of this script and hfscale's names differ: {set(listed) ^ set(modules)}")
+        raise SystemExit(
+            f"the groups of this script and hfscale's names differ: {set(listed) ^ set(modules)}"
+        )
     parts = [HEAD]
     for title, names in GROUPS.items():
         parts.append(f"## {title}\n\n| | |\n|---|---|")
@@ -171,8 +216,12 @@ def reference() -> str:
 
 def main() -> int:
     """Write both, or compare."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where it is not current")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit with 1 where it is not current"
+    )
     if parser.parse_args().check:
         return int(page() != OUT.read_text() or reference() != REFERENCE.read_text())
     OUT.write_text(page())

@@ -21,10 +21,14 @@ import tomllib
 from svg_themes import GROUND, INK, in_both
 
 ROOT = Path(__file__).parents[1]
-PACKAGE, PAGE = ROOT / "hfscale", ROOT / "docs" / "architecture.md"
-BEGIN, END = "<!-- written by scripts/architecture.py -->", "<!-- end -->"
+PACKAGE = ROOT / "hfscale"
+PAGE = ROOT / "docs" / "architecture.md"
+BEGIN = "<!-- written by scripts/architecture.py -->"
+END = "<!-- end -->"
 _SPLIT = ("parallel",)  # rooms whose folders are rooms of their own
-_CELL, _LABEL, _TOP = 27, 250, 120
+_CELL = 27
+_LABEL = 250
+_TOP = 120
 _DARK = {
     'rect[fill="white"]': f"fill: {GROUND}",
     'rect[fill="#eef3fa"]': "fill: #2a3142",
@@ -53,7 +57,9 @@ class Room:
 
 def find_rooms() -> list[Room]:
     """All rooms, the highest first."""
-    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"][
+        "contracts"
+    ]
     layers = next(contract["layers"] for contract in contracts if contract["type"] == "layers")
     rooms = []
     for depth, layer in enumerate(layers):
@@ -68,7 +74,9 @@ def _room(name: str, layer: int) -> Room:
     path = PACKAGE / name
     files = sorted(path.rglob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
     head = path / "__init__.py" if path.is_dir() else files[0]
-    text = " ".join((ast.get_docstring(ast.parse(head.read_text())) or "").partition("\n\n")[0].split())
+    text = " ".join(
+        (ast.get_docstring(ast.parse(head.read_text())) or "").partition("\n\n")[0].split()
+    )
     lengths = tuple(len(file.read_text().splitlines()) for file in files)
     return Room(name, layer, text.replace("``", "`").replace("|", "\\|"), lengths)
 
@@ -100,7 +108,10 @@ def _imported(module: str, path: Path, modules: dict[str, Path]) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
             name = ".".join([*base, *([node.module] if node.module else [])])
-            found |= {f"{name}.{alias.name}" if f"{name}.{alias.name}" in modules else name for alias in node.names}
+            found |= {
+                f"{name}.{alias.name}" if f"{name}.{alias.name}" in modules else name
+                for alias in node.names
+            }
     return {name for name in found if name in modules and name != module}
 
 
@@ -112,7 +123,8 @@ def _room_of(module: str, names: set[str]) -> str:
 def picture(rooms: list[Room], imports: Counter[tuple[str, str]]) -> str:
     """The rooms as boxes, layer below layer, and beside them a cell for every arrow: the row imports the column."""
     size = len(rooms)
-    width, height = _LABEL + size * _CELL + 20, _TOP + size * _CELL + 60
+    width = _LABEL + size * _CELL + 20
+    height = _TOP + size * _CELL + 60
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
         'font-family="sans-serif" font-size="11">',
@@ -128,7 +140,9 @@ def picture(rooms: list[Room], imports: Counter[tuple[str, str]]) -> str:
         )
         files = f"{len(room.lengths)} file{'s' if len(room.lengths) > 1 else ''}"
         lines.append(f'<text x="18" y="{y + 17}" font-weight="bold">{escape(room.name)}</text>')
-        lines.append(f'<text x="{_LABEL - 16}" y="{y + 17}" text-anchor="end" fill="#555">{files}</text>')
+        lines.append(
+            f'<text x="{_LABEL - 16}" y="{y + 17}" text-anchor="end" fill="#555">{files}</text>'
+        )
         x = _LABEL + row * _CELL
         lines.append(
             f'<text transform="translate({x + 17},{_TOP - 6}) rotate(-60)" font-size="10">{escape(room.name)}</text>'
@@ -150,7 +164,8 @@ def _layer(rooms: list[Room], name: str) -> int:
 
 def _cell(rooms: list[Room], importer: str, imported: str, count: int) -> str:
     names = [room.name for room in rooms]
-    x, y = _LABEL + names.index(imported) * _CELL, _TOP + names.index(importer) * _CELL
+    x = _LABEL + names.index(imported) * _CELL
+    y = _TOP + names.index(importer) * _CELL
     upward = _layer(rooms, importer) <= _layer(rooms, imported)
     shade = "#d33" if upward else f"rgb({(level := max(90, 225 - 12 * count))},{level + 15},245)"
     ink = "white" if upward or count > 6 else "#123"
@@ -181,7 +196,9 @@ def filled(page: str, rooms: list[Room]) -> str:
 
 def main() -> int:
     """Write both, or compare the list."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--check", action="store_true")
     arguments = parser.parse_args()
     rooms = find_rooms()

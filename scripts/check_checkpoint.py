@@ -46,28 +46,42 @@ _FILES = {"adapter": "adapter_config.json", "checkpoint": "config.json"}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Check a run's checkpoint or adapter without hfscale.")
-    parser.add_argument("run", type=Path, help="the directory of a run, such as runs/demo-llama-stdlib")
-    parser.add_argument("--tolerance", type=float, default=1e-4, help="relative; bfloat16 runs need about 1e-2")
+    parser = argparse.ArgumentParser(
+        description="Check a run's checkpoint or adapter without hfscale."
+    )
+    parser.add_argument(
+        "run", type=Path, help="the directory of a run, such as runs/demo-llama-stdlib"
+    )
+    parser.add_argument(
+        "--tolerance", type=float, default=1e-4, help="relative; bfloat16 runs need about 1e-2"
+    )
     parser.add_argument("--prompt", default="import os\n\ndef")
     parser.add_argument("--new-tokens", type=int, default=48)
     arguments = parser.parse_args()
-    run, metrics = arguments.run, arguments.run / "metrics.jsonl"
+    run = arguments.run
+    metrics = arguments.run / "metrics.jsonl"
     found = [part for part, file in _FILES.items() if (run / part / file).is_file()]
     if not metrics.is_file() or not found:
-        sys.exit(f"{run} has no finished run (metrics.jsonl, and checkpoint/ or adapter/): train it first")
+        sys.exit(
+            f"{run} has no finished run (metrics.jsonl, and checkpoint/ or adapter/): train it first"
+        )
 
     records = [json.loads(line) for line in metrics.read_text().splitlines()]
     trained = [record["validation_loss"] for record in records if "validation_loss" in record][-1]
-    merged = [record["merged_validation_loss"] for record in records if "merged_validation_loss" in record]
+    merged = [
+        record["merged_validation_loss"] for record in records if "merged_validation_loss" in record
+    ]
     data = load_from_disk(str(run / "data" / "validation")).with_format("torch")
     recipe = yaml.safe_load((run / "recipe.yaml").read_text())["data"]
-    scored, pictured = recipe["format"] in ("pairs", "classes"), recipe["images_column"] is not None
+    scored = recipe["format"] in ("pairs", "classes")
+    pictured = recipe["images_column"] is not None
     kind = AutoModelForSequenceClassification if scored else AutoModelForCausalLM
     kind = AutoModelForImageTextToText if pictured else kind
     for part in found:
         expected = merged[-1] if part == "checkpoint" and merged else trained
-        model = (load_adapter(run, kind) if part == "adapter" else kind.from_pretrained(run / part)).eval()
+        model = (
+            load_adapter(run, kind) if part == "adapter" else kind.from_pretrained(run / part)
+        ).eval()
         if pictured:
             loss = loss_of_pictures(model, AutoProcessor.from_pretrained(run / part), data)
             compare(model, run / part, loss, expected, arguments.tolerance)
@@ -78,9 +92,13 @@ def main() -> None:
         loss, accuracy = scores(model, data)
         compare(model, run / part, loss, expected, arguments.tolerance)
         print(f"  accuracy {accuracy:.1%} of {len(data)}")
-        while_training = [record["validation_accuracy"] for record in records if "validation_accuracy" in record][-1]
+        while_training = [
+            record["validation_accuracy"] for record in records if "validation_accuracy" in record
+        ][-1]
         if abs(accuracy - while_training) > 1.5 / len(data):  # a score may round to the other side
-            sys.exit(f"it was {while_training:.1%} while training: this is not the model that was trained")
+            sys.exit(
+                f"it was {while_training:.1%} while training: this is not the model that was trained"
+            )
     if pictured:
         show_answers(model, AutoProcessor.from_pretrained(run / found[-1]), data)
     elif not scored:
@@ -99,7 +117,8 @@ def show_writing(model: Any, path: Path, arguments: Any) -> None:
 @torch.no_grad()
 def loss_of_pictures(model: Any, processor: Any, data: Any) -> float:
     """The mean loss per label of conversations with pictures, one at a time."""
-    loss, labels = 0.0, 0
+    loss = 0.0
+    labels = 0
     for row in data:
         batch = processor(text=[row["text"]], images=pictures_of(row), return_tensors="pt")
         counted = int((row["labels"][1:] != IGNORED).sum())
@@ -111,7 +130,11 @@ def loss_of_pictures(model: Any, processor: Any, data: Any) -> float:
 def pictures_of(row: Any) -> Any:
     from PIL import Image
 
-    return [[Image.open(io.BytesIO(image)).convert("RGB") for image in row["images"]]] if row["images"] else None
+    return (
+        [[Image.open(io.BytesIO(image)).convert("RGB") for image in row["images"]]]
+        if row["images"]
+        else None
+    )
 
 
 @torch.no_grad()
@@ -119,8 +142,12 @@ def show_answers(model: Any, processor: Any, data: Any, number: int = 4) -> None
     print("  it answers:\n")
     for row in data.select(range(number)):
         batch = processor(text=[row["prompt"]], images=pictures_of(row), return_tensors="pt")
-        said = model.generate(**batch, max_new_tokens=24, do_sample=False)[0, batch["input_ids"].shape[1] :]
-        print(f"    {row['question']} {processor.decode(said, skip_special_tokens=True).strip()} ({row['answer']})")
+        said = model.generate(**batch, max_new_tokens=24, do_sample=False)[
+            0, batch["input_ids"].shape[1] :
+        ]
+        print(
+            f"    {row['question']} {processor.decode(said, skip_special_tokens=True).strip()} ({row['answer']})"
+        )
 
 
 def load_adapter(run: Path, kind: Any) -> Any:
@@ -130,7 +157,8 @@ def load_adapter(run: Path, kind: Any) -> Any:
     # PEFT 0.21 asks by a name that transformers 5.23 has deprecated.
     warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
     recipe = yaml.safe_load((run / "recipe.yaml").read_text())
-    quantization, head = recipe["quantization"], {}
+    quantization = recipe["quantization"]
+    head = {}
     if kind is AutoModelForSequenceClassification:
         padding = AutoTokenizer.from_pretrained(run / "adapter").pad_token_id
         head = {"num_labels": len(recipe["data"]["classes"]) or 1, "pad_token_id": padding}
@@ -151,9 +179,13 @@ def compare(model: Any, path: Path, measured: float, trained: float, tolerance: 
     """Print both losses; end where they are not the same."""
     difference = abs(measured - trained) / abs(trained)
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    around = f"{type(model).__module__}.{type(model).__name__} around " if inner is not model else ""
+    around = (
+        f"{type(model).__module__}.{type(model).__name__} around " if inner is not model else ""
+    )
     print(f"{around}{type(inner).__module__}.{type(inner).__name__} from {path}, without hfscale")
-    print(f"  validation loss {measured:.6f}, while training {trained:.6f}: relative difference {difference:.1e}")
+    print(
+        f"  validation loss {measured:.6f}, while training {trained:.6f}: relative difference {difference:.1e}"
+    )
     if "SequenceClassification" not in type(inner).__name__:
         print(f"  perplexity {math.exp(measured):.2f}")
     if not difference <= tolerance:
@@ -165,10 +197,13 @@ def scores(model: Any, data: Any) -> tuple[float, float]:
     """Of pairs, the mean of ``-log sigmoid(chosen - rejected)`` and the share that is in order; of texts with a class,
     the mean cross entropy and the share that is right. One text at a time.
     """
-    losses, right = [], []
+    losses = []
+    right = []
     for row in data:
         if "chosen" in row:
-            chosen, rejected = (model(input_ids=row[name][None]).logits[0, 0] for name in ("chosen", "rejected"))
+            chosen, rejected = (
+                model(input_ids=row[name][None]).logits[0, 0] for name in ("chosen", "rejected")
+            )
             losses.append(-logsigmoid(chosen - rejected))
             right.append(bool(chosen > rejected))
         else:
@@ -181,7 +216,8 @@ def scores(model: Any, data: Any) -> tuple[float, float]:
 @torch.no_grad()
 def validation_loss(model: Any, data: Any, size: int = 8) -> float:
     """The mean loss per label."""
-    loss, labels = 0.0, 0
+    loss = 0.0
+    labels = 0
     # A router cannot tell the padding of packed rows, which have no mask: they are as long as the run had them.
     length = max(map(len, data["input_ids"])) if "position_ids" in data.column_names else 0
     for start in range(0, len(data), size):
@@ -198,7 +234,9 @@ def padded(columns: dict[str, Any], length: int) -> dict[str, torch.Tensor]:
     for name, values in columns.items():
         filler = IGNORED if name == "labels" else 0
         column = pad_sequence(list(values), batch_first=True, padding_value=filler)
-        batch[name] = torch.nn.functional.pad(column, (0, max(length - column.shape[1], 0)), value=filler)
+        batch[name] = torch.nn.functional.pad(
+            column, (0, max(length - column.shape[1], 0)), value=filler
+        )
     return {"labels": batch["input_ids"], **batch}
 
 
@@ -206,7 +244,9 @@ def padded(columns: dict[str, Any], length: int) -> dict[str, torch.Tensor]:
 def write(model: Any, tokenizer: Any, prompt: str, new_tokens: int) -> str:
     """``prompt`` and its most likely continuation."""
     tokens = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
-    written = model.generate(**tokens, max_new_tokens=new_tokens, do_sample=False, repetition_penalty=1.1)
+    written = model.generate(
+        **tokens, max_new_tokens=new_tokens, do_sample=False, repetition_penalty=1.1
+    )
     return str(tokenizer.decode(written[0], skip_special_tokens=True))
 
 

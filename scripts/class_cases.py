@@ -26,14 +26,38 @@ from tests.plain_cases import UserLossCase
 
 SIDE = 32
 # Families that cannot be given a text alone, although their classes do not say so.
-ALWAYS_PICTURED = ("git", "idefics", "kosmos-2", "pi0", "pix2struct", "pp_formulanet", "vision-encoder-decoder")
+ALWAYS_PICTURED = (
+    "git",
+    "idefics",
+    "kosmos-2",
+    "pi0",
+    "pix2struct",
+    "pp_formulanet",
+    "vision-encoder-decoder",
+)
 REWARD = [
-    *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi", "phi3", "gpt2", "gpt_neox"),
-    *("mixtral", "qwen2_moe", "qwen3_moe", "starcoder2", "stablelm"),
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "phi",
+    "phi3",
+    "gpt2",
+    "gpt_neox",
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "starcoder2",
+    "stablelm",
 ]
 
 
-def sequence_classification(case: plain.PlainCase, generator: torch.Generator, length: int) -> Batch:
+def sequence_classification(
+    case: plain.PlainCase, generator: torch.Generator, length: int
+) -> Batch:
     """Texts, each with a class, and with one end, which encoder-decoders classify by."""
     batch = plain.sequence_classification(case, generator, length)
     end = getattr(case.config.get_text_config(), "eos_token_id", None)
@@ -64,7 +88,9 @@ def token_classification(case: plain.PlainCase, generator: torch.Generator, leng
 def masked_tokens(case: plain.PlainCase, generator: torch.Generator, length: int) -> Batch:
     """Tokens that are to be told; Perceiver's decoder tells as many as it has positions."""
     known = case.config.model_type != "perceiver"
-    return plain.causal_lm(case, generator, length if known else case.config.max_position_embeddings)
+    return plain.causal_lm(
+        case, generator, length if known else case.config.max_position_embeddings
+    )
 
 
 def texts(case: plain.PlainCase, generator: torch.Generator, length: int) -> Batch:
@@ -83,10 +109,16 @@ def images(case: plain.PlainCase, generator: torch.Generator, length: int) -> Ba
         return {"input_ids": ids, "labels": labels}
     if config.model_type == "siglip2":  # patches, of pictures with sides of their own
         return {**_patches(config.vision_config, case.rows, generator), "labels": labels}
-    channels = getattr(config, "num_channels", None) or getattr(config.get_text_config(), "num_channels", 3)
-    side = getattr(config, "image_size", None) or getattr(getattr(config, "vision_config", None), "image_size", SIDE)
+    channels = getattr(config, "num_channels", None) or getattr(
+        config.get_text_config(), "num_channels", 3
+    )
+    side = getattr(config, "image_size", None) or getattr(
+        getattr(config, "vision_config", None), "image_size", SIDE
+    )
     side = side if isinstance(side, int) else side[0]
-    pictures = torch.randn(case.rows, channels, side, side, dtype=torch.float64, generator=generator)
+    pictures = torch.randn(
+        case.rows, channels, side, side, dtype=torch.float64, generator=generator
+    )
     return {"pixel_values": pictures, "labels": labels}
 
 
@@ -108,15 +140,19 @@ def _sound(case: plain.PlainCase, generator: torch.Generator, length: int) -> Ba
         shape: tuple[int, ...] = (config.num_mel_bins, 2 * config.max_source_positions)
         name = "input_features"
     elif config.model_type == "audio-spectrogram-transformer":
-        shape, name = (config.max_length, config.num_mel_bins), "input_values"
+        shape = (config.max_length, config.num_mel_bins)
+        name = "input_values"
     elif getattr(config, "feature_projection_input_dim", None):
-        shape, name = (32 + 2 * length, config.feature_projection_input_dim), "input_features"
+        shape = (32 + 2 * length, config.feature_projection_input_dim)
+        name = "input_features"
     elif hasattr(config, "conv_dim"):
-        shape, name = (400 + 16 * length,), "input_values"
+        shape = (400 + 16 * length,)
+        name = "input_values"
     else:
         encoder = getattr(config, "encoder_config", config)
         bins = getattr(encoder, "num_mel_bins", None) or getattr(encoder, "input_dim", 80)
-        shape, name = (128 + 8 * length, bins), "input_features"
+        shape = (128 + 8 * length, bins)
+        name = "input_features"
     return {name: torch.randn((case.rows, *shape), dtype=torch.float64, generator=generator)}
 
 
@@ -147,7 +183,9 @@ class RewardCase(plain.PlainCase):
 
     def by_step(self) -> UserLossCase:
         """The same by ``train_step``, with a loss of the user's own."""
-        case = UserLossCase(self.config, auto_class=self.auto_class, make_batch=self.make_batch, rows=self.rows)
+        case = UserLossCase(
+            self.config, auto_class=self.auto_class, make_batch=self.make_batch, rows=self.rows
+        )
         return replace(case, loss_fn=preferences)
 
 
@@ -213,7 +251,11 @@ class Kind:
         return getattr(transformers, self.auto)
 
 
-_PAD = ({}, {"pad_token_id": 0}, {"pad_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2})
+_PAD = (
+    {},
+    {"pad_token_id": 0},
+    {"pad_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2},
+)
 _SEQ2SEQ = (
     {"decoder_start_token_id": 2, "pad_token_id": 1, "eos_token_id": 3},
     {"decoder_start_token_id": 0, "pad_token_id": 0},
@@ -354,15 +396,22 @@ def configs(kind: Kind, family: str, layers: int = LAYERS) -> list[Any]:
     """Configs of tiny models of a family, to be tried one after the other."""
     if kind.auto == "AutoModelForImageTextToText":
         return [with_pictures(family)]
-    found, error = [], None
+    found = []
+    error = None
     for changes in kind.changes:
         base = AutoConfig.for_model(family)
         known = base.to_dict()
-        wanted = {name: value for name, value in changes.items() if name in known or name == "num_labels"}
+        wanted = {
+            name: value for name, value in changes.items() if name in known or name == "num_labels"
+        }
         own = CHANGES.get(family, {}) if kind.task or kind.auto == "AutoModelForMaskedLM" else {}
-        own = {name: value for name, value in own.items() if layers == LAYERS or "layer" not in name}
+        own = {
+            name: value for name, value in own.items() if layers == LAYERS or "layer" not in name
+        }
         try:
-            config = tiny_clone(base, layers=layers, **{**FAMILIES.get(family, {}), **own, **wanted})
+            config = tiny_clone(
+                base, layers=layers, **{**FAMILIES.get(family, {}), **own, **wanted}
+            )
         except Exception as failure:  # a config that checks its numbers against one another
             error = failure
             continue

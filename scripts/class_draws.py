@@ -40,7 +40,9 @@ Table = dict[str, dict[str, set[str]]]
 _FROZEN = ("embed", "norm", "layer.0.", "layers.0.", "attention", "bias", "classifier", "vision")
 
 
-def draw(seed: int, index: int, table: Table) -> tuple[str, str, dict[str, Any], dict[str, Any], bool]:
+def draw(
+    seed: int, index: int, table: Table
+) -> tuple[str, str, dict[str, Any], dict[str, Any], bool]:
     """Part, family, fields of the layout, of the case, and whether there are adapters."""
     random = Random(f"{seed}/{index}")
     part = random.choice(sorted(table))
@@ -69,13 +71,17 @@ def families(path: Path, parts: list[str]) -> Table:
             known = {column: cell.split()[0] for column, cell in zip(COLUMNS, cells, strict=False)}
             axes = {axis for axis in ("tp", "pp") if known.get(f"{axis}2") in ("equal", "planned")}
             if known.get("dp_shard2") in ("equal", "planned"):
-                context = {"cp"} if KINDS[part].auto == "AutoModelForImageTextToText" else set[str]()
+                context = (
+                    {"cp"} if KINDS[part].auto == "AutoModelForImageTextToText" else set[str]()
+                )
                 found.setdefault(part, {})[family] = axes | {"dp_shard", "dp_replicate"} | context
     return found
 
 
 def _axes(layout: dict[str, Any]) -> set[str]:
-    late = {"delayed"} if "pipedream" in str(layout.get("pipeline_schedule")) else set[str]()  # as no one process does
+    late = (
+        {"delayed"} if "pipedream" in str(layout.get("pipeline_schedule")) else set[str]()
+    )  # as no one process does
     return late | {axis for axis in AXES if layout.get(f"{axis}_size", 1) > 1 and axis != "ep"}
 
 
@@ -86,7 +92,9 @@ def _ranks(layout: dict[str, Any]) -> int:
     return found
 
 
-def judge(kind: Kind, family: str, layout: dict[str, Any], fields: dict[str, Any], adapters: bool) -> tuple[str, str]:
+def judge(
+    kind: Kind, family: str, layout: dict[str, Any], fields: dict[str, Any], adapters: bool
+) -> tuple[str, str]:
     """Verdict and detail."""
     ranks = ForkedRanks(_ranks(layout), TIMEOUT)
     config, why = trainable(kind, family, ranks, max(2, stages_of(layout)))
@@ -103,7 +111,10 @@ def judge(kind: Kind, family: str, layout: dict[str, Any], fields: dict[str, Any
         fields = {**fields, "accumulation": microbatches}
 
     def changed(case: Case) -> Case:  # data ranks build some models in one way only
-        return replace(case, **{**fields, "build": case.build if case.build == "parallelize" else fields["build"]})
+        return replace(
+            case,
+            **{**fields, "build": case.build if case.build == "parallelize" else fields["build"]},
+        )
 
     return judge_case(kind, config, chosen, ranks, RECIPE if kind.recipe else adapters, changed)
 
@@ -116,7 +127,9 @@ def judged(*drawn: Any) -> tuple[str, str]:
         def run(_: Any) -> None:
             (directory / "verdict").write_text("\n".join(judge(*drawn)))
 
-        end = await_all({"judge": in_a_child(run, directory, "judge")}, directory, 6 * TIMEOUT)["judge"]
+        end = await_all({"judge": in_a_child(run, directory, "judge")}, directory, 6 * TIMEOUT)[
+            "judge"
+        ]
         if end.error:
             return "crash", short(f"the judge: {end.error}")
         verdict, _, detail = (directory / "verdict").read_text().partition("\n")
@@ -125,7 +138,9 @@ def judged(*drawn: Any) -> tuple[str, str]:
 
 def main() -> int:
     """Print what is not equal, and how many of each kind there are; the exit status is 1 where there is a defect."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--part", nargs="*", choices=KINDS, default=list(KINDS))
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--first", type=int, default=0)
@@ -135,12 +150,15 @@ def main() -> int:
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
     import_everything(())
-    found, table = Counter[str](), families(arguments.table, arguments.part)
+    found = Counter[str]()
+    table = families(arguments.table, arguments.part)
     for index in tqdm(range(arguments.first, arguments.first + arguments.draws)):
         part, family, layout, fields, adapters = draw(arguments.seed, index, table)
         verdict, detail = judged(KINDS[part], family, layout, fields, adapters)
         found[verdict.split()[0]] += 1
-        tqdm.write(f"{index} {verdict}: {part} {family} {layout} {fields} {'LoRA' if adapters else ''} {detail}")
+        tqdm.write(
+            f"{index} {verdict}: {part} {family} {layout} {fields} {'LoRA' if adapters else ''} {detail}"
+        )
     print(dict(found))
     return int(any(found[kind] for kind in DEFECTS))
 

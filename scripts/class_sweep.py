@@ -46,7 +46,9 @@ from tests.fuzz.children import await_all, in_a_child
 from tests.fuzz.forked import ForkedRanks, RanksFailed
 from tests.fuzz.many import import_everything
 
-TOLERANCE, TIMEOUT, STAGE_LAYERS = 1e-9, 40.0, 4
+TOLERANCE = 1e-9
+TIMEOUT = 40.0
+STAGE_LAYERS = 4
 COLUMNS = ("tp2", "dp_shard2", "pp2", "LoRA tp2")
 RECIPE = "recipe"
 _PROJECTORS = "proj|connector|merger|align|adapt|resampler|abstractor"
@@ -59,14 +61,19 @@ def judge(kind: Kind, family: str, columns: tuple[str, ...], only_plan: bool) ->
     config, why = trainable(kind, family, ranks)
     if config is None:
         return {"": why}
-    verdicts, remarks = dict[str, str](), dict[str, list[str]]()
+    verdicts = dict[str, str]()
+    remarks = dict[str, list[str]]()
     for column in columns:
-        chosen = (trainable(kind, family, ranks, STAGE_LAYERS)[0] if column == "pp2" else None) or config
+        chosen = (
+            trainable(kind, family, ranks, STAGE_LAYERS)[0] if column == "pp2" else None
+        ) or config
         verdict, detail = judge_layout(kind, chosen, column, None if only_plan else ranks)
         verdicts[column] = verdict
         if detail:
             remarks.setdefault(detail, []).append(column)
-    verdicts[""] = "; ".join(f"{', '.join(columns)}: {detail}" for detail, columns in remarks.items())
+    verdicts[""] = "; ".join(
+        f"{', '.join(columns)}: {detail}" for detail, columns in remarks.items()
+    )
     return verdicts
 
 
@@ -97,7 +104,9 @@ def try_stock(kind: Kind, config: Any) -> None:
         raise ValueError(f"the clone has {size / 1e6:.0f} million parameters")
     batch = case.batches(1)[0][0][0]
     with keep_float64():
-        loss = case.loss_of(model, batch) if isinstance(case, plain.PlainCase) else model(**batch).loss
+        loss = (
+            case.loss_of(model, batch) if isinstance(case, plain.PlainCase) else model(**batch).loss
+        )
         loss.backward()
     if not torch.isfinite(loss):
         raise ValueError(f"the loss is {loss}")
@@ -110,12 +119,18 @@ def reload_stock(kind: Kind, config: Any) -> None:
     with tempfile.TemporaryDirectory(prefix="hfscale-class-") as name:
         model.save_pretrained(name)
         again = case.auto_class.from_pretrained(name, dtype=torch.float64).state_dict()
-    lost = [name for name, tensor in model.state_dict().items() if not torch.equal(again[name], tensor)]
+    lost = [
+        name for name, tensor in model.state_dict().items() if not torch.equal(again[name], tensor)
+    ]
     if lost:
-        raise ValueError(f"stock code does not load {len(lost)} tensors of its own checkpoint back: {lost[0]}")
+        raise ValueError(
+            f"stock code does not load {len(lost)} tensors of its own checkpoint back: {lost[0]}"
+        )
 
 
-def judge_layout(kind: Kind, config: Any, column: str, ranks: ForkedRanks | None) -> tuple[str, str]:
+def judge_layout(
+    kind: Kind, config: Any, column: str, ranks: ForkedRanks | None
+) -> tuple[str, str]:
     """Verdict of a column with share, and detail; without ranks, of the plan alone."""
     adapters = RECIPE if kind.recipe else column.startswith("LoRA")
     return judge_case(kind, config, lambda case: layout_of(case, column), ranks, adapters)
@@ -176,24 +191,41 @@ def recipe(case: Case) -> Any:
         model = host_from_config(case.auto_class, case.config)
     named = (name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear))
     leaves = sorted({name.rpartition(".")[2] for name in named if name.startswith(f"{text}.")})
-    parts = (item for item in (towers.items if towers is not None else ()) if re.search(_PROJECTORS, item))
+    parts = (
+        item
+        for item in (towers.items if towers is not None else ())
+        if re.search(_PROJECTORS, item)
+    )
     saved = [part for part in parts if part in dict(model.named_modules())]
     return peft.LoraConfig(
-        r=2, target_modules=rf"{re.escape(text)}\..*\.({'|'.join(leaves)})", modules_to_save=saved or None
+        r=2,
+        target_modules=rf"{re.escape(text)}\..*\.({'|'.join(leaves)})",
+        modules_to_save=saved or None,
     )
 
 
 def difference(parity: Parity) -> str:
     """What differs, and by how much."""
-    named = {"gradient": parity.worst_gradient, "weight": parity.worst_weight, "replicas": parity.worst_replica}
-    found = {name: getattr(parity, name) for name in ("loss", "gradient", "norm", "weight", "saved", "replicas")}
-    return ", ".join(f"{k} {v:.0e} {named.get(k, '')}".strip() for k, v in found.items() if not v <= TOLERANCE)
+    named = {
+        "gradient": parity.worst_gradient,
+        "weight": parity.worst_weight,
+        "replicas": parity.worst_replica,
+    }
+    found = {
+        name: getattr(parity, name)
+        for name in ("loss", "gradient", "norm", "weight", "saved", "replicas")
+    }
+    return ", ".join(
+        f"{k} {v:.0e} {named.get(k, '')}".strip() for k, v in found.items() if not v <= TOLERANCE
+    )
 
 
 def layout_of(case: Case, column: str) -> hfscale.ParallelConfig:
     """The layout of a column; stages have half of the layers each."""
     if not column.endswith("pp2"):
-        return hfscale.ParallelConfig(**{"dp_shard_size" if column.startswith("dp") else "tp_size": 2})
+        return hfscale.ParallelConfig(
+            **{"dp_shard_size" if column.startswith("dp") else "tp_size": 2}
+        )
     count = len(hfscale.plan(case.config, auto_class=case.auto_class).layers)
     halves = [count // 2, count - count // 2] if count > 1 else None
     return hfscale.ParallelConfig(pp_size=2, pipeline_schedule="1f1b", stage_layers=halves)
@@ -204,7 +236,9 @@ def planned_case(case: Case, layout: hfscale.ParallelConfig) -> tuple[Case, floa
     plan = hfscale.plan(case.config, layout, auto_class=case.auto_class, dtype=torch.float64)
     own = plan.feature(OwnLossPlan)
     if own is not None and type(case) is plain.PlainCase:
-        case = plain.OwnLossCase(case.config, auto_class=case.auto_class, make_batch=case.make_batch, over=own.over)
+        case = plain.OwnLossCase(
+            case.config, auto_class=case.auto_class, make_batch=case.make_batch, over=own.over
+        )
     if own is not None and type(case) is PictureCase:
         case = OwnLossPictureCase(case.config, text_alone=case.text_alone, over=own.over)
     if plan.no_step and isinstance(case, PictureCase):
@@ -215,13 +249,18 @@ def planned_case(case: Case, layout: hfscale.ParallelConfig) -> tuple[Case, floa
     if any("expert" in parameter.name for parameter in parameters):
         case = replace(case, hf_kwargs={"experts_implementation": "eager"})
     if layout.batch_world > 1 and any(parameter.dtype != torch.float64 for parameter in parameters):
-        case = replace(case, build="parallelize")  # data ranks hold parameters that cannot be given another type
+        case = replace(
+            case, build="parallelize"
+        )  # data ranks hold parameters that cannot be given another type
     if layout.batch_world > 1:
         with torch.device("meta"):
             model = host_from_config(case.auto_class, case.config)
         # Some are stored under names without the prefix of the base model.
         case = replace(
-            case, unlike=tuple(n.removeprefix(f"{model.base_model_prefix}.") for n, _ in model.named_buffers())
+            case,
+            unlike=tuple(
+                n.removeprefix(f"{model.base_model_prefix}.") for n, _ in model.named_buffers()
+            ),
         )
     axes = {axis: range(layout.size(axis)) for axis in ("pp", "tp", "dp_shard")}
     held = []
@@ -237,7 +276,11 @@ def ended(failed: RanksFailed) -> tuple[str, str]:
     if len(failed.ended) == 1:  # the reference: adapters that stock code cannot put there, say
         return "stock", short(failed.ended[0].error)
     errors = [end for end in failed.ended if end.error and not end.hung]
-    own = [end for end in errors if not re.search("gloo|Connection (reset|closed)|Broken pipe", end.error)]
+    own = [
+        end
+        for end in errors
+        if not re.search("gloo|Connection (reset|closed)|Broken pipe", end.error)
+    ]
     if not errors:
         return "hang", "ranks stand still"
     first = (own or errors)[0]
@@ -270,9 +313,13 @@ def judged(kind: Kind, family: str, columns: tuple[str, ...], only_plan: bool) -
         directory = Path(name)
 
         def run(_: Any) -> None:
-            (directory / "verdict.json").write_text(json.dumps(judge(kind, family, columns, only_plan)))
+            (directory / "verdict.json").write_text(
+                json.dumps(judge(kind, family, columns, only_plan))
+            )
 
-        end = await_all({"judge": in_a_child(run, directory, "judge")}, directory, 12 * TIMEOUT)["judge"]
+        end = await_all({"judge": in_a_child(run, directory, "judge")}, directory, 12 * TIMEOUT)[
+            "judge"
+        ]
         if end.error:
             return {**dict.fromkeys(columns, "crash"), "": short(f"the judge: {end.error}")}
         found: dict[str, str] = json.loads((directory / "verdict.json").read_text())
@@ -295,12 +342,19 @@ def read(path: Path) -> dict[str, dict[str, list[str]]]:
     rows: dict[str, list[str]] = {}
     for line in path.read_text().splitlines() if path.exists() else ():
         if line.startswith("## "):
-            rows = found.setdefault(next(part for part, kind in KINDS.items() if kind.title == line[3:]), {})
+            rows = found.setdefault(
+                next(part for part, kind in KINDS.items() if kind.title == line[3:]), {}
+            )
         elif line.startswith("| ") and not line.startswith("| family"):
             cells = [cell.strip() for cell in line.strip("|").split("|")]
             rows[cells[0]] = cells[1:]
         elif line.startswith("No tiny model of: "):
-            rows.update({name: [] for name in line.removeprefix("No tiny model of: ").strip(".").split(", ")})
+            rows.update(
+                {
+                    name: []
+                    for name in line.removeprefix("No tiny model of: ").strip(".").split(", ")
+                }
+            )
     return found
 
 
@@ -310,11 +364,17 @@ def page(rows: dict[str, dict[str, list[str]]]) -> str:
     parts = [part for part in KINDS if rows.get(part)]
     for part in parts:
         own = [cells for cells in rows[part].values() if cells]
-        lines.append(f"| {KINDS[part].title} | {len(own)} | {' | '.join(count(own, i) for i in range(len(COLUMNS)))} |")
+        lines.append(
+            f"| {KINDS[part].title} | {len(own)} | {' | '.join(count(own, i) for i in range(len(COLUMNS)))} |"
+        )
     for part in parts:
         lines += ["", f"## {KINDS[part].title}", "", f"`{KINDS[part].auto}`.", ""]
         lines += [f"| family | {' | '.join(COLUMNS)} | |", "|---" * (len(COLUMNS) + 2) + "|"]
-        lines += [f"| {family} | {' | '.join(cells)} |" for family, cells in sorted(rows[part].items()) if cells]
+        lines += [
+            f"| {family} | {' | '.join(cells)} |"
+            for family, cells in sorted(rows[part].items())
+            if cells
+        ]
         without = sorted(family for family, cells in rows[part].items() if not cells)
         lines += ["", f"No tiny model of: {', '.join(without)}."] if without else []
     return "\n".join(lines) + "\n"
@@ -340,13 +400,21 @@ def count(rows: list[list[str]], column: int) -> str:
 
 def main() -> int:
     """Write the tables; the exit status is 1 where there is a defect."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--part", nargs="*", choices=KINDS, default=list(KINDS))
     parser.add_argument("--only", nargs="*", default=[], help="these families")
     parser.add_argument("--columns", nargs="*", choices=COLUMNS, default=COLUMNS)
     parser.add_argument("--new", action="store_true", help="leave out what the file has")
-    parser.add_argument("--defects", action="store_true", help="those alone that are wrong, crash or hang in the file")
-    parser.add_argument("--plan", action="store_true", help="plan, and train nothing: who is refused, and why")
+    parser.add_argument(
+        "--defects",
+        action="store_true",
+        help="those alone that are wrong, crash or hang in the file",
+    )
+    parser.add_argument(
+        "--plan", action="store_true", help="plan, and train nothing: who is refused, and why"
+    )
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
@@ -355,8 +423,14 @@ def main() -> int:
     rows = read(arguments.out) if arguments.out else {}
     for part in arguments.part:
         own = rows.setdefault(part, {})
-        columns = [column for column in arguments.columns if not (KINDS[part].recipe and column.startswith("LoRA"))]
-        names = [name for name in KINDS[part].names() if not arguments.only or name in arguments.only]
+        columns = [
+            column
+            for column in arguments.columns
+            if not (KINDS[part].recipe and column.startswith("LoRA"))
+        ]
+        names = [
+            name for name in KINDS[part].names() if not arguments.only or name in arguments.only
+        ]
         names = [name for name in names if not arguments.new or name not in own]
         if arguments.defects:
             names = [name for name in names if any(cell in DEFECTS for cell in own.get(name, ()))]

@@ -20,8 +20,15 @@ COLOURS = ("#7a7a7a", "#1f4e8c", "#c2571a", "#3a7d44")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Compare the validation losses of runs on the same text.")
-    parser.add_argument("runs", type=Path, nargs="+", help="directories of finished runs; the first is the reference")
+    parser = argparse.ArgumentParser(
+        description="Compare the validation losses of runs on the same text."
+    )
+    parser.add_argument(
+        "runs",
+        type=Path,
+        nargs="+",
+        help="directories of finished runs; the first is the reference",
+    )
     parser.add_argument("--out", type=Path, help="a figure, such as runs/comparison.png")
     arguments = parser.parse_args()
     for run in arguments.runs:
@@ -49,7 +56,9 @@ def difference(recipes: list[Recipe]) -> str | None:
 
 def _without_saves(part: Any) -> Any:
     """A run that was stopped and went on is the same run."""
-    return replace(part, save_every=None, resume=False) if isinstance(part, TrainingRecipe) else part
+    return (
+        replace(part, save_every=None, resume=False) if isinstance(part, TrainingRecipe) else part
+    )
 
 
 def losses(run: Path) -> dict[int, float]:

@@ -11,7 +11,10 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 # Long generated pages have every word: in search others come first.
-_TABLES = {f"{name}.md" for name in ("families", "classes", "adapters", "dtypes", "inference", "fuzz", "decisions")}
+_TABLES = {
+    f"{name}.md"
+    for name in ("families", "classes", "adapters", "dtypes", "inference", "fuzz", "decisions")
+}
 _ROLE = re.compile(r":(?:mod|func|class|data|meth|attr|exc):<code>~?\.*([^<]*)</code>")
 _LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)\s]+)\)")
 

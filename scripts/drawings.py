@@ -28,17 +28,31 @@ from hfscale.plan.sequence_split import Split
 FOLDER = Path(__file__).parents[1] / "docs" / "drawings"
 _COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44")
 _SHARED = "#d8d8d8"
-_SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4}
+_SIZES = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
 LLAMA = LlamaConfig(**_SIZES, intermediate_size=128, vocab_size=96)
 MIXTURE = Qwen3MoeConfig(
-    **_SIZES, intermediate_size=128, head_dim=8, moe_intermediate_size=32, num_experts=4, vocab_size=96
+    **_SIZES,
+    intermediate_size=128,
+    head_dim=8,
+    moe_intermediate_size=32,
+    num_experts=4,
+    vocab_size=96,
 )
 _ATTENTION = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
 _MLP = ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
 CUTS: dict[str, tuple[PreTrainedConfig, dict[str, int], list[str]]] = {
     "tensor": (LLAMA, {"tp_size": 4}, [*_ATTENTION, *_MLP, "input_layernorm"]),
     "data": (LLAMA, {"dp_shard_size": 2, "tp_size": 2}, [*_ATTENTION, *_MLP, "input_layernorm"]),
-    "experts": (MIXTURE, {"ep_size": 4}, ["self_attn.q_proj", "mlp.gate", "experts.gate_up_proj", "experts.down_proj"]),
+    "experts": (
+        MIXTURE,
+        {"ep_size": 4},
+        ["self_attn.q_proj", "mlp.gate", "experts.gate_up_proj", "experts.down_proj"],
+    ),
 }
 _DARK = {
     'rect[fill="#ffffff"]': f"fill: {GROUND}",
@@ -64,40 +78,70 @@ def bands(planned: ParameterPlan, ranks: Sequence[dict[str, int]]) -> Iterator[B
         owners[planned.take(numbers, places).flatten()] += 1 << rank
     grid = owners.view(-1, planned.shape[-1])
     rows = [0, *((grid[1:] != grid[:-1]).any(1).nonzero().flatten() + 1).tolist(), len(grid)]
-    columns = [0, *((grid[:, 1:] != grid[:, :-1]).any(0).nonzero().flatten() + 1).tolist(), grid.shape[1]]
+    columns = [
+        0,
+        *((grid[:, 1:] != grid[:, :-1]).any(0).nonzero().flatten() + 1).tolist(),
+        grid.shape[1],
+    ]
     for (top, bottom), (left, right) in product(pairwise(rows), pairwise(columns)):
         bits = int(grid[top, left])
-        yield top, bottom, left, right, frozenset(rank for rank in range(len(ranks)) if bits >> rank & 1)
+        yield (
+            top,
+            bottom,
+            left,
+            right,
+            frozenset(rank for rank in range(len(ranks)) if bits >> rank & 1),
+        )
 
 
 def cuts(config: PreTrainedConfig, layout: dict[str, int], names: Sequence[str]) -> str:
     """One layer's matrices, beside each other."""
     parallel = ParallelConfig(**layout)
-    plan, world = hfscale.plan(config, parallel), parallel.total_size
+    plan = hfscale.plan(config, parallel)
+    world = parallel.total_size
     inner = parallel.tp_size
     ranks = [{"tp": r % inner, "dp_shard": r // inner, "ep": r // inner} for r in range(world)]
-    shapes, left, tallest = list[str](), 10, 0
+    shapes = list[str]()
+    left = 10
+    tallest = 0
     for name in names:
-        planned = next(each for each in plan.parameters if f"layers.0.{name}" in each.name or f".{name}" in each.name)
-        rows, columns = torch.Size(planned.shape[:-1]).numel(), planned.shape[-1]
+        planned = next(
+            each
+            for each in plan.parameters
+            if f"layers.0.{name}" in each.name or f".{name}" in each.name
+        )
+        rows = torch.Size(planned.shape[:-1]).numel()
+        columns = planned.shape[-1]
         scale = 4 if rows < 8 else 1  # or a vector could not be seen
         for top, bottom, begin, end, who in bands(planned, ranks):
             colour = _COLOURS[min(who)] if len(who) == 1 else _SHARED
-            shapes.append(_box(left + begin, 46 + top * scale, end - begin, (bottom - top) * scale, colour))
+            shapes.append(
+                _box(left + begin, 46 + top * scale, end - begin, (bottom - top) * scale, colour)
+            )
         label = name.rpartition(".")[2]
         shapes.append(_text(left, 36, label))
-        left, tallest = left + max(columns, 7 * len(label)) + 14, max(tallest, rows)
+        left = left + max(columns, 7 * len(label)) + 14
+        tallest = max(tallest, rows)
     return _page(shapes, left, tallest + 86, _legend(world, tallest + 66, shared=True))
 
 
 def tokens(ranks: int = 4, total: int = 32) -> str:
     """Which tokens of a sequence each context rank has."""
-    split, width, shapes = Split(total, ranks), 22, list[str]()
+    split = Split(total, ranks)
+    width = 22
+    shapes = list[str]()
     for rank in range(ranks):
         for place in split.places(rank).tolist():
             shapes.append(_box(10 + place * width, 30, width - 2, 26, _COLOURS[rank]))
-            shapes.append(_text(10 + place * width + width / 2 - 1, 47, str(place), "middle", "#ffffff"))
-    return _page([_text(10, 20, "tokens of a sequence"), *shapes], 20 + total * width, 100, _legend(ranks, 80))
+            shapes.append(
+                _text(10 + place * width + width / 2 - 1, 47, str(place), "middle", "#ffffff")
+            )
+    return _page(
+        [_text(10, 20, "tokens of a sequence"), *shapes],
+        20 + total * width,
+        100,
+        _legend(ranks, 80),
+    )
 
 
 def _box(left: float, top: float, width: float, height: float, colour: str) -> str:
@@ -105,7 +149,9 @@ def _box(left: float, top: float, width: float, height: float, colour: str) -> s
     return f'<rect {place} fill="{colour}" stroke="#ffffff" stroke-width="0.8"/>'
 
 
-def _text(left: float, top: float, text: str, anchor: str = "start", colour: str = "#222222") -> str:
+def _text(
+    left: float, top: float, text: str, anchor: str = "start", colour: str = "#222222"
+) -> str:
     return f'<text x="{left}" y="{top}" text-anchor="{anchor}" fill="{colour}">{text}</text>'
 
 
@@ -115,7 +161,10 @@ def _legend(ranks: int, top: float, shared: bool = False) -> list[str]:
     return [
         part
         for place, (name, colour) in enumerate(entries)
-        for part in (_box(10 + 80 * place, top, 12, 12, colour), _text(27 + 80 * place, top + 10, name))
+        for part in (
+            _box(10 + 80 * place, top, 12, 12, colour),
+            _text(27 + 80 * place, top + 10, name),
+        )
     ]
 
 
@@ -148,9 +197,14 @@ def drawings() -> dict[str, str]:
 
 def main() -> int:
     """Write them, or say which are out of date."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where one is out of date")
-    check, stale = parser.parse_args().check, []
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit with 1 where one is out of date"
+    )
+    check = parser.parse_args().check
+    stale = []
     for name, text in drawings().items():
         path = FOLDER / name
         if not path.exists() or path.read_text() != text:
@@ -158,7 +212,11 @@ def main() -> int:
             if not check:
                 FOLDER.mkdir(exist_ok=True)
                 path.write_text(text)
-    print(f"out of date: {', '.join(stale)}" if check and stale else "\n".join(sorted(stale)) or "nothing changed")
+    print(
+        f"out of date: {', '.join(stale)}"
+        if check and stale
+        else "\n".join(sorted(stale)) or "nothing changed"
+    )
     return int(check and bool(stale))
 
 

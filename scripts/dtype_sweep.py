@@ -75,13 +75,17 @@ def stock_step(directory: str, mixed: bool, dtype: torch.dtype) -> tuple[Step, T
     return (float(loss.detach()), _norm(gradients)), _types(model)
 
 
-def layout_step(directory: str, layout: hfscale.ParallelConfig, kwargs: dict[str, Any], types: Types) -> Step:
+def layout_step(
+    directory: str, layout: hfscale.ParallelConfig, kwargs: dict[str, Any], types: Types
+) -> Step:
     """The same by the layout, on a rank; types are checked here."""
     model = hfscale.from_pretrained(directory, parallel=layout, **kwargs).train()
     runtime = runtime_of(model)
     world = hfscale.batch_world(model)
     ids = IDS[hfscale.batch_rank(model) * len(IDS) // world :][: len(IDS) // world]
-    if runtime.plan.loss is None:  # a class with a loss of its own; labels are as many on every rank
+    if (
+        runtime.plan.loss is None
+    ):  # a class with a loss of its own; labels are as many on every rank
         output = model(input_ids=ids, labels=ids, use_cache=False).loss
         output.backward()
         loss = output.detach().float()
@@ -92,36 +96,56 @@ def layout_step(directory: str, layout: hfscale.ParallelConfig, kwargs: dict[str
         loss = hfscale.train_step(model, {"input_ids": ids, "labels": ids})
     for planned, parameter in runtime.parameters():
         expected = types[planned.name]
-        assert parameter.dtype == expected, f"{planned.name} is {parameter.dtype}, in stock {expected}"
+        assert parameter.dtype == expected, (
+            f"{planned.name} is {parameter.dtype}, in stock {expected}"
+        )
         gradient = parameter.grad
-        assert gradient is None or gradient.dtype == expected, f"gradient of {planned.name} is {gradient.dtype}"
+        assert gradient is None or gradient.dtype == expected, (
+            f"gradient of {planned.name} is {gradient.dtype}"
+        )
     for name, buffer in model.named_buffers():
-        assert buffer.dtype == types.get(name, buffer.dtype), f"{name} is {buffer.dtype}, in stock {types[name]}"
+        assert buffer.dtype == types.get(name, buffer.dtype), (
+            f"{name} is {buffer.dtype}, in stock {types[name]}"
+        )
     norm = hfscale.clip_grad_norm_(model, 1.0)
-    torch.optim.SGD([parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.1).step()
-    assert all(bool(local_tensor(parameter).isfinite().all()) for _, parameter in runtime.parameters())
+    torch.optim.SGD(
+        [parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.1
+    ).step()
+    assert all(
+        bool(local_tensor(parameter).isfinite().all()) for _, parameter in runtime.parameters()
+    )
     return float(loss), float(norm)
 
 
 def _types(model: nn.Module) -> Types:
-    tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    tensors = (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    )
     return {name: tensor.dtype for name, tensor in tensors}
 
 
 def _norm(tensors: list[Tensor]) -> float:
-    return float(torch.stack([tensor.detach().double().square().sum() for tensor in tensors]).sum().sqrt())
+    return float(
+        torch.stack([tensor.detach().double().square().sum() for tensor in tensors]).sum().sqrt()
+    )
 
 
-def judge(family: str, pool: RankPool, columns: dict[str, Any] | None = None) -> tuple[list[str], str] | None:
+def judge(
+    family: str, pool: RankPool, columns: dict[str, Any] | None = None
+) -> tuple[list[str], str] | None:
     """A verdict for each of the columns and the details; ``None`` where stock code cannot train a clone."""
     config, _ = trainable(family)
     if config is None:
         return None
-    kinds, details, ready = [], list[str](), dict[tuple[int, bool], Any]()
+    kinds = []
+    details = list[str]()
+    ready = dict[tuple[int, bool], Any]()
     with tempfile.TemporaryDirectory(prefix="hfscale-types-") as name:
         for layout_kwargs, kwargs in (columns or COLUMNS).values():
             layers = LAYERS if layout_kwargs is not None else STAGE_LAYERS
-            directory, mixed = f"{name}/{layers}", "mixed_precision" in kwargs
+            directory = f"{name}/{layers}"
+            mixed = "mixed_precision" in kwargs
             try:
                 if not Path(directory).exists():
                     _save(config if layers == LAYERS else _deeper(family, config), directory)
@@ -159,18 +183,27 @@ def _reference(directory: str, mixed: bool) -> tuple[Step, Step, Types]:
     found, types = stock_step(directory, mixed, torch.float32 if mixed else torch.bfloat16)
     rough = [found, stock_step(directory, False, torch.bfloat16)[0]] if mixed else [found]
     loss, norm = (
-        max(EPSILON * abs(fine), *(abs(each[index] - fine) for each in rough)) for index, fine in enumerate(exact)
+        max(EPSILON * abs(fine), *(abs(each[index] - fine) for each in rough))
+        for index, fine in enumerate(exact)
     )
     return found, (loss, norm), types
 
 
 def _measure(
-    directory: str, layout_kwargs: dict[str, Any] | None, kwargs: dict[str, Any], reference: Any, pool: RankPool
+    directory: str,
+    layout_kwargs: dict[str, Any] | None,
+    kwargs: dict[str, Any],
+    reference: Any,
+    pool: RankPool,
 ) -> tuple[str, str]:
     expected, noise, types = reference
     config = transformers.AutoConfig.from_pretrained(directory)
     try:
-        layout = two_stages(Case(config)) if layout_kwargs is None else hfscale.ParallelConfig(**layout_kwargs)
+        layout = (
+            two_stages(Case(config))
+            if layout_kwargs is None
+            else hfscale.ParallelConfig(**layout_kwargs)
+        )
         hfscale.plan(directory, layout)
         if layout.size("pp") > 1 and hfscale.plan(directory).loss is None:
             return "refused", ""
@@ -184,7 +217,10 @@ def _measure(
     for what, index in (("loss", 0), ("gradient norm", 1)):
         off = max(abs(step[index] - expected[index]) for step in found)
         if not off <= FACTOR * noise[index]:
-            return "DIFFERS", f"{layout.describe()}: {what} off by {off:.1e}, noise {noise[index]:.1e}"
+            return (
+                "DIFFERS",
+                f"{layout.describe()}: {what} off by {off:.1e}, noise {noise[index]:.1e}",
+            )
     return "equal", ""
 
 
@@ -193,7 +229,9 @@ def summarize(rows: dict[str, str]) -> str:
     lines = [f"{len(rows)} families"]
     for index, name in enumerate(COLUMNS):
         counted = Counter(row.split(" | ")[index + 1] for row in rows.values())
-        lines.append(f"{name}: " + ", ".join(f"{number} {kind}" for kind, number in counted.most_common()))
+        lines.append(
+            f"{name}: " + ", ".join(f"{number} {kind}" for kind, number in counted.most_common())
+        )
     return "; ".join(lines)
 
 
@@ -209,7 +247,10 @@ def write(path: Path, rows: dict[str, str]) -> None:
     summary = summarize(rows).replace("; ", ";\n")
     columns = [f"| family | {' | '.join(COLUMNS)} | |", "|---" * (len(COLUMNS) + 2) + "|"]
     title = f"transformers {transformers.__version__}: {summary}."
-    path.write_text("\n".join([*HEAD, BOUND, "", title, "", *columns, *(rows[name] for name in sorted(rows))]) + "\n")
+    path.write_text(
+        "\n".join([*HEAD, BOUND, "", title, "", *columns, *(rows[name] for name in sorted(rows))])
+        + "\n"
+    )
 
 
 def main() -> int:
@@ -223,7 +264,9 @@ def main() -> int:
     transformers.logging.set_verbosity_error()
     rows = read(arguments.out) if arguments.only else {}
     with RankPool(2) as pool:
-        for family in tqdm(arguments.only or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), desc="types"):
+        for family in tqdm(
+            arguments.only or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), desc="types"
+        ):
             judged = judge(family, pool)
             if judged is None:
                 continue

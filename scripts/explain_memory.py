@@ -56,7 +56,9 @@ class Table:
 
 def zero_stages(parameters: float, ranks: int) -> dict[str, float]:
     """Return the bytes of a rank per ZeRO stage (Rajbhandari et al. 2020, figure 1), with mixed-precision Adam."""
-    weights, gradients, states = 2 * parameters, 2 * parameters, _STATES * parameters
+    weights = 2 * parameters
+    gradients = 2 * parameters
+    states = _STATES * parameters
     return {
         "replicas": weights + gradients + states,
         "ZeRO-1": weights + gradients + states / ranks,
@@ -67,7 +69,8 @@ def zero_stages(parameters: float, ranks: int) -> dict[str, float]:
 
 def activations(hidden: int, heads: int, sequence: int, batch: int, tp: int) -> dict[str, float]:
     """Return the activation bytes of a GPT layer in 16 bits with dropout (Korthikanti et al. 2022, table 2)."""
-    unit, scores = sequence * batch * hidden, 5 * heads * sequence / hidden
+    unit = sequence * batch * hidden
+    scores = 5 * heads * sequence / hidden
     return {
         "no parallelism": unit * (34 + scores),
         "tensor": unit * (10 + 24 / tp + scores / tp),
@@ -87,24 +90,43 @@ def lora_parameters(summary: ModelSummary, rank: int) -> int:
 
 
 def explain(
-    summary: ModelSummary, *, ranks: int = 64, tp: int = 8, sequence: int = 4096, batch: int = 1, rank: int = 16
+    summary: ModelSummary,
+    *,
+    ranks: int = 64,
+    tp: int = 8,
+    sequence: int = 4096,
+    batch: int = 1,
+    rank: int = 16,
 ) -> list[Table]:
     """Return a model's tables: ZeRO over ``ranks``, activations over ``tp``, and LoRA factors of rank ``rank``."""
-    count, layers, states = summary.shape.weights, summary.shape.layers, summary.states
+    count = summary.shape.weights
+    layers = summary.shape.layers
+    states = summary.states
     adam: list[tuple[str, float, str]]
     adam = [(name, size * count, f"{size} bytes x {count:,} parameters") for name, size in ADAM]
     adam.append(("together", sum(size for _, size in ADAM) * count, "16 bytes for each parameter"))
-    adam.append(("hfscale, as asked", states * count, f"{states:.1f} bytes: weights, gradients, optimizer"))
+    adam.append(
+        ("hfscale, as asked", states * count, f"{states:.1f} bytes: weights, gradients, optimizer")
+    )
     zero = _rows(zero_stages(count, ranks), [how.format(ranks=ranks) for how in _ZERO])
     kept = {
         name: layers * size
-        for name, size in activations(summary.shape.hidden, summary.heads, sequence, batch, tp).items()
+        for name, size in activations(
+            summary.shape.hidden, summary.heads, sequence, batch, tp
+        ).items()
     }
     own = layers * summary.kept.cut * sequence * batch
-    of_class = f"{summary.family} in hfscale", own, "one rank, as this class keeps it; scores are not kept"
+    of_class = (
+        f"{summary.family} in hfscale",
+        own,
+        "one rank, as this class keeps it; scores are not kept",
+    )
     of_gpt = f"Activations of {layers} layers of GPT, s = {sequence:,}, b = {batch}, t = {tp} (Korthikanti et al. 2022)"
     return [
-        Table("Mixed precision with Adam (Micikevicius et al. 2018; Rajbhandari et al. 2020)", tuple(adam)),
+        Table(
+            "Mixed precision with Adam (Micikevicius et al. 2018; Rajbhandari et al. 2020)",
+            tuple(adam),
+        ),
         Table(f"States of a rank, shared over {ranks} data ranks (Rajbhandari et al. 2020)", zero),
         Table(of_gpt, (*_rows(kept, _ACTIVATIONS), of_class)),
         _adapters(summary, rank),
@@ -132,24 +154,39 @@ def _rows(sizes: dict[str, float], how: Sequence[str]) -> tuple[tuple[str, float
 
 
 def _adapters(summary: ModelSummary, rank: int) -> Table:
-    base, factors = summary.shape.weights, lora_parameters(summary, rank)
+    base = summary.shape.weights
+    factors = lora_parameters(summary, rank)
     rows = (
         ("full, in 16 bits", 16 * base, "16 bytes for each parameter"),
         ("LoRA: base", 2 * base, "16 bits, frozen: no gradients, no optimizer"),
-        ("LoRA: factors", 16 * factors, f"{factors:,} parameters of rank {rank} on all linear layers, 16 bytes each"),
+        (
+            "LoRA: factors",
+            16 * factors,
+            f"{factors:,} parameters of rank {rank} on all linear layers, 16 bytes each",
+        ),
         ("QLoRA: base", base * (NF4_BITS + SCALE_BITS) / 8, "4 bits, and 32 for each 64 weights"),
-        ("QLoRA: base, twice", base * (NF4_BITS + DOUBLE_BITS) / 8, "scales in 8 bits: 0.127 bits a weight, not 0.5"),
+        (
+            "QLoRA: base, twice",
+            base * (NF4_BITS + DOUBLE_BITS) / 8,
+            "scales in 8 bits: 0.127 bits a weight, not 0.5",
+        ),
     )
     return Table("Fine-tuning (Hu et al. 2021; Dettmers et al. 2023)", rows)
 
 
 def main(argv: list[str] | None = None) -> None:
     """Print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add_model_arguments(parser)
     for flag, (default, text) in _SIZES.items():
-        parser.add_argument(flag, type=int, default=default, metavar="N", help=f"{text} (default: {default})")
-    parser.add_argument("--sequence-length", default="4096", metavar="N", help="tokens of a sequence, as 8K (or 4K)")
+        parser.add_argument(
+            flag, type=int, default=default, metavar="N", help=f"{text} (default: {default})"
+        )
+    parser.add_argument(
+        "--sequence-length", default="4096", metavar="N", help="tokens of a sequence, as 8K (or 4K)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     arguments = parser.parse_args(argv)
     sizes = {flag: getattr(arguments, flag[2:].replace("-", "_")) for flag in _SIZES}
@@ -163,15 +200,25 @@ def main(argv: list[str] | None = None) -> None:
     more: dict[str, Any] = remote_code(arguments)
     more |= {"auto_class": auto_class_of(arguments.auto_class), "dtype": dtype}
     found = explain(
-        summarize(config, mixed_precision="bf16" if dtype == "float32" else "no", sequence=sequence, **more),
+        summarize(
+            config,
+            mixed_precision="bf16" if dtype == "float32" else "no",
+            sequence=sequence,
+            **more,
+        ),
         ranks=arguments.data_ranks,
         tp=arguments.tp,
         sequence=sequence,
         batch=arguments.batch_size,
         rank=arguments.rank,
     )
-    rows = [[dict(zip(("name", "bytes", "how"), row, strict=True)) for row in table.rows] for table in found]
-    document = [{"title": table.title, "rows": each} for table, each in zip(found, rows, strict=True)]
+    rows = [
+        [dict(zip(("name", "bytes", "how"), row, strict=True)) for row in table.rows]
+        for table in found
+    ]
+    document = [
+        {"title": table.title, "rows": each} for table, each in zip(found, rows, strict=True)
+    ]
     show(arguments, document, "\n\n".join(map(str, found)))
 
 

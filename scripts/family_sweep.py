@@ -85,8 +85,13 @@ def judge_mixture(family: str, pool: RankPool) -> tuple[list[str], str] | None:
     if family not in MIXED and not any("expert" in parameter.name for parameter in parameters):
         return None
     # The data axes hold parameters that cannot be given another type afterwards.
-    build = "from_pretrained" if len({parameter.dtype for parameter in parameters}) == 1 else "parallelize"
-    kinds, details = [], []
+    build = (
+        "from_pretrained"
+        if len({parameter.dtype for parameter in parameters}) == 1
+        else "parallelize"
+    )
+    kinds = []
+    details = []
     for layout in EXPERTS.values():
         kind, detail = measure(Case(config, build=build), layout, pool)
         kinds.append(kind)
@@ -94,7 +99,9 @@ def judge_mixture(family: str, pool: RankPool) -> tuple[list[str], str] | None:
     return kinds, "; ".join(dict.fromkeys(details))
 
 
-def judge_variants(family: str, pool_of: Callable[[int], RankPool]) -> list[tuple[str, str, str, str]]:
+def judge_variants(
+    family: str, pool_of: Callable[[int], RankPool]
+) -> list[tuple[str, str, str, str]]:
     """``(option, config, verdict, detail)`` of the first few pairs that the family can have."""
     base, _ = trainable(family)
     found = list[tuple[str, str, str, str]]()
@@ -108,7 +115,9 @@ def judge_variants(family: str, pool_of: Callable[[int], RankPool]) -> list[tupl
         if config is None:
             continue
         layout = layout_of(option)
-        kind, detail = measure(Case(config, accumulation=4 if stages else 2), layout, pool_of(layout.total_size))
+        kind, detail = measure(
+            Case(config, accumulation=4 if stages else 2), layout, pool_of(layout.total_size)
+        )
         found.append((option, name, kind, detail))
         if len(found) == PICKS:
             break
@@ -123,7 +132,9 @@ def deeper(family: str, config: Any) -> Any:
         return config
 
 
-def judge_class(family: str, auto_class: Any, maker: plain.Maker, changes: dict[str, Any], pool: RankPool) -> Verdict:
+def judge_class(
+    family: str, auto_class: Any, maker: plain.Maker, changes: dict[str, Any], pool: RankPool
+) -> Verdict:
     """The same for a class with a loss of its own."""
     config = tiny_clone(AutoConfig.for_model(family), **{"pad_token_id": None, **changes})
     if hasattr(config, "vision_config"):
@@ -135,7 +146,8 @@ def judge_class(family: str, auto_class: Any, maker: plain.Maker, changes: dict[
 def judge_case(case: Case, deep: Case, pool: RankPool) -> Verdict:
     """All layouts; stages with the clone that has more layers."""
     kind, detail = measure(case, LAYOUT, pool)
-    details, sequence = [detail], "-"
+    details = [detail]
+    sequence = "-"
     if kind.startswith("equal"):
         sequence, why = measure(case, SEQUENCE, pool)
         if sequence.startswith("equal"):
@@ -165,10 +177,15 @@ def measure(case: Case, layout: hfscale.ParallelConfig | None, pool: RankPool) -
         if not isinstance(case, plain.PlainCase):
             case = plain.PlainCase(**given)
         own = planned.feature(OwnLossPlan)
-        if own is not None and (planned.stages is not None or layout.cp_size > 1):  # which train_step runs
-            verdict, case = "equal", plain.OwnLossCase(**given, over=own.over)
+        if own is not None and (
+            planned.stages is not None or layout.cp_size > 1
+        ):  # which train_step runs
+            verdict = "equal"
+            case = plain.OwnLossCase(**given, over=own.over)
     total = len(list(planned.owned()))
-    cut, spread = (sum(p.cut_over(axis) is not None for p in planned.owned()) for axis in ("tp", "ep"))
+    cut, spread = (
+        sum(p.cut_over(axis) is not None for p in planned.owned()) for axis in ("tp", "ep")
+    )
     try:
         # the host's grouped matrix products take no float64
         if any("expert" in parameter.name for parameter in planned.owned()):
@@ -179,7 +196,11 @@ def measure(case: Case, layout: hfscale.ParallelConfig | None, pool: RankPool) -
         return "FAILS", note(lines[-1] if lines else str(error))
     if parity.worst() > TOLERANCE:
         return "DIFFERS", note(str(parity))
-    shares = f"{spread} spread, {cut} cut of {total} parameters" if spread else f"{cut} of {total} parameters cut"
+    shares = (
+        f"{spread} spread, {cut} cut of {total} parameters"
+        if spread
+        else f"{cut} of {total} parameters cut"
+    )
     return verdict, f"{parity.worst():.0e}, {shares}"
 
 
@@ -206,13 +227,17 @@ def sweep_families(chosen: list[str], pool: RankPool) -> Section:
             verdicts[family] = verdict
         if chosen:
             tqdm.write(f"{family}: {verdict}")
-    rows = [f"| {family} | {v.kind} | {v.sequence} | {v.stages} | {v.detail} |" for family, v in verdicts.items()]
+    rows = [
+        f"| {family} | {v.kind} | {v.sequence} | {v.stages} | {v.detail} |"
+        for family, v in verdicts.items()
+    ]
     return section_of(list(verdicts.values()), rows)
 
 
 def sweep_mixtures(chosen: list[str], pool: RankPool) -> Section:
     """Every causal-LM family with experts, under those of :data:`EXPERTS`."""
-    rows, columns = [], list[list[str]]()
+    rows = []
+    columns = list[list[str]]()
     for family in tqdm(chosen or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), desc="mixtures"):
         judged = judge_mixture(family, pool)
         if judged is not None:
@@ -225,7 +250,8 @@ def sweep_mixtures(chosen: list[str], pool: RankPool) -> Section:
 
 def sweep_context(chosen: list[str], pool: RankPool) -> Section:
     """Every causal-LM family with its sequences cut, under those of :data:`CONTEXT`."""
-    rows, columns = [], list[list[str]]()
+    rows = []
+    columns = list[list[str]]()
     for family in tqdm(chosen or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), desc="sequences"):
         config, _ = trainable(family)
         if config is None:
@@ -257,27 +283,38 @@ def cut_case(config: Any) -> tuple[Case, list[str]]:
         case.rows = 1  # the second would be padded
         remarks.append("rows without padding only")
     if any(planned_parameter.dtype != torch.float64 for planned_parameter in planned.owned()):
-        case.build = "parallelize"  # data ranks hold parameters that cannot be given another type afterwards
+        case.build = (
+            "parallelize"  # data ranks hold parameters that cannot be given another type afterwards
+        )
     return case, remarks
 
 
 def sweep_variants(chosen: list[str], pool: RankPool) -> Section:
     """Every causal-LM family with options of the layout and fields of its config away from their defaults."""
-    rows, kinds, met = [], list[str](), set[tuple[str, str]]()
+    rows = []
+    kinds = list[str]()
+    met = set[tuple[str, str]]()
     with RankPool(4) as four:
         for family in tqdm(chosen or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), desc="variants"):
-            for option, name, kind, detail in judge_variants(family, {2: pool, 4: four}.__getitem__):
+            for option, name, kind, detail in judge_variants(
+                family, {2: pool, 4: four}.__getitem__
+            ):
                 kinds.append(kind)
                 met.add((option, name))
                 rows.append(f"| {family} | {option} | {name} | {kind} | {detail} |")
                 if chosen:
                     tqdm.write(rows[-1])
-    return Section(f"{len(met)} of {len(OPTIONS) * len(CONFIGS)} pairs, {len(kinds)} runs: {count(kinds)}", rows, kinds)
+    return Section(
+        f"{len(met)} of {len(OPTIONS) * len(CONFIGS)} pairs, {len(kinds)} runs: {count(kinds)}",
+        rows,
+        kinds,
+    )
 
 
 def sweep_classes(chosen: list[str], pool: RankPool) -> Section:
     """Classes with a loss of their own."""
-    rows, verdicts = [], list[Verdict]()
+    rows = []
+    verdicts = list[Verdict]()
     for family, auto_class, maker, changes in tqdm(OTHERS, desc="classes"):
         if chosen and family not in chosen:
             continue
@@ -307,7 +344,9 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
-    torch.set_num_threads(1)  # tiny products: threads of this process would only wait for those of the ranks
+    torch.set_num_threads(
+        1
+    )  # tiny products: threads of this process would only wait for those of the ranks
     transformers.logging.set_verbosity_error()
     with RankPool(2) as pool:
         found = {part: PARTS[part](arguments.only, pool) for part in arguments.part}
@@ -318,7 +357,9 @@ def main() -> int:
         if arguments.only:
             found = {part: with_others(part, section, before) for part, section in found.items()}
         arguments.out.write_text(written(found, before))
-    return int(any(kind in ("DIFFERS", "FAILS") for section in found.values() for kind in section.kinds))
+    return int(
+        any(kind in ("DIFFERS", "FAILS") for section in found.values() for kind in section.kinds)
+    )
 
 
 if __name__ == "__main__":

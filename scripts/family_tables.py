@@ -18,7 +18,10 @@ EXPERTS = {
     "with the sequence cut": hfscale.ParallelConfig(ep_size=2, tp_size=2, sequence_parallel=True),
 }
 # How two context ranks read each other's tokens.
-CONTEXT = {method: hfscale.ParallelConfig(cp_size=2, cp_method=method) for method in ("gather", "ring", "heads")}
+CONTEXT = {
+    method: hfscale.ParallelConfig(cp_size=2, cp_method=method)
+    for method in ("gather", "ring", "heads")
+}
 
 
 @dataclass
@@ -49,12 +52,18 @@ class Section:
 
 def section_of(verdicts: list[Verdict], rows: list[str]) -> Section:
     """The table of verdicts of whole classes."""
-    return Section(summarize(verdicts), rows, [kind for v in verdicts for kind in (v.kind, v.sequence, v.stages)])
+    return Section(
+        summarize(verdicts),
+        rows,
+        [kind for v in verdicts for kind in (v.kind, v.sequence, v.stages)],
+    )
 
 
 def by_column(names: Iterable[str], columns: list[list[str]]) -> str:
     """``172 families; gather: 126 equal, ...``: of each family what became of it under each of ``names``."""
-    counted = (f"{name}: {count([kinds[index] for kinds in columns])}" for index, name in enumerate(names))
+    counted = (
+        f"{name}: {count([kinds[index] for kinds in columns])}" for index, name in enumerate(names)
+    )
     return f"{len(columns)} families; {'; '.join(counted)}"
 
 

@@ -25,10 +25,17 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "gpipe": {"pp_size": 2, "pipeline_schedule": "gpipe"},
     **{
         schedule: {"pp_size": 2, "pipeline_schedule": schedule, "virtual_stages": 2}
-        for schedule in ("interleaved1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipev")
+        for schedule in (
+            "interleaved1f1b",
+            "looped_bfs",
+            "interleaved_zero_bubble",
+            "zbv",
+            "dualpipev",
+        )
     },
 }
-_TIED, _KEY_HEADS = "tie_word_embeddings", ("num_key_value_heads", "num_kv_heads", "n_head_kv")
+_TIED = "tie_word_embeddings"
+_KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
 _BIASES = (
     "attention_bias",
     "mlp_bias",
@@ -42,7 +49,9 @@ _BIASES = (
 
 
 def _set(names: tuple[str, ...], value: Any) -> Any:
-    return lambda fields: {name: value for name in names if isinstance(fields.get(name), int) and fields[name] != value}
+    return lambda fields: {
+        name: value for name in names if isinstance(fields.get(name), int) and fields[name] != value
+    }
 
 
 # Name -> from a config's fields, what to change in it; nothing where it is like that, or has no such field.
@@ -59,7 +68,9 @@ CONFIGS: dict[str, Any] = {
     "as many tokens as hidden units": _set(("vocab_size",), HIDDEN),
     "as many experts as hidden units": _set(EXPERT_FIELDS, HIDDEN),
     "wider heads": _set(("head_dim",), 16),
-    "an MLP as wide as the stream": _set(("intermediate_size", "ffn_dim", "n_inner", "d_ff"), HIDDEN),
+    "an MLP as wide as the stream": _set(
+        ("intermediate_size", "ffn_dim", "n_inner", "d_ff"), HIDDEN
+    ),
 }
 _PAIRS = [(option, config) for option in OPTIONS for config in CONFIGS]
 random.Random(0).shuffle(_PAIRS)
@@ -74,7 +85,9 @@ def pairs(family: str) -> Iterator[tuple[str, str]]:
 
 def applies(option: str, fields: dict[str, Any]) -> bool:
     """Whether an option says anything of a family with these fields."""
-    return "ep_size" not in OPTIONS[option] or any(isinstance(fields.get(name), int) for name in EXPERT_FIELDS)
+    return "ep_size" not in OPTIONS[option] or any(
+        isinstance(fields.get(name), int) for name in EXPERT_FIELDS
+    )
 
 
 def layout_of(option: str) -> ParallelConfig:

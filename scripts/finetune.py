@@ -18,4 +18,8 @@ if __name__ == "__main__":
     from hfscale.recipes.run import start
     from hfscale.recipes.schema import FinetuneRecipe
 
-    run(lambda: start(*recipe_and_limit(FinetuneRecipe, "Fine-tune a checkpoint, or an adapter over it.")))
+    run(
+        lambda: start(
+            *recipe_and_limit(FinetuneRecipe, "Fine-tune a checkpoint, or an adapter over it.")
+        )
+    )

@@ -48,7 +48,9 @@ def judge(family: str, model: Any) -> tuple[bool, bool, str, float]:
     blocks = inference.blueprint.blocks
     written = FAMILIES[family].blocks if family in FAMILIES else {}
     missing = [path or "the layer" for path in written if path not in blocks]
-    detail = f"{inference.proof.worst:.0e}, cuts {', '.join(path or 'the layer' for path in blocks)}"
+    detail = (
+        f"{inference.proof.worst:.0e}, cuts {', '.join(path or 'the layer' for path in blocks)}"
+    )
     detail += f"; the table also cuts {', '.join(missing)}" if missing else ""
     others = [path for path in blocks if path not in inference.attention]
     return bool(inference.attention), bool(others), detail, time.monotonic() - start
@@ -71,11 +73,19 @@ def main() -> int:
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
     rows: list[tuple[str, str, bool, bool, str, float]] = []
-    for family in tqdm(arguments.only or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), desc="families"):
+    for family in tqdm(
+        arguments.only or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), desc="families"
+    ):
         model = build(family)
         if model is None:
             continue
-        kind = "own table" if family in DECODERS | GPT_DECODERS else "none" if not _has_plan(model) else ""
+        kind = (
+            "own table"
+            if family in DECODERS | GPT_DECODERS
+            else "none"
+            if not _has_plan(model)
+            else ""
+        )
         if kind or arguments.only:
             rows.append((family, kind or "known", *judge(family, model)))
             tqdm.write(f"{rows[-1]}")
@@ -100,7 +110,10 @@ def main() -> int:
             "",
             "| family | plan without inference | attention | other blocks | |",
             "|---|---|---|---|---|",
-            *(f"| {f} | {kind} | {mark[a]} | {mark[m]} | {detail} |" for f, kind, a, m, detail, _ in rows),
+            *(
+                f"| {f} | {kind} | {mark[a]} | {mark[m]} | {detail} |"
+                for f, kind, a, m, detail, _ in rows
+            ),
         ]
         arguments.out.write_text("\n".join(lines) + "\n")
     return 0

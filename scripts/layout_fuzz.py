@@ -27,20 +27,37 @@ from tests.fuzz.many import import_everything, judge_many
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--draws", type=int, default=100)
     parser.add_argument("--first", type=int, default=0, help="index of the first draw")
-    parser.add_argument("--levers", type=int, default=0, help="draws alone that have so many levers of memory or more")
-    parser.add_argument("--lever", nargs="*", default=(), help="draws alone that have one of these levers, by name")
-    parser.add_argument("--crossing", action="store_true", help="draws of what is kept between passes, by projections")
+    parser.add_argument(
+        "--levers",
+        type=int,
+        default=0,
+        help="draws alone that have so many levers of memory or more",
+    )
+    parser.add_argument(
+        "--lever", nargs="*", default=(), help="draws alone that have one of these levers, by name"
+    )
+    parser.add_argument(
+        "--crossing",
+        action="store_true",
+        help="draws of what is kept between passes, by projections",
+    )
     parser.add_argument("--only", type=int, nargs="*", help="these indices alone")
     parser.add_argument("--spec", nargs="*", help="draws as JSON, instead of a seed's")
-    parser.add_argument("--shrink", action="store_true", help="make what fails as small as it still fails")
+    parser.add_argument(
+        "--shrink", action="store_true", help="make what fails as small as it still fails"
+    )
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--timeout", type=float, default=TIMEOUT, help="seconds until a draw hangs")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--verbose", action="store_true", help="every draw, and where the failing ones failed")
+    parser.add_argument(
+        "--verbose", action="store_true", help="every draw, and where the failing ones failed"
+    )
     return parser.parse_args()
 
 
@@ -48,17 +65,26 @@ def main() -> int:
     arguments = parse()
     warnings.filterwarnings("ignore")
     chooses = choose_crossing if arguments.crossing else choose
-    drawn = ((index, chooses(arguments.seed, index)) for index in arguments.only or count(arguments.first))
+    drawn = (
+        (index, chooses(arguments.seed, index))
+        for index in arguments.only or count(arguments.first)
+    )
     asked = set(arguments.lever)
     wanted = (
         (index, draw)
         for index, draw in drawn
         if len(draw.levers) >= arguments.levers and (not asked or asked & {*draw.levers})
     )
-    chosen = [] if arguments.spec else list(islice(wanted, len(arguments.only or ()) or arguments.draws))
+    chosen = (
+        [] if arguments.spec else list(islice(wanted, len(arguments.only or ()) or arguments.draws))
+    )
     indices = [index for index, _ in chosen]
     draws = [read(text) for text in arguments.spec or ()] or [draw for _, draw in chosen]
-    names = [f"{arguments.seed}/{index}" for index in indices] if not arguments.spec else [""] * len(draws)
+    names = (
+        [f"{arguments.seed}/{index}" for index in indices]
+        if not arguments.spec
+        else [""] * len(draws)
+    )
     import_everything({draw.family for draw in draws})
     judged: dict[int, tuple[Draw, Verdict]] = {}
     bar = tqdm(total=len(draws), desc="draws", file=sys.stderr)
@@ -72,14 +98,18 @@ def main() -> int:
     everything = [judged[position] for position in sorted(judged)]
     print(report_page.summary(everything))
     if arguments.shrink:
-        make_small([(draw, verdict) for draw, verdict in everything if verdict.defect], arguments.timeout)
+        make_small(
+            [(draw, verdict) for draw, verdict in everything if verdict.defect], arguments.timeout
+        )
     if arguments.out:
         arguments.out.write_text(report_page.page(everything, arguments.seed))
     return int(any(verdict.defect for _, verdict in everything))
 
 
 def tell(name: str, draw: Draw, verdict: Verdict, trace: bool) -> None:
-    tqdm.write(f"{verdict.outcome.upper()} {name} [{verdict.seconds:.1f} s] {verdict.kind}\n  {draw.write()}")
+    tqdm.write(
+        f"{verdict.outcome.upper()} {name} [{verdict.seconds:.1f} s] {verdict.kind}\n  {draw.write()}"
+    )
     tqdm.write(f"  {verdict.detail}")
     if trace and verdict.trace:
         tqdm.write(verdict.trace)

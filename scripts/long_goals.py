@@ -48,8 +48,12 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self, device: torch.device = META) -> None:
         super().__init__()
         self.device = device
-        self.now, self.most, self.host, self.most_host = 0, 0, 0, 0
-        self._sizes, self._away = dict[int, int](), False
+        self.now = 0
+        self.most = 0
+        self.host = 0
+        self.most_host = 0
+        self._sizes = dict[int, int]()
+        self._away = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
@@ -90,7 +94,8 @@ class LiveBytes(TorchDispatchMode):
     @contextmanager
     def following(self) -> Iterator[None]:
         """Count what is copied to the host apart, and storages that change their size, as gathered weights do."""
-        resize, begin = torch.UntypedStorage.resize_, OnHost.__init__
+        resize = torch.UntypedStorage.resize_
+        begin = OnHost.__init__
 
         def resized(storage: Any, size: int) -> Any:
             found = resize(storage, size)
@@ -146,19 +151,27 @@ def of_8_billion(layers: int) -> LlamaConfig:
 def count(config: LlamaConfig, tokens: int, gpus: int = 1, **levers: Any) -> Counted:
     """Let one rank of ``gpus`` take a step on one sequence of ``tokens``; ``levers`` are those of the memory."""
     memory = hfscale.MemoryConfig(**levers)
-    layout, given = hfscale.ParallelConfig(cp_size=gpus), {"dtype": torch.bfloat16, "memory": memory}
-    plan, spec = hfscale.plan(config, layout, **given), run_spec(config, **given)
+    layout = hfscale.ParallelConfig(cp_size=gpus)
+    given = {"dtype": torch.bfloat16, "memory": memory}
+    plan = hfscale.plan(config, layout, **given)
+    spec = run_spec(config, **given)
     shape, job, held = costs(plan, spec, tokens, 1, 1, "no")
-    live, start = LiveBytes(), time.perf_counter()
+    live = LiveBytes()
+    start = time.perf_counter()
     with meta_model(spec, plan.layout) as (model, _), ExitStack() as stack:
         for tensor in (*model.parameters(), *model.buffers()):
             if tensor.device == META:
                 live.see(tensor)
         take_step(model, job, shape, stack.enter_context(_entered(live)), "no")
         del model
-    found, seconds = held[0], time.perf_counter() - start
-    on_host = 2 * found.weights if memory.offload_optimizer else 0  # AdamW's two moments, in the weights' type
-    return Counted(gpus, tokens, live.most, found.optimizer, live.most_host + on_host, found.needed, seconds)
+    found = held[0]
+    seconds = time.perf_counter() - start
+    on_host = (
+        2 * found.weights if memory.offload_optimizer else 0
+    )  # AdamW's two moments, in the weights' type
+    return Counted(
+        gpus, tokens, live.most, found.optimizer, live.most_host + on_host, found.needed, seconds
+    )
 
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -174,7 +187,9 @@ def rung(way: str, tokens: int) -> float:
         hidden_size=64, intermediate_size=224, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=1,
         vocab_size=2048, max_position_embeddings=tokens,
     )  # fmt: skip
-    model = hfscale.from_config(config, dtype=torch.float32, memory=hfscale.MemoryConfig(**WAYS[way])).train()
+    model = hfscale.from_config(
+        config, dtype=torch.float32, memory=hfscale.MemoryConfig(**WAYS[way])
+    ).train()
     ids = torch.randint(0, 2048, (1, tokens), generator=torch.Generator().manual_seed(2))
     live = LiveBytes(torch.device("cpu"))
     with live.following():
@@ -187,7 +202,10 @@ def climb(lengths: list[int]) -> None:
     """Print bytes per token at each length."""
     print("| tokens | " + " | ".join(WAYS) + " |\n|---|" + "---|" * len(WAYS))
     for tokens in lengths:
-        print(f"| {tokens:,} | " + " | ".join(f"{rung(way, tokens):,.0f}" for way in WAYS) + " |", flush=True)
+        print(
+            f"| {tokens:,} | " + " | ".join(f"{rung(way, tokens):,.0f}" for way in WAYS) + " |",
+            flush=True,
+        )
 
 
 @contextmanager
@@ -197,21 +215,30 @@ def _entered(live: LiveBytes) -> Iterator[Any]:
 
 def main() -> None:
     """Count every goal, and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--goals", type=int, nargs="+", default=list(GOALS), help="GPUs of the runs")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--goals", type=int, nargs="+", default=list(GOALS), help="GPUs of the runs"
+    )
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--tile", type=int, default=32768, help="tokens of a tile")
     parser.add_argument("--tokens", type=int, help="of the sequence, other than published")
     parser.add_argument("--ladder", action="store_true", help="real steps of a small model instead")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096, 8192], help="of the ladder")
+    parser.add_argument(
+        "--lengths", type=int, nargs="+", default=[1024, 2048, 4096, 8192], help="of the ladder"
+    )
     arguments = parser.parse_args()
     if arguments.ladder:
         climb(arguments.lengths)
         return
-    print("| GPUs | tokens | counted at once | AdamW's state | with libraries | estimated | on the host | 80 GB |")
+    print(
+        "| GPUs | tokens | counted at once | AdamW's state | with libraries | estimated | on the host | 80 GB |"
+    )
     print("|---|---|---|---|---|---|---|---|")
     for gpus in arguments.goals:
-        config, tokens = of_8_billion(arguments.layers), arguments.tokens or GOALS[gpus]
+        config = of_8_billion(arguments.layers)
+        tokens = arguments.tokens or GOALS[gpus]
         levers = {**LEVERS, "tile_tokens": arguments.tile, "offload_optimizer": gpus == 1}
         print(count(config, tokens, gpus, **levers).row(), flush=True)
 

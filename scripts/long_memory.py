@@ -68,7 +68,12 @@ def draw(path: Path, tokens: list[int], found: dict[int, list[float]]) -> None:
     for size, counted in found.items():
         label = "one process" if size == 1 else f"cut over {size} ranks"
         axes.plot(tokens, counted, marker="o", color=COLOURS.get(size), label=label)
-        axes.annotate(f"{counted[-1]:,.0f} MiB", (tokens[-1], counted[-1]), xytext=(6, -3), textcoords="offset points")
+        axes.annotate(
+            f"{counted[-1]:,.0f} MiB",
+            (tokens[-1], counted[-1]),
+            xytext=(6, -3),
+            textcoords="offset points",
+        )
     axes.set_xticks(tokens, [f"{length:,}" for length in tokens])
     axes.set_xlabel("tokens of the sequence")
     axes.set_ylabel("MiB that a rank keeps for the backward pass")
@@ -84,7 +89,9 @@ def draw(path: Path, tokens: list[int], found: dict[int, list[float]]) -> None:
 
 def main() -> None:
     """Measure, print, draw."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 4096, 8192, 16384])
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--method", default="auto", help="cp_method")
@@ -92,7 +99,11 @@ def main() -> None:
     arguments = parser.parse_args()
     tokens = sorted(arguments.tokens)
     found = measure(tokens, arguments.ranks, arguments.method)
-    print(f"{'tokens':>8}" + "".join(f"{f'cp {size}':>12}" for size in found) + "   MiB kept by the fullest rank")
+    print(
+        f"{'tokens':>8}"
+        + "".join(f"{f'cp {size}':>12}" for size in found)
+        + "   MiB kept by the fullest rank"
+    )
     for index, length in enumerate(tokens):
         print(f"{length:>8,}" + "".join(f"{counted[index]:>12,.1f}" for counted in found.values()))
     draw(arguments.out, tokens, found)

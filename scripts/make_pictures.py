@@ -16,11 +16,18 @@ from typing import Any
 import torch
 import transformers
 from PIL import Image, ImageDraw
-from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor
+from transformers import (
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
+)
 
 from hfscale.recipes.dataset import train_tokenizer
 
-SIZE, PATCH = 32, 8
+SIZE = 32
+PATCH = 8
 COLOURS = {
     "red": (220, 40, 40),
     "green": (30, 160, 60),
@@ -42,7 +49,9 @@ TEMPLATE = """\
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("directory", type=Path)
     parser.add_argument("--captions", type=int, default=2000)
     parser.add_argument("--questions", type=int, default=1200)
@@ -58,12 +67,18 @@ def make(directory: Path, captions: int, questions: int) -> None:
     for name, count, ask in (("captions", captions, caption), ("questions", questions, question)):
         with (directory / f"{name}.jsonl").open("w") as stream:
             for index in range(count):
-                things = [(draw.choice(list(COLOURS)), draw.choice(SHAPES)) for _ in range(draw.choice((1, 2)))]
+                things = [
+                    (draw.choice(list(COLOURS)), draw.choice(SHAPES))
+                    for _ in range(draw.choice((1, 2)))
+                ]
                 path = Path("pictures") / f"{name}-{index:04d}.png"
                 picture(things, draw).save(directory / path)
                 asked, answer = ask(things, draw)
                 texts.append(f"user:\n{asked}\nassistant:\n{answer}")
-                stream.write(json.dumps({"messages": conversation(asked, answer), "images": [str(path)]}) + "\n")
+                stream.write(
+                    json.dumps({"messages": conversation(asked, answer), "images": [str(path)]})
+                    + "\n"
+                )
     make_start(directory / "start", texts)
 
 
@@ -73,7 +88,8 @@ def picture(things: list[tuple[str, str]], draw: random.Random) -> Image.Image:
     pen = ImageDraw.Draw(image)
     for place, (colour, shape) in enumerate(things):
         x = SIZE * (2 * place + 1) // (2 * len(things)) + draw.randint(-1, 1)
-        y, r = SIZE // 2 + draw.randint(-6, 6), draw.randint(5, 7)
+        y = SIZE // 2 + draw.randint(-6, 6)
+        r = draw.randint(5, 7)
         if shape == "circle":
             pen.ellipse((x - r, y - r, x + r, y + r), fill=COLOURS[colour])
         elif shape == "square":
@@ -108,7 +124,10 @@ def number(things: list[tuple[str, str]]) -> str:
 def conversation(asked: str, answer: str) -> list[dict[str, Any]]:
     """A turn of the user with the picture, and one of the assistant."""
     said = [{"type": "image", "text": None}, {"type": "text", "text": asked}]
-    return [{"role": "user", "content": said}, {"role": "assistant", "content": [{"type": "text", "text": answer}]}]
+    return [
+        {"role": "user", "content": said},
+        {"role": "assistant", "content": [{"type": "text", "text": answer}]},
+    ]
 
 
 def make_start(directory: Path, texts: list[str]) -> None:
@@ -126,14 +145,28 @@ def make_start(directory: Path, texts: list[str]) -> None:
         num_additional_image_tokens=1,
         chat_template=TEMPLATE,
     )
-    ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    ends = {
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
     layers = {"num_hidden_layers": 2, "num_attention_heads": 4}
     config = LlavaConfig(
         vision_config=CLIPVisionConfig(
-            hidden_size=64, intermediate_size=256, image_size=SIZE, patch_size=PATCH, projection_dim=64, **layers
+            hidden_size=64,
+            intermediate_size=256,
+            image_size=SIZE,
+            patch_size=PATCH,
+            projection_dim=64,
+            **layers,
         ),
         text_config=LlamaConfig(
-            vocab_size=384, hidden_size=128, intermediate_size=384, num_key_value_heads=4, **layers, **ends
+            vocab_size=384,
+            hidden_size=128,
+            intermediate_size=384,
+            num_key_value_heads=4,
+            **layers,
+            **ends,
         ),
         image_token_index=image,
         image_seq_length=(SIZE // PATCH) ** 2,

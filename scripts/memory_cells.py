@@ -22,8 +22,10 @@ from transformers import PreTrainedConfig
 from hfscale.testing import RankPool
 
 RESULTS = Path(__file__).parent / "bench" / "results" / "memory_cells.json"
-BEGIN, END = "<!-- written by scripts/memory_cells.py -->", "<!-- end of cells -->"
-ROWS, LENGTH = 4, 72
+BEGIN = "<!-- written by scripts/memory_cells.py -->"
+END = "<!-- end of cells -->"
+ROWS = 4
+LENGTH = 72
 _LLAMAS = "Llama, hidden 256"
 MODELS: dict[str, tuple[str, Callable[[], PreTrainedConfig]]] = {
     "llama 256": (_LLAMAS, partial(llama, 256)),
@@ -37,10 +39,15 @@ def case_of(lever: dict[str, Any], axes: dict[str, Any], config: PreTrainedConfi
     """A cell's step: small tensors go elsewhere, too, and a budget has some layers computed again."""
     memory = dict(lever.get("memory", {}))
     if memory.get("recompute") == "8GiB":
-        layers, hidden = config.num_hidden_layers, config.hidden_size
-        units = 10 if config.model_type == "llama" else 30  # others' layers are chosen by an estimate from above
+        layers = config.num_hidden_layers
+        hidden = config.hidden_size
+        units = (
+            10 if config.model_type == "llama" else 30
+        )  # others' layers are chosen by an estimate from above
         memory["recompute"] = f"{ROWS * LENGTH * hidden * 4 * units * layers // 1024}KiB"
-    memory |= {name: "1KiB" for name in ("offload_activations", "compress_activations") if name in memory}
+    memory |= {
+        name: "1KiB" for name in ("offload_activations", "compress_activations") if name in memory
+    }
     eager = {"attention": "eager"} if memory.get("recompute") == "selective" else {}
     flush = axes.get("pipeline_schedule") != "pipedream"
     microbatches = 2 if "pp_size" in axes and flush else 1
@@ -53,20 +60,26 @@ def ratios(pool: RankPool, case: Case) -> tuple[float, float]:
     for rank in pool.run(seen, case):
         total, kept = comparable(case, estimated(case, rank.stage, rank.chosen), rank.head)
         pairs.append((total / rank.total, kept / rank.bytes["activations"]))
-    total, kept = (max(column, key=lambda ratio: abs(ratio - 1)) for column in zip(*pairs, strict=True))
+    total, kept = (
+        max(column, key=lambda ratio: abs(ratio - 1)) for column in zip(*pairs, strict=True)
+    )
     return round(total, 4), round(kept, 4)
 
 
 def table(results: dict[str, Any], title: str) -> str:
     """In Markdown, of the model of that title where it is further off."""
     found = [results[name] for name, (of, _) in MODELS.items() if of == title and name in results]
-    axes = [axis for axis in AXES if any(axis in cells for each in found for cells in each.values())]
+    axes = [
+        axis for axis in AXES if any(axis in cells for each in found for cells in each.values())
+    ]
     lines = [f"{title}:", "", f"| | {' | '.join(axes)} |", "|---" * (len(axes) + 1) + "|"]
     for name in (name for name in LEVERS if any(name in each for each in found)):
         cells = []
         for axis in axes:
             every = [each[name][axis] for each in found if axis in each.get(name, {})]
-            worst = [max(column, key=lambda ratio: abs(ratio - 1)) for column in zip(*every, strict=True)]
+            worst = [
+                max(column, key=lambda ratio: abs(ratio - 1)) for column in zip(*every, strict=True)
+            ]
             cells.append(f"{worst[0]:.3f}, {worst[1]:.3f}" if worst else "")
         lines.append(f"| `{name}` | {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -74,7 +87,9 @@ def table(results: dict[str, Any], title: str) -> str:
 
 def tables(results: dict[str, Any]) -> str:
     """One for each kind of model."""
-    return "\n\n".join(table(results, title) for title in dict.fromkeys(title for title, _ in MODELS.values()))
+    return "\n\n".join(
+        table(results, title) for title in dict.fromkeys(title for title, _ in MODELS.values())
+    )
 
 
 def main() -> None:
@@ -92,7 +107,9 @@ def main() -> None:
             config = MODELS[model][1]()
             for axis in given.axes:
                 for name in given.levers:
-                    if reason(LEVERS[name], AXES[axis]) or (axis == "ep" and not hasattr(config, "num_experts")):
+                    if reason(LEVERS[name], AXES[axis]) or (
+                        axis == "ep" and not hasattr(config, "num_experts")
+                    ):
                         continue
                     if "elementwise" in name and hasattr(config, "num_experts"):
                         continue  # the host's experts keep more on CPUs than their kernels on GPUs, which are estimated

@@ -49,9 +49,15 @@ _COLOURS = {
     "activations": "#ebcb8b",
     "other": "#d8dee9",
 }
-ROWS, LENGTH = 8, 64
+ROWS = 8
+LENGTH = 64
 _LAYERS = 4
-_SIZES = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 4, "num_key_value_heads": 2}
+_SIZES = {
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 _SIZES |= {"head_dim": 64, "vocab_size": 2048, "max_position_embeddings": 256}
 
 
@@ -75,15 +81,23 @@ class Rung:
     def choices(self) -> dict[str, Any]:
         """Return the arguments of ``from_pretrained`` and of ``plan``."""
         memory = MemoryConfig(recompute=self.recompute, offload_optimizer=self.on_host)
-        found: dict[str, Any] = {"parallel": ParallelConfig(**self.sizes), "memory": memory, "dtype": self.dtype}
+        found: dict[str, Any] = {
+            "parallel": ParallelConfig(**self.sizes),
+            "memory": memory,
+            "dtype": self.dtype,
+        }
         if self.lora:
             from peft import LoraConfig
 
-            found["peft_config"] = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
+            found["peft_config"] = LoraConfig(
+                r=8, target_modules="all-linear", task_type="CAUSAL_LM"
+            )
         if self.quantized:
             from transformers import BitsAndBytesConfig
 
-            found["quantization_config"] = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+            found["quantization_config"] = BitsAndBytesConfig(
+                load_in_4bit=True, bnb_4bit_quant_type="nf4"
+            )
         return found
 
 
@@ -111,7 +125,9 @@ class Step:
     estimated: dict[str, int]  # of the same
     on_host: int  # bytes of the clone's optimizer that were counted on the host
     allocated: int  # the allocator's peak, on a GPU; 0 elsewhere
-    model: MemoryEstimate | None = None  # the estimate for the model itself; None where it does not fit the layout
+    model: MemoryEstimate | None = (
+        None  # the estimate for the model itself; None where it does not fit the layout
+    )
 
     @property
     def totals(self) -> tuple[int, int]:
@@ -131,16 +147,29 @@ class Step:
         return {"lever": self.name, **{name: getattr(self, name) for name in names}, "model": model}
 
 
-def climb(config: PreTrainedConfig, tokens: int = 2048, rungs: Sequence[Rung] = LADDER) -> list[Step]:
+def climb(
+    config: PreTrainedConfig, tokens: int = 2048, rungs: Sequence[Rung] = LADDER
+) -> list[Step]:
     """Measure a step of each rung on a small clone; ``tokens`` are those of a microbatch of one batch rank."""
-    known, found = config.to_dict(), list[Step]()
-    clone = tiny_clone(config, layers=_LAYERS, **{k: size for k, size in _SIZES.items() if known.get(k) is not None})
+    known = config.to_dict()
+    found = list[Step]()
+    clone = tiny_clone(
+        config,
+        layers=_LAYERS,
+        **{k: size for k, size in _SIZES.items() if known.get(k) is not None},
+    )
     with tempfile.TemporaryDirectory() as directory:
-        host_from_config(AutoModelForCausalLM, clone, dtype=torch.float32).save_pretrained(directory)
+        host_from_config(AutoModelForCausalLM, clone, dtype=torch.float32).save_pretrained(
+            directory
+        )
         for rung in rungs:
             ranks = ParallelConfig(**rung.sizes).total_size
             with RankPool(ranks) if ranks > 1 else nullcontext() as pool:
-                steps = [_measured(directory, rung)] if pool is None else pool.run(_measured, directory, rung)
+                steps = (
+                    [_measured(directory, rung)]
+                    if pool is None
+                    else pool.run(_measured, directory, rung)
+                )
             fullest = max(steps, key=lambda step: step.totals[0])
             found.append(replace(fullest, model=_of_model(config, rung, tokens)))
     return found
@@ -149,11 +178,17 @@ def climb(config: PreTrainedConfig, tokens: int = 2048, rungs: Sequence[Rung] = 
 def _measured(directory: str, rung: Rung) -> Step:
     """Run a step of the clone with the options of a rung."""
     held, estimated, kept, peak = _stepped(directory, rung)
-    if rung.recompute != "none":  # saved-tensor hooks do not see what a layer keeps while it is recomputed
+    if (
+        rung.recompute != "none"
+    ):  # saved-tensor hooks do not see what a layer keeps while it is recomputed
         _, _, whole, _ = _stepped(directory, replace(rung, recompute="none"))
         kept = replace(kept, around=kept.around + whole.layers // _LAYERS)
     on_host = held["optimizer"] if rung.on_host else 0
-    counted = {**held, "optimizer": held["optimizer"] - on_host, "activations": kept.layers + kept.around}
+    counted = {
+        **held,
+        "optimizer": held["optimizer"] - on_host,
+        "activations": kept.layers + kept.around,
+    }
     return Step(rung.name, counted, estimated, on_host, peak)
 
 
@@ -161,7 +196,8 @@ def _stepped(directory: str, rung: Rung) -> tuple[dict[str, int], dict[str, int]
     """Return the bytes held, estimated and saved in a step of the clone, and the allocator's peak."""
     model = from_pretrained(directory, **rung.choices()).train()
     runtime = runtime_of(model)
-    device, rows = runtime.mesh.device, ROWS // batch_world(model)
+    device = runtime.mesh.device
+    rows = ROWS // batch_world(model)
     optimizer = create_optimizer(model, rung.optimizer, lr=1e-4, **rung.options())
     if is_accelerator(device):
         device_module(device).reset_peak_memory_stats(device)
@@ -169,7 +205,9 @@ def _stepped(directory: str, rung: Rung) -> tuple[dict[str, int], dict[str, int]
     with count_saved(runtime.model, runtime.plan.layers, runtime.plan.head) as saved:
         train_step(model, {"input_ids": ids, "labels": ids})
     optimizer.step()
-    estimated = memory_estimate(model, rung.optimizer, tokens=rows * LENGTH, optim_args=rung.options()).kinds
+    estimated = memory_estimate(
+        model, rung.optimizer, tokens=rows * LENGTH, optim_args=rung.options()
+    ).kinds
     peak = device_module(device).max_memory_allocated(device) if is_accelerator(device) else 0
     return held_bytes(model, optimizer), estimated, saved, peak
 
@@ -224,18 +262,27 @@ def draw(path: Path, steps: list[Step], family: str, tokens: int) -> None:
         axes.set_xticks(range(len(names)), names, rotation=35, ha="right")
         axes.spines[["top", "right"]].set_visible(False)
     right.legend(
-        handles=[Patch(color=colour, label=kind) for kind, colour in _COLOURS.items()], frameon=False, fontsize=8
+        handles=[Patch(color=colour, label=kind) for kind, colour in _COLOURS.items()],
+        frameon=False,
+        fontsize=8,
     )
     figure.tight_layout()
     figure.savefig(path, dpi=150)
     print(f"drawn in {path}")
 
 
-def _bars(axes: Any, columns: list[dict[str, int]], shift: float, width: float, unit: int, hatch: str) -> None:
+def _bars(
+    axes: Any, columns: list[dict[str, int]], shift: float, width: float, unit: int, hatch: str
+) -> None:
     for place, kinds in enumerate(columns):
         below = 0.0
         for kind, size in kinds.items():
-            style = {"color": _COLOURS[kind], "hatch": hatch, "edgecolor": "white", "linewidth": 0.4}
+            style = {
+                "color": _COLOURS[kind],
+                "hatch": hatch,
+                "edgecolor": "white",
+                "linewidth": 0.4,
+            }
             axes.bar(place + shift, size / unit, width, bottom=below, **style)
             below += size / unit
 
@@ -244,16 +291,25 @@ def main(argv: list[str] | None = None) -> None:
     """Climb the ladder, print the table, and draw it if asked to."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", help="a directory with a config, or a name on the Hub")
-    parser.add_argument("--tokens", default="4096", help="in a microbatch of the model itself, as 4096 or 4K")
+    parser.add_argument(
+        "--tokens", default="4096", help="in a microbatch of the model itself, as 4096 or 4K"
+    )
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--out", type=Path, help="draw it: a .png or .svg file (needs matplotlib)")
     arguments = parser.parse_args(argv)
     check_writable(arguments.out)
     transformers.utils.logging.disable_progress_bar()  # of a clone's few kilobytes
-    logging.getLogger("hfscale").setLevel(logging.ERROR)  # weights that train in 16 bits are there to be compared
-    config, tokens = AutoConfig.from_pretrained(arguments.model), tokens_of(arguments.tokens, "--tokens")
+    logging.getLogger("hfscale").setLevel(
+        logging.ERROR
+    )  # weights that train in 16 bits are there to be compared
+    config = AutoConfig.from_pretrained(arguments.model)
+    tokens = tokens_of(arguments.tokens, "--tokens")
     steps = climb(config, tokens)
-    print(json.dumps([step.to_dict() for step in steps]) if arguments.json else _text(steps, config.model_type, tokens))
+    print(
+        json.dumps([step.to_dict() for step in steps])
+        if arguments.json
+        else _text(steps, config.model_type, tokens)
+    )
     if arguments.out is not None:
         draw(arguments.out, steps, config.model_type, tokens)
 

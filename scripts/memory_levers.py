@@ -27,8 +27,11 @@ import hfscale
 from hfscale.testing import RankPool
 
 RESULTS = Path(__file__).parent / "bench" / "results" / "memory_levers.json"
-BEGIN, END = "<!-- written by scripts/memory_levers.py -->", "<!-- end of levers -->"
-ROWS, LENGTH, STEPS = 8, 32, 3
+BEGIN = "<!-- written by scripts/memory_levers.py -->"
+END = "<!-- end of levers -->"
+ROWS = 8
+LENGTH = 32
+STEPS = 3
 _TENSOR = {"tp_size": 2, "sequence_parallel": True, "sequence_regather": True}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one": {},
@@ -76,9 +79,13 @@ _BUDGET = {"llama": 0.75}
 """Of what one process keeps, by family: the layers of others than LLaMA's are chosen by an estimate from above."""
 
 
-def case_of(name: str, layout: str, config: PreTrainedConfig, budget: int, path: str | None) -> Case | None:
+def case_of(
+    name: str, layout: str, config: PreTrainedConfig, budget: int, path: str | None
+) -> Case | None:
     """The step of a cell; ``None`` where there is none: refused, or nothing that the lever is about."""
-    lever, axes, experts = dict(LEVERS[name]), LAYOUTS[layout], hasattr(config, "num_experts")
+    lever = dict(LEVERS[name])
+    axes = LAYOUTS[layout]
+    experts = hasattr(config, "num_experts")
     needs = (
         ("gradient_compression" in lever, layout == "dp_replicate2"),
         ("ep_size" in axes, experts),
@@ -89,14 +96,20 @@ def case_of(name: str, layout: str, config: PreTrainedConfig, budget: int, path:
     if name == "recompute to a budget":
         lever["memory"] = {"recompute": f"{budget // (1024 if layout == 'one' else 2048)}KiB"}
     if "lora" in lever and experts:
-        lever["lora"] = {**_LORA, **_EXPERTS, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
+        lever["lora"] = {
+            **_LORA,
+            **_EXPERTS,
+            "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"],
+        }
     halves = layout not in ("one", "cp2") and "tp_size" not in axes
     return Case(
         config,
         lever,
         axes,
         rows=ROWS // 2 if halves else ROWS,
-        length=LENGTH if config.model_type == "llama" else LENGTH + 4,  # as long as no weight is wide
+        length=LENGTH
+        if config.model_type == "llama"
+        else LENGTH + 4,  # as long as no weight is wide
         microbatches=2 if "pp_size" in axes else 1,
         path=path if "quantized" in lever else None,
     )
@@ -111,7 +124,8 @@ def seconds(case: Case, beside: Case) -> float:
     if key not in _BUILT:
         _BUILT.clear()
         _BUILT[key] = beside.built()
-    runs, least = [_BUILT[key], case.built()], [float("inf"), float("inf")]
+    runs = [_BUILT[key], case.built()]
+    least = [float("inf"), float("inf")]
     for _ in range(STEPS):
         for number, (model, optimizer) in enumerate(runs):
             begin = time.process_time()
@@ -144,7 +158,12 @@ def table(results: dict[str, Any], model: str) -> str:
     """In Markdown: bytes over the ideal, the estimate over them, and the time of a step."""
     found = results[model]
     layouts = [layout for layout in LAYOUTS if any(layout in cells for cells in found.values())]
-    lines = [f"{MODELS[model][0]}:", "", f"| | {' | '.join(layouts)} |", "|---" * (len(layouts) + 1) + "|"]
+    lines = [
+        f"{MODELS[model][0]}:",
+        "",
+        f"| | {' | '.join(layouts)} |",
+        "|---" * (len(layouts) + 1) + "|",
+    ]
     for name in (name for name in LEVERS if name in found):
         alone = found[name if "one" in found[name] else "none"]["one"]["counted"]
         plain = found[_BESIDE.get(name, "none")]["one"]["counted"]
@@ -172,7 +191,9 @@ def main() -> None:
     parser.add_argument("--levers", nargs="*", default=list(LEVERS))
     parser.add_argument("--layouts", nargs="*", default=list(LAYOUTS))
     parser.add_argument("--missing", action="store_true", help="only what was not measured yet")
-    parser.add_argument("--untimed", action="store_true", help="bytes alone; times stay as they were")
+    parser.add_argument(
+        "--untimed", action="store_true", help="bytes alone; times stay as they were"
+    )
     given = parser.parse_args()
     torch.set_num_threads(1)
     for model in given.models:
@@ -195,7 +216,9 @@ def main() -> None:
                     found = measured(pool, case, beside, model == _TIMED and not given.untimed)
                     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
                     cells = results.setdefault(model, {}).setdefault(name, {})
-                    before = {"time": cells[layout]["time"]} if "time" in cells.get(layout, {}) else {}
+                    before = (
+                        {"time": cells[layout]["time"]} if "time" in cells.get(layout, {}) else {}
+                    )
                     cells[layout] = {**before, **found}
                     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
                     print(model, layout, name, found, flush=True)

@@ -15,7 +15,13 @@ from unittest.mock import patch
 
 import torch
 from peft import LoraConfig
-from transformers import BitsAndBytesConfig, GPT2Config, LlamaConfig, PreTrainedConfig, Qwen3MoeConfig
+from transformers import (
+    BitsAndBytesConfig,
+    GPT2Config,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen3MoeConfig,
+)
 
 import hfscale
 from hfscale import MemoryConfig, ParallelConfig, RoutingConfig
@@ -54,12 +60,22 @@ def mixture(hidden: int, layers: int = 4) -> PreTrainedConfig:
 
 def gpt2(hidden: int, layers: int = 4) -> PreTrainedConfig:
     """One projection for queries, keys and values, an MLP without a gate, a head that is the embedding; no dropout."""
-    sizes = {"n_embd": hidden, "n_layer": layers, "n_head": hidden // 64, "n_positions": 256, "vocab_size": VOCABULARY}
+    sizes = {
+        "n_embd": hidden,
+        "n_layer": layers,
+        "n_head": hidden // 64,
+        "n_positions": 256,
+        "vocab_size": VOCABULARY,
+    }
     return GPT2Config(**sizes, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)
 
 
 def _sizes(hidden: int, layers: int) -> dict[str, Any]:
-    heads = {"num_attention_heads": hidden // 64, "num_key_value_heads": max(2, hidden // 128), "head_dim": 64}
+    heads = {
+        "num_attention_heads": hidden // 64,
+        "num_key_value_heads": max(2, hidden // 128),
+        "head_dim": 64,
+    }
     return {"hidden_size": hidden, "num_hidden_layers": layers, "vocab_size": VOCABULARY, **heads}
 
 
@@ -116,7 +132,9 @@ class Case:
             "peft_config": LoraConfig(**self.lever["lora"]) if "lora" in self.lever else None,
         }
         if "quantized" in self.lever:
-            found["quantization_config"] = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+            found["quantization_config"] = BitsAndBytesConfig(
+                load_in_4bit=True, bnb_4bit_quant_type="nf4"
+            )
         return found
 
     def built(self) -> tuple[Any, Any]:
@@ -127,7 +145,9 @@ class Case:
             asked["routing"] = RoutingConfig(force_balanced=True)
         make = hfscale.from_config if self.path is None else hfscale.from_pretrained
         model = make(self.config if self.path is None else self.path, **asked).train()  # type: ignore[operator]
-        return model, hfscale.create_optimizer(model, self.optimizer, lr=1e-4, **self.optimizer_options)
+        return model, hfscale.create_optimizer(
+            model, self.optimizer, lr=1e-4, **self.optimizer_options
+        )
 
     def batch(self) -> dict[str, Any]:
         """Of one batch rank."""
@@ -163,7 +183,8 @@ class Seen:
 def seen(case: Case) -> Seen:
     """Of a step on this rank, with what layers keep while they are computed again."""
     model, optimizer = case.built()
-    found, plan = stepped(case, model, optimizer), runtime_of(model).plan
+    found = stepped(case, model, optimizer)
+    plan = runtime_of(model).plan
     by_formula = all(is_known(plan, layer) for layer in plan.layers)  # without scores of attention
     if case.recompute in ("none", "elementwise") or (case.recompute == "selective" and by_formula):
         return found
@@ -180,11 +201,14 @@ def seen(case: Case) -> Seen:
 
 def stepped(case: Case, model: Any, optimizer: Any) -> Seen:
     """The same, but for what is kept while layers are computed again."""
-    runtime, memory = runtime_of(model), case.lever.get("memory", {})
+    runtime = runtime_of(model)
+    memory = case.lever.get("memory", {})
     elsewhere = "offload_activations" in memory or "compress_activations" in memory
     flush = case.axes.get("pipeline_schedule") not in _EVERY_STEP
     with (
-        count_saved(runtime.model, () if elsewhere else runtime.plan.layers, runtime.plan.head) as saved,
+        count_saved(
+            runtime.model, () if elsewhere else runtime.plan.layers, runtime.plan.head
+        ) as saved,
         counted_elsewhere(runtime, saved, elsewhere) as back,
         one_layer(runtime, saved) as left,
     ):
@@ -202,7 +226,9 @@ def stepped(case: Case, model: Any, optimizer: Any) -> Seen:
         layer=max(left),
         stage=runtime.mesh.ranks.get("pp", 0),
         head=_of_head(runtime),
-        chosen=None if part is None or part.chosen is None else frozenset(filter(runtime.is_local, part.chosen)),
+        chosen=None
+        if part is None or part.chosen is None
+        else frozenset(filter(runtime.is_local, part.chosen)),
     )
 
 
@@ -217,8 +243,11 @@ def estimated(case: Case, stage: int = 0, chosen: frozenset[str] | None = None) 
     """Of a rank of a stage, from config and layout."""
     asked = case.asked()
     planned = {name: asked[name] for name in (*_PLANNED, "memory") if asked.get(name) is not None}
-    plan = hfscale.plan(case.config, case.layout, mixed_precision=asked["mixed_precision"], **planned)
-    tokens, precision = case.rows * case.length, asked["mixed_precision"]
+    plan = hfscale.plan(
+        case.config, case.layout, mixed_precision=asked["mixed_precision"], **planned
+    )
+    tokens = case.rows * case.length
+    precision = asked["mixed_precision"]
     like = replace(run_spec(case.config, mixed_precision=precision, **planned), device="cpu")
     by_class = measured_layers(plan, like, case.length, case.rows)
     found = estimate_memory(
@@ -235,7 +264,9 @@ def estimated(case: Case, stage: int = 0, chosen: frozenset[str] | None = None) 
         chunk_rows=rows_per_chunk(tokens, case.config.vocab_size, torch.device("cpu")),
         measured=by_class,
     )
-    again = found.again if case.recompute == "elementwise" else 0  # computed again out of the hooks' sight
+    again = (
+        found.again if case.recompute == "elementwise" else 0
+    )  # computed again out of the hooks' sight
     return replace(found, activations=found.activations - again)
 
 
@@ -247,7 +278,9 @@ def comparable(case: Case, found: MemoryEstimate, head: int) -> tuple[int, int]:
     Args:
         head: entries of the rank's head.
     """
-    autocasts = case.lever.get("mixed_precision", "no") != "no" and case.asked()["dtype"] == torch.float32
+    autocasts = (
+        case.lever.get("mixed_precision", "no") != "no" and case.asked()["dtype"] == torch.float32
+    )
     copies = found.gathered - 2 * head if autocasts and case.layout.data_world == 1 else 0
     away = found.on_host if "offload_activations" in case.lever.get("memory", {}) else 0
     held = sum(found.kinds[kind] for kind in HELD) + found.on_host - away
@@ -260,7 +293,9 @@ def _at_ends_of_stages(runtime: Runtime, hold: Callable[[torch.Tensor], None]) -
         return []
     handles = []
     for stage in runtime.plan.stages.of_rank(runtime.mesh.ranks["pp"]):
-        first, last = (runtime.model.get_submodule(name) for name in (stage.layers[0], stage.layers[-1]))
+        first, last = (
+            runtime.model.get_submodule(name) for name in (stage.layers[0], stage.layers[-1])
+        )
         if stage.index:
             handles.append(first.register_forward_pre_hook(lambda _, given: hold(given[0])))
         if stage.index < len(runtime.plan.stages.stages) - 1:
@@ -319,7 +354,8 @@ def counted_elsewhere(runtime: Runtime, saved: SavedBytes, elsewhere: bool) -> I
 @contextmanager
 def one_layer(runtime: Runtime, saved: SavedBytes) -> Iterator[list[int]]:
     """Within: what every pass through a layer of this rank leaves, beside its input."""
-    left, handles = [0], []
+    left = [0]
+    handles = []
     for name in filter(runtime.is_local, runtime.plan.layers):
         layer = runtime.model.get_submodule(name)
         handles.append(layer.register_forward_pre_hook(lambda *_: left.append(-saved.now)))

@@ -19,7 +19,8 @@ from hfscale import ConfigError, MemoryConfig, ParallelConfig, PlanError
 from hfscale.config.options import Options
 
 PAGE = Path(__file__).parents[1] / "docs" / "memory.md"
-BEGIN, END = "<!-- written by scripts/memory_table.py -->", "<!-- end -->"
+BEGIN = "<!-- written by scripts/memory_table.py -->"
+END = "<!-- end -->"
 LEVERS: dict[str, dict[str, Any]] = {
     'recompute="full"': {"memory": {"recompute": "full"}},
     'recompute="selective"': {"memory": {"recompute": "selective"}},
@@ -68,9 +69,15 @@ _SMALL: dict[str, Any] = {
 
 def reason(lever: dict[str, Any], axes: dict[str, Any]) -> str:
     """Why they do not go together; empty where they do."""
-    asked = {name: value for name, value in lever.items() if name in ("peft_config", "quantization_config")}
+    asked = {
+        name: value
+        for name, value in lever.items()
+        if name in ("peft_config", "quantization_config")
+    }
     try:
-        compression = {name: value for name, value in lever.items() if name == "gradient_compression"}
+        compression = {
+            name: value for name, value in lever.items() if name == "gradient_compression"
+        }
         layout = ParallelConfig(**axes, **compression)
         memory = MemoryConfig(**lever.get("memory", {}))
         precision = lever.get("mixed_precision", "no")
@@ -84,10 +91,14 @@ def reason(lever: dict[str, Any], axes: dict[str, Any]) -> str:
     return ""
 
 
-def together(one: dict[str, Any], other: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]] | None:
+def together(
+    one: dict[str, Any], other: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]] | None:
     """Both levers, and the axes that they need; ``None`` where they are one choice."""
     memory = one.get("memory", {}), other.get("memory", {})
-    if set(one) & set(other) & {*CHOICES, "gradient_compression"} or set(memory[0]) & set(memory[1]) & {*CHOICES}:
+    if set(one) & set(other) & {*CHOICES, "gradient_compression"} or set(memory[0]) & set(
+        memory[1]
+    ) & {*CHOICES}:
         return None
     both = {**one, **other, "memory": {**memory[0], **memory[1]}}
     axes = {"dp_replicate_size": 2} if "gradient_compression" in both else {}
@@ -96,7 +107,9 @@ def together(one: dict[str, Any], other: dict[str, Any]) -> tuple[dict[str, Any]
 
 def _config(mixture: bool) -> PreTrainedConfig:
     if mixture:
-        return Qwen3MoeConfig(**_SMALL, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, head_dim=8)
+        return Qwen3MoeConfig(
+            **_SMALL, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, head_dim=8
+        )
     return LlamaConfig(**_SMALL)
 
 
@@ -111,14 +124,22 @@ def tables() -> str:
 
     lines = [f"| | {' | '.join(AXES)} |", "|---" * (len(AXES) + 1) + "|"]
     for name, lever in LEVERS.items():
-        lines.append(f"| `{name}` | {' | '.join(cell(reason(lever, axes)) for axes in AXES.values())} |")
+        lines.append(
+            f"| `{name}` | {' | '.join(cell(reason(lever, axes)) for axes in AXES.values())} |"
+        )
     names = list(BESIDE)
     lines += ["", f"| | {' | '.join(map(_quoted, LEVERS))} |", "|---" * (len(LEVERS) + 1) + "|"]
     for name, other in BESIDE.items():
         cells = []
         for number, lever in enumerate(LEVERS.values()):
             both = together(lever, other) if number < names.index(name) else None
-            cells.append("" if number >= names.index(name) else "one choice" if both is None else cell(reason(*both)))
+            cells.append(
+                ""
+                if number >= names.index(name)
+                else "one choice"
+                if both is None
+                else cell(reason(*both))
+            )
         lines.append(f"| {_quoted(name)} | {' | '.join(cells)} |")
     return "\n".join([*lines, "", *(f"{number}. {why}" for number, why in enumerate(reasons, 1))])
 

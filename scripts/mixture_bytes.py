@@ -44,21 +44,33 @@ def rows(tokens: int) -> list[tuple[str, float, float, float, float]]:
         shape = shape_of(config)
         experts = max(1, shape.routed)
         sent = experts * (2 * shape.hidden if shape.experts else 0)
-        formula = 4 * shape.hidden + 2 * shape.queries + 2 * shape.keys + sent + 3 * experts * shape.ffn
+        formula = (
+            4 * shape.hidden + 2 * shape.queries + 2 * shape.keys + sent + 3 * experts * shape.ffn
+        )
         again = 2 * shape.hidden + experts * (shape.hidden * bool(shape.experts) + shape.ffn)
         lean = kept.ways["elementwise"].cut
-        found.append((name, kept.cut / 1024, lean / 1024, 2 * formula / 1024, 2 * (formula - again) / 1024))
+        found.append(
+            (name, kept.cut / 1024, lean / 1024, 2 * formula / 1024, 2 * (formula - again) / 1024)
+        )
     return found
 
 
 def main() -> None:
     """Print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokens", type=int, default=4096)
     print(f"hfscale {hfscale.__version__}, KiB of a token and layer in bfloat16")
-    print("| | none | elementwise | formula | elementwise / formula | formula, of what it keeps |\n" + "|---" * 6 + "|")
+    print(
+        "| | none | elementwise | formula | elementwise / formula | formula, of what it keeps |\n"
+        + "|---" * 6
+        + "|"
+    )
     for name, kept, lean, formula, needed in rows(parser.parse_args().tokens):
-        print(f"| {name} | {kept:.1f} | {lean:.1f} | {formula:.1f} | {lean / formula:.2f} | {needed:.1f} |")
+        print(
+            f"| {name} | {kept:.1f} | {lean:.1f} | {formula:.1f} | {lean / formula:.2f} | {needed:.1f} |"
+        )
 
 
 if __name__ == "__main__":

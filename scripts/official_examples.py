@@ -47,7 +47,10 @@ class Example:
     changes: tuple[tuple[str, str], ...]  # a line of the script, and what stands in its place
     asked: str  # its arguments, as on the page
     here: str  # and those that replace them here
-    layouts: tuple[tuple[str, int], ...] = (("TP_SIZE", 1), ("DP_SHARD_SIZE", 2))  # and how many batches a step has
+    layouts: tuple[tuple[str, int], ...] = (
+        ("TP_SIZE", 1),
+        ("DP_SHARD_SIZE", 2),
+    )  # and how many batches a step has
     notes: tuple[str, ...] = field(default=())
 
     @property
@@ -68,7 +71,8 @@ _WHOLE = (
     "  `hfscale.from_pretrained(` with `parallel=hfscale.ParallelConfig()`, without `from_tf`."
 )
 _PATH = (
-    "The trainer is given a path, so each rank reads only its part of the weights: large models need no other change."
+    "The trainer is given a path, so each rank reads only its part of the weights: large models "
+    "need no other change."
 )
 EXAMPLES = [
     Example(
@@ -139,7 +143,9 @@ def changed(text: str, example: Example) -> str:
     """The script with hfscale's lines."""
     for old, new in example.changes:
         if text.count(old) != 1:
-            raise SystemExit(f"{example.file}: {text.count(old)} lines are {old.strip()!r}, one was expected")
+            raise SystemExit(
+                f"{example.file}: {text.count(old)} lines are {old.strip()!r}, one was expected"
+            )
         text = text.replace(old, new)
     return text
 
@@ -158,13 +164,22 @@ def prepare(directory: Path) -> None:
         (directory / name).mkdir()
         getattr(small, name)().to_json(directory / name / "train.jsonl")
     asked = small.questions()
-    pairs = [(question, text, label) for question, *both in asked for label, text in enumerate(both)]
-    rows = (json.dumps({"sentence1": first, "sentence2": second, "label": label}) for first, second, label in pairs)
+    pairs = [
+        (question, text, label) for question, *both in asked for label, text in enumerate(both)
+    ]
+    rows = (
+        json.dumps({"sentence1": first, "sentence2": second, "label": label})
+        for first, second, label in pairs
+    )
     (directory / "pairs.json").write_text("\n".join(rows))
-    (directory / "texts.txt").write_text("".join(f"{question} {answer}\n" for question, answer, _ in asked * 4))
+    (directory / "texts.txt").write_text(
+        "".join(f"{question} {answer}\n" for question, answer, _ in asked * 4)
+    )
 
 
-def log(directory: Path, script: str, arguments: str, layout: str = "", batches: int = 1) -> list[dict[str, float]]:
+def log(
+    directory: Path, script: str, arguments: str, layout: str = "", batches: int = 1
+) -> list[dict[str, float]]:
     """Run a script, on two processes where a layout is given, and return what the trainer logged."""
     name = script.removesuffix(".py")
     place = directory / name
@@ -180,9 +195,13 @@ def log(directory: Path, script: str, arguments: str, layout: str = "", batches:
     if layout:
         given[f"PARALLELISM_CONFIG_{layout}"] = "2"
         line += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    rows = f"--per_device_train_batch_size {8 // batches} --per_device_eval_batch_size {8 // batches}"
+    rows = (
+        f"--per_device_train_batch_size {8 // batches} --per_device_eval_batch_size {8 // batches}"
+    )
     said = f"{arguments} {_TRAIN} {rows} --output_dir {name}/out"
-    run = subprocess.run([*line, script, *said.split()], cwd=directory, env=given, capture_output=True, text=True)
+    run = subprocess.run(
+        [*line, script, *said.split()], cwd=directory, env=given, capture_output=True, text=True
+    )
     if run.returncode:
         raise SystemExit(f"{script}: {run.stderr[-4000:]}")
     state = json.loads((place / "out" / f"checkpoint-{STEPS}" / "trainer_state.json").read_text())
@@ -201,7 +220,11 @@ def table(columns: dict[str, list[dict[str, float]]]) -> str:
         evaluated = "accuracy" in rows[0]
         second = "accuracy" if evaluated else "grad_norm"
         cells = [f"{row['loss']:.5f}, {row[second]:.5f}" for row in rows]
-        lines.append(f"| {'evaluation: loss, accuracy' if evaluated else number} | " + " | ".join(cells) + " |")
+        lines.append(
+            f"| {'evaluation: loss, accuracy' if evaluated else number} | "
+            + " | ".join(cells)
+            + " |"
+        )
     return "\n".join(lines)
 
 
@@ -209,7 +232,8 @@ def difference(example: Example) -> str:
     """The changed lines as a diff."""
     lines = []
     for old, new in example.changes:
-        before, after = old.splitlines(), new.splitlines()
+        before = old.splitlines()
+        after = new.splitlines()
         lines += [f"-{line}" for line in before if line not in after]
         lines += [(" " if line in before else "+") + line for line in after]
     return "\n".join(lines)
@@ -222,7 +246,9 @@ def page(example: Example, columns: dict[str, list[dict[str, float]]]) -> str:
     copy = f"python -c 'import trl.scripts.{example.file[:-3]} as script; print(script.__file__)'"
     where = f"    cp $({copy}) .\n" if example.url.startswith(_TRL) else ""
     rows = {"TP_SIZE": "8 rows, the same on both ranks", "DP_SHARD_SIZE": "4 rows on each rank"}
-    layouts = " and ".join(f"`PARALLELISM_CONFIG_{name}=2` ({rows[name]})" for name, _ in example.layouts)
+    layouts = " and ".join(
+        f"`PARALLELISM_CONFIG_{name}=2` ({rows[name]})" for name, _ in example.layouts
+    )
     return f"""# {example.title}
 
 [{example.file}]({example.url}) as it is, with {added} line{"s" if added > 1 else ""} written anew:
@@ -256,8 +282,12 @@ Written by `scripts/official_examples.py`, which runs them.
 
 def main() -> None:
     """Run every example, and write its page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--transformers", type=Path, metavar="CHECKOUT", help="a clone of transformers' repository")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--transformers", type=Path, metavar="CHECKOUT", help="a clone of transformers' repository"
+    )
     parser.add_argument("--only", default="", metavar="WORD", help="pages whose name has this word")
     given = parser.parse_args()
     for example in EXAMPLES:

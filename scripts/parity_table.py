@@ -43,12 +43,20 @@ STAGES = {
     "pp2 x tp2, sequence": {"pp_size": 2, "tp_size": 2, "sequence_parallel": True},
     "pp2 x shard2": {"pp_size": 2, "dp_shard_size": 2},
     "pp2 x replicate2": {"pp_size": 2, "dp_replicate_size": 2},
-    "pp2 x tp2 x shard2, sequence": {"pp_size": 2, "tp_size": 2, "dp_shard_size": 2, "sequence_parallel": True},
+    "pp2 x tp2 x shard2, sequence": {
+        "pp_size": 2,
+        "tp_size": 2,
+        "dp_shard_size": 2,
+        "sequence_parallel": True,
+    },
 }
 EXPERTS = {
     **EXPERT_LAYOUTS,
     "ep2, shard8": {"ep_size": 2, "dp_shard_size": 8},
-    **{f"ep2, pp2, {schedule}": {"ep_size": 2, "pp_size": 2, "pipeline_schedule": schedule} for schedule in SCHEDULES},
+    **{
+        f"ep2, pp2, {schedule}": {"ep_size": 2, "pp_size": 2, "pipeline_schedule": schedule}
+        for schedule in SCHEDULES
+    },
     "ep2, tp2, pp2, sequence": {**SEQUENCE, "pp_size": 2},
     "ep2, pp2, shard4": {"ep_size": 2, "pp_size": 2, "dp_shard_size": 4},
 }
@@ -88,12 +96,18 @@ def main() -> int:
         progress.update()
         return f"{worst:.0e}"
 
-    cells_in_all = len(MODELS) * len(WIDER) + len(STAGED) * len(STAGES) + len(MIXTURES) * len(EXPERTS)
+    cells_in_all = (
+        len(MODELS) * len(WIDER) + len(STAGED) * len(STAGES) + len(MIXTURES) * len(EXPERTS)
+    )
     with tqdm(total=cells_in_all, desc="parity") as progress:
         for model, (family, changes) in MODELS.items():
             cells = [cell(Case(tiny(family, **changes)), sizes) for sizes in WIDER.values()]
             lines.append(f"| {model} | " + " | ".join(cells) + " |")
-        lines += ["", "Pipeline stages, five layers, four microbatches (1f1b where no schedule is named):", ""]
+        lines += [
+            "",
+            "Pipeline stages, five layers, four microbatches (1f1b where no schedule is named):",
+            "",
+        ]
         lines += ["| layout | " + " | ".join(STAGED) + " |", "|---|" + "---|" * len(STAGED)]
         for name, sizes in STAGES.items():
             cells = []
@@ -113,7 +127,12 @@ def main() -> int:
                 staged = {"num_hidden_layers": 4} if "pp_size" in sizes else {}
                 if staged and config is gpt_oss:
                     staged["layer_types"] = ["sliding_attention", "full_attention"] * 2
-                cells.append(cell(Case(config(**staged), accumulation=4 if staged else 2, hf_kwargs=EAGER), sizes))
+                cells.append(
+                    cell(
+                        Case(config(**staged), accumulation=4 if staged else 2, hf_kwargs=EAGER),
+                        sizes,
+                    )
+                )
             lines.append(f"| {name} | " + " | ".join(cells) + " |")
     for pool in pools.values():
         pool.close()

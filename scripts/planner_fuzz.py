@@ -21,7 +21,12 @@ from hfscale.cost.tools.measure_layers import measured_layers
 from hfscale.cost.tools.memory_report import memory_of_ranks
 from hfscale.cost.tools.simulated_rank import run_spec
 
-SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8, "vocab_size": 1024}
+SIZES: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 8,
+    "vocab_size": 1024,
+}
 SIZES |= {"num_attention_heads": 8, "num_key_value_heads": 4}
 FAMILIES: dict[str, Any] = {
     "llama": LlamaConfig(**SIZES),
@@ -33,26 +38,45 @@ FAMILIES: dict[str, Any] = {
 
 def draw(random: random.Random) -> tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]:
     """A family, sizes of a layout, what a plan is told besides, and what an estimate is."""
-    family, tp = random.choice(list(FAMILIES)), random.choice([1, 2, 4])
-    sizes = {"tp_size": tp, "pp_size": random.choice([1, 1, 2, 4]), "dp_shard_size": random.choice([1, 2, 4])}
-    sizes |= {"dp_replicate_size": random.choice([1, 1, 2]), "sequence_parallel": tp > 1 and random.random() < 0.6}
+    family = random.choice(list(FAMILIES))
+    tp = random.choice([1, 2, 4])
+    sizes = {
+        "tp_size": tp,
+        "pp_size": random.choice([1, 1, 2, 4]),
+        "dp_shard_size": random.choice([1, 2, 4]),
+    }
+    sizes |= {
+        "dp_replicate_size": random.choice([1, 1, 2]),
+        "sequence_parallel": tp > 1 and random.random() < 0.6,
+    }
     if family == "mixtral" and random.random() < 0.5:
         sizes["ep_size"] = random.choice([2, 4])
-    memory = MemoryConfig(recompute=random.choice(["none", "full"]), offload_optimizer=random.random() < 0.2)
-    plan: dict[str, Any] = {"dtype": random.choice([torch.float32, torch.bfloat16]), "memory": memory}
+    memory = MemoryConfig(
+        recompute=random.choice(["none", "full"]), offload_optimizer=random.random() < 0.2
+    )
+    plan: dict[str, Any] = {
+        "dtype": random.choice([torch.float32, torch.bfloat16]),
+        "memory": memory,
+    }
     if random.random() < 0.3:
         plan["peft_config"] = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
-    step = {"num_microbatches": random.choice([4, 8]), "optimizer": random.choice(["adamw_torch", "adamw_8bit"])}
+    step = {
+        "num_microbatches": random.choice([4, 8]),
+        "optimizer": random.choice(["adamw_torch", "adamw_8bit"]),
+    }
     return family, sizes, plan, step
 
 
-def wrong(family: str, sizes: dict[str, Any], plan: dict[str, Any], step: dict[str, Any]) -> list[str]:
+def wrong(
+    family: str, sizes: dict[str, Any], plan: dict[str, Any], step: dict[str, Any]
+) -> list[str]:
     """What contradicts what.
 
     Raises:
         ConfigError, PlanError: the layout does not fit the model.
     """
-    config, found = FAMILIES[family], []
+    config = FAMILIES[family]
+    found = []
     one = hfscale.estimate(config, ParallelConfig(**sizes), sequence_length=128, **step, **plan)
     planned = hfscale.plan(config, ParallelConfig(**sizes), **plan)
     given: dict[str, Any] = {**step, "tokens": 128}
@@ -74,11 +98,15 @@ def wrong(family: str, sizes: dict[str, Any], plan: dict[str, Any], step: dict[s
 
 def main() -> int:
     """Draw, and say what is wrong."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--draws", type=int, default=200)
     parser.add_argument("--seed", type=int, default=7)
     arguments = parser.parse_args()
-    source, planned, failed = random.Random(arguments.seed), 0, 0
+    source = random.Random(arguments.seed)
+    planned = 0
+    failed = 0
     for _ in range(arguments.draws):
         case = draw(source)
         try:

@@ -13,13 +13,18 @@ from matplotlib.figure import Figure
 def main() -> None:
     """Read the log, and write the picture beside it, by the number's name."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("log", type=Path, help="trainer_state.json, which Trainer.save_state writes")
+    parser.add_argument(
+        "log", type=Path, help="trainer_state.json, which Trainer.save_state writes"
+    )
     parser.add_argument("name", help="a key of the log, as reward or loss")
     arguments = parser.parse_args()
-    rows = [row for row in json.loads(arguments.log.read_text())["log_history"] if arguments.name in row]
+    rows = [
+        row for row in json.loads(arguments.log.read_text())["log_history"] if arguments.name in row
+    ]
     if not rows:
         parser.error(f"{arguments.log} logs no {arguments.name}")
-    steps, values = [row["step"] for row in rows], [float(row[arguments.name]) for row in rows]
+    steps = [row["step"] for row in rows]
+    values = [float(row[arguments.name]) for row in rows]
     figure = Figure(figsize=(6, 3.5), layout="constrained")
     axes = figure.subplots()
     axes.plot(steps, values, marker="o")

@@ -17,4 +17,8 @@ if __name__ == "__main__":
     from hfscale.recipes.run import start
     from hfscale.recipes.schema import PretrainRecipe
 
-    run(lambda: start(*recipe_and_limit(PretrainRecipe, "Pretrain a small model from random weights.")))
+    run(
+        lambda: start(
+            *recipe_and_limit(PretrainRecipe, "Pretrain a small model from random weights.")
+        )
+    )

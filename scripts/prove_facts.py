@@ -57,7 +57,8 @@ def variants(config: Any) -> Iterator[tuple[str, Any]]:
     """Configs of other members of a family, as far as it has the fields."""
     yield "default", config
     text = config.get_text_config()
-    heads, keys = getattr(text, "num_attention_heads", None), getattr(text, "num_key_value_heads", None)
+    heads = getattr(text, "num_attention_heads", None)
+    keys = getattr(text, "num_key_value_heads", None)
     changes: dict[str, Any] = {"pad_token_id": 1000}
     if isinstance(heads, int) and isinstance(keys, int) and heads > 1:
         changes["num_key_value_heads"] = heads // 2 if keys == heads else heads
@@ -66,7 +67,9 @@ def variants(config: Any) -> Iterator[tuple[str, Any]]:
     for name, value in changes.items():
         with suppress(Exception):  # a config that checks its fields against one another
             changed = copy.deepcopy(config)
-            setattr(changed.get_text_config() if name != "tie_word_embeddings" else changed, name, value)
+            setattr(
+                changed.get_text_config() if name != "tie_word_embeddings" else changed, name, value
+            )
             yield f"{name}={value}", type(config).from_dict(changed.to_dict())
 
 
@@ -79,11 +82,18 @@ def cases(family: str) -> Iterator[tuple[str, Any, Any]]:
         for layers in (2, STAGE_LAYERS):
             with suppress(Exception):  # a family without a clone of so many layers
                 yield f"tiny, {layers} layers", config_of(family, layers), AutoModelForCausalLM
-    if family in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and family in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES:
+    if (
+        family in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        and family in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+    ):
         with suppress(Exception):
             for pad, labels in ((None, 2), (0, 2), (0, 1), (0, 3)):
                 config = AutoConfig.for_model(family, pad_token_id=pad, num_labels=labels)
-                yield f"pad_token_id={pad}, {labels} labels", config, AutoModelForSequenceClassification
+                yield (
+                    f"pad_token_id={pad}, {labels} labels",
+                    config,
+                    AutoModelForSequenceClassification,
+                )
     for name, auto_class, _, changes in OTHERS:
         if name == family:
             config = tiny_clone(AutoConfig.for_model(family), **{"pad_token_id": None, **changes})
@@ -92,7 +102,9 @@ def cases(family: str) -> Iterator[tuple[str, Any, Any]]:
             yield "default", AutoConfig.for_model(family, **start), auto_class
 
 
-def prove(chosen: Iterable[tuple[str, Any, Any]], doubted: bool, known: Any = None) -> tuple[Any, dict[str, str]]:
+def prove(
+    chosen: Iterable[tuple[str, Any, Any]], doubted: bool, known: Any = None
+) -> tuple[Any, dict[str, str]]:
     """All that is asked about some cases, and what config each digest is of.
 
     Args:
@@ -135,8 +147,16 @@ def written(proved: dict[str, Any], configs: dict[str, str]) -> dict[str, list[d
 
 def read(table: dict[str, list[dict[str, Any]]]) -> tuple[dict[str, Any], dict[str, str]]:
     """What :func:`written` was given."""
-    answers = {name: {key: group["answers"] for group in g for key in group["configs"]} for name, g in table.items()}
-    return answers, {key: words for groups in table.values() for g in groups for key, words in g["configs"].items()}
+    answers = {
+        name: {key: group["answers"] for group in g for key in group["configs"]}
+        for name, g in table.items()
+    }
+    return answers, {
+        key: words
+        for groups in table.values()
+        for g in groups
+        for key, words in g["configs"].items()
+    }
 
 
 def as_text(releases: list[str], table: dict[str, list[dict[str, Any]]]) -> str:
@@ -145,9 +165,14 @@ def as_text(releases: list[str], table: dict[str, list[dict[str, Any]]]) -> str:
     for name, groups in sorted(table.items()):
         each = []
         for group in groups:
-            answers = [f"   {json.dumps(question)}: {json.dumps(a)}" for question, a in group["answers"].items()]
+            answers = [
+                f"   {json.dumps(question)}: {json.dumps(a)}"
+                for question, a in group["answers"].items()
+            ]
             listed = ",\n".join(answers)
-            each.append(f'  {{"configs": {json.dumps(group["configs"])}, "answers": {{\n{listed}}}}}')
+            each.append(
+                f'  {{"configs": {json.dumps(group["configs"])}, "answers": {{\n{listed}}}}}'
+            )
         classes.append(f" {json.dumps(name)}: [\n" + ",\n".join(each) + "]")
     listed = ",\n".join(classes)
     return f'{{"transformers": {json.dumps(sorted(releases))},\n"classes": {{\n{listed}}}}}\n'
@@ -162,7 +187,8 @@ def plain(answer: Any) -> Any:
 
 def differences(facts: DoubtedFacts) -> list[str]:
     """What was proved and the table does not say."""
-    known, found = Facts().written, list(facts.contradictions)
+    known = Facts().written
+    found = list(facts.contradictions)
     for name, digests in facts.proved.items():
         for key, answers in digests.items():
             table = known.get(name, {}).get(key, {})
@@ -170,7 +196,9 @@ def differences(facts: DoubtedFacts) -> list[str]:
                 if question not in table:
                     found.append(f"{name} {key}: {question}: not in the table")
                 elif plain(table[question]) != plain(answer):
-                    found.append(f"{name} {key}: {question}: proved {answer}, and the table has {table[question]}")
+                    found.append(
+                        f"{name} {key}: {question}: proved {answer}, and the table has {table[question]}"
+                    )
     return found
 
 
@@ -206,13 +234,17 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", default=[])
     parser.add_argument("--anew", action="store_true")
     parser.add_argument("--check", action="store_true")
-    parser.add_argument("--sample", type=int, default=0, help="how many configs to check; all by default")
+    parser.add_argument(
+        "--sample", type=int, default=0, help="how many configs to check; all by default"
+    )
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    families = arguments.only or sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *(name for name, *_ in OTHERS)})
+    families = arguments.only or sorted(
+        {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *(name for name, *_ in OTHERS)}
+    )
     if arguments.check:
         wrong = check(families, arguments.sample, arguments.seed)
         print("\n".join(wrong) or "the table says what is proved")

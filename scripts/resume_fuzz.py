@@ -24,18 +24,25 @@ from tests.fuzz.resume import choose_resume, judge_resume
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--draws", type=int, default=20)
     parser.add_argument("--first", type=int, default=0, help="index of the first draw")
-    parser.add_argument("--lever", nargs="*", choices=LEVERS, default=[], help="draws alone that have one of these")
+    parser.add_argument(
+        "--lever", nargs="*", choices=LEVERS, default=[], help="draws alone that have one of these"
+    )
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    wrong, pools = 0, dict[int, RankPool]()
+    wrong = 0
+    pools = dict[int, RankPool]()
     try:
         every = ((index, choose_resume(arguments.seed, index)) for index in count(arguments.first))
-        wanted = (each for each in every if not arguments.lever or {*arguments.lever} & {*each[1].levers})
+        wanted = (
+            each for each in every if not arguments.lever or {*arguments.lever} & {*each[1].levers}
+        )
         for index, draw in islice(wanted, arguments.draws):
             begun = time.perf_counter()
             with tempfile.TemporaryDirectory() as directory:
@@ -43,7 +50,10 @@ def main() -> int:
             wrong += bool(problem)
             verdict = f"WRONG: {problem}" if problem else "equal"
             seconds = time.perf_counter() - begun
-            print(f"{arguments.seed}/{index} [{seconds:.0f} s] {draw.write()}\n  {verdict}", flush=True)
+            print(
+                f"{arguments.seed}/{index} [{seconds:.0f} s] {draw.write()}\n  {verdict}",
+                flush=True,
+            )
     finally:
         for pool in pools.values():
             pool.close()

@@ -34,7 +34,9 @@ def column(run: Path) -> dict[str, Any]:
         "layout": layout.describe(),
         "loss": {record["step"]: record["loss"] for record in training},
         "grad_norm": training[-1]["grad_norm"],
-        "validation": [record["validation_loss"] for record in records if "validation_loss" in record][-1],
+        "validation": [
+            record["validation_loss"] for record in records if "validation_loss" in record
+        ][-1],
         "states": held.weights + held.gradients + held.optimizer,
         "activations": held.activations,
         "seconds": training[-1]["seconds"] / training[-1]["step"],
@@ -43,7 +45,10 @@ def column(run: Path) -> dict[str, Any]:
 
 def describe(columns: list[dict[str, Any]]) -> str:
     """A table, a column for each run."""
-    rows = [[f"loss until step {step}", *(f"{c['loss'][step]:.6f}" for c in columns)] for step in columns[0]["loss"]]
+    rows = [
+        [f"loss until step {step}", *(f"{c['loss'][step]:.6f}" for c in columns)]
+        for step in columns[0]["loss"]
+    ]
     rows += [
         ["gradient norm, last step", *(f"{c['grad_norm']:.6f}" for c in columns)],
         ["validation loss", *(f"{c['validation']:.6f}" for c in columns)],

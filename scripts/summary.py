@@ -10,17 +10,32 @@ def main() -> None:
         records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         training = [record for record in records if "loss" in record]
         evaluation = [record for record in records if "validation_loss" in record]
-        merged = [record["merged_validation_loss"] for record in records if "merged_validation_loss" in record]
-        first, last = evaluation[0], evaluation[-1]
+        merged = [
+            record["merged_validation_loss"]
+            for record in records
+            if "merged_validation_loss" in record
+        ]
+        first = evaluation[0]
+        last = evaluation[-1]
         print(f"{run.name}: {training[-1]['step']} steps, train loss {training[-1]['loss']:.4f}")
         own = ("step", "validation_loss", "validation_accuracy")
-        beside = ", ".join(f"{name.replace('_', ' ')} {last[name]:.4f}" for name in last if name not in own)
-        print(f"  validation loss {first['validation_loss']:.4f} -> {last['validation_loss']:.4f} nats ({beside})")
+        beside = ", ".join(
+            f"{name.replace('_', ' ')} {last[name]:.4f}" for name in last if name not in own
+        )
+        print(
+            f"  validation loss {first['validation_loss']:.4f} -> {last['validation_loss']:.4f} nats ({beside})"
+        )
         if "validation_accuracy" in last:
-            print(f"  accuracy {first['validation_accuracy']:.1%} -> {last['validation_accuracy']:.1%}")
+            print(
+                f"  accuracy {first['validation_accuracy']:.1%} -> {last['validation_accuracy']:.1%}"
+            )
         if merged:
             print(f"  merged into the base: validation loss {merged[-1]:.4f}")
-        written = [f"{run}/{part} (card: README.md)" for part in ("adapter", "checkpoint") if (run / part).is_dir()]
+        written = [
+            f"{run}/{part} (card: README.md)"
+            for part in ("adapter", "checkpoint")
+            if (run / part).is_dir()
+        ]
         print(f"  {', '.join([*written, f'{run}/metrics.jsonl', f'{run}/loss.png'])}")
 
 

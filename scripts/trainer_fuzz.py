@@ -19,13 +19,17 @@ from tests.fuzz.many import import_everything
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--draws", type=int, default=20)
     parser.add_argument("--first", type=int, default=0, help="index of the first draw")
     parser.add_argument("--only", type=int, nargs="*", help="these indices alone")
     parser.add_argument("--spec", nargs="*", help="draws as JSON, instead of a seed's")
-    parser.add_argument("--verbose", action="store_true", help="every draw, and where the failing ones failed")
+    parser.add_argument(
+        "--verbose", action="store_true", help="every draw, and where the failing ones failed"
+    )
     return parser.parse_args()
 
 
@@ -40,13 +44,18 @@ def main() -> int:
 
     indices = arguments.only or range(arguments.first, arguments.first + arguments.draws)
     draws = [("", read(text)) for text in arguments.spec or ()]
-    draws = draws or [(f"{arguments.seed}/{index}", choose(arguments.seed, index)) for index in indices]
+    draws = draws or [
+        (f"{arguments.seed}/{index}", choose(arguments.seed, index)) for index in indices
+    ]
     outcomes: collections.Counter[str] = collections.Counter()
     with tempfile.TemporaryDirectory(prefix="hfscale-models-") as models:
         for name, draw in draws:
             verdict = judge(draw, Path(models))
             outcomes[verdict.outcome] += 1
-            print(f"{verdict.outcome.upper()} {name} [{verdict.seconds:.1f} s] {verdict.kind}", flush=True)
+            print(
+                f"{verdict.outcome.upper()} {name} [{verdict.seconds:.1f} s] {verdict.kind}",
+                flush=True,
+            )
             if verdict.outcome != "equal" or arguments.verbose:
                 print(f"  {draw.write()}\n  {verdict.detail}", flush=True)
             if verdict.trace and arguments.verbose:

@@ -47,13 +47,27 @@ def _parse() -> argparse.Namespace:
         "granite granitemoe.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("model", help="the dense model: a directory with safetensors files, or a Hub id")
-    parser.add_argument("directory", type=Path, help="where the mixture goes; weights that are there are replaced")
-    parser.add_argument("--num-experts", type=int, default=8, help="experts in each mixture")
-    parser.add_argument("--top-k", type=int, default=2, help="how many of them each token is sent to")
-    parser.add_argument("--every", type=int, default=1, help="every how many layers one becomes a mixture (qwen only)")
     parser.add_argument(
-        "--noise", type=float, default=0.0, help="noise on expert weights, relative to their standard deviation"
+        "model", help="the dense model: a directory with safetensors files, or a Hub id"
+    )
+    parser.add_argument(
+        "directory", type=Path, help="where the mixture goes; weights that are there are replaced"
+    )
+    parser.add_argument("--num-experts", type=int, default=8, help="experts in each mixture")
+    parser.add_argument(
+        "--top-k", type=int, default=2, help="how many of them each token is sent to"
+    )
+    parser.add_argument(
+        "--every",
+        type=int,
+        default=1,
+        help="every how many layers one becomes a mixture (qwen only)",
+    )
+    parser.add_argument(
+        "--noise",
+        type=float,
+        default=0.0,
+        help="noise on expert weights, relative to their standard deviation",
     )
     parser.add_argument(
         "--reinitialize",
@@ -61,7 +75,9 @@ def _parse() -> argparse.Namespace:
         default=0.0,
         help="share of each expert's hidden channels that are drawn anew (Drop-Upcycling)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the router, the noise and the channels")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the router, the noise and the channels"
+    )
     parser.add_argument("--max-shard-size", default="5GB", help="the most in one file")
     return parser.parse_args()
 

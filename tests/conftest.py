@@ -14,11 +14,19 @@ if TYPE_CHECKING:
 os.environ["HFSCALE_CACHE"] = "off"  # nothing is left in the user's cache, and nothing found there
 
 # By all ranks: once for all in the process that they are forked from. PEFT recommends a package as it comes.
-IMPORTED = ("peft", "hfscale.testing", "hfscale.api.build", "hfscale.recipes.run", "trl.trainer.grpo_trainer")
+IMPORTED = (
+    "peft",
+    "hfscale.testing",
+    "hfscale.api.build",
+    "hfscale.recipes.run",
+    "trl.trainer.grpo_trainer",
+)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "daily(*ids): the cases of a test that `make test` runs; the others are slow")
+    config.addinivalue_line(
+        "markers", "daily(*ids): the cases of a test that `make test` runs; the others are slow"
+    )
 
 
 @pytest.hookimpl(wrapper=True)
@@ -29,7 +37,9 @@ def pytest_pycollect_makeitem() -> Generator[None, Any, Any]:
     if daily is not None:
         cases = {item.callspec.id: item for item in made}
         if unknown := set(daily.args) - cases.keys():
-            raise pytest.UsageError(f"{made[0].originalname} has no case {sorted(unknown)}: it has {sorted(cases)}")
+            raise pytest.UsageError(
+                f"{made[0].originalname} has no case {sorted(unknown)}: it has {sorted(cases)}"
+            )
         for case in cases.keys() - set(daily.args):
             cases[case].add_marker(pytest.mark.slow)
     return made
@@ -38,13 +48,17 @@ def pytest_pycollect_makeitem() -> Generator[None, Any, Any]:
 def pytest_collection_finish() -> None:
     import torch
 
-    torch.set_num_threads(1)  # tiny products: threads of this process would only wait for those of the ranks
+    torch.set_num_threads(
+        1
+    )  # tiny products: threads of this process would only wait for those of the ranks
     gc.freeze()  # what is imported stays: a tenth of a second or more for each collection that goes through it
     gc.set_threshold(20_000)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--write-golden", action="store_true", help="rewrite tests/golden from what runs now")
+    parser.addoption(
+        "--write-golden", action="store_true", help="rewrite tests/golden from what runs now"
+    )
 
 
 @pytest.fixture(scope="session")

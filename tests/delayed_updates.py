@@ -64,7 +64,9 @@ def train_delayed(
     """
     steps, rest = divmod(len(microbatches), num_microbatches)
     if rest or not steps:
-        raise ValueError(f"{len(microbatches)} microbatches are not whole steps of {num_microbatches}")
+        raise ValueError(
+            f"{len(microbatches)} microbatches are not whole steps of {num_microbatches}"
+        )
     order = asynchronous_order(schedule, len(stages), num_microbatches, steps)
     versions = weight_versions(schedule, order, num_microbatches)
     every = update_interval(schedule, num_microbatches)
@@ -77,14 +79,18 @@ def train_delayed(
             value = functional_call(stage, weights, (value,))
         found = loss(value, target)
         losses.append(found.detach())
-        gradients = torch.autograd.grad(found, [tensor for weights in used for tensor in weights.values()])
+        gradients = torch.autograd.grad(
+            found, [tensor for weights in used for tensor in weights.values()]
+        )
         flat = iter(gradients)
         part = [{name: next(flat) for name in weights} for weights in used]
         sums = part if index % every == 0 else [_sum(a, b) for a, b in zip(sums, part, strict=True)]
         if (index + 1) % every == 0:
             for versions_of_stage, gradient in zip(history, sums, strict=True):
                 newest = versions_of_stage[-1]
-                versions_of_stage.append({n: newest[n] - learning_rate * gradient[n] for n in newest})
+                versions_of_stage.append(
+                    {n: newest[n] - learning_rate * gradient[n] for n in newest}
+                )
     return DelayedRun(losses, history, versions)
 
 
@@ -101,7 +107,9 @@ def update_interval(schedule: str, num_microbatches: int) -> int:
     return 1 if schedule == "pipedream" else num_microbatches
 
 
-def weight_versions(schedule: str, order: Order, num_microbatches: int) -> dict[tuple[int, int], int]:
+def weight_versions(
+    schedule: str, order: Order, num_microbatches: int
+) -> dict[tuple[int, int], int]:
     """Return the weight version of each (stage, microbatch), used in its forward and backward.
 
     Read off the order: PipeDream takes what the updates so far have made; 2BW takes the version before the batch's

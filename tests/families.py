@@ -8,7 +8,14 @@ from hfscale.models.clone import LAYERS, layers_of_every_kind, shares_keys, tiny
 from hfscale.testing import picture_configs
 
 # Changes that a default config needs to build and train. RoBERTa's positions are counted from the padding token's id.
-_ROBERTAS = ("camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl")
+_ROBERTAS = (
+    "camembert",
+    "data2vec-text",
+    "roberta",
+    "roberta-prelayernorm",
+    "xlm-roberta",
+    "xlm-roberta-xl",
+)
 CHANGES: dict[str, dict[str, Any]] = {
     **picture_configs.CHANGES,
     **{family: {"pad_token_id": 1} for family in _ROBERTAS},
@@ -17,7 +24,12 @@ CHANGES: dict[str, dict[str, Any]] = {
 # Changes that turn a dense clone into a mixture.
 MIXED: dict[str, dict[str, Any]] = {
     "doge": {"is_moe": True},
-    "gemma4_text": {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24},
+    "gemma4_text": {
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 24,
+    },
 }
 
 

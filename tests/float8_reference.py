@@ -45,7 +45,9 @@ def rounded(matrix: Tensor, rowwise: bool, along: int, gradient: bool = False) -
     with torch._C.DisableTorchFunction():
         scale = (most / largest.double().clamp(min=1e-12)).float()
         scale = scale.log2().floor().exp2() if rowwise else scale
-        found = (matrix.to(torch.float32) * scale).clamp(-most, most).to(dtype).to(matrix.dtype) / scale
+        found = (matrix.to(torch.float32) * scale).clamp(-most, most).to(dtype).to(
+            matrix.dtype
+        ) / scale
         return found.to(matrix.dtype)
 
 

@@ -18,17 +18,27 @@ _EXPERTS = {"num_experts": 4, "moe_intermediate_size": 16, "intermediate_size": 
 
 def qwen2_moe(**changes: Any) -> PreTrainedConfig:
     """A shared expert with a gate beside the others."""
-    return Qwen2MoeConfig(**{**_SMALL, **_EXPERTS, "shared_expert_intermediate_size": 16, **changes})
+    return Qwen2MoeConfig(
+        **{**_SMALL, **_EXPERTS, "shared_expert_intermediate_size": 16, **changes}
+    )
 
 
 def qwen3_moe(**changes: Any) -> PreTrainedConfig:
     """Nothing beside the experts; their weights sum to one."""
-    return Qwen3MoeConfig(**{**_SMALL, **_EXPERTS, "head_dim": 8, "norm_topk_prob": True, **changes})
+    return Qwen3MoeConfig(
+        **{**_SMALL, **_EXPERTS, "head_dim": 8, "norm_topk_prob": True, **changes}
+    )
 
 
 def gpt_oss(**changes: Any) -> PreTrainedConfig:
     """Transposed weights with biases, gate and up interleaved."""
     kinds = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
-    own = {"num_local_experts": 4, "intermediate_size": 16, "head_dim": 8, "pad_token_id": None, "eos_token_id": 2}
+    own = {
+        "num_local_experts": 4,
+        "intermediate_size": 16,
+        "head_dim": 8,
+        "pad_token_id": None,
+        "eos_token_id": 2,
+    }
     rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
     return GptOssConfig(**{**_SMALL, **kinds, **own, **rope, **changes})

@@ -22,13 +22,16 @@ class _Work(dist.Work):
 
     def __init__(self, work: Any, arriving: Arriving, kept: Any = None) -> None:
         super().__init__()
-        self.work, self.arriving, self.kept = work, arriving, kept
+        self.work = work
+        self.arriving = arriving
+        self.kept = kept
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         self.work.wait()
         for target, found in self.arriving:
             target.detach().copy_(found)
-        self.arriving, self.kept = [], None
+        self.arriving = []
+        self.kept = None
         return True
 
     def is_completed(self) -> bool:
@@ -50,7 +53,8 @@ class Staged(dist.ProcessGroup):
 
     def __init__(self, inner: Any, rank: int, size: int, late: bool) -> None:
         super().__init__(rank, size)
-        self.inner, self.late = inner, late
+        self.inner = inner
+        self.late = late
 
     def getBackendName(self) -> str:
         return "late" if self.late else "staged"
@@ -63,7 +67,9 @@ class Staged(dist.ProcessGroup):
     def group_name(self) -> str:
         return self.pg_name
 
-    def _started(self, work: Any, arriving: Arriving, kept: Any = None, transfer: bool = False) -> _Work:
+    def _started(
+        self, work: Any, arriving: Arriving, kept: Any = None, transfer: bool = False
+    ) -> _Work:
         found = _Work(work, arriving, kept)
         if not self.late and not transfer:
             found.wait()
@@ -80,8 +86,11 @@ class Staged(dist.ProcessGroup):
         there = _copies(tensors)
         return self._started(self.inner.broadcast(there, opts), _pairs(tensors, there))
 
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> _Work:
-        there, sent = [[_like(each) for each in outputs[0]]], _copies(inputs)
+    def allgather(
+        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
+    ) -> _Work:
+        there = [[_like(each) for each in outputs[0]]]
+        sent = _copies(inputs)
         return self._started(self.inner.allgather(there, sent), _pairs(outputs[0], there[0]), sent)
 
     def _allgather_base(self, output: Tensor, given: Tensor, opts: Any = None) -> _Work:
@@ -94,17 +103,22 @@ class Staged(dist.ProcessGroup):
         return self._started(self.inner.allgather([parts], sent), _pairs(targets, found), sent)
 
     def _reduce_scatter_base(self, output: Tensor, given: Tensor, opts: Any = None) -> _Work:
-        there, options = _copies([given]), dist.AllreduceOptions()
+        there = _copies([given])
+        options = dist.AllreduceOptions()
         if opts is not None:
             options.reduceOp = opts.reduceOp
         work = self.inner.allreduce(there, options)
         return self._started(work, [(output.view(-1), there[0].view(self.size(), -1)[self.rank()])])
 
     # torch 2.13's names
-    all_gather_single, reduce_scatter_single = _allgather_base, _reduce_scatter_base
+    all_gather_single = _allgather_base
+    reduce_scatter_single = _reduce_scatter_base
 
-    def alltoall_base(self, output: Tensor, given: Tensor, out: list[int], into: list[int], opts: Any = None) -> _Work:
-        there, sent = _like(output), _copies([given])
+    def alltoall_base(
+        self, output: Tensor, given: Tensor, out: list[int], into: list[int], opts: Any = None
+    ) -> _Work:
+        there = _like(output)
+        sent = _copies([given])
         work = self.inner.alltoall_base(there, sent[0], out, into, dist.AllToAllOptions())
         return self._started(work, [(output, there)], sent)
 
@@ -114,7 +128,9 @@ class Staged(dist.ProcessGroup):
 
     def recv(self, tensors: list[Tensor], rank: int, tag: int = 0) -> _Work:
         there = [_like(each) for each in tensors]
-        return self._started(self.inner.recv(there, rank, tag), _pairs(tensors, there), transfer=True)
+        return self._started(
+            self.inner.recv(there, rank, tag), _pairs(tensors, there), transfer=True
+        )
 
     def barrier(self, opts: Any = None) -> _Work:
         return self._started(self.inner.barrier(), [])
@@ -125,7 +141,9 @@ def _like(tensor: Tensor) -> Tensor:
 
 
 def _copies(tensors: list[Tensor]) -> list[Tensor]:
-    return [tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for tensor in tensors]
+    return [
+        tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for tensor in tensors
+    ]
 
 
 def _pairs(tensors: list[Tensor], found: list[Tensor]) -> Arriving:

@@ -24,11 +24,22 @@ from transformers import (
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-_SMALL: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 32, "intermediate_size": 96}
+_SMALL: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "vocab_size": 32,
+    "intermediate_size": 96,
+}
 _SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 _SMALL |= {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
 _MOE: dict[str, Any] = {**_SMALL, "num_experts_per_tok": 2}
-_LATENT = {"q_lora_rank": None, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
+_LATENT = {
+    "q_lora_rank": None,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+}
 _LATENT |= {"num_key_value_heads": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
 CONFIGS: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**_SMALL),
@@ -79,14 +90,20 @@ def _experts(name: str) -> bool:
 # FP8
 
 
-def fp8(block: tuple[int, int] | None, scales: torch.dtype = torch.float32) -> Callable[[Tensor], StoredWeight]:
+def fp8(
+    block: tuple[int, int] | None, scales: torch.dtype = torch.float32
+) -> Callable[[Tensor], StoredWeight]:
     """Store a weight by the host's own quantizer, with one scale per block or one in all."""
 
     def store(weight: Tensor) -> StoredWeight:
         config = FineGrainedFP8Config(weight_block_size=block)
-        made = Fp8Quantize(SimpleNamespace(quantization_config=config)).convert({"m.weight": weight})
+        made = Fp8Quantize(SimpleNamespace(quantization_config=config)).convert(
+            {"m.weight": weight}
+        )
         codes, scale = made["m.weight"], made["m.weight_scale_inv"].to(scales)
-        rows, columns = (size // count for size, count in zip(codes.shape, scale.shape, strict=True))
+        rows, columns = (
+            size // count for size, count in zip(codes.shape, scale.shape, strict=True)
+        )
         spread = scale.float().repeat_interleave(rows, 0).repeat_interleave(columns, 1)
         tensors = {".weight": codes, ".weight_scale_inv": scale if block else scale.reshape(())}
         return StoredWeight(tensors, lambda dtype: (codes.float() * spread).to(dtype))
@@ -105,10 +122,16 @@ def table(weight: Tensor) -> StoredWeight:
 def e2m1_in_fp8(weight: Tensor) -> StoredWeight:
     """Store a weight as DeepSeek-V4 does its experts: two codes per byte, and powers of two for 32 columns each."""
     generator = torch.Generator().manual_seed(5)
-    codes = torch.randint(-128, 128, (weight.shape[0], weight.shape[1] // 2), generator=generator, dtype=torch.int8)
-    scales = torch.randint(118, 130, (weight.shape[0], weight.shape[1] // 32), generator=generator, dtype=torch.uint8)
+    codes = torch.randint(
+        -128, 128, (weight.shape[0], weight.shape[1] // 2), generator=generator, dtype=torch.int8
+    )
+    scales = torch.randint(
+        118, 130, (weight.shape[0], weight.shape[1] // 32), generator=generator, dtype=torch.uint8
+    )
     exponents = scales.view(torch.float8_e8m0fnu)
-    whole = Fp8Dequantize(None).convert({"weight": codes, "weight_scale_inv": exponents.float()})["weight"]
+    whole = Fp8Dequantize(None).convert({"weight": codes, "weight_scale_inv": exponents.float()})[
+        "weight"
+    ]
     return StoredWeight({".weight": codes, ".scale": exponents}, lambda dtype: whole.to(dtype))
 
 
@@ -128,19 +151,37 @@ def mxfp4(weight: Tensor) -> StoredWeight:
     """Store experts ``[experts, in, out]`` as gpt-oss does: any codes, since only reading them matters."""
     experts, inputs, outputs = weight.shape
     generator = torch.Generator().manual_seed(int(weight.float().abs().sum() * 1000))
-    blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), generator=generator, dtype=torch.uint8)
+    blocks = torch.randint(
+        0, 256, (experts, outputs, inputs // 32, 16), generator=generator, dtype=torch.uint8
+    )
     scales = torch.randint(112, 126, blocks.shape[:3], generator=generator, dtype=torch.uint8)
     tensors = {"_blocks": blocks, "_scales": scales}
-    return StoredWeight(tensors, lambda dtype: convert_moe_packed_tensors(blocks, scales, dtype=dtype))
+    return StoredWeight(
+        tensors, lambda dtype: convert_moe_packed_tensors(blocks, scales, dtype=dtype)
+    )
 
 
 # compressed-tensors
 
 
 def described_groups(form: str, weights: dict[str, Any]) -> dict[str, Any]:
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
-    described = {"quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed"}
-    return {**described, "config_groups": {"group_0": group}, "ignore": ["lm_head"], "kv_cache_scheme": None}
+    group = {
+        "targets": ["Linear"],
+        "weights": weights,
+        "input_activations": None,
+        "output_activations": None,
+    }
+    described = {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "quantization_status": "compressed",
+    }
+    return {
+        **described,
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": None,
+    }
 
 
 def packed(codes: Tensor, bits: int) -> Tensor:
@@ -158,16 +199,30 @@ def integers(
     """Store a weight in whole numbers with scales of groups of a row, or of rows, in bfloat16."""
 
     def store(weight: Tensor) -> StoredWeight:
-        width, top = group or weight.shape[1], (1 << bits - 1) - 1
+        width = group or weight.shape[1]
+        top = (1 << bits - 1) - 1
         grouped = weight.float().unflatten(1, (-1, width))
         scales = (grouped.abs().amax(-1) / top).clamp(min=1e-4).bfloat16()
-        zeros = torch.zeros_like(scales) if symmetric else (grouped.mean(-1) / scales).round().clamp(-3, 3)
-        codes = (grouped / scales.float().unsqueeze(-1) + zeros.float().unsqueeze(-1)).round().clamp(-top - 1, top)
+        zeros = (
+            torch.zeros_like(scales)
+            if symmetric
+            else (grouped.mean(-1) / scales).round().clamp(-3, 3)
+        )
+        codes = (
+            (grouped / scales.float().unsqueeze(-1) + zeros.float().unsqueeze(-1))
+            .round()
+            .clamp(-top - 1, top)
+        )
         codes = codes.to(torch.int8)
-        values = ((codes.bfloat16() - zeros.bfloat16().unsqueeze(-1)) * scales.unsqueeze(-1)).flatten(1)
+        values = (
+            (codes.bfloat16() - zeros.bfloat16().unsqueeze(-1)) * scales.unsqueeze(-1)
+        ).flatten(1)
         tensors = {".weight_scale": scales}
         if pack:
-            tensors |= {".weight_packed": packed(codes.flatten(1), bits), ".weight_shape": torch.tensor(weight.shape)}
+            tensors |= {
+                ".weight_packed": packed(codes.flatten(1), bits),
+                ".weight_shape": torch.tensor(weight.shape),
+            }
         else:
             tensors[".weight"] = codes.flatten(1)
         if not symmetric:
@@ -182,7 +237,11 @@ def float8(rows: bool, scales: torch.dtype = torch.float32) -> Callable[[Tensor]
     """Store a weight in 8-bit floating point with a scale per row, or one in all."""
 
     def store(weight: Tensor) -> StoredWeight:
-        most = weight.float().abs().amax(1, keepdim=True) if rows else weight.float().abs().max().view(1)
+        most = (
+            weight.float().abs().amax(1, keepdim=True)
+            if rows
+            else weight.float().abs().max().view(1)
+        )
         scale = (most / 448).to(scales)
         codes = (weight.float() / scale.float()).clamp(-448, 448).to(torch.float8_e4m3fn)
         tensors = {".weight": codes, ".weight_scale": scale, ".input_scale": torch.ones(1)}
@@ -209,7 +268,8 @@ def nvfp4(weight: Tensor) -> StoredWeight:
 def mxfp4_packed(weight: Tensor) -> StoredWeight:
     """Store a weight in E2M1 codes of any value with powers of two of 32 columns each, as compressed-tensors does."""
     made = mxfp4(weight.T.unsqueeze(0))
-    blocks, scales = made.tensors["_blocks"][0], made.tensors["_scales"][0]
+    blocks = made.tensors["_blocks"][0]
+    scales = made.tensors["_scales"][0]
     tensors = {".weight_packed": blocks.flatten(1), ".weight_scale": scales}
     return StoredWeight(tensors, lambda dtype: made.values(torch.bfloat16)[0].T.to(dtype))
 
@@ -220,7 +280,13 @@ def _fp8_description(block: list[int] | None) -> dict[str, Any]:
 
 _INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 16}
 _FLOAT8 = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
-_NVFP4 = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16}
+_NVFP4 = {
+    "num_bits": 4,
+    "type": "float",
+    "symmetric": True,
+    "strategy": "tensor_group",
+    "group_size": 16,
+}
 WRITTEN = {
     "fp8": Written(_fp8_description([16, 32]), fp8((16, 32)), _linear),
     "fp8 per tensor": Written(_fp8_description(None), fp8(None, torch.bfloat16), _linear),
@@ -244,11 +310,15 @@ def write(config: PreTrainedConfig, way: Written, stored: Path, plain: Path) -> 
             packed_ones[name] = values[name] = tensor
             continue
         weight = way.store(tensor.float() * 20)
-        packed_ones |= {name.removesuffix(way.strip) + end: t.contiguous() for end, t in weight.tensors.items()}
+        packed_ones |= {
+            name.removesuffix(way.strip) + end: t.contiguous() for end, t in weight.tensors.items()
+        }
         values[name] = weight.values(torch.float32).contiguous()
     described = json.loads((stored / "config.json").read_text())
     plain.mkdir(parents=True)
     (plain / "config.json").write_text(json.dumps(described))
-    (stored / "config.json").write_text(json.dumps({**described, "quantization_config": way.description}))
+    (stored / "config.json").write_text(
+        json.dumps({**described, "quantization_config": way.description})
+    )
     save_file(packed_ones, stored / "model.safetensors", {"format": "pt"})
     save_file(values, plain / "model.safetensors", {"format": "pt"})

@@ -45,7 +45,11 @@ class Memory(TorchDispatchMode):
 
 def _storages(tree: Any) -> Iterator[torch.UntypedStorage]:
     for leaf in tree_leaves(tree):
-        if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor) and leaf.device.type != "meta":
+        if (
+            isinstance(leaf, Tensor)
+            and not isinstance(leaf, DTensor)
+            and leaf.device.type != "meta"
+        ):
             yield leaf.untyped_storage()
 
 

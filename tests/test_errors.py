@@ -56,39 +56,76 @@ def _batch(**changes: Any) -> dict[str, Any]:
 # Arguments
 
 
-@pytest.mark.parametrize(("name", "hint"), [("paralel", "parallel"), ("attn_implementatio", "attn_implementation")])
+@pytest.mark.parametrize(
+    ("name", "hint"), [("paralel", "parallel"), ("attn_implementatio", "attn_implementation")]
+)
 def test_an_argument_that_nobody_takes(name: str, hint: str, saved: str, model: Any) -> None:
-    _says(ConfigError, lambda: hfscale.from_pretrained(saved, **{name: None}), name, f"did you mean {hint}?")
-    _says(ConfigError, lambda: hfscale.from_config(model.config, **{name: None}), name, f"did you mean {hint}?")
+    _says(
+        ConfigError,
+        lambda: hfscale.from_pretrained(saved, **{name: None}),
+        name,
+        f"did you mean {hint}?",
+    )
+    _says(
+        ConfigError,
+        lambda: hfscale.from_config(model.config, **{name: None}),
+        name,
+        f"did you mean {hint}?",
+    )
 
 
 def test_an_argument_that_is_like_no_other(saved: str) -> None:
-    _says(ConfigError, lambda: hfscale.from_pretrained(saved, zzz=1), "zzz", "LlamaForCausalLM", "mixed_precision")
+    _says(
+        ConfigError,
+        lambda: hfscale.from_pretrained(saved, zzz=1),
+        "zzz",
+        "LlamaForCausalLM",
+        "mixed_precision",
+    )
 
 
 def test_arguments_that_others_take(saved: str) -> None:
-    kwargs = {"attn_implementation": "eager", "use_cache": False, "low_cpu_mem_usage": True, "local_files_only": True}
+    kwargs = {
+        "attn_implementation": "eager",
+        "use_cache": False,
+        "low_cpu_mem_usage": True,
+        "local_files_only": True,
+    }
     assert hfscale.from_pretrained(saved, **kwargs).config.use_cache is False
 
 
 def test_float16_is_for_inference(saved: str) -> None:
     model = hfscale.from_pretrained(saved, dtype=torch.float16)
     assert torch.isfinite(hfscale.eval_step(model, _batch()))
-    _says(ConfigError, lambda: hfscale.train_step(model.train(), _batch()), "float16", 'mixed_precision="fp16"', "bf16")
+    _says(
+        ConfigError,
+        lambda: hfscale.train_step(model.train(), _batch()),
+        "float16",
+        'mixed_precision="fp16"',
+        "bf16",
+    )
 
 
 # Layouts
 
 
 def test_errors_have_one_root_and_pythons_own_kinds() -> None:
-    for error, kind in [(ConfigError, ValueError), (PlanError, ValueError), (MeshError, RuntimeError)]:
+    for error, kind in [
+        (ConfigError, ValueError),
+        (PlanError, ValueError),
+        (MeshError, RuntimeError),
+    ]:
         assert issubclass(error, HFScaleError)
         assert issubclass(error, kind)
 
 
 @pytest.mark.parametrize(
     ("misspelt", "meant"),
-    [("tp", "tp_size"), ("dp_shards_size", "dp_shard_size"), ("sequence_paralel", "sequence_parallel")],
+    [
+        ("tp", "tp_size"),
+        ("dp_shards_size", "dp_shard_size"),
+        ("sequence_paralel", "sequence_parallel"),
+    ],
 )
 def test_a_misspelt_field(misspelt: str, meant: str) -> None:
     _says(
@@ -104,10 +141,19 @@ def test_a_misspelt_field(misspelt: str, meant: str) -> None:
 @pytest.mark.parametrize(
     ("nonsense", "says"),
     [
-        (lambda: MemoryConfig(recompute="8GiB", tokens="4K"), "tokens='4K' is invalid: use a whole number"),
+        (
+            lambda: MemoryConfig(recompute="8GiB", tokens="4K"),
+            "tokens='4K' is invalid: use a whole number",
+        ),
         (lambda: Float8Config(leave_out=None), "leave_out=None is invalid: pass a list of names"),
-        (lambda: hfscale.plan(tiny("llama"), recompute="full"), "recompute= is no argument of hfscale's"),
-        (lambda: hfscale.plan(tiny("llama"), "tp2"), "parallel must be a hfscale.ParallelConfig, got 'tp2'"),
+        (
+            lambda: hfscale.plan(tiny("llama"), recompute="full"),
+            "recompute= is no argument of hfscale's",
+        ),
+        (
+            lambda: hfscale.plan(tiny("llama"), "tp2"),
+            "parallel must be a hfscale.ParallelConfig, got 'tp2'",
+        ),
     ],
 )
 def test_nonsense_is_refused_with_the_plan(nonsense: Callable[[], Any], says: str) -> None:
@@ -121,8 +167,12 @@ def test_a_field_that_is_like_no_other() -> None:
     assert "did you mean" not in str(caught.value)
 
 
-@pytest.mark.parametrize("size", [0, -1, 1.5, "two", "1.5", "", True, False, float("inf"), float("nan"), [2], 2 + 0j])
-@pytest.mark.parametrize("field", ["tp_size", "pp_size", "dp_shard_size", "num_microbatches", "virtual_stages"])
+@pytest.mark.parametrize(
+    "size", [0, -1, 1.5, "two", "1.5", "", True, False, float("inf"), float("nan"), [2], 2 + 0j]
+)
+@pytest.mark.parametrize(
+    "field", ["tp_size", "pp_size", "dp_shard_size", "num_microbatches", "virtual_stages"]
+)
 def test_impossible_sizes(field: str, size: Any) -> None:
     _says(
         ConfigError,
@@ -150,12 +200,22 @@ def test_a_schedule_that_is_nearly_right() -> None:
 
 
 def test_another_librarys_axes() -> None:
-    _says(ConfigError, lambda: ParallelConfig(sp_size=2), "sp_size=2", "DeepSpeed", "use sp_size=1", "cp_size")
+    _says(
+        ConfigError,
+        lambda: ParallelConfig(sp_size=2),
+        "sp_size=2",
+        "DeepSpeed",
+        "use sp_size=1",
+        "cp_size",
+    )
     _says(ConfigError, lambda: ParallelConfig(cp_backend="jax"), "cp_backend='jax'", "use 'torch'")  # type: ignore[arg-type]
 
 
 def test_a_layout_that_is_none(saved: str) -> None:
-    words = ("parallel must be a hfscale.ParallelConfig, got {'tp_size': 2}", "hfscale.ParallelConfig(tp_size=...)")
+    words = (
+        "parallel must be a hfscale.ParallelConfig, got {'tp_size': 2}",
+        "hfscale.ParallelConfig(tp_size=...)",
+    )
     _says(ConfigError, lambda: hfscale.from_pretrained(saved, parallel={"tp_size": 2}), *words)  # type: ignore[arg-type]
 
 
@@ -183,7 +243,11 @@ def test_too_few_processes_for_stages(saved: str) -> None:
 
 def test_more_stages_than_layers(saved: str) -> None:
     words = ("pp_size=3 exceeds the 2 layers of 'llama'", "use pp_size 1 to 2")
-    _says(PlanError, lambda: hfscale.from_pretrained(saved, parallel=ParallelConfig(pp_size=3)), *words)
+    _says(
+        PlanError,
+        lambda: hfscale.from_pretrained(saved, parallel=ParallelConfig(pp_size=3)),
+        *words,
+    )
     layout = ParallelConfig(pp_size=2, stage_layers=(1, 2))
     words = ("stage_layers=[1, 2] adds up to 3 layers", "has 2", "sum up to 2")
     _says(PlanError, lambda: hfscale.from_pretrained(saved, parallel=layout), *words)
@@ -191,7 +255,11 @@ def test_more_stages_than_layers(saved: str) -> None:
 
 def test_too_many_processes(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "3")
-    words = ("one process needs 1 process(es) and 3 were started", "--num_processes 1", "whose product is 3")
+    words = (
+        "one process needs 1 process(es) and 3 were started",
+        "--num_processes 1",
+        "whose product is 3",
+    )
     _says(MeshError, lambda: hfscale.parallelize(model), *words)
 
 
@@ -199,7 +267,8 @@ def test_too_many_processes(model: Any, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("device_map", "auto"), ("distributed_config", {"tp_size": 2}), ("tp_plan", "auto")]
+    ("name", "value"),
+    [("device_map", "auto"), ("distributed_config", {"tp_size": 2}), ("tp_plan", "auto")],
 )
 def test_distributed_by_the_host_at_once(name: str, value: Any, saved: str) -> None:
     words = (name, "a second way", "leave it out", "parallel=hfscale.ParallelConfig(...)")
@@ -214,7 +283,13 @@ def test_a_report_beside_the_model(saved: str) -> None:
 
 def test_distributed_by_the_host_before(model: Any) -> None:
     model.hf_device_map = {"": 0}
-    _says(ConfigError, lambda: hfscale.parallelize(model), "LlamaForCausalLM", "device_map", "hfscale.from_pretrained")
+    _says(
+        ConfigError,
+        lambda: hfscale.parallelize(model),
+        "LlamaForCausalLM",
+        "device_map",
+        "hfscale.from_pretrained",
+    )
 
 
 def test_adapters_of_pefts_own(model: Any) -> None:
@@ -222,8 +297,16 @@ def test_adapters_of_pefts_own(model: Any) -> None:
     wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
     for given in (wrapped, wrapped.get_base_model()):
         words = ("has adapters of PEFT's", "hfscale.get_peft_model(model, peft_config)")
-        _says(ConfigError, lambda given=given: hfscale.parallelize(given, hfscale.ParallelConfig(tp_size=2)), *words)
-    assert {name: p for name, p in wrapped.unload().named_parameters() if not torch.equal(p, before[name])} == {}
+        _says(
+            ConfigError,
+            lambda given=given: hfscale.parallelize(given, hfscale.ParallelConfig(tp_size=2)),
+            *words,
+        )
+    assert {
+        name: p
+        for name, p in wrapped.unload().named_parameters()
+        if not torch.equal(p, before[name])
+    } == {}
 
 
 def test_parallelized_twice(model: Any) -> None:
@@ -261,7 +344,11 @@ def test_quantization(saved: str) -> None:
     ],
 )
 def test_a_model_hfscale_does_not_know(call: Callable[[Any], Any], model: Any) -> None:
-    words = ("LlamaForCausalLM was not parallelized by hfscale", "hfscale.from_pretrained", "hfscale.parallelize")
+    words = (
+        "LlamaForCausalLM was not parallelized by hfscale",
+        "hfscale.from_pretrained",
+        "hfscale.parallelize",
+    )
     _says(ConfigError, lambda: call(model), *words)
 
 
@@ -272,26 +359,55 @@ def test_batches_that_cannot_be_trained_on(model: Any) -> None:
     _says(ConfigError, lambda: hfscale.train_step(model, no_labels), *words)
     _says(ConfigError, lambda: hfscale.train_step(model, _batch(labels=None)), "needs 'labels'")
     _says(ConfigError, lambda: hfscale.train_step(model, [_batch(), no_labels]), *words)
-    _says(ConfigError, lambda: hfscale.train_step(model, []), "empty list of microbatches", "pass at least one")
-    _says(ConfigError, lambda: hfscale.train_step(model, "text"), "found a str", "a mapping of tensors")
+    _says(
+        ConfigError,
+        lambda: hfscale.train_step(model, []),
+        "empty list of microbatches",
+        "pass at least one",
+    )
+    _says(
+        ConfigError,
+        lambda: hfscale.train_step(model, "text"),
+        "found a str",
+        "a mapping of tensors",
+    )
     ids = torch.ones(2, 4, dtype=torch.long)
     for labels, words in (
         (ids[:, :3], ("labels are [2, 3] beside 2 rows of 4 tokens", "-100 where")),
         (ids.numpy(), ("labels is a ndarray: give tensors, [rows, tokens]",)),
     ):
         _says(
-            ConfigError, lambda labels=labels: hfscale.train_step(model, _batch(input_ids=ids, labels=labels)), *words
+            ConfigError,
+            lambda labels=labels: hfscale.train_step(model, _batch(input_ids=ids, labels=labels)),
+            *words,
         )
     row = {"input_ids": ids[0], "labels": ids[0]}
-    _says(ConfigError, lambda: hfscale.train_step(model, row), "input_ids is [4]: give [rows, tokens]", "unsqueeze(0)")
+    _says(
+        ConfigError,
+        lambda: hfscale.train_step(model, row),
+        "input_ids is [4]: give [rows, tokens]",
+        "unsqueeze(0)",
+    )
     with torch.no_grad():
-        _says(ConfigError, lambda: hfscale.train_step(model, _batch()), "within torch.no_grad()", "hfscale.eval_step")
+        _says(
+            ConfigError,
+            lambda: hfscale.train_step(model, _batch()),
+            "within torch.no_grad()",
+            "hfscale.eval_step",
+        )
 
 
 def test_a_loss_that_is_not_over_next_tokens() -> None:
-    config = BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
+    config = BertConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8
+    )
     model = hfscale.parallelize(BertForPreTraining(config))  # of labels alone it makes no loss
-    words = ("causal language model's loss", "BertForPreTraining", "loss_type", "loss = model(**batch).loss")
+    words = (
+        "causal language model's loss",
+        "BertForPreTraining",
+        "loss_type",
+        "loss = model(**batch).loss",
+    )
     _says(ConfigError, lambda: hfscale.train_step(model, _batch()), *words)
 
 
@@ -327,11 +443,18 @@ def test_a_config_of_another_shape(saved: str) -> None:
 
 
 def test_a_tied_tensor_of_two_values(tmp_path: Path) -> None:
-    AutoModelForCausalLM.from_config(tiny("llama", tie_word_embeddings=True)).save_pretrained(tmp_path)
+    AutoModelForCausalLM.from_config(tiny("llama", tie_word_embeddings=True)).save_pretrained(
+        tmp_path
+    )
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    words = ("model.embed_tokens.weight", "lm_head.weight", "differ in the checkpoint", "tie_word_embeddings=false")
+    words = (
+        "model.embed_tokens.weight",
+        "lm_head.weight",
+        "differ in the checkpoint",
+        "tie_word_embeddings=false",
+    )
     _says(CheckpointError, lambda: hfscale.from_pretrained(str(tmp_path)), *words)
 
 
@@ -346,7 +469,9 @@ def test_a_file_where_a_directory_should_be_written(model: Any, tmp_path: Path) 
     words = (str(tmp_path / "taken"), "is a file, and a directory is to be written there")
     _says(CheckpointError, lambda: hfscale.save_pretrained(model, tmp_path / "taken"), *words)
     _says(
-        CheckpointError, lambda: hfscale.save_pretrained(model, tmp_path, max_shard_size="big"), "max_shard_size='big'"
+        CheckpointError,
+        lambda: hfscale.save_pretrained(model, tmp_path, max_shard_size="big"),
+        "max_shard_size='big'",
     )
 
 
@@ -354,11 +479,20 @@ def test_a_file_where_a_directory_should_be_written(model: Any, tmp_path: Path) 
 
 
 def test_a_layout_that_does_not_fit_is_refused_before_processes_are_counted(saved: str) -> None:
-    words = ("tp_size=3 does not divide the 4 attention heads and 2 key/value heads", "use tp_size 1, 2")
-    _says(PlanError, lambda: hfscale.from_pretrained(saved, parallel=ParallelConfig(tp_size=3)), *words)
+    words = (
+        "tp_size=3 does not divide the 4 attention heads and 2 key/value heads",
+        "use tp_size 1, 2",
+    )
+    _says(
+        PlanError,
+        lambda: hfscale.from_pretrained(saved, parallel=ParallelConfig(tp_size=3)),
+        *words,
+    )
 
 
 def test_tensor_parallel_without_a_blueprint() -> None:
-    model = AutoModelForCausalLM.from_config(MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=32))
+    model = AutoModelForCausalLM.from_config(
+        MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=32)
+    )
     words = ("blueprint of 'mamba'", "use tp_size=1", "hfscale.models.FAMILIES")
     _says(PlanError, lambda: hfscale.parallelize(model, ParallelConfig(tp_size=2)), *words)

@@ -40,7 +40,8 @@ accelerator.end_training()
 """
 
 
-ACCELERATE, TORCHRUN = "accelerate.commands.launch", "torch.distributed.run"
+ACCELERATE = "accelerate.commands.launch"
+TORCHRUN = "torch.distributed.run"
 TWO = ["--multi_gpu", "--num_processes", "2"]
 _OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "ACCELERATE_USE_CPU")
 
@@ -54,12 +55,16 @@ def launch(
     environment = {key: value for key, value in os.environ.items() if key not in _OF_LAUNCHERS}
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", launcher, *options, str(script), *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=200, check=False
+    )
 
 
 def test_as_many_as_asked_for_start(tmp_path: Path) -> None:
     done = launch(tmp_path, ["--main_process_port", "0", *TWO], "bare")
-    assert sorted(done.stdout.splitlines()) == ["RANK 0 OF 2", "RANK 1 OF 2"], done.stdout + done.stderr
+    assert sorted(done.stdout.splitlines()) == ["RANK 0 OF 2", "RANK 1 OF 2"], (
+        done.stdout + done.stderr
+    )
 
 
 @pytest.mark.slow
@@ -78,7 +83,9 @@ def test_as_many_as_asked_for_start(tmp_path: Path) -> None:
         (TORCHRUN, ["--nproc_per_node", "2"], ["accelerator-first"]),
     ],
 )
-def test_two_ranks_start(tmp_path: Path, launcher: str, options: list[str], arguments: list[str]) -> None:
+def test_two_ranks_start(
+    tmp_path: Path, launcher: str, options: list[str], arguments: list[str]
+) -> None:
     free_port = ["--main_process_port", "0"] if launcher == ACCELERATE else ["--standalone"]
     done = launch(tmp_path, [*free_port, *options], *arguments, launcher=launcher)
     lines = sorted(line for line in done.stdout.splitlines() if line.startswith("RANK"))

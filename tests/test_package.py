@@ -38,10 +38,21 @@ def test_private_names_of_others_are_asked_for_in_compat_alone() -> None:
         if root / "_compat" in path.parents:
             continue
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and len(node.args) > 1:
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Name)
+                and len(node.args) > 1
+            ):
                 name = getattr(node.args[1], "value", None)
-                asked = node.func.id in ("getattr", "hasattr", "setattr", "delattr") and isinstance(name, str)
-                if asked and name.startswith("_") and not name.startswith("__") and ast.unparse(node.args[0]) != "self":
+                asked = node.func.id in ("getattr", "hasattr", "setattr", "delattr") and isinstance(
+                    name, str
+                )
+                if (
+                    asked
+                    and name.startswith("_")
+                    and not name.startswith("__")
+                    and ast.unparse(node.args[0]) != "self"
+                ):
                     found.append(f"{path.relative_to(root)}:{node.lineno} {name}")
     assert not found
 
@@ -55,7 +66,12 @@ def test_plans_are_data() -> None:
     """``hfscale.plan`` knows neither modules nor transformers: tensors are all it takes from outside."""
     for file in (Path(hfscale.__file__).parent / "plan").glob("*.py"):
         tree = ast.parse(file.read_text())
-        found = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+        found = {
+            alias.name
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Import)
+            for alias in node.names
+        }
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and node.level == 0:
                 found |= {f"{node.module}.{alias.name}" for alias in node.names}
@@ -66,14 +82,37 @@ def test_plans_are_data() -> None:
 @pytest.mark.parametrize(
     "lines",
     [
-        [["--help"], ["--version"], ["completion", "bash"], ["plan", "--help"], ["doctor", "--help"], ["verify"]],
         [
-            *(["plan", "./nothing"], ["verify", "/no/where"], ["upcycle", "./nothing", "out"], ["plan", "m", "--gpu"]),
-            *(["plan", "m", flag, "x"] for flag in ("--tp", "--schedule", "--cp-method", "--tokens", "--tensor")),
-            *(["estimate", "m", flag, "0"] for flag in ("--hardware", "--batch-size", "--sequence-length", "--pp")),
+            ["--help"],
+            ["--version"],
+            ["completion", "bash"],
+            ["plan", "--help"],
+            ["doctor", "--help"],
+            ["verify"],
         ],
-        [["schedule", "--pp"], ["schedule", "--pp", "4"], ["schedule", "--pp", "2", "--schedule", "pipedream"]]
-        + [["schedule", "--pp", "2", "--microbatches", "4", "--schedule", name] for name in SCHEDULES],
+        [
+            ["plan", "./nothing"],
+            ["verify", "/no/where"],
+            ["upcycle", "./nothing", "out"],
+            ["plan", "m", "--gpu"],
+            *(
+                ["plan", "m", flag, "x"]
+                for flag in ("--tp", "--schedule", "--cp-method", "--tokens", "--tensor")
+            ),
+            *(
+                ["estimate", "m", flag, "0"]
+                for flag in ("--hardware", "--batch-size", "--sequence-length", "--pp")
+            ),
+        ],
+        [
+            ["schedule", "--pp"],
+            ["schedule", "--pp", "4"],
+            ["schedule", "--pp", "2", "--schedule", "pipedream"],
+        ]
+        + [
+            ["schedule", "--pp", "2", "--microbatches", "4", "--schedule", name]
+            for name in SCHEDULES
+        ],
     ],
 )
 def test_a_command_line_is_read_without_importing_torch(lines: list[list[str]]) -> None:
@@ -87,14 +126,14 @@ def test_a_command_line_is_read_without_importing_torch(lines: list[list[str]]) 
 
 # Kernels of CUDA; names that transformers writes, torch has, or users give.
 _NAME_CUDA = {
-    *("features/fp8/scaled_matmul.py", "distributed/ops/grouped_linear.py", "parallel/context/kernels.py"),
+    "features/fp8/scaled_matmul.py",
+    "distributed/ops/grouped_linear.py",
+    "parallel/context/kernels.py",
     "distributed/ops/head_cross_entropy.py",
-    *(
-        "config/options.py",
-        "integrations/trainer/resume_callbacks.py",
-        "parallel/tensor/lazy_logits.py",
-        "cost/tools/simulated_rank.py",
-    ),
+    "config/options.py",
+    "integrations/trainer/resume_callbacks.py",
+    "parallel/tensor/lazy_logits.py",
+    "cost/tools/simulated_rank.py",
 }
 
 
@@ -104,6 +143,7 @@ def test_one_module_says_what_is_an_accelerator() -> None:
     naming = {
         path.relative_to(package).as_posix()
         for path in package.rglob("*.py")
-        if re.search(r"torch\.cuda\b|\bis_cuda\b|\"cuda\"", path.read_text()) and path.parent.name != "_compat"
+        if re.search(r"torch\.cuda\b|\bis_cuda\b|\"cuda\"", path.read_text())
+        and path.parent.name != "_compat"
     }
     assert naming <= _NAME_CUDA

@@ -25,7 +25,20 @@ def hosts() -> Iterator[list[str]]:
         for name in names:
             _ip("netns", "add", name)
             stack.callback(_ip, "netns", "del", name)
-        _ip("link", "add", "cable", "netns", names[0], "type", "veth", "peer", "name", "cable", "netns", names[1])
+        _ip(
+            "link",
+            "add",
+            "cable",
+            "netns",
+            names[0],
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "cable",
+            "netns",
+            names[1],
+        )
         for index, name in enumerate(names):
             _ip("-n", name, "addr", "add", f"10.77.0.{index + 1}/24", "dev", "cable")
             for link in ("lo", "cable"):
@@ -48,7 +61,16 @@ def test_two_hosts_train_one_model(hosts: list[str], tmp_path: Path) -> None:
     meet = ["--main_process_ip", "10.77.0.1", "--main_process_port", str(_PORT)]
     started = []
     for rank, host in enumerate(hosts):
-        line = ["--multi_gpu", "--num_processes", "2", "--num_machines", "2", "--machine_rank", str(rank), *meet]
+        line = [
+            "--multi_gpu",
+            "--num_processes",
+            "2",
+            "--num_machines",
+            "2",
+            "--machine_rank",
+            str(rank),
+            *meet,
+        ]
         command = [sys.executable, "-m", "accelerate.commands.launch", *line, str(script)]
         started.append(
             subprocess.Popen(
@@ -61,5 +83,8 @@ def test_two_hosts_train_one_model(hosts: list[str], tmp_path: Path) -> None:
         )
     said = [process.communicate(timeout=250)[0] for process in started]
     lines = [line for text in said for line in text.splitlines() if line.startswith("RANK")]
-    assert [line.split(" LOSS ")[0] for line in lines] == ["RANK 0 OF 2 MAIN True", "RANK 1 OF 2 MAIN False"], said
+    assert [line.split(" LOSS ")[0] for line in lines] == [
+        "RANK 0 OF 2 MAIN True",
+        "RANK 1 OF 2 MAIN False",
+    ], said
     assert len({line.split(" LOSS ")[1] for line in lines}) == 1

@@ -17,7 +17,12 @@ from hfscale.config import environment
 @pytest.fixture
 def newer(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let the installed transformers be newer than the tested range, and hfscale be imported anew."""
-    asked = ["torch>=2.11", "transformers>=5.17", 'transformers<5.0; extra == "tested"', 'absent<1; extra == "tested"']
+    asked = [
+        "torch>=2.11",
+        "transformers>=5.17",
+        'transformers<5.0; extra == "tested"',
+        'absent<1; extra == "tested"',
+    ]
     monkeypatch.setattr(metadata, "requires", lambda _: asked)
     monkeypatch.delitem(vars(hfscale), "train_step", raising=False)
     monkeypatch.setenv(versions._WARNED, "")  # what was set before is then put back
@@ -28,7 +33,10 @@ def newer(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_a_newer_library_warns_once(newer: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.warns(UserWarning, match=r"was not tested with transformers 5\..* \(tested: <5.0\).*hfscale\[tested\]"):
+    with pytest.warns(
+        UserWarning,
+        match=r"was not tested with transformers 5\..* \(tested: <5.0\).*hfscale\[tested\]",
+    ):
         assert callable(hfscale.train_step)
     monkeypatch.delitem(vars(hfscale), "train_step")
     assert callable(hfscale.train_step)  # pytest makes a second warning an error
@@ -43,7 +51,9 @@ def _warned() -> bool:
 
 
 @pytest.mark.parametrize("name", environment.RANKS)
-def test_other_ranks_of_a_launcher_are_silent(newer: None, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_other_ranks_of_a_launcher_are_silent(
+    newer: None, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     monkeypatch.setenv(name, "1")
     assert not _warned()
     monkeypatch.setenv(name, "0")
@@ -60,12 +70,19 @@ def test_what_a_process_starts_does_not_warn_again(newer: None) -> None:
 def test_a_library_without_a_name_is_refused(newer: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(_backward, "stage_backward_input")
     monkeypatch.delitem(sys.modules, "hfscale._compat.torch_pipelining")
-    with pytest.raises(ImportError, match=r"(?s)run with transformers 5.*: cannot import name 'stage_backward_input'"):
+    with pytest.raises(
+        ImportError,
+        match=r"(?s)run with transformers 5.*: cannot import name 'stage_backward_input'",
+    ):
         _ = hfscale.train_step
 
 
 def test_the_tested_versions_pass_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metadata, "requires", lambda _: ['transformers>=5.17; extra == "tested"'])
     assert versions.untested() == {}
-    monkeypatch.setattr(metadata, "requires", lambda _: (_ for _ in ()).throw(metadata.PackageNotFoundError("hfscale")))
+    monkeypatch.setattr(
+        metadata,
+        "requires",
+        lambda _: (_ for _ in ()).throw(metadata.PackageNotFoundError("hfscale")),
+    )
     assert versions.untested() == {}

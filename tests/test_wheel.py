@@ -35,10 +35,14 @@ TOY = {
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    source = tmp_path_factory.mktemp("source")  # a build leaves files behind, and would ship those of an earlier one
+    source = tmp_path_factory.mktemp(
+        "source"
+    )  # a build leaves files behind, and would ship those of an earlier one
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    shutil.copytree(ROOT / "hfscale", source / "hfscale", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        ROOT / "hfscale", source / "hfscale", ignore=shutil.ignore_patterns("__pycache__")
+    )
     command = [
         *PIP,
         "wheel",
@@ -57,30 +61,43 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_wheel_has_all_files_and_says_what_it_needs(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         files = {file for file in archive.namelist() if ".dist-info/" not in file}
-        (metadata_file,) = (file for file in archive.namelist() if file.endswith(".dist-info/METADATA"))
+        (metadata_file,) = (
+            file for file in archive.namelist() if file.endswith(".dist-info/METADATA")
+        )
         metadata = Parser().parsestr(archive.read(metadata_file).decode())
         assert any(file.endswith("dist-info/licenses/LICENSE") for file in archive.namelist())
     kept = {".py", ".pyi", ".yaml", ".json", ".typed", ".md", ".jinja", ".sh"}
-    expected = {path.relative_to(ROOT) for path in (ROOT / "hfscale").rglob("*") if path.suffix in kept}
+    expected = {
+        path.relative_to(ROOT) for path in (ROOT / "hfscale").rglob("*") if path.suffix in kept
+    }
     assert files == {path.as_posix() for path in expected}
     recipes = [file for file in files if "/library/" in file and file.endswith(".yaml")]
     assert len(recipes) == len(list(LIBRARY.glob("*.yaml"))) > 10
     assert metadata["License-Expression"] == "Apache-2.0"
     needed = [line.partition(";") for line in metadata.get_all("Requires-Dist", [])]
     always = {name.strip() for name, _, condition in needed if not condition}
-    assert not [name for name in always if name.startswith(("datasets", "omegaconf", "matplotlib", "PyYAML"))]
+    assert not [
+        name
+        for name in always
+        if name.startswith(("datasets", "omegaconf", "matplotlib", "PyYAML"))
+    ]
     assert {"torch>=2.11", "transformers>=5.17"} <= always
     tested = {name.strip() for name, _, condition in needed if 'extra == "tested"' in condition}
     assert {"torch<2.14", "transformers<5.24"} <= tested
-    extra = {name.partition(">")[0] for name, _, condition in needed if 'extra == "recipes"' in condition}
+    extra = {
+        name.partition(">")[0] for name, _, condition in needed if 'extra == "recipes"' in condition
+    }
     assert extra == {"datasets", "matplotlib", "omegaconf", "pillow", "PyYAML"}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # three processes that import everything, where many others run
 def test_what_is_installed_trains_a_shipped_recipe_and_plans(wheel: Path, tmp_path: Path) -> None:
-    site, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
-    subprocess.run([*PIP, "install", "--no-deps", "--no-index", "--target", str(site), str(wheel)], check=True)
+    site = tmp_path / "site"
+    elsewhere = tmp_path / "elsewhere"
+    subprocess.run(
+        [*PIP, "install", "--no-deps", "--no-index", "--target", str(site), str(wheel)], check=True
+    )
     tiny("llama").save_pretrained(elsewhere)
     launched = ("RANK", "WORLD_SIZE", "PYTHONPATH")
     environment = {name: value for name, value in os.environ.items() if name not in launched}
@@ -88,7 +105,9 @@ def test_what_is_installed_trains_a_shipped_recipe_and_plans(wheel: Path, tmp_pa
     command = str(site / "bin" / "hfscale")
 
     def start(*line: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(line, cwd=elsewhere, env=environment, stdout=-1, stderr=-1, text=True)
+        return subprocess.Popen(
+            line, cwd=elsewhere, env=environment, stdout=-1, stderr=-1, text=True
+        )
 
     asked = [f"{key}={value}" for key, value in TOY.items()]
     started = {

@@ -31,16 +31,29 @@ _SMALL: dict[str, Any] = {
 
 def needs(family: str) -> pytest.MarkDecorator:
     """Of a test of ``family``, which the oldest transformers may not have yet."""
-    return pytest.mark.skipif(family not in CONFIG_MAPPING, reason=f"this transformers has no {family}")
+    return pytest.mark.skipif(
+        family not in CONFIG_MAPPING, reason=f"this transformers has no {family}"
+    )
 
 
 def tiny(family: str, **changes: Any) -> PreTrainedConfig:
     """A config of ``family`` that builds in milliseconds."""
     if family == "gpt2":
         defaults = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 67, "n_positions": 64}
-        still = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 2}
+        still = {
+            "resid_pdrop": 0.0,
+            "embd_pdrop": 0.0,
+            "attn_pdrop": 0.0,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        }
         return GPT2Config(**{**defaults, **still, **changes})
-    kinds = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+    kinds = {
+        "llama": LlamaConfig,
+        "mistral": MistralConfig,
+        "qwen2": Qwen2Config,
+        "qwen3": Qwen3Config,
+    }
     extra = {"head_dim": 8} if family == "qwen3" else {}
     return kinds[family](**{**_SMALL, **extra, **changes})
 

@@ -54,7 +54,11 @@ def with_values(
 ) -> dict[str, Call]:
     """One call for each value of an argument."""
     left = [repr(value) for value in leave_out]
-    return {f"{name}={value!r}": partial(_call, call, value) for value in values if repr(value) not in left}
+    return {
+        f"{name}={value!r}": partial(_call, call, value)
+        for value in values
+        if repr(value) not in left
+    }
 
 
 def _call(call: Callable[..., Any], value: Any, made: Made) -> Any:
@@ -139,7 +143,10 @@ BATCHES: dict[str, Callable[[], Any]] = {
     "positions of one dim": lambda: batch(position_ids=torch.arange(8)),
     "embeds beside ids": lambda: batch(inputs_embeds=torch.zeros(4, 8, 32)),
     "embeds of other width": lambda: {"inputs_embeds": torch.zeros(4, 8, 31), "labels": IDS},
-    "embeds of integers": lambda: {"inputs_embeds": torch.zeros(4, 8, 32, dtype=torch.long), "labels": IDS},
+    "embeds of integers": lambda: {
+        "inputs_embeds": torch.zeros(4, 8, 32, dtype=torch.long),
+        "labels": IDS,
+    },
     "embeds of two dims": lambda: {"inputs_embeds": torch.zeros(4, 32), "labels": IDS},
     "misspelt key": lambda: batch(atention_mask=torch.ones(4, 8)),
     "a number for a key": lambda: {**batch(), 3: IDS},

@@ -35,14 +35,34 @@ def _score(scores: Any, _: int) -> Any:
     return scores.log_probs.sum()
 
 
-_FEW = ("None", "a tensor", "float ids", "ids on meta", "zero tokens", "mask of fewer rows", "ids out of range")
+_FEW = (
+    "None",
+    "a tensor",
+    "float ids",
+    "ids on meta",
+    "zero tokens",
+    "mask of fewer rows",
+    "ids out of range",
+)
 
 # Through every layout; what fails on one rank alone is here.
 STEPS: dict[str, Call] = {
-    **{f"train_step: {name}": lambda m, f=f: hfscale.train_step(m.model, f()) for name, f in BATCHES.items()},
-    **{f"eval_step: {name}": lambda m, f=BATCHES[name]: hfscale.eval_step(m.model, f()) for name in _FEW},
-    **{f"token_scores: {name}": lambda m, f=BATCHES[name]: hfscale.token_scores(m.model, f()) for name in _FEW},
-    **{f"loss_fn: {name}": lambda m, f=BATCHES[name]: hfscale.train_step(m.model, f(), _loss) for name in _FEW},
+    **{
+        f"train_step: {name}": lambda m, f=f: hfscale.train_step(m.model, f())
+        for name, f in BATCHES.items()
+    },
+    **{
+        f"eval_step: {name}": lambda m, f=BATCHES[name]: hfscale.eval_step(m.model, f())
+        for name in _FEW
+    },
+    **{
+        f"token_scores: {name}": lambda m, f=BATCHES[name]: hfscale.token_scores(m.model, f())
+        for name in _FEW
+    },
+    **{
+        f"loss_fn: {name}": lambda m, f=BATCHES[name]: hfscale.train_step(m.model, f(), _loss)
+        for name in _FEW
+    },
     **with_values(
         "num_items_in_batch",
         lambda m, v: hfscale.train_step(m.model, batch(), num_items_in_batch=v),
@@ -50,9 +70,15 @@ STEPS: dict[str, Call] = {
         leave_out=[None, [1.0]],
     ),
     **with_values(
-        "label_smoothing", lambda m, v: hfscale.train_step(m.model, batch(), label_smoothing=v), [*NUMBERS, 2.0]
+        "label_smoothing",
+        lambda m, v: hfscale.train_step(m.model, batch(), label_smoothing=v),
+        [*NUMBERS, 2.0],
     ),
-    **with_values("temperature", lambda m, v: hfscale.token_scores(m.model, batch(), temperature=v), [*NUMBERS, 0.0]),
+    **with_values(
+        "temperature",
+        lambda m, v: hfscale.token_scores(m.model, batch(), temperature=v),
+        [*NUMBERS, 0.0],
+    ),
     "temperature alone": lambda m: hfscale.train_step(m.model, batch(), temperature=0.5),
     "return_outputs": lambda m: hfscale.eval_step(m.model, batch(), return_outputs="yes"),
     **with_values(
@@ -62,15 +88,25 @@ STEPS: dict[str, Call] = {
     ),
     **with_values("loss_fn", lambda m, v: hfscale.train_step(m.model, batch(), v), [3, "mse", len]),
     "loss_fn returns None": lambda m: hfscale.train_step(m.model, batch(), lambda o, b: None),
-    "loss_fn returns a sum": lambda m: hfscale.train_step(m.model, batch(), lambda o, b: o.logits.sum()),
-    "loss_fn: detached": lambda m: hfscale.train_step(m.model, batch(), lambda o, b: (o.logits.detach().sum(), 4)),
+    "loss_fn returns a sum": lambda m: hfscale.train_step(
+        m.model, batch(), lambda o, b: o.logits.sum()
+    ),
+    "loss_fn: detached": lambda m: hfscale.train_step(
+        m.model, batch(), lambda o, b: (o.logits.detach().sum(), 4)
+    ),
     "loss_fn: a float": lambda m: hfscale.train_step(m.model, batch(), lambda o, b: (3.0, 4)),
-    "loss_fn: a vector": lambda m: hfscale.train_step(m.model, batch(), lambda o, b: (o.logits.sum(-1), 4)),
+    "loss_fn: a vector": lambda m: hfscale.train_step(
+        m.model, batch(), lambda o, b: (o.logits.sum(-1), 4)
+    ),
     "loss_fn, smoothed": lambda m: hfscale.train_step(m.model, batch(), _loss, label_smoothing=0.1),
     "loss_fn, divided": lambda m: hfscale.eval_step(m.model, batch(), _loss, num_items_in_batch=3),
     "score_loss": lambda m: hfscale.train_step(m.model, [batch()] * 2, score_loss=3),
-    "score_loss: None": lambda m: hfscale.train_step(m.model, [batch()] * 2, score_loss=lambda s, i: None),
-    "score_loss: a vector": lambda m: hfscale.train_step(m.model, [batch()] * 2, score_loss=lambda s, i: s.log_probs),
+    "score_loss: None": lambda m: hfscale.train_step(
+        m.model, [batch()] * 2, score_loss=lambda s, i: None
+    ),
+    "score_loss: a vector": lambda m: hfscale.train_step(
+        m.model, [batch()] * 2, score_loss=lambda s, i: s.log_probs
+    ),
     "score_loss: detached": lambda m: hfscale.train_step(
         m.model, [batch()] * 2, score_loss=lambda s, i: _score(s, i).detach()
     ),
@@ -78,7 +114,9 @@ STEPS: dict[str, Call] = {
         m.model, [batch()] * 2, score_loss=_score, num_items_in_batch=4
     ),
     **with_values("max_norm", lambda m, v: hfscale.clip_grad_norm_(m.model, v), NUMBERS),
-    **with_values("norm_type", lambda m, v: hfscale.clip_grad_norm_(m.model, 1.0, v), [*NUMBERS, 0, -INF]),
+    **with_values(
+        "norm_type", lambda m, v: hfscale.clip_grad_norm_(m.model, 1.0, v), [*NUMBERS, 0, -INF]
+    ),
     **with_options(
         "create_optimizer",
         lambda m, v: hfscale.create_optimizer(m.model, **{"lr": 1e-3, **v}),
@@ -95,7 +133,9 @@ STEPS: dict[str, Call] = {
     ),
     **with_values(
         "lr of a group",
-        lambda m, v: hfscale.create_optimizer(m.model, lr=1.0, groups=[{"params": [*m.model.parameters()], "lr": v}]),
+        lambda m, v: hfscale.create_optimizer(
+            m.model, lr=1.0, groups=[{"params": [*m.model.parameters()], "lr": v}]
+        ),
         ["fast", -1.0],
     ),
     **with_options(
@@ -109,8 +149,12 @@ STEPS: dict[str, Call] = {
     ),
     **with_values("preempted", lambda m, v: hfscale.preempted(m.model, patience=v), NUMBERS),
     **with_values("watchdog", lambda m, v: hfscale.watchdog(m.model, patience=v), NUMBERS),
-    **with_values("fitting_layout", lambda m, v: hfscale.fitting_layout(v), [None, 3, [], [3], "x"]),
-    **with_values("record_schedule", lambda m, v: _within(hfscale.record_schedule(m.model, v)), [None, 3, ""]),
+    **with_values(
+        "fitting_layout", lambda m, v: hfscale.fitting_layout(v), [None, 3, [], [3], "x"]
+    ),
+    **with_values(
+        "record_schedule", lambda m, v: _within(hfscale.record_schedule(m.model, v)), [None, 3, ""]
+    ),
 }
 
 _MODELS: dict[str, Callable[[Any, Made], Any]] = {
@@ -154,7 +198,11 @@ MAKING: dict[str, Call] = {
     **{
         f"{name} of {what}": lambda m, f=f, w=w: f(w(m), m)
         for name, f in _MODELS.items()
-        for what, w in {"None": lambda m: None, "a path": lambda m: m.path, "a stock model": Made.stock}.items()
+        for what, w in {
+            "None": lambda m: None,
+            "a path": lambda m: m.path,
+            "a stock model": Made.stock,
+        }.items()
         if name in ("train_step", "batch_rank") or what != "a stock model"
     },
     **with_values(
@@ -162,7 +210,9 @@ MAKING: dict[str, Call] = {
         lambda m, v: hfscale.from_pretrained(v, parallel=m.layout),
         [None, 3, "", MISSING, "./nowhere", "nowhere.json", ["a"], tiny("llama")],
     ),
-    "from_pretrained of a file": lambda m: hfscale.from_pretrained(f"{m.path}/config.json", parallel=m.layout),
+    "from_pretrained of a file": lambda m: hfscale.from_pretrained(
+        f"{m.path}/config.json", parallel=m.layout
+    ),
     **with_options(
         "from_pretrained",
         lambda m, v: hfscale.from_pretrained(m.path, **{"parallel": m.layout, **v}),
@@ -186,7 +236,11 @@ MAKING: dict[str, Call] = {
         config=[3],
         subfolder=["nowhere"],
     ),
-    **with_values("from_config", lambda m, v: hfscale.from_config(v, parallel=m.layout), [None, MISSING, {}, 3]),
+    **with_values(
+        "from_config",
+        lambda m, v: hfscale.from_config(v, parallel=m.layout),
+        [None, MISSING, {}, 3],
+    ),
     **with_options(
         "from_config",
         lambda m, v: hfscale.from_config(m.config, **{"parallel": m.layout, **v}),
@@ -198,10 +252,16 @@ MAKING: dict[str, Call] = {
         routing=[RoutingConfig()],
         memory=[MemoryConfig(recompute=100)],
     ),
-    **with_options("config", lambda m, v: hfscale.from_config(tiny("llama", **v), parallel=m.layout), **_CONFIG),
+    **with_options(
+        "config", lambda m, v: hfscale.from_config(tiny("llama", **v), parallel=m.layout), **_CONFIG
+    ),
     **with_options("plan", lambda m, v: hfscale.plan(tiny("llama", **v), m.layout), **_CONFIG),
-    "estimate of 10^9 layers": lambda m: hfscale.estimate(tiny("llama", num_hidden_layers=10**9), m.layout),
-    **with_values("parallelize", lambda m, v: hfscale.parallelize(v, m.layout), [None, MISSING, tiny("llama")]),
+    "estimate of 10^9 layers": lambda m: hfscale.estimate(
+        tiny("llama", num_hidden_layers=10**9), m.layout
+    ),
+    **with_values(
+        "parallelize", lambda m, v: hfscale.parallelize(v, m.layout), [None, MISSING, tiny("llama")]
+    ),
     "parallelize a layer": lambda m: hfscale.parallelize(torch.nn.Linear(4, 4), m.layout),
     "parallelize twice": lambda m: hfscale.parallelize(m.model, m.layout),
     "parallelize other weights": lambda m: hfscale.parallelize(m.seeded(), m.layout),
@@ -244,7 +304,9 @@ MAKING: dict[str, Call] = {
         gradient_compression=["zip"],
         powersgd_rank=[4, "4"],
     ),
-    "powersgd_rank": lambda m: ParallelConfig(dp_replicate_size=2, gradient_compression="powersgd", powersgd_rank="4"),
+    "powersgd_rank": lambda m: ParallelConfig(
+        dp_replicate_size=2, gradient_compression="powersgd", powersgd_rank="4"
+    ),
     **with_options(
         "MemoryConfig",
         lambda m, v: MemoryConfig(**v),
@@ -282,7 +344,9 @@ MAKING: dict[str, Call] = {
         adapter_name=[3, ""],
         seed=["x", -1],
     ),
-    "get_peft_model: targets": lambda m: hfscale.get_peft_model(m.model, LoraConfig(target_modules=["colour"])),
+    "get_peft_model: targets": lambda m: hfscale.get_peft_model(
+        m.model, LoraConfig(target_modules=["colour"])
+    ),
     "merge_and_unload": lambda m: hfscale.merge_and_unload(m.model),
     "verify_experts": lambda m: hfscale.verify_experts(m.model, None),
     "coverage_report": lambda m: hfscale.coverage_report(m.model),
@@ -302,10 +366,14 @@ MAKING: dict[str, Call] = {
 }
 
 
-def outcomes(calls: str, layout: dict[str, Any], path: str, folder: str) -> tuple[dict[str, str], list[float]]:
+def outcomes(
+    calls: str, layout: dict[str, Any], path: str, folder: str
+) -> tuple[dict[str, str], list[float]]:
     """What every call of a list does on this rank, and the loss of a right batch before and after all of them."""
     parallel = ParallelConfig(**layout)
-    made = Made(parallel, hfscale.from_pretrained(path, parallel=parallel).train(), path, Path(folder))
+    made = Made(
+        parallel, hfscale.from_pretrained(path, parallel=parallel).train(), path, Path(folder)
+    )
     before = hfscale.eval_step(made.model, batch()).item()
     found = {name: outcome(call, made) for name, call in globals()[calls].items()}
     return found, [before, hfscale.eval_step(made.model, batch()).item()]

@@ -27,7 +27,9 @@ class BatchScheduler(AcceleratedScheduler):
     metric steps once for each of its values.
     """
 
-    def __init__(self, scheduler: Any, optimizers: list[Any], batches: Callable[[], int], follows: bool) -> None:
+    def __init__(
+        self, scheduler: Any, optimizers: list[Any], batches: Callable[[], int], follows: bool
+    ) -> None:
         super().__init__(scheduler, optimizers, follows, split_batches=True)  # once per call
         self._batches = batches
 
@@ -36,7 +38,9 @@ class BatchScheduler(AcceleratedScheduler):
         told = bool(args or kwargs)  # of a metric, or of an epoch
         for _ in range(self._batches() if self.gradient_state.sync_gradients and not told else 1):
             # Schedules of schedules, and those of a metric, count no steps.
-            if getattr(self.scheduler, "_step_count", 0) <= getattr(self.scheduler, "total_steps", math.inf):
+            if getattr(self.scheduler, "_step_count", 0) <= getattr(
+                self.scheduler, "total_steps", math.inf
+            ):
                 super().step(*args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
@@ -45,7 +49,8 @@ class BatchScheduler(AcceleratedScheduler):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue after the same number of optimizer steps, even if the number of distinct batches has changed."""
-        state, now = dict(state_dict), self._batches()
+        state = dict(state_dict)
+        now = self._batches()
         then = state.pop(_BATCHES, 1)
         if then != now and not _follows_a_metric(self.scheduler):
             if not isinstance(self.scheduler, LambdaLR):  # its state has no lengths
@@ -55,7 +60,9 @@ class BatchScheduler(AcceleratedScheduler):
                     "transformers.get_scheduler"
                 )
             epoch = state["last_epoch"] * now // then
-            state.update(last_epoch=epoch, _step_count=state["_step_count"] + epoch - state["last_epoch"])
+            state.update(
+                last_epoch=epoch, _step_count=state["_step_count"] + epoch - state["last_epoch"]
+            )
         super().load_state_dict(state)
 
 
@@ -99,22 +106,37 @@ def prepared(accelerator: Any, kind: str) -> list[Any]:
     return getattr(accelerator, f"_{kind}")
 
 
-def one_run(accelerator: Any, directory: Any, orders: list[Any]) -> tuple[nn.Module, Any, dict[str, Any]]:
+def one_run(
+    accelerator: Any, directory: Any, orders: list[Any]
+) -> tuple[nn.Module, Any, dict[str, Any]]:
     """Return the prepared model, its optimizer if any, and other objects with a state, ``orders`` too, by name."""
     if directory is None:
         raise ConfigError("say where: save_state(directory), load_state(directory)")
-    models, optimizers = prepared(accelerator, "models"), prepared(accelerator, "optimizers")
+    models = prepared(accelerator, "models")
+    optimizers = prepared(accelerator, "optimizers")
     if len(models) != 1 or len(optimizers) > 1:
         raise ConfigError(
             f"a state must have one model and at most one optimizer, got {len(models)} and {len(optimizers)} "
             "prepared: save each with hfscale.save_state(model, directory, optimizer=...)"
         )
     optimizer = optimizers[0].optimizer if optimizers else None
-    others = {f"scheduler_{index}": scheduler for index, scheduler in enumerate(prepared(accelerator, "schedulers"))}
-    loaders = (loader for loader in prepared(accelerator, "dataloaders") if accelerator.use_stateful_dataloader)
-    others |= {f"dataloader_{n}": _Position(loader, accelerator.num_processes) for n, loader in enumerate(loaders)}
+    others = {
+        f"scheduler_{index}": scheduler
+        for index, scheduler in enumerate(prepared(accelerator, "schedulers"))
+    }
+    loaders = (
+        loader
+        for loader in prepared(accelerator, "dataloaders")
+        if accelerator.use_stateful_dataloader
+    )
+    others |= {
+        f"dataloader_{n}": _Position(loader, accelerator.num_processes)
+        for n, loader in enumerate(loaders)
+    }
     others |= {f"order_{index}": order for index, order in enumerate(orders)}
-    others |= {f"custom_{index}": custom for index, custom in enumerate(accelerator._custom_objects)}
+    others |= {
+        f"custom_{index}": custom for index, custom in enumerate(accelerator._custom_objects)
+    }
     return models[0], optimizer, others
 
 
@@ -123,13 +145,17 @@ class _Position:
     the epoch and the seed from which its order follows.
     """
 
-    _ROWS, _EPOCH, _SEED = "hfscale_rows", "hfscale_epoch", "hfscale_seed"
+    _ROWS = "hfscale_rows"
+    _EPOCH = "hfscale_epoch"
+    _SEED = "hfscale_seed"
 
     def __init__(self, loader: Any, world: int) -> None:
         self._loader, self._sampler = loader, get_sampler(loader)
         self._rows: int | None = getattr(loader.batch_sampler, "effective_batch_size", None)
         with suppress(AttributeError, TypeError):  # a sampler of batches of any rows
-            streamed = isinstance(loader.dataset, IterableDataset)  # Accelerate counts this process's rows
+            streamed = isinstance(
+                loader.dataset, IterableDataset
+            )  # Accelerate counts this process's rows
             self._rows = self._rows or loader.total_batch_size * (world if streamed else 1)
 
     def state_dict(self) -> dict[str, Any]:
@@ -152,7 +178,9 @@ class _Position:
         self._loader.iteration = epoch or 0  # it tells its sampler or stream
         if seed is not None and hasattr(self._sampler, "initial_seed"):
             self._sampler.initial_seed = seed
-        self._loader.load_state_dict({name: value for name, value in state.items() if name not in own})
+        self._loader.load_state_dict(
+            {name: value for name, value in state.items() if name not in own}
+        )
 
 
 def stock_optimizer(optimizer: Any) -> Any:
@@ -160,5 +188,7 @@ def stock_optimizer(optimizer: Any) -> Any:
     while isinstance(getattr(optimizer, "optimizer", None), Optimizer):
         optimizer = optimizer.optimizer
     if not isinstance(optimizer, Optimizer | None):
-        raise ConfigError(f"optimizer={optimizer!r} is invalid: pass a torch.optim.Optimizer, or leave it out")
+        raise ConfigError(
+            f"optimizer={optimizer!r} is invalid: pass a torch.optim.Optimizer, or leave it out"
+        )
     return optimizer

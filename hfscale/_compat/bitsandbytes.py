@@ -77,7 +77,8 @@ def keep_layout(module: Any) -> None:
 def set_state(module: Any, parameter: Any, state: Any) -> None:
     """Set the quantization state, whose scales are not quantized, of ``parameter``, packed in ``module``."""
     parameter.quant_state = module.quant_state = state
-    parameter.bnb_quantized, parameter.compress_statistics = True, False
+    parameter.bnb_quantized = True
+    parameter.compress_statistics = False
 
 
 scales_of_rows: Callable[[Any], Tensor] = attrgetter("SCB")
@@ -93,15 +94,20 @@ def dequantized_stock(module: Any, parameter: Any) -> Tensor:
     return functional().int8_vectorwise_dequant(parameter.data, scales)
 
 
-def product_in_8_bits(module: Any, x: Tensor, rows: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+def product_in_8_bits(
+    module: Any, x: Tensor, rows: Tensor, scales: Tensor, bias: Tensor | None
+) -> Tensor:
     """Compute ``x @ rows.T + bias`` like the 8-bit projection ``module``, with ``rows`` as its weight."""
     import bitsandbytes
 
     bnb: Any = bitsandbytes  # hardly typed
     state = bnb.MatmulLtState()
-    state.threshold, state.has_fp16_weights = module.state.threshold, False
-    state.use_pool, state.is_training = module.state.use_pool, module.training
-    state.CB, state.SCB = rows, scales
+    state.threshold = module.state.threshold
+    state.has_fp16_weights = False
+    state.use_pool = module.state.use_pool
+    state.is_training = module.training
+    state.CB = rows
+    state.SCB = scales
     return bnb.matmul(x, state.CB, bias=bias, state=state)
 
 

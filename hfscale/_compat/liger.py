@@ -29,7 +29,11 @@ def switches_of(model_type: str) -> list[str] | None:
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
     function = MODEL_TYPE_TO_APPLY_LIGER_FN.get(model_type)
-    return None if function is None else [name for name in inspect.signature(function).parameters if name != "model"]
+    return (
+        None
+        if function is None
+        else [name for name in inspect.signature(function).parameters if name != "model"]
+    )
 
 
 def computes_in(dtype: torch.dtype) -> bool:
@@ -53,11 +57,15 @@ def give_kernels(model: nn.Module, switches: Mapping[str, bool]) -> None:
         if "forward" in vars(module) or not isinstance(stock, FunctionType):
             continue
         changed = replaced.get(id(stock.__globals__), {})
-        functions = {name: value for name, value in changed.items() if isinstance(value, FunctionType)}
+        functions = {
+            name: value for name, value in changed.items() if isinstance(value, FunctionType)
+        }
         used = functions.keys() & set(stock.__code__.co_names)
         if used:
             names = {**stock.__globals__, **{name: functions[name] for name in used}}
-            made = FunctionType(stock.__code__, names, stock.__name__, stock.__defaults__, stock.__closure__)
+            made = FunctionType(
+                stock.__code__, names, stock.__name__, stock.__defaults__, stock.__closure__
+            )
             made.__kwdefaults__ = stock.__kwdefaults__
             module.forward = MethodType(update_wrapper(made, stock), module)
 
@@ -65,7 +73,13 @@ def give_kernels(model: nn.Module, switches: Mapping[str, bool]) -> None:
 def activation_of(module: nn.Module) -> str | None:
     """Return the activation that the module's Liger kernel applies to its gate; ``None`` if it has no gate."""
     name = module._get_name() if "_get_name" in vars(module) else ""
-    return "silu" if "SwiGLU" in name or "Top2MLP" in name else "gelu_pytorch_tanh" if "GEGLU" in name else None
+    return (
+        "silu"
+        if "SwiGLU" in name or "Top2MLP" in name
+        else "gelu_pytorch_tanh"
+        if "GEGLU" in name
+        else None
+    )
 
 
 def keep_gradients(module: nn.Module) -> None:
@@ -86,7 +100,11 @@ def _names_of_files() -> Iterator[dict[int, dict[str, Any]]]:
         yield replaced
     finally:
         for names, stock in before:
-            changed = {name: value for name, value in names.items() if name in stock and value is not stock[name]}
+            changed = {
+                name: value
+                for name, value in names.items()
+                if name in stock and value is not stock[name]
+            }
             replaced[id(names)] = changed
             names.update({name: stock[name] for name in changed})
 
@@ -94,5 +112,7 @@ def _names_of_files() -> Iterator[dict[int, dict[str, Any]]]:
 def applies(function: Any, name: str) -> bool:
     """Return whether ``function`` is the activation that :func:`activation_of` calls ``name``."""
     x = torch.linspace(-4, 4, 9)
-    wanted: Tensor = nn.functional.silu(x) if name == "silu" else nn.functional.gelu(x, approximate="tanh")
+    wanted: Tensor = (
+        nn.functional.silu(x) if name == "silu" else nn.functional.gelu(x, approximate="tanh")
+    )
     return bool(torch.allclose(function(x), wanted, atol=1e-6))

@@ -20,7 +20,9 @@ BASE = "base_layer"  # the module to whose output it adds
 ORIGINAL = "original_module"  # the original, uncalled module, if it computes with a trained copy
 WRAPPED = (BASE, ORIGINAL)
 COPY = "modules_to_save"  # trained copies of a module
-LORA_A, LORA_B = "lora_A", "lora_B"  # the factors of LoRA
+# the factors of LoRA
+LORA_A = "lora_A"
+LORA_B = "lora_B"
 LORA_EMBEDDING_A = "lora_embedding_A"  # an embedding's first factor
 DROPOUTS = "lora_dropout"  # in front of its adapters
 DORA_MAGNITUDES = "lora_magnitude_vector"  # DoRA's modules (Liu et al. 2024)
@@ -41,7 +43,12 @@ ADAPTER_DIMS: dict[str, tuple[int | None, int | None]] = {
 }
 """A wrapper's attribute -> the dims of its parameters along the module's input and along its output."""
 
-NEW_WEIGHTS = (".lora_", ".ia3_", ".hada_", f".{COPY}.")  # substrings of the names of parameters that PEFT adds
+NEW_WEIGHTS = (
+    ".lora_",
+    ".ia3_",
+    ".hada_",
+    f".{COPY}.",
+)  # substrings of the names of parameters that PEFT adds
 
 
 def wrapped(module: nn.Module) -> nn.Module | None:
@@ -122,7 +129,9 @@ def wrapped_model(model: nn.Module, config: Any, name: str) -> Any:
 
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
         # PEFT 0.21 uses a name that transformers 5.23 has deprecated.
-        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        warnings.filterwarnings(
+            "ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning
+        )
         return peft.get_peft_model(model, config, adapter_name=name, low_cpu_mem_usage=True)  # type: ignore[arg-type]
 
 
@@ -170,7 +179,8 @@ def terms_of_experts(experts: Any) -> Iterator[tuple[str, Tensor, Tensor, int, f
     while hasattr(experts, "parameter_name"):  # one wrapper for each parameter, around one another
         active = [] if experts.disable_adapters else experts.active_adapters
         for adapter in (name for name in active if name in experts.lora_A):
-            a, b = experts.lora_A[adapter].weight, experts.lora_B[adapter].weight
+            a = experts.lora_A[adapter].weight
+            b = experts.lora_B[adapter].weight
             yield experts.parameter_name, a, b, experts.num_experts, experts.scaling[adapter]
         experts = experts.base_layer
 

@@ -22,4 +22,9 @@ def arguments_of(parser: argparse.ArgumentParser) -> Sequence[argparse.Action]:
 
 def flags_of(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
     """Return flag -> argument, for flags that begin with two dashes."""
-    return {flag: each for each in arguments_of(parser) for flag in each.option_strings if flag.startswith("--")}
+    return {
+        flag: each
+        for each in arguments_of(parser)
+        for flag in each.option_strings
+        if flag.startswith("--")
+    }

@@ -26,7 +26,14 @@ from torch.utils._triton import has_triton as triton_works
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from torch.utils.data import DataLoader
 
-__all__ = ["TorchDispatchMode", "functional_collectives", "set_timeout", "tree_leaves", "tree_map", "tree_map_only"]
+__all__ = [
+    "TorchDispatchMode",
+    "functional_collectives",
+    "set_timeout",
+    "tree_leaves",
+    "tree_map",
+    "tree_map_only",
+]
 __all__ += ["triton_works", "without_dispatch_modes"]
 
 set_timeout: Callable[[timedelta, dist.ProcessGroup], None] = (
@@ -34,10 +41,17 @@ set_timeout: Callable[[timedelta, dist.ProcessGroup], None] = (
 )
 """Set how long the operations of a group wait; torch's own since 2.14, where the private name warns."""
 
-HOOKS = tuple(name for name, held in vars(nn.Module()).items() if isinstance(held, dict) and "hooks" in name)
+HOOKS = tuple(
+    name for name, held in vars(nn.Module()).items() if isinstance(held, dict) and "hooks" in name
+)
 """A module's attributes with its hooks, by kind."""
 
-CONTENTS = ("_parameters", "_buffers", "_modules", "training")  # a module's attributes with its contents
+CONTENTS = (
+    "_parameters",
+    "_buffers",
+    "_modules",
+    "training",
+)  # a module's attributes with its contents
 
 
 def before_iterators(loader: DataLoader[Any], function: Callable[[], None]) -> None:
@@ -67,7 +81,9 @@ def is_compiled(model: nn.Module) -> bool:
     return hasattr(model, "_orig_mod")
 
 
-scaled_mm = torch._scaled_mm  # torch's compiler does not trace the public torch.nn.functional.scaled_mm before 2.13
+scaled_mm = (
+    torch._scaled_mm
+)  # torch's compiler does not trace the public torch.nn.functional.scaled_mm before 2.13
 
 
 def operator_name(func: Any) -> str:
@@ -119,13 +135,21 @@ def counts_forward_hooks(module: nn.Module) -> int:
 
 def forward_hooks(module: nn.Module) -> list[Any]:
     """Return the hooks on the inputs and outputs of ``module``, and on their gradients."""
-    kinds = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
+    kinds = (
+        module._forward_pre_hooks,
+        module._forward_hooks,
+        module._backward_pre_hooks,
+        module._backward_hooks,
+    )
     return [hook for held in kinds for hook in held.values()] if any(kinds) else []
 
 
 def hooks_on(modules: Iterable[nn.Module]) -> list[int]:
     """Return the numbers of all hooks on the inputs and outputs of ``modules``, and on their gradients."""
-    kinds = ((it._forward_pre_hooks, it._forward_hooks, it._backward_pre_hooks, it._backward_hooks) for it in modules)
+    kinds = (
+        (it._forward_pre_hooks, it._forward_hooks, it._backward_pre_hooks, it._backward_hooks)
+        for it in modules
+    )
     return [*chain.from_iterable(chain.from_iterable(kinds))]
 
 
@@ -177,10 +201,14 @@ without_autocast: Callable[[], AbstractContextManager[Any]] = torch._C._DisableA
 def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
     schema = getattr(func, "_schema", None)
     arguments: Any = () if schema is None else schema.arguments
-    if getattr(func, "namespace", "") == "c10d":  # whose schemas do not say it: all write into their first argument
+    if (
+        getattr(func, "namespace", "") == "c10d"
+    ):  # whose schemas do not say it: all write into their first argument
         return () if func._opname == "send" else ((0, arguments[0].name),)
     marks = ((index, each.name, each.alias_info) for index, each in enumerate(arguments))
-    return tuple((index, name) for index, name, alias in marks if alias is not None and alias.is_write)
+    return tuple(
+        (index, name) for index, name, alias in marks if alias is not None and alias.is_write
+    )
 
 
 def written_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
@@ -241,7 +269,9 @@ def _runs(node: Any) -> bool:
         return True
 
 
-def tensor_without_memory(kind: type, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Any:
+def tensor_without_memory(
+    kind: type, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> Any:
     """Return a ``Tensor`` subclass instance with a shape and a dtype, but no values."""
     return Tensor._make_wrapper_subclass(kind, shape, dtype=dtype, device=device)  # type: ignore[attr-defined]
 
@@ -282,10 +312,15 @@ norms_of: Callable[[list[Tensor], float, torch.dtype], Sequence[Tensor]] = torch
 
 def unscale_and_check(gradients: list[Tensor], factor: float) -> bool:
     """Multiply ``gradients`` in place; return whether any entry is not finite. Synchronizes with the device."""
-    found = {device: torch.zeros(1, device=device) for device in {gradient.device for gradient in gradients}}
+    found = {
+        device: torch.zeros(1, device=device)
+        for device in {gradient.device for gradient in gradients}
+    }
     for same, _ in alike(gradients):
         device = same[0].device
-        torch._amp_foreach_non_finite_check_and_unscale_(same, found[device], torch.full((), factor, device=device))
+        torch._amp_foreach_non_finite_check_and_unscale_(
+            same, found[device], torch.full((), factor, device=device)
+        )
     return any(bool(each) for each in found.values())
 
 
@@ -298,7 +333,9 @@ def multiply_all(tensors: list[Tensor], factor: Tensor) -> None:
     # `_foreach_mul_` would round the factor to the type of the tensors; gradients are unscaled by a wide one
     wide = factor.to(first.device, torch.float32)
     if first.dtype == torch.float16 or first.device.type == "cpu":
-        torch._amp_foreach_non_finite_check_and_unscale_(tensors, torch.zeros(1, device=first.device), wide)
+        torch._amp_foreach_non_finite_check_and_unscale_(
+            tensors, torch.zeros(1, device=first.device), wide
+        )
         return
     for tensor in tensors:  # CUDA's kernel of that takes no bfloat16: a launch each
         tensor.mul_(wide.reshape((1,) * tensor.ndim))
@@ -333,7 +370,8 @@ class _Chosen(TorchDispatchMode):
 
     def __init__(self, operators: Collection[Any], mode: TorchDispatchMode) -> None:
         super().__init__()
-        self._operators, self._mode = frozenset(operators), mode
+        self._operators = frozenset(operators)
+        self._mode = mode
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:

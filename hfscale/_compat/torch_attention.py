@@ -20,8 +20,12 @@ def flash_on_cpu(
         ValueError: query heads are no multiple of key heads, by which the kernel divides without looking.
     """
     if q.shape[1] % k.shape[1]:
-        raise ValueError(f"query heads must be a multiple of key heads, got {q.shape[1]} and {k.shape[1]}")
-    return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
+        raise ValueError(
+            f"query heads must be a multiple of key heads, got {q.shape[1]} and {k.shape[1]}"
+        )
+    return _aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, causal, attn_mask=bias, scale=scale
+    )
 
 
 def flash_on_cpu_backward(
@@ -38,21 +42,49 @@ def flash_takes(head_dim: int, dtype: torch.dtype, capability: tuple[int, int]) 
     """
     if dtype not in (torch.float16, torch.bfloat16) or capability < (8, 0) or head_dim % 8:
         return False
-    few_registers = capability in ((8, 6), (8, 9)) or capability >= (12, 0)  # consumer and workstation GPUs
+    few_registers = capability in ((8, 6), (8, 9)) or capability >= (
+        12,
+        0,
+    )  # consumer and workstation GPUs
     return head_dim <= (192 if few_registers else 256)
 
 
-def flash_on_cuda(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def flash_on_cuda(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
     """Return output and lse, in 16 bits; several query heads may share a key head."""
-    out, lse, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
+    out, lse, *_ = _aten._scaled_dot_product_flash_attention(
+        q, k, v, 0.0, causal, False, scale=scale
+    )
     return out, lse
 
 
 def flash_on_cuda_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v."""
     off = torch.zeros((), dtype=torch.int64, device=q.device)  # RNG state of a dropout with p=0
     return _aten._scaled_dot_product_flash_attention_backward(
-        grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, off, off, scale=scale
+        grad,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        None,
+        None,
+        q.shape[2],
+        k.shape[2],
+        0.0,
+        causal,
+        off,
+        off,
+        scale=scale,
     )

@@ -43,7 +43,8 @@ def pinned_bytes(size: int, device: torch.device) -> Tensor:
     """Return ``size`` bytes of host memory, for a GPU pinned whole pages: torch's own are powers of two, and kept."""
     if device.type != ACCELERATOR:
         return torch.empty(size, dtype=torch.uint8)
-    pages, runtime = -(-size // PAGESIZE) * PAGESIZE, accelerators().cudart()
+    pages = -(-size // PAGESIZE) * PAGESIZE
+    runtime = accelerators().cudart()
     found = torch.empty(pages + PAGESIZE, dtype=torch.uint8)
     found = found[-found.data_ptr() % PAGESIZE :][:pages]
     accelerators().check_error(int(runtime.cudaHostRegister(found.data_ptr(), pages, 0)))

@@ -100,14 +100,51 @@ def finished(func: Any, args: Any) -> Any:
 
 
 _NARROWED = {
-    *("linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "einsum", "chain_matmul"),
-    *("addmm", "addmv", "addbmm", "baddbmm", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "prelu"),
-    *("scaled_dot_product_attention", "grouped_mm", "_grouped_mm"),
+    "linear",
+    "matmul",
+    "__matmul__",
+    "__rmatmul__",
+    "mm",
+    "bmm",
+    "mv",
+    "einsum",
+    "chain_matmul",
+    "addmm",
+    "addmv",
+    "addbmm",
+    "baddbmm",
+    "conv1d",
+    "conv2d",
+    "conv3d",
+    "conv_transpose1d",
+    "prelu",
+    "scaled_dot_product_attention",
+    "grouped_mm",
+    "_grouped_mm",
 }
 _WIDENED = {
-    *("pow", "__pow__", "rsqrt", "reciprocal", "exp", "expm1", "log", "log10", "log2", "log1p", "softplus"),
-    *("layer_norm", "group_norm", "rms_norm", "norm", "softmax", "log_softmax", "logsumexp"),
-    *("sum", "prod", "cumsum", "cumprod"),
+    "pow",
+    "__pow__",
+    "rsqrt",
+    "reciprocal",
+    "exp",
+    "expm1",
+    "log",
+    "log10",
+    "log2",
+    "log1p",
+    "softplus",
+    "layer_norm",
+    "group_norm",
+    "rms_norm",
+    "norm",
+    "softmax",
+    "log_softmax",
+    "logsumexp",
+    "sum",
+    "prod",
+    "cumsum",
+    "cumprod",
 }
 _CAST = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -117,22 +154,33 @@ class _Casts(TorchFunctionMode):
 
     def __init__(self, dtype: torch.dtype, widens: bool, copies: dict[int, StorageWeakRef]) -> None:
         super().__init__()
-        self._dtype, self._widens, self._copies = dtype, widens, copies
+        self._dtype = dtype
+        self._widens = widens
+        self._copies = copies
         self._of_weights: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name, given = getattr(func, "__name__", ""), (args, kwargs or {})
+        name = getattr(func, "__name__", "")
+        given = (args, kwargs or {})
         if name in _NARROWED:
             given = tree_map(self._narrowed, given)
         elif self._widens and name in _WIDENED:
-            given = tree_map(lambda t: t.float() if isinstance(t, Tensor) and t.dtype in _CAST else t, given)
+            given = tree_map(
+                lambda t: t.float() if isinstance(t, Tensor) and t.dtype in _CAST else t, given
+            )
         found = func(*given[0], **given[1])
-        if name == "to" and _is_weight(args[0]) and found is not args[0]:  # code that casts to autocast's dtype itself
+        if (
+            name == "to" and _is_weight(args[0]) and found is not args[0]
+        ):  # code that casts to autocast's dtype itself
             self._note(found)
         return found
 
     def _narrowed(self, tensor: Any) -> Any:
-        if not isinstance(tensor, Tensor) or tensor.dtype not in _CAST or tensor.dtype == self._dtype:
+        if (
+            not isinstance(tensor, Tensor)
+            or tensor.dtype not in _CAST
+            or tensor.dtype == self._dtype
+        ):
             return tensor
         if not _is_weight(tensor):
             return tensor.to(self._dtype)
@@ -161,7 +209,9 @@ def autocast_on_meta(like: str) -> Iterator[dict[int, StorageWeakRef]]:
     gets the storages of its copies of weights so far, by key; keys stay unique as long as this dict lives. By torch's
     lists (Autocast Op Reference), of operators of language models.
     """
-    autocast, enabled, chosen = torch.autocast, torch.is_autocast_enabled, torch.get_autocast_dtype
+    autocast = torch.autocast
+    enabled = torch.is_autocast_enabled
+    chosen = torch.get_autocast_dtype
     active: list[torch.dtype] = []
     copies: dict[int, StorageWeakRef] = {}
 
@@ -174,7 +224,12 @@ def autocast_on_meta(like: str) -> Iterator[dict[int, StorageWeakRef]]:
             finally:
                 active.pop()
 
-    def of(device_type: str, dtype: torch.dtype | None = None, enabled: bool = True, cache_enabled: Any = None) -> Any:
+    def of(
+        device_type: str,
+        dtype: torch.dtype | None = None,
+        enabled: bool = True,
+        cache_enabled: Any = None,
+    ) -> Any:
         if device_type != "meta":
             return autocast(device_type, dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
         return casting(dtype or torch.bfloat16)
@@ -183,9 +238,15 @@ def autocast_on_meta(like: str) -> Iterator[dict[int, StorageWeakRef]]:
         return bool(active) if kind == ("meta",) else enabled(*kind)
 
     def dtype_of(kind: str) -> torch.dtype:
-        return active[-1] if kind == "meta" and active else chosen("cpu" if kind == "meta" else kind)
+        return (
+            active[-1] if kind == "meta" and active else chosen("cpu" if kind == "meta" else kind)
+        )
 
     with ExitStack() as stack:
-        for name, value in (("autocast", of), ("is_autocast_enabled", is_enabled), ("get_autocast_dtype", dtype_of)):
+        for name, value in (
+            ("autocast", of),
+            ("is_autocast_enabled", is_enabled),
+            ("get_autocast_dtype", dtype_of),
+        ):
             stack.enter_context(attribute_replaced(torch, name, value))
         yield copies

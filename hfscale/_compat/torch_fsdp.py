@@ -29,12 +29,18 @@ MARKS = frozenset({"_is_fsdp_managed_module", "_fsdp_use_orig_params"})
 """Attributes that FSDP2 sets on every module inside of a wrapped one."""
 
 Agree = Callable[[list[bool]], list[bool]]
-_ByType = dict[tuple[torch.dtype, bool], list[nn.Parameter]]  # by dtype, and whether they keep it in computing
+_ByType = dict[
+    tuple[torch.dtype, bool], list[nn.Parameter]
+]  # by dtype, and whether they keep it in computing
 _state_of: Callable[[Any], Any] = fully_shard.state  # type: ignore[attr-defined]
 
 
 def shard_by_type(
-    module: nn.Module, *, ignored: set[nn.Parameter], uncast: Collection[nn.Parameter] = (), **how: Any
+    module: nn.Module,
+    *,
+    ignored: set[nn.Parameter],
+    uncast: Collection[nn.Parameter] = (),
+    **how: Any,
 ) -> None:
     """Apply ``fully_shard(module, **how)`` with one group per trained dtype, and one for ``uncast`` ones, without the
     parameters ``ignored``; raise :class:`ConfigError` if this torch has one group per module, and it holds several.
@@ -176,11 +182,17 @@ def agree_on_gradients(model: nn.Module, modules: set[nn.Module], agree: Agree) 
     """
     root = _state_of(model)
     for group in _groups(root):
-        held = [p for p in group.fsdp_params if p._module_info.module in modules and p.sharded_param.requires_grad]
+        held = [
+            p
+            for p in group.fsdp_params
+            if p._module_info.module in modules and p.sharded_param.requires_grad
+        ]
         group.post_backward = partial(_reduce_alike, root, group, group.post_backward, held, agree)
 
 
-def _reduce_alike(root: Any, group: Any, reduce: Callable[[], None], held: list[Any], agree: Agree, *_: Any) -> None:
+def _reduce_alike(
+    root: Any, group: Any, reduce: Callable[[], None], held: list[Any], agree: Agree, *_: Any
+) -> None:
     # If no tower ran and the embedding is frozen, the first layers' inputs have no gradient: FSDP2 would reduce
     # these layers after the root, and on other ranks before it.
     for state in reversed([state for state in root._state_ctx.all_states if state is not root]):
@@ -188,7 +200,10 @@ def _reduce_alike(root: Any, group: Any, reduce: Callable[[], None], held: list[
             if late._training_state != TrainingState.POST_BACKWARD:
                 late.post_backward()
     if held and group.reduce_grads and group.is_unsharded:
-        here = [p.unsharded_accumulated_grad is not None or p.unsharded_param.grad is not None for p in held]
+        here = [
+            p.unsharded_accumulated_grad is not None or p.unsharded_param.grad is not None
+            for p in held
+        ]
         for parameter, found, anywhere in zip(held, here, agree(here), strict=True):
             if anywhere and not found:
                 parameter.unsharded_param.grad = torch.zeros_like(parameter.unsharded_param)
@@ -197,7 +212,9 @@ def _reduce_alike(root: Any, group: Any, reduce: Callable[[], None], held: list[
 
 def add_up_gradients(model: nn.Module) -> None:
     """Accumulate gradients that autograd's hooks have not seen into FSDP2's buffers, in the reduction's dtype."""
-    for parameter in (each for state in _states(model) for group in _groups(state) for each in group.fsdp_params):
+    for parameter in (
+        each for state in _states(model) for group in _groups(state) for each in group.fsdp_params
+    ):
         parameter.accumulate_unsharded_grad_if_needed()
         parameter.to_accumulated_grad_if_needed()
 
@@ -213,7 +230,8 @@ class ManagedPlace:
 
     def has_its_own(self) -> bool:
         """Return whether one of FSDP2's own tensors is there."""
-        found, managed = self.module._parameters.get(self.name), self._parameter
+        found = self.module._parameters.get(self.name)
+        managed = self._parameter
         known = found is self.first or found is managed.sharded_param
         return known or found is getattr(managed, "_unsharded_param", None)
 
@@ -225,7 +243,10 @@ class ManagedPlace:
     def has_another_type(self) -> bool:
         """Return whether the shard's dtype has changed since FSDP2 allocated its buffers."""
         managed = self._parameter
-        return hasattr(managed, "_unsharded_param") and managed.sharded_param.dtype != managed.orig_dtype
+        return (
+            hasattr(managed, "_unsharded_param")
+            and managed.sharded_param.dtype != managed.orig_dtype
+        )
 
     def is_gathered(self) -> bool:
         """Return whether the full parameter is there."""
@@ -234,7 +255,9 @@ class ManagedPlace:
 
 def managed_places(model: nn.Module, inner: bool = True) -> Iterator[ManagedPlace]:
     """Yield every place of every sharded parameter, second names too; ``inner``: also those of inner modules."""
-    for parameter in (each for _, group in _sharded_groups(model, inner) for each in group.fsdp_params):
+    for parameter in (
+        each for _, group in _sharded_groups(model, inner) for each in group.fsdp_params
+    ):
         place = parameter._module_info
         names = [(place.module, place.param_name)]
         names += zip(place.shared_modules, place.shared_param_names, strict=True)
@@ -260,7 +283,8 @@ class _Shard:
     """The local tensor with extensions that FSDP2 sees."""
 
     def __init__(self, of: _Encoded, flat: Tensor) -> None:
-        self._of, self._flat = of, flat
+        self._of = of
+        self._flat = flat
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "_Shard":
         """Return the shard on the device where it is gathered, if it is offloaded."""
@@ -278,7 +302,12 @@ class _Shard:
         return (sent,), known
 
     def fsdp_post_all_gather(
-        self, outputs: tuple[Tensor, ...], known: Any, dtype: torch.dtype, *, out: Tensor | None = None
+        self,
+        outputs: tuple[Tensor, ...],
+        known: Any,
+        dtype: torch.dtype,
+        *,
+        out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return the parameter to compute with, in the memory of ``outputs``, which FSDP2 frees."""
         rows = self._of._orig_size[0]

@@ -21,8 +21,12 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 _LOST = (
-    *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused"),
-    *("ncclRemoteError", "NCCL communicator was aborted"),
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Connection refused",
+    "ncclRemoteError",
+    "NCCL communicator was aborted",
 )
 """Messages of gloo's and NCCL's errors, which have no type of their own, when another rank is gone."""
 
@@ -64,7 +68,8 @@ def wait_for_gloo_threads(seconds: float = 5.0) -> None:
     Python ends dies of taking the GIL, and a successful run of SIGABRT (pytorch#190489). Linux tells that they are
     idle, torch does not: they sleep, and nothing has woken them while this thread slept without the GIL.
     """
-    end, before = time.monotonic() + seconds, None
+    end = time.monotonic() + seconds
+    before = None
     while time.monotonic() < end:
         time.sleep(0.002)
         now = _gloo_threads()
@@ -84,7 +89,10 @@ def _gloo_threads() -> dict[str, tuple[str, ...]]:
         except OSError:  # it has ended
             continue
         fields = dict(line.split(":", 1) for line in lines)
-        counts = (fields["voluntary_ctxt_switches"].strip(), fields["nonvoluntary_ctxt_switches"].strip())
+        counts = (
+            fields["voluntary_ctxt_switches"].strip(),
+            fields["nonvoluntary_ctxt_switches"].strip(),
+        )
         found[task.name] = (fields["State"].split()[0], *counts)
     return found
 
@@ -106,13 +114,15 @@ class UnderWay:
 
 def collectives_under_way(leave_out: Iterable[int] = ()) -> list[UnderWay]:
     """Return this process's unfinished collectives, the oldest first; not those of the threads ``leave_out``."""
-    threads, found = {str(ident) for ident in leave_out}, []
+    threads = {str(ident) for ident in leave_out}
+    found = []
     for entries in _recorded():
         # Halves of a ``batch_isend_irecv``, which NCCL records without events (pytorch#137969), have ended with the
         # next entry called ``coalesced`` of their group.
         batches_ended = set[str]()
         for entry in reversed(entries):
-            group, ended = str(entry["process_group"][0]), entry.get("retired") or entry.get("state") == "completed"
+            group = str(entry["process_group"][0])
+            ended = entry.get("retired") or entry.get("state") == "completed"
             if ended and str(entry["profiling_name"]).endswith(":coalesced"):
                 batches_ended.add(group)
             ended = ended or (entry.get("is_p2p") and group in batches_ended)
@@ -120,7 +130,8 @@ def collectives_under_way(leave_out: Iterable[int] = ()) -> list[UnderWay]:
                 continue
             call = str(entry["profiling_name"]).partition(":")[2]
             shapes = ", ".join(
-                f"{dtype} {shape}" for dtype, shape in zip(entry["input_dtypes"], entry["input_sizes"], strict=False)
+                f"{dtype} {shape}"
+                for dtype, shape in zip(entry["input_dtypes"], entry["input_sizes"], strict=False)
             )
             found.append(UnderWay(call, group, shapes, int(entry["time_created_ns"])))
     return sorted(found, key=lambda entry: entry.created)
@@ -139,7 +150,8 @@ Call = tuple[tuple[str, int, int], float]
 
 def recorded_calls() -> list[Call]:
     """Return the latest collectives of this process, as many as torch's flight recorders hold, in call order."""
-    found, groups = [], dict[str, int]()
+    found = []
+    groups = dict[str, int]()
     for entry in (entry for entries in _recorded() for entry in entries if not entry.get("is_p2p")):
         name = str(entry["process_group"][0])
         if name not in groups:

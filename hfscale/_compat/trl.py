@@ -23,8 +23,14 @@ _RECORDS = ("_metrics", "_total_train_tokens", "_logs", "_step")
 
 
 _GENERATED = (
-    *("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "num_items_in_batch", "tool_mask"),
-    *("num_images", "num_tiles"),
+    "prompt_ids",
+    "prompt_mask",
+    "completion_ids",
+    "completion_mask",
+    "num_items_in_batch",
+    "tool_mask",
+    "num_images",
+    "num_tiles",
 )
 """Entries of a generated batch that no model takes."""
 
@@ -40,7 +46,9 @@ class DataHooks(_Mixin):
     """
 
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, *rest: Any) -> Any:
-        return super()._prepare_dataset(dataset, processing_class, self.arguments_of_data(args), *rest)
+        return super()._prepare_dataset(
+            dataset, processing_class, self.arguments_of_data(args), *rest
+        )
 
     def _precompute_ref_logps(self, dataset: Any, *rest: Any) -> Any:
         self.check_cached(dataset)
@@ -72,7 +80,9 @@ class EngineHooks(_Mixin):
         self.check()
         if self.mode == "colocate":  # each process has an engine, also those that share a batch
             self.accelerator = self.accelerator.state
-        serves = {"enable_lora": True, "max_lora_rank": self.adapter_rank} if self.adapter_rank else {}
+        serves = (
+            {"enable_lora": True, "max_lora_rank": self.adapter_rank} if self.adapter_rank else {}
+        )
         with replaced(type(self), {"LLM": lambda stock, **given: stock(**given, **serves)}):
             super()._init_vllm()
 
@@ -92,7 +102,9 @@ class EngineHooks(_Mixin):
             self._llm_weights_sleeping = False
         if self.adapter_rank:
             self._syncs += 1  # an engine knows adapters by a number, and reads each once
-            request = importlib.import_module("vllm.lora.request").LoRARequest("trained", self._syncs, self.adapter())
+            request = importlib.import_module("vllm.lora.request").LoRARequest(
+                "trained", self._syncs, self.adapter()
+            )
             self.llm.generate = partial(type(self.llm).generate, self.llm, lora_request=request)
         else:
             weights = self.weights()
@@ -123,7 +135,11 @@ def remember_generation_sizes(kind: type) -> None:
 
 def _plans_generations(found: Any) -> bool:
     fields = getattr(found, "__dataclass_fields__", {})
-    return isinstance(found, type) and "generation_batch_size" in fields and "__post_init__" in vars(found)
+    return (
+        isinstance(found, type)
+        and "generation_batch_size" in fields
+        and "__post_init__" in vars(found)
+    )
 
 
 def _remembering(stock: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -136,10 +152,14 @@ def _remembering(stock: Callable[[Any], None]) -> Callable[[Any], None]:
             stock(config)
             return
         config.generation_batch_size = None
-        config.steps_per_generation = asked * config.num_generations  # which divides whatever TRL looks at
+        config.steps_per_generation = (
+            asked * config.num_generations
+        )  # which divides whatever TRL looks at
         stock(config)
         config.generation_batch_size = asked
-        config.steps_per_generation = max(asked // (config.per_device_train_batch_size * processes), 1)
+        config.steps_per_generation = max(
+            asked // (config.per_device_train_batch_size * processes), 1
+        )
 
     remembering.remembers = True  # type: ignore[attr-defined]
     return remembering
@@ -165,7 +185,9 @@ def distils(kind: type) -> bool:
 def default_config(kind: type, model: Any, **given: Any) -> Any:
     """Return the config that a trainer of TRL's makes where it gets none, or ``None`` if it is none of TRL's."""
     for each in kind.__mro__:
-        made_by = getattr(sys.modules.get(each.__module__), f"{each.__name__.removesuffix('Trainer')}Config", None)
+        made_by = getattr(
+            sys.modules.get(each.__module__), f"{each.__name__.removesuffix('Trainer')}Config", None
+        )
         if each.__module__.startswith("trl.") and made_by is not None:
             model_id = importlib.import_module("trl.trainer.utils").get_config_model_id
             name = model if isinstance(model, str) else model_id(model.config)
@@ -194,10 +216,19 @@ class DistillationHooks(_Mixin):
 
     def _compute_loss(self, student: Any, inputs: Any, num_items_in_batch: Any) -> Any:
         batch = {name: value for name, value in inputs.items() if name not in _GENERATED}
-        ids, mask = ([inputs[f"{part}_{kind}"] for part in ("prompt", "completion")] for kind in ("ids", "mask"))
+        ids, mask = (
+            [inputs[f"{part}_{kind}"] for part in ("prompt", "completion")]
+            for kind in ("ids", "mask")
+        )
         trained = mask[1] * inputs.get("tool_mask", 1)
-        labels = torch.cat((torch.full_like(ids[0], -100), ids[1].masked_fill(trained == 0, -100)), 1)
-        batch |= {"input_ids": torch.cat(ids, 1), "attention_mask": torch.cat(mask, 1), "labels": labels}
+        labels = torch.cat(
+            (torch.full_like(ids[0], -100), ids[1].masked_fill(trained == 0, -100)), 1
+        )
+        batch |= {
+            "input_ids": torch.cat(ids, 1),
+            "attention_mask": torch.cat(mask, 1),
+            "labels": labels,
+        }
         return self.distilled(batch, num_items_in_batch)
 
 
@@ -207,7 +238,9 @@ def is_trl(kind: type) -> bool:
 
 
 def _modules(kind: type) -> list[ModuleType]:
-    names = dict.fromkeys(each.__module__ for each in kind.__mro__ if each.__module__.startswith("trl."))
+    names = dict.fromkeys(
+        each.__module__ for each in kind.__mro__ if each.__module__.startswith("trl.")
+    )
     return [sys.modules[name] for name in names]
 
 

@@ -21,7 +21,11 @@ def untested() -> dict[str, str]:
     found: dict[str, str] = {}
     with suppress(metadata.PackageNotFoundError):  # run from its sources
         for asked in map(Requirement, metadata.requires("hfscale") or []):
-            if "tested" in str(asked.marker) and asked.marker and asked.marker.evaluate({"extra": "tested"}):
+            if (
+                "tested" in str(asked.marker)
+                and asked.marker
+                and asked.marker.evaluate({"extra": "tested"})
+            ):
                 with suppress(metadata.PackageNotFoundError):
                     version = metadata.version(asked.name)
                     if not asked.specifier.contains(version, prereleases=True):
@@ -32,7 +36,9 @@ def untested() -> dict[str, str]:
 def _missing_names() -> list[str]:
     """Return what importing all that adapts torch and transformers says of names that these no longer have."""
     found = []
-    for module in pkgutil.walk_packages(importlib.import_module(__package__).__path__, f"{__package__}."):
+    for module in pkgutil.walk_packages(
+        importlib.import_module(__package__).__path__, f"{__package__}."
+    ):
         if module.name.removeprefix(f"{__package__}.").startswith(_ALWAYS):
             try:
                 with warnings.catch_warnings():
@@ -64,5 +70,6 @@ def check_versions() -> None:
     if _speaks_for_its_job():
         os.environ[_WARNED] = "1"
         warnings.warn(
-            f"hfscale was not tested with {others}, which has the names that it imports. {advice}", stacklevel=3
+            f"hfscale was not tested with {others}, which has the names that it imports. {advice}",
+            stacklevel=3,
         )

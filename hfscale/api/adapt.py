@@ -18,7 +18,12 @@ from ..features.adapters import (
     merge_local_weights,
     read_config,
 )
-from ..features.adapters.merge_adapters import dequantized_weights, put_plain_modules, refuse_not_finite, refuse_tied
+from ..features.adapters.merge_adapters import (
+    dequantized_weights,
+    put_plain_modules,
+    refuse_not_finite,
+    refuse_tied,
+)
 from ..plan.feature_plans import OwnLossPlan
 from ..train import eval_step
 from ..train.distillation import evaluating
@@ -64,14 +69,24 @@ def get_peft_model(
     if _is_left_to_peft(runtime, config):
         return by_peft.around(model, config, source, adapter_name, seed)
     template = empty_copy(runtime.model)
-    plan, mesh, options = runtime.plan, runtime.mesh, runtime.options
+    plan = runtime.plan
+    mesh = runtime.mesh
+    options = runtime.options
     training = runtime.model.training
     replaced = _replaced(runtime, "hfscale.get_peft_model")
     shares = take_apart(runtime)
     before = LocalWeights(dict(shares.tensors), list(shares.quantized))
     try:
         adapters, planned = attach_adapters(
-            runtime.model, template, config, plan, mesh, shares.tensors, source=source, name=adapter_name, seed=seed
+            runtime.model,
+            template,
+            config,
+            plan,
+            mesh,
+            shares.tensors,
+            source=source,
+            name=adapter_name,
+            seed=seed,
         )
     except Exception:  # the model goes on without
         replaced.hand_over(assemble(runtime.model, plan, mesh, options, before))
@@ -101,14 +116,20 @@ def _replaced(runtime: Runtime, by: str) -> Replaced:
     return Replaced([(planned.name, parameter) for planned, parameter in runtime.parameters()], by)
 
 
-def _merge_as_peft_does(model: nn.Module, *_: Any, dtype: torch.dtype | None = None, **asked: Any) -> Any:
+def _merge_as_peft_does(
+    model: nn.Module, *_: Any, dtype: torch.dtype | None = None, **asked: Any
+) -> Any:
     """Call :func:`merge_and_unload` under PEFT's name; merged weights are always checked (``safe_merge``)."""
     if asked.get("adapter_names") is not None:
-        raise ConfigError("adapter_names=... is not supported, since a model has one adapter: leave it out")
+        raise ConfigError(
+            "adapter_names=... is not supported, since a model has one adapter: leave it out"
+        )
     return merge_and_unload(model, dtype=dtype)
 
 
-def merge_and_unload(model: nn.Module, *, dtype: torch.dtype | None = None, quiet: bool = False) -> Any:
+def merge_and_unload(
+    model: nn.Module, *, dtype: torch.dtype | None = None, quiet: bool = False
+) -> Any:
     """Merge adapters into the weights that they adapt, each rank into its shards, and remove them; collective.
 
     The first rank prints how much merging changed: the largest difference of the logits of a few random tokens, or of
@@ -130,7 +151,9 @@ def merge_and_unload(model: nn.Module, *, dtype: torch.dtype | None = None, quie
         return stock.merge_and_unload()
     adapters = runtime.part(Adapters)
     if adapters is None:
-        raise ConfigError(f"{class_name(runtime.model)} has no adapters to merge: see hfscale.get_peft_model")
+        raise ConfigError(
+            f"{class_name(runtime.model)} has no adapters to merge: see hfscale.get_peft_model"
+        )
     quantized = runtime.plan.quantized
     if quantized is not None and dtype is None:
         raise ConfigError(
@@ -142,7 +165,8 @@ def merge_and_unload(model: nn.Module, *, dtype: torch.dtype | None = None, quie
     refuse_not_finite(runtime)
     before = None if quiet else _answer(runtime)
     training = runtime.model.training
-    merged, plan = len({adapter.base for adapter in runtime.plan.adapters}), adapters.stock_plan
+    merged = len({adapter.base for adapter in runtime.plan.adapters})
+    plan = adapters.stock_plan
     plain = {} if dtype is None else dequantized_weights(runtime, dtype)
     replaced = _replaced(runtime, "hfscale.merge_and_unload")
     shares = take_apart(runtime)
@@ -151,9 +175,13 @@ def merge_and_unload(model: nn.Module, *, dtype: torch.dtype | None = None, quie
         plan = put_plain_modules(adapters, runtime, plain)
     try:
         stock, tensors = merge_local_weights(adapters, runtime, tensors)
-    except CheckpointError:  # of every rank; over quantized weights, stock modules hold rounded values by now
+    except (
+        CheckpointError
+    ):  # of every rank; over quantized weights, stock modules hold rounded values by now
         if quantized is None:
-            again = assemble(runtime.model, runtime.plan, runtime.mesh, runtime.options, shares, adapters)
+            again = assemble(
+                runtime.model, runtime.plan, runtime.mesh, runtime.options, shares, adapters
+            )
             replaced.hand_over(again)
         raise
     replaced.hand_over(assemble(stock, plan, runtime.mesh, runtime.options, LocalWeights(tensors)))
@@ -161,7 +189,8 @@ def merge_and_unload(model: nn.Module, *, dtype: torch.dtype | None = None, quie
     if before is not None:
         what, expected = before
         found = _answer(runtime_of(stock))[1]
-        difference, scale = float((found - expected).abs().max()), float(expected.abs().max())
+        difference = float((found - expected).abs().max())
+        scale = float(expected.abs().max())
         if not any(runtime.mesh.ranks.values()):
             into = "" if dtype is None else f" into {str(dtype).removeprefix('torch.')}"
             print(
@@ -183,9 +212,13 @@ def _answer(runtime: Runtime) -> tuple[str, Tensor]:
         if runtime.plan.stages is not None:
             batch = {"input_ids": ids.repeat(int(runtime.mesh.layout.num_microbatches or 1), 1)}
             if runtime.plan.feature(OwnLossPlan) is not None:  # its labels are not tokens
-                _, found = eval_step(model, batch, lambda out, _: (0.0 * out.logits.sum(), 1.0), return_outputs=True)
+                _, found = eval_step(
+                    model, batch, lambda out, _: (0.0 * out.logits.sum(), 1.0), return_outputs=True
+                )
                 return "logits", found.logits.double().cpu()
-            return "loss", eval_step(model, {**batch, "labels": batch["input_ids"]}).detach().clone()
+            return "loss", eval_step(
+                model, {**batch, "labels": batch["input_ids"]}
+            ).detach().clone()
         output = model(input_ids=ids)
         answer = getattr(output, "logits", None)
         return "logits", (output[0] if answer is None else answer).detach().double().cpu()
@@ -199,5 +232,7 @@ def coverage_report(model: nn.Module) -> str:
     """
     runtime = runtime_of(model)
     if runtime.part(Adapters) is None:
-        raise ConfigError(f"{class_name(runtime.model)} has no adapters: see hfscale.get_peft_model")
+        raise ConfigError(
+            f"{class_name(runtime.model)} has no adapters: see hfscale.get_peft_model"
+        )
     return describe_coverage(runtime.plan)

@@ -37,13 +37,17 @@ class AdaptedBase:
         try:
             self.model, wrapped = empty_model(base, trusted), empty_model(base, trusted)
         except (LookupError, OSError) as error:
-            raise CheckpointError(f"no model can be built from the checkpoint {base}: {error}") from error
+            raise CheckpointError(
+                f"no model can be built from the checkpoint {base}: {error}"
+            ) from error
         self.tokens = _other_tokens(self.model, self.trained)
         for model in (self.model, wrapped) if self.tokens is not None else ():
             model.resize_token_embeddings(self.tokens, mean_resizing=False)
         self.model.config, self.form = split_stored_form(self.model.config)
         self.stock_plan = build_plan(self.model, ParallelConfig())
-        self.whole: Any = quietly(wrapped, config, self.name)  # PEFT's model around another of the same class
+        self.whole: Any = quietly(
+            wrapped, config, self.name
+        )  # PEFT's model around another of the same class
         self.adapters = adapter_parameters(self.whole, self.stock_plan)
         self.plan = plan_adapters(self.stock_plan, self.adapters)
         # keys, in the adapter's file, of its parameters and of other trained ones, by name
@@ -56,14 +60,16 @@ class AdaptedBase:
             CheckpointError: the file lacks a tensor of its config, or has one that belongs nowhere, has another shape,
                 or differs from another of the same weight.
         """
-        factors, plan = {adapter.name for adapter in self.adapters}, self.plan
+        factors = {adapter.name for adapter in self.adapters}
+        plan = self.plan
         self._refuse_missing(key for name, key in self.keys.items() if name in factors)
         self._refuse_strange()
         found: dict[str, str] = {}
         for name, key in self.keys.items():
             if key not in self.trained:
                 continue
-            planned, shape = plan.by_name[name], tuple(self.trained[key].shape)
+            planned = plan.by_name[name]
+            shape = tuple(self.trained[key].shape)
             if shape != planned.shape:
                 raise CheckpointError(
                     f"{self.directory}: {key} has the shape {shape}, and the checkpoint's {name} is {planned.shape}: "
@@ -82,7 +88,9 @@ class AdaptedBase:
     def _refuse_missing(self, needed: Iterable[str]) -> None:
         missing = [key for key in needed if key not in self.trained]
         if missing:
-            raise CheckpointError(f"{self.directory} lacks {len(missing)} tensors of its config, {missing[0]} for one")
+            raise CheckpointError(
+                f"{self.directory} lacks {len(missing)} tensors of its config, {missing[0]} for one"
+            )
 
     def _refuse_strange(self) -> None:
         """Refuse keys that no weight has; PEFT writes a trained embedding's copy under two of them."""
@@ -113,7 +121,11 @@ def _other_tokens(model: Any, trained: Mapping[str, TensorOnDisk]) -> int | None
     if embedding is None:
         return None
     ends = [module for module in (embedding, model.get_output_embeddings()) if module is not None]
-    paths = tuple(f"{PREFIX}{path}." for path, module in model.named_modules() if any(module is end for end in ends))
+    paths = tuple(
+        f"{PREFIX}{path}."
+        for path, module in model.named_modules()
+        if any(module is end for end in ends)
+    )
     rows = {
         tensor.shape[0]
         for key, tensor in trained.items()

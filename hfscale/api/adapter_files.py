@@ -42,7 +42,14 @@ from ..plan import AdapterParameter
 from ..train.runtime.writing import atomic_directory
 from .adapted_base import PREFIX, AdaptedBase
 
-_OF_TOKENIZERS = ("tokenizer", "special_tokens_map", "added_tokens", "vocab.", "merges.", "chat_template")
+_OF_TOKENIZERS = (
+    "tokenizer",
+    "special_tokens_map",
+    "added_tokens",
+    "vocab.",
+    "merges.",
+    "chat_template",
+)
 
 
 class _Merged:
@@ -52,12 +59,18 @@ class _Merged:
         self.adapted = adapted = AdaptedBase(base, adapter, trusted)
         files = sorted(base.glob("*.safetensors"))
         if not files:
-            raise CheckpointError(f"{base} has no safetensors files: give the directory of a checkpoint")
+            raise CheckpointError(
+                f"{base} has no safetensors files: give the directory of a checkpoint"
+            )
         self.stored = open_plain(files, adapted.form)
-        self.merge = WholeMerge(Adapters(None, adapted.whole, adapted.name, adapted.stock_plan), adapted.plan)
+        self.merge = WholeMerge(
+            Adapters(None, adapted.whole, adapted.name, adapted.stock_plan), adapted.plan
+        )
         self.owned = {p.name: p.tied_to or p.name for p in adapted.plan.parameters}
         self.targets = loaded_targets(adapted.model, list(self.stored), adapted.stock_plan.by_name)
-        load_weights_as(self.stored, self.targets, {n: t.dtype for n, t in adapted.model.state_dict().items()})
+        load_weights_as(
+            self.stored, self.targets, {n: t.dtype for n, t in adapted.model.state_dict().items()}
+        )
         self.keys_of: dict[str, list[str]] = {}  # owned name -> keys that it is made of
         for key, target in self.targets.items():
             for name in (target.name, *target.others):
@@ -86,9 +99,13 @@ class _Merged:
         """Return shapes of what is stored with another number of tokens than the adapter's, by key."""
         if self.adapted.tokens is None:
             return {}
-        plain = {key: target.name for key, target in self.targets.items() if target.converter is None}
+        plain = {
+            key: target.name for key, target in self.targets.items() if target.converter is None
+        }
         shapes = {key: self.adapted.plan.by_name[name].shape for key, name in plain.items()}
-        return {key: shape for key, shape in shapes.items() if shape != tuple(self.stored[key].shape)}
+        return {
+            key: shape for key, shape in shapes.items() if shape != tuple(self.stored[key].shape)
+        }
 
     def layout(self) -> dict[str, Any]:
         """Return tensors with the shapes and dtypes of the result, by key."""
@@ -109,7 +126,9 @@ class _Merged:
         if target.converter is None:
             return {key: self._merged(target.name).to(self.stored[key].dtype).contiguous()}
         whole = {name: self._merged(name) for name in (target.name, *target.others)}
-        as_stored = AsStored(self.adapted.model, {name: tensor.to("meta") for name, tensor in whole.items()})
+        as_stored = AsStored(
+            self.adapted.model, {name: tensor.to("meta") for name, tensor in whole.items()}
+        )
         return {
             key: made.to(self.stored[key].dtype).contiguous()
             for name, tensor in whole.items()
@@ -120,12 +139,16 @@ class _Merged:
         """Return a merged weight; the others of its module, merged with it, are kept for their turn."""
         name = self.owned[name]
         if name not in self._ready:
-            self._ready = self.merge.merged(name, {part: self._read(part) for part in self.merge.parts(name)})
+            self._ready = self.merge.merged(
+                name, {part: self._read(part) for part in self.merge.parts(name)}
+            )
         return self._ready.pop(name)
 
     def _read(self, name: str) -> Tensor:
         """Return a factor, or a weight from the adapter if it was trained, else from the base."""
-        trained = self.placed.get(name) or (self.adapted.keys[name] if name in self.merge.factors else None)
+        trained = self.placed.get(name) or (
+            self.adapted.keys[name] if name in self.merge.factors else None
+        )
         if trained is not None:
             return self.adapted.trained[trained][...]
         tensors = {key: self.stored[key][...] for key in self.keys_of[name]}
@@ -150,7 +173,9 @@ def merge_adapter(
     merged = _Merged(base, adapter, trust_remote_code)
     form = merged.adapted.form if as_stored else None
     if as_stored and form is None:
-        raise ConfigError(f"{base} does not store quantized weights, as --as-stored expects: leave it out")
+        raise ConfigError(
+            f"{base} does not store quantized weights, as --as-stored expects: leave it out"
+        )
     again = QuantizedAgain() if form is None else QuantizedAgain(base, form)
     with atomic_directory(out, stale=REPLACED) as staging:
         changed = _write(merged, again, staging.path, max_shard_size)
@@ -187,14 +212,17 @@ def _write(merged: _Merged, again: QuantizedAgain, out: Path, max_shard_size: st
     return len(changed)
 
 
-def logit_difference(base: Path, adapter: Path, out: Path, trust_remote_code: bool = False) -> float:
+def logit_difference(
+    base: Path, adapter: Path, out: Path, trust_remote_code: bool = False
+) -> float:
     """Return how far logits of base with adapter and of the merged model differ, relative to the largest logit.
 
     Raises:
         CheckpointError: by more than rounding explains, or one of them is not finite.
     """
     trusted = trust_remote_code
-    kind, tokens = stock_class(empty_model(base, trusted)), AdaptedBase(base, adapter, trusted).tokens
+    kind = stock_class(empty_model(base, trusted))
+    tokens = AdaptedBase(base, adapter, trusted).tokens
     apart = _logits(kind, base, trusted, str(adapter), tokens)
     together = _logits(kind, out, trusted)
     by_token = (apart - together).abs().amax(-1).flatten() / apart.abs().max()
@@ -212,19 +240,27 @@ def logit_difference(base: Path, adapter: Path, out: Path, trust_remote_code: bo
 
 # What rounding may change the logits of a token by, relative to the largest. Of a mixture's tokens, some may get other
 # experts by it.
-_EXACT, _ROUNDED = 1e-3, 0.3
+_EXACT = 1e-3
+_ROUNDED = 0.3
 _WIDE = {torch.float64, torch.float32}
 
 
 @torch.no_grad()
-def _logits(kind: Any, directory: Path, trusted: bool, adapter: str | None = None, tokens: int | None = None) -> Tensor:
+def _logits(
+    kind: Any, directory: Path, trusted: bool, adapter: str | None = None, tokens: int | None = None
+) -> Tensor:
     from peft import PeftModel
 
     from .build import from_pretrained
 
-    options: dict[str, Any] = {"dtype": torch.float32, **({"trust_remote_code": True} if trusted else {})}
+    options: dict[str, Any] = {
+        "dtype": torch.float32,
+        **({"trust_remote_code": True} if trusted else {}),
+    }
     model: Any
-    if form_in(directory) is not None:  # transformers computes with packed weights only on some GPUs
+    if (
+        form_in(directory) is not None
+    ):  # transformers computes with packed weights only on some GPUs
         options["resize_token_embeddings"] = tokens
         model = from_pretrained(directory, auto_class=kind, peft_config=adapter, **options)
     else:
@@ -237,12 +273,15 @@ def _logits(kind: Any, directory: Path, trusted: bool, adapter: str | None = Non
     return found
 
 
-def adapter_for_engine(base: Path, adapter: Path, out: Path, *, trust_remote_code: bool = False) -> int:
+def adapter_for_engine(
+    base: Path, adapter: Path, out: Path, *, trust_remote_code: bool = False
+) -> int:
     """Write the LoRA adapter of the checkpoint ``base`` for an engine; return how many tensors; refuse other forms."""
     adapted = AdaptedBase(base, adapter, trust_remote_code)
     stored = {key: tensor[...] for key, tensor in adapted.trained.items()}
     contents = {name: p.detach() for name, p in adapted.model.named_parameters()}
-    as_stored, settings = AsStored(adapted.model, contents), json.loads((adapter / "adapter_config.json").read_text())
+    as_stored = AsStored(adapted.model, contents)
+    settings = json.loads((adapter / "adapter_config.json").read_text())
     factors: dict[str, dict[str, AdapterParameter]] = {}
     for each in adapted.adapters:
         if each.experts and contents[each.base].ndim == 3:  # and no router's matrix
@@ -255,7 +294,10 @@ def adapter_for_engine(base: Path, adapter: Path, out: Path, *, trust_remote_cod
             rank = len(a) // pair[LORA_A].experts
             _note(settings, rank, pieces)
             module = parameter.rpartition(".")[0]
-            for other, weight in contents.items():  # engines want all projections of an expert adapted, or none
+            for (
+                other,
+                weight,
+            ) in contents.items():  # engines want all projections of an expert adapted, or none
                 if other.rpartition(".")[0] == module and weight.ndim == 3 and other not in factors:
                     beside = _pieces(as_stored, other, weight)
                     experts, rows, columns = weight.shape
@@ -264,7 +306,9 @@ def adapter_for_engine(base: Path, adapter: Path, out: Path, *, trust_remote_cod
                     _note(settings, rank, beside)
     with atomic_directory(out, stale=(WEIGHTS, "adapter_model.bin")) as staging:
         save_file(stored, staging.path / WEIGHTS, metadata={"format": "pt"})
-        (staging.path / "adapter_config.json").write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
+        (staging.path / "adapter_config.json").write_text(
+            json.dumps(settings, indent=2, sort_keys=True) + "\n"
+        )
     return len(stored)
 
 
@@ -277,7 +321,10 @@ def _pieces(as_stored: AsStored, parameter: str, like: Tensor) -> dict[str, tupl
             return {parameter: (0, rows)}
         if piece.dim() != 2 or not torch.equal(piece, piece[:, :1].expand_as(piece)):
             break
-        found[key.removesuffix(".weight")] = int(piece[0, 0]) // like.shape[1], piece[:, 0] % like.shape[1]
+        found[key.removesuffix(".weight")] = (
+            int(piece[0, 0]) // like.shape[1],
+            piece[:, 0] % like.shape[1],
+        )
     else:
         if found:
             return found
@@ -287,9 +334,12 @@ def _pieces(as_stored: AsStored, parameter: str, like: Tensor) -> dict[str, tupl
     )
 
 
-def _per_expert(a: Tensor, b: Tensor, experts: int, pieces: dict[str, tuple[int, Tensor]]) -> dict[str, Tensor]:
+def _per_expert(
+    a: Tensor, b: Tensor, experts: int, pieces: dict[str, tuple[int, Tensor]]
+) -> dict[str, Tensor]:
     """Return the factors of each stored module, keyed as in an adapter's file."""
-    by_expert, found = b.view(len(b), -1, experts), dict[str, Tensor]()
+    by_expert = b.view(len(b), -1, experts)
+    found = dict[str, Tensor]()
     for module, (expert, rows) in pieces.items():
         found[f"{PREFIX}{module}.{LORA_A}.weight"] = a.view(experts, -1, a.shape[1])[expert].clone()
         found[f"{PREFIX}{module}.{LORA_B}.weight"] = by_expert[rows, :, expert].contiguous()
@@ -304,7 +354,9 @@ def _note(settings: dict[str, Any], rank: int, modules: Collection[str]) -> None
             "alpha_pattern must not name experts, since engines use one scale for all: train with one lora_alpha"
         )
     known = settings.get("target_modules") or []
-    settings["target_modules"] = sorted({*([known] if isinstance(known, str) else known), *projections})
+    settings["target_modules"] = sorted(
+        {*([known] if isinstance(known, str) else known), *projections}
+    )
     settings["target_parameters"] = None
     if rank != settings["r"]:
         ranks = {rf"experts\.\d+\.{name}": rank for name in projections}

@@ -21,9 +21,20 @@ from ..models.fields import field
 from ..plan.quantized import AS_STORED
 
 # Arguments of transformers' from_pretrained that distribute a model by other means.
-_EXCLUSIVE = ("device_map", "distributed_config", "tp_plan", "tp_size", "device_mesh", "max_memory", "offload_folder")
+_EXCLUSIVE = (
+    "device_map",
+    "distributed_config",
+    "tp_plan",
+    "tp_size",
+    "device_mesh",
+    "max_memory",
+    "offload_folder",
+)
 # Others that hold weights, and what to do.
-_WEIGHTS = {"state_dict": "leave it out", "gguf_file": f"a GGUF file has no slices to read: {GGUF_TOOL}"}
+_WEIGHTS = {
+    "state_dict": "leave it out",
+    "gguf_file": f"a GGUF file has no slices to read: {GGUF_TOOL}",
+}
 # Arguments that choose the files from which a config is read, not its values.
 _CODE = ("trust_remote_code", "code_revision")
 # Fields of a config -> the largest that any model could have.
@@ -36,10 +47,22 @@ _SIZES = {
     "intermediate_size": 10**8,
     "vocab_size": 10**8,
 }
-_MOST_BY_WORD = {"layer": 10**4, "depth": 10**4, "expert": 10**5}  # in fields of any part of a model
+_MOST_BY_WORD = {
+    "layer": 10**4,
+    "depth": 10**4,
+    "expert": 10**5,
+}  # in fields of any part of a model
 _MAY_BE_NONE = ("num_attention_heads", "num_key_value_heads")
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
-_HUB = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "trust_remote_code")
+_HUB = (
+    "cache_dir",
+    "force_download",
+    "local_files_only",
+    "token",
+    "revision",
+    "subfolder",
+    "trust_remote_code",
+)
 
 
 def check_layout(parallel: ParallelConfig | None, kwargs: Mapping[str, Any]) -> ParallelConfig:
@@ -74,20 +97,31 @@ def load_config(path: str, kwargs: Mapping[str, Any]) -> tuple[PreTrainedConfig,
     finish_move(path)
     if "trust_remote_code" in kwargs:
         errors.check_switch("trust_remote_code", kwargs["trust_remote_code"])
-    taken = {key: value for key, value in reachable(path, kwargs).items() if key not in ("dtype", "torch_dtype")}
+    taken = {
+        key: value
+        for key, value in reachable(path, kwargs).items()
+        if key not in ("dtype", "torch_dtype")
+    }
     given = taken.pop("config", None)
     if given is not None and not isinstance(given, PreTrainedConfig | str | os.PathLike):
         raise errors.ConfigError(
             f"config must be a transformers config, got {given!r}: leave it out, or pass transformers.AutoConfig"
         )
     if isinstance(given, PreTrainedConfig):
-        config, rest = copy.deepcopy(given), taken
+        config = copy.deepcopy(given)
+        rest = taken
     else:
         try:
-            with made_or_explained(os.path.join(path, "config.json") if os.path.isdir(path) else path):
+            with made_or_explained(
+                os.path.join(path, "config.json") if os.path.isdir(path) else path
+            ):
                 told, _ = PreTrainedConfig.get_config_dict(given or path, **taken)
-                refuse_endless(told, given or path)  # classes of configs make lists of as many entries
-                config, rest = AutoConfig.from_pretrained(given or path, return_unused_kwargs=True, **taken)
+                refuse_endless(
+                    told, given or path
+                )  # classes of configs make lists of as many entries
+                config, rest = AutoConfig.from_pretrained(
+                    given or path, return_unused_kwargs=True, **taken
+                )
         except errors.ConfigError as error:
             if os.path.exists(path) or not taken.get("local_files_only"):
                 raise
@@ -96,7 +130,10 @@ def load_config(path: str, kwargs: Mapping[str, Any]) -> tuple[PreTrainedConfig,
                 "config.json, or a Hub id that is in the cache"
             ) from error
     rest = {key: value for key, value in rest.items() if key not in _HUB}
-    return config, {**rest, **{key: kwargs[key] for key in ("dtype", "torch_dtype", *_CODE) if key in kwargs}}
+    return config, {
+        **rest,
+        **{key: kwargs[key] for key in ("dtype", "torch_dtype", *_CODE) if key in kwargs},
+    }
 
 
 def refuse_endless(told: Mapping[str, Any], path: Any) -> None:
@@ -106,7 +143,9 @@ def refuse_endless(told: Mapping[str, Any], path: Any) -> None:
             refuse_endless(value, path)
         most = next((most for word, most in _MOST_BY_WORD.items() if word in name), None)
         if isinstance(value, int) and most is not None and value > most:
-            raise errors.ConfigError(f"{name}={value} in the config of {path} is invalid: use at most {most:,}")
+            raise errors.ConfigError(
+                f"{name}={value} in the config of {path} is invalid: use at most {most:,}"
+            )
 
 
 def reachable(path: str, kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -121,7 +160,9 @@ def check_place(path: Any, subfolder: str = "") -> None:
     if os.path.isfile(path):
         found = written_elsewhere(Path(path))
         told = "" if found is None else f", of {found}"
-        raise errors.CheckpointError(f"{path} is a file{told}: give the directory of a checkpoint, with a config.json")
+        raise errors.CheckpointError(
+            f"{path} is a file{told}: give the directory of a checkpoint, with a config.json"
+        )
     refuse_missing(str(path))
     refuse_foreign(Path(path, subfolder))
 
@@ -150,7 +191,9 @@ def check_sizes(config: PreTrainedConfig) -> None:
         least = 0 if name in _MAY_BE_NONE else 1
         if isinstance(size, int) and not least <= size <= most:
             use = f"use at least {max(least, 1)}" if size < least else f"use at most {most:,}"
-            raise errors.ConfigError(f"{name}={size} of this {config.model_type} config is invalid: {use}")
+            raise errors.ConfigError(
+                f"{name}={size} of this {config.model_type} config is invalid: {use}"
+            )
 
 
 def check_tokens(tokens: object) -> None:
@@ -162,10 +205,14 @@ def check_tokens(tokens: object) -> None:
         )
 
 
-def refuse_unknown(kwargs: Iterable[str], auto_class: Any, config: PreTrainedConfig, taken_here: Iterable[str]) -> None:
+def refuse_unknown(
+    kwargs: Iterable[str], auto_class: Any, config: PreTrainedConfig, taken_here: Iterable[str]
+) -> None:
     """Refuse arguments that neither the config, the model class, transformers nor hfscale (``taken_here``) takes."""
     kind = isinstance(auto_class, type)
-    if not kind or not (hasattr(auto_class, "from_config") or issubclass(auto_class, PreTrainedModel)):
+    if not kind or not (
+        hasattr(auto_class, "from_config") or issubclass(auto_class, PreTrainedModel)
+    ):
         raise errors.ConfigError(
             f"auto_class must be an Auto class like transformers.AutoModelForCausalLM, got {auto_class!r}"
         )
@@ -194,7 +241,9 @@ def code_arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 def known_dtype(kwargs: Mapping[str, Any]) -> Any:
     """Return the requested type of weights, or ``None`` if the checkpoint decides."""
     dtype = kwargs.get("dtype", kwargs.get("torch_dtype"))
-    for each in dtype.values() if isinstance(dtype, dict) else [dtype]:  # transformers takes one per submodel
+    for each in (
+        dtype.values() if isinstance(dtype, dict) else [dtype]
+    ):  # transformers takes one per submodel
         if each is None or each == "auto":
             continue
         found = getattr(torch, each, None) if isinstance(each, str) else each
@@ -208,4 +257,8 @@ def known_dtype(kwargs: Mapping[str, Any]) -> Any:
 
 def model_arguments(kwargs: Mapping[str, Any], is_auto: bool) -> dict[str, Any]:
     """Return the arguments with which a model is built from its config."""
-    return {key: value for key, value in kwargs.items() if value is not None and (is_auto or key not in _CODE)}
+    return {
+        key: value
+        for key, value in kwargs.items()
+        if value is not None and (is_auto or key not in _CODE)
+    }

@@ -101,7 +101,12 @@ def parts_of(adapters: Adapters | None) -> tuple[Part, ...]:
 
 
 def assemble(
-    model: Any, plan: Plan, mesh: Mesh, options: Options, weights: LocalWeights | None, adapters: Adapters | None = None
+    model: Any,
+    plan: Plan,
+    mesh: Mesh,
+    options: Options,
+    weights: LocalWeights | None,
+    adapters: Adapters | None = None,
 ) -> Runtime:
     """Install every part into a model with this rank's sizes; ``weights`` are its shards, unless in place."""
     look_again = watch(model)
@@ -121,7 +126,9 @@ def compile_layers(runtime: Runtime, asked: bool | str) -> None:
     if backend == runtime.compiled:
         return
     runtime.compiled = backend
-    routed = {planned.layer for planned in runtime.plan.mixtures}  # in so many graphs that compiling takes minutes
+    routed = {
+        planned.layer for planned in runtime.plan.mixtures
+    }  # in so many graphs that compiling takes minutes
     allow_recompiles()
     for layer in runtime.plan.layers:
         if runtime.is_local(layer) and layer not in routed:
@@ -133,7 +140,9 @@ def take_apart(runtime: Runtime) -> LocalWeights:
     """Undo :func:`assemble`: leave the model on the meta device, and return this rank's shards in its memory."""
     compile_layers(runtime, False)
     held = {planned.name: parameter for planned, parameter in runtime.parameters()}
-    shares = LocalWeights({name: local_tensor(parameter).detach() for name, parameter in held.items()})
+    shares = LocalWeights(
+        {name: local_tensor(parameter).detach() for name, parameter in held.items()}
+    )
     trains = {name: parameter.requires_grad for name, parameter in held.items()}
     assert runtime.restore is not None
     runtime.restore()
@@ -142,7 +151,10 @@ def take_apart(runtime: Runtime) -> LocalWeights:
     quantized = runtime.plan.quantized.weights if runtime.plan.quantized is not None else ()
     made: dict[str, nn.Parameter] = {}
     for planned in runtime.plan.parameters:
-        if not runtime.plan.is_local(runtime.mesh.pp_rank, planned.name) or planned.name in quantized:
+        if (
+            not runtime.plan.is_local(runtime.mesh.pp_rank, planned.name)
+            or planned.name in quantized
+        ):
             continue
         owner = planned.tied_to or planned.name
         if owner not in made:

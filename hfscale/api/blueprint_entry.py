@@ -3,7 +3,15 @@
 from dataclasses import asdict
 from typing import Any
 
-from ..models.blueprint import INFERRED, OWN_TABLE, TOLERANCE, Block, Blueprint, Inference, given_fields
+from ..models.blueprint import (
+    INFERRED,
+    OWN_TABLE,
+    TOLERANCE,
+    Block,
+    Blueprint,
+    Inference,
+    given_fields,
+)
 from ..plan.drafting.resolve import find_blueprint, infer
 
 _WIDTH = 100
@@ -11,8 +19,14 @@ _WIDTH = 100
 
 def as_python(family: str, blueprint: Blueprint) -> str:
     """Return a family's table entry as Python, without fields that have their defaults."""
-    blocks = "".join(f"            {path!r}: {_block(block)},\n" for path, block in blueprint.blocks.items())
-    unfit = "" if blueprint.unfit is Blueprint.unfit else "        unfit=...,  # a function: see the table\n"
+    blocks = "".join(
+        f"            {path!r}: {_block(block)},\n" for path, block in blueprint.blocks.items()
+    )
+    unfit = (
+        ""
+        if blueprint.unfit is Blueprint.unfit
+        else "        unfit=...,  # a function: see the table\n"
+    )
     head = f'    "{family}": Blueprint(\n        layers={_value(blueprint.layers)},\n        blocks={{\n'
     return f"{head}{blocks}        }},\n{unfit}    ),".replace("'", '"')
 
@@ -37,7 +51,11 @@ def describe_blueprint(model: Any, inferred: bool = False) -> str:
 def blueprint_entry(model: Any, inferred: bool = False) -> dict[str, Any]:
     """Return a model's blueprint as data, but for its functions; with its ``proof`` if it was inferred."""
     family, blueprint, inference = _found(model, inferred)
-    written = {name: value for name, value in asdict(blueprint).items() if not callable(value) and name != "source"}
+    written = {
+        name: value
+        for name, value in asdict(blueprint).items()
+        if not callable(value) and name != "source"
+    }
     entry = {"family": family, "source": blueprint.source, "blueprint": written}
     return entry if inference is None else {**entry, "proof": asdict(inference.proof)}
 
@@ -45,7 +63,11 @@ def blueprint_entry(model: Any, inferred: bool = False) -> dict[str, Any]:
 def _found(model: Any, inferred: bool) -> tuple[str, Blueprint, Inference | None]:
     """Return a model's family, its blueprint, and its inference if the blueprint was inferred."""
     found = infer(model).blueprint if inferred else find_blueprint(model)
-    return model.config.model_type, found, infer(model) if found.source.startswith(INFERRED) else None
+    return (
+        model.config.model_type,
+        found,
+        infer(model) if found.source.startswith(INFERRED) else None,
+    )
 
 
 def _block(block: Block) -> str:
@@ -53,7 +75,11 @@ def _block(block: Block) -> str:
     line = f"Block({', '.join(given)})"
     if len(line) <= _WIDTH:
         return line
-    return "Block(\n" + "".join(f"                {argument},\n" for argument in given) + "            )"
+    return (
+        "Block(\n"
+        + "".join(f"                {argument},\n" for argument in given)
+        + "            )"
+    )
 
 
 def _value(value: Any) -> str:

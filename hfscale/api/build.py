@@ -29,7 +29,11 @@ from ..features.adapters import (
     wrapped_by_peft,
 )
 from ..features.precision.liger_kernels import check_kernels
-from ..features.quantization.quantized_modules import check_quantization, check_trainable, split_quantization
+from ..features.quantization.quantized_modules import (
+    check_quantization,
+    check_trainable,
+    split_quantization,
+)
 from ..plan import Plan
 from ..train.runtime import find_runtime, runtime_of
 from ..train.runtime.handover import Replaced
@@ -42,7 +46,11 @@ Adapter = tuple[Any, str | None]  # a PEFT config, and the path of a saved adapt
 
 
 def build(
-    source: Source, layout: ParallelConfig, options: Options, adapter: Adapter | None = None, seed: int = 0
+    source: Source,
+    layout: ParallelConfig,
+    options: Options,
+    adapter: Adapter | None = None,
+    seed: int = 0,
 ) -> Any:
     """Build the model: plan, form the mesh, load this rank's shards, attach adapters, install parts."""
     options.check_fits(layout)
@@ -62,7 +70,14 @@ def build(
         assert not isinstance(source, InMemory)  # gets its adapters later, by get_peft_model
         config, saved = adapter
         adapters, plan = attach_adapters(
-            model, source.template(model), config, plan, mesh, weights.tensors, source=saved, seed=seed
+            model,
+            source.template(model),
+            config,
+            plan,
+            mesh,
+            weights.tensors,
+            source=saved,
+            seed=seed,
         )
     replaced.hand_over(assemble(model, plan, mesh, options, weights, adapters))
     watch_by_default(mesh)
@@ -118,7 +133,8 @@ def from_pretrained(
     Raises:
         ConfigError, PlanError, MeshError, CheckpointError: before any weight is read, except for damaged files.
     """
-    layout, auto_class = arguments.check_layout(parallel, hf_kwargs), model_class(auto_class)
+    layout = arguments.check_layout(parallel, hf_kwargs)
+    auto_class = model_class(auto_class)
     options = Options(
         mixed_precision=mixed_precision,
         routing=routing,
@@ -134,13 +150,23 @@ def from_pretrained(
     hf_kwargs = arguments.reachable(str(path), hf_kwargs)
     quantization = hf_kwargs.get("quantization_config")
     adapter = None if peft_config is None else read_config(peft_config)
-    config, rest = arguments.load_config(str(path), {k: v for k, v in hf_kwargs.items() if k != "quantization_config"})
-    arguments.refuse_unknown(rest, auto_class, config, inspect.signature(from_pretrained).parameters)
+    config, rest = arguments.load_config(
+        str(path), {k: v for k, v in hf_kwargs.items() if k != "quantization_config"}
+    )
+    arguments.refuse_unknown(
+        rest, auto_class, config, inspect.signature(from_pretrained).parameters
+    )
     named = {"dtype": arguments.known_dtype(hf_kwargs), **arguments.code_arguments(hf_kwargs)}
-    outline, resized = _outline(config, auto_class, named, quantization, options).resized(resize_token_embeddings)
+    outline, resized = _outline(config, auto_class, named, quantization, options).resized(
+        resize_token_embeddings
+    )
     if outline.stored or outline.form or resized:
-        hf_kwargs = arguments.arguments_with_config(hf_kwargs, rest, outline.config, outline.quantization)
-    return build(FromCheckpoint(outline, seed, str(path), hf_kwargs, resized), layout, options, adapter, seed)
+        hf_kwargs = arguments.arguments_with_config(
+            hf_kwargs, rest, outline.config, outline.quantization
+        )
+    return build(
+        FromCheckpoint(outline, seed, str(path), hf_kwargs, resized), layout, options, adapter, seed
+    )
 
 
 def from_config(
@@ -166,7 +192,8 @@ def from_config(
     a rank never holds more than its shards and one full layer. Arguments, result and errors are those of
     :func:`from_pretrained`; the model is in training mode, as in transformers.
     """
-    layout, auto_class = arguments.check_layout(parallel, hf_kwargs), model_class(auto_class)
+    layout = arguments.check_layout(parallel, hf_kwargs)
+    auto_class = model_class(auto_class)
     options = Options(
         mixed_precision=mixed_precision,
         routing=routing,
@@ -190,7 +217,9 @@ def from_config(
             "AutoConfig.from_pretrained(path)), or load weights with hfscale.from_pretrained(path)"
         )
     arguments.known_dtype(hf_kwargs)
-    arguments.refuse_unknown(hf_kwargs, auto_class, config, inspect.signature(from_config).parameters)
+    arguments.refuse_unknown(
+        hf_kwargs, auto_class, config, inspect.signature(from_config).parameters
+    )
     arguments.check_sizes(config)
     outline = Outline(config, auto_class, hf_kwargs, predicts=options.mtp_loss_weight is not None)
     return build(FromSeed(outline, seed), layout, options, adapter, seed)
@@ -226,15 +255,22 @@ def parallelize(
         compile=compile,
     )
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"parallelize takes a model of transformers, and got {_shown(model)}: load it first")
-    reason = "hfscale already parallelized it" if find_runtime(model) else is_distributed_by_host(model)
+        raise ConfigError(
+            f"parallelize takes a model of transformers, and got {_shown(model)}: load it first"
+        )
+    reason = (
+        "hfscale already parallelized it" if find_runtime(model) else is_distributed_by_host(model)
+    )
     if not reason and not isinstance(model, PreTrainedModel) and not wrapped_by_peft(model):
         raise ConfigError(
             f"parallelize takes a model of transformers (a PreTrainedModel), and got {class_name(model)}: train other "
             "modules with accelerate, or parallelize the model of transformers inside it before it is wrapped"
         )
     if any(parameter.is_meta for parameter in model.parameters()):
-        reason = reason or "some of its weights are on the meta device, so that there is nothing to shard"
+        reason = (
+            reason
+            or "some of its weights are on the meta device, so that there is nothing to shard"
+        )
     if reason:
         raise ConfigError(
             f"{class_name(model)} cannot be parallelized: {reason}. Load it plainly, or with hfscale.from_pretrained"
@@ -271,7 +307,8 @@ def plan(
         ConfigError: an argument, adapters or quantization unknown to hfscale, or adapters that match no module.
         PlanError: the layout does not fit; every problem is listed with the valid values.
     """
-    layout, auto_class = arguments.check_layout(parallel, hf_kwargs), model_class(auto_class)
+    layout = arguments.check_layout(parallel, hf_kwargs)
+    auto_class = model_class(auto_class)
     options = Options(
         mixed_precision=mixed_precision,
         memory=memory,
@@ -281,7 +318,8 @@ def plan(
     )
     quantization = hf_kwargs.pop("quantization_config", None)
     if isinstance(source, PreTrainedConfig):
-        config, rest = source, hf_kwargs
+        config = source
+        rest = hf_kwargs
     else:
         check_path("source", source)
         config, rest = arguments.load_config(str(source), hf_kwargs)
@@ -301,13 +339,21 @@ def _shown(given: object) -> str:
 
 
 def _outline(
-    config: PreTrainedConfig, auto_class: Any, kwargs: dict[str, Any], quantization: Any, options: Options
+    config: PreTrainedConfig,
+    auto_class: Any,
+    kwargs: dict[str, Any],
+    quantization: Any,
+    options: Options,
 ) -> Outline:
     arguments.check_sizes(config)
     quantization = check_asked_form(config, quantization)
     check_quantization(quantization)
     config, stored = split_quantization(config)
     if stored is not None and quantization is not None:
-        raise ConfigError("quantization_config= is given, and the checkpoint is quantized already: leave it out")
+        raise ConfigError(
+            "quantization_config= is given, and the checkpoint is quantized already: leave it out"
+        )
     predicts = options.mtp_loss_weight is not None
-    return Outline(config, auto_class, kwargs, stored or quantization, stored is not None, predicts=predicts)
+    return Outline(
+        config, auto_class, kwargs, stored or quantization, stored is not None, predicts=predicts
+    )

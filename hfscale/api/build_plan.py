@@ -20,7 +20,10 @@ from .assemble import PLAN_PARTS
 
 
 def build_plan(
-    model: nn.Module, layout: ParallelConfig, ranks: Ranks | None = None, options: Options = NO_OPTIONS
+    model: nn.Module,
+    layout: ParallelConfig,
+    ranks: Ranks | None = None,
+    options: Options = NO_OPTIONS,
 ) -> Plan:
     """Plan a full, unpatched stock Hugging Face model on any device (the meta device is enough). ``ranks`` are those of
     the stages, in a schedule from a file. Raise :class:`PlanError` with all problems of the layout, and what is valid.
@@ -39,7 +42,10 @@ def build_plan(
         if draft.tp > 1:
             draft.problem(str(error))
     layers = find_layers(draft, draft.blueprint)
-    draft.layers = [*(name for name in layers if not name.startswith(tuple(draft.predictors))), *draft.predictors]
+    draft.layers = [
+        *(name for name in layers if not name.startswith(tuple(draft.predictors))),
+        *draft.predictors,
+    ]
     for plan_part in PLAN_PARTS:
         plan_part(draft)
     plan = _finished(draft)
@@ -50,22 +56,40 @@ def build_plan(
 
 def _finished(draft: Draft) -> Plan:
     """Return the plan, taking its fields from the draft's of the same names."""
-    decided = {field.name: getattr(draft, field.name) for field in fields(Plan) if hasattr(draft, field.name)}
-    decided = {name: tuple(value) if isinstance(value, list) else value for name, value in decided.items()}
+    decided = {
+        field.name: getattr(draft, field.name)
+        for field in fields(Plan)
+        if hasattr(draft, field.name)
+    }
+    decided = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in decided.items()
+    }
     source = draft.blueprint.source if draft.blueprint and draft.blocks else ""
-    return Plan(**{**decided, "family": draft.config.model_type, "parameters": _parameters(draft), "source": source})
+    return Plan(
+        **{
+            **decided,
+            "family": draft.config.model_type,
+            "parameters": _parameters(draft),
+            "source": source,
+        }
+    )
 
 
 def _parameters(draft: Draft) -> tuple[ParameterPlan, ...]:
     """Plan every parameter, under every name it has, in the model's order."""
     owners: dict[int, str] = {}
     rules = _rules_of_tensors(draft)
-    tied = {name: tie.stages for tie in (draft.stages.ties if draft.stages else ()) for name in tie.names}
+    tied = {
+        name: tie.stages
+        for tie in (draft.stages.ties if draft.stages else ())
+        for name in tie.names
+    }
     result = []
     for name, parameter in draft.named():
         owner = owners.setdefault(id(parameter), name)
         cut, partial = rules.get(id(parameter), (None, ()))
-        cuts, shape = [cut] if cut is not None else [], tuple(parameter.shape)
+        cuts = [cut] if cut is not None else []
+        shape = tuple(parameter.shape)
         if name in draft.spread:
             cuts = expert_cuts(draft.layout, shape, cuts)
         elif shape:
@@ -86,7 +110,9 @@ def _parameters(draft: Draft) -> tuple[ParameterPlan, ...]:
 
 def _rules_of_tensors(draft: Draft) -> dict[int, tuple[Cut | None, tuple[str, ...]]]:
     """Map each tensor's ``id`` to its rule; note a problem if modules that share it have different rules."""
-    by_place = {draft.place(name): rule for name, rule in draft.rules.items()}  # one module may have two names
+    by_place = {
+        draft.place(name): rule for name, rule in draft.rules.items()
+    }  # one module may have two names
     chosen: dict[int, tuple[str, tuple[Cut | None, tuple[str, ...]] | None]] = {}
     for name, parameter in draft.named():
         rule = by_place.get(draft.place(name))

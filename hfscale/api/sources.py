@@ -39,7 +39,15 @@ from .build_plan import build_plan
 
 _SAMPLE = 64  # values of a parameter that ranks compare
 # Raised by transformers' classes if a field of a config is impossible.
-_WRONG_CONFIG = (ArithmeticError, AssertionError, AttributeError, ImportError, KeyError, RuntimeError, TypeError)
+_WRONG_CONFIG = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    KeyError,
+    RuntimeError,
+    TypeError,
+)
 
 
 @dataclass
@@ -49,9 +57,13 @@ class Outline:
     config: PreTrainedConfig  # of the stock model
     auto_class: Any  # the Auto class, or model class, that builds it
     kwargs: dict[str, Any]  # further arguments of that class
-    quantization: Any = None  # the quantization config, for loading or of the checkpoint, or "as_stored"
+    quantization: Any = (
+        None  # the quantization config, for loading or of the checkpoint, or "as_stored"
+    )
     stored: bool = False  # whether the checkpoint is quantized, and stays so
-    form: StoredForm | None = None  # of quantized weights in the checkpoint that are loaded as plain values
+    form: StoredForm | None = (
+        None  # of quantized weights in the checkpoint that are loaded as plain values
+    )
     predicts: bool = False  # whether multi-token-prediction layers are added
 
     def __post_init__(self) -> None:
@@ -63,7 +75,9 @@ class Outline:
         """The stock model on the meta device."""
         is_auto = hasattr(self.auto_class, "from_config")
         with built_or_explained(self.auto_class, self.config, *_WRONG_CONFIG), torch.device("meta"):
-            model = from_config(self.auto_class, self.config, **model_arguments(self.kwargs, is_auto))
+            model = from_config(
+                self.auto_class, self.config, **model_arguments(self.kwargs, is_auto)
+            )
             if self.predicts:
                 attach_prediction(model)
         return model
@@ -73,7 +87,9 @@ class Outline:
         if tokens is None:
             return self, frozenset()
         check_tokens(tokens)
-        config, names = resize_vocabulary(lambda config: replace(self, config=config).model, self.config, tokens)
+        config, names = resize_vocabulary(
+            lambda config: replace(self, config=config).model, self.config, tokens
+        )
         return replace(self, config=config), names
 
     def plan(self, layout: ParallelConfig, options: Options) -> Plan:
@@ -110,7 +126,9 @@ class FromSeed:
         model = copy.deepcopy(self.outline.model)
         drop_other_stages(model, plan, mesh.pp_rank)
         cut_parameters(model, plan, mesh)
-        tensors, buffers = initialize_local_weights(copy.deepcopy(self.outline.model), plan, mesh, self.seed)
+        tensors, buffers = initialize_local_weights(
+            copy.deepcopy(self.outline.model), plan, mesh, self.seed
+        )
         materialize_buffers(model, buffers, mesh.device)
         return model, LocalWeights(tensors)
 
@@ -135,12 +153,20 @@ class FromCheckpoint(FromSeed):
         """Return the model on the meta device with local sizes, and this rank's final shards of its weights."""
         with all_or_none(mesh, f"{self.path} could not be loaded"):
             model, weights, missing = load_pretrained(
-                self.outline.auto_class, self.path, plan, mesh, self.kwargs, self.resized, self.outline.form
+                self.outline.auto_class,
+                self.path,
+                plan,
+                mesh,
+                self.kwargs,
+                self.resized,
+                self.outline.form,
             )
             warn_of_not_finite(mesh, not_finite(weights.numbers_besides(missing)), self.path)
         if missing:
             template = self.template(model)
-            fresh, _ = initialize_local_weights(template, plan, mesh, self.seed, wanted=lambda name: name in missing)
+            fresh, _ = initialize_local_weights(
+                template, plan, mesh, self.seed, wanted=lambda name: name in missing
+            )
             weights.tensors.update(fresh)
         materialize_buffers(model, {}, mesh.device)
         return model, weights
@@ -194,7 +220,10 @@ Source = FromSeed | InMemory
 def _refuse_different(model: nn.Module, mesh: Mesh) -> None:
     """Refuse a model that is not the same on every rank, by the first values of each parameter; collective."""
     named = model.named_parameters() if mesh.control is not None else ()
-    sums = {name: str(float(parameter.detach().reshape(-1)[:_SAMPLE].double().sum())) for name, parameter in named}
+    sums = {
+        name: str(float(parameter.detach().reshape(-1)[:_SAMPLE].double().sum()))
+        for name, parameter in named
+    }
     for other in mesh.all_gather_object(sums):
         if other != sums:
             name = next((name for name in sums if sums[name] != other.get(name)), "a parameter")
@@ -212,7 +241,9 @@ def _give_up_memory(modules: Iterable[nn.Module], kept: nn.Module) -> None:
             continue
         for name, parameter in own_parameters(module).items():
             if parameter is not None:  # not in place: another module may keep a tied tensor
-                own_parameters(module)[name] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+                own_parameters(module)[name] = nn.Parameter(
+                    parameter.detach().to("meta"), parameter.requires_grad
+                )
         for name, buffer in own_buffers(module).items():
             own_buffers(module)[name] = None if buffer is None else buffer.to("meta")
 
@@ -227,10 +258,15 @@ def resize_vocabulary(
     before = build(copy.deepcopy(config))
     shapes = _shapes(before)
     before.resize_token_embeddings(tokens, mean_resizing=False)
-    after, wanted = build(before.config), _shapes(before)
+    after = build(before.config)
+    wanted = _shapes(before)
     changed = {name for name, shape in wanted.items() if shape != shapes[name]}
     fits = all(wanted[name] == (tokens, *shapes[name][1:]) for name in changed)
-    if not fits or _shapes(after) != wanted or changed - dict(after.named_parameters(remove_duplicate=False)).keys():
+    if (
+        not fits
+        or _shapes(after) != wanted
+        or changed - dict(after.named_parameters(remove_duplicate=False)).keys()
+    ):
         raise ConfigError(
             f"resize_token_embeddings={tokens}: {class_name(before)} has sizes other than rows of parameters that "
             f"depend on the number of tokens ({', '.join(sorted(changed))}): resize it with stock transformers "

@@ -53,7 +53,9 @@ def carried_tensors(model: nn.Module, as_stored: bool = False) -> dict[str, Tens
     carried = carried_by(model)
     if carried is None or not carried.names:
         return {}
-    found = {name: tensor for name, tensor in _source(carried.directory).items() if name in carried.names}
+    found = {
+        name: tensor for name, tensor in _source(carried.directory).items() if name in carried.names
+    }
     lost = sorted(carried.names - found.keys())
     if found:
         _log.info(
@@ -67,7 +69,11 @@ def carried_tensors(model: nn.Module, as_stored: bool = False) -> dict[str, Tens
         )  # fmt: skip
     if not as_stored:
         return found
-    return {name: source for key, tensor in found.items() for name, source in in_the_file(key, tensor).items()}
+    return {
+        name: source
+        for key, tensor in found.items()
+        for name, source in in_the_file(key, tensor).items()
+    }
 
 
 def stored_keys(model: nn.Module) -> list[str]:
@@ -94,9 +100,18 @@ def copy_files(model: nn.Module, staging: Path, target: Path) -> None:
     if carried is None or not carried.directory.is_dir():
         return
     for path in sorted(carried.directory.iterdir()):
-        wanted = path.suffix in _SUFFIXES and path.name not in _WRITTEN and not path.name.endswith(".index.json")
+        wanted = (
+            path.suffix in _SUFFIXES
+            and path.name not in _WRITTEN
+            and not path.name.endswith(".index.json")
+        )
         known = (staging / path.name).exists() or (target / path.name).exists()
-        if wanted and path.is_file() and not known and not leads_out(path, carried.directory / "config.json"):
+        if (
+            wanted
+            and path.is_file()
+            and not known
+            and not leads_out(path, carried.directory / "config.json")
+        ):
             shutil.copyfile(path, staging / path.name)
 
 

@@ -52,7 +52,9 @@ def verify_experts(model: nn.Module, directory: str | Path) -> dict[str, Sums]:
     runtime = runtime_of(model)
     check_path("directory", directory)
     quantized = runtime.plan.quantized
-    if quantized is not None and any(runtime.plan.by_name[name].cut_over("ep") for name in quantized.weights):
+    if quantized is not None and any(
+        runtime.plan.by_name[name].cut_over("ep") for name in quantized.weights
+    ):
         raise ConfigError(
             "verify_experts compares values with the checkpoint's, and the experts are held in 4 bits: load the model "
             "without quantization_config, or with the experts in llm_int8_skip_modules"
@@ -60,14 +62,18 @@ def verify_experts(model: nn.Module, directory: str | Path) -> dict[str, Sums]:
     held = runtime.mesh.all_gather_object(_held(runtime))
     types = {name: dtype for rank in held for name, (dtype, _, _) in rank.items()}
     try:
-        own, failure = _stored(runtime, Path(directory), types), ""
+        own = _stored(runtime, Path(directory), types)
+        failure = ""
     except (CheckpointError, OSError) as error:
-        own, failure = {}, str(error)
+        own = {}
+        failure = str(error)
     answers = runtime.mesh.all_gather_object((own, failure))
     stored: dict[str, Sums] = {name: sums for found, _ in answers for name, sums in found.items()}
     problems = [text for _, text in answers if text] or _differences(held, stored)
     if problems:
-        raise CheckpointError(f"{directory} differs from this model's weights: {'; '.join(dict.fromkeys(problems))}")
+        raise CheckpointError(
+            f"{directory} differs from this model's weights: {'; '.join(dict.fromkeys(problems))}"
+        )
     return stored
 
 
@@ -86,7 +92,9 @@ def checksum(part: Tensor, spans: Sequence[Sequence[tuple[int, int]]], shape: Se
 
 
 def _places(spans: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
-    return torch.tensor(list(chain.from_iterable(range(*span) for span in spans)), dtype=torch.long, device=device)
+    return torch.tensor(
+        list(chain.from_iterable(range(*span) for span in spans)), dtype=torch.long, device=device
+    )
 
 
 def _held(runtime: Runtime) -> dict[str, tuple[torch.dtype, Any, Sums]]:
@@ -115,13 +123,17 @@ def _stored(runtime: Runtime, directory: Path, types: dict[str, torch.dtype]) ->
     finish_move(directory)
     stored = open_plain(sorted(directory.glob("*.safetensors")), form_in(directory))
     if not stored:
-        raise CheckpointError(f"{directory} has no safetensors files: give the directory of the checkpoint")
+        raise CheckpointError(
+            f"{directory} has no safetensors files: give the directory of the checkpoint"
+        )
     found = loaded_targets(runtime.model, list(stored), by_name)
     load_weights_as(stored, found, types)
     keys: dict[str, list[str]] = {}
     for key, destination in found.items():
         keys.setdefault(destination.name, []).append(key)
-    like = SimpleNamespace(get_parameter=lambda name: torch.empty(by_name[name].shape, device="meta"))
+    like = SimpleNamespace(
+        get_parameter=lambda name: torch.empty(by_name[name].shape, device="meta")
+    )
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     result = {}
     for name in [name for name in by_name if name in types and name in keys][rank::world]:
@@ -129,11 +141,15 @@ def _stored(runtime: Runtime, directory: Path, types: dict[str, torch.dtype]) ->
         whole = convert(tensors, found, like, runtime.model.config)[name]
         del tensors
         everything = [[(0, size)] for size in whole.shape[1:]]
-        result[name] = {n: checksum(expert, everything, whole.shape[1:]) for n, expert in enumerate(whole)}
+        result[name] = {
+            n: checksum(expert, everything, whole.shape[1:]) for n, expert in enumerate(whole)
+        }
     return result
 
 
-def _differences(held: list[dict[str, tuple[torch.dtype, Any, Sums]]], stored: dict[str, Sums]) -> list[str]:
+def _differences(
+    held: list[dict[str, tuple[torch.dtype, Any, Sums]]], stored: dict[str, Sums]
+) -> list[str]:
     """Describe the differences: one entry per expert of a parameter, with the ranks that hold a replica of it."""
     sums: dict[tuple[str, int, Any], int] = defaultdict(int)
     ranks: dict[tuple[str, int, Any], list[int]] = defaultdict(list)
@@ -154,5 +170,7 @@ def _differences(held: list[dict[str, tuple[torch.dtype, Any, Sums]]], stored: d
                 where = ", ".join(map(str, ranks[name, number, copy])) or "none"
                 same = next((n for n, other in expected.items() if other == here), None)
                 whose = "" if same is None else f" but expert {same}"
-                problems.append(f"expert {number} of {name} (rank {where}) is not the checkpoint's{whose}")
+                problems.append(
+                    f"expert {number} of {name} (rank {where}) is not the checkpoint's{whose}"
+                )
     return problems

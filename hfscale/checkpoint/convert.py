@@ -66,20 +66,31 @@ def convert_state(
             )
             shutil.copyfile(directory / _ADAPTER[0], staging.path / _ADAPTER[0])
         else:
-            _write_model(directory, reader, staging.path, max_shard_size, trust_remote_code, as_stored)
+            _write_model(
+                directory, reader, staging.path, max_shard_size, trust_remote_code, as_stored
+            )
     return index
 
 
 def _write_model(
-    directory: Path, reader: StateReader, target: Path, size: str | int, trusted: bool, as_stored: bool
+    directory: Path,
+    reader: StateReader,
+    target: Path,
+    size: str | int,
+    trusted: bool,
+    as_stored: bool,
 ) -> None:
-    tensors, stored = reader.index.tensors, reader.index.stored
+    tensors = reader.index.tensors
+    stored = reader.index.stored
     try:
         model = empty_model(directory, trusted)
     except (LookupError, ValueError, OSError) as error:
-        raise CheckpointError(f"{directory}: the model cannot be built from its config: {error}") from error
+        raise CheckpointError(
+            f"{directory}: the model cannot be built from its config: {error}"
+        ) from error
     contents: dict[str, Tensor] = {
-        name: torch.empty(tensors[key].shape, dtype=reader.dtype(key), device="meta") for name, key in stored.items()
+        name: torch.empty(tensors[key].shape, dtype=reader.dtype(key), device="meta")
+        for name, key in stored.items()
     }
     if reader.index.carried is not None:
         source, names = reader.index.carried
@@ -90,7 +101,9 @@ def _write_model(
     converted = AsStored(model, contents)
     again = quantized_again(model) if as_stored else QuantizedAgain()
     carried = carried_tensors(model, as_stored)
-    count = sum(prod(tensors[key].shape) for key in set(stored.values()) if key.startswith("weights/"))
+    count = sum(
+        prod(tensors[key].shape) for key in set(stored.values()) if key.startswith("weights/")
+    )
     writer = CheckpointWriter(target, {**again.layout(converted.layout), **carried}, size, count)
     for name, key in stored.items():
         write_parameter(writer, converted, again, name, reader.whole(key))
@@ -110,18 +123,29 @@ def inspect(source: Path, verify: bool = True) -> tuple[str, bool]:
     files = sorted(source.glob("*.safetensors"))
     is_state = (source / INDEX).exists() or not files
     states = states_in(source)
-    if not states and not has_plain_weights(source) and (other := written_elsewhere(source)) is not None:
+    if (
+        not states
+        and not has_plain_weights(source)
+        and (other := written_elsewhere(source)) is not None
+    ):
         what, _, tool = other.partition(": ")
         return f"{source}: {what}, which hfscale does not read\n  {tool}", False
     states = (states or candidates(source)) if is_state else [source]
     if states[0] == source or len(states) == 1:
         text, problems = _state(states[0], verify) if is_state else _checkpoint(source, files)
-        return "\n".join([*text, *(f"  not whole: {problem}" for problem in problems)]), not problems
-    lines, whole = [f"{source}: {len(states)} states, the newest first"], True
+        return "\n".join(
+            [*text, *(f"  not whole: {problem}" for problem in problems)]
+        ), not problems
+    lines = [f"{source}: {len(states)} states, the newest first"]
+    whole = True
     for state in states:
         problems = _problems(state, verify)
-        when = datetime.fromtimestamp(mark_of(state).written, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
-        lines.append(f"  {state.name}: {f'not whole: {problems[0]}' if problems else f'whole, written {when}'}")
+        when = datetime.fromtimestamp(mark_of(state).written, timezone.utc).strftime(
+            "%Y-%m-%d %H:%M:%S UTC"
+        )
+        lines.append(
+            f"  {state.name}: {f'not whole: {problems[0]}' if problems else f'whole, written {when}'}"
+        )
         whole = whole and not problems
     return "\n".join(lines), whole
 
@@ -138,33 +162,51 @@ def _state(directory: Path, verify: bool) -> tuple[list[str], list[str]]:
     problems = _problems(directory, verify)
     try:
         index = StateIndex.read(directory)
-        reader, sizes = StateReader(directory, index), Counter[str]()  # bytes of full tensors, by kind
+        # bytes of full tensors, by kind
+        reader = StateReader(directory, index)
+        sizes = Counter[str]()
         for key, tensor in index.tensors.items():
             sizes[key.partition("/")[0]] += prod(tensor.shape) * reader.dtype(key).itemsize
     except CheckpointError as error:
         return [f"{directory}: a state that cannot be read"], [*problems, str(error)]
-    layout = " x ".join(f"{axis}{size}" for axis, size in index.sizes.items() if size > 1) or "one process"
+    layout = (
+        " x ".join(f"{axis}{size}" for axis, size in index.sizes.items() if size > 1)
+        or "one process"
+    )
     step = "no step given" if index.step is None else f"step {index.step}"
-    lines = [f"{directory}: a state of {'a model with adapters' if index.adapter else 'a model'}, {step}"]
-    lines.append(f"  layout: {layout}, {index.world} ranks, {index.batch_world} distinct batches in a step")
-    lines += [f"  pipeline rank {rank}: layers {layers}" for rank, layers in enumerate(index.layers)]
+    lines = [
+        f"{directory}: a state of {'a model with adapters' if index.adapter else 'a model'}, {step}"
+    ]
+    lines.append(
+        f"  layout: {layout}, {index.world} ranks, {index.batch_world} distinct batches in a step"
+    )
+    lines += [
+        f"  pipeline rank {rank}: layers {layers}" for rank, layers in enumerate(index.layers)
+    ]
     counts = Counter(key.partition("/")[0] for key in index.tensors)
     lines += [f"  {kind}: {counts[kind]} tensors, {sizes[kind]:,} bytes" for kind in counts]
     if index.others:
         lines.append(f"  besides: {', '.join(index.others)}")
-    lines.append("  written by " + ", ".join(f"{name} {version}" for name, version in index.versions.items()))
+    lines.append(
+        "  written by " + ", ".join(f"{name} {version}" for name, version in index.versions.items())
+    )
     return lines, problems
 
 
 def _checkpoint(source: Path, files: list[Path]) -> tuple[list[str], list[str]]:
-    problems, tensors, total = [], 0, 0
+    problems = []
+    tensors = 0
+    total = 0
     for file in files:
         try:
             found = open_tensors([file]).values()
-            tensors, total = tensors + len(found), total + sum(prod(t.shape) * t.dtype.itemsize for t in found)
+            tensors = tensors + len(found)
+            total = total + sum(prod(t.shape) * t.dtype.itemsize for t in found)
         except CheckpointError as error:
             problems.append(str(error))
-    what = "an adapter" if (source / "adapter_config.json").exists() else "a Hugging Face checkpoint"
+    what = (
+        "an adapter" if (source / "adapter_config.json").exists() else "a Hugging Face checkpoint"
+    )
     lines = [f"{source}: {what}, {len(files)} files, {tensors} tensors, {total:,} bytes"]
     if not any((source / name).exists() for name in ("config.json", "adapter_config.json")):
         problems.append("it has no config.json")

@@ -26,7 +26,9 @@ class Hosts:
         self.first = mesh.all_gather_object(seen)
         token.unlink()
         self.here = self.ranks(self.first[mesh.rank])
-        self.makes = mesh.rank == self.here[0]  # whether this rank makes the directories of its host
+        self.makes = (
+            mesh.rank == self.here[0]
+        )  # whether this rank makes the directories of its host
 
     def ranks(self, first: int) -> list[int]:
         """Return the ranks of a host."""
@@ -39,25 +41,39 @@ class Hosts:
 
     def copy_to_next(self, mesh: Mesh, every: list[Files], directory: Path) -> Files:
         """Send the files that each rank has written (``every``) to the next host; return all of this one."""
-        own = [{name: file for name, file in files.items() if name.startswith("rank-")} for files in every]
+        own = [
+            {name: file for name, file in files.items() if name.startswith("rank-")}
+            for files in every
+        ]
         lacks = {host: {n: r for r in self.before(host) for n in own[r]} for host in self.first}
-        self.send(mesh, lacks, {name: file for files in own for name, file in files.items()}, directory)
-        kept = [*(every[rank] for rank in self.here), *(own[rank] for rank in self.before(self.here[0]))]
+        self.send(
+            mesh, lacks, {name: file for files in own for name, file in files.items()}, directory
+        )
+        kept = [
+            *(every[rank] for rank in self.here),
+            *(own[rank] for rank in self.before(self.here[0])),
+        ]
         return {name: file for files in kept for name, file in files.items()}
 
-    def send(self, mesh: Mesh, lacks: dict[int, dict[str, int]], files: Files, directory: Path) -> None:
+    def send(
+        self, mesh: Mesh, lacks: dict[int, dict[str, int]], files: Files, directory: Path
+    ) -> None:
         """Send to each host the ``files`` that it lacks, from the ranks in ``lacks``; alike on all ranks."""
         transfers: list[tuple[Any, int, int]] = []  # contents, from, to
         for host, sources in sorted(lacks.items()):
             ranks = self.ranks(host)
             for number, (name, source) in enumerate(sorted(sources.items())):
-                target, content = ranks[number % len(ranks)], None
+                target = ranks[number % len(ranks)]
+                content = None
                 if mesh.rank == target:
-                    with (directory / name).open("wb") as file:  # an error now, and no signal later, if it is full
+                    with (directory / name).open(
+                        "wb"
+                    ) as file:  # an error now, and no signal later, if it is full
                         if files[name].size:
                             os.posix_fallocate(file.fileno(), 0, files[name].size)
                 if files[name].size and mesh.rank in (source, target):
-                    path, size = str(directory / name), files[name].size
+                    path = str(directory / name)
+                    size = files[name].size
                     content = torch.from_file(path, mesh.rank == target, size, dtype=torch.uint8)
                 transfers.append((content, source, target))
         mesh.all_gather_object(None)  # nobody sends to a rank without room

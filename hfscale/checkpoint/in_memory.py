@@ -68,8 +68,12 @@ class StatesInMemory:
         **others: Any,
     ) -> None:
         check_count("every", every, 1)
-        self.every, self.optimizer, self.others = every, optimizer, others
-        self.bytes, self.seconds = 0, 0.0  # of the latest state: on this host, and that the steps waited for it
+        self.every = every
+        self.optimizer = optimizer
+        self.others = others
+        # of the latest state: on this host, and that the steps waited for it
+        self.bytes = 0
+        self.seconds = 0.0
         self._model, self._disk = model, target_of(directory)
         mesh = self._mesh = runtime_of(model).mesh
         whole = memory_of(self._disk, memory)
@@ -77,7 +81,9 @@ class StatesInMemory:
             wait_for_saves()
             whole.mkdir(mode=0o700, exist_ok=True)
             if whole.is_symlink() or whole.stat().st_uid != os.getuid():
-                raise CheckpointError(f"{whole} belongs to somebody else: remove it, or give another memory=")
+                raise CheckpointError(
+                    f"{whole} belongs to somebody else: remove it, or give another memory="
+                )
             self.directory = whole / self._name_of_run()
             self.directory.mkdir(exist_ok=True)
             self._hosts = Hosts(mesh, self.directory)
@@ -85,9 +91,14 @@ class StatesInMemory:
             if self._hosts.makes:
                 self._disk.mkdir(parents=True, exist_ok=True)
                 self._name_it()
-                for left in (*self.directory.glob(".step-*.incomplete"), *self.directory.glob(".step-*.discarded")):
+                for left in (
+                    *self.directory.glob(".step-*.incomplete"),
+                    *self.directory.glob(".step-*.discarded"),
+                ):
                     shutil.rmtree(left, ignore_errors=True)  # of a process that was killed
-                _remove_others(whole, self.directory, "is of a run whose directory has been removed")
+                _remove_others(
+                    whole, self.directory, "is of a run whose directory has been removed"
+                )
 
     def save(self, step: int, beside: dict[str, bytes] | None = None) -> bool:
         """Save behind the steps if ``every`` divides ``step``, the steps done; return whether it does. Collective.
@@ -97,14 +108,24 @@ class StatesInMemory:
             if not save_runs():
                 wait_for_saves()  # the last one may have failed, and a step more would be lost
             return False
-        begun, mesh, hosts, runtime = time.perf_counter(), self._mesh, self._hosts, runtime_of(self._model)
+        begun = time.perf_counter()
+        mesh = self._mesh
+        hosts = self._hosts
+        runtime = runtime_of(self._model)
         refuse_under_way(runtime, "StatesInMemory.save")
         target = self.directory / f"step-{step}-of-{mesh.layout.total_size}-{self._start}"
         taken = taken_now(runtime, target, self.optimizer, step, self.others)
         with all_or_none(mesh, f"{target} could not be written"):
-            taken.beside, runtime.run = mesh.all_gather_object((taken.beside | (beside or {}), runtime.run))[0]
-            sizes = mesh.all_gather_object(sum(tensor.nbytes for tensor in taken.held.values()) + len(taken.rest))
-            here, before = (sum(sizes[rank] for rank in ranks) for ranks in (hosts.here, hosts.before(hosts.here[0])))
+            taken.beside, runtime.run = mesh.all_gather_object(
+                (taken.beside | (beside or {}), runtime.run)
+            )[0]
+            sizes = mesh.all_gather_object(
+                sum(tensor.nbytes for tensor in taken.held.values()) + len(taken.rest)
+            )
+            here, before = (
+                sum(sizes[rank] for rank in ranks)
+                for ranks in (hosts.here, hosts.before(hosts.here[0]))
+            )
             if not self.bytes:
                 self._check_room(here, before)
             self.bytes = here + before
@@ -119,7 +140,9 @@ class StatesInMemory:
             if (found := self.newest()) is not None:
                 return load_state(self._model, found, **given)
         except CheckpointError as error:
-            if none_there(self._disk, self._mesh):  # to begin anew would replace the state in memory
+            if none_there(
+                self._disk, self._mesh
+            ):  # to begin anew would replace the state in memory
                 raise
             _log.warning("%s: taking the newest state of %s instead", error, self._disk)
         return load_state(self._model, self._disk, missing_ok=True, **given)
@@ -129,12 +152,21 @@ class StatesInMemory:
         mesh = self._mesh
         with all_or_none(mesh, f"{self.directory} could not be read"):
             wait_for_saves()
-            own = {path.name: mark_of(path) for path in self.directory.glob("step-*") if not problems_of(path)}
+            own = {
+                path.name: mark_of(path)
+                for path in self.directory.glob("step-*")
+                if not problems_of(path)
+            }
             every: list[dict[str, Mark]] = mesh.all_gather_object(own)
             marks = {name: mark for each in every for name, mark in each.items()}
-            held = {name: {file for each in every if name in each for file in each[name].files} for name in marks}
+            held = {
+                name: {file for each in every if name in each for file in each[name].files}
+                for name in marks
+            }
             ranks = {name: range(int(name.split("-")[3])) for name in marks}  # those that wrote it
-            whole = [name for name in marks if all(rest_name(rank) in held[name] for rank in ranks[name])]
+            whole = [
+                name for name in marks if all(rest_name(rank) in held[name] for rank in ranks[name])
+            ]
             name = max(whole, key=lambda each: age(marks[each], *marks.values()), default="")
             if not name or self._outdated(marks[name], disk or self._disk):
                 return None
@@ -159,7 +191,8 @@ class StatesInMemory:
 
     def _name_it(self) -> None:
         """Write the name of the run to its directory on disk, if it has another, or none: never half of it."""
-        path, aside = self._disk / RUN, self._disk / f".{RUN}.{self._mesh.rank}"
+        path = self._disk / RUN
+        aside = self._disk / f".{RUN}.{self._mesh.rank}"
         if not path.exists() or path.read_text() != self.directory.name:
             aside.write_text(self.directory.name)
             aside.replace(path)
@@ -172,11 +205,16 @@ class StatesInMemory:
 
     def _fetch(self, name: str, every: list[dict[str, Mark]]) -> None:
         """Fetch the files that this host lacks of a state, and mark it complete."""
-        mesh, hosts, directory = self._mesh, self._hosts, self.directory / name
+        mesh = self._mesh
+        hosts = self._hosts
+        directory = self.directory / name
         of = [each[name].files if name in each else {} for each in every]
         files = {file: found for each in of for file, found in each.items()}
         sources = {file: rank for rank, each in enumerate(of) for file in each}
-        lacks = {host: {f: rank for f, rank in sources.items() if f not in of[host]} for host in hosts.first}
+        lacks = {
+            host: {f: rank for f, rank in sources.items() if f not in of[host]}
+            for host in hosts.first
+        }
         directory.mkdir(exist_ok=True)
         hosts.send(mesh, lacks, files, directory)
         mesh.all_gather_object(None)
@@ -191,9 +229,16 @@ class StatesInMemory:
         def newer(directory: Path) -> bool:
             there = mark_of(directory)
             by_time = there.step is None and there.run == mark.run
-            return there.written > mark.written if by_time else age(there, there, mark) > age(mark, there, mark)
+            return (
+                there.written > mark.written
+                if by_time
+                else age(there, there, mark) > age(mark, there, mark)
+            )
 
-        if none_there(disk, mesh) or not mesh.all_gather_object(is_writer(mesh) and newer(candidates(disk)[0]))[0]:
+        if (
+            none_there(disk, mesh)
+            or not mesh.all_gather_object(is_writer(mesh) and newer(candidates(disk)[0]))[0]
+        ):
             return False
         try:
             found = find_whole(disk, mesh, verify=True)
@@ -207,7 +252,10 @@ class StatesInMemory:
         there = sum(path.stat().st_size for path in self.directory.rglob("*"))
         needed = max(there, here + before) + 2 * here + before
         found = re.search(r"MemAvailable: *(\d+)", Path("/proc/meminfo").read_text())
-        free = min(shutil.disk_usage(self.directory).free, int(found[1]) << 10 if found else needed) + there
+        free = (
+            min(shutil.disk_usage(self.directory).free, int(found[1]) << 10 if found else needed)
+            + there
+        )
         if needed > free:
             raise CheckpointError(
                 f"states in memory take {needed:,} bytes of this host, and {self.directory.parent} has {free:,} free: "

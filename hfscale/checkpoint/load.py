@@ -21,7 +21,13 @@ from .._compat.transformers.loading import loading_through
 from .._compat.transformers.prediction import attach_prediction, stored_names
 from .._compat.transformers.stored import Destination, checkpoint_targets
 from ..distributed.files.foreign import refuse_foreign
-from ..distributed.files.reader import ResizedOnDisk, ShareOnDisk, TensorOnDisk, is_elsewhere, named_files
+from ..distributed.files.reader import (
+    ResizedOnDisk,
+    ShareOnDisk,
+    TensorOnDisk,
+    is_elsewhere,
+    named_files,
+)
 from ..distributed.files.replace import finish_move
 from ..distributed.files.stored_rows import StoredRow
 from ..distributed.mesh import Mesh
@@ -48,8 +54,13 @@ _log = logging.getLogger(__name__)
 
 
 class _Loader:
-    def __init__(self, plan: Plan, mesh: Mesh, resized: Collection[str], form: StoredForm | None) -> None:
-        self.plan, self.mesh, self.resized, self.form = plan, mesh, resized, form
+    def __init__(
+        self, plan: Plan, mesh: Mesh, resized: Collection[str], form: StoredForm | None
+    ) -> None:
+        self.plan = plan
+        self.mesh = mesh
+        self.resized = resized
+        self.form = form
         self.held = plan.local_names(mesh.pp_rank)  # owned parameter -> its name here
         self.converted: set[str] = set()
         self.meta: dict[str, nn.Parameter] = {}
@@ -59,15 +70,21 @@ class _Loader:
         self.renamed: dict[str, str] = {}  # name in the model -> in the checkpoint
         self.rows: dict[str, StoredRow] = {}  # of weights that stay as the checkpoint stores them
 
-    def prepare(self, model: Any, weight_mapping: list[Any], files: list[str], quantizer: Any) -> dict[str, Any]:
+    def prepare(
+        self, model: Any, weight_mapping: list[Any], files: list[str], quantizer: Any
+    ) -> dict[str, Any]:
         """Give the meta model local shapes; return the checkpoint as this rank's lazy tensors."""
         stored, packed = split_packed(open_plain(files, self.form))
         stored = self._with_prediction(model, stored)
         targets = checkpoint_targets(model, list(stored), weight_mapping)
-        load_weights_as(stored, targets, {name: tensor.dtype for name, tensor in model.state_dict().items()})
+        load_weights_as(
+            stored, targets, {name: tensor.dtype for name, tensor in model.state_dict().items()}
+        )
         for key in stored.keys() & targets.keys():
             if targets[key].name in self.resized:
-                stored[key] = ResizedOnDisk(stored[key], self.plan.by_name[targets[key].name].shape[0])
+                stored[key] = ResizedOnDisk(
+                    stored[key], self.plan.by_name[targets[key].name].shape[0]
+                )
         self.stored = {name for found in targets.values() for name in (found.name, *found.others)}
         self._note_others(model, Path(files[0]).parent, targets)
         self._keep_stored(model, stored, targets)
@@ -75,22 +92,32 @@ class _Loader:
         if quantizer is not None:
             self.quantizing = Quantizing(model, self.plan, self.mesh, quantizer)
         parts = self._merged(stored, targets)
-        made = {n: d.name in parts for d in targets.values() if d.converter for n in (d.name, *d.others)}
+        made = {
+            n: d.name in parts for d in targets.values() if d.converter for n in (d.name, *d.others)
+        }
         self.converted = {name for name, by_parts in made.items() if not by_parts}
         self._give_local_shapes(model)
         shown: dict[str, Any] = {}
         if self.quantizing is not None:
             for key in packed:
                 if targets[key].name in self.quantizing.weights:
-                    self.quantizing.read_packed(targets[key].name, packed[key], targets[key].converter is not None)
+                    self.quantizing.read_packed(
+                        targets[key].name, packed[key], targets[key].converter is not None
+                    )
                     shown[key] = torch.empty(0)  # read when transformers reaches it
             self.quantizing.shape(self.converted)
         for pieces in parts.values():
             shown.update(pieces)
-        remaining = {key: t for key, t in stored.items() if targets[key].name not in parts and key not in packed}
+        remaining = {
+            key: t
+            for key, t in stored.items()
+            if targets[key].name not in parts and key not in packed
+        }
         return {**shown, **self._shown_one_by_one(remaining, targets)}
 
-    def _with_prediction(self, model: Any, stored: dict[str, TensorOnDisk]) -> dict[str, TensorOnDisk]:
+    def _with_prediction(
+        self, model: Any, stored: dict[str, TensorOnDisk]
+    ) -> dict[str, TensorOnDisk]:
         """Add planned multi-token-prediction layers to the model; return the tensors by their names there."""
         if self.plan.feature(PredictionPlan) is None:
             return stored
@@ -98,27 +125,52 @@ class _Loader:
         names = stored_names(model).read(model, stored)
         self.renamed = {name: key for key, name in names.items() if name is not None}
         if not self.renamed:
-            _log.warning("the checkpoint has no multi-token-prediction layers, so these begin with random weights")
-        return {name: tensor for key, tensor in stored.items() if (name := names.get(key, key)) is not None}
+            _log.warning(
+                "the checkpoint has no multi-token-prediction layers, so these begin with random weights"
+            )
+        return {
+            name: tensor
+            for key, tensor in stored.items()
+            if (name := names.get(key, key)) is not None
+        }
 
     def _note_others(self, model: Any, directory: Path, targets: dict[str, Destination]) -> None:
         """Record on a full model which stored keys are no parameter or buffer of it."""
-        named = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
-        others = (self.renamed.get(key, key) for key, target in targets.items() if target.name not in named)
+        named = {
+            name
+            for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())
+        }
+        others = (
+            self.renamed.get(key, key)
+            for key, target in targets.items()
+            if target.name not in named
+        )
         note_carried(model, directory, others)
 
-    def _keep_stored(self, model: Any, stored: dict[str, TensorOnDisk], targets: dict[str, Destination]) -> None:
+    def _keep_stored(
+        self, model: Any, stored: dict[str, TensorOnDisk], targets: dict[str, Destination]
+    ) -> None:
         """Keep weights of the full ``model`` as they are stored, if the plan says so, and let it name just these."""
         quantized = self.plan.quantized
         if quantized is None or not quantized.as_stored:
             return
-        found = stored_sources(self.plan, model, stored, targets, tells=not any(self.mesh.ranks.values()))
+        found = stored_sources(
+            self.plan, model, stored, targets, tells=not any(self.mesh.ranks.values())
+        )
         self.plan = replace(self.plan, quantized=replace(quantized, weights=tuple(found)))
-        self.rows = {n: StoredRow(self.plan.by_name[n], found[n], self.mesh.ranks) for n in found if n in self.held}
+        self.rows = {
+            n: StoredRow(self.plan.by_name[n], found[n], self.mesh.ranks)
+            for n in found
+            if n in self.held
+        }
 
     def _give_local_shapes(self, model: Any) -> None:
         """Give the meta model's parameters this rank's shapes; parameters that are converted in full stay full."""
-        whole = {name: p for name, p in model.named_parameters(remove_duplicate=False) if name in self.converted}
+        whole = {
+            name: p
+            for name, p in model.named_parameters(remove_duplicate=False)
+            if name in self.converted
+        }
         cut_parameters(model, self.plan, self.mesh)
         self.meta = dict(model.named_parameters(remove_duplicate=False))
         for planned in self.plan.parameters:
@@ -132,13 +184,17 @@ class _Loader:
             if planned.name in self.converted:
                 put_parameter(model, planned.name, whole[planned.name])
             elif tuple(parameter.shape) != shape:
-                empty = nn.Parameter(parameter.new_empty(shape), requires_grad=parameter.requires_grad)
+                empty = nn.Parameter(
+                    parameter.new_empty(shape), requires_grad=parameter.requires_grad
+                )
                 put_parameter(model, planned.name, empty)
         for name, row in self.rows.items():
             empty_row = torch.empty(row.shape, dtype=torch.uint8, device="meta")
             put_parameter(model, name, nn.Parameter(empty_row, requires_grad=False))
 
-    def _shown_one_by_one(self, stored: dict[str, TensorOnDisk], targets: dict[str, Destination]) -> dict[str, Any]:
+    def _shown_one_by_one(
+        self, stored: dict[str, TensorOnDisk], targets: dict[str, Destination]
+    ) -> dict[str, Any]:
         """Return this rank's shard of each stored tensor that becomes a parameter by itself; others unchanged."""
         shown: dict[str, Any] = {}
         read_from: dict[str, str] = {}  # owned parameter -> the key it is read from
@@ -146,7 +202,9 @@ class _Loader:
             target = targets[key].name
             planned_target = self.plan.by_name.get(target)
             here = self.name_here(target)
-            if here is None or (planned_target is None and is_elsewhere(self.plan, self.mesh.pp_rank, target)):
+            if here is None or (
+                planned_target is None and is_elsewhere(self.plan, self.mesh.pp_rank, target)
+            ):
                 continue  # on another stage
             if target in self.rows:
                 shown[key] = self.rows[target]
@@ -161,8 +219,13 @@ class _Loader:
                 )
             share = ShareOnDisk(tensor, planned_target.cuts, self.mesh.ranks)
             first = read_from.setdefault(planned_target.tied_to or target, key)
-            if first != key:  # a tied tensor, stored under several names: transformers would untie different ones
-                if not torch.equal(share[...], ShareOnDisk(stored[first], planned_target.cuts, self.mesh.ranks)[...]):
+            if (
+                first != key
+            ):  # a tied tensor, stored under several names: transformers would untie different ones
+                if not torch.equal(
+                    share[...],
+                    ShareOnDisk(stored[first], planned_target.cuts, self.mesh.ranks)[...],
+                ):
                     raise CheckpointError(
                         f"{first} and {key} are tied by the config, but differ in the checkpoint: set "
                         "tie_word_embeddings=false in its config.json, or save it again with one of them"
@@ -172,7 +235,9 @@ class _Loader:
             shown[key if here == target else here] = share
         return shown
 
-    def _merged(self, stored: dict[str, TensorOnDisk], targets: dict[str, Destination]) -> dict[str, dict[str, Any]]:
+    def _merged(
+        self, stored: dict[str, TensorOnDisk], targets: dict[str, Destination]
+    ) -> dict[str, dict[str, Any]]:
         """Map this rank's parameters that transformers merges from stored tensors to the slices it is given."""
         return {
             name: {name: self.rows[name]}
@@ -254,13 +319,17 @@ def load_pretrained(
     loader = _Loader(plan, mesh, resized, form)
     with loading_through(loader.prepare, loader.name_here, loader.initialize) as report:
         model = auto_class.from_pretrained(path, **kwargs, **_placed(plan, mesh))
-    if loader.quantizing is None:  # nothing is dispatched, and Accelerate would treat the model as dispatched
+    if (
+        loader.quantizing is None
+    ):  # nothing is dispatched, and Accelerate would treat the model as dispatched
         vars(model).pop("hf_device_map", None)
     if report["mismatched"]:
         raise CheckpointError(f"{path}: shapes differ from the model's: {report['mismatched']}")
     # A tied tensor is present if the checkpoint has it under any of its names on this rank.
     here = [planned for planned in plan.parameters if planned.name in loader.meta]
-    present = {planned.tied_to or planned.name for planned in here if planned.name not in report["missing"]}
+    present = {
+        planned.tied_to or planned.name for planned in here if planned.name not in report["missing"]
+    }
     shares = loader.shares(model)
     loader.overwrite(model, shares)
     return model, shares, {planned.tied_to or planned.name for planned in here} - present
@@ -268,7 +337,11 @@ def load_pretrained(
 
 def _placed(plan: Plan, mesh: Mesh) -> dict[str, Any]:
     """Return the ``device_map`` of this rank's device, where transformers otherwise stages, or quantizes, elsewhere."""
-    return {"device_map": {"": mesh.device}} if plan.quantized is not None or mesh.device.type != "cpu" else {}
+    return (
+        {"device_map": {"": mesh.device}}
+        if plan.quantized is not None or mesh.device.type != "cpu"
+        else {}
+    )
 
 
 def materialize_buffers(model: nn.Module, buffers: dict[str, Tensor], device: torch.device) -> None:
@@ -288,13 +361,21 @@ def load_weights(model: nn.Module, directory: str | Path) -> None:
             by_peft.load(by_stock, str(directory))
             return
         if (adapters := runtime.part(Adapters)) is not None:
-            shares = load_adapter(str(directory), adapters.whole, adapters.name, runtime.plan, runtime.mesh)
+            shares = load_adapter(
+                str(directory), adapters.whole, adapters.name, runtime.plan, runtime.mesh
+            )
         else:
-            form, options = form_in(Path(directory)), {"dtype": runtime.model.dtype}
-            if form is not None:  # of the same model as plain values, whose config describes no quantized weights
+            form = form_in(Path(directory))
+            options = {"dtype": runtime.model.dtype}
+            if (
+                form is not None
+            ):  # of the same model as plain values, whose config describes no quantized weights
                 options["config"] = runtime.model.config
-            kind, plan = stock_class(runtime.model), runtime.plan
-            _, weights, missing = load_pretrained(kind, str(directory), plan, runtime.mesh, options, form=form)
+            kind = stock_class(runtime.model)
+            plan = runtime.plan
+            _, weights, missing = load_pretrained(
+                kind, str(directory), plan, runtime.mesh, options, form=form
+            )
             if missing:
                 raise CheckpointError(
                     f"{directory} lacks {len(missing)} of the model's weights, {sorted(missing)[0]} for one: it is of "

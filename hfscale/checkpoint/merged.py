@@ -41,8 +41,14 @@ def merged_parameters(found: Mapping[str, Destination]) -> dict[str, list[tuple[
         keys.setdefault(destination.name, []).append((key, destination))
     result = {}
     for name, sources in keys.items():
-        known = [(key, destination.merge) for key, destination in sources if destination.merge is not None]
-        if len(known) == len(sources) and all(d.converter is sources[0][1].converter for _, d in sources):
+        known = [
+            (key, destination.merge)
+            for key, destination in sources
+            if destination.merge is not None
+        ]
+        if len(known) == len(sources) and all(
+            d.converter is sources[0][1].converter for _, d in sources
+        ):
             result[name] = sorted(known, key=lambda source: source[1].source)
     return result
 
@@ -65,7 +71,9 @@ def parts_of_share(
         # If this rank has no rows of a source, give an empty slice, so that transformers misses no source.
         shown[key] = PartOnDisk(stored[key], [part or [(0, 0)] for part in parts])
     if not shown:  # a rank without experts; transformers cannot stack an empty list
-        shown[planned.name] = torch.empty(planned.local_shape(ranks), dtype=stored[sources[0][0]].dtype)
+        shown[planned.name] = torch.empty(
+            planned.local_shape(ranks), dtype=stored[sources[0][0]].dtype
+        )
     return shown
 
 
@@ -73,9 +81,11 @@ def boxes_of_sources(
     planned: ParameterPlan, sources: Sequence[tuple[str, Merge]], stored: Mapping[str, TensorOnDisk]
 ) -> dict[str, Spans]:
     """Return the box of each stored tensor in the merged one: ``(start, stop)`` per dim."""
-    stack, join = sources[0][1].stack, sources[0][1].join
+    stack = sources[0][1].stack
+    join = sources[0][1].join
     boxes: dict[str, Spans] = {}
-    offset, alike = 0, True
+    offset = 0
+    alike = True
     for _, group in groupby(sources, key=lambda source: source[1].source):
         keys = [key for key, _ in group]
         for number, key in enumerate(keys):
@@ -85,7 +95,9 @@ def boxes_of_sources(
                 alike = alike and stored[key].shape == stored[keys[0]].shape
             if join is not None:
                 box[join] = (offset, offset + box[join][1])
-                if stack is None or key == keys[-1]:  # stacked tensors have the same span of the joined dim
+                if (
+                    stack is None or key == keys[-1]
+                ):  # stacked tensors have the same span of the joined dim
                     offset = box[join][1]
             boxes[key] = box
     if not alike or not _fill(boxes.values(), planned.shape):
@@ -112,7 +124,10 @@ def _within(spans: Spans, low: int, high: int) -> Spans:
 
 def plan_as_stored(planned: Plan, model: nn.Module, form: StoredForm) -> Plan:
     """Return the plan with the weights that ``model``'s config says are stored quantized; loading makes them exact."""
-    sizes = {name: form.bytes_per_value(name, planned.by_name[name].shape) for name in packable(planned, model)}
+    sizes = {
+        name: form.bytes_per_value(name, planned.by_name[name].shape)
+        for name in packable(planned, model)
+    }
     entries = {name: prod(planned.by_name[name].shape) for name, size in sizes.items() if size}
     if not entries:
         raise ConfigError(
@@ -120,12 +135,18 @@ def plan_as_stored(planned: Plan, model: nn.Module, form: StoredForm) -> Plan:
             "its config this model has none: leave it out"
         )
     size = sum(sizes[name] * count for name, count in entries.items()) / sum(entries.values())
-    found = QuantizedPlan(4 if size < 1 else 8, form.method, False, tuple(entries), stored=True, size=size)
+    found = QuantizedPlan(
+        4 if size < 1 else 8, form.method, False, tuple(entries), stored=True, size=size
+    )
     return replace(planned, quantized=found)
 
 
 def stored_sources(
-    plan: Plan, model: nn.Module, stored: Mapping[str, TensorOnDisk], targets: Mapping[str, Destination], tells: bool
+    plan: Plan,
+    model: nn.Module,
+    stored: Mapping[str, TensorOnDisk],
+    targets: Mapping[str, Destination],
+    tells: bool,
 ) -> dict[str, list[Source]]:
     """Return the stored weights of each weight that can stay as it is stored; one rank ``tells`` of the others."""
     merged = merged_parameters(targets)
@@ -139,10 +160,16 @@ def stored_sources(
             boxes = {keys[name]: [(0, size) for size in planned.shape]}
         else:
             continue
-        sources = [(weight, box) for key, box in boxes.items() if isinstance(weight := stored[key], DequantizedOnDisk)]
+        sources = [
+            (weight, box)
+            for key, box in boxes.items()
+            if isinstance(weight := stored[key], DequantizedOnDisk)
+        ]
         if len(sources) == len(boxes):
             found[name] = sources
-    rest = {targets[key].name for key, weight in stored.items() if isinstance(weight, DequantizedOnDisk)} - found.keys()
+    rest = {
+        targets[key].name for key, weight in stored.items() if isinstance(weight, DequantizedOnDisk)
+    } - found.keys()
     if not found:
         raise CheckpointError(
             f"quantization_config='as_stored': none of the {len(rest)} weights that are stored quantized can stay so: "
@@ -152,6 +179,7 @@ def stored_sources(
         _log.warning(
             "%d weights that are stored quantized cannot stay so and are read as plain values (%s, for one): only "
             "untied projections can, and experts that the host stacks, concatenates or transposes",
-            *(len(rest), min(rest)),
+            len(rest),
+            min(rest),
         )
     return found

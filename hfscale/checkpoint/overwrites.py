@@ -45,7 +45,11 @@ class _StandIns(TorchDispatchMode):
     """Put placeholders of full ``shapes`` in place of parameters, which no write reaches; ``real`` ones have memory."""
 
     def __init__(
-        self, model: Any, shapes: dict[str, tuple[int, ...]], real: Collection[str] = (), fill: float = 0.0
+        self,
+        model: Any,
+        shapes: dict[str, tuple[int, ...]],
+        real: Collection[str] = (),
+        fill: float = 0.0,
     ) -> None:
         super().__init__()
         self.model = model
@@ -57,7 +61,9 @@ class _StandIns(TorchDispatchMode):
         for name, parameter in self.own.items():
             if name in real:
                 wide = torch.promote_types(parameter.dtype, torch.float32)
-                filled = nn.Parameter(torch.full(parameter.shape, fill, dtype=wide), requires_grad=False)
+                filled = nn.Parameter(
+                    torch.full(parameter.shape, fill, dtype=wide), requires_grad=False
+                )
                 mark_loaded(filled)
                 put_parameter(model, name, filled)
             else:
@@ -71,19 +77,27 @@ class _StandIns(TorchDispatchMode):
                 initialize()
             for key, parameter in module.named_parameters(prefix=name, remove_duplicate=False):
                 expected = self.tensors.get(key)
-                if expected is not None and (parameter is not expected or storage_key(parameter) not in self._names):
+                if expected is not None and (
+                    parameter is not expected or storage_key(parameter) not in self._names
+                ):
                     self._written.add(key)
                     self._stand_in(key, expected, tuple(expected.shape))
         return {name for name in self._written if is_loaded(self.tensors[name])}
 
     def put_back(self) -> None:
         for name, parameter in self.own.items():
-            parameter.requires_grad_(self.model.get_parameter(name).requires_grad)  # initialization may freeze some
+            parameter.requires_grad_(
+                self.model.get_parameter(name).requires_grad
+            )  # initialization may freeze some
             put_parameter(self.model, name, parameter)
 
     def _stand_in(self, name: str, parameter: Tensor, shape: tuple[int, ...]) -> None:
-        one = torch.zeros((), dtype=parameter.dtype, device="cpu" if parameter.is_meta else parameter.device)
-        self.tensors[name] = made = nn.Parameter(one.expand(shape), requires_grad=parameter.requires_grad)
+        one = torch.zeros(
+            (), dtype=parameter.dtype, device="cpu" if parameter.is_meta else parameter.device
+        )
+        self.tensors[name] = made = nn.Parameter(
+            one.expand(shape), requires_grad=parameter.requires_grad
+        )
         if is_loaded(parameter):
             mark_loaded(made)
         self._names[storage_key(made)] = name
@@ -99,8 +113,16 @@ class _StandIns(TorchDispatchMode):
         for index, argument in enumerate(schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 value = args[index] if index < len(args) else kwargs.get(argument.name)
-                targets += value if isinstance(value, list | tuple) else [value] if value is not None else []
-        found = {self._names[key] for target in targets if (key := storage_key(target)) in self._names}
+                targets += (
+                    value
+                    if isinstance(value, list | tuple)
+                    else [value]
+                    if value is not None
+                    else []
+                )
+        found = {
+            self._names[key] for target in targets if (key := storage_key(target)) in self._names
+        }
         if not found:
             return func(*args, **kwargs)
         self._written |= found
@@ -145,7 +167,11 @@ def find_overwrites(model: Any, loaded: Collection[str]) -> dict[str, Overwrite]
 
 
 def _initialized(
-    model: Any, loaded: Collection[str], run: Callable[[_StandIns], Any], real: Collection[str] = (), fill: float = 0.0
+    model: Any,
+    loaded: Collection[str],
+    run: Callable[[_StandIns], Any],
+    real: Collection[str] = (),
+    fill: float = 0.0,
 ) -> Any:
     """Return the result of ``run`` with placeholders in a copy of ``model``, whose ``loaded`` tensors are marked."""
     model = copy.deepcopy(model)

@@ -20,7 +20,13 @@ def random_states(mesh: Mesh) -> dict[str, Any]:
     states = {
         "torch": torch.random.get_rng_state(),
         "python": random.getstate(),
-        "numpy": (str(version), torch.as_tensor(np.asarray(keys, dtype=np.int64)), position, has_gauss, gauss),
+        "numpy": (
+            str(version),
+            torch.as_tensor(np.asarray(keys, dtype=np.int64)),
+            position,
+            has_gauss,
+            gauss,
+        ),
     }
     if mesh.device.type != "cpu":
         states["device"] = default_generator(mesh.device).get_state()

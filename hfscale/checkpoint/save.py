@@ -58,10 +58,14 @@ def save_pretrained(
         CheckpointError: a rank did not call it, replicas have drifted apart, or writing failed; ``directory`` is then
             unchanged.
     """
-    runtime, target, call = runtime_of(model), target_of(directory), f"save_pretrained({str(directory)!r})"
+    runtime = runtime_of(model)
+    target = target_of(directory)
+    call = f"save_pretrained({str(directory)!r})"
     if quantization is None and by_peft.save(runtime, model, target):
         return
-    refuse_without_around(runtime, model, call, "save those by model.save_pretrained or torch.save, in one process")
+    refuse_without_around(
+        runtime, model, call, "save those by model.save_pretrained or torch.save, in one process"
+    )
     writing.everyone_arrives(runtime.mesh, timeout, call)
     failing = writing.all_or_none(runtime.mesh, f"{target} could not be written")
     with failing, guards.as_built(runtime):
@@ -77,7 +81,9 @@ def save_pretrained(
 
 def _again(runtime: Runtime, quantization: str) -> QuantizedAgain:
     if quantization != "as_stored":
-        raise ConfigError(f"quantization must be 'as_stored' or None, got {quantization!r}: leave it out")
+        raise ConfigError(
+            f"quantization must be 'as_stored' or None, got {quantization!r}: leave it out"
+        )
     if runtime.part(Adapters) is not None:
         raise ConfigError(
             "quantization='as_stored' is of whole weights, and the model has adapters: merge them first "
@@ -86,15 +92,23 @@ def _again(runtime: Runtime, quantization: str) -> QuantizedAgain:
     return quantized_again(runtime.model)
 
 
-def _write(runtime: Runtime, target: Path, max_shard_size: str | int, again: QuantizedAgain) -> None:
+def _write(
+    runtime: Runtime, target: Path, max_shard_size: str | int, again: QuantizedAgain
+) -> None:
     entries = tensors_to_save(runtime)
-    contents = {entry.name: torch.empty(entry.shape, dtype=entry.dtype, device="meta") for entry in entries}
+    contents = {
+        entry.name: torch.empty(entry.shape, dtype=entry.dtype, device="meta") for entry in entries
+    }
     stored = AsStored(runtime.model, contents)
     layout = again.layout(stored.layout)
     with writing.atomic_directory(target, runtime.mesh, stale=STALE) as staging:
-        writer, wrong, carried = None, "", dict[str, TensorOnDisk]()
+        writer = None
+        wrong = ""
+        carried = dict[str, TensorOnDisk]()
         if writing.is_writer(runtime.mesh):
-            carried = staging.attempt(carried_tensors, runtime.model, again.form is not None) or carried
+            carried = (
+                staging.attempt(carried_tensors, runtime.model, again.form is not None) or carried
+            )
             layout = {**layout, **carried}
             size = runtime.plan.parameter_count
             writer = staging.attempt(CheckpointWriter, staging.path, layout, max_shard_size, size)

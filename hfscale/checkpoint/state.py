@@ -53,7 +53,8 @@ class _Save(threading.Thread):
 
     def __init__(self, name: str, work: Callable[[], None]) -> None:
         super().__init__(name=f"hfscale-save {name}", daemon=False)
-        self.target, self.work = name, work
+        self.target = name
+        self.work = work
         self.error: BaseException | None = None
 
     @saving()
@@ -64,7 +65,11 @@ class _Save(threading.Thread):
         except BaseException as error:  # kept, or wait_for_saves would take the save for done
             self.error = error
             told = in_words(error)
-            print(f"hfscale: the asynchronous save of {self.target} failed: {told}", file=sys.stderr, flush=True)
+            print(
+                f"hfscale: the asynchronous save of {self.target} failed: {told}",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 _running: list[_Save] = []
@@ -84,7 +89,9 @@ def wait_for_saves() -> None:
             save.join()
         if save.error is not None:
             told = in_words(save.error)
-            raise CheckpointError(f"the asynchronous save of {save.target} failed: {told}") from save.error
+            raise CheckpointError(
+                f"the asynchronous save of {save.target} failed: {told}"
+            ) from save.error
 
 
 def save_runs() -> bool:
@@ -99,7 +106,9 @@ def _group(world: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
 
 def on_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Copy tensors to CPU memory, pinned if they come from a GPU; complete on return."""
-    copies = {key: tensor.to("cpu", non_blocking=True, copy=True) for key, tensor in tensors.items()}
+    copies = {
+        key: tensor.to("cpu", non_blocking=True, copy=True) for key, tensor in tensors.items()
+    }
     for device in {tensor.device for tensor in tensors.values() if is_accelerator(tensor.device)}:
         device_module(device).current_stream(device).synchronize()
     return copies
@@ -141,7 +150,11 @@ def save_state(
         CheckpointError: a rank did not call it, or could not write, replicas have drifted apart, or a schedule without
             a flush has microbatches in flight; ``directory`` is then unchanged.
     """
-    runtime, target, call = runtime_of(model), target_of(directory), f"save_state({str(directory)!r})"
+    runtime, target, call = (
+        runtime_of(model),
+        target_of(directory),
+        f"save_state({str(directory)!r})",
+    )
     count = _check_numbers(step, keep_last, keep_every)
     refuse_under_way(runtime, "save_state")
     everyone_arrives(runtime.mesh, timeout, call)
@@ -157,7 +170,11 @@ def save_state(
 
 
 def taken_now(
-    runtime: Runtime, target: Path, optimizer: torch.optim.Optimizer | None, step: int | None, others: dict[str, Any]
+    runtime: Runtime,
+    target: Path,
+    optimizer: torch.optim.Optimizer | None,
+    step: int | None,
+    others: dict[str, Any],
 ) -> TakenState:
     """Return this rank's state of a run, to be written to ``target``, once the previous save is done; collective."""
     if (streams := runtime.part(RandomStreams)) is not None:
@@ -217,7 +234,9 @@ def load_state(
         if missing_ok and none_to_resume(Path(directory), runtime.mesh):
             return Resumed(None, 0, runtime.mesh.batch_world, True)
         runtime.data.release()
-        resumed = load_from(runtime, Path(directory), stock_optimizer(optimizer), _given(others), verify)
+        resumed = load_from(
+            runtime, Path(directory), stock_optimizer(optimizer), _given(others), verify
+        )
         if resumed.directory is not None:
             runtime.run = run_of(resumed.directory)
         return resumed
@@ -237,7 +256,11 @@ def _check_numbers(step: Any, keep_last: object, keep_every: object) -> int | No
     if hasattr(step, "__index__") and not isinstance(step, bool):
         with suppress(TypeError):
             step = operator.index(step)  # of a tensor, say
-    for name, count, least in (("step", step, 0), ("keep_last", keep_last, 1), ("keep_every", keep_every, 1)):
+    for name, count, least in (
+        ("step", step, 0),
+        ("keep_last", keep_last, 1),
+        ("keep_every", keep_every, 1),
+    ):
         if count is not None:
             check_count(name, count, least)
     return step
@@ -258,7 +281,9 @@ def _given(others: dict[str, Any]) -> dict[str, Any]:
                 name,
             )
         elif other is not None:
-            raise CheckpointError(f"{name}={type(other).__name__} has no state_dict and load_state_dict: leave it out")
+            raise CheckpointError(
+                f"{name}={type(other).__name__} has no state_dict and load_state_dict: leave it out"
+            )
     return found
 
 
@@ -279,7 +304,9 @@ class SaveCheck:
     load_seconds: float
 
 
-def check_save(model: nn.Module, optimizer: torch.optim.Optimizer | None, directory: str | Path) -> SaveCheck:
+def check_save(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, directory: str | Path
+) -> SaveCheck:
     """Save a state of the run into ``directory``, load it, and remove it; call it on every rank.
 
     Call it after the first step, when the optimizer has its state, so that a run that cannot be saved ends then and
@@ -292,11 +319,16 @@ def check_save(model: nn.Module, optimizer: torch.optim.Optimizer | None, direct
         CheckpointError: there is no room for two states (the next one is written beside the last), or an error of
             :func:`hfscale.save_state` or :func:`hfscale.load_state`.
     """
-    runtime, root = runtime_of(model), Path(directory)
+    runtime = runtime_of(model)
+    root = Path(directory)
     with all_or_none(runtime.mesh, f"{root} could not be checked"):
         held = contents_of(runtime, stock_optimizer(optimizer)).held
-        needed = sum(runtime.mesh.all_gather_object(sum(t.numel() * t.element_size() for t in held.values())))
-        free = runtime.mesh.all_gather_object(_room(root, needed) if is_writer(runtime.mesh) else 0)[0]
+        needed = sum(
+            runtime.mesh.all_gather_object(sum(t.numel() * t.element_size() for t in held.values()))
+        )
+        free = runtime.mesh.all_gather_object(
+            _room(root, needed) if is_writer(runtime.mesh) else 0
+        )[0]
     target = root / ".check"
     try:
         begun = time.perf_counter()

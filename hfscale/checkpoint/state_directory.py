@@ -30,8 +30,23 @@ from .state_format import INDEX
 
 LATEST = "latest"
 _NOTES = {
-    *(".log", ".txt", ".out", ".err", ".md", ".csv", ".json", ".jsonl", ".yaml", ".yml", ".toml", ".py", ".sh"),
-    *(".html", ".png", ".svg", ".wandb"),
+    ".log",
+    ".txt",
+    ".out",
+    ".err",
+    ".md",
+    ".csv",
+    ".json",
+    ".jsonl",
+    ".yaml",
+    ".yml",
+    ".toml",
+    ".py",
+    ".sh",
+    ".html",
+    ".png",
+    ".svg",
+    ".wandb",
 }
 _log = logging.getLogger(__name__)
 _warn_once = functools.lru_cache(_log.warning)
@@ -47,9 +62,12 @@ class NewState:
 
     def commit(self, files: dict[str, complete.FileSum], step: int | None, run: str) -> None:
         """Mark the state complete, once all of its ``files`` are on disk, and replace the target by it."""
-        target, old = self.target, old_of(self.target)
+        target = self.target
+        old = old_of(self.target)
         complete.mark_complete(self.path, files, step, run)
-        if target.exists() and problems_of(target):  # the complete state may be the old one, so keep that
+        if target.exists() and problems_of(
+            target
+        ):  # the complete state may be the old one, so keep that
             directories.discard(target, target)
         elif target.exists():
             _remove(old, target)
@@ -116,8 +134,13 @@ def states_in(source: Path) -> list[Path]:
 
 def candidates(source: Path) -> list[Path]:
     """Return the complete states that ``source`` may mean, best first, or raise; warn once of others."""
-    found, source = states_in(source), _meant(source)
-    marked = [path for path in found if any((path / name).exists() for name in (complete.MARK, "layout.json"))]
+    found = states_in(source)
+    source = _meant(source)
+    marked = [
+        path
+        for path in found
+        if any((path / name).exists() for name in (complete.MARK, "layout.json"))
+    ]
     own = old_of(source).with_suffix(".incomplete")
     passed = [path for path in found if path not in marked] + ([own] if own.is_dir() else [])
     passed += source.glob(".*.incomplete")
@@ -196,13 +219,17 @@ def none_to_resume(source: Path, mesh: Mesh) -> bool:
 
 def find_whole(source: Path, mesh: Mesh, verify: bool) -> Path:
     """Return the newest complete state that ``source`` may mean, the same on every rank; raise if there is none."""
-    found = [os.path.relpath(path, source) for path in candidates(source)] if is_writer(mesh) else []
+    found = (
+        [os.path.relpath(path, source) for path in candidates(source)] if is_writer(mesh) else []
+    )
     wrong: dict[Path, list[str]] = {}
     for name in mesh.all_gather_object(found)[0]:
         directory = Path(os.path.normpath(source / name))
         problems = mesh.all_gather_object(problems_of(directory) if is_writer(mesh) else [])[0]
         if not problems and verify:
-            problems = [each for told in mesh.all_gather_object(_changed(directory, mesh)) for each in told]
+            problems = [
+                each for told in mesh.all_gather_object(_changed(directory, mesh)) for each in told
+            ]
         if not problems:
             if wrong and is_writer(mesh):
                 _log.warning("%s. Resuming from %s", _listed(wrong), directory)
@@ -217,11 +244,15 @@ def _changed(directory: Path, mesh: Mesh) -> list[str]:
         mark = complete.read_mark(directory)
     except CheckpointError as error:
         return [f"{error} (as rank {mesh.rank} sees it)"]
-    return complete.content_problems(directory, mark, sorted(mark.files)[mesh.rank :: mesh.layout.total_size])
+    return complete.content_problems(
+        directory, mark, sorted(mark.files)[mesh.rank :: mesh.layout.total_size]
+    )
 
 
 def _listed(wrong: dict[Path, list[str]]) -> str:
-    return "; ".join(f"{path} cannot be used: {', '.join(problems)}" for path, problems in wrong.items())
+    return "; ".join(
+        f"{path} cannot be used: {', '.join(problems)}" for path, problems in wrong.items()
+    )
 
 
 def _meant(source: Path) -> Path:
@@ -254,7 +285,11 @@ def run_of(directory: Path) -> str:
     """Return the id for a run that resumes from a state: its run's, or a new one if that run has later states."""
     try:
         mark = complete.read_mark(directory)
-        whole = [path for path in directory.parent.iterdir() if path.name[0] != "." and not problems_of(path)]
+        whole = [
+            path
+            for path in directory.parent.iterdir()
+            if path.name[0] != "." and not problems_of(path)
+        ]
         further = mark.step is not None and any(
             each.run == mark.run and (each.step or 0) > mark.step for each in map(mark_of, whole)
         )
@@ -270,7 +305,11 @@ def prune(newest: Path, run: str, keep_last: int | None, keep_every: int | None)
     beside = [path for path in newest.parent.iterdir() if path != newest and not path.is_symlink()]
     marks = {path: mark_of(path) for path in beside if not problems_of(path)}
     own = {path: mark for path, mark in marks.items() if mark.run == run}
-    order = sorted(own, key=lambda path: (not path.name.startswith("."), *age(own[path], *own.values())), reverse=True)
+    order = sorted(
+        own,
+        key=lambda path: (not path.name.startswith("."), *age(own[path], *own.values())),
+        reverse=True,
+    )
     for path in order[keep_last - 1 :]:
         step = own[path].step
         if keep_every and step is not None and step % keep_every == 0:

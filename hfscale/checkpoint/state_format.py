@@ -27,7 +27,8 @@ from ..plan.state_tensor import StateTensor
 
 INDEX = "state.json"
 _VERSION = 2
-_OPEN_FILES, _MOST_RANKS = 64, 1 << 20
+_OPEN_FILES = 64
+_MOST_RANKS = 1 << 20
 _SIZES = ("pp", "dp_replicate", "dp_shard", "tp", "ep", "expert_tp", "cp")
 
 
@@ -37,18 +38,32 @@ class StateIndex:
 
     sizes: dict[str, int]  # axis -> size, of the layout that it was written in
     layers: list[str]  # the layers of each pipeline rank, in words; empty without stages
-    axes: list[list[tuple[str, int]]]  # axes and sizes, outermost first: of the mesh, and of the mesh that experts see
+    axes: list[
+        list[tuple[str, int]]
+    ]  # axes and sizes, outermost first: of the mesh, and of the mesh that experts see
     step: int | None = None  # the caller's step number
     batch_world: int = 1  # distinct batches in a step
     # ``weights/NAME``, ``buffers/NAME`` and ``optimizer/KEY/NAME`` -> shape and cuts
     tensors: dict[str, StateTensor] = field(default_factory=dict)
-    numbers: dict[str, dict[str, Any]] = field(default_factory=dict)  # of parameters: state besides tensors
-    groups: list[list[str]] | None = None  # names of the parameters in each of the optimizer's groups, if there is one
-    optimizer: list[Any] | None = None  # its name, and the names of its options; ``None``: not known
-    others: dict[str, bool] = field(default_factory=dict)  # name of another object -> whether all ranks had one state
-    stored: dict[str, str] = field(default_factory=dict)  # name in a checkpoint, or adapter's file -> key here
+    numbers: dict[str, dict[str, Any]] = field(
+        default_factory=dict
+    )  # of parameters: state besides tensors
+    groups: list[list[str]] | None = (
+        None  # names of the parameters in each of the optimizer's groups, if there is one
+    )
+    optimizer: list[Any] | None = (
+        None  # its name, and the names of its options; ``None``: not known
+    )
+    others: dict[str, bool] = field(
+        default_factory=dict
+    )  # name of another object -> whether all ranks had one state
+    stored: dict[str, str] = field(
+        default_factory=dict
+    )  # name in a checkpoint, or adapter's file -> key here
     adapter: bool = False  # whether ``stored`` names an adapter's tensors, as PEFT does
-    carried: list[Any] | None = None  # the checkpoint that was loaded, and names of what its class does not load there
+    carried: list[Any] | None = (
+        None  # the checkpoint that was loaded, and names of what its class does not load there
+    )
     versions: dict[str, str] = field(default_factory=dict)  # of the packages that wrote it
 
     @classmethod
@@ -57,10 +72,15 @@ class StateIndex:
         numbers = {name: number for number, name in enumerate(plan.layers)}
         ranks = [plan.stages.of_rank(rank) for rank in range(layout.pp)] if plan.stages else []
         axes = [(axis, layout.size(axis)) for axis in MESH_AXES]
-        of_experts = [(axis, layout.size("expert_tp" if axis == "tp" else axis)) for axis in EXPERT_AXES]
+        of_experts = [
+            (axis, layout.size("expert_tp" if axis == "tp" else axis)) for axis in EXPERT_AXES
+        ]
         return cls(
             {axis: layout.size(axis) for axis in _SIZES},
-            [", ".join(f"{numbers[s.layers[0]]}-{numbers[s.layers[-1]]}" for s in stages) for stages in ranks],
+            [
+                ", ".join(f"{numbers[s.layers[0]]}-{numbers[s.layers[-1]]}" for s in stages)
+                for stages in ranks
+            ],
             [axes, of_experts if layout.ep > 1 else axes],
             batch_world=layout.batch_world,
         )
@@ -86,7 +106,8 @@ class StateIndex:
 
     def rank_with_random_states(self, mesh: Mesh) -> tuple[int, str]:
         """Return the rank whose RNG states this one takes over in another layout, and a seed if others do so too."""
-        data, stage = mesh.data_rank, mesh.pp_rank
+        data = mesh.data_rank
+        stage = mesh.pp_rank
         there = data if data < self.sizes["dp_replicate"] * self.sizes["dp_shard"] else 0
         at = stage if stage < self.sizes["pp"] else 0
         replicate, shard = divmod(there, self.sizes["dp_shard"])
@@ -95,15 +116,23 @@ class StateIndex:
 
     def write(self) -> bytes:
         """Return the state index as the bytes of its file."""
-        told = {**vars(self), "version": _VERSION, "tensors": {k: t.told() for k, t in self.tensors.items()}}
+        told = {
+            **vars(self),
+            "version": _VERSION,
+            "tensors": {k: t.told() for k, t in self.tensors.items()},
+        }
         return json.dumps(told).encode()
 
     def check_bytes(self, size: int) -> None:
         """Raise ValueError if tensors have more entries, or cuts, than fit into files of ``size`` bytes."""
         told = sum(prod(tensor.shape) for tensor in self.tensors.values() if not tensor.own)
-        pieces = max((cut.size for tensor in self.tensors.values() for cut in tensor.cuts), default=1)
+        pieces = max(
+            (cut.size for tensor in self.tensors.values() for cut in tensor.cuts), default=1
+        )
         if told > size or pieces > self.world or self.world > _MOST_RANKS:
-            raise ValueError(f"{told:,} entries in {size:,} bytes, {self.world:,} ranks, up to {pieces:,} pieces")
+            raise ValueError(
+                f"{told:,} entries in {size:,} bytes, {self.world:,} ranks, up to {pieces:,} pieces"
+            )
 
     @classmethod
     def read(cls, directory: Path) -> "StateIndex":
@@ -116,27 +145,47 @@ class StateIndex:
                     f"hfscale that wrote it ({told.get('versions', {}).get('hfscale', 'unknown')})"
                 )
             told["tensors"] = {key: StateTensor.hear(each) for key, each in told["tensors"].items()}
-            told["axes"] = [[(str(axis), int(size)) for axis, size in each] for each in told["axes"]]
+            told["axes"] = [
+                [(str(axis), int(size)) for axis, size in each] for each in told["axes"]
+            ]
             index = cls(**told)
-            if not isinstance(index.step, int | None) or not isinstance(index.others, dict) or index.batch_world < 1:
-                raise ValueError(f"step={index.step!r}, batch_world={index.batch_world!r}, others={index.others!r}")
-            index.check_bytes(sum(path.stat().st_size for path in directory.glob("rank-*.safetensors")))
+            if (
+                not isinstance(index.step, int | None)
+                or not isinstance(index.others, dict)
+                or index.batch_world < 1
+            ):
+                raise ValueError(
+                    f"step={index.step!r}, batch_world={index.batch_world!r}, others={index.others!r}"
+                )
+            index.check_bytes(
+                sum(path.stat().st_size for path in directory.glob("rank-*.safetensors"))
+            )
             return index
         except FileNotFoundError as error:
             earlier = (directory / "layout.json").exists()
-            what = "was written by an earlier hfscale, in a format of its own" if earlier else "is not a state"
+            what = (
+                "was written by an earlier hfscale, in a format of its own"
+                if earlier
+                else "is not a state"
+            )
             raise CheckpointError(
                 f"{directory} {what}: give a directory written by hfscale.save_state, or its parent"
             ) from error
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{directory} has a damaged {INDEX} ({error}): use another state") from error
+            raise CheckpointError(
+                f"{directory} has a damaged {INDEX} ({error}): use another state"
+            ) from error
 
 
 def is_written_by(mesh: Mesh, tensor: StateTensor) -> bool:
     """Return whether this rank writes its shard of ``tensor``: it is the first one that has it."""
     _, ranks = mesh.view(tensor.cuts)
-    writers = {cut.axis: holders for cut, holders in zip(tensor.cuts, _writers(tensor), strict=True)}
-    return ranks.pop("pp") == tensor.home and all(rank in writers.get(axis, (0,)) for axis, rank in ranks.items())
+    writers = {
+        cut.axis: holders for cut, holders in zip(tensor.cuts, _writers(tensor), strict=True)
+    }
+    return ranks.pop("pp") == tensor.home and all(
+        rank in writers.get(axis, (0,)) for axis, rank in ranks.items()
+    )
 
 
 def _writers(tensor: StateTensor) -> Iterator[range]:
@@ -164,8 +213,11 @@ class StateReader:
     """A reader of one saved state's tensors, by their keys in its index."""
 
     def __init__(self, directory: Path, index: StateIndex) -> None:
-        self.directory, self.index = directory, index
-        self._file = lru_cache(_OPEN_FILES)(lambda rank: SafetensorsFile(directory / weights_name(rank)).slices())
+        self.directory = directory
+        self.index = index
+        self._file = lru_cache(_OPEN_FILES)(
+            lambda rank: SafetensorsFile(directory / weights_name(rank)).slices()
+        )
 
     def read(self, key: str, wanted: StateTensor, ranks: dict[str, int]) -> Tensor:
         """Return a copy of a tensor's shard at ``ranks``, on the CPU; ``wanted``: how the reading layout shards it."""
@@ -191,7 +243,9 @@ class StateReader:
         """Raise :class:`CheckpointError` if a tensor is of another shape or layout than ``wanted`` can be read from."""
         written = self.index.tensors.get(key)
         if written is None:
-            raise CheckpointError(f"{self.directory} has no {key}: it was saved from another model or optimizer")
+            raise CheckpointError(
+                f"{self.directory} has no {key}: it was saved from another model or optimizer"
+            )
         if written.own and written.cuts != wanted.cuts:
             raise CheckpointError(
                 f"{self.directory} has {key} as rank-local data, usable only in its layout {self.index.sizes}: "
@@ -212,7 +266,11 @@ class StateReader:
                 f"{self.directory}/{weights_name(rank)} has no {key}, a shard of that rank: it is damaged, use "
                 "another state"
             )
-        shape = found.shape if written.own else written.local_shape(dict.fromkeys(self.index.sizes, 0) | ranks)
+        shape = (
+            found.shape
+            if written.own
+            else written.local_shape(dict.fromkeys(self.index.sizes, 0) | ranks)
+        )
         if found.shape != shape:
             raise CheckpointError(
                 f"{self.directory}/{weights_name(rank)} has {key} of shape {found.shape}, not {shape}: the "
@@ -226,7 +284,9 @@ class StateReader:
 
         def below(done: int, ranks: dict[str, int]) -> Iterator[dict[str, int]]:
             spans = share_spans(written.weight or written.shape, written.cuts[:done], ranks)
-            if wanted and not all(overlaps(want, held) for want, held in zip(wanted, spans, strict=True)):
+            if wanted and not all(
+                overlaps(want, held) for want, held in zip(wanted, spans, strict=True)
+            ):
                 return
             if done == len(written.cuts):
                 yield ranks
@@ -244,13 +304,20 @@ class StateReader:
         covered = 0
         for ranks in self._pieces(written, wanted):
             piece = self._piece(key, written, ranks)
-            meet = [overlaps(want, held) for want, held in zip(wanted, written.spans(ranks), strict=True)]
+            meet = [
+                overlaps(want, held)
+                for want, held in zip(wanted, written.spans(ranks), strict=True)
+            ]
             for box in product(*meet):
                 place = tuple(slice(into, into + length) for into, _, length in box)
-                found[place] = piece.read(tuple((start, start + length) for _, start, length in box))
+                found[place] = piece.read(
+                    tuple((start, start + length) for _, start, length in box)
+                )
                 covered += prod(length for *_, length in box)
         if covered < prod(shape):
-            raise CheckpointError(f"{self.directory} has only a part of {key}: it is damaged, use another state")
+            raise CheckpointError(
+                f"{self.directory} has only a part of {key}: it is damaged, use another state"
+            )
         return found
 
     def whole(self, key: str) -> Tensor:

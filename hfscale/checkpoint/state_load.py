@@ -37,7 +37,11 @@ class Resumed:
 
 
 def load_from(
-    runtime: Runtime, source: Path, optimizer: torch.optim.Optimizer | None, others: dict[str, Any], verify: bool
+    runtime: Runtime,
+    source: Path,
+    optimizer: torch.optim.Optimizer | None,
+    others: dict[str, Any],
+    verify: bool,
 ) -> Resumed:
     """Load a state: see :func:`hfscale.load_state`; collective."""
     directory = find_whole(source, runtime.mesh, verify)
@@ -75,14 +79,22 @@ class _Found:
     """Check that a state fits the run, without changing the run."""
 
     def __init__(
-        self, runtime: Runtime, directory: Path, optimizer: torch.optim.Optimizer | None, others: dict[str, Any]
+        self,
+        runtime: Runtime,
+        directory: Path,
+        optimizer: torch.optim.Optimizer | None,
+        others: dict[str, Any],
     ) -> None:
-        self.runtime, self.mesh, self.directory = runtime, runtime.mesh, directory
+        self.runtime = runtime
+        self.mesh = runtime.mesh
+        self.directory = directory
         self.index = StateIndex.read(directory)
         self.reader = StateReader(directory, self.index)
         own = StateIndex.of(self.mesh.layout, runtime.plan)
         self.alike = (self.index.sizes, self.index.layers) == (own.sizes, own.layers)
-        self.parameters = {planned.name: (planned, parameter) for planned, parameter in runtime.parameters()}
+        self.parameters = {
+            planned.name: (planned, parameter) for planned, parameter in runtime.parameters()
+        }
         self._check_weights()
         self.buffers = dict(self._buffers())
         if self.alike:
@@ -101,8 +113,12 @@ class _Found:
     def _check_weights(self) -> None:
         plan = self.runtime.plan
         frozen = plan.quantized.weights if plan.quantized is not None else ()
-        known = {f"weights/{planned.name}" for planned in plan.owned() if planned.name not in frozen}
-        more = sorted(key for key in self.index.tensors if key.startswith("weights/") and key not in known)
+        known = {
+            f"weights/{planned.name}" for planned in plan.owned() if planned.name not in frozen
+        }
+        more = sorted(
+            key for key in self.index.tensors if key.startswith("weights/") and key not in known
+        )
         if more:
             raise CheckpointError(
                 f"{self.directory} has {len(more)} parameters that this model lacks, {more[0].partition('/')[2]} "
@@ -123,7 +139,11 @@ class _Found:
         for name, buffer in self.runtime.model.named_buffers():
             key = f"buffers/{name}"
             written = self.index.tensors.get(key)
-            fits = written is not None and written.shape == buffer.shape and self.reader.dtype(key) == buffer.dtype
+            fits = (
+                written is not None
+                and written.shape == buffer.shape
+                and self.reader.dtype(key) == buffer.dtype
+            )
             if fits:
                 yield name, buffer
             elif name in saved or self.alike:
@@ -132,10 +152,17 @@ class _Found:
                 )
 
     def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        names = {id(parameter): planned.name for planned, parameter in written_parameters(self.runtime)}
-        here = [{names.get(id(parameter), "") for parameter in group} for group in moved_parameters(optimizer)]
+        names = {
+            id(parameter): planned.name for planned, parameter in written_parameters(self.runtime)
+        }
+        here = [
+            {names.get(id(parameter), "") for parameter in group}
+            for group in moved_parameters(optimizer)
+        ]
         if self.index.groups is None:
-            raise CheckpointError(f"{self.directory} holds no optimizer: save_state was called without it")
+            raise CheckpointError(
+                f"{self.directory} holds no optimizer: save_state was called without it"
+            )
         name, options = described(optimizer)
         then, then_options = self.index.optimizer or (name, options)
         if then != name and then_options != options:
@@ -145,7 +172,9 @@ class _Found:
                 "state"
             )
         there = [set(group) & set(names.values()) for group in self.index.groups]
-        if here != there or [isinstance(options, dict) for options in self.rest["options"]] != [True] * len(here):
+        if here != there or [isinstance(options, dict) for options in self.rest["options"]] != [
+            True
+        ] * len(here):
             raise CheckpointError(
                 f"{self.directory} has an optimizer state for other parameters or groups: build the optimizer as it "
                 "was when saved"
@@ -153,14 +182,20 @@ class _Found:
         for key, _, _, lies in self.states(optimizer):
             self.reader.check(key, lies)
 
-    def states(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor, str, StateTensor]]:
+    def states(
+        self, optimizer: torch.optim.Optimizer
+    ) -> Iterator[tuple[str, Tensor, str, StateTensor]]:
         """Yield the saved optimizer state of this rank's parameters: key, parameter, optimizer's key, cuts."""
         for key, there in self.index.tensors.items():
             kind, _, rest = key.partition("/")
             state, _, name = rest.partition("/")
             if kind == "optimizer" and name in self.parameters:
                 planned, parameter = self.parameters[name]
-                lies = own(planned) if there.own else state_lies(optimizer, planned, state, there.shape, planned.shape)
+                lies = (
+                    own(planned)
+                    if there.own
+                    else state_lies(optimizer, planned, state, there.shape, planned.shape)
+                )
                 yield key, parameter, state, lies
 
     def _rest(self, rank: int) -> dict[str, Any]:
@@ -176,15 +211,20 @@ class _Found:
                 f"another state ({str(error).partition(chr(10))[0]})"
             ) from error
         kinds = {"random": dict, "others": dict, "options": list, "parts": dict}
-        if wrong := [name for name, kind in kinds.items() if not isinstance(dict(found).get(name), kind)]:
-            raise CheckpointError(f"{path} is damaged, it has no {' and no '.join(wrong)}: use another state")
+        if wrong := [
+            name for name, kind in kinds.items() if not isinstance(dict(found).get(name), kind)
+        ]:
+            raise CheckpointError(
+                f"{path} is damaged, it has no {' and no '.join(wrong)}: use another state"
+            )
         return found
 
     def _check_other(self, name: str) -> None:
         if name not in self.rest["others"]:
             names = ", ".join(self.rest["others"]) or "nothing else"
             raise CheckpointError(f"{self.directory} holds {names}, and no {name!r}")
-        then, now = self.index.batch_world, self.mesh.batch_world
+        then = self.index.batch_world
+        now = self.mesh.batch_world
         if then != now and not self.index.others[name]:
             raise CheckpointError(
                 f"{self.directory} has {then} of {name!r}, one per distinct batch, and this run has {now} distinct "
@@ -197,14 +237,20 @@ class _ReadAside:
     """Read this rank's shards of a state into CPU memory; the run is unchanged until :meth:`put_back`."""
 
     def __init__(self, found: _Found, optimizer: torch.optim.Optimizer | None) -> None:
-        self.reader, self.runtime = found.reader, found.runtime
+        self.reader = found.reader
+        self.runtime = found.runtime
         self._not_finite = ""
         self._copies: list[tuple[Tensor, Tensor]] = []  # source, destination
         self._states: dict[Tensor, dict[str, Any]] = defaultdict(dict)
         for planned, parameter in written_parameters(self.runtime):
-            self._copy_later(self._read(f"weights/{planned.name}", like(planned)), local_tensor(parameter.detach()))
+            self._copy_later(
+                self._read(f"weights/{planned.name}", like(planned)),
+                local_tensor(parameter.detach()),
+            )
         for name, buffer in found.buffers.items():
-            read = self.reader.read(f"buffers/{name}", whole(*buffer.shape), self.runtime.mesh.ranks)
+            read = self.reader.read(
+                f"buffers/{name}", whole(*buffer.shape), self.runtime.mesh.ranks
+            )
             self._copy_later(read, buffer)
         if optimizer is None:
             return
@@ -221,7 +267,9 @@ class _ReadAside:
         warn_of_not_finite(self.runtime.mesh, self._not_finite, f"{self.reader.directory}")
 
     @torch.no_grad()
-    def put_back(self, optimizer: torch.optim.Optimizer | None, options: list[dict[str, Any]]) -> None:
+    def put_back(
+        self, optimizer: torch.optim.Optimizer | None, options: list[dict[str, Any]]
+    ) -> None:
         """Copy everything into the run."""
         try:
             for read, into in self._copies:
@@ -256,8 +304,14 @@ class _ReadAside:
     @torch.no_grad()
     def _place(self, optimizer: torch.optim.Optimizer) -> None:
         """Move the optimizer's state to the devices where the optimizer would have made it."""
-        plain = getattr(optimizer, "keeps_plain_state", False)  # hfscale's: shapes may differ from shards'
-        groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
+        plain = getattr(
+            optimizer, "keeps_plain_state", False
+        )  # hfscale's: shapes may differ from shards'
+        groups = {
+            id(parameter): group
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
         for parameter, values in self._states.items():
             for state, value in values.items():
                 if isinstance(value, Tensor):
@@ -273,8 +327,12 @@ def _unchanged_on_failure(
 ) -> Iterator[None]:
     """Restore ``others``, RNG states, states of parts and options of groups if the `with` block fails on some rank."""
     random = random_states(runtime.mesh)
-    parts = [(part, copy.deepcopy(state)) for part in runtime.parts if (state := part.state(runtime))]
-    before = [(other, copy.deepcopy(other.state_dict()), dict(vars(other))) for other in others.values()]
+    parts = [
+        (part, copy.deepcopy(state)) for part in runtime.parts if (state := part.state(runtime))
+    ]
+    before = [
+        (other, copy.deepcopy(other.state_dict()), dict(vars(other))) for other in others.values()
+    ]
     groups = [] if optimizer is None else [(group, dict(group)) for group in optimizer.param_groups]
     try:
         yield
@@ -294,7 +352,9 @@ def _unchanged_on_failure(
         raise
 
 
-def _placed(key: str, value: Tensor, parameter: Tensor, optimizer: Any, group: dict[str, Any]) -> Any:
+def _placed(
+    key: str, value: Tensor, parameter: Tensor, optimizer: Any, group: dict[str, Any]
+) -> Any:
     """Return a value of an optimizer's state on the device where the optimizer would have made it."""
     if key in _COUNTED and not (group.get("fused") or group.get("capturable")):
         return value  # torch reads them on the CPU, and would sync with a device

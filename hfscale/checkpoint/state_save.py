@@ -42,13 +42,21 @@ class TakenState:
     mesh: Mesh  # the ranks that write it
     runtime: Runtime
     index: StateIndex  # with the tensors of this rank's stage, and what its optimizer keeps besides
-    held: dict[str, Tensor] = field(default_factory=dict)  # key -> shard that this rank writes, or a copy of it
+    held: dict[str, Tensor] = field(
+        default_factory=dict
+    )  # key -> shard that this rank writes, or a copy of it
     options: list[dict[str, Any]] = field(default_factory=list)  # of the optimizer's groups
     digests: dict[str, str] = field(default_factory=dict)  # of the states of other objects, by name
     rest: bytes = b""  # this rank's other data, as the bytes of a file
-    entries: list[tuple[Any, ...]] = field(default_factory=list)  # this rank's, of the tensors of a checkpoint
-    stored: dict[str, str] = field(default_factory=dict)  # of adapters, on rank 0: key in the file -> parameter
-    beside: dict[str, bytes] = field(default_factory=dict)  # config files, by name; on the first rank
+    entries: list[tuple[Any, ...]] = field(
+        default_factory=list
+    )  # this rank's, of the tensors of a checkpoint
+    stored: dict[str, str] = field(
+        default_factory=dict
+    )  # of adapters, on rank 0: key in the file -> parameter
+    beside: dict[str, bytes] = field(
+        default_factory=dict
+    )  # config files, by name; on the first rank
 
     def add(self, key: str, tensor: StateTensor, home: int, share: Tensor) -> None:
         """Add a tensor of pipeline rank ``home`` of which this rank has ``share``."""
@@ -65,7 +73,8 @@ class TakenState:
 @torch.no_grad()  # with autograd, to_local() of DTensors took a third of the time
 def contents_of(runtime: Runtime, optimizer: torch.optim.Optimizer | None) -> TakenState:
     """Collect the tensors to write of a model and its optimizer, without copies."""
-    mesh, plan = runtime.mesh, runtime.plan
+    mesh = runtime.mesh
+    plan = runtime.plan
     found = TakenState(mesh, runtime, StateIndex.of(mesh.layout, plan))
     for planned, parameter in written_parameters(runtime):
         share = local_tensor(parameter).detach()
@@ -80,7 +89,11 @@ def contents_of(runtime: Runtime, optimizer: torch.optim.Optimizer | None) -> Ta
 def written_parameters(runtime: Runtime) -> list[tuple[ParameterPlan, Tensor]]:
     """Return the parameters to write, without frozen weights in 4 or 8 bits: those are loaded from the checkpoint."""
     frozen = runtime.plan.quantized.weights if runtime.plan.quantized is not None else ()
-    return [(planned, parameter) for planned, parameter in runtime.parameters() if planned.name not in frozen]
+    return [
+        (planned, parameter)
+        for planned, parameter in runtime.parameters()
+        if planned.name not in frozen
+    ]
 
 
 def _add_optimizer(found: TakenState, runtime: Runtime, optimizer: torch.optim.Optimizer) -> None:
@@ -94,9 +107,12 @@ def _add_optimizer(found: TakenState, runtime: Runtime, optimizer: torch.optim.O
         )
     for parameter, values in optimizer.state.items():
         planned = plans.get(id(parameter))
-        if planned is None:  # frozen, in 4 or 8 bits; Adagrad has state for all parameters from the beginning
+        if (
+            planned is None
+        ):  # frozen, in 4 or 8 bits; Adagrad has state for all parameters from the beginning
             continue
-        home, share = runtime.plan.primary_rank(planned.name), tuple(local_tensor(parameter).shape)
+        home = runtime.plan.primary_rank(planned.name)
+        share = tuple(local_tensor(parameter).shape)
         for key, value in values.items():
             if isinstance(value, Tensor):
                 held = local_tensor(value).detach()
@@ -111,7 +127,9 @@ def _add_optimizer(found: TakenState, runtime: Runtime, optimizer: torch.optim.O
                 )
     found.index.groups = [[plans[id(parameter)].name for parameter in group] for group in given]
     found.index.optimizer = described(optimizer)
-    found.options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    found.options = [
+        {k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups
+    ]
 
 
 def described(optimizer: torch.optim.Optimizer) -> list[Any]:
@@ -122,13 +140,21 @@ def described(optimizer: torch.optim.Optimizer) -> list[Any]:
 def moved_parameters(optimizer: torch.optim.Optimizer) -> list[list[Tensor]]:
     """Return each group's parameters that the optimizer may update, without frozen weights in 4 or 8 bits."""
     return [
-        [parameter for parameter in group["params"] if parameter.is_floating_point() or parameter.requires_grad]
+        [
+            parameter
+            for parameter in group["params"]
+            if parameter.is_floating_point() or parameter.requires_grad
+        ]
         for group in optimizer.param_groups
     ]
 
 
 def state_lies(
-    optimizer: Any, planned: ParameterPlan, key: str, shape: tuple[int, ...], weight: tuple[int, ...]
+    optimizer: Any,
+    planned: ParameterPlan,
+    key: str,
+    shape: tuple[int, ...],
+    weight: tuple[int, ...],
 ) -> StateTensor:
     """Return how a state tensor is sharded; its ``shape`` and its ``weight``'s are both of shards, or both full."""
     if getattr(optimizer, "lies", None) is not None:
@@ -141,7 +167,10 @@ def state_lies(
 
 
 def take_state(
-    runtime: Runtime, optimizer: torch.optim.Optimizer | None, step: int | None, others: dict[str, Any]
+    runtime: Runtime,
+    optimizer: torch.optim.Optimizer | None,
+    step: int | None,
+    others: dict[str, Any],
 ) -> TakenState:
     """Return this rank's state of a run as it is now. Tensors are the run's own; everything else is copied."""
     taken = contents_of(runtime, optimizer)
@@ -151,12 +180,16 @@ def take_state(
     states = {name: other.state_dict() for name, other in others.items()}
     parts = {part.state_key: state for part in runtime.parts if (state := part.state(runtime))}
     random = random_states(runtime.mesh)
-    taken.rest = _plain_bytes({"random": random, "others": states, "options": taken.options, "parts": parts})
+    taken.rest = _plain_bytes(
+        {"random": random, "others": states, "options": taken.options, "parts": parts}
+    )
     taken.digests = {name: _digest(state) for name, state in states.items()}
     taken.entries = tensors_of_stage(runtime)
     if is_writer(runtime.mesh):
         adapters = runtime.part(Adapters)
-        with tempfile.TemporaryDirectory() as written:  # config files, and code that came with the model
+        with (
+            tempfile.TemporaryDirectory() as written
+        ):  # config files, and code that came with the model
             write_configs(runtime.model, Path(written))
             if adapters is not None:
                 taken.stored = adapters.stored_names(runtime)
@@ -189,7 +222,9 @@ def _digest(state: Any) -> str:
     def add(value: Any) -> None:
         if isinstance(value, Tensor):
             digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
-            digest.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+            digest.update(
+                value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+            )
         elif isinstance(value, dict):
             for key in sorted(value, key=repr):
                 digest.update(repr(key).encode())
@@ -206,16 +241,24 @@ def _digest(state: Any) -> str:
 
 
 def write_state(
-    taken: TakenState, target: Path, keep_last: int | None, keep_every: int | None, hosts: Hosts | None = None
+    taken: TakenState,
+    target: Path,
+    keep_last: int | None,
+    keep_every: int | None,
+    hosts: Hosts | None = None,
 ) -> None:
     """Write a taken state, or nothing if a rank fails; ``hosts`` have an index each, and copies of others' files."""
-    mesh, run, new = taken.mesh, taken.runtime.run, None
+    mesh = taken.mesh
+    run = taken.runtime.run
+    new = None
     makes = is_writer(mesh) if hosts is None else hosts.makes
     with all_or_none(mesh, f"{target} could not be written"):
         try:
             if makes:
                 new = NewState(target)
-            index = agreed_index(taken)  # collective, so the directory exists for every rank afterwards
+            index = agreed_index(
+                taken
+            )  # collective, so the directory exists for every rank afterwards
             every = mesh.all_gather_object(_write_own(taken, index, staging_of(target), makes))
             files = {name: file for rank in every for name, file in rank.items()}
             if hosts is not None:
@@ -223,7 +266,9 @@ def write_state(
             if new is not None:
                 new.commit(files, taken.index.step, run)
                 new = None
-            numbers = {key: share for key, share in taken.held.items() if not key.startswith("buffers/")}
+            numbers = {
+                key: share for key, share in taken.held.items() if not key.startswith("buffers/")
+            }
             warn_of_not_finite(mesh, not_finite(numbers), str(target))
         finally:
             if new is not None:
@@ -233,7 +278,9 @@ def write_state(
             prune(target, run, keep_last, keep_every)
 
 
-def _write_own(taken: TakenState, index: StateIndex, directory: Path, makes: bool) -> dict[str, FileSum]:
+def _write_own(
+    taken: TakenState, index: StateIndex, directory: Path, makes: bool
+) -> dict[str, FileSum]:
     """Write this rank's files and fsync them; with the index and config files if it ``makes`` the directory."""
     rank = index.rank_of(taken.mesh.ranks)
     files = {rest_name(rank): write_synced(directory / rest_name(rank), taken.rest)}
@@ -247,18 +294,29 @@ def _write_own(taken: TakenState, index: StateIndex, directory: Path, makes: boo
 
 def agreed_index(taken: TakenState) -> StateIndex:
     """Return the index, the same on every rank; collective. The first rank of each stage contributes its tensors."""
-    mesh, own_part = taken.mesh, taken.index
-    told: dict[str, Any] = {"digests": taken.digests, "entries": taken.entries, "stored": taken.stored}
+    mesh = taken.mesh
+    own_part = taken.index
+    told: dict[str, Any] = {
+        "digests": taken.digests,
+        "entries": taken.entries,
+        "stored": taken.stored,
+    }
     if mesh.speaks_for_stage:
         told["tensors"] = {key: tensor.told() for key, tensor in own_part.tensors.items()}
         told["numbers"], told["groups"] = own_part.numbers, own_part.groups
     every: list[dict[str, Any]] = mesh.all_gather_object(told)
     index = StateIndex.of(mesh.layout, taken.runtime.plan)
-    index.step, index.optimizer, index.carried = own_part.step, own_part.optimizer, own_part.carried
-    package = sys.modules["hfscale"]  # imports downwards; there is no metadata of sources that are not installed
+    index.step = own_part.step
+    index.optimizer = own_part.optimizer
+    index.carried = own_part.carried
+    package = sys.modules[
+        "hfscale"
+    ]  # imports downwards; there is no metadata of sources that are not installed
     index.versions = {"hfscale": package.__version__, "torch": str(torch.__version__)}
     digests = taken.digests.items()
-    index.others = {name: all(each["digests"].get(name) == digest for each in every) for name, digest in digests}
+    index.others = {
+        name: all(each["digests"].get(name) == digest for each in every) for name, digest in digests
+    }
     for each in every:
         _merge(index, each)
     # A rank may have optimizer state that the first rank of its stage lacks.
@@ -272,12 +330,19 @@ def agreed_index(taken: TakenState) -> StateIndex:
 def _add_stored_names(index: StateIndex, runtime: Runtime, every: list[dict[str, Any]]) -> None:
     """Add the names that a converter to a checkpoint needs."""
     if names := {key: name for each in every for key, name in each["stored"].items()}:
-        owned = {planned.name: planned.tied_to or planned.name for planned in runtime.plan.parameters}
-        index.adapter, index.stored = True, {key: f"weights/{owned[name]}" for key, name in names.items()}
+        owned = {
+            planned.name: planned.tied_to or planned.name for planned in runtime.plan.parameters
+        }
+        index.adapter, index.stored = (
+            True,
+            {key: f"weights/{owned[name]}" for key, name in names.items()},
+        )
         return
     staged = runtime.plan.stages is not None
     entries = in_order(runtime, [each["entries"] for each in (every if staged else every[:1])])
-    index.stored = {e.name: f"weights/{e.planned.name}" if e.planned else f"buffers/{e.name}" for e in entries}
+    index.stored = {
+        e.name: f"weights/{e.planned.name}" if e.planned else f"buffers/{e.name}" for e in entries
+    }
 
 
 def _merge(index: StateIndex, told: dict[str, Any]) -> None:
@@ -289,4 +354,6 @@ def _merge(index: StateIndex, told: dict[str, Any]) -> None:
     if (groups := told.get("groups")) is not None:
         merged = index.groups if index.groups is not None else [[] for _ in groups]
         pairs = zip(merged, groups, strict=True)
-        index.groups = [[*old, *(name for name in new if name not in set(old))] for old, new in pairs]
+        index.groups = [
+            [*old, *(name for name in new if name not in set(old))] for old, new in pairs
+        ]

@@ -33,8 +33,11 @@ class WeightStream(Iterator[tuple[str, Tensor]]):
     """
 
     def __init__(self, version: int | None, asked: tuple[Any, ...], sums: dict[str, int]) -> None:
-        self.version, self.committed = version, False
-        self.asked, self.sums = asked, sums  # what a stream of later changes must ask for, and compares
+        self.version = version
+        self.committed = False
+        # what a stream of later changes must ask for, and compares
+        self.asked = asked
+        self.sums = sums
         self.tensors: Iterator[tuple[str, Tensor]] = iter(())
 
     def __next__(self) -> tuple[str, Tensor]:
@@ -103,11 +106,16 @@ def stream_weights(
     """
     runtime = runtime_of(model)
     runtime.data.release()
-    for name, switch in (("merge_adapters", merge_adapters), ("adapters_only", adapters_only), ("staged", staged)):
+    for name, switch in (
+        ("merge_adapters", merge_adapters),
+        ("adapters_only", adapters_only),
+        ("staged", staged),
+    ):
         check_switch(name, switch)
     if version is not None:
         check_count("version", version, 0)
-    adapters, chosen = runtime.part(Adapters), _chosen(ranks, runtime.mesh.layout.total_size)
+    adapters = runtime.part(Adapters)
+    chosen = _chosen(ranks, runtime.mesh.layout.total_size)
     if adapters_only and (adapters is None or merge_adapters or quantization_config is not None):
         raise ConfigError(
             "adapters_only=True must be asked of a model with adapters, without merge_adapters= and "
@@ -129,12 +137,18 @@ def stream_weights(
 def _checksums(runtime: Runtime, entries: list[SavedTensor]) -> dict[str, int]:
     """Return the checksum of this rank's shard of every entry, by owned name; 0 where other ranks hold all of it."""
     share_of = shares(runtime)
-    held, nothing = {entry.owned: share_of(entry) for entry in entries}, torch.zeros(0, device=runtime.mesh.device)
-    sums = [checksum(nothing if share is None else share).to(runtime.mesh.device) for share in held.values()]
+    held = {entry.owned: share_of(entry) for entry in entries}
+    nothing = torch.zeros(0, device=runtime.mesh.device)
+    sums = [
+        checksum(nothing if share is None else share).to(runtime.mesh.device)
+        for share in held.values()
+    ]
     return dict(zip(held, torch.stack(sums).tolist(), strict=True))  # the device is asked once
 
 
-def _changed(runtime: Runtime, since: Any, asked: tuple[Any, ...], sums: dict[str, int]) -> set[str]:
+def _changed(
+    runtime: Runtime, since: Any, asked: tuple[Any, ...], sums: dict[str, int]
+) -> set[str]:
     """Return the owned names of tensors with other bits, on any rank, than in the stream ``since``; collective."""
     fits = isinstance(since, WeightStream) and since.committed and since.asked == asked
     if not (fits and sums and since.sums.keys() == sums.keys()):
@@ -142,7 +156,9 @@ def _changed(runtime: Runtime, since: Any, asked: tuple[Any, ...], sums: dict[st
             "changed_since must be a committed stream of this model with a version and the same choices, and asks for "
             "version=: stream all weights first"
         )
-    return set(compress(sums, runtime.mesh.largest(*(since.sums[name] != sums[name] for name in sums))))
+    return set(
+        compress(sums, runtime.mesh.largest(*(since.sums[name] != sums[name] for name in sums)))
+    )
 
 
 def _weights(
@@ -158,31 +174,41 @@ def _weights(
             "stream_weights yields weights in 16 or 32 bits, and these are in 4 or 8 bits: merge the adapters "
             "(hfscale.merge_and_unload), stream a model that is not quantized, or the adapters (adapters_only=True)"
         )
-    adapters, factors = runtime.part(Adapters), {adapter.name for adapter in runtime.plan.adapters}
-    merge = WholeMerge(adapters, adapters.stock_plan if adapters and not merge_adapters else runtime.plan)
+    adapters = runtime.part(Adapters)
+    factors = {adapter.name for adapter in runtime.plan.adapters}
+    merge = WholeMerge(
+        adapters, adapters.stock_plan if adapters and not merge_adapters else runtime.plan
+    )
     weights = [entry for entry in entries if entry.owned not in factors]
     stored = _Stored(runtime, weights, quantization_config, runtime.mesh.rank in chosen)
     if changed is not None:
-        weights = [entry for entry in weights if not changed.isdisjoint(stored.made_from(entry, merge))]
+        weights = [
+            entry for entry in weights if not changed.isdisjoint(stored.made_from(entry, merge))
+        ]
     found = stored.of(_full(runtime, merge, entries, weights, chosen), carried=changed is None)
     if adapters is None or merge_adapters:
         return found
     among = factors if changed is None else factors & changed
-    return chain(found, adapter_tensors(runtime, adapters.whole, adapters.name, chosen, among=among))
+    return chain(
+        found, adapter_tensors(runtime, adapters.whole, adapters.name, chosen, among=among)
+    )
 
 
 def _chosen(ranks: Sequence[int] | str, world: int) -> tuple[int, ...]:
     listed = isinstance(ranks, Sequence) and all(type(rank) is int for rank in ranks)
     chosen = tuple(range(world)) if ranks == "all" else tuple(map(int, ranks)) if listed else ()
     if not chosen or any(not 0 <= rank < world for rank in chosen):
-        raise ConfigError(f"ranks must be 'all' or some of the ranks 0 to {world - 1}, got {ranks!r}")
+        raise ConfigError(
+            f"ranks must be 'all' or some of the ranks 0 to {world - 1}, got {ranks!r}"
+        )
     return chosen
 
 
 def whole_tensors(runtime: Runtime, ranks: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
     """Yield full tensors by the model's own names, adapters merged: for another model of the same class."""
     runtime.data.release()
-    entries, merge = tensors_to_save(runtime), WholeMerge(runtime.part(Adapters), runtime.plan)
+    entries = tensors_to_save(runtime)
+    merge = WholeMerge(runtime.part(Adapters), runtime.plan)
     weights = [entry for entry in entries if entry.owned not in merge.factors]
     found = _full(runtime, merge, entries, weights, ranks)
     return ((stock_name(entry.name), tensor) for entry, tensor in found)
@@ -191,24 +217,36 @@ def whole_tensors(runtime: Runtime, ranks: Sequence[int]) -> Iterator[tuple[str,
 class _Stored:
     """Convert a model's full tensors to the checkpoint's format, optionally quantized, on the chosen ranks."""
 
-    def __init__(self, runtime: Runtime, entries: list[SavedTensor], quantization: Any, here: bool) -> None:
-        self._model, self._here = runtime.model, here
+    def __init__(
+        self, runtime: Runtime, entries: list[SavedTensor], quantization: Any, here: bool
+    ) -> None:
+        self._model = runtime.model
+        self._here = here
         self._owned = {entry.name: entry.owned for entry in entries}
-        self._again = quantized_again(runtime.model) if quantization == "as_stored" else QuantizedAgain()
+        self._again = (
+            quantized_again(runtime.model) if quantization == "as_stored" else QuantizedAgain()
+        )
         self._encoder = None
-        self._contents = {e.name: torch.empty(e.shape, dtype=e.dtype, device="meta") for e in entries}
+        self._contents = {
+            e.name: torch.empty(e.shape, dtype=e.dtype, device="meta") for e in entries
+        }
         if quantization is not None and self._again.form is None:
             self._encoder = Fp8Encoder(runtime.model, quantization)
             # On every rank alike, before anything is sent.
             for name in filter(self._encoder.wants, self._contents):
-                for key, tensor in AsStored(self._model, {name: self._contents[name]}).layout.items():
+                for key, tensor in AsStored(
+                    self._model, {name: self._contents[name]}
+                ).layout.items():
                     if len(self._encoder.made_of(key, tensor)) == 1:
                         raise ConfigError(
                             f"{key} of shape {tuple(tensor.shape)} does not divide into blocks of weight_block_size: "
                             "choose another size, or name its module in modules_to_not_convert"
                         )
         conversions = loaded_conversions(self._model)
-        like = [(e.name, e.shape, e.dtype) for e in entries], None if conversions is None else id(conversions)
+        like = (
+            [(e.name, e.shape, e.dtype) for e in entries],
+            None if conversions is None else id(conversions),
+        )
         known = runtime.stored_layout
         if known is None or known[0] != like:  # it takes transformers a third of a stream's time
             runtime.stored_layout = known = like, AsStored(self._model, self._contents)
@@ -219,24 +257,41 @@ class _Stored:
         names = self._as_stored.together.get(entry.name, (entry.name,))
         return {part for name in names for part in merge.parts(self._owned[name])}
 
-    def of(self, whole: Iterator[tuple[SavedTensor, Tensor]], carried: bool) -> Iterator[tuple[str, Tensor]]:
+    def of(
+        self, whole: Iterator[tuple[SavedTensor, Tensor]], carried: bool
+    ) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors one after the other, and with ``carried`` those that the class does not load."""
         for entry, tensor in whole:
             stored = self._as_stored.made_of(entry.name, tensor) if self._here else {}
-            encodes = self._encoder if self._encoder is not None and self._encoder.wants(entry.name) else self._again
+            encodes = (
+                self._encoder
+                if self._encoder is not None and self._encoder.wants(entry.name)
+                else self._again
+            )
             for key, made in stored.items():
                 yield from encodes.made_of(key, made).items()
-        last = carried_tensors(self._model, self._again.form is not None) if self._here and carried else {}
+        last = (
+            carried_tensors(self._model, self._again.form is not None)
+            if self._here and carried
+            else {}
+        )
         for key, on_disk in last.items():
             yield key, on_disk[...]
 
 
 def _full(
-    runtime: Runtime, merge: WholeMerge, entries: list[SavedTensor], weights: list[SavedTensor], chosen: Sequence[int]
+    runtime: Runtime,
+    merge: WholeMerge,
+    entries: list[SavedTensor],
+    weights: list[SavedTensor],
+    chosen: Sequence[int],
 ) -> Iterator[tuple[SavedTensor, Tensor]]:
     """Yield each of the ``weights``, merged from ``entries``, full on the chosen ranks and empty elsewhere."""
-    by_name, names = {entry.owned: entry for entry in entries}, [entry.owned for entry in weights]
-    modules, merged = dict[str, list[str]](), set[str]()  # the first weight of a module -> all that it is merged from
+    by_name = {entry.owned: entry for entry in entries}
+    names = [entry.owned for entry in weights]
+    # the first weight of a module -> all that it is merged from
+    modules = dict[str, list[str]]()
+    merged = set[str]()
     for name in names:
         if name not in merged:
             modules[name] = merge.parts(name)
@@ -249,5 +304,9 @@ def _full(
         if name in modules:
             parts = modules[name]
             found = dict(islice(arriving, len(parts)))
-            ready |= merge.merged(name, found) if runtime.mesh.rank in chosen else dict.fromkeys([name, *parts], _NONE)
+            ready |= (
+                merge.merged(name, found)
+                if runtime.mesh.rank in chosen
+                else dict.fromkeys([name, *parts], _NONE)
+            )
         yield by_name[name], ready.pop(name)

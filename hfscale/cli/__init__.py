@@ -17,10 +17,28 @@ from ..errors import ConfigError, HFScaleError, check_count, meant
 from .model_flags import bytes_of, check_place, tokens_of
 
 _NAMES = (
-    *("train", "drill", "plan", "estimate", "search", "calibrate", "verify", "blueprint", "schedule"),
-    *("convert", "inspect", "merge", "upcycle", "doctor", "bench", "completion"),
+    "train",
+    "drill",
+    "plan",
+    "estimate",
+    "search",
+    "calibrate",
+    "verify",
+    "blueprint",
+    "schedule",
+    "convert",
+    "inspect",
+    "merge",
+    "upcycle",
+    "doctor",
+    "bench",
+    "completion",
 )
-_WITHOUT_JSON = ("train", "drill", "calibrate")  # the first has its own, the others write lines and files
+_WITHOUT_JSON = (
+    "train",
+    "drill",
+    "calibrate",
+)  # the first has its own, the others write lines and files
 _COMMANDS = {name: import_module(f".cmd_{name}", __name__) for name in _NAMES}
 """Modules, described by their docstrings, with ``HELP``, ``EXAMPLE``, ``add_arguments(parser)`` and ``run(arguments)``,
 which returns an exit code if that is not 0."""
@@ -30,8 +48,21 @@ _EXAMPLES = """examples:
   hfscale train demo_pretrain
   hfscale COMMAND --help"""
 _COUNTS = (
-    *("batch_size", "accumulate", "gpus", "processes", "microbatches", "virtual_stages", "powersgd_rank"),
-    *("rank", "num_experts", "top_k", "every", "steps", "width", "gpus_per_node", "kills"),
+    "batch_size",
+    "accumulate",
+    "gpus",
+    "processes",
+    "microbatches",
+    "virtual_stages",
+    "powersgd_rank",
+    "rank",
+    "num_experts",
+    "top_k",
+    "every",
+    "steps",
+    "width",
+    "gpus_per_node",
+    "kills",
 )
 _TOKENS = ("sequence_length", "tokens", "tokens_per_step", "its_tokens_per_step")
 _BYTES = ("max_memory", "max_shard_size")
@@ -48,7 +79,9 @@ def main(argv: list[str] | None = None) -> int:
         arguments = _parse(argv)
     except SystemExit as stop:  # argparse has printed the help, the version or an error
         return int(stop.code or 0)
-    if argv is None and not arguments.debug and arguments.command != "train":  # tracebacks of its ranks belong in logs
+    if (
+        argv is None and not arguments.debug and arguments.command != "train"
+    ):  # tracebacks of its ranks belong in logs
         sys.excepthook = _in_a_line
     try:
         check_early(arguments)
@@ -60,7 +93,9 @@ def main(argv: list[str] | None = None) -> int:
         return 2
 
 
-def _in_a_line(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _in_a_line(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
     """Print an exception that ends the interpreter as one line."""
     if issubclass(kind, KeyboardInterrupt):
         print("hfscale: interrupted", file=sys.stderr)
@@ -76,16 +111,21 @@ def _in_a_line(kind: type[BaseException], error: BaseException, trace: Traceback
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser, given = _parser(), sys.argv[1:] if argv is None else argv
+    parser = _parser()
+    given = sys.argv[1:] if argv is None else argv
     if not given:
         parser.print_help(sys.stderr)
         raise SystemExit(2)
     if not given[0].startswith("-") and given[0] not in _COMMANDS:
-        close = difflib.get_close_matches(given[0], _COMMANDS, n=1) or ["hfscale --help, which lists them"]
+        close = difflib.get_close_matches(given[0], _COMMANDS, n=1) or [
+            "hfscale --help, which lists them"
+        ]
         parser.error(f"invalid choice: {given[0]!r} is no command (did you mean {close[0]}?)")
     arguments, rest = parser.parse_known_args(given)
     # argparse takes all positionals at the first, so that key=value behind a flag is left over.
-    if any(text.startswith("-") or "=" not in text for text in rest) or (rest and "overrides" not in arguments):
+    if any(text.startswith("-") or "=" not in text for text in rest) or (
+        rest and "overrides" not in arguments
+    ):
         _refuse(arguments.commands[arguments.command], rest)
     if rest:
         arguments.overrides.extend(rest)
@@ -95,8 +135,14 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 def _refuse(parser: argparse.ArgumentParser, rest: list[str]) -> None:
     """Exit as the subcommand's own parser does, suggesting a similar flag."""
     unknown = next((text for text in rest if text.startswith("-")), rest[0])
-    close = meant(unknown.partition("=")[0], flags_of(parser), 0.75) if unknown.startswith("-") else None
-    parser.error(f"unrecognized arguments: {' '.join(rest)}" + (f" (did you mean {close}?)" if close else ""))
+    close = (
+        meant(unknown.partition("=")[0], flags_of(parser), 0.75)
+        if unknown.startswith("-")
+        else None
+    )
+    parser.error(
+        f"unrecognized arguments: {' '.join(rest)}" + (f" (did you mean {close}?)" if close else "")
+    )
 
 
 class _Parser(argparse.ArgumentParser):
@@ -129,7 +175,9 @@ def _parser() -> argparse.ArgumentParser:
         )
         command.add_arguments(made[name])
         if name not in _WITHOUT_JSON:
-            made[name].add_argument("--json", action="store_true", help="print JSON instead of text")
+            made[name].add_argument(
+                "--json", action="store_true", help="print JSON instead of text"
+            )
         made[name].add_argument("--debug", action="store_true", help="show tracebacks of errors")
     parser.set_defaults(commands=made)
     return parser

@@ -29,7 +29,9 @@ from ..errors import HFScaleError
 Call = Callable[[], object]
 
 _NEW_NAME = "reduce_scatter_single"  # since torch 2.13, which warns of the old name
-_reduce_scatter_into: Callable[[Tensor, Tensor], object] = getattr(dist, _NEW_NAME, dist.reduce_scatter_tensor)
+_reduce_scatter_into: Callable[[Tensor, Tensor], object] = getattr(
+    dist, _NEW_NAME, dist.reduce_scatter_tensor
+)
 
 _SECONDS = 0.2  # approximate time of measuring one collective with one size
 _MOST = 200
@@ -67,17 +69,23 @@ COLLECTIVES: dict[str, Callable[[Tensor, Tensor], Call]] = {
     "all-gather": lambda whole, part: partial(dist.all_gather, _pieces(whole), part),
     "scatter": lambda whole, part: partial(dist.scatter, part, _at_root(whole), src=0),
     "reduce-scatter": lambda whole, part: partial(_reduce_scatter_into, part, whole),
-    "all-to-all": lambda whole, part: partial(dist.all_to_all_single, torch.empty_like(whole), whole),
+    "all-to-all": lambda whole, part: partial(
+        dist.all_to_all_single, torch.empty_like(whole), whole
+    ),
 }
 """Name -> function that makes a call of it from a full message and one rank's piece of it."""
 
 
-def measure(device: torch.device, sizes: Sequence[int], seconds: float = _SECONDS) -> list[Measured]:
+def measure(
+    device: torch.device, sizes: Sequence[int], seconds: float = _SECONDS
+) -> list[Measured]:
     """Time every collective with every size (bytes, rounded up) for ``seconds`` each; call it on every rank."""
-    ranks, found = dist.get_world_size(), []
+    ranks = dist.get_world_size()
+    found = []
     for asked in sizes:
         count = -(-asked // (4 * ranks)) * ranks
-        whole, part = torch.zeros(count, device=device), torch.zeros(count // ranks, device=device)
+        whole = torch.zeros(count, device=device)
+        part = torch.zeros(count // ranks, device=device)
         for name, make in COLLECTIVES.items():
             taken = _median(make(whole, part), device, seconds)
             found.append(Measured(name, 4 * count, ranks, taken))
@@ -124,8 +132,20 @@ def draw(target: Path, measured: Sequence[Measured], title: str) -> None:
     axes = figure.subplots()
     for name in dict.fromkeys(each.collective for each in measured):
         own = [each for each in measured if each.collective == name]
-        axes.plot([each.size for each in own], [each.bus_bandwidth / 1e9 for each in own], marker="o", ms=3, label=name)
-    axes.set(title=title, xlabel="message (bytes)", ylabel="bus bandwidth (GB/s)", xscale="log", yscale="log")
+        axes.plot(
+            [each.size for each in own],
+            [each.bus_bandwidth / 1e9 for each in own],
+            marker="o",
+            ms=3,
+            label=name,
+        )
+    axes.set(
+        title=title,
+        xlabel="message (bytes)",
+        ylabel="bus bandwidth (GB/s)",
+        xscale="log",
+        yscale="log",
+    )
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8)
@@ -150,8 +170,13 @@ def run_ranks(world: int, function: Callable[..., Any], *args: Any, timeout: flo
 
 
 def _device() -> torch.device:
-    rank, world = local_rank(), started_processes()
-    return torch.device(ACCELERATOR, rank) if world <= accelerators().device_count() else torch.device("cpu")
+    rank = local_rank()
+    world = started_processes()
+    return (
+        torch.device(ACCELERATOR, rank)
+        if world <= accelerators().device_count()
+        else torch.device("cpu")
+    )
 
 
 def _backend() -> str:

@@ -24,9 +24,13 @@ accelerate launch --num_machines 2 ... -m hfscale bench collectives"""
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", choices=("collectives",), help="what to measure")
-    parser.add_argument("--processes", type=int, metavar="N", help="ranks (default: one for each GPU, or 2)")
+    parser.add_argument(
+        "--processes", type=int, metavar="N", help="ranks (default: one for each GPU, or 2)"
+    )
     sizes = "4KiB,64KiB,512KiB,4MiB,32MiB"
-    parser.add_argument("--sizes", default=sizes, metavar="SIZE,...", help="message sizes (default: %(default)s)")
+    parser.add_argument(
+        "--sizes", default=sizes, metavar="SIZE,...", help="message sizes (default: %(default)s)"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="draw a picture: .png or .svg")
 
 
@@ -62,12 +66,18 @@ def _measured(sizes: list[int], processes: int | None) -> tuple[list["Measured"]
         device = own_device()
         if not dist.is_initialized():
             start(device)
-        found, where = measure(device, sizes), f"{dist.get_backend()} between the launcher's ranks"
+        found = measure(device, sizes)
+        where = f"{dist.get_backend()} between the launcher's ranks"
         return (found if dist.get_rank() == 0 else []), where
     gpus = accelerators().device_count()
     world = processes or max(2, gpus)
     found = run_ranks(world, measure, sizes)
-    return found, f"NCCL between {world} GPUs" if world <= gpus else f"gloo between {world} processes of one machine"
+    return (
+        found,
+        f"NCCL between {world} GPUs"
+        if world <= gpus
+        else f"gloo between {world} processes of one machine",
+    )
 
 
 def _show(arguments: argparse.Namespace, measured: Sequence["Measured"], where: str) -> None:
@@ -79,12 +89,16 @@ def _show(arguments: argparse.Namespace, measured: Sequence["Measured"], where: 
     assert bucket is not None
     if arguments.json:
         found = [{**asdict(each), "bus_bandwidth": each.bus_bandwidth} for each in measured]
-        print_json({"where": where, "ranks": measured[0].ranks, "measured": found, "bucket_bytes": bucket})
+        print_json(
+            {"where": where, "ranks": measured[0].ranks, "measured": found, "bucket_bytes": bucket}
+        )
         return
     sizes = list(dict.fromkeys(each.size for each in measured))
     of = {(each.collective, each.size): each for each in measured}
     names = list(dict.fromkeys(each.collective for each in measured))
-    rows = [[name, *(f"{of[name, size].bus_bandwidth / 1e9:.3f}" for size in sizes)] for name in names]
+    rows = [
+        [name, *(f"{of[name, size].bus_bandwidth / 1e9:.3f}" for size in sizes)] for name in names
+    ]
     print(f"bus bandwidth in GB/s, {where}, by bytes of the message\n")
     print(*aligned([["", *map(human, sizes)], *rows], left=(0,), ruled=True), sep="\n")
     latency = min(of["all-reduce", size].seconds for size in sizes)

@@ -13,7 +13,9 @@ EXAMPLE = "hfscale blueprint Qwen/Qwen3-8B --infer"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
-    parser.add_argument("--infer", action="store_true", help="infer it, also where the family is known")
+    parser.add_argument(
+        "--infer", action="store_true", help="infer it, also where the family is known"
+    )
 
 
 def run(arguments: argparse.Namespace) -> None:

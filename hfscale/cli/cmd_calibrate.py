@@ -14,13 +14,22 @@ EXAMPLE = "hfscale calibrate --out mine.json && hfscale estimate MODEL --hardwar
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write it there (default: print it)")
-    parser.add_argument("--name", default="this machine", help="its name (default: %(default)s)")
-    parser.add_argument("--like", metavar="NAME", help="a known machine, whose links are taken instead of measured")
     parser.add_argument(
-        "--processes", type=int, metavar="N", help="ranks that talk (default: one for each GPU, or 2; 1: none)"
+        "--out", type=Path, metavar="FILE", help="write it there (default: print it)"
     )
-    parser.add_argument("--seconds", type=float, default=2.0, metavar="N", help="seconds per measurement")
+    parser.add_argument("--name", default="this machine", help="its name (default: %(default)s)")
+    parser.add_argument(
+        "--like", metavar="NAME", help="a known machine, whose links are taken instead of measured"
+    )
+    parser.add_argument(
+        "--processes",
+        type=int,
+        metavar="N",
+        help="ranks that talk (default: one for each GPU, or 2; 1: none)",
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=2.0, metavar="N", help="seconds per measurement"
+    )
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -36,15 +45,23 @@ def run(arguments: argparse.Namespace) -> None:
     from .bench_collectives import measure, run_ranks
 
     if not 0 < arguments.seconds <= 5:
-        raise ConfigError(f"--seconds {arguments.seconds:g} is invalid: use more than 0 and at most 5")
+        raise ConfigError(
+            f"--seconds {arguments.seconds:g} is invalid: use more than 0 and at most 5"
+        )
     device = torch.device(ACCELERATOR, 0) if accelerators().is_available() else torch.device("cpu")
     reference = None if arguments.like is None else find_machine(arguments.like)
     world = arguments.processes or max(2, accelerators().device_count())
     working("measuring")
     links = None
-    if world > 1 and reference is None and (device.type == "cpu" or accelerators().device_count() > 1):
+    if (
+        world > 1
+        and reference is None
+        and (device.type == "cpu" or accelerators().device_count() > 1)
+    ):
         found = run_ranks(world, measure, list(_SIZES), arguments.seconds / 20)
-        reduced = sorted((each for each in found if each.collective == "all-reduce"), key=lambda each: each.size)
+        reduced = sorted(
+            (each for each in found if each.collective == "all-reduce"), key=lambda each: each.size
+        )
         links = reduced[-1].bus_bandwidth, reduced[0].seconds
     sizes = replace(GPU_SIZES if is_accelerator(device) else Sizes(), seconds=arguments.seconds)
     document = calibrate(arguments.name, device, links, sizes, reference)

@@ -37,7 +37,8 @@ def run(arguments: argparse.Namespace) -> None:
 
 def script(shell: str, commands: Mapping[str, argparse.ArgumentParser]) -> str:
     """Return the completion script of ``shell`` for the parsers of all subcommands."""
-    cases, fish = [], []
+    cases = []
+    fish = []
     for name, parser in commands.items():
         text = (parser.description or "").partition(".")[0].replace("\n", " ").replace("'", "")
         fish.append(f"complete -c hfscale -n __fish_use_subcommand -f -a {name} -d '{text}'\n")
@@ -45,12 +46,19 @@ def script(shell: str, commands: Mapping[str, argparse.ArgumentParser]) -> str:
         for flag, action in flags_of(parser).items():
             choices = " ".join(action.choices or ())
             cases += [f'    *" {name} {flag}") words="{choices}" ;;'] if choices else []
-            fish.append(f"{within} -l {flag.removeprefix('--')}" + (f" -x -a '{choices}'\n" if choices else "\n"))
+            fish.append(
+                f"{within} -l {flag.removeprefix('--')}"
+                + (f" -x -a '{choices}'\n" if choices else "\n")
+            )
         places = _places(parser)
         cases.append(f'    *" {name} "*) words="{" ".join([*places, *flags_of(parser)])}" ;;')
         fish += [f"{within} -a '{' '.join(places)}'\n"] if places else []
     bash = _BASH.format(commands=" ".join(commands), cases="\n".join(cases))
-    return {"fish": "".join(fish), "bash": bash, "zsh": f"autoload -U +X bashcompinit && bashcompinit\n{bash}"}[shell]
+    return {
+        "fish": "".join(fish),
+        "bash": bash,
+        "zsh": f"autoload -U +X bashcompinit && bashcompinit\n{bash}",
+    }[shell]
 
 
 def _places(parser: argparse.ArgumentParser) -> list[str]:

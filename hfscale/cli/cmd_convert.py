@@ -16,15 +16,29 @@ EXAMPLE = "hfscale convert states/step-500 out"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "state", metavar="DIR", type=Path, help="a state, or several (the newest complete one), or an adapter"
+        "state",
+        metavar="DIR",
+        type=Path,
+        help="a state, or several (the newest complete one), or an adapter",
     )
     parser.add_argument("out", metavar="OUT", type=Path, help="the directory to write")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run the code that came with the model")
     parser.add_argument(
-        "--as-stored", action="store_true", help="quantize again in the form of the checkpoint that was trained"
+        "--trust-remote-code", action="store_true", help="run the code that came with the model"
     )
-    parser.add_argument("--adapter-for", choices=ENGINES, help="DIR is an adapter: write one that this engine loads")
-    parser.add_argument("--base", metavar="BASE", type=Path, help="with --adapter-for: the checkpoint that it adapts")
+    parser.add_argument(
+        "--as-stored",
+        action="store_true",
+        help="quantize again in the form of the checkpoint that was trained",
+    )
+    parser.add_argument(
+        "--adapter-for", choices=ENGINES, help="DIR is an adapter: write one that this engine loads"
+    )
+    parser.add_argument(
+        "--base",
+        metavar="BASE",
+        type=Path,
+        help="with --adapter-for: the checkpoint that it adapts",
+    )
     add_output(parser)
 
 
@@ -35,23 +49,40 @@ def run(arguments: argparse.Namespace) -> None:
         return
     from ..checkpoint.convert import convert_state
 
-    options = {name: getattr(arguments, name) for name in ("max_shard_size", "trust_remote_code", "as_stored")}
+    options = {
+        name: getattr(arguments, name)
+        for name in ("max_shard_size", "trust_remote_code", "as_stored")
+    }
     index = convert_state(arguments.state, arguments.out, **options)
     what = "an adapter" if index.adapter else "a model"
     at = "" if index.step is None else f" of step {index.step}"
-    found = {"directory": arguments.out, "holds": what, "step": index.step, "tensors": len(index.stored)}
+    found = {
+        "directory": arguments.out,
+        "holds": what,
+        "step": index.step,
+        "tensors": len(index.stored),
+    }
     show(arguments, found, f"{arguments.out}: {what}{at}, {len(index.stored)} tensors")
 
 
 def _convert_adapter(arguments: argparse.Namespace) -> None:
     if arguments.base is None:
-        raise ConfigError("--adapter-for needs --base, the directory of the adapter's base checkpoint")
+        raise ConfigError(
+            "--adapter-for needs --base, the directory of the adapter's base checkpoint"
+        )
     check_directory(arguments.base, "the checkpoint that the adapter is of")
     check_directory(arguments.state, "an adapter, which has adapter_config.json")
     from ..api.adapter_files import adapter_for_engine
 
     written = adapter_for_engine(
-        arguments.base, arguments.state, arguments.out, trust_remote_code=arguments.trust_remote_code
+        arguments.base,
+        arguments.state,
+        arguments.out,
+        trust_remote_code=arguments.trust_remote_code,
     )
     found = {"directory": arguments.out, "holds": "an adapter", "tensors": written}
-    show(arguments, found, f"{arguments.out}: an adapter for {arguments.adapter_for}, {written} tensors")
+    show(
+        arguments,
+        found,
+        f"{arguments.out}: an adapter for {arguments.adapter_for}, {written} tensors",
+    )

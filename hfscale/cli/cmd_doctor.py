@@ -20,7 +20,9 @@ hfscale doctor my_recipe.yaml parallel.tp_size=4"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", metavar="RECIPE", nargs="?", help="a YAML file, or a name that train --list shows")
+    parser.add_argument(
+        "recipe", metavar="RECIPE", nargs="?", help="a YAML file, or a name that train --list shows"
+    )
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="recipe keys to override")
     parser.add_argument("--recipe-only", action="store_true", help="leave this machine out")
 
@@ -51,14 +53,19 @@ def run(arguments: argparse.Namespace) -> int:
     return int(problems > 0)
 
 
-def _sections(arguments: argparse.Namespace, recipe: Any) -> Iterator[tuple[str, Iterable[Finding]]]:
+def _sections(
+    arguments: argparse.Namespace, recipe: Any
+) -> Iterator[tuple[str, Iterable[Finding]]]:
     """Yield sections of checks by name; each check runs as its findings are iterated over."""
     if not arguments.recipe_only:
         from .doctor_checks import this_machine as machine
 
         checks = (machine.eight_bit_step, machine.collectives, machine.accelerate_config)
         yield "versions", machine.versions()
-        yield "machine", chain(machine.devices(), (check() for check in checks), machine.environment())
+        yield (
+            "machine",
+            chain(machine.devices(), (check() for check in checks), machine.environment()),
+        )
     if recipe is not None:
         from .doctor_checks.recipe_check import examine
 
@@ -67,4 +74,6 @@ def _sections(arguments: argparse.Namespace, recipe: Any) -> Iterator[tuple[str,
 
 def _line(each: Finding) -> str:
     indent = " " * (_WIDTH + 11)
-    return f"  {each.verdict:7}  {each.about:{_WIDTH}}  {each.text}".replace("\n", f"\n  {indent}").rstrip()
+    return f"  {each.verdict:7}  {each.about:{_WIDTH}}  {each.text}".replace(
+        "\n", f"\n  {indent}"
+    ).rstrip()

@@ -9,14 +9,24 @@ from ..recipes import check_installed
 from .look import working
 
 HELP = "rehearse failures: kill and stop ranks of a recipe's run at random, and compare its end"
-EXAMPLE = """hfscale drill demo_pretrain training.steps=60 training.save_every=5 --kills 20 --seed 1"""
+EXAMPLE = (
+    """hfscale drill demo_pretrain training.steps=60 training.save_every=5 --kills 20 --seed 1"""
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", metavar="RECIPE", help="a YAML file, or a name that hfscale train --list shows")
-    parser.add_argument("overrides", metavar="key=value", nargs="*", help="recipe keys, as training.steps=20")
-    parser.add_argument("--kills", type=int, default=5, metavar="N", help="how often to strike (default: 5)")
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of kinds, ranks and moments (default: 0)")
+    parser.add_argument(
+        "recipe", metavar="RECIPE", help="a YAML file, or a name that hfscale train --list shows"
+    )
+    parser.add_argument(
+        "overrides", metavar="key=value", nargs="*", help="recipe keys, as training.steps=20"
+    )
+    parser.add_argument(
+        "--kills", type=int, default=5, metavar="N", help="how often to strike (default: 5)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="S", help="of kinds, ranks and moments (default: 0)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

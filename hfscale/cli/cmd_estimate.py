@@ -16,8 +16,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_layout_arguments(parser)
     flags.add_machine_arguments(parser)
     flags.add_training_arguments(parser)
-    parser.add_argument("--batch-size", type=int, default=1, metavar="N", help="sequences of one microbatch")
-    parser.add_argument("--accumulate", type=int, metavar="N", help="microbatches of a step, also without stages")
+    parser.add_argument(
+        "--batch-size", type=int, default=1, metavar="N", help="sequences of one microbatch"
+    )
+    parser.add_argument(
+        "--accumulate", type=int, metavar="N", help="microbatches of a step, also without stages"
+    )
     flags.add_html(parser)
 
 

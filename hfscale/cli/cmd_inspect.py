@@ -12,13 +12,21 @@ EXAMPLE = "hfscale inspect states"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("directory", metavar="DIR", type=Path, help="a state, several, or a checkpoint")
-    parser.add_argument("--quick", action="store_true", help="compare sizes only: read no file to its end")
+    parser.add_argument(
+        "directory", metavar="DIR", type=Path, help="a state, several, or a checkpoint"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="compare sizes only: read no file to its end"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     from ..checkpoint.convert import inspect
 
     text, whole = inspect(arguments.directory, verify=not arguments.quick)
-    show(arguments, {"directory": arguments.directory, "whole": whole, "lines": text.splitlines()}, text)
+    show(
+        arguments,
+        {"directory": arguments.directory, "whole": whole, "lines": text.splitlines()},
+        text,
+    )
     return int(not whole)

@@ -14,11 +14,22 @@ EXAMPLE = "hfscale merge path/to/base runs/mine/adapter out"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("base", metavar="BASE", type=Path, help="the directory of the checkpoint")
-    parser.add_argument("adapter", metavar="ADAPTER", type=Path, help="the directory of the adapter, in PEFT's format")
+    parser.add_argument(
+        "adapter",
+        metavar="ADAPTER",
+        type=Path,
+        help="the directory of the adapter, in PEFT's format",
+    )
     parser.add_argument("out", metavar="OUT", type=Path, help="the directory to write")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run the code that comes with the model")
-    parser.add_argument("--as-stored", action="store_true", help="quantize again in the form of a quantized BASE")
-    parser.add_argument("--no-check", action="store_true", help="do not load the models to compare their logits")
+    parser.add_argument(
+        "--trust-remote-code", action="store_true", help="run the code that comes with the model"
+    )
+    parser.add_argument(
+        "--as-stored", action="store_true", help="quantize again in the form of a quantized BASE"
+    )
+    parser.add_argument(
+        "--no-check", action="store_true", help="do not load the models to compare their logits"
+    )
     add_output(parser)
 
 
@@ -35,7 +46,10 @@ def run(arguments: argparse.Namespace) -> None:
         trusted = arguments.trust_remote_code
         differences.append(logit_difference(arguments.base, arguments.adapter, written, trusted))
 
-    options = {name: getattr(arguments, name) for name in ("max_shard_size", "trust_remote_code", "as_stored")}
+    options = {
+        name: getattr(arguments, name)
+        for name in ("max_shard_size", "trust_remote_code", "as_stored")
+    }
     places = arguments.base, arguments.adapter, arguments.out
     changed = merge_adapter(*places, **options, check=None if arguments.no_check else check)
     difference = differences[0] if differences else None

@@ -20,9 +20,18 @@ HELP = "show what becomes of every parameter under a layout, and whether it fits
 EXAMPLE = """hfscale plan Qwen/Qwen3-8B --tp 2 --dp-shard 4
 hfscale plan meta-llama/Llama-3.1-70B --tp 4 --lora --quantize nf4 --tokens 4096 --recompute
 hfscale plan meta-llama/Llama-3.1-405B --tp 8 --sequence-parallel --pp 16 --dp-shard 128 --tokens 8192 --dry-run"""
-_TOKENS, _GB = 2048, "80"
+_TOKENS = 2048
+_GB = "80"
 _TRAINING = (
-    *("quantize", "lora", "rank", "tokens", "gpu", "optimizer", "mixed_precision", "recompute", "tile_tokens"),
+    "quantize",
+    "lora",
+    "rank",
+    "tokens",
+    "gpu",
+    "optimizer",
+    "mixed_precision",
+    "recompute",
+    "tile_tokens",
     "offload",
 )
 
@@ -30,7 +39,9 @@ _TRAINING = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_model_arguments(parser)
     flags.add_layout_arguments(parser)
-    group = parser.add_argument_group("training (any of these adds what a rank holds, by kind, and whether it fits)")
+    group = parser.add_argument_group(
+        "training (any of these adds what a rank holds, by kind, and whether it fits)"
+    )
     flags.add_training_arguments(group)
     told = f"of one microbatch of a batch rank, as 4096 or 4K (default: {_TOKENS})"
     group.add_argument("--tokens", metavar="N", help=told)
@@ -46,8 +57,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     tokens = arguments.tokens or _TOKENS
-    size = flags.bytes_of(_GB if arguments.gpu is None else arguments.gpu, "--gpu", alone="GB") / 1e9
-    if arguments.dry_run:  # before torch is imported: it warns of groups of ranks that are not there
+    size = (
+        flags.bytes_of(_GB if arguments.gpu is None else arguments.gpu, "--gpu", alone="GB") / 1e9
+    )
+    if (
+        arguments.dry_run
+    ):  # before torch is imported: it warns of groups of ranks that are not there
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from ..api.build import plan as make_plan
     from ..plan import render, to_json
@@ -63,12 +78,17 @@ def run(arguments: argparse.Namespace) -> None:
     if any(getattr(arguments, name) is not None for name in _TRAINING):
         from ..cost.tools.memory_report import memory_estimate
 
-        optimizer, precision = arguments.optimizer or flags.OPTIMIZER, arguments.mixed_precision
+        optimizer = arguments.optimizer or flags.OPTIMIZER
+        precision = arguments.mixed_precision
         memory = memory_estimate(planned, optimizer, tokens=tokens, mixed_precision=precision)
     if arguments.json:
         document = json.loads(to_json(planned))
         if memory is not None:
-            document["memory"] = {**memory.kinds, "total": memory.total, "fits": memory.total < size * 1e9}
+            document["memory"] = {
+                **memory.kinds,
+                "total": memory.total,
+                "fits": memory.total < size * 1e9,
+            }
         print_json(document)
     else:
         print(render(planned))
@@ -76,11 +96,17 @@ def run(arguments: argparse.Namespace) -> None:
             print(f"\nwhat a rank holds in training:\n{memory}\n{describe_fit(size, memory)}")
 
 
-def _dry_run(arguments: argparse.Namespace, config: Any, layout: "ParallelConfig", tokens: int) -> "DryRun":
+def _dry_run(
+    arguments: argparse.Namespace, config: Any, layout: "ParallelConfig", tokens: int
+) -> "DryRun":
     """Return the counts of a dry run, which has no quantized weights and no optimizer."""
     from ..cost.tools.dry_run import dry_run
 
-    beside = [f"--{name}" for name in ("quantize", "optimizer", "gpu") if getattr(arguments, name) is not None]
+    beside = [
+        f"--{name}"
+        for name in ("quantize", "optimizer", "gpu")
+        if getattr(arguments, name) is not None
+    ]
     if beside:
         raise ConfigError(
             f"--dry-run has no quantized weights and no optimizer: leave {', '.join(beside)} out, or use hfscale "
@@ -88,7 +114,9 @@ def _dry_run(arguments: argparse.Namespace, config: Any, layout: "ParallelConfig
         )
     working("planning")
     with flags.building(arguments, config):
-        return dry_run(config, layout, sequence_length=tokens, progress=True, **flags.plan_arguments(arguments))
+        return dry_run(
+            config, layout, sequence_length=tokens, progress=True, **flags.plan_arguments(arguments)
+        )
 
 
 def describe_fit(size: float, found: "MemoryEstimate") -> str:

@@ -32,8 +32,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     flags.add_machine_arguments(parser)
     flags.add_training_arguments(parser)
-    parser.add_argument("--learning-rate", type=float, metavar="LR", help="tuned for --its-tokens-per-step")
-    parser.add_argument("--its-tokens-per-step", metavar="N", help="the batch that --learning-rate was tuned for")
+    parser.add_argument(
+        "--learning-rate", type=float, metavar="LR", help="tuned for --its-tokens-per-step"
+    )
+    parser.add_argument(
+        "--its-tokens-per-step", metavar="N", help="the batch that --learning-rate was tuned for"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write a recipe for hfscale train")
     flags.add_html(parser)
 
@@ -45,11 +49,15 @@ def run(arguments: argparse.Namespace) -> None:
     from ..cost.tools.search import search
 
     if arguments.quantize is not None and arguments.lora is None:
-        raise ConfigError(f"--quantize {arguments.quantize} leaves nothing that trains: give --lora as well")
+        raise ConfigError(
+            f"--quantize {arguments.quantize} leaves nothing that trains: give --lora as well"
+        )
     machine = find_machine(arguments.hardware)
     config = flags.load_config(arguments.model, arguments.trust_remote_code)
     dtype = arguments.dtype or ("float32" if arguments.lora is None else "bfloat16")
-    optimizer, tile, given = arguments.optimizer or flags.OPTIMIZER, arguments.tile_tokens, arguments.mixed_precision
+    optimizer = arguments.optimizer or flags.OPTIMIZER
+    tile = arguments.tile_tokens
+    given = arguments.mixed_precision
     on_host = tuple(name for name in flags.ON_HOST if name in (arguments.offload or "").split(","))
     asked = {"recompute": arguments.recompute, "tile_tokens": tile, "offload": on_host or None}
     working(f"planning {arguments.model}")
@@ -59,7 +67,12 @@ def run(arguments: argparse.Namespace) -> None:
 
     def searched(mixed: str) -> Any:
         return search(
-            summarize(config, sequence=arguments.sequence_length, tile=tile, **{**more, "mixed_precision": mixed}),
+            summarize(
+                config,
+                sequence=arguments.sequence_length,
+                tile=tile,
+                **{**more, "mixed_precision": mixed},
+            ),
             arguments.gpus,
             machine,
             tokens_per_step=arguments.tokens_per_step,
@@ -68,7 +81,9 @@ def run(arguments: argparse.Namespace) -> None:
             constants=constants_of(arguments.hardware),
         )
 
-    precisions = (("bf16", "bf16_params") if dtype == "float32" else ("no",)) if given is None else (given,)
+    precisions = (
+        (("bf16", "bf16_params") if dtype == "float32" else ("no",)) if given is None else (given,)
+    )
     mixed, found = _best(searched, precisions)
     training["mixed_precision"] = mixed
     if arguments.json:
@@ -86,7 +101,8 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _best(searched: Callable[[str], Any], precisions: Sequence[str]) -> tuple[str, Any]:
     """Return the precision whose winner is fastest, the first of equals, with what was found under it."""
-    tried, failed = dict[str, Any](), list[ConfigError]()
+    tried = dict[str, Any]()
+    failed = list[ConfigError]()
     for mixed in precisions:
         try:
             tried[mixed] = searched(mixed)
@@ -101,11 +117,15 @@ def _print_rules(arguments: argparse.Namespace, tokens: int) -> None:
     from ..cost.tools.search import learning_rates
 
     if (arguments.learning_rate is None) != (arguments.its_tokens_per_step is None):
-        raise ConfigError("--learning-rate and --its-tokens-per-step go together: give both, or neither")
+        raise ConfigError(
+            "--learning-rate and --its-tokens-per-step go together: give both, or neither"
+        )
     if arguments.learning_rate is None:
         return
     before = arguments.its_tokens_per_step
-    print(f"\na learning rate of {arguments.learning_rate:g} at {before:,} tokens a step becomes, by rule of thumb")
+    print(
+        f"\na learning rate of {arguments.learning_rate:g} at {before:,} tokens a step becomes, by rule of thumb"
+    )
     for rule in learning_rates(arguments.learning_rate, before, tokens):
         print(f"  {rule.learning_rate:.3g}  {rule.name}: {rule.says}")
 

@@ -19,13 +19,25 @@ hfscale train my_recipe.yaml --print-job slurm > job.sh"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", metavar="RECIPE", nargs="?", help="a YAML file, or a name that --list shows")
-    parser.add_argument("overrides", metavar="key=value", nargs="*", help="recipe keys, as training.steps=20")
+    parser.add_argument(
+        "recipe", metavar="RECIPE", nargs="?", help="a YAML file, or a name that --list shows"
+    )
+    parser.add_argument(
+        "overrides", metavar="key=value", nargs="*", help="recipe keys, as training.steps=20"
+    )
     add_memory_limit(parser)
-    parser.add_argument("--print-launch", action="store_true", help="print the launch line (for Slurm and the like)")
-    parser.add_argument("--print-job", choices=("slurm", "kubernetes"), help="print a job file of a cluster instead")
-    parser.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="of the cluster (default: 8)")
-    parser.add_argument("--list", action="store_true", help="list the recipes that come with hfscale")
+    parser.add_argument(
+        "--print-launch", action="store_true", help="print the launch line (for Slurm and the like)"
+    )
+    parser.add_argument(
+        "--print-job", choices=("slurm", "kubernetes"), help="print a job file of a cluster instead"
+    )
+    parser.add_argument(
+        "--gpus-per-node", type=int, default=8, metavar="N", help="of the cluster (default: 8)"
+    )
+    parser.add_argument(
+        "--list", action="store_true", help="list the recipes that come with hfscale"
+    )
     parser.add_argument("--json", action="store_true", help="with --list, print JSON")
 
 
@@ -38,15 +50,23 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.list:
         shipped = shipped_recipes()
         width = max(map(len, shipped))
-        show(arguments, shipped, "\n".join(f"{name:<{width}}  {text}" for name, text in shipped.items()))
+        show(
+            arguments,
+            shipped,
+            "\n".join(f"{name:<{width}}  {text}" for name, text in shipped.items()),
+        )
         return 0
     if arguments.recipe is None:
-        raise RecipeError("RECIPE is missing: give the path of a YAML file, or a name that hfscale train --list shows")
+        raise RecipeError(
+            "RECIPE is missing: give the path of a YAML file, or a name that hfscale train --list shows"
+        )
     if is_launched():
         from ..recipes.main_process import run as run_or_explain
         from ..recipes.run import start
 
-        run_or_explain(lambda: start(read_recipe(arguments.recipe, arguments.overrides), arguments.max_memory))
+        run_or_explain(
+            lambda: start(read_recipe(arguments.recipe, arguments.overrides), arguments.max_memory)
+        )
         return 0
     recipe = read_recipe(arguments.recipe, arguments.overrides)
     from ..config.parallel import ParallelConfig
@@ -59,7 +79,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.print_job:
         from ..recipes.launch import job_file
 
-        print(job_file(arguments.print_job, recipe.name, processes, arguments.gpus_per_node, again), end="")
+        print(
+            job_file(arguments.print_job, recipe.name, processes, arguments.gpus_per_node, again),
+            end="",
+        )
         return 0
     if arguments.print_launch:
         print(shlex.join(["accelerate", "launch", *launch_options(processes, again)]))

@@ -13,16 +13,39 @@ EXAMPLE = "hfscale upcycle path/to/dense out --num-experts 8 --top-k 2"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="the dense model: a directory with safetensors, or a Hub id")
-    parser.add_argument("directory", metavar="OUT", type=Path, help="the directory to write")
-    parser.add_argument("--num-experts", type=int, default=8, metavar="N", help="(default: %(default)s)")
-    parser.add_argument("--top-k", type=int, default=2, metavar="N", help="experts of a token (default: %(default)s)")
-    parser.add_argument("--every", type=int, default=1, metavar="N", help="interval of sparse layers (qwen only)")
-    parser.add_argument("--noise", type=float, default=0.0, help="noise relative to experts' standard deviation")
     parser.add_argument(
-        "--reinitialize", type=float, default=0.0, metavar="SHARE", help="of each expert's channels, to redraw"
+        "model", metavar="MODEL", help="the dense model: a directory with safetensors, or a Hub id"
     )
-    parser.add_argument("--seed", type=int, default=0, help="seed of router, noise and channels (default: %(default)s)")
+    parser.add_argument("directory", metavar="OUT", type=Path, help="the directory to write")
+    parser.add_argument(
+        "--num-experts", type=int, default=8, metavar="N", help="(default: %(default)s)"
+    )
+    parser.add_argument(
+        "--top-k",
+        type=int,
+        default=2,
+        metavar="N",
+        help="experts of a token (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--every", type=int, default=1, metavar="N", help="interval of sparse layers (qwen only)"
+    )
+    parser.add_argument(
+        "--noise", type=float, default=0.0, help="noise relative to experts' standard deviation"
+    )
+    parser.add_argument(
+        "--reinitialize",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
+        help="of each expert's channels, to redraw",
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="seed of router, noise and channels (default: %(default)s)",
+    )
     add_output(parser)
 
 

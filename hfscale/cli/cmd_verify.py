@@ -32,13 +32,16 @@ def run(arguments: argparse.Namespace) -> int:
             f"--dtype {arguments.dtype}: verify compares in float64, in which a wrong layout cannot hide behind "
             "rounding: leave it out"
         )
-    auto_class, asked = flags.auto_class_of(arguments.auto_class), flags.layout_of(arguments)
+    auto_class = flags.auto_class_of(arguments.auto_class)
+    asked = flags.layout_of(arguments)
     config = flags.load_config(arguments.model, arguments.trust_remote_code)
     other = arguments.auto_class != "AutoModelForCausalLM"
     chosen = {"auto_class": auto_class} if other else {}
     working(f"training a tiny {config.model_type} in {asked.describe()} and in one process")
     with flags.building(arguments, config):
-        used, parity = verify(config, asked, lora=arguments.lora, **chosen, **flags.remote_code(arguments))
+        used, parity = verify(
+            config, asked, lora=arguments.lora, **chosen, **flags.remote_code(arguments)
+        )
     layout = {axis: used.asked(axis) for axis in AXES}
     found = {**asdict(parity), "tolerance": TOLERANCE, "equal": parity.worst() <= TOLERANCE}
     document = {"family": config.model_type, "layout": layout, "ranks": used.total_size, **found}

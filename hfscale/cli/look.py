@@ -46,7 +46,12 @@ def working(what: str) -> None:
 
 def add_output(parser: argparse.ArgumentParser) -> None:
     """Add ``--max-shard-size`` and ``--overwrite``, for a command that writes a checkpoint to OUT."""
-    parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="largest file (default: %(default)s)")
+    parser.add_argument(
+        "--max-shard-size",
+        default="5GB",
+        metavar="SIZE",
+        help="largest file (default: %(default)s)",
+    )
     parser.add_argument(
         "--overwrite", action="store_true", help="write into OUT though it has files: those of the same names, and "
         "weights, are replaced, others stay"
@@ -57,10 +62,14 @@ def check_target(out: Path, overwrite: bool, **sources: Path | str) -> None:
     """Refuse OUT with files unless ``overwrite``, and one among ``sources``: argument -> a path that is read."""
     for name, source in sources.items():
         if out.resolve() == Path(source).resolve():
-            raise ConfigError(f"OUT {out} must not be {name}, which is read: name another directory")
+            raise ConfigError(
+                f"OUT {out} must not be {name}, which is read: name another directory"
+            )
     if out.exists() and not out.is_dir():
         raise ConfigError(f"OUT {out} is a file: name a directory")
-    found = sorted(path.name for path in out.iterdir() if path.name != _STAGING) if out.exists() else []
+    found = (
+        sorted(path.name for path in out.iterdir() if path.name != _STAGING) if out.exists() else []
+    )
     if found and not overwrite:
         shown = ", ".join(found[:3]) + (", ..." if len(found) > 3 else "")
         raise ConfigError(

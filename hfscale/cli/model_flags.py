@@ -59,10 +59,18 @@ def tokens_of(text: str, flag: str) -> int:
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Add MODEL, its Auto class, its dtype, and whether its own code may run."""
-    parser.add_argument("model", metavar="MODEL", help="a model directory, a Hub id, or the path of a config.json")
-    parser.add_argument("--auto-class", default="AutoModelForCausalLM", help="the Auto class (default: %(default)s)")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run the code that comes with the model")
-    parser.add_argument("--dtype", choices=_DTYPES, help="type of the weights (default: the config's)")
+    parser.add_argument(
+        "model", metavar="MODEL", help="a model directory, a Hub id, or the path of a config.json"
+    )
+    parser.add_argument(
+        "--auto-class", default="AutoModelForCausalLM", help="the Auto class (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--trust-remote-code", action="store_true", help="run the code that comes with the model"
+    )
+    parser.add_argument(
+        "--dtype", choices=_DTYPES, help="type of the weights (default: the config's)"
+    )
 
 
 def remote_code(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -86,7 +94,9 @@ def auto_class_of(name: str) -> Any:
     found = getattr(transformers, name, None) if name.startswith("AutoModel") else None
     if not hasattr(found, "from_config"):
         close = difflib.get_close_matches(name, auto_classes(), n=3) or ["AutoModelForCausalLM"]
-        raise ConfigError(f"--auto-class {name} is not one of transformers' Auto classes: use {', '.join(close)}, ...")
+        raise ConfigError(
+            f"--auto-class {name} is not one of transformers' Auto classes: use {', '.join(close)}, ..."
+        )
     return found
 
 
@@ -104,7 +114,9 @@ def check_place(model: str) -> None:
     path = Path(model)
     finish_move(path)
     if not path.exists() and written_like_a_path(model):
-        raise ConfigError(f"{model} does not exist: give a model directory, a config.json or a Hub id (owner/name)")
+        raise ConfigError(
+            f"{model} does not exist: give a model directory, a config.json or a Hub id (owner/name)"
+        )
     if path.is_dir() and not (path / "config.json").exists():
         raise ConfigError(f"{model} has no config.json: give the directory of a Hugging Face model")
 
@@ -117,16 +129,24 @@ def add_lora(parser: Adds, what: str) -> None:
 
 def add_training_arguments(parser: Adds) -> None:
     """Add the flags of adapters, weights in fewer bits, optimizer, precision and memory for :func:`plan_arguments`."""
-    parser.add_argument("--quantize", choices=tuple(QUANTIZATIONS), help="weights in 4 or 8 bits, or as stored")
+    parser.add_argument(
+        "--quantize", choices=tuple(QUANTIZATIONS), help="weights in 4 or 8 bits, or as stored"
+    )
     add_lora(parser, "train LoRA adapters")
     parser.add_argument("--rank", type=int, metavar="R", help="rank of the adapters (default: 16)")
-    parser.add_argument("--optimizer", metavar="NAME", help=f"its name in HF Trainer (default: {OPTIMIZER})")
+    parser.add_argument(
+        "--optimizer", metavar="NAME", help=f"its name in HF Trainer (default: {OPTIMIZER})"
+    )
     told = "compute in bfloat16 over the weights' own type, products of layers in 8 bits"
     parser.add_argument("--mixed-precision", choices=ESTIMATED_PRECISIONS, help=told)
     told = "none, elementwise, selective, full (without HOW), every n-th layer, or a budget as 8GiB"
     parser.add_argument("--recompute", metavar="HOW", nargs="?", const="full", help=told)
-    parser.add_argument("--tile-tokens", type=int, metavar="N", help="run norms and MLPs in tiles of N tokens")
-    parser.add_argument("--offload", metavar="WHAT,...", help=f"to the host: any of {', '.join(ON_HOST)}")
+    parser.add_argument(
+        "--tile-tokens", type=int, metavar="N", help="run norms and MLPs in tiles of N tokens"
+    )
+    parser.add_argument(
+        "--offload", metavar="WHAT,...", help=f"to the host: any of {', '.join(ON_HOST)}"
+    )
 
 
 def plan_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -137,21 +157,35 @@ def plan_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
 
     on_host = list(filter(None, (arguments.offload or "").split(",")))
     if unknown := set(on_host).difference(ON_HOST):
-        raise ConfigError(f"--offload {unknown.pop()} is unknown: use activations, parameters or optimizer, or several")
-    again, away = arguments.recompute or "none", dict[str, Any]((f"offload_{name}", True) for name in on_host)
-    memory = MemoryConfig(int(again) if again.isdigit() else again, tile_tokens=arguments.tile_tokens, **away)
+        raise ConfigError(
+            f"--offload {unknown.pop()} is unknown: use activations, parameters or optimizer, or several"
+        )
+    again = arguments.recompute or "none"
+    away = dict[str, Any]((f"offload_{name}", True) for name in on_host)
+    memory = MemoryConfig(
+        int(again) if again.isdigit() else again, tile_tokens=arguments.tile_tokens, **away
+    )
     given: dict[str, Any] = {"memory": memory, "mixed_precision": arguments.mixed_precision or "no"}
-    given |= {"auto_class": auto_class_of(arguments.auto_class), "dtype": arguments.dtype, **remote_code(arguments)}
-    kind, rank = arguments.quantize, arguments.rank
+    given |= {
+        "auto_class": auto_class_of(arguments.auto_class),
+        "dtype": arguments.dtype,
+        **remote_code(arguments),
+    }
+    kind = arguments.quantize
+    rank = arguments.rank
     if rank is not None and (rank < 1 or arguments.lora is None):
         raise ConfigError(f"--rank must be a whole number of at least 1, with --lora, got {rank}")
     if kind is not None:
-        given["quantization_config"] = kind if kind == "as_stored" else BitsAndBytesConfig(**QUANTIZATIONS[kind])
+        given["quantization_config"] = (
+            kind if kind == "as_stored" else BitsAndBytesConfig(**QUANTIZATIONS[kind])
+        )
     if arguments.lora is not None:
         from ..features.adapters.storage import config_class
 
         names = arguments.lora if arguments.lora == "all-linear" else arguments.lora.split(",")
-        given["peft_config"] = config_class("lora")[0](r=rank or 16, target_modules=names, task_type="CAUSAL_LM")
+        given["peft_config"] = config_class("lora")[0](
+            r=rank or 16, target_modules=names, task_type="CAUSAL_LM"
+        )
     return given
 
 
@@ -165,7 +199,9 @@ def add_machine_arguments(parser: Adds) -> None:
 
 def add_html(parser: Adds) -> None:
     """Add ``--html``, for :func:`write_html`."""
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with pictures as well")
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="write a page with pictures as well"
+    )
 
 
 def write_html(target: Path | None, found: Any, title: str) -> None:
@@ -197,8 +233,14 @@ def layout_of(arguments: argparse.Namespace) -> "ParallelConfig":
     layout = ParallelConfig(**{each.name: getattr(arguments, each.dest) for each in known})
     axes = {each.flag: each.text for each in known}
     for axis in filter(None, dict.fromkeys(each.needs for each in known)):
-        given = [each.flag for each in known if each.needs == axis and getattr(arguments, each.dest) is not None]
+        given = [
+            each.flag
+            for each in known
+            if each.needs == axis and getattr(arguments, each.dest) is not None
+        ]
         if given and layout.asked(axis) == 1:
-            raise ConfigError(f"{', '.join(given)} needs several {axes[f'--{axis}']}: give --{axis} 2 or more as well")
+            raise ConfigError(
+                f"{', '.join(given)} needs several {axes[f'--{axis}']}: give --{axis} 2 or more as well"
+            )
     check_layout(layout)
     return layout

@@ -12,12 +12,17 @@ from ..errors import ConfigError, meant
 _UNUSED = ("_handler", "_backend", "sp_size")  # fields of Accelerate's that are suggested to nobody
 
 
-def setting(default: Any = None, *, choices: Sequence[str] = (), flag: str = "", needs: str = "") -> Any:
+def setting(
+    default: Any = None, *, choices: Sequence[str] = (), flag: str = "", needs: str = ""
+) -> Any:
     """Declare a field that is ``None`` until the environment or its ``default`` fills it. It takes the names
     ``choices``, is called ``flag`` on the command line (by default its own name, without ``_size``), and has no meaning
     without the axis that it ``needs``.
     """
-    return field(default=None, metadata={"default": default, "choices": choices, "flag": flag, "needs": needs})
+    return field(
+        default=None,
+        metadata={"default": default, "choices": choices, "flag": flag, "needs": needs},
+    )
 
 
 class Spelled:
@@ -30,7 +35,9 @@ class Spelled:
         if unknown := [name for name in kwargs if name not in names]:
             close = meant(unknown[0], useful)
             hint = f"; did you mean {close!r}?" if close else "."
-            raise ConfigError(f"{cls.__name__} has no field {unknown[0]!r}{hint} Its fields are {', '.join(useful)}")
+            raise ConfigError(
+                f"{cls.__name__} has no field {unknown[0]!r}{hint} Its fields are {', '.join(useful)}"
+            )
         return super().__new__(cls)
 
 
@@ -63,13 +70,16 @@ class Declared:
 @cache
 def declared(cls: type) -> tuple[Declared, ...]:
     """Return the fields of a config dataclass, with descriptions from its docstring."""
-    texts, found = described(cls), []
+    texts = described(cls)
+    found = []
     for each in fields(cls):
         more = {"default": each.default, "choices": (), "flag": "", "needs": "", **each.metadata}
         flag = more.pop("flag") or each.name.removesuffix("_size")
         kinds = [kind for kind in (bool, int, str) if kind in (each.type, *get_args(each.type))]
         kind = kinds[0] if len(kinds) == 1 else object
-        clause = re.split(r"[.;:](?:\s|$)|\s\(", texts.get(each.name, "").replace("``", ""), maxsplit=1)[0]
+        clause = re.split(
+            r"[.;:](?:\s|$)|\s\(", texts.get(each.name, "").replace("``", ""), maxsplit=1
+        )[0]
         found.append(Declared(each.name, f"--{flag.replace('_', '-')}", clause, **more, kind=kind))
     return tuple(found)
 
@@ -78,4 +88,7 @@ def described(cls: type) -> dict[str, str]:
     """Map fields to their descriptions in the ``Args`` or ``Attributes`` section of a class's docstring."""
     section = re.search(r"(?ms)^(?:Args|Attributes):\n(.*?)(?=^\S|\Z)", getdoc(cls) or "")
     entries = re.split(r"(?m)^    (?=\w+: )", section[1])[1:] if section else []
-    return {name: " ".join(text.split()) for name, _, text in (entry.partition(": ") for entry in entries)}
+    return {
+        name: " ".join(text.split())
+        for name, _, text in (entry.partition(": ") for entry in entries)
+    }

@@ -9,8 +9,19 @@ from .declared import Spelled
 
 RECOMPUTE = ("none", "full", "selective", "elementwise")  # named ways to recompute
 
-_WORTH_A_COPY, _WORTH_A_CODE = 1 << 20, 1 << 16
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_WORTH_A_COPY = 1 << 20
+_WORTH_A_CODE = 1 << 16
+_UNITS = {
+    "": 1,
+    "k": 10**3,
+    "m": 10**6,
+    "g": 10**9,
+    "t": 10**12,
+    "ki": 2**10,
+    "mi": 2**20,
+    "gi": 2**30,
+    "ti": 2**40,
+}
 _HOW = (
     f"use one of {', '.join(RECOMPUTE)}, a number n for every n-th layer, names of modules like ['mlp'], or a budget "
     "like '8GiB'"
@@ -76,9 +87,12 @@ class MemoryConfig(Spelled):
         for name in ("offload_activations", "compress_activations"):
             size = getattr(self, name)
             if not isinstance(size, bool) and (not isinstance(size, str) or not byte_count(size)):
-                raise ConfigError(f"{name}={size!r} is invalid: use True, False, or a size like '1MiB'")
+                raise ConfigError(
+                    f"{name}={size!r} is invalid: use True, False, or a size like '1MiB'"
+                )
         check_names("recompute_keep", self.recompute_keep, '["aten.mm"]')
-        given, kept = self.recompute, tuple(self.recompute_keep)
+        given = self.recompute
+        kept = tuple(self.recompute_keep)
         object.__setattr__(self, "recompute_keep", kept)
         if kept and not (isinstance(given, int) or given == "full" or self.budget is not None):
             raise ConfigError(
@@ -107,14 +121,18 @@ class MemoryConfig(Spelled):
                     f"recompute={given!r} leaves no memory for activations: use 'full', or a larger budget like '8GiB'"
                 )
             if given not in RECOMPUTE and self.budget is None:
-                raise ConfigError(f"recompute={given!r} is unknown: {did_you_mean(given, RECOMPUTE)}{_HOW}")
+                raise ConfigError(
+                    f"recompute={given!r} is unknown: {did_you_mean(given, RECOMPUTE)}{_HOW}"
+                )
         elif isinstance(given, int) and not isinstance(given, bool):
             check_count("recompute", given)
         elif isinstance(given, Sequence):
             like = '["mlp", "input_layernorm"]'
             check_names("recompute", given, like)
             if not given:
-                raise ConfigError(f"recompute must have at least one name, got []: pass names, as {like}, or 'none'")
+                raise ConfigError(
+                    f"recompute must have at least one name, got []: pass names, as {like}, or 'none'"
+                )
             object.__setattr__(self, "recompute", tuple(given))
         else:
             raise ConfigError(f"recompute={given!r} is unknown: {_HOW}")

@@ -14,7 +14,11 @@ from .routing import RoutingConfig
 from .schedules import ASYNCHRONOUS
 from .sections import SECTIONS
 
-MIXED_PRECISIONS = {"no": None, **dict.fromkeys(("bf16", "bf16_params", "fp8"), torch.bfloat16), "fp16": torch.float16}
+MIXED_PRECISIONS = {
+    "no": None,
+    **dict.fromkeys(("bf16", "bf16_params", "fp8"), torch.bfloat16),
+    "fp16": torch.float16,
+}
 """Types that forward passes compute in, by name, whatever the type of the weights; for ``fp8``, the type outside of
 products in 8 bits. With ``bf16_params`` parameters are cast where they are used, and nothing by autocast."""
 
@@ -29,7 +33,9 @@ class Options:
     memory: MemoryConfig | None = None  # recomputation, offloading and compression
     loss_scaling: GradScalerKwargs | None = None  # scaling of the loss in float16
     float8: Float8Config | None = None  # scaling of products in 8 bits
-    use_liger_kernel: bool | Mapping[str, bool] = False  # whether to use Liger's kernels, or its switches by name
+    use_liger_kernel: bool | Mapping[str, bool] = (
+        False  # whether to use Liger's kernels, or its switches by name
+    )
     # weight of the loss of multi-token prediction; ``None``: its layers are not in the model
     mtp_loss_weight: float | None = None
     # whether to compile each layer with torch's default compiler, or another backend's name
@@ -39,11 +45,18 @@ class Options:
         for name, kind in SECTIONS.items():
             if not isinstance(given := getattr(self, name), kind | None):
                 raise ConfigError(f"{name} must be a hfscale.{kind.__name__}, got {given!r}")
-        if not isinstance(self.mixed_precision, str) or self.mixed_precision not in MIXED_PRECISIONS:
-            raise ConfigError(f"mixed_precision={self.mixed_precision!r} is unknown: use {', '.join(MIXED_PRECISIONS)}")
+        if (
+            not isinstance(self.mixed_precision, str)
+            or self.mixed_precision not in MIXED_PRECISIONS
+        ):
+            raise ConfigError(
+                f"mixed_precision={self.mixed_precision!r} is unknown: use {', '.join(MIXED_PRECISIONS)}"
+            )
         self._check_loss_scaling()
         if self.float8 is not None and self.mixed_precision != "fp8":
-            raise ConfigError(f"float8= needs mixed_precision='fp8', got {self.mixed_precision!r}: leave it out")
+            raise ConfigError(
+                f"float8= needs mixed_precision='fp8', got {self.mixed_precision!r}: leave it out"
+            )
         self._check_liger()
         if self.mtp_loss_weight is not None:
             check_number("mtp_loss_weight", self.mtp_loss_weight, above=0)
@@ -52,8 +65,12 @@ class Options:
                 "compile='cudagraphs' replays kernels on the addresses of one batch, and layers here meet collectives, "
                 "gathered weights and rows of any length: use compile=True"
             )
-        if not isinstance(self.compile, bool) and self.compile not in (known := torch.compiler.list_backends(())):
-            raise ConfigError(f"compile must be True, False or one of {', '.join(known)}, got {self.compile!r}")
+        if not isinstance(self.compile, bool) and self.compile not in (
+            known := torch.compiler.list_backends(())
+        ):
+            raise ConfigError(
+                f"compile must be True, False or one of {', '.join(known)}, got {self.compile!r}"
+            )
 
     @property
     def memory_levers(self) -> MemoryConfig:
@@ -84,8 +101,12 @@ class Options:
         given = self.use_liger_kernel
         if isinstance(given, bool):
             return
-        if not (isinstance(given, Mapping) and all(isinstance(value, bool) for value in given.values())):
-            raise ConfigError(f"use_liger_kernel must be True, False or a dict like {{'rope': False}}, got {given!r}")
+        if not (
+            isinstance(given, Mapping) and all(isinstance(value, bool) for value in given.values())
+        ):
+            raise ConfigError(
+                f"use_liger_kernel must be True, False or a dict like {{'rope': False}}, got {given!r}"
+            )
         for name in ("cross_entropy", "fused_linear_cross_entropy"):
             if given.get(name):
                 raise ConfigError(
@@ -106,7 +127,9 @@ class Options:
     def check_quantized(self) -> None:
         """Raise :class:`ConfigError` if these options cannot be used with quantized weights."""
         if self.mtp_loss_weight is not None:
-            raise ConfigError("mtp_loss_weight cannot be used with quantization_config: leave one of the two out")
+            raise ConfigError(
+                "mtp_loss_weight cannot be used with quantization_config: leave one of the two out"
+            )
         if self.products is not None:
             raise ConfigError(
                 "mixed_precision='fp8' cannot be used with quantization_config, whose weights in 4 or 8 bits are "
@@ -121,8 +144,13 @@ class Options:
         if not isinstance(given, GradScalerKwargs):
             raise ConfigError(f"loss_scaling must be an accelerate.GradScalerKwargs, got {given!r}")
         if self.mixed_precision != "fp16":
-            raise ConfigError(f"loss_scaling= needs mixed_precision='fp16', got {self.mixed_precision!r}: leave it out")
-        fits = given.init_scale > 0 and given.growth_factor > 1 > given.backoff_factor > 0 < given.growth_interval
+            raise ConfigError(
+                f"loss_scaling= needs mixed_precision='fp16', got {self.mixed_precision!r}: leave it out"
+            )
+        fits = (
+            given.init_scale > 0
+            and given.growth_factor > 1 > given.backoff_factor > 0 < given.growth_interval
+        )
         if not (fits and given.enabled):
             raise ConfigError(
                 f"loss_scaling must have init_scale and growth_interval above 0, growth_factor above 1, backoff_factor "
@@ -131,13 +159,18 @@ class Options:
 
     def check_fits(self, layout: ParallelConfig) -> None:
         """Raise :class:`ConfigError` if the layout cannot run these options."""
-        if self.mixed_precision == "fp16" and layout.pp > 1 and layout.pipeline_schedule in ASYNCHRONOUS:
+        if (
+            self.mixed_precision == "fp16"
+            and layout.pp > 1
+            and layout.pipeline_schedule in ASYNCHRONOUS
+        ):
             raise ConfigError(
                 f"mixed_precision='fp16' skips a step whose gradients overflow, and {layout.pipeline_schedule} has "
                 "later microbatches in flight by then: use mixed_precision='bf16', or a schedule with a flush such "
                 "as '1f1b'"
             )
-        routing, size = self.routing, layout.cp
+        routing = self.routing
+        size = layout.cp
         if size > 1 and routing is not None and (routing.capacity is not None or routing.draws):
             raise ConfigError(
                 f"routing={routing} needs the tokens of full sequences (for capacity, or random draws), and each "

@@ -41,7 +41,9 @@ class ParallelConfig(Spelled, LayoutFields, ParallelismConfig):
     ep = _Size()  # ranks over which experts are spread
     expert_tp = _Size()  # ranks over which each expert is cut
     dp_replicate = _Size()  # replicas of the sharded model
-    dp_shard = _Size()  # ranks over which weights are sharded: those of ``dp_shard_size`` times the context ranks
+    dp_shard = (
+        _Size()
+    )  # ranks over which weights are sharded: those of ``dp_shard_size`` times the context ranks
 
     # Replaces accelerate's checks on purpose: they refuse layouts that hfscale runs (replicated data x tensor).
     def __post_init__(self) -> None:
@@ -50,7 +52,9 @@ class ParallelConfig(Spelled, LayoutFields, ParallelismConfig):
             check_count("powersgd_rank", self.powersgd_rank)
         for each in declared(LayoutFields):
             setattr(self, each.name, self._checked(each))
-        self.sp_size = _positive("sp_size", 1 if (given := self._given("sp_size")) is None else given)
+        self.sp_size = _positive(
+            "sp_size", 1 if (given := self._given("sp_size")) is None else given
+        )
         self._place_experts(may_add_data)
         virtual = default_virtual_stages(str(self.pipeline_schedule)) if self.pp > 1 else 1
         self.virtual_stages = self.virtual_stages or virtual
@@ -64,7 +68,8 @@ class ParallelConfig(Spelled, LayoutFields, ParallelismConfig):
         inherited: Any = self
         if inherited.cp_backend not in (None, "torch"):
             raise ConfigError(f"cp_backend={inherited.cp_backend!r} is unknown: use 'torch'")
-        inherited.cp_backend, inherited.sp_backend = "torch", inherited.sp_backend or "deepspeed"
+        inherited.cp_backend = "torch"
+        inherited.sp_backend = inherited.sp_backend or "deepspeed"
         self._sizes = {axis: self.asked(axis) for axis in (*AXES, "sp")}
         self._fixed = True
 
@@ -103,7 +108,9 @@ class ParallelConfig(Spelled, LayoutFields, ParallelismConfig):
 
     def _place_experts(self, may_add_data: bool) -> None:
         """Check that the expert ranks are full tensor groups, or data ranks, of consecutive batches."""
-        ep, tp, cut = self.ep, self.tp, self.expert_tp
+        ep = self.ep
+        tp = self.tp
+        cut = self.expert_tp
         if cut not in (1, tp):
             raise ConfigError(
                 f"expert_tp_size={cut} is invalid with tp_size={tp}: use 1 (whole experts)"
@@ -117,13 +124,18 @@ class ParallelConfig(Spelled, LayoutFields, ParallelismConfig):
                 f"use a multiple of {tp}, or expert_tp_size={tp} to cut each expert over them and spread experts over "
                 "data ranks"
             )
-        batches, replicas = self.expert_batches, self.dp_replicate
+        batches = self.expert_batches
+        replicas = self.dp_replicate
         if may_add_data and replicas % batches:
             self.dp_shard_size = lcm(batches, self.cp) // self.cp
         shards = self.dp_shard
         if shards % batches and (batches % shards or shards * replicas % batches):
             every = range(1, shards * replicas + 1)
-            fits = [n for n in every if shards % n == 0 or (n % shards == 0 and shards * replicas % n == 0)]
+            fits = [
+                n
+                for n in every
+                if shards % n == 0 or (n % shards == 0 and shards * replicas % n == 0)
+            ]
             raise ConfigError(
                 f"ep_size={ep} needs the tensor ranks of {batches} distinct batches, and dp_shard_size={shards} x "
                 f"dp_replicate_size={replicas} cannot be divided so: use ep_size "
@@ -133,7 +145,9 @@ class ParallelConfig(Spelled, LayoutFields, ParallelismConfig):
     def __setattr__(self, name: str, value: Any) -> None:
         """Refuse changes after construction, since plans and meshes are made from a layout once."""
         if self.__dict__.get("_fixed") and name in {f.name for f in fields(self)}:
-            raise ConfigError(f"{name} of a layout cannot be changed: make a new one with dataclasses.replace")
+            raise ConfigError(
+                f"{name} of a layout cannot be changed: make a new one with dataclasses.replace"
+            )
         super().__setattr__(name, value)
 
     def __hash__(self) -> int:
@@ -171,7 +185,9 @@ class ParallelConfig(Spelled, LayoutFields, ParallelismConfig):
     @property
     def total_size(self) -> int:
         """The number of processes that this layout needs."""
-        return prod(self.asked(axis) for axis in AXES if axis != "ep")  # expert ranks are ranks of the other axes
+        return prod(
+            self.asked(axis) for axis in AXES if axis != "ep"
+        )  # expert ranks are ranks of the other axes
 
     @property
     def batch_world(self) -> int:
@@ -199,7 +215,11 @@ class ParallelConfig(Spelled, LayoutFields, ParallelismConfig):
 
     def describe(self) -> str:
         """Return the axes larger than one, as ``tp2 x dp_shard4``; ``one process`` if there is none."""
-        named = [f"{axis}{self.asked(axis)}" for axis in reversed(AXES) if self.asked(axis) > 1 and axis != "ep"]
+        named = [
+            f"{axis}{self.asked(axis)}"
+            for axis in reversed(AXES)
+            if self.asked(axis) > 1 and axis != "ep"
+        ]
         cut = ", sequence parallel" if self.sequence_parallel and self.tp > 1 else ""
         if self.ep > 1:
             cut += f", ep{self.ep}"
@@ -220,7 +240,8 @@ def _positive(name: str, value: Any) -> int:
         number = int(value)
         whole = isinstance(value, str) or number == value
     except (TypeError, ValueError, OverflowError):
-        number, whole = 0, False
+        number = 0
+        whole = False
     if isinstance(value, bool) or number < 1 or not whole:
         raise ConfigError(f"{name}={value!r} is invalid: use a whole number of at least 1")
     return number
@@ -232,7 +253,9 @@ def _stage_layers(value: Any, pp_size: int, virtual_stages: int) -> tuple[int, .
         return None
     listed = value.split(",") if isinstance(value, str) else value
     if not isinstance(listed, (list, tuple)):
-        raise ConfigError(f"stage_layers={value!r} is invalid: use one whole number per stage, as in [5, 6, 6, 5]")
+        raise ConfigError(
+            f"stage_layers={value!r} is invalid: use one whole number per stage, as in [5, 6, 6, 5]"
+        )
     counts = tuple(_positive(f"stage_layers[{index}]", count) for index, count in enumerate(listed))
     if len(counts) != pp_size * virtual_stages:
         raise ConfigError(

@@ -79,7 +79,9 @@ class RoutingConfig(Spelled):
     @property
     def capacity(self) -> float | None:
         """The capacity factor; ``None`` for no limit."""
-        chosen = _OWN_CAPACITY.get(self.router) if self.capacity_factor is None else self.capacity_factor
+        chosen = (
+            _OWN_CAPACITY.get(self.router) if self.capacity_factor is None else self.capacity_factor
+        )
         return None if chosen is None or math.isinf(chosen) else chosen
 
     @property

@@ -2,7 +2,13 @@
 
 from typing import Any
 
-CP_METHODS = ("auto", "gather", "heads", "ring", "heads_ring")  # how context ranks attend to each other's tokens
+CP_METHODS = (
+    "auto",
+    "gather",
+    "heads",
+    "ring",
+    "heads_ring",
+)  # how context ranks attend to each other's tokens
 
 GRADIENT_COMPRESSIONS = ("no", "bf16", "fp16", "powersgd")
 
@@ -17,7 +23,11 @@ SCHEDULES = ("gpipe", "1f1b", *_SEVERAL_STAGES, *ASYNCHRONOUS)
 
 def spelled(schedule: Any) -> Any:
     """Return a schedule's name in lower case, ``1F1B`` as ``1f1b``; return anything else unchanged."""
-    return schedule.lower() if isinstance(schedule, str) and schedule.lower() in SCHEDULES else schedule
+    return (
+        schedule.lower()
+        if isinstance(schedule, str) and schedule.lower() in SCHEDULES
+        else schedule
+    )
 
 
 def default_virtual_stages(schedule: str) -> int:

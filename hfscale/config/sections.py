@@ -8,7 +8,11 @@ from .float8 import Float8Config
 from .memory import MemoryConfig
 from .routing import RoutingConfig
 
-SECTIONS: dict[str, type] = {"routing": RoutingConfig, "memory": MemoryConfig, "float8": Float8Config}
+SECTIONS: dict[str, type] = {
+    "routing": RoutingConfig,
+    "memory": MemoryConfig,
+    "float8": Float8Config,
+}
 """Argument of :func:`hfscale.from_pretrained` -> the class whose fields are the keys of its section."""
 
 ESTIMATED_PRECISIONS = ("no", "bf16", "bf16_params", "fp8")
@@ -32,5 +36,9 @@ class OptionSections:
     def sections(self, mixed_precision: str) -> dict[str, Any]:
         """Return the model arguments that the sections set; raise :class:`ConfigError` for those without meaning."""
         if self.float8 and mixed_precision != "fp8":
-            raise ConfigError("float8 needs training.mixed_precision=fp8: set that, or leave it out")
-        return {name: kind(**given) for name, kind in SECTIONS.items() if (given := getattr(self, name))}
+            raise ConfigError(
+                "float8 needs training.mixed_precision=fp8: set that, or leave it out"
+            )
+        return {
+            name: kind(**given) for name, kind in SECTIONS.items() if (given := getattr(self, name))
+        }

@@ -75,7 +75,9 @@ class Process(NamedTuple):
         end = time.monotonic() + seconds
         while time.monotonic() < end:  # connections are closed before a process has ended
             try:
-                state, *_, last = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+                state, *_, last = (
+                    Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+                )
             except OSError:  # its launcher has asked how already
                 return _KNOWN_TO_LAUNCHER
             if state in ("Z", "X"):
@@ -92,7 +94,8 @@ def is_wanted() -> bool:
 
 def share_failures(group: dist.ProcessGroup | None) -> "Reporter | None":
     """Let this rank report its failure, and end when another fails; collective over ``group``, of all ranks."""
-    rank, wanted = dist.get_rank(), is_wanted()
+    rank = dist.get_rank()
+    wanted = is_wanted()
     listener = _Listener() if wanted and rank == 0 else None
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, (wanted, Process.own(), listener and listener.place), group=group)
@@ -105,7 +108,10 @@ def share_failures(group: dist.ProcessGroup | None) -> "Reporter | None":
     try:
         connection = socket.create_connection((host, port), timeout=10)
     except OSError as error:
-        print(f"[rank{rank}]: hfscale: no connection to rank 0 for failures ({error})", file=sys.stderr)
+        print(
+            f"[rank{rank}]: hfscale: no connection to rank 0 for failures ({error})",
+            file=sys.stderr,
+        )
         return None
     return Reporter(rank, _kept_alive(connection), token, processes, listener)
 
@@ -114,10 +120,18 @@ class Reporter(threading.Thread):
     """An exception hook that reports the failure of this rank, and a thread that hears of the first of all."""
 
     def __init__(
-        self, rank: int, connection: socket.socket, token: str, processes: list[Process], listener: "_Listener | None"
+        self,
+        rank: int,
+        connection: socket.socket,
+        token: str,
+        processes: list[Process],
+        listener: "_Listener | None",
     ) -> None:
         super().__init__(name="hfscale-failures", daemon=True)
-        self.rank, self.processes, self._connection, self._listener = rank, processes, connection, listener
+        self.rank = rank
+        self.processes = processes
+        self._connection = connection
+        self._listener = listener
         self._failing, self._stopped, self._heard = False, False, threading.Event()
         self.first: Failure | None = None  # of all ranks, once it is known
         self._before: Callable[..., Any] = sys.excepthook
@@ -128,7 +142,9 @@ class Reporter(threading.Thread):
         os.register_at_fork(after_in_child=connection.close)  # a forked process would keep it open
         self.start()
 
-    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def __call__(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
         """Report the exception that ends this process and print it."""
         self.report(error)
         self._before(kind, error, trace)
@@ -139,10 +155,16 @@ class Reporter(threading.Thread):
         self._failing = not lost
         if not isinstance(error, KeyboardInterrupt):  # which launchers send to all
             words = str(error).strip().partition("\n")[0]
-            text = f"failed: {type(error).__name__}: {words}, at {user_line_of(error.__traceback__)}"
+            text = (
+                f"failed: {type(error).__name__}: {words}, at {user_line_of(error.__traceback__)}"
+            )
             with suppress(OSError):
-                self._connection.sendall(_line(asdict(Failure(self.rank, "echo" if lost else "error", text))))
-                self._heard.wait(_ENDING if lost and not os.environ.get(_TRACEBACK) else _GRACE + 0.5)
+                self._connection.sendall(
+                    _line(asdict(Failure(self.rank, "echo" if lost else "error", text)))
+                )
+                self._heard.wait(
+                    _ENDING if lost and not os.environ.get(_TRACEBACK) else _GRACE + 0.5
+                )
         return self.first is None or self.first.rank == self.rank
 
     def run(self) -> None:
@@ -152,7 +174,11 @@ class Reporter(threading.Thread):
             line = _first_line(self._connection)
         if self._stopped:
             return
-        first = Failure(**json.loads(line)) if line.strip() else _gone(0, self.processes, said_bye=bool(line))
+        first = (
+            Failure(**json.loads(line))
+            if line.strip()
+            else _gone(0, self.processes, said_bye=bool(line))
+        )
         self.first = first
         if first is not None and first.rank != self.rank and not self._failing:
             text = f"rank {first.rank} {first.words}; this rank ends with it (exit code {CODE})"
@@ -195,7 +221,9 @@ def explain_memory_errors() -> None:
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        text = explained(error)  # before other ranks hear of it, upon which the launcher ends this one
+        text = explained(
+            error
+        )  # before other ranks hear of it, upon which the launcher ends this one
         before(kind, error, trace)
         if text:
             print(text, file=sys.stderr, flush=True)
@@ -212,7 +240,9 @@ class _Listener(threading.Thread):
         super().__init__(name="hfscale-listener", daemon=True)
         alone = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
         host = "127.0.0.1" if alone else os.environ.get("MASTER_ADDR", "127.0.0.1")
-        self._server = socket.create_server(("127.0.0.1" if host in ("127.0.0.1", "localhost") else "", 0))
+        self._server = socket.create_server(
+            ("127.0.0.1" if host in ("127.0.0.1", "localhost") else "", 0)
+        )
         self.place = (host, self._server.getsockname()[1], secrets.token_hex(16))
         self._ranks: dict[socket.socket, int] = {}
         self._left: list[int] = []  # ranks that have said good-bye
@@ -229,7 +259,9 @@ class _Listener(threading.Thread):
                     if key.fileobj is self._server:
                         self._accept(selector)
                     elif (failure := self._read(key, selector)) is not None:
-                        lost = failure.kind == "echo" and self._left  # how that rank ends may be known soon
+                        lost = (
+                            failure.kind == "echo" and self._left
+                        )  # how that rank ends may be known soon
                         now = time.monotonic()
                         until = min(until or math.inf, now + (_ENDING / 2 if lost else _GRACE))
                         failures.append(failure)
@@ -262,7 +294,8 @@ class _Listener(threading.Thread):
             os.close(key.fd)
             return _gone(key.data, self.processes, said_bye=True)
         source: Any = key.fileobj
-        rank, line = self._ranks[source], b""
+        rank = self._ranks[source]
+        line = b""
         with suppress(OSError):
             line = _first_line(source)
         if line != _BYE:
@@ -270,7 +303,9 @@ class _Listener(threading.Thread):
         self._left.append(rank)
         with suppress(OSError, AttributeError):  # it has ended, or this is no Linux
             if self.processes[rank].machine == Process.own().machine:
-                selector.register(os.pidfd_open(self.processes[rank].pid), selectors.EVENT_READ, rank)
+                selector.register(
+                    os.pidfd_open(self.processes[rank].pid), selectors.EVENT_READ, rank
+                )
         return None
 
     def _close(self) -> None:
@@ -281,7 +316,11 @@ class _Listener(threading.Thread):
 def _gone(rank: int, processes: list[Process], said_bye: bool = False) -> Failure | None:
     """Return the failure of a rank whose connection has ended; ``None`` if it lives, ended well, or said good-bye."""
     how = processes[rank].how_it_ended(math.inf if said_bye else _ENDING)
-    if how is None or how == "exit code 0" or (said_bye and how in ("", _KNOWN_TO_LAUNCHER, f"exit code {CODE}")):
+    if (
+        how is None
+        or how == "exit code 0"
+        or (said_bye and how in ("", _KNOWN_TO_LAUNCHER, f"exit code {CODE}"))
+    ):
         return None
     return Failure(rank, "gone", f"ended ({how})" if how else "is gone, or its machine is")
 
@@ -293,7 +332,9 @@ def _line(values: dict[str, Any]) -> bytes:
 def _first_line(connection: socket.socket) -> bytes:
     """Return what one message holds, and read no further; empty if the connection has ended."""
     line = b""
-    while not line.endswith(b"\n"):  # no makefile(), which would keep the connection open in forked processes
+    while not line.endswith(
+        b"\n"
+    ):  # no makefile(), which would keep the connection open in forked processes
         if not (more := connection.recv(1)):
             return b""
         line += more
@@ -303,7 +344,12 @@ def _first_line(connection: socket.socket) -> bytes:
 def _kept_alive(connection: socket.socket) -> socket.socket:
     """Let the system notice within seconds that the other machine is gone."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 2), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 5000)):
+    for name, value in (
+        ("TCP_KEEPIDLE", 2),
+        ("TCP_KEEPINTVL", 1),
+        ("TCP_KEEPCNT", 3),
+        ("TCP_USER_TIMEOUT", 5000),
+    ):
         if hasattr(socket, name):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     connection.settimeout(None)

@@ -32,7 +32,9 @@ class HostBuffers:
     def __init__(self, device: torch.device) -> None:
         self.device, self.module, self.total, self.most = device, device_module(device), 0, 0
         self.outward, self.inward = self.module.Stream(device), self.module.Stream(device)
-        self._free: list[tuple[Tensor, Any]] = []  # and the event of the copy that read it last; the oldest first
+        self._free: list[
+            tuple[Tensor, Any]
+        ] = []  # and the event of the copy that read it last; the oldest first
 
     def take(self, size: int) -> Tensor:
         """Return a buffer of at least ``size`` bytes; what is written to it outward waits for its last reader."""
@@ -41,7 +43,8 @@ class HostBuffers:
             buffer, read = self._free.pop(min(fitting)[1])
             self.outward.wait_event(read)
         else:
-            buffer, self.total = pinned_bytes(size, self.device), self.total + size
+            buffer = pinned_bytes(size, self.device)
+            self.total = self.total + size
         self.most = max(self.most, self.total - sum(len(each) for each, _ in self._free))
         while self._free and self.total > _SPARE * self.most:
             old, read = self._free.pop(0)
@@ -90,21 +93,26 @@ def views_of(flat: Tensor, forms: Sequence[Form]) -> list[Tensor]:
 
 def packed(tensors: Sequence[Tensor], forms: Sequence[Form], pin_memory: bool = False) -> Tensor:
     """Return the bytes of tensors, all of one device, in one buffer there; cast to the dtypes of ``forms``."""
-    size, device = bytes_before(forms)[-1], tensors[0].device
+    size = bytes_before(forms)[-1]
+    device = tensors[0].device
     flat = torch.empty(size, dtype=torch.uint8, device=device, pin_memory=pin_memory)
     for view, tensor in zip(views_of(flat, forms), tensors, strict=True):
         view.copy_(tensor)
     return flat
 
 
-def buckets(items: Iterable[Item], size_of: Callable[[Item], int], most: int) -> Iterator[list[Item]]:
+def buckets(
+    items: Iterable[Item], size_of: Callable[[Item], int], most: int
+) -> Iterator[list[Item]]:
     """Split items into runs of consecutive ones, of at most ``most`` bytes together, or of one that is larger."""
-    bucket, filled = list[Item](), 0
+    bucket = list[Item]()
+    filled = 0
     for item in items:
         size = size_of(item)
         if bucket and filled + size > most:
             yield bucket
-            bucket, filled = [], 0
+            bucket = []
+            filled = 0
         bucket.append(item)
         filled += size
     if bucket:

@@ -26,22 +26,38 @@ class Mesh:
     layout: ParallelConfig  # the sizes
     device: torch.device  # this rank's device
     ranks: dict[str, int]  # this rank's coordinate on each axis
-    device_mesh: DeviceMesh | None = None  # over :data:`MESH_AXES`; ``None`` in a single process, like all groups
-    control: dist.ProcessGroup | None = None  # a gloo group over all ranks for barriers and small objects
+    device_mesh: DeviceMesh | None = (
+        None  # over :data:`MESH_AXES`; ``None`` in a single process, like all groups
+    )
+    control: dist.ProcessGroup | None = (
+        None  # a gloo group over all ranks for barriers and small objects
+    )
     # number of consecutive tensor ranks that hold the same shard -> their group, through this rank
     replicas: dict[int, dist.ProcessGroup] = field(default_factory=dict)
     # pipeline ranks that hold one tied tensor -> their group, if this rank is one of them
     ties: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
-    tie_reports: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)  # theirs over gloo
+    tie_reports: dict[tuple[int, ...], dist.ProcessGroup] = field(
+        default_factory=dict
+    )  # theirs over gloo
     # (from, to), neighbouring pipeline ranks, this one among them -> their group for transfers that way: a backend may
     # serialize the transfers of one group
     streams: dict[Pair, dist.ProcessGroup] = field(default_factory=dict)
-    reports: dist.ProcessGroup | None = None  # the gloo group of this rank's pipeline, for small messages
+    reports: dist.ProcessGroup | None = (
+        None  # the gloo group of this rank's pipeline, for small messages
+    )
     expert_reports: dist.ProcessGroup | None = None  # the gloo group of the expert ranks
-    sharing: dist.ProcessGroup | None = None  # the gloo group of the ranks that are given the same batch
-    expert_mesh: DeviceMesh | None = None  # over :data:`EXPERT_AXES`; ``None`` where experts are not spread
-    context: dist.ProcessGroup | None = None  # the group of the context ranks, with pieces of the same sequences
-    whole_sequences: dist.ProcessGroup | None = None  # with ``cp``: the group of shard ranks with different ones
+    sharing: dist.ProcessGroup | None = (
+        None  # the gloo group of the ranks that are given the same batch
+    )
+    expert_mesh: DeviceMesh | None = (
+        None  # over :data:`EXPERT_AXES`; ``None`` where experts are not spread
+    )
+    context: dist.ProcessGroup | None = (
+        None  # the group of the context ranks, with pieces of the same sequences
+    )
+    whole_sequences: dist.ProcessGroup | None = (
+        None  # with ``cp``: the group of shard ranks with different ones
+    )
 
     @property
     def rank(self) -> int:
@@ -99,12 +115,18 @@ class Mesh:
         device_mesh, _ = self.view(cuts)
         assert device_mesh is not None
         names: Any = device_mesh.mesh_dim_names
-        return int(self._tables[device_mesh][tuple({**ranks, "pp": stage}.get(name, 0) for name in names)])
+        return int(
+            self._tables[device_mesh][tuple({**ranks, "pp": stage}.get(name, 0) for name in names)]
+        )
 
     @cached_property
     def _tables(self) -> dict[DeviceMesh, Any]:
         """The global ranks of both meshes as NumPy arrays, which are indexed much faster than tensors."""
-        return {each: each.mesh.numpy() for each in (self.device_mesh, self.expert_mesh) if each is not None}
+        return {
+            each: each.mesh.numpy()
+            for each in (self.device_mesh, self.expert_mesh)
+            if each is not None
+        }
 
     def largest(self, *numbers: float) -> list[Any]:
         """Return the largest value of each number on any rank, over gloo; collective."""
@@ -120,7 +142,9 @@ class Mesh:
             every = [None] * self.layout.total_size
             dist.all_gather_object(every, (value, failure), group=self.control)
         if failures := {rank: text for rank, (_, text) in enumerate(every) if text}:
-            raise RankFailedError("; ".join(f"rank {rank}: {text}" for rank, text in failures.items()), failures)
+            raise RankFailedError(
+                "; ".join(f"rank {rank}: {text}" for rank, text in failures.items()), failures
+            )
         return [value for value, _ in every]
 
     @property

@@ -69,12 +69,15 @@ def build_mesh(
     made.once("failures", lambda: share_failures(control))
     explain_memory_errors()
     groups = {
-        count: made.once((*key, count), partial(_consecutive_ranks, device_mesh, device, count)) for count in replicas
+        count: made.once((*key, count), partial(_consecutive_ranks, device_mesh, device, count))
+        for count in replicas
     }
     mesh = Mesh(layout, device, ranks, device_mesh, control, groups)
     if layout.cp > 1:
         context, others = context_groups(mesh, layout.dp_shard, layout.cp)
-        mesh = replace(mesh, context=context, whole_sequences=others if layout.asked("dp_shard") > 1 else None)
+        mesh = replace(
+            mesh, context=context, whole_sequences=others if layout.asked("dp_shard") > 1 else None
+        )
     if layout.ep > 1:
         mesh = _with_experts(mesh, made)
     if layout.pp > 1:
@@ -96,7 +99,9 @@ def _divided(device: torch.device, shape: tuple[int, ...], axes: tuple[str, ...]
         options["backend_override"] = dict.fromkeys(axes, own)
     with bound(device):
         device_mesh = init_device_mesh(device.type, shape, mesh_dim_names=axes, **options)
-    for group in (device_mesh.get_group(axis) for axis, size in zip(axes, shape, strict=True) if size > 1):
+    for group in (
+        device_mesh.get_group(axis) for axis, size in zip(axes, shape, strict=True) if size > 1
+    ):
         keep_patience(group, device)
         connect(group, device)
     return device_mesh
@@ -107,15 +112,23 @@ def context_groups(mesh: Mesh, every: int, size: int) -> tuple[Any, Any]:
     made: Groups = made_out_of(dist.group.WORLD)
     assert mesh.device_mesh is not None
     key = (mesh.device.type, tuple(mesh.device_mesh.shape), "context", every, size)
-    lines = mesh.device_mesh.mesh.movedim(MESH_AXES.index("dp_shard"), -1).unflatten(-1, (-1, every // size, size))
-    near = made.once((*key, "near"), lambda: device_group(lines.flatten(0, -2).tolist(), mesh.device))
-    far = made.once((*key, "far"), lambda: device_group(lines.movedim(-1, -2).flatten(0, -2).tolist(), mesh.device))
+    lines = mesh.device_mesh.mesh.movedim(MESH_AXES.index("dp_shard"), -1).unflatten(
+        -1, (-1, every // size, size)
+    )
+    near = made.once(
+        (*key, "near"), lambda: device_group(lines.flatten(0, -2).tolist(), mesh.device)
+    )
+    far = made.once(
+        (*key, "far"),
+        lambda: device_group(lines.movedim(-1, -2).flatten(0, -2).tolist(), mesh.device),
+    )
     return near, far
 
 
 def _with_experts(mesh: Mesh, made: "Groups") -> Mesh:
     """Add the device mesh over :data:`EXPERT_AXES` and its groups."""
-    layout, device = mesh.layout, mesh.device
+    layout = mesh.layout
+    device = mesh.device
     shape = tuple(layout.size("expert_tp" if axis == "tp" else axis) for axis in EXPERT_AXES)
     key = (device.type, "experts", shape)
     expert_mesh: DeviceMesh = made.once(key, partial(_divided, device, shape, EXPERT_AXES))
@@ -123,7 +136,9 @@ def _with_experts(mesh: Mesh, made: "Groups") -> Mesh:
     if device.type == "cpu":
         reports = group
     else:
-        lines = expert_mesh.mesh.movedim(EXPERT_AXES.index("ep"), -1).reshape(-1, layout.ep).tolist()
+        lines = (
+            expert_mesh.mesh.movedim(EXPERT_AXES.index("ep"), -1).reshape(-1, layout.ep).tolist()
+        )
         reports = made.once((*key, "reports"), lambda: host_group(lines))
     ranks = {**{axis: expert_mesh.get_local_rank(axis) for axis in EXPERT_AXES}, **mesh.ranks}
     return replace(mesh, ranks=ranks, expert_mesh=expert_mesh, expert_reports=reports)
@@ -132,13 +147,17 @@ def _with_experts(mesh: Mesh, made: "Groups") -> Mesh:
 def _with_ties(mesh: Mesh, made: "Groups", ties: Sequence[tuple[int, ...]]) -> Mesh:
     """Add the groups of pipeline ranks that hold one tied tensor."""
     assert mesh.device_mesh is not None
-    device, groups, reports = mesh.device, dict[Any, Any](), dict[Any, Any]()
+    device = mesh.device
+    groups = dict[Any, Any]()
+    reports = dict[Any, Any]()
     for members in ties:
         columns = _columns(mesh.device_mesh, members)
         key = (device.type, tuple(mesh.device_mesh.shape), members)
         groups[members] = made.once(key, partial(device_group, columns, device))
         alone = device.type == "cpu"
-        reports[members] = groups[members] if alone else made.once((*key, "reports"), partial(host_group, columns))
+        reports[members] = (
+            groups[members] if alone else made.once((*key, "reports"), partial(host_group, columns))
+        )
     own = [members for members in ties if mesh.pp_rank in members]
     return replace(mesh, ties={m: groups[m] for m in own}, tie_reports={m: reports[m] for m in own})
 
@@ -146,27 +165,38 @@ def _with_ties(mesh: Mesh, made: "Groups", ties: Sequence[tuple[int, ...]]) -> M
 def _with_stages(mesh: Mesh, made: "Groups", neighbours: Sequence[Pair]) -> Mesh:
     """Add the groups through which pipeline ranks communicate."""
     assert mesh.device_mesh is not None
-    device_mesh, layout = mesh.device_mesh, mesh.layout
+    device_mesh = mesh.device_mesh
+    layout = mesh.layout
     key = (mesh.device.type, tuple(layout.size(axis) for axis in MESH_AXES))
     every = tuple(range(layout.pp))
     reports = made.once((*key, "reports"), lambda: host_group(_columns(device_mesh, every)))
     ways = [way for a, b in neighbours for way in ((a, b), (b, a))]
-    fresh = dict[Any, Any]()  # without a flush, gradients are in flight between calls: a group for each model
+    fresh = dict[
+        Any, Any
+    ]()  # without a flush, gradients are in flight between calls: a group for each model
 
     def kept(way: Pair) -> dict[Any, Any]:
         return fresh if layout.pipeline_schedule in ASYNCHRONOUS and way[0] > way[1] else made.made
 
     for forward in (True, False):
-        missing = [way for way in ways if (way[0] < way[1]) == forward and (*key, "way", way) not in kept(way)]
+        missing = [
+            way
+            for way in ways
+            if (way[0] < way[1]) == forward and (*key, "way", way) not in kept(way)
+        ]
         for pairs in rounds(missing):
-            mine = device_group([ranks for pair in pairs for ranks in _columns(device_mesh, pair)], mesh.device)
+            mine = device_group(
+                [ranks for pair in pairs for ranks in _columns(device_mesh, pair)], mesh.device
+            )
             for way in pairs:
                 kept(way)[(*key, "way", way)] = mine if mesh.pp_rank in way else None
     streams = {way: group for way in ways if (group := kept(way)[(*key, "way", way)]) is not None}
     return replace(mesh, streams=streams, reports=reports)
 
 
-def _consecutive_ranks(device_mesh: DeviceMesh, device: torch.device, count: int) -> dist.ProcessGroup:
+def _consecutive_ranks(
+    device_mesh: DeviceMesh, device: torch.device, count: int
+) -> dist.ProcessGroup:
     """Return this rank's group of ``count`` consecutive tensor ranks; tp4 in twos: ``{0, 1}``, ``{2, 3}``."""
     if count == device_mesh.size(len(MESH_AXES) - 1):
         return device_mesh.get_group("tp")
@@ -177,12 +207,16 @@ def _consecutive_ranks(device_mesh: DeviceMesh, device: torch.device, count: int
 
 def _columns(device_mesh: DeviceMesh, members: Sequence[int]) -> list[list[int]]:
     """Return the global ranks of the pipeline ranks ``members``, one list for each position within a stage."""
-    return [[column[member] for member in members] for column in device_mesh.mesh.flatten(1).T.tolist()]
+    return [
+        [column[member] for member in members] for column in device_mesh.mesh.flatten(1).T.tolist()
+    ]
 
 
 def _ranks_of_one_batch(mesh: Mesh, made: "Groups") -> dist.ProcessGroup | None:
     """Return the gloo group of the pipeline, context and tensor ranks that are given the same batch as this rank."""
-    layout, device_mesh, cp = mesh.layout, mesh.device_mesh, mesh.layout.cp
+    layout = mesh.layout
+    device_mesh = mesh.device_mesh
+    cp = mesh.layout.cp
     if layout.tp == cp == 1 or device_mesh is None:
         return mesh.reports
     if layout.pp == cp == 1 and mesh.device.type == "cpu":

@@ -63,14 +63,20 @@ def fitting_layout(layouts: Sequence[ParallelConfig]) -> ParallelConfig:
         ConfigError: ``layouts`` is no list of layouts.
         MeshError: none is for that many.
     """
-    if not isinstance(layouts, Sequence) or not all(isinstance(each, ParallelConfig) for each in layouts):
-        raise ConfigError(f"layouts={layouts!r} is invalid: pass a list, as [hfscale.ParallelConfig(tp_size=2), ...]")
+    if not isinstance(layouts, Sequence) or not all(
+        isinstance(each, ParallelConfig) for each in layouts
+    ):
+        raise ConfigError(
+            f"layouts={layouts!r} is invalid: pass a list, as [hfscale.ParallelConfig(tp_size=2), ...]"
+        )
     world = dist.get_world_size() if dist.is_initialized() else started_processes()
     for layout in layouts:
         if layout.total_size == world:
             return layout
     wanted = ", ".join(f"{layout.describe()} ({layout.total_size})" for layout in layouts)
-    raise MeshError(f"{world} process(es) were started, and the layouts are for others: {wanted or 'none is given'}")
+    raise MeshError(
+        f"{world} process(es) were started, and the layouts are for others: {wanted or 'none is given'}"
+    )
 
 
 def stay_on_this_machine() -> None:
@@ -86,7 +92,11 @@ def start(device: torch.device, timeout: timedelta = TIMEOUT) -> None:
     options: dict[str, Any] = {"timeout": timeout}
     if met_before():
         store = store_of_ranks("hfscale-start")
-        options |= {"store": store, "rank": int(os.environ["RANK"]), "world_size": started_processes()}
+        options |= {
+            "store": store,
+            "rank": int(os.environ["RANK"]),
+            "world_size": started_processes(),
+        }
     options |= {"device_id": device} if is_accelerator(device) else {}
     dist.init_process_group(dist.get_default_backend_for_device(device), **options)
     atexit.register(_stop, dist.group.WORLD)
@@ -115,10 +125,13 @@ def store_of_ranks(name: str) -> dist.Store:
 
         rank 3: come-3 += 1 (is 5 now)    rank 0: told-3-5 = prefix    rank 3: heard-3-prefix
     """
-    rank, prefix = int(os.environ["RANK"]), secrets.token_hex(8)
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    rank = int(os.environ["RANK"])
+    prefix = secrets.token_hex(8)
+    host = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
     store = dist.PrefixStore(name, dist.TCPStore(host, port, is_master=False, timeout=TIMEOUT))
-    come, end = store.add(f"come-{rank}", 1), time.monotonic() + TIMEOUT.total_seconds()
+    come = store.add(f"come-{rank}", 1)
+    end = time.monotonic() + TIMEOUT.total_seconds()
     if rank:
         prefix = store.get(f"told-{rank}-{come}").decode()
         store.set(f"heard-{rank}-{prefix}", "")
@@ -128,7 +141,9 @@ def store_of_ranks(name: str) -> dist.Store:
             store.set(f"told-{other}-{store.add(f'come-{other}', 0)}", prefix)
         waiting = {other for other in waiting if not store.check([f"heard-{other}-{prefix}"])}
         if time.monotonic() > end:
-            raise MeshError(f"ranks {sorted(waiting)} did not come within {TIMEOUT}: look at what they wait for")
+            raise MeshError(
+                f"ranks {sorted(waiting)} did not come within {TIMEOUT}: look at what they wait for"
+            )
         time.sleep(_LOOK * bool(waiting))
     return dist.PrefixStore(prefix, store)
 
@@ -165,7 +180,9 @@ def device_group(parts: Sequence[Sequence[int]], device: torch.device) -> dist.P
     world: Any = dist.group.WORLD
     with bound(device) as splits:
         if splits:
-            mine = dist.split_group(world, [list(ranks) for ranks in parts], timeout=_patience(device))
+            mine = dist.split_group(
+                world, [list(ranks) for ranks in parts], timeout=_patience(device)
+            )
         else:
             mine = _one_by_one(parts, backend_of(world, device), _patience(device))
     if mine is not None:
@@ -179,7 +196,8 @@ def bound(device: torch.device) -> Iterator[bool]:
     split off it. Not for longer: gloo groups of a user's own might then wait forever (see :func:`host_group`).
     """
     world: Any = dist.group.WORLD
-    before, splits = world.bound_device_id, _splits(world, device)
+    before = world.bound_device_id
+    splits = _splits(world, device)
     if splits and before is None:
         made_out_of(world).once("connected", lambda: connect(world, device))
         world.bound_device_id = device
@@ -201,14 +219,17 @@ def host_group(parts: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
     # Where torch's process group is bound to a device, ranks outside of a new group wait in a split of its
     # communicator, which the members of a gloo group never join (pytorch#145376). A group that its members make alone
     # is no way out: its name has the number of groups that a rank is in, which differs.
-    bound, world.bound_device_id = world.bound_device_id, None
+    bound = world.bound_device_id
+    world.bound_device_id = None
     try:
         return _one_by_one(parts, "gloo", _patience(torch.device("cpu")))
     finally:
         world.bound_device_id = bound
 
 
-def _one_by_one(parts: Sequence[Sequence[int]], backend: str, patience: timedelta) -> dist.ProcessGroup | None:
+def _one_by_one(
+    parts: Sequence[Sequence[int]], backend: str, patience: timedelta
+) -> dist.ProcessGroup | None:
     mine = None
     for ranks in parts:  # every rank takes part in making every group
         group = dist.new_group(list(ranks), backend=backend or None, timeout=patience)

@@ -17,7 +17,10 @@ from ..errors import ConfigError, check_count
 from .failures import CODE
 from .processes import RESTARTS, has_agent_store, store_of_ranks
 
-_LOOK, _GRACE, _REFUSED = 0.1, 5.0, 2  # seconds between looks; to say why it ends; the exit code of a refusal
+# seconds between looks; to say why it ends; the exit code of a refusal
+_LOOK = 0.1
+_GRACE = 5.0
+_REFUSED = 2
 _DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
@@ -36,10 +39,15 @@ def restart_in_place(restarts: int = 100) -> None:
     """
     check_count("restarts", restarts, 0)
     if accelerators().is_initialized() or dist.is_initialized() or threading.active_count() > 1:
-        raise ConfigError("restart_in_place must come before CUDA, threads and process groups: call it behind imports")
-    world, outer = started_processes(), int(os.environ.get(RESTARTS, "0"))
+        raise ConfigError(
+            "restart_in_place must come before CUDA, threads and process groups: call it behind imports"
+        )
+    world = started_processes()
+    outer = int(os.environ.get(RESTARTS, "0"))
     if world > 1 and not has_agent_store():
-        raise ConfigError(f"restart_in_place needs torchrun or accelerate launch to start its {world} ranks")
+        raise ConfigError(
+            f"restart_in_place needs torchrun or accelerate launch to start its {world} ranks"
+        )
     store = store_of_ranks("hfscale-restarts") if world > 1 else dist.HashStore()
     code = 0
     for attempt in range(restarts + 1):
@@ -67,7 +75,10 @@ def _wait(child: int, store: Any, world: int) -> tuple[int, bool]:
         if code is None:  # or it has ended
             os.kill(child, number)
 
-    told, code, heard, late = list[int](), None, 0.0, False
+    told = list[int]()
+    code = None
+    heard = 0.0
+    late = False
     before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGUSR1)}
     while code is None or (count("ended") < world and not told):
         ended, status = os.waitpid(child, os.WNOHANG) if code is None else (0, 0)
@@ -84,7 +95,9 @@ def _wait(child: int, store: Any, world: int) -> tuple[int, bool]:
     for number, handler in before.items():
         signal.signal(number, handler)
     count("final", bool(told))  # also behind its child's end
-    refused = count("refused") and not count("broken")  # what else goes wrong may look like a refusal on other ranks
+    refused = count("refused") and not count(
+        "broken"
+    )  # what else goes wrong may look like a refusal on other ranks
     return code, count("failed") > 0 and not count("final") and not refused
 
 
@@ -98,5 +111,11 @@ def _too_long(child: int, code: int | None, graces: float) -> bool:
 def _kinds_of_end(code: int, told: bool, late: bool) -> list[str]:
     """Return what to count of a child's end; ``told``: its parent was to end it, ``late``: it outlived other ranks'."""
     broken = not late and code not in (0, _REFUSED, CODE)
-    kinds = {"final": told, "refused": code == _REFUSED, "broken": broken, "failed": code != 0, "ended": True}
+    kinds = {
+        "final": told,
+        "refused": code == _REFUSED,
+        "broken": broken,
+        "failed": code != 0,
+        "ended": True,
+    }
     return [name for name, so in kinds.items() if so]

@@ -19,16 +19,21 @@ _LIBRARIES = tuple({os.path.join(folder, "") for folder in (*_PLACES, *_FOLDERS)
 
 def user_line_of(trace: TracebackType | None) -> str:
     """Return the innermost line of the user's code in a traceback."""
-    return next(filter(None, innermost_lines(reversed(list(traceback.walk_tb(trace))))), "an unknown place")
+    return next(
+        filter(None, innermost_lines(reversed(list(traceback.walk_tb(trace))))), "an unknown place"
+    )
 
 
 def innermost_lines(frames: Iterable[tuple[FrameType, int]]) -> tuple[str, str]:
     """Return the innermost lines of the user's code and of hfscale's, of ``frames`` with lines, innermost first."""
-    place, inside = "", ""
+    place = ""
+    inside = ""
     for frame, line in frames:
         file = frame.f_code.co_filename
         if file.startswith(_PACKAGE):
-            inside = inside or _user_line(frame, line, Path("hfscale", Path(file).relative_to(_PACKAGE)))
+            inside = inside or _user_line(
+                frame, line, Path("hfscale", Path(file).relative_to(_PACKAGE))
+            )
         elif not file.startswith((*_LIBRARIES, "<")):
             place = _user_line(frame, line, Path(file).name)
             break

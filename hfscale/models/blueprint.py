@@ -41,7 +41,9 @@ class Block:
     parts: dict[str, int | Callable[[Any], tuple[int, ...]]] = field(default_factory=dict)
     # what holds key/value heads, and which of the matrices fused in it do (all, where empty): with fewer such heads
     # than ranks, these are cut so that several ranks hold the same head
-    key_value: dict[str, tuple[int, ...]] = field(default_factory=lambda: {"k_proj": (), "v_proj": ()})
+    key_value: dict[str, tuple[int, ...]] = field(
+        default_factory=lambda: {"k_proj": (), "v_proj": ()}
+    )
     # modules used whole inside the block (per-head norms), whose gradients are therefore partial; the empty path
     # means the block's own parameters
     shared: tuple[str, ...] = ()
@@ -55,7 +57,9 @@ class Block:
     pairs: tuple[str, ...] = ()
     # whole parameters that are added to the block's output, where no projection does it (biases of experts)
     once: tuple[str, ...] = ()
-    outside: tuple[str, ...] = ()  # modules of the block that compute on what is whole (a norm behind ``leave``)
+    outside: tuple[
+        str, ...
+    ] = ()  # modules of the block that compute on what is whole (a norm behind ``leave``)
     # the block's own parameters have one entry per head along dim 0 (attention sinks), and are cut so
     own_heads: bool = False
     rest_shared: bool = False  # whatever else the block holds is used whole inside it (a router)
@@ -65,9 +69,15 @@ class Block:
     heads: dict[str, int] = field(default_factory=dict)
     # keyword inputs with one entry per sample and head along dim 0, sample by sample
     sample_heads: tuple[str, ...] = ()
-    head_groups: int = 1  # heads are laid out in that many groups side by side, each of which is cut
-    local_attributes: tuple[str, ...] = ()  # integer attributes that the forward reads as local sizes
-    local_config: tuple[str, ...] = ()  # config fields that the forward reads as local sizes, from ``self.config``
+    head_groups: int = (
+        1  # heads are laid out in that many groups side by side, each of which is cut
+    )
+    local_attributes: tuple[
+        str, ...
+    ] = ()  # integer attributes that the forward reads as local sizes
+    local_config: tuple[
+        str, ...
+    ] = ()  # config fields that the forward reads as local sizes, from ``self.config``
     # config fields that hold dropout probabilities applied to *cut* activations (attention weights)
     dropout: tuple[str, ...] = ("attention_dropout",)
     # where activations begin to be cut for the sake of dropout; by default where the first input enters
@@ -81,7 +91,9 @@ class Blueprint:
     # path of the layer list; several where there are several (an encoder and a decoder, two towers). A class need not
     # have all of them: ``BartForCausalLM`` has the decoder's only
     layers: str | tuple[str, ...]
-    blocks: dict[str, Block]  # path of each block inside a layer -> its roles. A layer need not have all of them
+    blocks: dict[
+        str, Block
+    ]  # path of each block inside a layer -> its roles. A layer need not have all of them
     # what in a config (of some members of the family) the blocks do not describe, in words, or ``None``
     unfit: Callable[[Any], str | None] = lambda config: None
     # the part of a model's config that functions of the blueprint are given, and whose fields it names
@@ -94,7 +106,9 @@ class Blueprint:
         return (self.layers,) if isinstance(self.layers, str) else self.layers
 
 
-def in_layers(layers: str, unfit: Callable[[Any], str | None] = Blueprint.unfit, **blocks: Block) -> Blueprint:
+def in_layers(
+    layers: str, unfit: Callable[[Any], str | None] = Blueprint.unfit, **blocks: Block
+) -> Blueprint:
     """Return the blueprint of one layer list, whose blocks are children of its layers."""
     return Blueprint(layers, blocks, unfit)
 
@@ -148,14 +162,26 @@ def block_as_data(block: Block) -> dict[str, Any]:
 def from_data(data: dict[str, Any]) -> Inference:
     """Return the inference that :func:`as_data` wrote."""
     blocks = {
-        path: Block(**{"column": (), "row": (), **{name: _unnamed(name, value) for name, value in block.items()}})
+        path: Block(
+            **{
+                "column": (),
+                "row": (),
+                **{name: _unnamed(name, value) for name, value in block.items()},
+            }
+        )
         for path, block in data["blocks"].items()
     }
     blueprint = Blueprint(_tuples(data["layers"]), blocks, source=data["source"])
-    return Inference(blueprint, Proof(**data["proof"]), tuple(data["attention"]), tuple(data["whole"]))
+    return Inference(
+        blueprint, Proof(**data["proof"]), tuple(data["attention"]), tuple(data["whole"])
+    )
 
 
-_DEFAULTS = {**vars(Block(column=(), row=())), "column": None, "row": None}  # these two are always given
+_DEFAULTS = {
+    **vars(Block(column=(), row=())),
+    "column": None,
+    "row": None,
+}  # these two are always given
 
 
 def _named(value: Any) -> Any:
@@ -166,8 +192,15 @@ def _named(value: Any) -> Any:
 
 def _unnamed(name: str, value: Any) -> Any:
     if name == "parts":
-        return {path: _FUNCTIONS[each] if isinstance(each, str) else _tuples(each) for path, each in value.items()}
-    return {path: _tuples(each) for path, each in value.items()} if isinstance(value, dict) else _tuples(value)
+        return {
+            path: _FUNCTIONS[each] if isinstance(each, str) else _tuples(each)
+            for path, each in value.items()
+        }
+    return (
+        {path: _tuples(each) for path, each in value.items()}
+        if isinstance(value, dict)
+        else _tuples(value)
+    )
 
 
 def _tuples(value: Any) -> Any:

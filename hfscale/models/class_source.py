@@ -43,7 +43,9 @@ def _without_comments(text: str) -> str:
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, _DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
             docstring = node.body[0]
-            documented.update(range(docstring.lineno, (docstring.end_lineno or docstring.lineno) + 1))
+            documented.update(
+                range(docstring.lineno, (docstring.end_lineno or docstring.lineno) + 1)
+            )
     lines = enumerate(text.splitlines(), start=1)
     kept = (line.rstrip() for number, line in lines if number not in documented)
     return "\n".join(line for line in kept if line and not line.lstrip().startswith("#"))

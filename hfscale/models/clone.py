@@ -15,7 +15,11 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 from .fields import HEAD_FIELDS, LENGTHS, field, text_config
 from .module_kinds import EXPERT_FIELDS
 
-HEADS, HEAD_DIM, LAYERS, VOCABULARY, EXPERTS = 4, 8, 2, 67, 4
+HEADS = 4
+HEAD_DIM = 8
+LAYERS = 2
+VOCABULARY = 67
+EXPERTS = 4
 HIDDEN = HEADS * HEAD_DIM
 
 # What a count becomes -> the names configs give it. Everything not named here keeps its value.
@@ -36,7 +40,8 @@ _BECOMES: dict[int, str] = {
         mamba_chunk_size mamba_n_heads mamba_d_head mamba_num_heads mamba_head_dim
         linear_head_dim linear_key_head_dim linear_value_head_dim""",
     16: "mamba_d_state ssm_state_size q_lora_rank kv_lora_rank o_lora_rank",
-    2 * HIDDEN: "max_position_embeddings n_positions n_ctx model_max_length max_seq_len mamba_d_ssm",
+    2
+    * HIDDEN: "max_position_embeddings n_positions n_ctx model_max_length max_seq_len mamba_d_ssm",
     1: "n_group topk_group num_expert_group mamba_n_groups",
     0: "num_nextn_predict_layers",
 }
@@ -46,20 +51,43 @@ _CHOSEN = _BECOMES[2].split()
 _EMBEDDED = "word_embed_proj_dim"
 _SHARED = "num_kv_shared_layers"
 _LAYER_COUNTS = (
-    *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks"),
-    *("encoder_layers", "decoder_layers", "num_encoder_layers", "num_decoder_layers"),
+    "num_hidden_layers",
+    "n_layer",
+    "n_layers",
+    "num_layers",
+    "num_blocks",
+    "encoder_layers",
+    "decoder_layers",
+    "num_encoder_layers",
+    "num_decoder_layers",
 )
 _ROPE = ("rope_parameters", "rope_scaling")
-_KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads", "n_kv_heads", "n_head_kv", "kv_heads")
+_KEY_HEADS = (
+    "num_key_value_heads",
+    "num_kv_heads",
+    "swa_num_key_value_heads",
+    "n_kv_heads",
+    "n_head_kv",
+    "kv_heads",
+)
 DROPOUT_WORDS = ("dropout", "pdrop", "drop_rate", "drop_path", "layerdrop", "jitter")
 _NAMED = {*_SMALL, *_LAYER_COUNTS, *_KEY_HEADS}
 # Backbones have lists of as many entries as they have stages, and may count those as layers.
 _STAGES = 8
-PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers", "attention_layers", "layers_block_type", "mixer_types")
+PER_LAYER = (
+    "layer_types",
+    "mlp_layer_types",
+    "no_rope_layers",
+    "attention_layers",
+    "layers_block_type",
+    "mixer_types",
+)
 """Fields with one entry per layer: cut to the first layers, and, where kinds alternate, made to show several."""
 
 
-def tiny_clone(config: PreTrainedConfig, *, layers: int = LAYERS, **changes: Any) -> PreTrainedConfig:
+def tiny_clone(
+    config: PreTrainedConfig, *, layers: int = LAYERS, **changes: Any
+) -> PreTrainedConfig:
     """Return a config of the same class, tiny and without dropout; ``changes`` (a dict for a config inside) are set."""
     whole = config.to_dict()
     small = _shrink(copy.deepcopy(whole), layers, type(config))
@@ -70,7 +98,9 @@ def tiny_clone(config: PreTrainedConfig, *, layers: int = LAYERS, **changes: Any
     for name in _derived(type(config), whole, small):
         del small[name]
     made = type(config)(**merged(small, changes))
-    if getattr(made, "classifier_dropout", None) is None:  # heads over tokens drop a tenth where configs say nothing
+    if (
+        getattr(made, "classifier_dropout", None) is None
+    ):  # heads over tokens drop a tenth where configs say nothing
         made.classifier_dropout = 0.0
     return made
 
@@ -98,7 +128,11 @@ def first_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
         for name, value in list(vars(each).items()):
             if name in _LAYER_COUNTS and type(value) is int:
                 setattr(each, name, min(value, layers))
-            elif isinstance(value, (list, tuple)) and (name in PER_LAYER or len(value) == count) and value:
+            elif (
+                isinstance(value, (list, tuple))
+                and (name in PER_LAYER or len(value) == count)
+                and value
+            ):
                 setattr(each, name, value[:layers])
     return found
 
@@ -107,37 +141,59 @@ def merged(fields: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     """Return ``fields`` updated by ``changes``; nested configs are updated field by field."""
     found = dict(fields)
     for name, value in changes.items():
-        inside = isinstance(value, dict) and isinstance(found.get(name), dict) and "model_type" in found[name]
+        inside = (
+            isinstance(value, dict)
+            and isinstance(found.get(name), dict)
+            and "model_type" in found[name]
+        )
         found[name] = merged(found[name], value) if inside else value
     return found
 
 
-def _derived(kind: type[PreTrainedConfig], whole: dict[str, Any], small: dict[str, Any]) -> list[str]:
+def _derived(
+    kind: type[PreTrainedConfig], whole: dict[str, Any], small: dict[str, Any]
+) -> list[str]:
     """Return the attributes that the class computes from its fields and that are small if left out, not if given."""
     fields = {*signature(kind.__init__).parameters, *kind.attribute_map}
-    candidates = [name for name in small if name in _SMALL and name not in fields and type(whole[name]) is int]
+    candidates = [
+        name for name in small if name in _SMALL and name not in fields and type(whole[name]) is int
+    ]
     if not candidates:
         return []
     try:
-        made = kind(**{name: value for name, value in small.items() if name not in (*candidates, "model_type")})
+        made = kind(
+            **{
+                name: value
+                for name, value in small.items()
+                if name not in (*candidates, "model_type")
+            }
+        )
     except Exception:  # whatever stock code says of fields that it wants all the same
         return []
     own = {name: getattr(made, name) for name in candidates if hasattr(made, name)}
     return [name for name, value in own.items() if value != whole[name] or value <= small[name]]
 
 
-def _shrink(fields: dict[str, Any], layers: int, kind: type[PreTrainedConfig] | None = None) -> dict[str, Any]:
+def _shrink(
+    fields: dict[str, Any], layers: int, kind: type[PreTrainedConfig] | None = None
+) -> dict[str, Any]:
     """Return all fields of a config made small; its class ``kind`` maps some of them to common names."""
-    whole, known = dict(fields), _aliases(kind, fields)
+    whole = dict(fields)
+    known = _aliases(kind, fields)
     kept = _kept_layers(fields, known, layers)
     # Backbones in stages have a list of each, which keeps its values.
-    heads = next((fields[name] for name in HEAD_FIELDS if fields.get(name) and type(fields[name]) is int), None)
+    heads = next(
+        (fields[name] for name in HEAD_FIELDS if fields.get(name) and type(fields[name]) is int),
+        None,
+    )
     kinds = fields.get("layer_types")
     hidden = fields.get("hidden_size")
     width = fields.get("head_dim") or (hidden if isinstance(hidden, int) else 0) // (heads or 1)
     for name, value in list(fields.items()):
         if isinstance(value, dict) and "model_type" in value:
-            fields[name] = _shrink_inside(value, layers, _class_inside(kind, name, value["model_type"]))
+            fields[name] = _shrink_inside(
+                value, layers, _class_inside(kind, name, value["model_type"])
+            )
         elif isinstance(value, dict) and name in _ROPE and isinstance(width, int) and width:
             fields[name] = {key: _small_sections(key, each, width) for key, each in value.items()}
         elif isinstance(value, (list, tuple)):
@@ -146,27 +202,39 @@ def _shrink(fields: dict[str, Any], layers: int, kind: type[PreTrainedConfig] | 
             fields[name] = _small_value(known.get(name, name), value, layers, heads)
     fields.update(_related(whole, fields, layers, kept[0]))
     if isinstance(fields.get("per_layer_config"), dict):
-        fields["per_layer_config"] = _follow(fields["per_layer_config"], kinds, fields.get("layer_types"), layers)
+        fields["per_layer_config"] = _follow(
+            fields["per_layer_config"], kinds, fields.get("layer_types"), layers
+        )
     return fields
 
 
-def _related(whole: dict[str, Any], small: dict[str, Any], layers: int, count: int) -> dict[str, int]:
+def _related(
+    whole: dict[str, Any], small: dict[str, Any], layers: int, count: int
+) -> dict[str, int]:
     """Return the clone's numbers that follow from others, as they do in the original ``whole`` of ``count`` layers."""
     found = dict[str, int]()
     if type(whole.get(_EMBEDDED)) is int and whole[_EMBEDDED] != whole.get("hidden_size"):
         found[_EMBEDDED] = HIDDEN // 2  # OPT has projections into its stream and out of it
-    inner: list[Any] = [whole.get(name) for name in ("expand", "hidden_size", "num_heads", "head_dim")]
-    if all(type(number) is int for number in inner) and prod(inner[:2]) == prod(inner[2:]):  # as Mamba-2 requires
+    inner: list[Any] = [
+        whole.get(name) for name in ("expand", "hidden_size", "num_heads", "head_dim")
+    ]
+    if all(type(number) is int for number in inner) and prod(inner[:2]) == prod(
+        inner[2:]
+    ):  # as Mamba-2 requires
         found["num_heads"] = small["expand"] * HIDDEN // small["head_dim"]
     if type(whole.get(_SHARED)) is int:
         kinds = whole.get("layer_types")
         different = len(set(kinds)) if isinstance(kinds, (list, tuple)) else 1
         # Where all share, the model reads those of another one; else at least one layer of each kind has its own.
-        found[_SHARED] = layers if whole[_SHARED] >= count else min(whole[_SHARED], max(0, layers - different))
+        found[_SHARED] = (
+            layers if whole[_SHARED] >= count else min(whole[_SHARED], max(0, layers - different))
+        )
     return found
 
 
-def _shrink_inside(fields: dict[str, Any], layers: int, kind: type[PreTrainedConfig] | None) -> dict[str, Any]:
+def _shrink_inside(
+    fields: dict[str, Any], layers: int, kind: type[PreTrainedConfig] | None
+) -> dict[str, Any]:
     """Return the fields of a nested config made small, without those that its class computes."""
     whole = dict(fields)
     small = _shrink(fields, layers, kind)
@@ -187,11 +255,17 @@ def _aliases(kind: type[PreTrainedConfig] | None, fields: dict[str, Any]) -> dic
     """Map a field's own name to the common one by the class's ``attribute_map``."""
     aliases = kind.attribute_map.items() if kind is not None else ()
     known = {own: name for name, own in aliases if own not in _NAMED and name in _NAMED}
-    few = [own for own, name in known.items() if name in _LAYER_COUNTS and (fields.get(own) or 0) <= _STAGES]
+    few = [
+        own
+        for own, name in known.items()
+        if name in _LAYER_COUNTS and (fields.get(own) or 0) <= _STAGES
+    ]
     return {own: name for own, name in known.items() if own not in few}
 
 
-def _class_inside(kind: type[PreTrainedConfig] | None, name: str, model_type: str) -> type[PreTrainedConfig] | None:
+def _class_inside(
+    kind: type[PreTrainedConfig] | None, name: str, model_type: str
+) -> type[PreTrainedConfig] | None:
     """Return the class of the nested config in field ``name``."""
     own: Any = kind.sub_configs.get(name) if kind is not None else None
     if own in (None, AutoConfig):
@@ -200,7 +274,9 @@ def _class_inside(kind: type[PreTrainedConfig] | None, name: str, model_type: st
     return None if own is AutoConfig else own
 
 
-def _kept_layers(fields: dict[str, Any], known: dict[str, str], layers: int) -> tuple[int, list[int]]:
+def _kept_layers(
+    fields: dict[str, Any], known: dict[str, str], layers: int
+) -> tuple[int, list[int]]:
     """Return the number of layers, and the indices of those that the clone's layers imitate."""
     counts = (fields[name] for name in fields if known.get(name, name) in _LAYER_COUNTS)
     count = next((count for count in counts if type(count) is int), 0)
@@ -211,7 +287,11 @@ def _kept_layers(fields: dict[str, Any], known: dict[str, str], layers: int) -> 
 
 
 def _small_list(
-    name: str, value: list[Any] | tuple[Any, ...], layers: int, heads: int | None, kept: tuple[int, list[int]]
+    name: str,
+    value: list[Any] | tuple[Any, ...],
+    layers: int,
+    heads: int | None,
+    kept: tuple[int, list[int]],
 ) -> Any:
     if name == "num_attention_heads_per_layer" and isinstance(value, list):
         return [HEADS] * layers
@@ -246,12 +326,16 @@ def _small_value(name: str, value: Any, layers: int, heads: int | None) -> Any:
     return min(value, small) if name in LENGTHS else small
 
 
-def _follow(per_layer: dict[Any, dict[str, Any]], before: Any, after: Any, layers: int) -> dict[int, dict[str, Any]]:
+def _follow(
+    per_layer: dict[Any, dict[str, Any]], before: Any, after: Any, layers: int
+) -> dict[int, dict[str, Any]]:
     """Return the fields of each remaining layer: those of the first layer of its kind ``before``."""
     known = {int(index): _shrink(dict(own), layers) for index, own in per_layer.items()}
     if not before or not after:
         return {index: own for index, own in known.items() if index < layers}
-    firsts = ((index, list(before).index(kind)) for index, kind in enumerate(after) if kind in before)
+    firsts = (
+        (index, list(before).index(kind)) for index, kind in enumerate(after) if kind in before
+    )
     return {index: known[first] for index, first in firsts if first in known}
 
 

@@ -14,7 +14,9 @@ _LLAMA_ATTENTION = Block(column=("q_proj", "k_proj", "v_proj"), row=("o_proj",))
 _GEMMA_ATTENTION = replace(_LLAMA_ATTENTION, shared=("q_norm", "k_norm"), optional=True)
 _LLAMA_MLP = Block(column=("gate_proj", "up_proj"), row=("down_proj",), dropout=())
 # ... where gate and up are one matrix
-_FUSED_MLP = Block(column=("gate_up_proj",), row=("down_proj",), parts={"gate_up_proj": 2}, dropout=())
+_FUSED_MLP = Block(
+    column=("gate_up_proj",), row=("down_proj",), parts={"gate_up_proj": 2}, dropout=()
+)
 # A convolution of each channel by itself, between two gates
 _SHORT_CONVOLUTION = Block(
     column=("in_proj",),
@@ -28,7 +30,13 @@ _MLLAMA_ATTENTION = replace(
     _LLAMA_ATTENTION, local_attributes=("num_heads", "num_key_value_heads"), dropout=("dropout",)
 )
 _LFM_MLP = Block(column=("w1", "w3"), row=("w2",), dropout=())
-_GATES = ("recurrent_param", "input_gate_weight", "input_gate_bias", "recurrent_gate_weight", "recurrent_gate_bias")
+_GATES = (
+    "recurrent_param",
+    "input_gate_weight",
+    "input_gate_bias",
+    "recurrent_gate_weight",
+    "recurrent_gate_bias",
+)
 # One matrix per expert: [experts, out, in], or the other way round.
 _EXPERTS = {"experts.gate_up_proj": (1, 2), "experts.down_proj": (2, 1)}
 _EXPERTS_TRANSPOSED = {"experts.gate_up_proj": (2, 2), "experts.down_proj": (1, 1)}
@@ -56,11 +64,14 @@ def _mixture(shared_expert: str, experts: dict[str, tuple[int, int]], **changes:
 
 DECODERS: dict[str, Blueprint] = {
     "apertus": _llama(
-        Block(column=("up_proj",), row=("down_proj",), shared=("act_fn",), dropout=()), shared=("q_norm", "k_norm")
+        Block(column=("up_proj",), row=("down_proj",), shared=("act_fn",), dropout=()),
+        shared=("q_norm", "k_norm"),
     ),
     "bitnet": _llama(replace(_LLAMA_MLP, across=("ffn_sub_norm",)), across=("attn_sub_norm",)),
     # The difference is between the first half of the heads and the second.
-    "diffllama": _llama(parts={"q_proj": 2, "k_proj": 2, "v_proj": 2}, head_groups=2, shared=("",), dropout=()),
+    "diffllama": _llama(
+        parts={"q_proj": 2, "k_proj": 2, "v_proj": 2}, head_groups=2, shared=("",), dropout=()
+    ),
     "doge": _llama(
         key_value={"k_proj": (), "v_proj": (), "A": (), "dt_proj": ()},
         shared=("q_norm", "k_norm"),
@@ -78,7 +89,10 @@ DECODERS: dict[str, Blueprint] = {
         # some layers read the picture, and nothing of the text but what asks
         self_attn=replace(_MLLAMA_ATTENTION, optional=True),
         cross_attn=replace(
-            _MLLAMA_ATTENTION, shared=("q_norm", "k_norm"), enter_inputs=("cross_attention_states",), optional=True
+            _MLLAMA_ATTENTION,
+            shared=("q_norm", "k_norm"),
+            enter_inputs=("cross_attention_states",),
+            optional=True,
         ),
         mlp=_LLAMA_MLP,
     ),
@@ -90,19 +104,24 @@ DECODERS: dict[str, Blueprint] = {
     "hunyuan_v1_dense": _llama(shared=("query_layernorm", "key_layernorm")),
     "lfm2": in_layers(
         "layers",
-        self_attn=replace(_LLAMA_ATTENTION, row=("out_proj",), shared=("q_layernorm", "k_layernorm"), dropout=()),
+        self_attn=replace(
+            _LLAMA_ATTENTION, row=("out_proj",), shared=("q_layernorm", "k_layernorm"), dropout=()
+        ),
         conv=_SHORT_CONVOLUTION,
         feed_forward=_LFM_MLP,
     ),
     "lfm3": in_layers(
         "layers",
-        self_attn=replace(_GEMMA_ATTENTION, column=("q_proj", "k_proj", "v_proj", "g_proj")),  # the gate may be missing
+        self_attn=replace(
+            _GEMMA_ATTENTION, column=("q_proj", "k_proj", "v_proj", "g_proj")
+        ),  # the gate may be missing
         conv=_SHORT_CONVOLUTION,
         feed_forward=_LFM_MLP,
     ),
     # norms over all heads at once
     **dict.fromkeys(
-        ("olmo2", "olmo3"), _llama(key_value={"k_proj": (), "v_proj": (), "k_norm": ()}, across=("q_norm", "k_norm"))
+        ("olmo2", "olmo3"),
+        _llama(key_value={"k_proj": (), "v_proj": (), "k_norm": ()}, across=("q_norm", "k_norm")),
     ),
     "phi3": _llama(
         _FUSED_MLP,
@@ -118,7 +137,11 @@ DECODERS: dict[str, Blueprint] = {
         temporal_block=Block(
             column=("q_proj", "k_proj", "v_proj", "linear_x", "linear_y"),
             row=("o_proj", "linear_out"),
-            cut={"conv_1d.weight": (0, 1), "conv_1d.bias": (0, 1), **{f"rg_lru.{name}": (0, 1) for name in _GATES}},
+            cut={
+                "conv_1d.weight": (0, 1),
+                "conv_1d.bias": (0, 1),
+                **{f"rg_lru.{name}": (0, 1) for name in _GATES},
+            },
             local_attributes=("conv_1d.groups", "lru_width", "rg_lru.num_attention_heads"),
             optional=True,
         ),
@@ -129,10 +152,17 @@ DECODERS: dict[str, Blueprint] = {
     # The norm behind the mixture reads what is summed. The attention stays whole, as in the host's plan.
     "axk1": in_layers(
         "layers",
-        mlp=_mixture("shared_experts", _EXPERTS, leave=("experts", "shared_experts"), outside=("post_mlp_layernorm",)),
+        mlp=_mixture(
+            "shared_experts",
+            _EXPERTS,
+            leave=("experts", "shared_experts"),
+            outside=("post_mlp_layernorm",),
+        ),
     ),
     "gemma4_text": _llama(
-        unfit=lambda config: "enable_moe_block has a router beside its experts" if config.enable_moe_block else None,
+        unfit=lambda config: (
+            "enable_moe_block has a router beside its experts" if config.enable_moe_block else None
+        ),
         shared=("q_norm", "k_norm"),
         optional=True,
     ),
@@ -141,7 +171,11 @@ DECODERS: dict[str, Blueprint] = {
             column=(),
             row=(),
             # gate and up interleaved
-            cut={"experts.gate_up_proj": (2, 1), "experts.gate_up_proj_bias": (1, 1), "experts.down_proj": (1, 1)},
+            cut={
+                "experts.gate_up_proj": (2, 1),
+                "experts.gate_up_proj_bias": (1, 1),
+                "experts.down_proj": (1, 1),
+            },
             pairs=("experts.gate_up_proj", "experts.gate_up_proj_bias"),
             once=("experts.down_proj_bias",),
             rest_shared=True,
@@ -152,13 +186,17 @@ DECODERS: dict[str, Blueprint] = {
     "hrm_text": Blueprint(
         layers=("L_module.layers", "H_module.layers"),
         blocks={
-            "self_attn": replace(_LLAMA_ATTENTION, column=("q_proj", "k_proj", "v_proj", "gate_proj")),
+            "self_attn": replace(
+                _LLAMA_ATTENTION, column=("q_proj", "k_proj", "v_proj", "gate_proj")
+            ),
             "mlp": _LLAMA_MLP,
         },
         unfit=lambda config: UNWRITABLE["hrm_text"],
     ),
     "llama4_text": in_layers(
-        "layers", self_attn=_LLAMA_ATTENTION, feed_forward=_mixture("shared_expert", _EXPERTS_TRANSPOSED)
+        "layers",
+        self_attn=_LLAMA_ATTENTION,
+        feed_forward=_mixture("shared_expert", _EXPERTS_TRANSPOSED),
     ),
     # Queries are of low rank where a config asks for it, keys and values always.
     "minicpm3": _llama(

@@ -39,7 +39,13 @@ _BERT = _bert(_BERT_MLP)
 # DeBERTa: every layer also reads one table of relative positions, whole, and its heads read it through projections of
 # their own. That table has a dropout inside the attention, so only the attention weights' dropout may differ by rank.
 _DEBERTA_ATTENTION = Block(
-    column=("self.query_proj", "self.key_proj", "self.value_proj", "self.pos_key_proj", "self.pos_query_proj"),
+    column=(
+        "self.query_proj",
+        "self.key_proj",
+        "self.value_proj",
+        "self.pos_key_proj",
+        "self.pos_query_proj",
+    ),
     row=("output.dense",),
     optional=True,  # some kinds of positions have no projections
     enter=("self",),
@@ -53,14 +59,22 @@ _DEBERTA_ATTENTION = Block(
 _CLIP_ATTENTION = Block(
     column=("q_proj", "k_proj", "v_proj"),
     row=("out_proj",),
-    dropout=("attention_dropout", "text_config.attention_dropout", "vision_config.attention_dropout"),
+    dropout=(
+        "attention_dropout",
+        "text_config.attention_dropout",
+        "vision_config.attention_dropout",
+    ),
 )
 _FC_MLP = Block(column=("fc1",), row=("fc2",), dropout=())
 _CLIP_BLOCKS = {"self_attn": _CLIP_ATTENTION, "mlp": _FC_MLP}
-_CLIP = Blueprint(layers=("text_model.encoder.layers", "vision_model.encoder.layers"), blocks=_CLIP_BLOCKS)
+_CLIP = Blueprint(
+    layers=("text_model.encoder.layers", "vision_model.encoder.layers"), blocks=_CLIP_BLOCKS
+)
 _CLIP_TOWER = Blueprint(layers="encoder.layers", blocks=_CLIP_BLOCKS)
 _VIT_ATTENTION = Block(
-    column=("q_proj", "k_proj", "v_proj"), row=("o_proj",), dropout=("attention_probs_dropout_prob",)
+    column=("q_proj", "k_proj", "v_proj"),
+    row=("o_proj",),
+    dropout=("attention_probs_dropout_prob",),
 )
 
 # XLM: attentions and MLPs are two lists of one model, whose modules take turns.
@@ -81,12 +95,19 @@ _MOBILEBERT = Blueprint(
     layers="encoder.layer",
     blocks={
         "attention": replace(
-            _BERT_ATTENTION, enter=("self.query", "self.key", "self.value"), leave=("output.dense",), shared=()
+            _BERT_ATTENTION,
+            enter=("self.query", "self.key", "self.value"),
+            leave=("output.dense",),
+            shared=(),
         ),
         **{f"ffn.{index}": _BARE_MLP for index in range(3)},
         "": _BARE_MLP,
     },
-    unfit=lambda config: None if config.num_feedforward_networks == 4 else "other than 4 feedforward networks a layer",
+    unfit=lambda config: (
+        None
+        if config.num_feedforward_networks == 4
+        else "other than 4 feedforward networks a layer"
+    ),
 )
 
 ENCODERS: dict[str, Blueprint] = {
@@ -103,19 +124,33 @@ ENCODERS: dict[str, Blueprint] = {
                 dropout=("attention_probs_dropout_prob",),
             ),
             "albert_layers.0": Block(
-                column=("ffn",), row=("ffn_output",), enter=("ffn",), leave=("ffn_output",), dropout=()
+                column=("ffn",),
+                row=("ffn_output",),
+                enter=("ffn",),
+                leave=("ffn_output",),
+                dropout=(),
             ),
         },
-        unfit=lambda config: "inner_group_num > 1 has several layers in one" if config.inner_group_num > 1 else None,
+        unfit=lambda config: (
+            "inner_group_num > 1 has several layers in one" if config.inner_group_num > 1 else None
+        ),
     ),
-    **dict.fromkeys(("bert", "bert-generation", "camembert", "data2vec-text", "electra", "ernie", "markuplm"), _BERT),
-    **dict.fromkeys(("megatron-bert", "rembert", "roberta", "roc_bert", "roformer", "xlm-roberta"), _BERT),
+    **dict.fromkeys(
+        ("bert", "bert-generation", "camembert", "data2vec-text", "electra", "ernie", "markuplm"),
+        _BERT,
+    ),
+    **dict.fromkeys(
+        ("megatron-bert", "rembert", "roberta", "roc_bert", "roformer", "xlm-roberta"), _BERT
+    ),
     **dict.fromkeys(("xlm-roberta-xl", "xmod"), _bert(_BARE_MLP)),
     "roberta-prelayernorm": _bert(_NORM_INSIDE_MLP),
     # its attention replaces itself where sequences are short, so it stays whole
     "big_bird": Blueprint(layers="encoder.layer", blocks={"": _BERT_MLP}),
     **dict.fromkeys(("clip", "siglip"), _CLIP),
-    **dict.fromkeys(("clip_text_model", "clip_vision_model", "siglip_text_model", "siglip_vision_model"), _CLIP_TOWER),
+    **dict.fromkeys(
+        ("clip_text_model", "clip_vision_model", "siglip_text_model", "siglip_vision_model"),
+        _CLIP_TOWER,
+    ),
     "deberta-v2": _bert(_BERT_MLP, _DEBERTA_ATTENTION),
     "distilbert": in_layers(
         "transformer.layer",
@@ -130,10 +165,14 @@ ENCODERS: dict[str, Blueprint] = {
 # BART's shape: the MLP's projections are children of the layer. In the attention to the encoder, keys and values read
 # the encoder's output, which enters besides the decoder's stream.
 _BART_ATTENTION = Block(
-    column=("q_proj", "k_proj", "v_proj"), row=("out_proj",), local_attributes=("num_heads", "embed_dim")
+    column=("q_proj", "k_proj", "v_proj"),
+    row=("out_proj",),
+    local_attributes=("num_heads", "embed_dim"),
 )
 _BART_CROSS_ATTENTION = replace(_BART_ATTENTION, enter_inputs=("key_value_states",), optional=True)
-_BART_MLP = Block(column=("fc1",), row=("fc2",), enter=("fc1",), leave=("fc2",), dropout=("activation_dropout",))
+_BART_MLP = Block(
+    column=("fc1",), row=("fc2",), enter=("fc1",), leave=("fc2",), dropout=("activation_dropout",)
+)
 _BART_BLOCKS = {"self_attn": _BART_ATTENTION, "encoder_attn": _BART_CROSS_ATTENTION, "": _BART_MLP}
 _BART = Blueprint(layers=("encoder.layers", "decoder.layers"), blocks=_BART_BLOCKS)
 
@@ -146,12 +185,16 @@ _T5_ATTENTION = Block(
     local_attributes=("n_heads", "inner_dim"),
     dropout=("dropout_rate",),
 )
-_T5_MLP = Block(column=("wi", "wi_0", "wi_1"), row=("wo",), optional=True, dropout=("dropout_rate",))  # gated or not
+_T5_MLP = Block(
+    column=("wi", "wi_0", "wi_1"), row=("wo",), optional=True, dropout=("dropout_rate",)
+)  # gated or not
 _T5 = Blueprint(
     layers=("encoder.block", "decoder.block"),
     blocks={
         "layer.0.SelfAttention": _T5_ATTENTION,
-        "layer.1.EncDecAttention": replace(_T5_ATTENTION, enter_inputs=("key_value_states", "encoder_hidden_states")),
+        "layer.1.EncDecAttention": replace(
+            _T5_ATTENTION, enter_inputs=("key_value_states", "encoder_hidden_states")
+        ),
         "layer.1.DenseReluDense": _T5_MLP,  # in the encoder
         "layer.2.DenseReluDense": _T5_MLP,  # in the decoder
     },
@@ -163,21 +206,31 @@ _T5GEMMA = Blueprint(
     layers=("encoder.layers", "decoder.layers"),
     blocks={
         "self_attn": _T5GEMMA_ATTENTION,
-        "cross_attn": replace(_T5GEMMA_ATTENTION, enter_inputs=("encoder_hidden_states",), optional=True),
-        "mlp": Block(column=("gate_proj", "up_proj"), row=("down_proj",), dropout=("dropout_rate",)),
+        "cross_attn": replace(
+            _T5GEMMA_ATTENTION, enter_inputs=("encoder_hidden_states",), optional=True
+        ),
+        "mlp": Block(
+            column=("gate_proj", "up_proj"), row=("down_proj",), dropout=("dropout_rate",)
+        ),
     },
     config_of=lambda config: getattr(config, "encoder", config),
 )
 
 ENCODER_DECODERS: dict[str, Blueprint] = {
-    **dict.fromkeys(("bart", "blenderbot", "blenderbot-small", "m2m_100", "marian", "mbart", "mvp"), _BART),
+    **dict.fromkeys(
+        ("bart", "blenderbot", "blenderbot-small", "m2m_100", "marian", "mbart", "mvp"), _BART
+    ),
     **dict.fromkeys(("pegasus", "plbart", "whisper"), _BART),
     # its encoder's attention is of blocks, so the encoder stays whole
     "bigbird_pegasus": Blueprint(layers="decoder.layers", blocks=_BART_BLOCKS),
     "moshi": in_layers(
         "layers",
-        self_attn=Block(column=("q_proj.linear", "k_proj.linear", "v_proj.linear"), row=("o_proj.linear",)),
-        mlp=Block(column=("fc1",), row=("fc2",), parts={"fc1": 2}, dropout=()),  # gate and up in one
+        self_attn=Block(
+            column=("q_proj.linear", "k_proj.linear", "v_proj.linear"), row=("o_proj.linear",)
+        ),
+        mlp=Block(
+            column=("fc1",), row=("fc2",), parts={"fc1": 2}, dropout=()
+        ),  # gate and up in one
     ),
     **dict.fromkeys(("t5", "mt5", "umt5"), _T5),
     # its attention reads the width of its heads together off its input, so it stays whole

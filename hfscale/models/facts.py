@@ -26,8 +26,18 @@ from .kept_facts import KeptFacts, kept_facts
 from .names import wild_name
 
 _UNREAD = {
-    *("_name_or_path", "_commit_hash", "architectures", "transformers_version", "dtype", "torch_dtype"),
-    *("bos_token_id", "task_specific_params", "id2label", "label2id", "initializer_range", "use_cache"),
+    "_name_or_path",
+    "_commit_hash",
+    "architectures",
+    "transformers_version",
+    "dtype",
+    "torch_dtype",
+    "bos_token_id",
+    "task_specific_params",
+    "id2label",
+    "label2id",
+    "initializer_range",
+    "use_cache",
 }
 """Fields that no forward pass reads; labels are counted."""
 
@@ -54,7 +64,9 @@ def digest(kind: type, config: Any, model: nn.Module | None = None) -> str:
     the code in the modeling files of all families among them.
     """
     classes = {kind, *(map(type, model.modules()) if model is not None else ())}
-    if not all(map(_is_stock, classes)) or (model is not None and any(map(passes_otherwise, model.modules()))):
+    if not all(map(_is_stock, classes)) or (
+        model is not None and any(map(passes_otherwise, model.modules()))
+    ):
         return ""
     try:
         small = tiny_clone(config)
@@ -95,11 +107,14 @@ def _meaning(name: str, value: Any, ends_texts: bool) -> Any:
         return {
             str(key): _meaning(str(key), each, ends_texts)
             for key, each in value.items()
-            if key not in _UNREAD and (ends_texts or key != "eos_token_id")  # which only ends what is generated
+            if key not in _UNREAD
+            and (ends_texts or key != "eos_token_id")  # which only ends what is generated
         }
     if isinstance(value, (list, tuple)):
         each = [_meaning(name, item, ends_texts) for item in value]
-        return sorted(set(each)) if value and all(isinstance(item, float) for item in value) else each
+        return (
+            sorted(set(each)) if value and all(isinstance(item, float) for item in value) else each
+        )
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return value
     return _number(name, value)
@@ -126,7 +141,9 @@ def _layer_kinds(fields: dict[str, Any]) -> Iterator[str]:
 
 def _structure(model: nn.Module) -> set[str]:
     """Return the classes of all modules and the names of tied tensors, with layer indices as wildcards."""
-    found = {f"{wild_name(name)}: {type(module).__name__}" for name, module in model.named_modules()}
+    found = {
+        f"{wild_name(name)}: {type(module).__name__}" for name, module in model.named_modules()
+    }
     firsts: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         first = firsts.setdefault(id(parameter), name)
@@ -153,12 +170,15 @@ class Facts:
             for name, groups in table.items()
         }
 
-    def ask(self, question: str, model: Any, *about: str, stock: type | None = None, **given: Any) -> Any:
+    def ask(
+        self, question: str, model: Any, *about: str, stock: type | None = None, **given: Any
+    ) -> Any:
         """Return the answer to a question of :data:`hfscale.testing.proofs.PROOFS`, which is JSON. The question is
         ``about`` more than the model; the proof is ``given`` nothing else. The tiny clone of the class ``stock``
         answers, where ``model`` is one that was parallelized.
         """
-        kind, name = stock or type(model), " ".join((question, *about))
+        kind = stock or type(model)
+        name = " ".join((question, *about))
         with without_prediction(model):
             key = digest(kind, model.config, None if stock else model)
             for known in (self.written, self.proved):
@@ -208,7 +228,11 @@ def _exactly(name: str, kind: type, model: Any, structure: bool) -> Hashable | N
 
 def _modules(model: nn.Module) -> Hashable:
     """Return name, class and forward of all modules, and the names that share a tensor."""
-    modules = tuple((name, type(module), type(module).forward) for name, module in model.named_modules())
+    modules = tuple(
+        (name, type(module), type(module).forward) for name, module in model.named_modules()
+    )
     firsts: dict[int, str] = {}
     named = model.named_parameters(remove_duplicate=False)
-    return modules, tuple((name, firsts.setdefault(id(p), name), p.dtype, p.device.type) for name, p in named)
+    return modules, tuple(
+        (name, firsts.setdefault(id(p), name), p.dtype, p.device.type) for name, p in named
+    )

@@ -1,11 +1,14 @@
 """List families that cannot have something that others have, and why."""
 
 SEQUENCE_UNFIT: dict[str, str] = {
-    **dict.fromkeys(("albert", "ctrl"), "its attention counts tokens before its projections have gathered them"),
+    **dict.fromkeys(
+        ("albert", "ctrl"), "its attention counts tokens before its projections have gathered them"
+    ),
     "axk1": "its mixture gives its output the shape of the whole sequence",
     "deberta-v2": "its relative positions are learned outside of its layers",
     **dict.fromkeys(
-        ("gemma3n", "gemma3n_text", "gemma4", "gemma4_text"), "its layers add inputs of their own for every token"
+        ("gemma3n", "gemma3n_text", "gemma4", "gemma4_text"),
+        "its layers add inputs of their own for every token",
     ),
     "openai-gpt": "it gives what its layers return the shape of the whole sequence",
 }

@@ -12,8 +12,13 @@ HEAD_FIELDS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 """Config fields that say how many heads there are."""
 
 LENGTHS = {
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "original_max_position_embeddings"), 0),
-    **dict.fromkeys(("sliding_window", "attention_chunk_size", "window_size", "index_block_size", "index_topk"), 0),
+    **dict.fromkeys(
+        ("max_position_embeddings", "n_positions", "original_max_position_embeddings"), 0
+    ),
+    **dict.fromkeys(
+        ("sliding_window", "attention_chunk_size", "window_size", "index_block_size", "index_topk"),
+        0,
+    ),
     "floor_scale": 1,
 }
 """Config fields that say up to how many tokens a text is computed in one way; less this many."""
@@ -40,7 +45,9 @@ def field(holder: Any, name: str, default: Any = None) -> Any:
 def first_count(holder: Any, names: Iterable[str]) -> int | None:
     """Return the first of some fields that is a positive number."""
     values = (field(holder, name) for name in names)
-    return next((v for v in values if isinstance(v, int) and not isinstance(v, bool) and v > 0), None)
+    return next(
+        (v for v in values if isinstance(v, int) and not isinstance(v, bool) and v > 0), None
+    )
 
 
 def counts(config: Any, names: Iterable[str]) -> set[int]:
@@ -51,7 +58,12 @@ def counts(config: Any, names: Iterable[str]) -> set[int]:
         return {found}
     try:
         layers = list(getattr(config, "per_layer_config", None) or ())
-    except (AttributeError, RuntimeError, TypeError, ValueError):  # the host looks at every layer, where it can
+    except (
+        AttributeError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ):  # the host looks at every layer, where it can
         return set()
     each = (first_count(layer, names) for layer in layers)
     return {count for count in each if count is not None}
@@ -83,7 +95,11 @@ def _mappings(config: Any) -> Iterator[dict[str, Any]]:
         fields = found.pop(0)
         if isinstance(fields, dict):
             yield fields
-            found += [] if fields is vars(config) else [each for each in fields.values() if isinstance(each, dict)]
+            found += (
+                []
+                if fields is vars(config)
+                else [each for each in fields.values() if isinstance(each, dict)]
+            )
 
 
 def query_key_value(config: Any) -> tuple[int, ...]:

@@ -15,7 +15,9 @@ _GPTJ_MLP = Block(column=("fc_in",), row=("fc_out",), dropout=())
 _NEOX_ATTENTION = Block(column=("query_key_value",), row=("dense",))
 _NEOX_MLP = Block(column=("dense_h_to_4h",), row=("dense_4h_to_h",), dropout=())
 # An MLP whose projections are children of the layer
-_FLAT_MLP = Block(column=("fc1",), row=("fc2",), enter=("fc1",), leave=("fc2",), dropout=("activation_dropout",))
+_FLAT_MLP = Block(
+    column=("fc1",), row=("fc2",), enter=("fc1",), leave=("fc2",), dropout=("activation_dropout",)
+)
 
 
 def _flat(layers: str, mlp: Block = _FLAT_MLP, **attention: Any) -> Blueprint:
@@ -36,7 +38,10 @@ GPT_DECODERS: dict[str, Blueprint] = {
         "h",
         # both add the residual
         self_attention=replace(
-            _NEOX_ATTENTION, leave=("dense",), sample_heads=("alibi",), local_attributes=("num_heads",)
+            _NEOX_ATTENTION,
+            leave=("dense",),
+            sample_heads=("alibi",),
+            local_attributes=("num_heads",),
         ),
         mlp=replace(_NEOX_MLP, leave=("dense_4h_to_h",)),
         unfit=lambda config: (
@@ -61,7 +66,9 @@ GPT_DECODERS: dict[str, Blueprint] = {
     "ctrl": in_layers(
         "h",
         # handed its input three times: as values, keys and queries
-        multi_head_attention=Block(column=("Wq", "Wk", "Wv"), row=("dense",), enter=("Wq", "Wk", "Wv"), dropout=()),
+        multi_head_attention=Block(
+            column=("Wq", "Wk", "Wv"), row=("dense",), enter=("Wq", "Wk", "Wv"), dropout=()
+        ),
         ffn=Block(column=("0",), row=("2",), dropout=()),
     ),
     "falcon": in_layers(
@@ -74,10 +81,14 @@ GPT_DECODERS: dict[str, Blueprint] = {
             local_attributes=("num_heads", "num_kv_heads"),
         ),
         mlp=_NEOX_MLP,
-        unfit=lambda config: "alibi=True mixes its biases into the attention mask" if config.alibi else None,
+        unfit=lambda config: (
+            "alibi=True mixes its biases into the attention mask" if config.alibi else None
+        ),
     ),
     "gpt2": in_layers(
-        "h", attn=replace(_GPT_ATTENTION, parts={"c_attn": 3}, local_attributes=("split_size",)), mlp=_GPT_MLP
+        "h",
+        attn=replace(_GPT_ATTENTION, parts={"c_attn": 3}, local_attributes=("split_size",)),
+        mlp=_GPT_MLP,
     ),
     "gpt_bigcode": in_layers(
         "h",
@@ -91,16 +102,24 @@ GPT_DECODERS: dict[str, Blueprint] = {
         mlp=_GPT_MLP,
     ),
     "gpt_neo": Blueprint(
-        layers="h", blocks={"attn.attention": replace(_SEPARATE, local_attributes=("num_heads",)), "mlp": _GPT_MLP}
+        layers="h",
+        blocks={
+            "attn.attention": replace(_SEPARATE, local_attributes=("num_heads",)),
+            "mlp": _GPT_MLP,
+        },
     ),
     "gpt_neox_japanese": in_layers(
         "layers",
         # The bias of the output, `dense_bias`, only passes through: the layer adds it
-        attention=replace(_NEOX_ATTENTION, enter=("query_key_value",), local_attributes=("num_attention_heads",)),
+        attention=replace(
+            _NEOX_ATTENTION, enter=("query_key_value",), local_attributes=("num_attention_heads",)
+        ),
         mlp=_NEOX_MLP,
     ),
     "gptj": in_layers(
-        "h", attn=replace(_SEPARATE, local_attributes=("num_attention_heads",), dropout=("attn_pdrop",)), mlp=_GPTJ_MLP
+        "h",
+        attn=replace(_SEPARATE, local_attributes=("num_attention_heads",), dropout=("attn_pdrop",)),
+        mlp=_GPTJ_MLP,
     ),
     "mpt": in_layers(
         "blocks",
@@ -128,7 +147,9 @@ GPT_DECODERS: dict[str, Blueprint] = {
     "opt": _flat("decoder.layers", replace(_FLAT_MLP, dropout=()), local_attributes=("num_heads",)),
     "persimmon": in_layers(
         "layers",
-        self_attn=replace(_NEOX_ATTENTION, shared=("q_layernorm", "k_layernorm"), local_attributes=("num_heads",)),
+        self_attn=replace(
+            _NEOX_ATTENTION, shared=("q_layernorm", "k_layernorm"), local_attributes=("num_heads",)
+        ),
         mlp=_NEOX_MLP,
     ),
     "xglm": _flat("layers", local_attributes=("embed_dim", "num_heads")),

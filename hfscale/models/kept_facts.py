@@ -51,10 +51,16 @@ class KeptFacts:
         with suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
             aside.write_text(text)
-            aside.replace(path)  # a reader sees all of it or nothing; of two writers at once the later one counts
+            aside.replace(
+                path
+            )  # a reader sees all of it or nothing; of two writers at once the later one counts
 
     def _path(self, kind: str, digest: str) -> Path | None:
-        return None if self._directory is None else self._directory / "facts" / _situation() / f"{kind}-{digest}.json"
+        return (
+            None
+            if self._directory is None
+            else self._directory / "facts" / _situation() / f"{kind}-{digest}.json"
+        )
 
 
 @cache

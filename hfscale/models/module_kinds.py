@@ -10,10 +10,23 @@ from .fields import first_count, text_config
 
 SHIFTED = "ForCausalLM"  # the loss that can run on cut logits: position ``i`` predicts the label of ``i + 1``
 
-EXPERT_FIELDS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
+EXPERT_FIELDS = (
+    "num_local_experts",
+    "num_experts",
+    "n_routed_experts",
+    "moe_num_experts",
+    "num_routed_experts",
+)
 """Config fields that say how many experts there are."""
 
-_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
+_EXPERTS_PER_TOKEN = (
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "moe_topk",
+    "moe_top_k",
+    "moe_k",
+    "top_k_experts",
+)
 # What modules under the host's use_experts_implementation say of how their parameters are used.
 _MARKS = ("has_gate", "has_bias", "is_transposed", "num_experts")
 PROJECTIONS = (nn.Linear, Conv1D)
@@ -38,7 +51,10 @@ def holds_experts(module: Any) -> bool:
 def takes_routes(module: nn.Module) -> bool:
     """Return whether a module is called like transformers' experts: with tokens, chosen experts and weights."""
     names = list(inspect.signature(module.forward).parameters)
-    return type(module).__name__.endswith("Experts") and names[1:2] in (["top_k_index"], ["router_indices"])
+    return type(module).__name__.endswith("Experts") and names[1:2] in (
+        ["top_k_index"],
+        ["router_indices"],
+    )
 
 
 def has_one_per_expert(module: nn.Module, experts: int) -> bool:
@@ -47,7 +63,9 @@ def has_one_per_expert(module: nn.Module, experts: int) -> bool:
         return len(module) == experts
     own = list(module.parameters(recurse=False))
     stacked = any(parameter.ndim == 3 and parameter.shape[0] == experts for parameter in own)
-    return stacked or ("Expert" in type(module).__name__ and any(parameter.ndim > 1 for parameter in own))
+    return stacked or (
+        "Expert" in type(module).__name__ and any(parameter.ndim > 1 for parameter in own)
+    )
 
 
 def is_transposed(module: Any) -> bool:
@@ -74,7 +92,9 @@ def is_tokenwise(module: nn.Module) -> bool:
 
 def has_own_loss(model: nn.Module, head: nn.Module | None = None) -> bool:
     """Return whether the forward of a model, or of a module around ``head``, takes a cross entropy of its own."""
-    around = (m for m in model.modules() if m is model or any(child is head for child in m.children()))
+    around = (
+        m for m in model.modules() if m is model or any(child is head for child in m.children())
+    )
     names = {name for module in around for name in used_names(type(module))}
     return "loss_function" not in names and bool(names & _LOSSES)
 
@@ -85,7 +105,11 @@ def used_names(kind: type[Any]) -> tuple[str, ...]:
     waiting = ["forward"]
     while waiting:
         method = inspect.getattr_static(kind, waiting.pop(), None)
-        code = getattr(inspect.unwrap(method), "__code__", None) if inspect.isfunction(method) else None
+        code = (
+            getattr(inspect.unwrap(method), "__code__", None)
+            if inspect.isfunction(method)
+            else None
+        )
         new = [name for name in _names_in(code) if name not in found]
         found.update(dict.fromkeys(new))
         waiting += new

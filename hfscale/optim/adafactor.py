@@ -23,13 +23,25 @@ from transformers.optimization import Adafactor
 from ..distributed.mesh import Mesh
 from ..plan import ParameterPlan
 from ..plan.state_tensor import StateTensor, like, whole, without_dim
-from .sharded import Groups, Member, Piece, State, Stepper, gradients_present, stock_defaults, sum_over_ranks
+from .sharded import (
+    Groups,
+    Member,
+    Piece,
+    State,
+    Stepper,
+    gradients_present,
+    stock_defaults,
+    sum_over_ranks,
+)
 
 DEFAULTS: dict[str, Any] = stock_defaults(Adafactor)
 """The stock class's defaults; HF Trainer sets ``scale_parameter`` and ``relative_step`` to ``False``."""
 
 _NARROW = (torch.float16, torch.bfloat16)
-_FACTORS = {"exp_avg_sq_row": -1, "exp_avg_sq_col": -2}  # state of mean squares -> the dim that it averages over
+_FACTORS = {
+    "exp_avg_sq_row": -1,
+    "exp_avg_sq_col": -2,
+}  # state of mean squares -> the dim that it averages over
 
 
 class AdafactorStepper(Stepper):
@@ -45,12 +57,16 @@ class AdafactorStepper(Stepper):
         """Make one update; communicates over the axes of the parameters' cuts."""
         present = gradients_present(self.members, self._mesh)
         updates = [
-            _Update(member, groups[member.group], state.setdefault(member.parameter, {}), self._mesh)
+            _Update(
+                member, groups[member.group], state.setdefault(member.parameter, {}), self._mesh
+            )
             for member, with_gradient in zip(self.members, present, strict=True)
             if with_gradient
         ]
         for stage in (_Update.squares, _Update.averages, _Update.norm):
-            pieces = [(update, name, piece) for update in updates for name, piece in stage(update).items()]
+            pieces = [
+                (update, name, piece) for update in updates for name, piece in stage(update).items()
+            ]
             sums = sum_over_ranks([piece for *_, piece in pieces], self._mesh)
             for (update, name, _), total in zip(pieces, sums, strict=True):
                 update.sums[name] = total
@@ -61,13 +77,20 @@ class AdafactorStepper(Stepper):
 class _Update:
     """One parameter's update. ``sums`` holds the results of the earlier stages' all-reduces, by name."""
 
-    def __init__(self, member: Member, group: dict[str, Any], state: dict[str, Any], mesh: Mesh) -> None:
+    def __init__(
+        self, member: Member, group: dict[str, Any], state: dict[str, Any], mesh: Mesh
+    ) -> None:
         self.group, self.state, self.sums = group, state, dict[str, Tensor]()
-        self.shape, self.axes, self.weight, self.raw = member.planned.shape, member.axes, member.weight, member.gradient
+        self.shape = member.planned.shape
+        self.axes = member.axes
+        self.weight = member.weight
+        self.raw = member.gradient
         self.factored = len(self.shape) >= 2
         self.counted = member.planned.counted(mesh.ranks)
         cuts = member.planned.cuts
-        self.along = [tuple(cut.axis for cut in cuts if cut.dim == dim) for dim in range(len(self.shape))]
+        self.along = [
+            tuple(cut.axis for cut in cuts if cut.dim == dim) for dim in range(len(self.shape))
+        ]
         if not state:
             grad = self.gradient
             state["step"] = 0
@@ -97,7 +120,8 @@ class _Update:
         if not self.factored:
             self.state["exp_avg_sq"].mul_(self.beta2).add_(squares, alpha=1.0 - self.beta2)
             return pieces
-        rows, columns = len(self.shape) - 2, len(self.shape) - 1
+        rows = len(self.shape) - 2
+        columns = len(self.shape) - 1
         pieces["rows"] = (self._once(squares, columns).sum(columns), self.along[columns])
         pieces["columns"] = (self._once(squares, rows).sum(rows), self.along[rows])
         return pieces
@@ -107,7 +131,8 @@ class _Update:
             self.state["RMS"] = (self.sums["weight"] / math.prod(self.shape)).sqrt()
         if not self.factored:
             return {}
-        row, col = self.state["exp_avg_sq_row"], self.state["exp_avg_sq_col"]
+        row = self.state["exp_avg_sq_row"]
+        col = self.state["exp_avg_sq_col"]
         row.mul_(self.beta2).add_(self.sums["rows"] / self.shape[-1], alpha=1.0 - self.beta2)
         col.mul_(self.beta2).add_(self.sums["columns"] / self.shape[-2], alpha=1.0 - self.beta2)
         rows = len(self.shape) - 2
@@ -117,12 +142,16 @@ class _Update:
         return {"update": (self._everything(self._raw_update()), self.axes)}
 
     def apply(self) -> None:
-        group, state = self.group, self.state
+        group = self.group
+        state = self.state
         update = self._raw_update()
         size = (self.sums["update"] / math.prod(self.shape)).sqrt()
         lr: Any = group["lr"]
         if group["relative_step"]:
-            lr = min(1e-6 * state["step"] if group["warmup_init"] else 1e-2, 1.0 / math.sqrt(state["step"]))
+            lr = min(
+                1e-6 * state["step"] if group["warmup_init"] else 1e-2,
+                1.0 / math.sqrt(state["step"]),
+            )
         if group["scale_parameter"]:
             lr = state["RMS"].clamp(min=group["eps"][1]) * lr
         update.mul_(lr / (size / group["clip_threshold"]).clamp(min=1.0))
@@ -138,9 +167,12 @@ class _Update:
     def _raw_update(self) -> Tensor:
         if not self.factored:
             return self.state["exp_avg_sq"].rsqrt().mul_(self.gradient)
-        row, col = self.state["exp_avg_sq_row"], self.state["exp_avg_sq_col"]
+        row = self.state["exp_avg_sq_row"]
+        col = self.state["exp_avg_sq_col"]
         mean = self.sums["average"] / self.shape[-2]
-        return (row / mean).rsqrt_().unsqueeze(-1).mul(col.rsqrt().unsqueeze(-2)).mul_(self.gradient)
+        return (
+            (row / mean).rsqrt_().unsqueeze(-1).mul(col.rsqrt().unsqueeze(-2)).mul_(self.gradient)
+        )
 
     def _everything(self, tensor: Tensor) -> Tensor:
         """Return the sum of squares of the entries of a shard that this rank counts."""

@@ -38,7 +38,9 @@ class OptimizerChoice:
     # options that a user may give, with functions that parse their values
     takes: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
     adam: tuple[str, ...] = ()  # which of ``betas`` and ``eps`` it has
-    finish: Callable[[Options], Options] | None = None  # converts all options to those of the stock class
+    finish: Callable[[Options], Options] | None = (
+        None  # converts all options to those of the stock class
+    )
 
     @property
     def betas(self) -> tuple[int, ...]:
@@ -58,7 +60,9 @@ class OptimizerChoice:
             try:
                 options[option] = self.takes[option](value)
             except (TypeError, ValueError) as error:
-                raise ConfigError(f"{name!r}: {option}={value!r} cannot be read: {error}") from error
+                raise ConfigError(
+                    f"{name!r}: {option}={value!r} cannot be read: {error}"
+                ) from error
         return self.finish(options) if self.finish else options
 
 
@@ -91,7 +95,9 @@ _ADEMAMIX: dict[str, Callable[[Any], Any]] = {
     "t_alpha": _or_none(int),
     "t_beta3": _or_none(int),
 }
-_BITSANDBYTES_OPTIONS: dict[str, tuple[Mapping[str, Callable[[Any], Any]], tuple[str, ...], Any]] = {
+_BITSANDBYTES_OPTIONS: dict[
+    str, tuple[Mapping[str, Callable[[Any], Any]], tuple[str, ...], Any]
+] = {
     "Adam": ({}, _ADAM, None),
     "AdamW": ({}, _ADAM, None),
     "AdEMAMix": (_ADEMAMIX, _ADAM, _three_betas),
@@ -102,13 +108,23 @@ _BITSANDBYTES_OPTIONS: dict[str, tuple[Mapping[str, Callable[[Any], Any]], tuple
 CHOICES: dict[str, OptimizerChoice] = {
     "adamw_torch": _adamw(),
     "adamw_torch_fused": _adamw(fused=True),
-    "sgd": OptimizerChoice("torch", "SGD", {}, {"momentum": float, "dampening": float, "nesterov": _truth, **_KERNELS}),
-    "adagrad": OptimizerChoice("torch", "Adagrad", {}, {"lr_decay": float, "eps": float, **_KERNELS}),
+    "sgd": OptimizerChoice(
+        "torch", "SGD", {}, {"momentum": float, "dampening": float, "nesterov": _truth, **_KERNELS}
+    ),
+    "adagrad": OptimizerChoice(
+        "torch", "Adagrad", {}, {"lr_decay": float, "eps": float, **_KERNELS}
+    ),
     "rmsprop": OptimizerChoice(
         "torch",
         "RMSprop",
         {},
-        {"momentum": float, "alpha": float, "eps": float, "centered": _truth, "foreach": _KERNELS["foreach"]},
+        {
+            "momentum": float,
+            "alpha": float,
+            "eps": float,
+            "centered": _truth,
+            "foreach": _KERNELS["foreach"],
+        },
     ),
     "adafactor": OptimizerChoice(
         "adafactor",
@@ -167,10 +183,14 @@ def find_choice(name: str) -> OptimizerChoice:
 def parse_arguments(optim_args: str | Mapping[str, Any] | None) -> Options:
     """Parse HF Trainer's ``optim_args``: ``"momentum=0.9, nesterov=true"``, or a mapping; refuse anything else."""
     if not isinstance(optim_args, str | Mapping | None):
-        raise ConfigError(f"optim_args={optim_args!r} cannot be read: write 'name=value,name=value'")
+        raise ConfigError(
+            f"optim_args={optim_args!r} cannot be read: write 'name=value,name=value'"
+        )
     if not isinstance(optim_args, str):
         return dict(optim_args or {})
     pairs = [pair.split("=") for pair in optim_args.replace(" ", "").split(",") if pair]
     if any(len(pair) != 2 for pair in pairs):
-        raise ConfigError(f"optim_args={optim_args!r} cannot be read: write 'name=value,name=value'")
+        raise ConfigError(
+            f"optim_args={optim_args!r} cannot be read: write 'name=value,name=value'"
+        )
     return dict(pairs)

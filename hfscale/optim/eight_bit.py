@@ -35,13 +35,19 @@ def stock_class(name: str, stock: str) -> Any:
 def without_paging(name: str, options: dict[str, Any], device: torch.device) -> dict[str, Any]:
     """Return the options without paging if ``device`` is the CPU: only GPU states can be paged."""
     if options.get("is_paged") and device.type == "cpu":
-        warnings.warn(f"{name!r}: states are on the CPU already, so they are not paged", stacklevel=4)
+        warnings.warn(
+            f"{name!r}: states are on the CPU already, so they are not paged", stacklevel=4
+        )
         return {**options, "is_paged": False}
     return options
 
 
 def by_size(
-    name: str, members: Sequence[Member], options: dict[str, Any], mesh: Mesh, wide: Collection[str] = ()
+    name: str,
+    members: Sequence[Member],
+    options: dict[str, Any],
+    mesh: Mesh,
+    wide: Collection[str] = (),
 ) -> tuple[list[Member], list[Member], list[Member]]:
     """Divide members into those of 8 bits that are stepped in place, those stepped as full tensors, and those of 32,
     such as the parameters named in ``wide``.
@@ -49,14 +55,18 @@ def by_size(
     narrow: list[Member] = []
     if options["optim_bits"] == 8:
         threshold = options.get("min_8bit_size", MIN_8BIT_SIZE)
-        large = [member for member in members if torch.Size(member.planned.shape).numel() >= threshold]
+        large = [
+            member for member in members if torch.Size(member.planned.shape).numel() >= threshold
+        ]
         narrow = [member for member in large if member.planned.name not in wide]
     apart = [member for member in narrow if not flat_blocks_align(member.planned, BLOCK)]
     if apart and mesh.speaks_for_stage:
         names = [member.planned.name for member in apart]
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         entries = sum(torch.Size(member.planned.shape).numel() for member in apart)
-        largest = max(torch.Size(m.planned.shape).numel() * m.parameter.element_size() for m in apart)
+        largest = max(
+            torch.Size(m.planned.shape).numel() * m.parameter.element_size() for m in apart
+        )
         warnings.warn(
             f"{name!r}: the shards of {shown} are not whole blocks of {BLOCK} entries, so these are stepped as full "
             f"tensors: every step gathers weights and gradients of {entries:,} entries, one parameter at a time (up "
@@ -71,7 +81,9 @@ def embedding_weights(runtime: Runtime) -> set[str]:
     """Return the names of the weights of embeddings in the full stock model, and of trained copies of those here."""
     stock = empty_copy(runtime.model).named_modules()
     names = {f"{name}.weight" for name, module in stock if isinstance(module, nn.Embedding)}
-    here = {id(module.weight) for module in runtime.model.modules() if isinstance(module, nn.Embedding)}
+    here = {
+        id(module.weight) for module in runtime.model.modules() if isinstance(module, nn.Embedding)
+    }
     owned = {planned.name for planned, parameter in runtime.parameters() if id(parameter) in here}
     plans = runtime.plan.by_name
     return owned | {plans[name].tied_to or name for name in names if name in plans}
@@ -83,8 +95,14 @@ def try_step(device: torch.device) -> str:
     optimizer = stock_class("adamw_8bit", "AdamW8bit")([weight], lr=0.1)
     weight.grad = torch.ones_like(weight)
     optimizer.step()
-    kinds = {str(value.dtype) for value in optimizer.state[weight].values() if isinstance(value, torch.Tensor)}
+    kinds = {
+        str(value.dtype)
+        for value in optimizer.state[weight].values()
+        if isinstance(value, torch.Tensor)
+    }
     moved = bool((weight.detach() < 1).all())
     if not moved or "torch.uint8" not in kinds:
-        raise ConfigError(f"a step of 8-bit AdamW on {device} did not change its weight or its state")
+        raise ConfigError(
+            f"a step of 8-bit AdamW on {device} did not change its weight or its state"
+        )
     return f"AdamW on {device}, its state in uint8"

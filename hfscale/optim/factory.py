@@ -24,7 +24,9 @@ from .qk_clip import clip_scores
 from .sharded import Groups, Member, ShardedOptimizer, Stepper, members_of
 from .stock import Aside, CountUpdates, LocalStepper, OneByOneStepper, Stock
 
-_NEVER = tuple(map(re.compile, (r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)")))
+_NEVER = tuple(
+    map(re.compile, (r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"))
+)
 """Patterns of lower-case parameter names that ``transformers.Trainer`` excludes from decay."""
 
 
@@ -49,10 +51,15 @@ def weight_decay_groups(runtime: Runtime, weight_decay: float) -> list[dict[str,
     plan's name decides, not the one on this rank: a parameter is in the same group in every layout.
     """
     owners = owners_of(runtime.around_it)
-    groups: list[dict[str, Any]] = [{"params": [], "weight_decay": weight_decay}, {"params": [], "weight_decay": 0.0}]
+    groups: list[dict[str, Any]] = [
+        {"params": [], "weight_decay": weight_decay},
+        {"params": [], "weight_decay": 0.0},
+    ]
     for planned, parameter in runtime.parameters():
         if parameter.requires_grad:
-            groups[0 if decays(planned.name, owners.get(id(parameter), [])) else 1]["params"].append(parameter)
+            groups[0 if decays(planned.name, owners.get(id(parameter), [])) else 1][
+                "params"
+            ].append(parameter)
     return groups
 
 
@@ -105,14 +112,24 @@ def create_optimizer(
         ConfigError: the name or an option is unknown, a package is missing, or ``groups`` do not fit the model.
     """
     choice = find_choice(name := str(getattr(name, "value", name)))
-    options = choice.options(name, {"betas": betas, "eps": eps}, {**parse_arguments(optim_args), **kwargs})
+    options = choice.options(
+        name, {"betas": betas, "eps": eps}, {**parse_arguments(optim_args), **kwargs}
+    )
     if lr is None and not options.get("relative_step"):
         raise ConfigError(f"lr=None: {name!r} needs a learning rate, such as lr=1e-4")
-    numbers = {"lr": lr, "weight_decay": weight_decay, **({"eps": eps} if "eps" in choice.adam else {})}
+    numbers = {
+        "lr": lr,
+        "weight_decay": weight_decay,
+        **({"eps": eps} if "eps" in choice.adam else {}),
+    }
     _check_numbers(numbers, betas, choice.betas)
     runtime = runtime_of(model)
     refuse_trained_around(runtime, model)
-    plans = {id(parameter): planned for planned, parameter in runtime.parameters() if parameter.requires_grad}
+    plans = {
+        id(parameter): planned
+        for planned, parameter in runtime.parameters()
+        if parameter.requires_grad
+    }
     checked = _checked(groups, plans, weight_decay, runtime)
     aside = _aside(name, runtime, stochastic_rounding, rounding_seed)
     _warn_of_narrow_weights(name, runtime)
@@ -129,7 +146,9 @@ def _check_numbers(given: Mapping[str, Any], betas: Any, counts: tuple[int, ...]
         if not isinstance(value, Tensor) and not (option == "lr" and value is None):
             check_number(option, value, least=0)
     if not isinstance(betas, Sequence) or isinstance(betas, str) or len(betas) not in counts:
-        raise ConfigError(f"betas={betas!r} is invalid: pass {' or '.join(map(str, counts))} numbers, as (0.9, 0.999)")
+        raise ConfigError(
+            f"betas={betas!r} is invalid: pass {' or '.join(map(str, counts))} numbers, as (0.9, 0.999)"
+        )
     for beta in betas:
         if not isinstance(beta, Tensor):
             check_number("betas", beta, least=0, most=1)
@@ -147,7 +166,9 @@ class _Order:
     aside: Aside | None = None
     pair: Pair = field(default_factory=Pair)
 
-    def stepper(self, stock: Stock, members: Sequence[Member], groups: Groups, full: bool = False) -> Stepper:
+    def stepper(
+        self, stock: Stock, members: Sequence[Member], groups: Groups, full: bool = False
+    ) -> Stepper:
         """Return a stepper by ``stock``, of shards or of ``full`` parameters."""
         mesh = self.runtime.mesh
         if self.aside is None and not full:
@@ -157,26 +178,39 @@ class _Order:
             return OffloadedStepper(self.pair, *given)
         return OneByOneStepper(*given)
 
-    def made(self, groups: list[dict[str, Any]], defaults: Options, steppers: Any) -> ShardedOptimizer:
+    def made(
+        self, groups: list[dict[str, Any]], defaults: Options, steppers: Any
+    ) -> ShardedOptimizer:
         """Return the optimizer; ``steppers`` makes its steppers from members and groups with all their options."""
         self.runtime.scores = None  # an earlier optimizer's
         full = [{**defaults, **group} for group in groups]
-        made, aside = list(steppers(members_of(full, self.plans), full)), self.aside
-        made += [CountUpdates((), self.runtime.mesh)] if aside is not None and aside.seed is not None else []
-        return ShardedOptimizer(self.name, full, defaults, made, None if aside is None else aside.device)
+        made = list(steppers(members_of(full, self.plans), full))
+        aside = self.aside
+        made += (
+            [CountUpdates((), self.runtime.mesh)]
+            if aside is not None and aside.seed is not None
+            else []
+        )
+        return ShardedOptimizer(
+            self.name, full, defaults, made, None if aside is None else aside.device
+        )
 
 
 def _torch(order: _Order) -> ShardedOptimizer:
     stock = partial(getattr(torch.optim, order.choice.stock), lr=order.lr, **order.options)
     defaults = stock([{"params": []}]).defaults
-    return order.made(order.groups, defaults, lambda members, groups: [order.stepper(stock, members, groups)])
+    return order.made(
+        order.groups, defaults, lambda members, groups: [order.stepper(stock, members, groups)]
+    )
 
 
 def _bitsandbytes(order: _Order) -> ShardedOptimizer:
     mesh = order.runtime.mesh
     stock = stock_class(order.name, order.choice.stock)
     options = {**without_paging(order.name, order.options, mesh.device), "lr": order.lr}
-    embeddings = embedding_weights(order.runtime) if options.pop(WIDE_EMBEDDINGS, False) else set[str]()
+    embeddings = (
+        embedding_weights(order.runtime) if options.pop(WIDE_EMBEDDINGS, False) else set[str]()
+    )
     eight: Stock = partial(stock, **{**options, "optim_bits": 8, "min_8bit_size": 0})
     rest = {key: value for key, value in options.items() if key != "min_8bit_size"}
 
@@ -194,38 +228,57 @@ def _bitsandbytes(order: _Order) -> ShardedOptimizer:
 def _adafactor(order: _Order) -> ShardedOptimizer:
     options = {**adafactor.DEFAULTS, **order.options}
     if options["relative_step"] and order.lr is not None:
-        raise ConfigError("relative_step=True computes the learning rate from the step: pass lr=None with it")
+        raise ConfigError(
+            "relative_step=True computes the learning rate from the step: pass lr=None with it"
+        )
     if options["warmup_init"] and not options["relative_step"]:
         raise ConfigError("warmup_init=True needs relative_step=True: pass that too")
     defaults = {"lr": order.lr, "weight_decay": 0.0, **options}
     mesh = order.runtime.mesh
-    return order.made(order.groups, defaults, lambda members, _: [adafactor.AdafactorStepper(members, mesh)])
+    return order.made(
+        order.groups, defaults, lambda members, _: [adafactor.AdafactorStepper(members, mesh)]
+    )
 
 
 def _muon(order: _Order) -> ShardedOptimizer:
     """Make a Muon optimizer; each parameter group is split into matrices of the layers and the rest, for AdamW."""
     runtime, given = order.runtime, dict(order.options)
     adam = {key: given.pop(key) for key in order.choice.adam}
-    other_lr, split, most = given.pop("adamw_lr", None), given.pop("split", {}), given.pop("qk_clip", None)
+    other_lr, split, most = (
+        given.pop("adamw_lr", None),
+        given.pop("split", {}),
+        given.pop("qk_clip", None),
+    )
     dtype = given.pop("ns_dtype", "bfloat16")
-    stacks = {mixture.name for mixture in runtime.plan.mixtures} if given.pop("experts", False) else set()
+    stacks = (
+        {mixture.name for mixture in runtime.plan.mixtures}
+        if given.pop("experts", False)
+        else set()
+    )
     stock: Any = partial(torch.optim.AdamW, lr=order.lr if other_lr is None else other_lr, **adam)
-    ours, theirs = {"lr": order.lr, **muon.DEFAULTS, **given}, stock([{"params": []}]).defaults
+    ours = {"lr": order.lr, **muon.DEFAULTS, **given}
+    theirs = stock([{"params": []}]).defaults
     if ours["adjust_lr_fn"] not in muon.ADJUSTMENTS:
         raise ConfigError(
             f"adjust_lr_fn={ours['adjust_lr_fn']!r} is unknown: use {', '.join(map(repr, muon.ADJUSTMENTS))}"
         )
     if dtype not in muon.NS_DTYPES:
         raise ConfigError(f"ns_dtype={dtype!r} is unknown: use {', '.join(muon.NS_DTYPES)}")
-    if unknown := split.keys() - {muon.projection_of(planned) for planned in runtime.plan.parameters}:
-        raise ConfigError(f"split={split!r}: the model has no projection {', '.join(sorted(unknown))}")
+    if unknown := split.keys() - {
+        muon.projection_of(planned) for planned in runtime.plan.parameters
+    }:
+        raise ConfigError(
+            f"split={split!r}: the model has no projection {', '.join(sorted(unknown))}"
+        )
     owners = owners_of(runtime.model)
     groups: dict[str, list[dict[str, Any]]] = {"muon": [], "adamw": []}
     for group in order.groups:
         parts: dict[str, list[Any]] = {"muon": [], "adamw": []}
         for parameter in group["params"]:
             planned = order.plans[id(parameter)]
-            hidden = muon.is_hidden_matrix(planned, owners.get(id(parameter), []), runtime.plan.layers, stacks)
+            hidden = muon.is_hidden_matrix(
+                planned, owners.get(id(parameter), []), runtime.plan.layers, stacks
+            )
             parts["muon" if hidden else "adamw"].append(parameter)
         for kind, defaults in (("muon", ours), ("adamw", theirs)):
             groups[kind].append({**defaults, **group, "params": parts[kind]})
@@ -233,9 +286,16 @@ def _muon(order: _Order) -> ShardedOptimizer:
     def steppers(members: Any, groups_of_both: Any) -> Any:
         matrices = [member for member in members if member.group < len(order.groups)]
         rest = [member for member in members if member.group >= len(order.groups)]
-        borders = {m.planned.name: muon.borders_of(m.planned, owners[id(m.parameter)], split) for m in matrices}
+        borders = {
+            m.planned.name: muon.borders_of(m.planned, owners[id(m.parameter)], split)
+            for m in matrices
+        }
         first = muon.MuonStepper(matrices, runtime.mesh, borders, muon.NS_DTYPES[dtype])
-        return [first, LocalStepper(stock, rest, groups_of_both, runtime.mesh), *clip_scores(most, members, runtime)]
+        return [
+            first,
+            LocalStepper(stock, rest, groups_of_both, runtime.mesh),
+            *clip_scores(most, members, runtime),
+        ]
 
     return order.made([*groups["muon"], *groups["adamw"]], {"lr": order.lr}, steppers)
 
@@ -262,27 +322,42 @@ def _aside(name: str, runtime: Runtime, stochastic: Any, rounding_seed: Any) -> 
 
 
 def _checked(
-    groups: Sequence[Mapping[str, Any]] | None, plans: dict[int, ParameterPlan], weight_decay: float, runtime: Runtime
+    groups: Sequence[Mapping[str, Any]] | None,
+    plans: dict[int, ParameterPlan],
+    weight_decay: float,
+    runtime: Runtime,
 ) -> list[dict[str, Any]]:
     """Return the user's parameter groups as checked dictionaries; without any, two groups by weight decay."""
     if groups is None:
         return weight_decay_groups(runtime, weight_decay)
     result = []
-    if not isinstance(groups, Sequence) or not all(isinstance(group, Mapping) for group in groups) or not groups:
+    if (
+        not isinstance(groups, Sequence)
+        or not all(isinstance(group, Mapping) for group in groups)
+        or not groups
+    ):
         raise ConfigError(
             f"groups={groups!r} is invalid: pass a list of mappings, as [{{'params': [...], 'lr': 1e-4}}]"
         )
     names = {id(parameter): name for name, parameter in runtime.model.named_parameters()}
     for group in groups:
         if "params" not in group:
-            raise ConfigError(f"a parameter group must have 'params', got {', '.join(group)}: add the parameters")
+            raise ConfigError(
+                f"a parameter group must have 'params', got {', '.join(group)}: add the parameters"
+            )
         given = group["params"]
         parameters = [given] if isinstance(given, Tensor) else list(given)
         for parameter in parameters:
             if id(parameter) not in plans:
                 known = names.get(id(parameter))
-                what = f"{known} does not train" if known else f"one of shape {tuple(parameter.shape)} is not of it"
-                raise ConfigError(f"groups must hold parameters of the model that train, and {what}: leave it out")
+                what = (
+                    f"{known} does not train"
+                    if known
+                    else f"one of shape {tuple(parameter.shape)} is not of it"
+                )
+                raise ConfigError(
+                    f"groups must hold parameters of the model that train, and {what}: leave it out"
+                )
         for option in ("lr", "weight_decay"):
             if not isinstance(value := group.get(option, 0.0), Tensor):
                 check_number(f"{option} of a parameter group", value, least=0)
@@ -291,7 +366,11 @@ def _checked(
 
 
 def _warn_of_narrow_weights(name: str, runtime: Runtime) -> None:
-    narrow = [(planned, p) for planned, p in runtime.parameters() if p.requires_grad and p.dtype in _NARROW]
+    narrow = [
+        (planned, p)
+        for planned, p in runtime.parameters()
+        if p.requires_grad and p.dtype in _NARROW
+    ]
     if narrow and not runtime.keeps_small_updates and runtime.mesh.speaks_for_stage:
         planned, parameter = narrow[0]
         warnings.warn(

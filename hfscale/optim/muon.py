@@ -44,7 +44,10 @@ Split = Mapping[str, int | Sequence[int]]
 
 
 def is_hidden_matrix(
-    planned: ParameterPlan, owners: Sequence[nn.Module], layers: Sequence[str], stacks: Collection[str] = ()
+    planned: ParameterPlan,
+    owners: Sequence[nn.Module],
+    layers: Sequence[str],
+    stacks: Collection[str] = (),
 ) -> bool:
     """Return whether a parameter is a matrix of a layer, or a stack of them in one of the modules ``stacks``."""
     dims = 3 if planned.name.rpartition(".")[0] in stacks else 2
@@ -58,7 +61,9 @@ def projection_of(planned: ParameterPlan) -> str:
     return planned.name.removesuffix(".weight").rpartition(".")[2]
 
 
-def borders_of(planned: ParameterPlan, owners: Sequence[nn.Module], split: Split) -> tuple[int, list[int]]:
+def borders_of(
+    planned: ParameterPlan, owners: Sequence[nn.Module], split: Split
+) -> tuple[int, list[int]]:
     """Return the dim of a parameter's matrix along which matrices are fused in it, and where they begin and end: one,
     unless ``split`` names its projection.
     """
@@ -97,10 +102,15 @@ class Matrix:
         """Return its cuts over some axes."""
         return [cut for cut in self.cuts if cut.axis in axes]
 
-    def split(self, tensor: Tensor, cuts: Sequence[Cut], ranks: dict[str, int]) -> tuple[Tensor, ...]:
+    def split(
+        self, tensor: Tensor, cuts: Sequence[Cut], ranks: dict[str, int]
+    ) -> tuple[Tensor, ...]:
         """Return what a shard, made by ``cuts``, has of each of the matrices fused in it."""
         spans = share_spans(self.shape, cuts, ranks)[self.dim]
-        before = [sum(max(0, min(stop, border) - start) for start, stop in spans) for border in self.borders]
+        before = [
+            sum(max(0, min(stop, border) - start) for start, stop in spans)
+            for border in self.borders
+        ]
         return tensor.split([stop - start for start, stop in pairwise(before)], self.dim)
 
 
@@ -108,42 +118,72 @@ class MuonStepper(Stepper):
     """A stepper that updates ``members`` by Muon, computed in ``dtype``; ``borders`` of :func:`borders_of`, by name."""
 
     def __init__(
-        self, members: Sequence[Member], mesh: Mesh, borders: Mapping[str, tuple[int, list[int]]], dtype: torch.dtype
+        self,
+        members: Sequence[Member],
+        mesh: Mesh,
+        borders: Mapping[str, tuple[int, list[int]]],
+        dtype: torch.dtype,
     ) -> None:
         super().__init__(members, mesh)
         self._nothing = torch.empty(0, dtype=dtype, device=mesh.device)
-        self._matrices = [list(_matrices_of(member, mesh, *borders[member.planned.name])) for member in members]
+        self._matrices = [
+            list(_matrices_of(member, mesh, *borders[member.planned.name])) for member in members
+        ]
         every = list(chain(*self._matrices))
-        axes = {cut.axis for matrix in every for cut in matrix.cuts}.union(*(matrix.free for matrix in every))
+        axes = {cut.axis for matrix in every for cut in matrix.cuts}.union(
+            *(matrix.free for matrix in every)
+        )
         # the last cut is undone first: that of the data axes
-        self._axes = [axis for axis in sorted(axes, key=lambda axis: (axis in MODEL_AXES, axis)) if mesh.group(axis)]
+        self._axes = [
+            axis
+            for axis in sorted(axes, key=lambda axis: (axis in MODEL_AXES, axis))
+            if mesh.group(axis)
+        ]
         self._dealt = cache(_dealt)
 
     def step(self, groups: Groups, state: State) -> None:
         """Make one update; communicates over the axes of the parameters' cuts."""
         present = gradients_present(self.members, self._mesh)
         pieces = dict[Matrix, Tensor]()
-        for member, matrices, with_gradient in zip(self.members, self._matrices, present, strict=True):
+        for member, matrices, with_gradient in zip(
+            self.members, self._matrices, present, strict=True
+        ):
             if not with_gradient:
                 continue
-            grad, group = member.gradient, groups[member.group]
-            average = state.setdefault(member.parameter, {}).setdefault("momentum_buffer", torch.zeros_like(grad))
+            grad = member.gradient
+            group = groups[member.group]
+            average = state.setdefault(member.parameter, {}).setdefault(
+                "momentum_buffer", torch.zeros_like(grad)
+            )
             average.lerp_(grad, 1 - group["momentum"])
             update = grad.lerp(average, group["momentum"]) if group["nesterov"] else average
             pieces |= {matrix: update[matrix.index].to(self._nothing.dtype) for matrix in matrices}
             member.weight.mul_(1 - group["lr"] * group["weight_decay"])
         for matrix, update in self._orthogonal(pieces, self._axes, groups).items():
-            group, weight = groups[matrix.member.group], matrix.member.weight[matrix.index]
-            shares = (matrix.split(each, matrix.cuts, self._mesh.ranks) for each in (weight, update))
+            group = groups[matrix.member.group]
+            weight = matrix.member.weight[matrix.index]
+            shares = (
+                matrix.split(each, matrix.cuts, self._mesh.ranks) for each in (weight, update)
+            )
             for size, share, orthogonal in zip(matrix.sizes, *shares, strict=True):
-                share.add_(orthogonal, alpha=-group["lr"] * ADJUSTMENTS[group["adjust_lr_fn"]](*size))
+                share.add_(
+                    orthogonal, alpha=-group["lr"] * ADJUSTMENTS[group["adjust_lr_fn"]](*size)
+                )
 
-    def _orthogonal(self, pieces: dict[Matrix, Tensor], axes: Sequence[str], groups: Groups) -> dict[Matrix, Tensor]:
+    def _orthogonal(
+        self, pieces: dict[Matrix, Tensor], axes: Sequence[str], groups: Groups
+    ) -> dict[Matrix, Tensor]:
         """Return this rank's pieces of the orthogonal matrices, given those of the updates, cut over ``axes``."""
         if not axes:
-            return {each: _orthogonalized(each, whole, groups[each.member.group]) for each, whole in pieces.items()}
-        axis, own = axes[0], self._mesh.ranks[axes[0]]
-        moving = tuple(matrix for matrix in pieces if axis in matrix.free or matrix.cut_over([axis]))
+            return {
+                each: _orthogonalized(each, whole, groups[each.member.group])
+                for each, whole in pieces.items()
+            }
+        axis = axes[0]
+        own = self._mesh.ranks[axes[0]]
+        moving = tuple(
+            matrix for matrix in pieces if axis in matrix.free or matrix.cut_over([axis])
+        )
         if not moving:
             return self._orthogonal(pieces, axes[1:], groups)
         owned = self._dealt(moving, self._mesh.layout.size(axis))
@@ -154,7 +194,9 @@ class MuonStepper(Stepper):
         del held  # what was sent
         done = self._orthogonal(pieces, axes[1:], groups)
         whole = [(matrix.cut_over([axis]), done.pop(matrix)) for matrix in owned[own]]
-        parcels = [[cuts[0].take(made, rank) if cuts else made for cuts, made in whole] for rank in ranks]
+        parcels = [
+            [cuts[0].take(made, rank) if cuts else made for cuts, made in whole] for rank in ranks
+        ]
         returned = self._swapped(parcels, owned, [own] * len(owned), axes)
         return done | dict(zip(chain(*owned), chain(*returned), strict=True))
 
@@ -162,7 +204,8 @@ class MuonStepper(Stepper):
         self, held: dict[Matrix, Tensor], owned: Sequence[Sequence[Matrix]], axes: Sequence[str]
     ) -> dict[Matrix, Tensor]:
         """Return this rank's own of the matrices that are cut over the first of ``axes``, no longer cut over it."""
-        cut, own = [[m for m in each if m.cut_over(axes[:1])] for each in owned], self._mesh.ranks[axes[0]]
+        cut = [[m for m in each if m.cut_over(axes[:1])] for each in owned]
+        own = self._mesh.ranks[axes[0]]
         found = dict[Matrix, Tensor]()
         if any(cut):
             parcels = [[held[matrix] for matrix in each] for each in cut]
@@ -190,7 +233,11 @@ class MuonStepper(Stepper):
         ]
         sizes = [[math.prod(shape) for shape in each] for each in shapes]
         counts = [sum(tensor.numel() for tensor in each) for each in sent]
-        parts = iter(all_to_all(flat, counts, [*map(sum, sizes)], self._mesh.group(axes[0])).split([*chain(*sizes)]))
+        parts = iter(
+            all_to_all(flat, counts, [*map(sum, sizes)], self._mesh.group(axes[0])).split(
+                [*chain(*sizes)]
+            )
+        )
         return [[next(parts).view(shape) for shape in each] for each in shapes]
 
 

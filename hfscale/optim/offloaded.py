@@ -21,7 +21,9 @@ from ..distributed.host_buffers import Form, HostBuffers, buckets, bytes_before,
 from .sharded import Groups, Member, State
 from .stock import Aside, OneByOneStepper, StockOverStandIns
 
-_BUCKET = 16 << 20  # bytes of small weights that are copied as one, by way of as much memory on the device
+_BUCKET = (
+    16 << 20
+)  # bytes of small weights that are copied as one, by way of as much memory on the device
 
 
 class Pair:
@@ -62,13 +64,21 @@ class OffloadedStepper(OneByOneStepper):
         lanes.module.current_stream(lanes.device).wait_stream(lanes.inward)
 
     def _stages(
-        self, inner: StockOverStandIns, members: Sequence[Member], groups: Groups, state: State, lanes: HostBuffers
+        self,
+        inner: StockOverStandIns,
+        members: Sequence[Member],
+        groups: Groups,
+        state: State,
+        lanes: HostBuffers,
     ) -> Iterator[None]:
         """Begin to copy weights and gradients; wait for that; step, and begin to copy weights back."""
-        forms, buffer = [self._form(member) for member in members], lanes.take(self._pair.size)
+        forms = [self._form(member) for member in members]
+        buffer = lanes.take(self._pair.size)
         tensors = [self._whole(each, each.weight) for each in members]
         tensors += [self._whole(each, each.gradient) for each in members]
-        copies, count, size = views_of(buffer, 2 * forms), len(members), self._bytes(members)
+        copies = views_of(buffer, 2 * forms)
+        count = len(members)
+        size = self._bytes(members)
         if count > 1:
             tensors = [packed(tensors, 2 * forms)]
         copied = lanes.copy_out([buffer[: 2 * size]] if count > 1 else copies, tensors)
@@ -76,11 +86,16 @@ class OffloadedStepper(OneByOneStepper):
         copied.synchronize()
         tensors.clear()  # or they would stay while the next ones are gathered
         yield
-        pairs, none = dict(zip(members, zip(copies, copies[count:], strict=False), strict=True)), copies[0].new_empty(0)
+        pairs, none = (
+            dict(zip(members, zip(copies, copies[count:], strict=False), strict=True)),
+            copies[0].new_empty(0),
+        )
         inner.step(groups, state, lambda member: pairs.get(member, (none, None)))
         with lanes.module.stream(lanes.inward):
             if count > 1:
-                copies = views_of(buffer[:size].to(lanes.device, non_blocking=True, copy=True), forms)
+                copies = views_of(
+                    buffer[:size].to(lanes.device, non_blocking=True, copy=True), forms
+                )
             for member, weight in zip(members, copies, strict=False):
                 self._write(member, weight, groups)
             lanes.give(buffer, lanes.mark(lanes.inward))

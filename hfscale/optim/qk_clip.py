@@ -51,36 +51,52 @@ class LargestScores:
     do evaluation, recomputation and infinite scores. ``context`` is the group of the ranks that have the other keys.
     """
 
-    def __init__(self, model: nn.Module, modules: Iterable[nn.Module], context: dist.ProcessGroup | None = None):
+    def __init__(
+        self,
+        model: nn.Module,
+        modules: Iterable[nn.Module],
+        context: dist.ProcessGroup | None = None,
+    ):
         self._found: dict[nn.Module, Tensor] = {}
         self._context = context
         for config in attention_configs(model):
             if not (host := implementation_of(config)).endswith(("sdpa", "eager")):
-                raise ConfigError(f"qk_clip reads masks as tensors, not {host}'s: load with attn_implementation='sdpa'")
+                raise ConfigError(
+                    f"qk_clip reads masks as tensors, not {host}'s: load with attn_implementation='sdpa'"
+                )
             if not host.startswith(_PREFIX):
                 set_implementation(config, answer(_PREFIX, host, _attention))
         _measures.update(dict.fromkeys(modules, ref(self)))
 
     def take(self) -> dict[nn.Module, Tensor]:
         """Return the largest scores ``[h]`` since the last call, of the modules that attended."""
-        found, self._found = self._found, {}
+        found = self._found
+        self._found = {}
         return found
 
     @torch.no_grad()
-    def measure(self, module: nn.Module, query: Tensor, key: Tensor, mask: Any, scaling: float, causal: bool) -> None:
+    def measure(
+        self, module: nn.Module, query: Tensor, key: Tensor, mask: Any, scaling: float, causal: bool
+    ) -> None:
         """Take the scores of one attention call into account; collective over ``context`` for cut sequences."""
         if isinstance(mask, MaskBlocks):
             assert self._context is not None
             key = gather_sequences(key.transpose(1, 2), mask.batch, self._context).transpose(1, 2)
         samples, heads, length = query.shape[:3]
         triangle = causal and mask is None
-        rows = max(1, min(_ROWS if triangle else length, _SCORES // max(1, samples * heads * key.shape[2])))
+        rows = max(
+            1, min(_ROWS if triangle else length, _SCORES // max(1, samples * heads * key.shape[2]))
+        )
         dtype = torch.promote_types(query.dtype, torch.float32)
-        largest = self._found.setdefault(module, query.new_full((heads,), float("-inf"), dtype=dtype))
+        largest = self._found.setdefault(
+            module, query.new_full((heads,), float("-inf"), dtype=dtype)
+        )
         query = query * scaling  # before the product, which may be too large for float16 otherwise
         for start in range(0, length, rows):
             own = slice(start, min(start + rows, length))
-            asking = query[:, :, own].unflatten(1, (key.shape[1], -1)).flatten(2, 3)  # all that read one key head
+            asking = (
+                query[:, :, own].unflatten(1, (key.shape[1], -1)).flatten(2, 3)
+            )  # all that read one key head
             keys = key[:, :, : own.stop] if triangle else key
             scores = (asking @ keys.mT).view(samples, heads, -1, keys.shape[2])
             if triangle or mask is not None:
@@ -94,12 +110,19 @@ _measures: WeakKeyDictionary[nn.Module, ref[LargestScores]] = WeakKeyDictionary(
 
 
 def _attention(
-    host: Callable[..., Any], module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
+    host: Callable[..., Any],
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any,
+    **kwargs: Any,
 ) -> Any:
     found = _measures.get(module)
     trains = module.training and torch.is_grad_enabled() and not recomputing()
     if trains and found is not None and (scores := found()) is not None:
-        scaling, causal = kwargs.get("scaling"), kwargs.get("is_causal")
+        scaling = kwargs.get("scaling")
+        causal = kwargs.get("is_causal")
         scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
         causal = getattr(module, "is_causal", True) if causal is None else causal
         with without_dispatch_modes():  # of checkpointing, which would keep the products
@@ -112,7 +135,9 @@ def _hide(mask: Any, own: slice, scores: Tensor) -> None:
     if isinstance(mask, MaskBlocks):
         hidden = ~mask.of_own(own)
     elif mask is None:  # a causal one, which transformers leaves to torch's attention
-        scores = scores[..., own.start :]  # keys before the first of these queries are read by all of them
+        scores = scores[
+            ..., own.start :
+        ]  # keys before the first of these queries are read by all of them
         hidden = torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1)
     else:
         part: Tensor = mask[:, :, own if mask.shape[2] > 1 else slice(1), : scores.shape[3]]
@@ -151,21 +176,32 @@ class QueryKeyClip(Stepper):
         super().__init__((), runtime.mesh)
         check_number("qk_clip", threshold, above=0)
         if (schedule := runtime.mesh.layout.pipeline_schedule) in ASYNCHRONOUS:
-            raise ConfigError(f"qk_clip with pipeline_schedule={schedule!r} reads scores of old weights: use '1f1b'")
+            raise ConfigError(
+                f"qk_clip with pipeline_schedule={schedule!r} reads scores of old weights: use '1f1b'"
+            )
         if runtime.compiled:
-            raise ConfigError("qk_clip measures scores between the operators of a layer's graph: use compile=False")
+            raise ConfigError(
+                "qk_clip measures scores between the operators of a layer's graph: use compile=False"
+            )
         self._threshold = threshold
         self._heads = first_count(text_config(runtime.model.config), HEAD_FIELDS) or 1
-        self._attentions = list(self._find({member.planned.name: member for member in members}, runtime))
+        self._attentions = list(
+            self._find({member.planned.name: member for member in members}, runtime)
+        )
         modules = [attention.module for attention in self._attentions]
-        self._runtime, scores = runtime, LargestScores(runtime.model, modules, runtime.mesh.group("cp"))
+        self._runtime, scores = (
+            runtime,
+            LargestScores(runtime.model, modules, runtime.mesh.group("cp")),
+        )
         # Held there alone, so that measuring ends on all ranks together: where another optimizer is made.
         runtime.scores, self._own = scores, ref(scores)
 
     def step(self, groups: Groups, state: State) -> None:
         """Shrink the heads that have exceeded the threshold since the last step; one collective over each axis."""
         if (scores := self._own()) is None or scores is not self._runtime.scores:
-            raise ConfigError("another optimizer was made for the model since the one with qk_clip: make this one last")
+            raise ConfigError(
+                "another optimizer was made for the model since the one with qk_clip: make this one last"
+            )
         if not self._attentions:
             return
         found = scores.take()
@@ -173,8 +209,15 @@ class QueryKeyClip(Stepper):
             _log.warning(
                 "qk_clip has seen no attention since the last step: keep its implementation, and use_reentrant=False"
             )
-        dtype = torch.promote_types(self._attentions[0].projections[0][0].weight.dtype, torch.float32)
-        largest = torch.full((len(self._attentions), self._heads), float("-inf"), dtype=dtype, device=self._mesh.device)
+        dtype = torch.promote_types(
+            self._attentions[0].projections[0][0].weight.dtype, torch.float32
+        )
+        largest = torch.full(
+            (len(self._attentions), self._heads),
+            float("-inf"),
+            dtype=dtype,
+            device=self._mesh.device,
+        )
         for row, attention in zip(largest, self._attentions, strict=True):
             if attention.module in found:
                 row[attention.own] = found[attention.module].to(dtype)
@@ -183,7 +226,9 @@ class QueryKeyClip(Stepper):
         gammas = torch.where(largest > self._threshold, self._threshold / largest, 1.0)
         for gamma, attention in zip(gammas, self._attentions, strict=True):
             outputs = [weight.planned.shape[0] for weight, *_ in attention.projections]
-            for factors, members in zip(scale_scores(gamma, outputs), attention.projections, strict=True):
+            for factors, members in zip(
+                scale_scores(gamma, outputs), attention.projections, strict=True
+            ):
                 for member in members:
                     every = along_outputs(factors.to(member.weight.device), member.planned.shape)
                     member.weight.mul_(member.planned.take(every, self._mesh.ranks))
@@ -193,18 +238,26 @@ class QueryKeyClip(Stepper):
         kind = stock_class(runtime.model)
         answers = ask("score scaling", runtime.model, stock=kind, kind=kind)
         if not answers:
-            raise ConfigError(f"qk_clip: no tiny {kind.__name__} attends by functions of transformers: leave it out")
+            raise ConfigError(
+                f"qk_clip: no tiny {kind.__name__} attends by functions of transformers: leave it out"
+            )
         for layer in filter(runtime.is_local, runtime.plan.layers):
             for name, module in runtime.model.get_submodule(layer).named_modules(prefix=layer):
                 if why := answers.get(type_name := stock_class(module).__name__):
-                    raise ConfigError(f"qk_clip does not fit {name}: {type_name} {why}: leave it out")
+                    raise ConfigError(
+                        f"qk_clip does not fit {name}: {type_name} {why}: leave it out"
+                    )
                 if why is not None:
                     yield self._attention(name, module, known, runtime)
 
-    def _attention(self, name: str, module: nn.Module, known: Mapping[str, Member], runtime: Runtime) -> _Attention:
+    def _attention(
+        self, name: str, module: nn.Module, known: Mapping[str, Member], runtime: Runtime
+    ) -> _Attention:
         """Return one attention module, given the members ``known`` by name; refuse projections that do not train."""
         every = [[f"{name}.{each}.{kind}" for kind in ("weight", "bias")] for each in PROJECTIONS]
-        for missing in (each for each in chain(*every) if each in runtime.plan.by_name and each not in known):
+        for missing in (
+            each for each in chain(*every) if each in runtime.plan.by_name and each not in known
+        ):
             raise ConfigError(
                 f"qk_clip scales {missing}, which this optimizer does not train (adapters, frozen weights, groups "
                 "without it): train it, or leave qk_clip out"
@@ -216,6 +269,8 @@ class QueryKeyClip(Stepper):
         return _Attention(module, own.unique_consecutive().to(self._mesh.device), projections)
 
 
-def clip_scores(threshold: float | None, members: Sequence[Member], runtime: Runtime) -> list[Stepper]:
+def clip_scores(
+    threshold: float | None, members: Sequence[Member], runtime: Runtime
+) -> list[Stepper]:
     """Return what clips the scores behind an optimizer's other steppers: nothing without a ``threshold``."""
     return [] if threshold is None else [QueryKeyClip(threshold, members, runtime)]

@@ -41,7 +41,9 @@ class Member:
     @property
     def weight(self) -> Tensor:
         """This rank's plain tensor of the parameter; may be empty."""
-        with torch.no_grad():  # with autograd, to_local() of a DTensor would add a node to the graph
+        with (
+            torch.no_grad()
+        ):  # with autograd, to_local() of a DTensor would add a node to the graph
             return local_tensor(self.parameter).detach()
 
     @property
@@ -60,7 +62,8 @@ class Stepper:
     """Update some of an optimizer's parameters, its ``members``, in place."""
 
     def __init__(self, members: Sequence[Member], mesh: Mesh) -> None:
-        self.members, self._mesh = members, mesh
+        self.members = members
+        self._mesh = mesh
 
     def publish(self, state: State) -> None:
         """Put the state that exists before the first step into ``state``."""
@@ -94,11 +97,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         steppers: Sequence[Stepper],
         state_device: torch.device | None = None,
     ) -> None:
-        self.name, self.state_device = name, state_device
+        self.name = name
+        self.state_device = state_device
         self._complete = False
         super().__init__(list(groups), defaults)
         self._steppers = tuple(steppers)
-        self._stepper_of = {member.planned.name: stepper for stepper in steppers for member in stepper.members}
+        self._stepper_of = {
+            member.planned.name: stepper for stepper in steppers for member in stepper.members
+        }
         self._complete = True
         for stepper in self._steppers:
             stepper.publish(self.state)
@@ -127,12 +133,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Load the :meth:`state_dict` of this rank in the same layout; dtypes are left as they are."""
         super().load_state_dict({**state_dict, "state": {}})
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-        places = [(parameter, group) for group in self.param_groups for parameter in group["params"]]
+        places = [
+            (parameter, group) for group in self.param_groups for parameter in group["params"]
+        ]
         for number, (parameter, group) in zip(numbers, places, strict=True):
             if number in state_dict["state"]:
                 values = state_dict["state"][number]
                 self.state[parameter] = {
-                    key: _placed(value, group, self.state_device or parameter.device) for key, value in values.items()
+                    key: _placed(value, group, self.state_device or parameter.device)
+                    for key, value in values.items()
                 }
 
     def lies(self, planned: ParameterPlan, key: str, shape: tuple[int, ...]) -> StateTensor:
@@ -142,20 +151,30 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 def _placed(value: Any, group: dict[str, Any], device: torch.device) -> Any:
     """Move a state tensor to its device, except for a step counter that stays on the CPU."""
-    if not isinstance(value, Tensor) or (value.ndim == 0 and not (group.get("fused") or group.get("capturable"))):
+    if not isinstance(value, Tensor) or (
+        value.ndim == 0 and not (group.get("fused") or group.get("capturable"))
+    ):
         return value
     return value.to(device)
 
 
 def members_of(groups: Groups, plans: dict[int, ParameterPlan]) -> list[Member]:
     """Return every parameter of ``groups`` with its plan, found by ``id``, in order."""
-    return [Member(plans[id(each)], each, index) for index, group in enumerate(groups) for each in group["params"]]
+    return [
+        Member(plans[id(each)], each, index)
+        for index, group in enumerate(groups)
+        for each in group["params"]
+    ]
 
 
 def stock_defaults(stock: type[torch.optim.Optimizer]) -> dict[str, Any]:
     """Return the defaults of the options of a stock class, except learning rate and weight decay."""
     options = signature(stock).parameters.values()
-    return {each.name: each.default for each in options if each.name not in ("params", "lr", "weight_decay")}
+    return {
+        each.name: each.default
+        for each in options
+        if each.name not in ("params", "lr", "weight_decay")
+    }
 
 
 def sum_over_ranks(pieces: Sequence[Piece], mesh: Mesh) -> list[Tensor]:
@@ -169,7 +188,11 @@ def sum_over_ranks(pieces: Sequence[Piece], mesh: Mesh) -> list[Tensor]:
         if group is None:
             continue
         chosen = [index for index, (_, axes) in enumerate(pieces) if axis in axes]
-        wide = torch.float64 if any(found[index].dtype == torch.float64 for index in chosen) else torch.float32
+        wide = (
+            torch.float64
+            if any(found[index].dtype == torch.float64 for index in chosen)
+            else torch.float32
+        )
         flat = all_reduce(torch.cat([found[index].reshape(-1).to(wide) for index in chosen]), group)
         parts = flat.split([found[index].numel() for index in chosen])
         for index, part in zip(chosen, parts, strict=True):
@@ -182,10 +205,17 @@ def gradients_present(members: Sequence[Member], mesh: Mesh) -> list[bool]:
     ranks have empty shards, for which autograd may leave them without one, they ask the others.
     """
     present = [member.parameter.grad is not None for member in members]
-    doubtful = [index for index, member in enumerate(members) if some_share_is_empty(member.planned)]
+    doubtful = [
+        index for index, member in enumerate(members) if some_share_is_empty(member.planned)
+    ]
     if doubtful:
         flags = torch.tensor([float(present[index]) for index in doubtful], device=mesh.device)
-        pieces = [(flag, members[index].axes) for index, flag in zip(doubtful, flags.unbind(), strict=True)]
-        for index, total in zip(doubtful, torch.stack(sum_over_ranks(pieces, mesh)).tolist(), strict=True):
+        pieces = [
+            (flag, members[index].axes)
+            for index, flag in zip(doubtful, flags.unbind(), strict=True)
+        ]
+        for index, total in zip(
+            doubtful, torch.stack(sum_over_ranks(pieces, mesh)).tolist(), strict=True
+        ):
             present[index] = total > 0
     return present

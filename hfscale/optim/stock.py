@@ -34,12 +34,20 @@ from .sharded import Groups, Member, State, Stepper, gradients_present
 UPDATES = "updates"
 """Key of a parameter group that counts updates, so that a resumed run continues the rounding's random numbers."""
 
-_SCALES, _TABLES = "absmax", "qmap"  # keys of bitsandbytes' 8-bit states
+# keys of bitsandbytes' 8-bit states
+_SCALES = "absmax"
+_TABLES = "qmap"
 
-Stock = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]  # makes the stock optimizer over parameter groups
+Stock = Callable[
+    [list[dict[str, Any]]], torch.optim.Optimizer
+]  # makes the stock optimizer over parameter groups
 _CHUNK = 1 << 20  # entries at a time: their random numbers take 8 bytes each
 _LOW = (1 << 16) - 1
-_MIX = (-7046029254386353131, -4658895280553007687, -7723592293110705685)  # of SplitMix64 (Steele et al. 2014), signed
+_MIX = (
+    -7046029254386353131,
+    -4658895280553007687,
+    -7723592293110705685,
+)  # of SplitMix64 (Steele et al. 2014), signed
 
 
 @dataclass(frozen=True)
@@ -53,29 +61,52 @@ class Aside:
 
     def dtype_of(self, tensor: Tensor) -> torch.dtype:
         """Return the dtype of a copy of a weight or gradient: float32 if the weight is to be rounded."""
-        return torch.float32 if self.seed is not None and tensor.dtype == torch.bfloat16 else tensor.dtype
+        return (
+            torch.float32
+            if self.seed is not None and tensor.dtype == torch.bfloat16
+            else tensor.dtype
+        )
 
 
 class StockOverStandIns:
     """Run a stock optimizer over placeholder parameters, which get memory, gradient and state for one step."""
 
     def __init__(
-        self, stock: Stock, members: Sequence[Member], groups: Groups, copied: Callable[[Tensor], Tensor] | None = None
+        self,
+        stock: Stock,
+        members: Sequence[Member],
+        groups: Groups,
+        copied: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         """Make the optimizer; ``copied`` copies a weight if the optimizer steps a copy."""
-        self.pairs = [(member, nn.Parameter(copied(member.weight) if copied else member.weight)) for member in members]
-        of_groups = [[each for member, each in self.pairs if member.group == index] for index in range(len(groups))]
-        self.optimizer = stock([{**group, "params": own} for group, own in zip(groups, of_groups, strict=True)])
+        self.pairs = [
+            (member, nn.Parameter(copied(member.weight) if copied else member.weight))
+            for member in members
+        ]
+        of_groups = [
+            [each for member, each in self.pairs if member.group == index]
+            for index in range(len(groups))
+        ]
+        self.optimizer = stock(
+            [{**group, "params": own} for group, own in zip(groups, of_groups, strict=True)]
+        )
         keep_overrides_apart(self.optimizer)
 
-    def step(self, groups: Groups, state: State, tensors: Callable[[Member], tuple[Tensor, Tensor | None]]) -> None:
+    def step(
+        self,
+        groups: Groups,
+        state: State,
+        tensors: Callable[[Member], tuple[Tensor, Tensor | None]],
+    ) -> None:
         """Make one step on the weight and gradient that ``tensors`` returns for a member; none without a gradient."""
         for mine, group in zip(self.optimizer.param_groups, groups, strict=True):
             mine.update({key: value for key, value in group.items() if key != "params"})
         scattered = []
         for member, stand_in in self.pairs:
             weight, gradient = tensors(member)
-            if not weight.is_contiguous():  # bitsandbytes would update a copy and leave the weight unchanged
+            if (
+                not weight.is_contiguous()
+            ):  # bitsandbytes would update a copy and leave the weight unchanged
                 scattered.append((weight, stand_in))
             stand_in.data = weight.contiguous()
             stand_in.grad = gradient
@@ -127,7 +158,8 @@ class LocalStepper(Stepper):
         """Make one update; no communication."""
 
         def here(member: Member) -> tuple[Tensor, Tensor | None]:
-            weight, grad = member.weight, member.parameter.grad
+            weight = member.weight
+            grad = member.parameter.grad
             return weight, None if grad is None or not weight.numel() else member.gradient
 
         self._inners[0].step(groups, state, here)
@@ -139,15 +171,26 @@ class OneByOneStepper(LocalStepper):
     """
 
     def __init__(
-        self, stock: Stock, members: Sequence[Member], groups: Groups, mesh: Mesh, aside: Aside | None, full: bool
+        self,
+        stock: Stock,
+        members: Sequence[Member],
+        groups: Groups,
+        mesh: Mesh,
+        aside: Aside | None,
+        full: bool,
     ) -> None:
         Stepper.__init__(self, members, mesh)
-        self._aside, self._full = aside, full
-        self._inners = [StockOverStandIns(stock, some, groups, self._copy) for some in self._divided(members)]
+        self._aside = aside
+        self._full = full
+        self._inners = [
+            StockOverStandIns(stock, some, groups, self._copy) for some in self._divided(members)
+        ]
         for inner in self._inners:
             inner.release()
             optimizer: Any = inner.optimizer
-            if not full and hasattr(optimizer, "name2qmap"):  # share bitsandbytes' tables of 8-bit values
+            if not full and hasattr(
+                optimizer, "name2qmap"
+            ):  # share bitsandbytes' tables of 8-bit values
                 first: Any = self._inners[0].optimizer
                 optimizer.name2qmap = first.name2qmap
 
@@ -158,7 +201,10 @@ class OneByOneStepper(LocalStepper):
     def step(self, groups: Groups, state: State) -> None:
         """Make one update; if of full tensors, communicates over the axes of each parameter's cuts."""
         for inner, (member, *_) in self._with_gradients():
-            pair = self._copy(self._whole(member, member.weight)), self._copy(self._whole(member, member.gradient))
+            pair = (
+                self._copy(self._whole(member, member.weight)),
+                self._copy(self._whole(member, member.gradient)),
+            )
             inner.step(groups, state, lambda _, pair=pair: pair)  # type: ignore[misc]
             self._write(member, pair[0], groups)
             inner.release()
@@ -166,23 +212,34 @@ class OneByOneStepper(LocalStepper):
 
     def _with_gradients(self) -> list[tuple[StockOverStandIns, list[Member]]]:
         """Return those of an optimizer's members that have gradients, for each that has any."""
-        local = (each.parameter.grad is not None and each.weight.numel() > 0 for each in self.members)
+        local = (
+            each.parameter.grad is not None and each.weight.numel() > 0 for each in self.members
+        )
         flags = gradients_present(self.members, self._mesh) if self._full else local
         present = set(compress(self.members, flags))
-        found = [(inner, [member for member, _ in inner.pairs if member in present]) for inner in self._inners]
+        found = [
+            (inner, [member for member, _ in inner.pairs if member in present])
+            for inner in self._inners
+        ]
         return [(inner, members) for inner, members in found if members]
 
     def _copy(self, tensor: Tensor) -> Tensor:
         aside = self._aside
-        return tensor if aside is None else tensor.to(aside.device, aside.dtype_of(tensor), copy=True)
+        return (
+            tensor if aside is None else tensor.to(aside.device, aside.dtype_of(tensor), copy=True)
+        )
 
     def _whole(self, member: Member, tensor: Tensor) -> Tensor:
         planned = member.planned
-        return gather_full(tensor, planned.shape, planned.cuts, self._mesh) if self._full else tensor
+        return (
+            gather_full(tensor, planned.shape, planned.cuts, self._mesh) if self._full else tensor
+        )
 
     def _write(self, member: Member, stepped: Tensor, groups: Groups) -> None:
         """Write this rank's shard of ``stepped`` into the weight; from pinned memory without waiting for it."""
-        planned, weight, aside = member.planned, member.weight, self._aside
+        planned = member.planned
+        weight = member.weight
+        aside = self._aside
         share = planned.take(stepped, self._mesh.ranks) if self._full else stepped
         if aside is None or aside.seed is None or weight.dtype != torch.bfloat16:
             weight.copy_(share, non_blocking=True)
@@ -213,7 +270,8 @@ def places_of(planned: ParameterPlan, ranks: dict[str, int], device: torch.devic
     strides = [prod(planned.shape[dim + 1 :]) for dim in range(len(planned.shape))]
     empty = torch.zeros(0, dtype=torch.int64, device=device)
     return [
-        torch.cat([empty, *(torch.arange(start, stop, device=device) for start, stop in pieces)]) * stride
+        torch.cat([empty, *(torch.arange(start, stop, device=device) for start, stop in pieces)])
+        * stride
         for pieces, stride in zip(spans, strides, strict=True)
     ]
 
@@ -231,9 +289,16 @@ def write_rounded(share: Tensor, wide: Tensor, places: list[Tensor], key: int) -
     # A tensor, since a number would be compiled in.
     shift = torch.full((), key, dtype=torch.int64, device=wide.device)
     if not places:  # a scalar
-        share.copy_(_rounded(wide.reshape(1), shift, torch.zeros(1, dtype=torch.int64, device=wide.device))[0])
+        share.copy_(
+            _rounded(wide.reshape(1), shift, torch.zeros(1, dtype=torch.int64, device=wide.device))[
+                0
+            ]
+        )
         return
-    by_dim = [each.view([-1 if i == dim else 1 for i in range(len(places))]) for dim, each in enumerate(places)]
+    by_dim = [
+        each.view([-1 if i == dim else 1 for i in range(len(places))])
+        for dim, each in enumerate(places)
+    ]
     rows = share.shape[0] if is_fused(share.device) else max(1, _CHUNK // max(1, share[0].numel()))
     for begin in range(0, share.shape[0], rows):
         part = slice(begin, begin + rows)
@@ -242,7 +307,9 @@ def write_rounded(share: Tensor, wide: Tensor, places: list[Tensor], key: int) -
 
 @fused
 def _rounded(wide: Tensor, key: Tensor, *places: Tensor) -> Tensor:
-    x = (sum(places[1:], places[0]) + 1) * _MIX[0] + key  # SplitMix64 of the indices; products wrap around
+    x = (sum(places[1:], places[0]) + 1) * _MIX[
+        0
+    ] + key  # SplitMix64 of the indices; products wrap around
     x = (x ^ _shifted(x, 30)) * _MIX[1]
     x = (x ^ _shifted(x, 27)) * _MIX[2]
     noise = (_shifted(x ^ _shifted(x, 31), 16) & _LOW).to(torch.int32)

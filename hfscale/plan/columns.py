@@ -3,12 +3,15 @@
 from collections.abc import Collection, Sequence
 
 
-def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,), ruled: bool = False) -> list[str]:
+def aligned(
+    rows: Sequence[Sequence[str]], left: Collection[int] = (0,), ruled: bool = False
+) -> list[str]:
     """Return a line per row: columns in ``left`` aligned left, others right; ``ruled`` adds one below the first."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join(
-            c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))
+            c.ljust(w) if i in left else c.rjust(w)
+            for i, (c, w) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in rows
     ]

@@ -37,24 +37,40 @@ class PlanContents:
 
     family: str  # ``config.model_type``
     layout: ParallelConfig  # the sizes it was made for
-    parameters: tuple[ParameterPlan, ...]  # every parameter, in the model's order, tied ones included
+    parameters: tuple[
+        ParameterPlan, ...
+    ]  # every parameter, in the model's order, tied ones included
     layers: tuple[str, ...]  # names of the layers, in order; an encoder's before its decoder's
     blocks: tuple[BlockPlan, ...]  # the tensor-parallel blocks; empty where ``tp_size`` is 1
     embedding: str | None  # name of the vocabulary-parallel embedding, if cut
     head: str | None  # name of the output projection onto the vocabulary, if the loss runs on it
-    loss: str | None  # transformers' name of the loss, if it is :data:`hfscale.models.module_kinds.SHIFTED`
+    loss: (
+        str | None
+    )  # transformers' name of the loss, if it is :data:`hfscale.models.module_kinds.SHIFTED`
     # the layer stacks whose hidden states are cut along the sequence, under sequence parallelism
     sequence_regions: tuple[SequencePlan, ...] = ()
     # the decisions of all other features of the layout, one entry each (:meth:`feature`)
     features: tuple[Feature, ...] = ()
-    experts: tuple[ExpertsPlan, ...] = ()  # the experts that are spread over ranks; empty where ``ep_size`` is 1
+    experts: tuple[
+        ExpertsPlan, ...
+    ] = ()  # the experts that are spread over ranks; empty where ``ep_size`` is 1
     mixtures: tuple[ExpertsPlan, ...] = ()  # the experts of every mixture, spread or not
-    source: str = ""  # where the blueprint of its blocks comes from, in words; empty where there are none
-    no_step: str = ""  # why ``train_step`` cannot run the model's loss, in words; empty where it can
-    lookup: str | None = None  # name of the embedding that every token is looked up in, cut or not, where there is one
+    source: str = (
+        ""  # where the blueprint of its blocks comes from, in words; empty where there are none
+    )
+    no_step: str = (
+        ""  # why ``train_step`` cannot run the model's loss, in words; empty where it can
+    )
+    lookup: str | None = (
+        None  # name of the embedding that every token is looked up in, cut or not, where there is one
+    )
     stages: StagePlan | None = None  # the pipeline stages; ``None`` where ``pp_size`` is 1
-    quantized: QuantizedPlan | None = None  # which weights are loaded in 4 or 8 bits; ``None`` where none are
-    adapters: tuple[AdapterParameter, ...] = ()  # the parameters of adapters, which come last in ``parameters``
+    quantized: QuantizedPlan | None = (
+        None  # which weights are loaded in 4 or 8 bits; ``None`` where none are
+    )
+    adapters: tuple[
+        AdapterParameter, ...
+    ] = ()  # the parameters of adapters, which come last in ``parameters``
 
     @cached_property
     def by_name(self) -> dict[str, ParameterPlan]:
@@ -81,14 +97,27 @@ class PlanContents:
     @cached_property
     def replicas(self) -> tuple[int, ...]:
         """Numbers of consecutive tensor ranks that hold the same chunk of some parameter, ascending, without 1."""
-        return tuple(sorted({count for p in self.parameters for cut in p.cuts for count in cut.replicas if count > 1}))
+        return tuple(
+            sorted(
+                {
+                    count
+                    for p in self.parameters
+                    for cut in p.cuts
+                    for count in cut.replicas
+                    if count > 1
+                }
+            )
+        )
 
     @cached_property
     def ties(self) -> tuple[tuple[int, ...], ...]:
         """Sets of pipeline ranks that hold the same tied tensor, each set once, in order."""
         if self.stages is None:
             return ()
-        ranks = {tuple(sorted({self.stages.ranks[stage] for stage in tie.stages})) for tie in self.stages.ties}
+        ranks = {
+            tuple(sorted({self.stages.ranks[stage] for stage in tie.stages}))
+            for tie in self.stages.ties
+        }
         return tuple(sorted(members for members in ranks if len(members) > 1))
 
     @cached_property
@@ -103,7 +132,9 @@ class PlanContents:
 
     def is_local(self, rank: int, name: str) -> bool:
         """Return whether pipeline rank ``rank`` holds a parameter or module, which must not be on every stage."""
-        return self.stages is None or any(stage.is_local(name) for stage in self.stages.of_rank(rank))
+        return self.stages is None or any(
+            stage.is_local(name) for stage in self.stages.of_rank(rank)
+        )
 
     def local_names(self, rank: int) -> dict[str, str]:
         """Map owned parameters of pipeline rank ``rank`` to names there, which differ where it has only a tied copy."""
@@ -125,7 +156,11 @@ class PlanContents:
 
     def holders(self, name: str) -> tuple[int, ...]:
         """Return all pipeline ranks that hold an owned parameter, ascending."""
-        return (0,) if self.stages is None else tuple(sorted({self.stages.ranks[s] for s in self._stages_with(name)}))
+        return (
+            (0,)
+            if self.stages is None
+            else tuple(sorted({self.stages.ranks[s] for s in self._stages_with(name)}))
+        )
 
     def _stages_with(self, name: str) -> tuple[int, ...]:
         assert self.stages is not None

@@ -40,17 +40,24 @@ class Cut:
     def spans(self, length: int, rank: int) -> list[tuple[int, int]]:
         """Return ``(start, stop)`` of each part's chunk on ``rank``, in a dim of ``length`` entries."""
         parts = self.parts or (length,)
-        result, offset = [], 0
+        result = []
+        offset = 0
         for part, replicas in zip(parts, self.replicas or (1,) * len(parts), strict=True):
-            step, chunk = -(-part * replicas // self.size), rank // replicas
-            result.append((offset + min(chunk * step, part), offset + min((chunk + 1) * step, part)))
+            step = -(-part * replicas // self.size)
+            chunk = rank // replicas
+            result.append(
+                (offset + min(chunk * step, part), offset + min((chunk + 1) * step, part))
+            )
             offset += part
         return result
 
-    def local_spans(self, length: int, rank: int, replicas: Callable[[int], bool]) -> list[tuple[int, int]]:
+    def local_spans(
+        self, length: int, rank: int, replicas: Callable[[int], bool]
+    ) -> list[tuple[int, int]]:
         """Return ``(start, stop)`` in the *shard* of ``rank`` of parts whose number of replicas meets ``replicas``."""
         spans = self.spans(length, rank)
-        result, offset = [], 0
+        result = []
+        offset = 0
         for (start, stop), count in zip(spans, self.replicas or (1,) * len(spans), strict=True):
             if replicas(count):
                 result.append((offset, offset + stop - start))
@@ -82,7 +89,9 @@ def share_spans(shape: Sequence[int], cuts: Sequence[Cut], ranks: dict[str, int]
     for cut in cuts:
         length = sum(stop - start for start, stop in spans[cut.dim])
         wanted = cut.spans(length, ranks.get(cut.axis, 0))
-        spans[cut.dim] = _joined(piece for span in wanted for piece in _within(spans[cut.dim], *span))
+        spans[cut.dim] = _joined(
+            piece for span in wanted for piece in _within(spans[cut.dim], *span)
+        )
     return spans
 
 
@@ -90,7 +99,8 @@ def _within(spans: Spans, low: int, high: int) -> Iterator[tuple[int, int]]:
     """Yield entries ``low`` to ``high`` of the concatenation of ``spans``, as spans of the same dim."""
     offset = 0
     for start, stop in spans:
-        first, last = max(low - offset, 0), min(high - offset, stop - start)
+        first = max(low - offset, 0)
+        last = min(high - offset, stop - start)
         if first < last:
             yield start + first, start + last
         offset += stop - start
@@ -112,7 +122,8 @@ def overlaps(wanted: Spans, held: Spans) -> list[tuple[int, int, int]]:
     for first, last in wanted:
         place = 0
         for start, stop in held:
-            low, high = max(first, start), min(last, stop)
+            low = max(first, start)
+            high = min(last, stop)
             if low < high:
                 found.append((into + low - first, place + low - start, high - low))
             place += stop - start
@@ -141,7 +152,9 @@ def write_share(target: Tensor, share: Tensor, cuts: Sequence[Cut], ranks: dict[
             offset += stop - start
         return
     # Several parts, cut again: the second cut sees the parts joined, so the write goes through a joined copy.
-    joined = torch.cat([target.narrow(cut.dim, start, stop - start) for start, stop in spans], cut.dim)
+    joined = torch.cat(
+        [target.narrow(cut.dim, start, stop - start) for start, stop in spans], cut.dim
+    )
     write_share(joined, share, rest, ranks)
     write_share(target, joined, [cut], ranks)
 

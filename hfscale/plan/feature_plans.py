@@ -16,22 +16,38 @@ ROUTES = "routes"  # likewise the experts of every token, ``[b, s, layers, k]``
 class RecomputePlan(Feature):
     """Plan of modules whose forward pass runs again in the backward pass. Names are full module names."""
 
-    layers: tuple[str, ...] = ()  # recomputed layers, of which only the input is kept; under a budget, the candidates
+    layers: tuple[
+        str, ...
+    ] = ()  # recomputed layers, of which only the input is kept; under a budget, the candidates
     modules: tuple[str, ...] = ()  # modules in the layers that are recomputed by themselves
     attention: bool = False  # whether attention is recomputed between its query, key, value and output projections
-    elementwise: bool = False  # whether all but products, attention and exchanges is recomputed in every layer
+    elementwise: bool = (
+        False  # whether all but products, attention and exchanges is recomputed in every layer
+    )
     tile: int = 0  # tokens of a tile of ``modules``; 0: they run whole
-    keep: tuple[str, ...] = ()  # operators in ``layers`` whose results are kept (selective checkpointing)
-    budget: int | None = None  # bytes that the layers of a rank may keep; ``None``: all ``layers`` are recomputed
+    keep: tuple[
+        str, ...
+    ] = ()  # operators in ``layers`` whose results are kept (selective checkpointing)
+    budget: int | None = (
+        None  # bytes that the layers of a rank may keep; ``None``: all ``layers`` are recomputed
+    )
     # tokens of the microbatch that the budget holds for; ``None``: of the largest one in the first step
     tokens: int | None = None
 
     def describe(self, plan: PlanContents) -> list[str]:
         again = ["attention between its projections"] if self.attention else []
-        again += ["all but products, attention and exchanges between ranks"] if self.elementwise else []
-        again += [f"{len(self.layers)} of {len(plan.layers)} layers"] if self.layers and self.budget is None else []
+        again += (
+            ["all but products, attention and exchanges between ranks"] if self.elementwise else []
+        )
+        again += (
+            [f"{len(self.layers)} of {len(plan.layers)} layers"]
+            if self.layers and self.budget is None
+            else []
+        )
         if self.budget is not None:
-            again.append(f"as few layers as bring what layers keep below {self.budget:,} bytes on a rank")
+            again.append(
+                f"as few layers as bring what layers keep below {self.budget:,} bytes on a rank"
+            )
         tiles = f", in tiles of {self.tile:,} tokens" if self.tile else ""
         again += [f"{_counted(self.modules)}{tiles}"] if self.modules else []
         kept = f"; results of {', '.join(self.keep)} are kept" if self.keep else ""
@@ -57,7 +73,9 @@ class CompressPlan(Feature):
     least: int  # bytes of the smallest tensor that is compressed
 
     def describe(self, plan: PlanContents) -> list[str]:
-        return [f"in 8 bits: what layers keep for the backward pass, in tensors of {self.least:,} bytes and more"]
+        return [
+            f"in 8 bits: what layers keep for the backward pass, in tensors of {self.least:,} bytes and more"
+        ]
 
 
 def compressed(plan: PlanContents) -> int | None:
@@ -79,7 +97,9 @@ class OffloadPlan(Feature):
         what = ["the optimizer's state"] if self.optimizer else []
         what += ["shards of parameters and gradients"] if self.parameters else []
         if self.activations is not None:
-            what.append(f"what layers keep for the backward pass, in tensors of {self.activations:,} bytes and more")
+            what.append(
+                f"what layers keep for the backward pass, in tensors of {self.activations:,} bytes and more"
+            )
         return [f"on the host: {', '.join(what)}"]
 
 
@@ -119,17 +139,25 @@ class ProductsPlan(Feature):
 
     modules: tuple[str, ...]  # the projections
     rowwise: bool = False  # a scale for each row; else one for each tensor
-    left_out: tuple[tuple[str, str], ...] = ()  # projections of the layers that stay as they are, each with why
+    left_out: tuple[
+        tuple[str, str], ...
+    ] = ()  # projections of the layers that stay as they are, each with why
     gathers: bool = False  # whether data ranks all-gather these weights in 8 bits
 
     def describe(self, plan: PlanContents) -> list[str]:
         what = "rows" if self.rowwise else "tensors"
         lines = [f"products in 8 bits, scaled by {what}: {_counted(self.modules)}"]
         if gathered := gathered_in_8_bits(plan):
-            others = ", but for those whose adapters read the weight" if len(gathered) < len(self.modules) else ""
+            others = (
+                ", but for those whose adapters read the weight"
+                if len(gathered) < len(self.modules)
+                else ""
+            )
             lines.append(f"data ranks gather their weights in 8 bits{others}")
         for why in dict.fromkeys(why for _, why in self.left_out):
-            lines.append(f"not in 8 bits ({why}): {_counted([name for name, one in self.left_out if one == why])}")
+            lines.append(
+                f"not in 8 bits ({why}): {_counted([name for name, one in self.left_out if one == why])}"
+            )
         return lines
 
 
@@ -149,7 +177,9 @@ def gathered_in_8_bits(plan: PlanContents) -> frozenset[str]:
     found = plan.feature(ProductsPlan)
     if found is None or not found.gathers or plan.layout.dp_shard == 1:
         return frozenset()
-    return weights_in_8_bits(plan) - {adapter.base for adapter in plan.adapters if adapter.kept_in == _READS}
+    return weights_in_8_bits(plan) - {
+        adapter.base for adapter in plan.adapters if adapter.kept_in == _READS
+    }
 
 
 @dataclass(frozen=True)
@@ -160,8 +190,12 @@ class ContextPlan(Feature):
     pads: bool  # whether rows may have padding; some families count positions, or chunks, from where it ends
     # modules that mix tokens, besides attention by transformers' interface; every rank runs them on full sequences
     whole: tuple[str, ...] = ()
-    reads_masks: tuple[str, ...] = ()  # and of those, attention in code of their own, which needs masks as tensors
-    whole_mask: bool = False  # whether the model makes biases for them of the attention_mask of all tokens
+    reads_masks: tuple[
+        str, ...
+    ] = ()  # and of those, attention in code of their own, which needs masks as tensors
+    whole_mask: bool = (
+        False  # whether the model makes biases for them of the attention_mask of all tokens
+    )
     # likewise, but each rank runs them on its own tokens, and hands their states on to the rank of the next ones
     handing: tuple[str, ...] = ()
     # for ``heads_ring``, size of the groups of ranks that exchange tokens for heads; 1 for other methods
@@ -172,9 +206,13 @@ class ContextPlan(Feature):
     key_heads: int = 0  # key/value heads on one tensor rank, likewise
 
     def describe(self, plan: PlanContents) -> list[str]:
-        mixers = f"; states handed from rank to rank: {_counted(self.handing)}" if self.handing else ""
+        mixers = (
+            f"; states handed from rank to rank: {_counted(self.handing)}" if self.handing else ""
+        )
         if self.whole:
-            mixers += f"; run on whole sequences by each, in code of their own: {_counted(self.whole)}"
+            mixers += (
+                f"; run on whole sequences by each, in code of their own: {_counted(self.whole)}"
+            )
         padding = "" if self.pads else "; rows without padding only"
         inside = f"; cut where {self.text} begins, which each makes whole" if self.text else ""
         return [
@@ -190,8 +228,12 @@ class TowersPlan(Feature):
     text: str  # name of the text model; empty if that is the model itself
     items: tuple[str, ...]  # modules and parameters around it, its head left out, and layers
     parameters: int  # how many numbers they hold
-    read_inside: tuple[str, ...] = ()  # inputs of the text model by which its layers read them, besides the embeddings
-    first_layers: int = 0  # how many of the first layers alone read them; 0 if any may, or none does
+    read_inside: tuple[
+        str, ...
+    ] = ()  # inputs of the text model by which its layers read them, besides the embeddings
+    first_layers: int = (
+        0  # how many of the first layers alone read them; 0 if any may, or none does
+    )
 
     def describe(self, plan: PlanContents) -> list[str]:
         where = "every tensor rank" if plan.layout.tp > 1 else "every rank"
@@ -213,7 +255,9 @@ class OwnLossPlan(Feature):
     divides: bool = False  # whether it is divided by ``num_items_in_batch``, if that is passed
 
     def describe(self, plan: PlanContents) -> list[str]:
-        return [f"loss: the model's own, a mean over {self.over}; microbatches count by their {self.over}"]
+        return [
+            f"loss: the model's own, a mean over {self.over}; microbatches count by their {self.over}"
+        ]
 
 
 @dataclass(frozen=True)
@@ -221,7 +265,9 @@ class PredictionPlan(Feature):
     """Plan of layers behind the model that predict tokens further ahead (DeepSeek-AI 2024, V3, section 2.2)."""
 
     layers: tuple[str, ...]  # one for each depth
-    like: tuple[str, ...]  # for each of them a layer of the model of its kind, which is given the same masks
+    like: tuple[
+        str, ...
+    ]  # for each of them a layer of the model of its kind, which is given the same masks
     text: str  # the module whose output they begin with
 
     def describe(self, plan: PlanContents) -> list[str]:

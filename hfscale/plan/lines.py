@@ -31,7 +31,10 @@ def describe_tensor(plan: PlanContents) -> list[str]:
 
 def _roles(block: BlockPlan) -> str:
     roles = {"column": block.column, "row": block.row, "shared": block.shared}
-    inside = {role: [name.removeprefix(f"{block.name}.") for name in names] for role, names in roles.items()}
+    inside = {
+        role: [name.removeprefix(f"{block.name}.") for name in names]
+        for role, names in roles.items()
+    }
     return "; ".join(f"{role} {', '.join(names)}" for role, names in inside.items() if names)
 
 
@@ -59,7 +62,11 @@ def describe_experts(plan: PlanContents) -> list[str]:
     talk = f"two all-to-alls forward and two backward over ep{size}"
     if plan.layout.slices_tokens:
         talk += "; each tensor rank sends its share of a batch"
-        talk += ", or sums over them, whatever is fewer bytes" if plan.layout.expert_batches == 1 else ""
+        talk += (
+            ", or sums over them, whatever is fewer bytes"
+            if plan.layout.expert_batches == 1
+            else ""
+        )
     names = [wild_name(experts.name) for experts in plan.experts]
     like = {wild_name(experts.name): experts.count for experts in plan.experts}
     return [
@@ -76,14 +83,20 @@ def describe_quantization(plan: PlanContents) -> list[str]:
     weights = [plan.by_name[name] for name in quantized.weights]
     if quantized.as_stored:
         size = f"{quantized.size:.3g} bytes of a value"
-        return [f"quantized: {len(weights)} weights in the bytes of their checkpoint ({quantized.kind}, {size})"]
+        return [
+            f"quantized: {len(weights)} weights in the bytes of their checkpoint ({quantized.kind}, {size})"
+        ]
     lines = [f"quantized: {len(weights)} weights in {quantized.bits} bits ({quantized.kind})"]
     cut_through = sum(not quantized.aligned(planned) for planned in weights)
     if cut_through and quantized.stored:
-        lines.append(f"4-bit blocks of {cut_through} weights do not align with their shards: they cannot be loaded")
+        lines.append(
+            f"4-bit blocks of {cut_through} weights do not align with their shards: they cannot be loaded"
+        )
     elif cut_through:
         unit = "4-bit blocks" if quantized.bits == 4 else "8-bit rows"
-        lines.append(f"{unit} of {cut_through} weights do not align with their shards: close to unsharded, not equal")
+        lines.append(
+            f"{unit} of {cut_through} weights do not align with their shards: close to unsharded, not equal"
+        )
     if quantized.double and any(planned.cuts for planned in weights):
         lines.append(
             "double quantization takes blocks and a mean over the scales of a shard: close to unsharded, not equal"
@@ -96,7 +109,9 @@ def describe_parts(plan: PlanContents) -> list[str]:
     features = [line for feature in plan.features for line in feature.describe(plan)]
     parts = [*describe_tensor(plan), *describe_sequence(plan), *features, *describe_experts(plan)]
     if plan.layout.data_world > 1:
-        parts += [f"data axes: {len(plan.layers)} layers, each gathered and reduced as one, and the rest of the model"]
+        parts += [
+            f"data axes: {len(plan.layers)} layers, each gathered and reduced as one, and the rest of the model"
+        ]
     parts += describe_quantization(plan)
     stages = str(plan.stages).splitlines() if plan.stages else []
     return [line for lines in (parts, stages) if lines for line in (*lines, "")]

@@ -50,7 +50,10 @@ def data_axes(spread: bool) -> tuple[str, str]:
 
 
 def reductions_of(
-    layout: ParallelConfig, cuts: Sequence[Cut], partial: Sequence[str] = (), stages: Sequence[int] = ()
+    layout: ParallelConfig,
+    cuts: Sequence[Cut],
+    partial: Sequence[str] = (),
+    stages: Sequence[int] = (),
 ) -> tuple[Reduction, ...]:
     """Return all reductions of a parameter's gradient, in order; ``stages`` hold it, if it is tied over several."""
 
@@ -92,8 +95,12 @@ class ParameterPlan:
     shape: tuple[int, ...]  # its global shape
     dtype: torch.dtype  # its type
     stage: int = 0  # the pipeline stage that holds it; the first, where several hold the module
-    cuts: tuple[Cut, ...] = ()  # how it is cut between ranks, in order (tensor first, then sharded data)
-    reductions: tuple[Reduction, ...] = ()  # reductions of its gradient before the optimizer's step, in order
+    cuts: tuple[
+        Cut, ...
+    ] = ()  # how it is cut between ranks, in order (tensor first, then sharded data)
+    reductions: tuple[
+        Reduction, ...
+    ] = ()  # reductions of its gradient before the optimizer's step, in order
     tied_to: str | None = None  # the name of the parameter that it shares its tensor with
 
     def local_shape(self, ranks: dict[str, int]) -> tuple[int, ...]:
@@ -112,7 +119,9 @@ class ParameterPlan:
 
     def counted(self, ranks: dict[str, int]) -> tuple[int, list[tuple[int, int]]] | None:
         """Return a dim, and ``(start, stop)`` of the entries whose first replica is at ``ranks``; ``None``: all."""
-        replicated = next((index for index, cut in enumerate(self.cuts) if cut.most_replicas > 1), None)
+        replicated = next(
+            (index for index, cut in enumerate(self.cuts) if cut.most_replicas > 1), None
+        )
         if replicated is None:
             return None
         cut = self.cuts[replicated]
@@ -123,7 +132,8 @@ class ParameterPlan:
         for later in self.cuts[replicated + 1 :]:
             if later.dim == cut.dim:
                 rank = ranks.get(later.axis, 0)
-                spans, length = narrow_spans(spans, later.spans(length, rank)), later.local_length(length, rank)
+                spans = narrow_spans(spans, later.spans(length, rank))
+                length = later.local_length(length, rank)
         return None if sum(stop - start for start, stop in spans) == length else (cut.dim, spans)
 
     @property
@@ -144,7 +154,9 @@ class ParameterPlan:
         """Return its cut over ``axis``, if it has one."""
         return next((cut for cut in self.cuts if cut.axis == axis), None)
 
-    def take(self, tensor: torch.Tensor, ranks: dict[str, int], axes: tuple[str, ...] | None = None) -> torch.Tensor:
+    def take(
+        self, tensor: torch.Tensor, ranks: dict[str, int], axes: tuple[str, ...] | None = None
+    ) -> torch.Tensor:
         """Return the shard of a full tensor on the rank at ``ranks``, by all cuts or by those over ``axes`` only."""
         for cut in self.cuts:
             if axes is None or cut.axis in axes:

@@ -45,7 +45,10 @@ def flat_blocks_align(planned: ParameterPlan, block: int) -> bool:
 @cache
 def some_share_is_empty(planned: ParameterPlan) -> bool:
     """Return whether some rank holds no entries of the parameter."""
-    return any(prod(cut_shape(planned.shape, planned.cuts, ranks)) == 0 for ranks in coordinates(planned.cuts))
+    return any(
+        prod(cut_shape(planned.shape, planned.cuts, ranks)) == 0
+        for ranks in coordinates(planned.cuts)
+    )
 
 
 def coordinates(cuts: Sequence[Cut]) -> Iterator[dict[str, int]]:
@@ -62,14 +65,16 @@ def runs_align(shape: Sequence[int], spans: Sequence[Spans], block: int) -> bool
     if not cut:
         return True
     # Runs of consecutive entries lie along the last dim that is cut, over all that is behind it.
-    dim, offset = cut[-1], 0
+    dim = cut[-1]
+    offset = 0
     for outer in range(dim):
         step = prod(shape[outer + 1 :])
         if step % block:  # at most one index, or not every run can begin at a border
             if sum(stop - start for start, stop in spans[outer]) > 1:
                 return False
             offset += spans[outer][0][0] * step
-    inner, total = prod(shape[dim + 1 :]), prod(shape)
+    inner = prod(shape[dim + 1 :])
+    total = prod(shape)
     runs = [(offset + low * inner, offset + high * inner) for low, high in spans[dim]]
     return all(begin % block == 0 and (end % block == 0 or end == total) for begin, end in runs)
 
@@ -84,7 +89,9 @@ class QuantizedPlan:
     weights: tuple[str, ...]  # names of the parameters
     # names of ``weights`` that are stored as ``[in, out]`` and quantized as ``[out, in]``
     transposed: frozenset[str] = frozenset()
-    stored: bool = False  # whether the checkpoint holds them quantized; their scales then stay in float32
+    stored: bool = (
+        False  # whether the checkpoint holds them quantized; their scales then stay in float32
+    )
     # bytes of a value and of its share of scales, in the checkpoint's own form, which is kept; 0: bitsandbytes'
     size: float = 0.0
 
@@ -100,11 +107,15 @@ class QuantizedPlan:
 
     def aligned(self, planned: ParameterPlan) -> bool:
         """Return whether every rank's shard of a weight is quantized as in one process, double quantization aside."""
-        return matrix_blocks_align(planned.shape, planned.cuts, self.bits, planned.name in self.transposed)
+        return matrix_blocks_align(
+            planned.shape, planned.cuts, self.bits, planned.name in self.transposed
+        )
 
 
 @cache
-def matrix_blocks_align(shape: tuple[int, ...], cuts: tuple[Cut, ...], bits: int = 4, transposed: bool = False) -> bool:
+def matrix_blocks_align(
+    shape: tuple[int, ...], cuts: tuple[Cut, ...], bits: int = 4, transposed: bool = False
+) -> bool:
     """Return whether the blocks of every rank's shard are blocks of the full matrix: of 64 values in 4 bits, a full
     row in 8 bits. The ``shape`` is ``[rows, columns]``, or ``[matrices, rows, columns]`` of experts, each matrix
     quantized by itself, as ``[columns, rows]`` if ``transposed``.
@@ -115,7 +126,8 @@ def matrix_blocks_align(shape: tuple[int, ...], cuts: tuple[Cut, ...], bits: int
     matrix = shape[rows], shape[columns]
     for ranks in coordinates(cuts):
         spans = share_spans(shape, cuts, ranks)
-        down, across = spans[rows], spans[columns]
+        down = spans[rows]
+        across = spans[columns]
         if bits == 8 and down and across and across != [(0, matrix[1])]:
             return False
         if bits == 4 and not runs_align(matrix, [down, across], BLOCK):

@@ -34,13 +34,18 @@ class Split:
     @cached_property
     def _ends(self) -> tuple[int, ...]:
         count = 2 * self.size * self.together
-        return tuple(accumulate((self.total // count + (i < self.total % count) for i in range(count)), initial=0))
+        return tuple(
+            accumulate(
+                (self.total // count + (i < self.total % count) for i in range(count)), initial=0
+            )
+        )
 
     def pieces(self, rank: int) -> tuple[Interval, ...]:
         """Return the intervals of ``rank``, in order."""
         if self.size == 1:
             return ((0, self.total),)
-        ends, last = self._ends, 2 * self.size * self.together - 1
+        ends = self._ends
+        last = 2 * self.size * self.together - 1
         members = range(rank * self.together, (rank + 1) * self.together)
         found = ((ends[i], ends[i + 1]) for member in members for i in (member, last - member))
         return tuple(sorted(found))
@@ -63,7 +68,9 @@ class Split:
 
     def places(self, rank: int, device: torch.device | None = None) -> Tensor:
         """Return the positions of the tokens of ``rank``: ``[length(rank)]``, ascending."""
-        return torch.cat([torch.arange(start, stop, device=device) for start, stop in self.pieces(rank)])
+        return torch.cat(
+            [torch.arange(start, stop, device=device) for start, stop in self.pieces(rank)]
+        )
 
     def side_by_side(self, device: torch.device | None = None) -> Tensor:
         """Return the positions of all ranks' tokens, rank 0's first: ``[total]``."""
@@ -76,13 +83,16 @@ class Split:
     def _both(self, device: torch.device | None) -> tuple[Tensor, Tensor]:
         if device not in self._orders:
             places = torch.cat([self.places(rank, device) for rank in range(self.size)])
-            order = torch.empty_like(places).scatter_(0, places, torch.arange(self.total, device=device))
+            order = torch.empty_like(places).scatter_(
+                0, places, torch.arange(self.total, device=device)
+            )
             self._orders[device] = places, order
         return self._orders[device]
 
     def members(self, rank: int, device: torch.device | None = None) -> list[Tensor]:
         """Return, for each rank that counts as part of ``rank``, the indices of its tokens among those of ``rank``."""
-        alone, own = Split(self.total, self.size * self.together), self.places(rank, device)
+        alone = Split(self.total, self.size * self.together)
+        own = self.places(rank, device)
         members = range(rank * self.together, (rank + 1) * self.together)
         return [torch.searchsorted(own, alone.places(member, device)) for member in members]
 

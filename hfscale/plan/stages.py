@@ -67,17 +67,25 @@ def balance(work: Sequence[int], stages: int, first: int = 0, last: int = 0) -> 
         for start in range(stage, end):
             stops = range(max(start + 1, min(rest)), end + 1)
             over = bisect_left(stops, True, key=lambda stop: size(stage, start, stop) >= rest[stop])
-            row[start] = min(max(size(stage, start, stop), rest[stop]) for stop in stops[max(0, over - 1) : over + 1])
+            row[start] = min(
+                max(size(stage, start, stop), rest[stop])
+                for stop in stops[max(0, over - 1) : over + 1]
+            )
         least = row
     bound = least[0]
     # Again, over the partitions within the bound: minimize squares of the counts, then the counts themselves.
     best: dict[int, tuple[int, tuple[int, ...]]] = {layers: (0, ())}
     for stage in reversed(range(stages)):
-        rows, best = best, {}
+        rows = best
+        best = {}
         for start in range(stage, layers):
             furthest = bisect_right(total, bound + total[start] - size(stage, start, start))
             stops = range(start + 1, furthest)
-            options = [(rows[s][0] + (s - start) ** 2, (s - start, *rows[s][1])) for s in stops if s in rows]
+            options = [
+                (rows[s][0] + (s - start) ** 2, (s - start, *rows[s][1]))
+                for s in stops
+                if s in rows
+            ]
             if options:
                 best[start] = min(options)
     return best[0][1]
@@ -92,7 +100,9 @@ def place_stages(schedule: str, pp_size: int, virtual_stages: int = 1) -> tuple[
         V,    p = 2             stages 0 1 2 3  ->  ranks 0 1 1 0      (zbv, dualpipev)
     """
     if schedule.endswith(".csv"):
-        raise ConfigError(f"pipeline_schedule={schedule!r}: pass ranks=, the rank of each stage in the file")
+        raise ConfigError(
+            f"pipeline_schedule={schedule!r}: pass ranks=, the rank of each stage in the file"
+        )
     if schedule not in V_SCHEDULES:
         return tuple(stage % pp_size for stage in range(pp_size * virtual_stages))
     if virtual_stages != 2:
@@ -110,13 +120,17 @@ class Stage:
     index: int  # its number, counted along the model over all ranks
     rank: int  # the pipeline rank that holds it
     layers: tuple[str, ...]  # names of its layers, in order
-    modules: tuple[str, ...]  # names of the other modules, and of parameters that no smaller module owns, that it holds
+    modules: tuple[
+        str, ...
+    ]  # names of the other modules, and of parameters that no smaller module owns, that it holds
     parameters: int  # how many numbers it holds, a tied tensor once
     flops: int  # FLOPs of its forward pass, per token
 
     def is_local(self, name: str) -> bool:
         """Return whether a parameter or module is on this stage; ``False`` for those that every stage has."""
-        return any(name == owned or name.startswith(f"{owned}.") for owned in (*self.layers, *self.modules))
+        return any(
+            name == owned or name.startswith(f"{owned}.") for owned in (*self.layers, *self.modules)
+        )
 
 
 @dataclass(frozen=True)
@@ -173,14 +187,23 @@ class StagePlan:
     # else
     module_returns: tuple[tuple[str, int | None], ...]
     ties: tuple[Tie, ...]  # tensors that several stages hold
-    work: tuple[int, ...]  # the cost of each stage, in the unit of :meth:`hfscale.plan.drafting.assign.Cost.work`
-    stacks: TwoStacks | None = None  # the encoder and decoder, if there are two; ``None`` for one list of layers
-    loans: tuple[Loan, ...] = ()  # modules of first layers that every stage with layers of their list holds
+    work: tuple[
+        int, ...
+    ]  # the cost of each stage, in the unit of :meth:`hfscale.plan.drafting.assign.Cost.work`
+    stacks: TwoStacks | None = (
+        None  # the encoder and decoder, if there are two; ``None`` for one list of layers
+    )
+    loans: tuple[
+        Loan, ...
+    ] = ()  # modules of first layers that every stage with layers of their list holds
 
     @property
     def places(self) -> dict[str, int]:
         """The index of each layer name, counted along the model."""
-        return {name: number for number, name in enumerate(name for stage in self.stages for name in stage.layers)}
+        return {
+            name: number
+            for number, name in enumerate(name for stage in self.stages for name in stage.layers)
+        }
 
     def arrives(self, stage: int) -> tuple[bool, bool]:
         """Return whether a stage begins before, and whether after, the decoder's first layer. One that begins after it
@@ -188,7 +211,8 @@ class StagePlan:
         """
         if self.stacks is None:
             return True, False
-        start, border = self.places[self.stages[stage].layers[0]], self.places[self.stacks.first]
+        start = self.places[self.stages[stage].layers[0]]
+        border = self.places[self.stacks.first]
         return start < border, start > border
 
     @property
@@ -213,7 +237,8 @@ class StagePlan:
         raise KeyError(name)
 
     def __str__(self) -> str:
-        flops, mean = max(1, sum(stage.flops for stage in self.stages)), sum(self.work) / len(self.work)
+        flops = max(1, sum(stage.flops for stage in self.stages))
+        mean = sum(self.work) / len(self.work)
         rows = [
             (
                 str(stage.index),
@@ -241,7 +266,9 @@ def _extent(stage: Stage) -> str:
     for layer in stage.layers:
         path, _, number = layer.rpartition(".")
         lists.setdefault(path, []).append(number)
-    extents = (f"{path}.{own[0]}" + (f"-{own[-1]}" if len(own) > 1 else "") for path, own in lists.items())
+    extents = (
+        f"{path}.{own[0]}" + (f"-{own[-1]}" if len(own) > 1 else "") for path, own in lists.items()
+    )
     layers = ", ".join(extents)
     named = [layers, *stage.modules] if stage.index else [*stage.modules, layers]
     return ", ".join(named)

@@ -27,7 +27,9 @@ class StateTensor:
     """Describe one tensor of a training state."""
 
     shape: tuple[int, ...]  # the global shape; for a tensor that is each rank's own, the weight's
-    cuts: tuple[Cut, ...] = ()  # how it is cut between ranks; for scales of blocks, the weight's cuts
+    cuts: tuple[
+        Cut, ...
+    ] = ()  # how it is cut between ranks; for scales of blocks, the weight's cuts
     home: int = 0  # the pipeline rank whose copy is written
     block: int = 0  # for scales of blocks, entries of the flattened weight per scale; else 0
     weight: tuple[int, ...] = ()  # for scales of blocks, the shape of the weight
@@ -51,7 +53,9 @@ class StateTensor:
         """Return the fields as plain data, without defaults."""
         told: dict[str, Any] = {"shape": list(self.shape)}
         if self.cuts:
-            told["cuts"] = [[c.axis, c.dim, c.size, list(c.parts), list(c.replicas)] for c in self.cuts]
+            told["cuts"] = [
+                [c.axis, c.dim, c.size, list(c.parts), list(c.replicas)] for c in self.cuts
+            ]
         for name in ("home", "block", "own"):
             if value := getattr(self, name):
                 told[name] = value
@@ -60,14 +64,19 @@ class StateTensor:
     @classmethod
     def hear(cls, told: dict[str, Any]) -> "StateTensor":
         """Rebuild a tensor from :meth:`told`."""
-        cuts = tuple(Cut(axis, dim, size, tuple(p), tuple(r)) for axis, dim, size, p, r in told.get("cuts", ()))
+        cuts = tuple(
+            Cut(axis, dim, size, tuple(p), tuple(r))
+            for axis, dim, size, p, r in told.get("cuts", ())
+        )
         rest = {name: told[name] for name in ("home", "block", "own") if name in told}
         return cls(tuple(told["shape"]), cuts, weight=tuple(told.get("weight", ())), **rest)
 
 
 def like(planned: ParameterPlan, *lead: int) -> StateTensor:
     """Describe a tensor cut like the weight, with uncut dims ``lead`` in front."""
-    return StateTensor((*lead, *planned.shape), tuple(replace(c, dim=c.dim + len(lead)) for c in planned.cuts))
+    return StateTensor(
+        (*lead, *planned.shape), tuple(replace(c, dim=c.dim + len(lead)) for c in planned.cuts)
+    )
 
 
 def without_dim(planned: ParameterPlan, dim: int) -> StateTensor:
@@ -81,7 +90,9 @@ def scales(planned: ParameterPlan, block: int, *lead: int, whole: bool = False) 
     """Describe scales of ``block`` entries of the flattened weight; ``whole`` if every rank has all of them."""
     count = -(-prod(planned.shape) // block)
     cuts = () if whole else planned.cuts
-    return StateTensor((*lead, count), cuts, block=block if cuts else 0, weight=planned.shape if cuts else ())
+    return StateTensor(
+        (*lead, count), cuts, block=block if cuts else 0, weight=planned.shape if cuts else ()
+    )
 
 
 def whole(*shape: int) -> StateTensor:

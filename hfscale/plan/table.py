@@ -15,10 +15,23 @@ from .lines import describe_parts
 from .modules import BlockPlan
 from .parameter import ParameterPlan
 
-_COLUMNS = ("parameter", "copies", "stage", "shape", "cut", "shape per rank", "bytes per rank", "gradient")
+_COLUMNS = (
+    "parameter",
+    "copies",
+    "stage",
+    "shape",
+    "cut",
+    "shape per rank",
+    "bytes per rank",
+    "gradient",
+)
 _PLAIN_LOOP = "a plain loop: loss = model(**batch).loss; loss.backward()"
 _JSON_NAMES = {"replicas": "copies", "replicated": "copied"}
-_WORDS = [place for place, name in enumerate(_COLUMNS) if name not in ("copies", "stage", "bytes per rank")]
+_WORDS = [
+    place
+    for place, name in enumerate(_COLUMNS)
+    if name not in ("copies", "stage", "bytes per rank")
+]
 
 
 def gradient_rule(parameter: ParameterPlan) -> str:
@@ -31,7 +44,9 @@ def describe_cut(parameter: ParameterPlan) -> str:
     cuts = []
     for cut in parameter.cuts:
         parts = f" in {len(cut.parts)} parts" if len(cut.parts) > 1 else ""
-        held = f", each on {'+'.join(map(str, cut.replicas))} ranks" if cut.most_replicas > 1 else ""
+        held = (
+            f", each on {'+'.join(map(str, cut.replicas))} ranks" if cut.most_replicas > 1 else ""
+        )
         cuts.append(f"dim {cut.dim} / {cut.axis}{cut.size}{parts}{held}")
     return ", ".join(cuts) or "-"
 
@@ -47,7 +62,9 @@ def weights_per_rank(plan: PlanContents) -> tuple[int, int]:
     """Return the number of weights, and their bytes, on the rank that holds most."""
 
     def weights(rank: int) -> tuple[int, int]:
-        once = {p.tied_to or p.name: p for p in plan.parameters if plan.is_local(rank, p.name)}.values()
+        once = {
+            p.tied_to or p.name: p for p in plan.parameters if plan.is_local(rank, p.name)
+        }.values()
         sizes = [(prod(parameter.local_shape({})), parameter.dtype.itemsize) for parameter in once]
         return sum(count for count, _ in sizes), sum(count * size for count, size in sizes)
 
@@ -136,7 +153,8 @@ def render(plan: PlanContents) -> str:
 
 
 def _row(group: list[ParameterPlan], plan: PlanContents) -> tuple[str, ...]:
-    first, last = group[0], group[-1]
+    first = group[0]
+    last = group[-1]
     return (
         wild_name(first.name) if len(group) > 1 else first.name,
         str(len(group)),
@@ -144,7 +162,9 @@ def _row(group: list[ParameterPlan], plan: PlanContents) -> tuple[str, ...]:
         _shape(first.shape),
         describe_cut(first),
         _shape(first.local_shape({})),
-        human(sum(local_bytes(parameter, {}) for parameter in group)) if first.tied_to is None else "-",
+        human(sum(local_bytes(parameter, {}) for parameter in group))
+        if first.tied_to is None
+        else "-",
         gradient_rule(first) if first.tied_to is None else _tied(first, plan),
     )
 
@@ -152,14 +172,20 @@ def _row(group: list[ParameterPlan], plan: PlanContents) -> tuple[str, ...]:
 def _tied(parameter: ParameterPlan, plan: PlanContents) -> str:
     ties = plan.stages.ties if plan.stages else ()
     tie = next((tie for tie in ties if parameter.name in tie.names), None)
-    copy = f", a copy on stage {parameter.stage}" if tie is not None and parameter.stage != tie.owner else ""
+    copy = (
+        f", a copy on stage {parameter.stage}"
+        if tie is not None and parameter.stage != tie.owner
+        else ""
+    )
     return f"tied to {parameter.tied_to}{copy}"
 
 
 def _memory(plan: PlanContents) -> str:
     count, weights = weights_per_rank(plan)
     which = "largest rank" if plan.stages else "per rank"
-    if plan.quantized is not None or plan.adapters:  # not all of it trains, or takes its shape's bytes
+    if (
+        plan.quantized is not None or plan.adapters
+    ):  # not all of it trains, or takes its shape's bytes
         return f"{which}: {count:,} parameters; by kind: hfscale.memory_estimate(plan, tokens=...)"
     return (
         f"{which}: {count:,} parameters; weights {human(weights)} + gradients {human(weights)} + AdamW state "

@@ -7,7 +7,12 @@ from ..errors import ConfigError
 
 LIBRARY = Path(__file__).parent / "library"  # the recipes that come with hfscale
 
-_PACKAGES = {"datasets": "datasets", "matplotlib": "matplotlib", "omegaconf": "omegaconf", "yaml": "PyYAML"}
+_PACKAGES = {
+    "datasets": "datasets",
+    "matplotlib": "matplotlib",
+    "omegaconf": "omegaconf",
+    "yaml": "PyYAML",
+}
 
 
 def check_installed() -> None:

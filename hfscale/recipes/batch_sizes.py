@@ -62,7 +62,9 @@ def by_cost(order: Tensor, costs: Tensor, batch_world: int, size: int) -> Tensor
     """Sort each step's sequences, so that :func:`dealt` gives microbatches of ``size`` that cost alike to all ranks."""
     falling = order.gather(1, costs[order].argsort(dim=1, descending=True, stable=True))
     rounds = falling.view(len(order), -1, batch_world, size)
-    rounds[:, 1::2] = rounds[:, 1::2].flip(2)  # who has the dearest of a round has the cheapest of the next
+    rounds[:, 1::2] = rounds[:, 1::2].flip(
+        2
+    )  # who has the dearest of a round has the cheapest of the next
     return rounds.transpose(1, 2).flatten(1)
 
 
@@ -80,7 +82,11 @@ def evaluation_steps(
         share = -(-total // batch_world)
         first = start + batch_rank * share
         counted = max(0, min(share, start + total - first))
-        yield [first + index if index < counted else 0 for index in range(size)], counted, range(start, start + total)
+        yield (
+            [first + index if index < counted else 0 for index in range(size)],
+            counted,
+            range(start, start + total),
+        )
 
 
 def expect_memory(model: Any, recipe: Recipe, limit: float | None) -> Any:
@@ -88,7 +94,9 @@ def expect_memory(model: Any, recipe: Recipe, limit: float | None) -> Any:
     if limit is None:
         return None
     layout = layout_of(recipe)
-    own = hfscale.memory_estimate(model, recipe.training.optimizer, **of_one_microbatch(recipe, layout))
+    own = hfscale.memory_estimate(
+        model, recipe.training.optimizer, **of_one_microbatch(recipe, layout)
+    )
     most = max(gathered(own), key=lambda estimate: estimate.total)
     if is_main():
         print(f"memory predicted, of the rank with most:\n{most}", flush=True)
@@ -107,14 +115,22 @@ def of_one_microbatch(recipe: Recipe, layout: hfscale.ParallelConfig) -> dict[st
     training = recipe.training
     microbatches, size = per_rank(training.batch_size, layout.batch_world, training.microbatch_size)
     count = layout.microbatches_of(microbatches)
-    length, again = recipe.data.sequence_length, training.gradient_checkpointing
+    length = recipe.data.sequence_length
+    again = training.gradient_checkpointing
     tokens = math.ceil(microbatches * size / count) * length * task_of(recipe.data).rows
-    return {"tokens": tokens, "sequence_length": length, "num_microbatches": count, "gradient_checkpointing": again}
+    return {
+        "tokens": tokens,
+        "sequence_length": length,
+        "num_microbatches": count,
+        "gradient_checkpointing": again,
+    }
 
 
 def beside(expected: Any, outcome: Any) -> str:
     """Return a line with the predicted and the measured peak."""
     measured = f"measured {outcome.memory / GIB:.2f} GiB"
     if not accelerators().is_available():  # what the system counts, with Python and its libraries
-        measured += f" of the whole process, {outcome.memory_before / GIB:.2f} GiB before the first step"
+        measured += (
+            f" of the whole process, {outcome.memory_before / GIB:.2f} GiB before the first step"
+        )
     return f"memory of the rank with most: predicted {expected.total / GIB:.2f} GiB, {measured}"

@@ -13,7 +13,9 @@ from .rows import IGNORED, Example
 from .schema import DataRecipe, RecipeError
 from .templates import DIRECTORY
 
-TEMPLATES = {path.stem: path.read_text(encoding="utf-8") for path in sorted(DIRECTORY.glob("*.jinja"))}
+TEMPLATES = {
+    path.stem: path.read_text(encoding="utf-8") for path in sorted(DIRECTORY.glob("*.jinja"))
+}
 """``chatml``, for tokenizers that have its two special tokens, and ``plain``, headings of ordinary text, for all
 others; both mark what the assistant writes, the end of its turn included."""
 
@@ -23,7 +25,9 @@ _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 def set_chat_template(reader: Any, data: DataRecipe) -> None:
     """Set the recipe's chat template on a tokenizer, or on a processor with pictures; it is saved with it."""
     built_in = {} if hasattr(reader, "tokenizer") else TEMPLATES
-    use = ", or one of ".join(["the path of a Jinja template", *([", ".join(built_in)] if built_in else [])])
+    use = ", or one of ".join(
+        ["the path of a Jinja template", *([", ".join(built_in)] if built_in else [])]
+    )
     if data.chat_template in built_in:
         reader.chat_template = built_in[data.chat_template]
     elif data.chat_template is not None:
@@ -46,7 +50,8 @@ def encode_chat(tokenizer: Any, messages: Any, train_on: str, where: str) -> Exa
     """Return a conversation as a row, with labels of the assistant's turns or of ``all``; ``where`` is its name."""
     # What an assistant's call of a tool has for content depends on the template.
     if not (isinstance(messages, list) and messages) or not all(
-        isinstance(each, dict) and isinstance(each.get("role"), str) and "content" in each for each in messages
+        isinstance(each, dict) and isinstance(each.get("role"), str) and "content" in each
+        for each in messages
     ):
         raise RecipeError(
             f"{where} is no conversation: messages must be a list of records with role and content, and this is "
@@ -60,16 +65,24 @@ def encode_chat(tokenizer: Any, messages: Any, train_on: str, where: str) -> Exa
             return _by_markers(tokenizer, messages, where)
 
         def first(number: int, answer: bool) -> list[int]:
-            return list(render(tokenizer, messages[:number], add_generation_prompt=answer)["input_ids"])
+            return list(
+                render(tokenizer, messages[:number], add_generation_prompt=answer)["input_ids"]
+            )
 
         return Example(ids, by_prefixes(ids, messages, first))
-    except (TemplateError, TypeError, ValueError) as error:  # TypeError: content is not the text that a template takes
+    except (
+        TemplateError,
+        TypeError,
+        ValueError,
+    ) as error:  # TypeError: content is not the text that a template takes
         raise RecipeError(
             f"the chat template does not render {where}: {error}; correct the data, or give another data.chat_template"
         ) from error
 
 
-def encode_completion(tokenizer: Any, prompt: Any, completion: Any, train_on: str, where: str) -> Example:
+def encode_completion(
+    tokenizer: Any, prompt: Any, completion: Any, train_on: str, where: str
+) -> Example:
     """Return a prompt, its completion and an end-of-text token as a row; the completion, or everything, has labels."""
     if not isinstance(prompt, str) or not isinstance(completion, str):
         raise RecipeError(
@@ -85,12 +98,15 @@ def encode_completion(tokenizer: Any, prompt: Any, completion: Any, train_on: st
             "data.train_on=all"
         )
     ids = [*ids, tokenizer.eos_token_id]
-    return Example(ids, list(ids) if train_on == "all" else [IGNORED] * len(before) + ids[len(before) :])
+    return Example(
+        ids, list(ids) if train_on == "all" else [IGNORED] * len(before) + ids[len(before) :]
+    )
 
 
 def _by_markers(tokenizer: Any, messages: list[dict[str, Any]], where: str) -> Example:
     encoded = render(tokenizer, messages, return_assistant_tokens_mask=True)
-    ids, mask = encoded["input_ids"], encoded["assistant_masks"]
+    ids = encoded["input_ids"]
+    mask = encoded["assistant_masks"]
     turns = sum(message["role"] == "assistant" for message in messages)
     spans = sum(marked for marked, _ in groupby(mask))
     if spans < turns or (mask[-1] and messages[-1]["role"] != "assistant"):
@@ -106,19 +122,31 @@ def _by_markers(tokenizer: Any, messages: list[dict[str, Any]], where: str) -> E
     for marked, tokens in groupby(list(mask)):
         end = start + len(list(tokens))
         # The token that ends a turn, where the markers leave it out: without it the model would not learn to stop.
-        if marked and end < len(ids) and ids[end] in special and not special.intersection(ids[start:end]):
+        if (
+            marked
+            and end < len(ids)
+            and ids[end] in special
+            and not special.intersection(ids[start:end])
+        ):
             mask[end] = 1
         start = end
-    return Example(ids, [token if counts else IGNORED for token, counts in zip(ids, mask, strict=True)])
+    return Example(
+        ids, [token if counts else IGNORED for token, counts in zip(ids, mask, strict=True)]
+    )
 
 
-def by_prefixes(ids: list[int], messages: Any, rendered: Callable[[int, bool], list[int]]) -> list[int]:
+def by_prefixes(
+    ids: list[int], messages: Any, rendered: Callable[[int, bool], list[int]]
+) -> list[int]:
     """Return labels of what each assistant turn adds to the rendering of the messages before it and its heading."""
     labels = [IGNORED] * len(ids)
     for index, message in enumerate(messages):
-        if message["role"] != "assistant" or index == 0:  # nothing asks for what a conversation begins with
+        if (
+            message["role"] != "assistant" or index == 0
+        ):  # nothing asks for what a conversation begins with
             continue
-        before, until = rendered(index, True), rendered(index + 1, False)
+        before = rendered(index, True)
+        until = rendered(index + 1, False)
         if until[: len(before)] != before or ids[: len(until)] != until:
             raise ValueError(
                 f"the assistant's turn (message {index}) cannot be located, since the chat template renders the "
@@ -141,7 +169,9 @@ class Pair(NamedTuple):
     rejected: list[int]
 
 
-def encode_pairs(data: DataRecipe, tokenizer: Any, documents: Sequence[Document]) -> tuple[list[Pair], int]:
+def encode_pairs(
+    data: DataRecipe, tokenizer: Any, documents: Sequence[Document]
+) -> tuple[list[Pair], int]:
     """Encode pairs of at most ``data.sequence_length`` tokens each; return those that differ, and how many do not."""
     pairs = []
     for document in documents:
@@ -152,7 +182,9 @@ def encode_pairs(data: DataRecipe, tokenizer: Any, documents: Sequence[Document]
             for name in (data.chosen_column, data.rejected_column)
         ]
         pairs.append(Pair(*ids))
-    kept = [pair for pair in pairs if pair.chosen != pair.rejected and pair.chosen and pair.rejected]
+    kept = [
+        pair for pair in pairs if pair.chosen != pair.rejected and pair.chosen and pair.rejected
+    ]
     return kept, len(pairs) - len(kept)
 
 
@@ -173,13 +205,17 @@ def _encode(tokenizer: Any, prompt: Any, answer: Any, where: str) -> list[int]:
         ) from error
 
 
-def encode_classes(data: DataRecipe, tokenizer: Any, documents: Sequence[Document]) -> dict[str, list[Any]]:
+def encode_classes(
+    data: DataRecipe, tokenizer: Any, documents: Sequence[Document]
+) -> dict[str, list[Any]]:
     """Encode every text, up to ``data.sequence_length`` tokens, and the number of its class."""
     columns: dict[str, list[Any]] = {"input_ids": [], "label": []}
     for document in documents:
         ids = tokenizer(document.columns[data.text_column], verbose=False)["input_ids"]
         columns["input_ids"].append(ids[: data.sequence_length])
-        columns["label"].append(_number(document.columns[data.label_column], data.classes, document.name))
+        columns["label"].append(
+            _number(document.columns[data.label_column], data.classes, document.name)
+        )
     return columns
 
 

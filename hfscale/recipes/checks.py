@@ -17,8 +17,13 @@ STEPS_BEFORE_PROFILE = 2
 
 def check_values(recipe: Recipe) -> None:
     """Raise a :class:`RecipeError` for the first invalid value."""
-    data, training = recipe.data, recipe.training
-    for section in ("data", "training", *(["teacher"] if isinstance(recipe, FinetuneRecipe) else [])):
+    data = recipe.data
+    training = recipe.training
+    for section in (
+        "data",
+        "training",
+        *(["teacher"] if isinstance(recipe, FinetuneRecipe) else []),
+    ):
         _check_declared(section, getattr(recipe, section))
     recipe.sections(training.mixed_precision)
     _check_format(recipe, data)
@@ -29,7 +34,9 @@ def check_values(recipe: Recipe) -> None:
             "share of the documents between 0 and 1"
         )
     if not 0 <= training.warmup_ratio < 1:
-        raise RecipeError(f"training.warmup_ratio={training.warmup_ratio} is invalid: use at least 0 and below 1")
+        raise RecipeError(
+            f"training.warmup_ratio={training.warmup_ratio} is invalid: use at least 0 and below 1"
+        )
     if training.restarts and not training.resume:
         raise RecipeError(
             f"training.restarts={training.restarts} starts a run that failed again, and without training.resume=true "
@@ -43,29 +50,39 @@ def check_values(recipe: Recipe) -> None:
         steps_to_profile(recipe.profile, training.steps)
 
 
-def made_of(section: str, kind: Callable[..., Any], given: dict[str, Any], fixed: dict[str, Any]) -> Any:
+def made_of(
+    section: str, kind: Callable[..., Any], given: dict[str, Any], fixed: dict[str, Any]
+) -> Any:
     """Return ``kind`` of the fields that a section of a recipe has and those that are ``fixed``."""
     names = [name for name in inspect.signature(kind).parameters if name not in ("kwargs", *fixed)]
     unknown = [name for name in given if name not in names]
     if unknown:
         hint = did_you_mean(unknown[0], names)
         name = getattr(kind, "__name__", "the config")
-        raise RecipeError(f"{section}.{unknown[0]} is no field of {name}: {hint}valid are {', '.join(names)}")
+        raise RecipeError(
+            f"{section}.{unknown[0]} is no field of {name}: {hint}valid are {', '.join(names)}"
+        )
     try:
         return kind(**fixed, **given)
     except (ValueError, TypeError, AttributeError) as error:
-        raise RecipeError(f"{section}={given} is refused by {kind.__name__}: {error}; change that field") from error
+        raise RecipeError(
+            f"{section}={given} is refused by {kind.__name__}: {error}; change that field"
+        ) from error
 
 
 def _check_declared(section: str, values: Any) -> None:
     for each in fields(values):
-        name, value, asked = f"{section}.{each.name}", getattr(values, each.name), each.metadata
+        name = f"{section}.{each.name}"
+        value = getattr(values, each.name)
+        asked = each.metadata
         if value is None:
             continue
         if "choices" in asked and value not in asked["choices"]:
             raise RecipeError(f"{name}={value!r} is not known: use {' or '.join(asked['choices'])}")
         if "least" in asked and value < asked["least"]:
-            raise RecipeError(f"{name}={value} is invalid: use a whole number of at least {asked['least']}")
+            raise RecipeError(
+                f"{name}={value} is invalid: use a whole number of at least {asked['least']}"
+            )
         if "above" in asked and not value > asked["above"]:
             raise RecipeError(f"{name}={value} is invalid: use more than {asked['above']:g}")
 
@@ -88,7 +105,9 @@ def _check_format(recipe: Recipe, data: DataRecipe) -> None:
     formats = {"stdlib": ("text",), "stdlib-docs": ("chat", "completion", "pairs", "prompts")}
     if data.format not in formats.get(data.source, FORMATS):
         fitting = "text" if data.source == "stdlib" else "chat, completion, pairs or prompts"
-        raise RecipeError(f"data.source={data.source} has no records for data.format={data.format}: use {fitting}")
+        raise RecipeError(
+            f"data.source={data.source} has no records for data.format={data.format}: use {fitting}"
+        )
     if data.chat_template is not None and data.format not in ("chat", "pairs"):
         raise RecipeError(
             f"data.chat_template={data.chat_template!r} has no use with data.format={data.format}: leave it out, or "
@@ -99,13 +118,17 @@ def _check_format(recipe: Recipe, data: DataRecipe) -> None:
             f"data.images_column={data.images_column!r} needs conversations, one per row: use data.format=chat, and "
             "leave out data.packing"
         )
-    if data.samples and (data.format in ("pairs", "classes") or hfscale.ParallelConfig(**recipe.parallel).pp > 1):
+    if data.samples and (
+        data.format in ("pairs", "classes") or hfscale.ParallelConfig(**recipe.parallel).pp > 1
+    ):
         raise RecipeError(
             f"data.samples={data.samples} needs a model that generates text, and a layout without stages: set "
             "data.samples=0"
         )
     if data.packing and data.format in ("pairs", "classes"):
-        raise RecipeError(f"data.packing=true does not go with data.format={data.format}, whose texts have a row each")
+        raise RecipeError(
+            f"data.packing=true does not go with data.format={data.format}, whose texts have a row each"
+        )
     if (data.format == "classes") != bool(data.classes):
         raise RecipeError(
             f"data.format={data.format} with data.classes={data.classes}: data.classes and data.format=classes need "
@@ -114,28 +137,43 @@ def _check_format(recipe: Recipe, data: DataRecipe) -> None:
 
 
 def _check_learning(recipe: FinetuneRecipe) -> None:
-    teacher, data = recipe.teacher, recipe.data
+    teacher = recipe.teacher
+    data = recipe.data
     if recipe.rewards and recipe.distils:
-        raise RecipeError("a teacher and rewards are different things to learn from: give one of them")
+        raise RecipeError(
+            "a teacher and rewards are different things to learn from: give one of them"
+        )
     if teacher.write and (teacher.stored or not teacher.base):
-        raise RecipeError("teacher.write stores what the model teacher.base knows: give that, and no teacher.stored")
+        raise RecipeError(
+            "teacher.write stores what the model teacher.base knows: give that, and no teacher.stored"
+        )
     if teacher.stored and recipe.trl:
-        raise RecipeError("teacher.stored knows the texts of the data, not what the model generates: leave trl out")
+        raise RecipeError(
+            "teacher.stored knows the texts of the data, not what the model generates: leave trl out"
+        )
     if recipe.trl and not (recipe.rewards or teacher.base):
-        raise RecipeError("trl is about what the model generates, which rewards or teacher.base judge: give one")
+        raise RecipeError(
+            "trl is about what the model generates, which rewards or teacher.base judge: give one"
+        )
     _check_texts(recipe, data)
 
 
 def _check_texts(recipe: FinetuneRecipe, data: DataRecipe) -> None:
     """Check that a recipe that learns from a teacher or rewards has texts to begin with, or to be taught on."""
-    fitting = ("chat", "completion", "prompts") if recipe.generates else ("text", "chat", "completion")
-    if (recipe.generates or recipe.distils) and (data.format not in fitting or data.images_column is not None):
+    fitting = (
+        ("chat", "completion", "prompts") if recipe.generates else ("text", "chat", "completion")
+    )
+    if (recipe.generates or recipe.distils) and (
+        data.format not in fitting or data.images_column is not None
+    ):
         raise RecipeError(
             f"data.format={data.format} has no texts without pictures to "
             f"{'begin' if recipe.generates else 'teach on'}: use {' or '.join(fitting)}"
         )
     if data.format == "prompts" and not recipe.generates:
-        raise RecipeError("data.format=prompts has nothing to learn from but what the model generates: give rewards")
+        raise RecipeError(
+            "data.format=prompts has nothing to learn from but what the model generates: give rewards"
+        )
     if recipe.generates and (data.samples or data.packing or recipe.training.balanced_batches):
         raise RecipeError(
             "data.samples, data.packing and training.balanced_batches are about texts that are there: leave them out "
@@ -178,9 +216,13 @@ def _check_adapter(adapter: dict[str, Any]) -> None:
 
 def _check_merge(recipe: FinetuneRecipe) -> None:
     if recipe.merge not in (False, True, *DTYPES):
-        raise RecipeError(f"merge={recipe.merge!r} is not known: use false, true or a type: {', '.join(DTYPES)}")
+        raise RecipeError(
+            f"merge={recipe.merge!r} is not known: use false, true or a type: {', '.join(DTYPES)}"
+        )
     if recipe.merge and not recipe.adapter:
-        raise RecipeError(f"merge={recipe.merge} without an adapter: there is nothing to merge; leave it out")
+        raise RecipeError(
+            f"merge={recipe.merge} without an adapter: there is nothing to merge; leave it out"
+        )
     if recipe.merge is True and recipe.quantization:
         raise RecipeError(
             "merge=true over a quantized base does not say what type its weights are unpacked into: use merge=bfloat16 "

@@ -17,8 +17,19 @@ from .schema import FORMATS, DataRecipe, RecipeError
 
 # Parts of the standard library that are not library code written by hand: tests, tables, tools, other packages.
 _NOT_LIBRARY = {
-    *("test", "tests", "idle_test", "__pycache__", "site-packages", "dist-packages", "__phello__"),
-    *("encodings", "ensurepip", "idlelib", "lib2to3", "pydoc_data", "turtledemo"),
+    "test",
+    "tests",
+    "idle_test",
+    "__pycache__",
+    "site-packages",
+    "dist-packages",
+    "__phello__",
+    "encodings",
+    "ensurepip",
+    "idlelib",
+    "lib2to3",
+    "pydoc_data",
+    "turtledemo",
 }
 
 
@@ -88,11 +99,21 @@ def _standard_library() -> Iterator[tuple[str, str]]:
 def _standard_library_questions(data: DataRecipe) -> Iterator[Document]:
     for path, text in _standard_library():
         for name, question, answer in questions(path, text):
-            turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-            record = {data.messages_column: turns, data.prompt_column: question, data.completion_column: f" {answer}"}
+            turns = [
+                {"role": "user", "content": question},
+                {"role": "assistant", "content": answer},
+            ]
+            record = {
+                data.messages_column: turns,
+                data.prompt_column: question,
+                data.completion_column: f" {answer}",
+            }
             record |= {"answer": answer} if data.format == "prompts" else {}
             if data.format == "pairs":
-                record |= {data.chosen_column: f" {answer}", data.rejected_column: f" {disordered(answer)}"}
+                record |= {
+                    data.chosen_column: f" {answer}",
+                    data.rejected_column: f" {disordered(answer)}",
+                }
             yield from _document(f"{path}:{name}", record, data)
 
 
@@ -118,21 +139,27 @@ def _records(text: str, name: str) -> Iterator[dict[str, Any]]:
                     f"line {number} of {name} is not JSON: {error}; a JSONL file has a record per line"
                 ) from error
             if not isinstance(record, dict):
-                raise RecipeError(f"line {number} of {name} is not a record with named columns: {line[:200]}")
+                raise RecipeError(
+                    f"line {number} of {name} is not a record with named columns: {line[:200]}"
+                )
             yield record
 
 
 def _document(name: str, record: dict[str, Any], data: DataRecipe) -> Iterator[Document]:
     """Return the record's columns that its format needs; nothing if its text is blank."""
     _check_columns(name, list(record), data)
-    wanted = list(record) if data.format == "prompts" else needed_columns(data).values()  # rewards may read any
+    wanted = (
+        list(record) if data.format == "prompts" else needed_columns(data).values()
+    )  # rewards may read any
     columns = {column: record[column] for column in wanted}
     if data.format == "pairs" and data.prompt_column in record:
         columns[data.prompt_column] = record[data.prompt_column]
     if data.format in ("text", "classes"):
         text = columns[data.text_column]
         if not isinstance(text, str):
-            raise RecipeError(f"data.text_column={data.text_column!r} of {name} is no text: {str(text)[:200]!r}")
+            raise RecipeError(
+                f"data.text_column={data.text_column!r} of {name} is no text: {str(text)[:200]!r}"
+            )
         if not text.strip():
             return
     yield Document(name, columns)
@@ -148,7 +175,9 @@ def needed_columns(data: DataRecipe) -> dict[str, str]:
 def _check_columns(name: str, found: list[str], data: DataRecipe) -> None:
     for field, column in needed_columns(data).items():
         if column not in found:
-            raise RecipeError(f"data.{field}={column!r} is not in {name}: its records have {', '.join(found)}")
+            raise RecipeError(
+                f"data.{field}={column!r} is not in {name}: its records have {', '.join(found)}"
+            )
 
 
 def _hub(data: DataRecipe) -> Iterator[Document]:
@@ -199,7 +228,9 @@ def disordered(text: str) -> str:
 
 def _documented(owner: ast.Module | ast.ClassDef, prefix: str) -> Iterator[tuple[str, str]]:
     for node in owner.body:
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) or node.name.startswith("_"):
+        if not isinstance(
+            node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+        ) or node.name.startswith("_"):
             continue
         name = f"{prefix}.{node.name}"
         if isinstance(node, ast.ClassDef):

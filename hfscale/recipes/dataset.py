@@ -10,7 +10,14 @@ from datasets import Dataset, disable_progress_bars, load_from_disk
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from .chat import Pair, encode_chat, encode_classes, encode_completion, encode_pairs, set_chat_template
+from .chat import (
+    Pair,
+    encode_chat,
+    encode_classes,
+    encode_completion,
+    encode_pairs,
+    set_chat_template,
+)
 from .corpus import Document, needed_columns, read
 from .main_process import on_main
 from .pictures import encode_pictures
@@ -30,7 +37,10 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, show_progress=False
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=alphabet,
+        show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
     if tokenizer.get_vocab_size() > vocab_size:
@@ -65,14 +75,19 @@ def prepare(
     """
     disable_progress_bars()  # theirs would get in the way of the one of training
     if tokenizer is None and data.format != "text":
-        raise RecipeError(f"data.format={data.format} is for fine-tuning a base model: pretraining uses text")
+        raise RecipeError(
+            f"data.format={data.format} is for fine-tuning a base model: pretraining uses text"
+        )
     if data.format == "chat" or data.chat_template is not None:
         set_chat_template(tokenizer, data)
     on_main(lambda: _write(data, tokenizer, vocab_size, directory))
     if tokenizer is None:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(directory / "tokenizer")
-    train, validation = (load_from_disk(str(directory / "data" / part)) for part in ("train", "validation"))
-    train, validation = train.with_format("torch"), validation.with_format("torch")
+    train, validation = (
+        load_from_disk(str(directory / "data" / part)) for part in ("train", "validation")
+    )
+    train = train.with_format("torch")
+    validation = validation.with_format("torch")
     return tokenizer, train, validation, _baseline(data, validation.with_format("numpy"))
 
 
@@ -89,20 +104,29 @@ def _baseline(data: DataRecipe, validation: Dataset) -> float:
 def _write(data: DataRecipe, tokenizer: Any | None, vocab_size: int, directory: Path) -> None:
     train, validation = read(data)
     if tokenizer is None:
-        tokenizer = train_tokenizer((document.columns[data.text_column] for document in train), vocab_size)
+        tokenizer = train_tokenizer(
+            (document.columns[data.text_column] for document in train), vocab_size
+        )
         tokenizer.save_pretrained(directory / "tokenizer")
     if getattr(tokenizer, "tokenizer", tokenizer).eos_token_id is None:
-        raise RecipeError("the tokenizer of the base model has no end-of-text token to put between documents")
+        raise RecipeError(
+            "the tokenizer of the base model has no end-of-text token to put between documents"
+        )
     rows = make_rows(data, tokenizer, validation, "validation")
     kept = {name: column[: data.validation_sequences] for name, column in rows.items()}
     Dataset.from_dict(kept).save_to_disk(str(directory / "data" / "validation"))
-    Dataset.from_dict(make_rows(data, tokenizer, train, "training")).save_to_disk(str(directory / "data" / "train"))
+    Dataset.from_dict(make_rows(data, tokenizer, train, "training")).save_to_disk(
+        str(directory / "data" / "train")
+    )
 
 
-def make_rows(data: DataRecipe, tokenizer: Any, documents: list[Document], use: str) -> dict[str, Any]:
+def make_rows(
+    data: DataRecipe, tokenizer: Any, documents: list[Document], use: str
+) -> dict[str, Any]:
     """Return the columns of the rows that the recipe makes from ``documents``; errors say that they are for ``use``."""
     length = data.sequence_length
-    none, short = f"none of the {{}} {use} {{}} of data.source={data.source!r}", f"data.sequence_length={length} tokens"
+    none = f"none of the {{}} {use} {{}} of data.source={data.source!r}"
+    short = f"data.sequence_length={length} tokens"
     if data.images_column is not None:
         return encode_pictures(data, tokenizer, documents, use)
     if data.format == "classes":
@@ -118,8 +142,13 @@ def make_rows(data: DataRecipe, tokenizer: Any, documents: list[Document], use: 
     if data.format == "pairs":
         pairs, dropped = encode_pairs(data, tokenizer, documents)
         if not pairs:
-            raise RecipeError(f"{none.format(dropped, 'pairs')} differ in their first {short}: use longer sequences")
-        print(f"{use}: {len(pairs):,} pairs; {dropped:,} dropped since both texts were the same", flush=True)
+            raise RecipeError(
+                f"{none.format(dropped, 'pairs')} differ in their first {short}: use longer sequences"
+            )
+        print(
+            f"{use}: {len(pairs):,} pairs; {dropped:,} dropped since both texts were the same",
+            flush=True,
+        )
         return {name: [getattr(pair, name) for pair in pairs] for name in Pair._fields}
     examples, shortened, dropped = cut(encode(data, tokenizer, documents), length)
     if not examples:
@@ -139,13 +168,22 @@ def make_rows(data: DataRecipe, tokenizer: Any, documents: list[Document], use: 
 def encode(data: DataRecipe, tokenizer: Any, documents: list[Document]) -> list[Example]:
     """Return tokens and labels of every document by its format; text is split into pieces that fit into a row."""
     if data.format == "text":
-        ended = [[*tokens, tokenizer.eos_token_id] for tokens in _tokenized(tokenizer, documents, data)]
+        ended = [
+            [*tokens, tokenizer.eos_token_id] for tokens in _tokenized(tokenizer, documents, data)
+        ]
         length = data.sequence_length
-        pieces = [tokens[start : start + length] for tokens in ended for start in range(0, len(tokens), length)]
+        pieces = [
+            tokens[start : start + length]
+            for tokens in ended
+            for start in range(0, len(tokens), length)
+        ]
         return [Example(piece, piece) for piece in pieces]
     make: Callable[..., Example] = encode_chat if data.format == "chat" else encode_completion
     names = needed_columns(data).values()
-    return [make(tokenizer, *(each.columns[name] for name in names), data.train_on, each.name) for each in documents]
+    return [
+        make(tokenizer, *(each.columns[name] for name in names), data.train_on, each.name)
+        for each in documents
+    ]
 
 
 def _tokenized(tokenizer: Any, documents: list[Document], data: DataRecipe) -> list[list[int]]:
@@ -153,5 +191,7 @@ def _tokenized(tokenizer: Any, documents: list[Document], data: DataRecipe) -> l
     found: list[list[int]] = []
     texts = [document.columns[data.text_column] for document in documents]
     for start in range(0, len(texts), _AT_ONCE):
-        found += tokenizer(texts[start : start + _AT_ONCE], add_special_tokens=False, verbose=False)["input_ids"]
+        found += tokenizer(
+            texts[start : start + _AT_ONCE], add_special_tokens=False, verbose=False
+        )["input_ids"]
     return found

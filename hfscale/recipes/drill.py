@@ -31,7 +31,10 @@ from .schema import RecipeError
 KINDS = ("rank", "save", "load", "all", "node", "stop", "full")
 """A rank is killed in a step, in a save, or while it starts again; all are, with their parents, and with the launcher,
 which a scheduler would start again; one is stopped for a while; one can write no more than a few bytes."""
-_STOPPED, _LOAD, _LOOK = 3.0, 4.0, 0.02  # seconds
+# seconds
+_STOPPED = 3.0
+_LOAD = 4.0
+_LOOK = 0.02
 _FULL = 100  # bytes
 _PARENTS = ("all", "node")  # kinds of strikes that kill parents too
 
@@ -56,15 +59,26 @@ def drill(source: str, overrides: Sequence[str], kills: int, seed: int) -> tuple
         RecipeError: a run failed by itself, or ended before all strikes.
     """
     recipe = read_recipe(source, overrides)
-    steps, every = recipe.training.steps, recipe.training.save_every or max(1, recipe.training.steps // 10)
+    steps = recipe.training.steps
+    every = recipe.training.save_every or max(1, recipe.training.steps // 10)
     if steps < 2 * kills:
-        raise RecipeError(f"{kills} kills need at least {2 * kills} steps, and training.steps={steps}: use more")
-    fixed = [*overrides, "training.log_every=1", f"training.save_every={every}", "training.resume=true"]
+        raise RecipeError(
+            f"{kills} kills need at least {2 * kills} steps, and training.steps={steps}: use more"
+        )
+    fixed = [
+        *overrides,
+        "training.log_every=1",
+        f"training.save_every={every}",
+        "training.resume=true",
+    ]
     fixed += [f"training.memory_every={recipe.training.memory_every or max(1, every // 5)}"]
     fixed += [f"training.restarts={recipe.training.restarts or 2 * kills}"]
     plain = _Run(source, [*fixed, f"name={recipe.name}-drill-plain"], kills)
-    undisturbed, imports = plain.finish(), [_imports(plain.ranks)]
-    struck, chance, strikes = _Run(source, [*fixed, f"name={recipe.name}-drill"], kills), random.Random(seed), []
+    undisturbed = plain.finish()
+    imports = [_imports(plain.ranks)]
+    struck = _Run(source, [*fixed, f"name={recipe.name}-drill"], kills)
+    chance = random.Random(seed)
+    strikes = []
     for number in range(kills):
         due = 1 + int((number + chance.random()) * 0.9 * (steps - 1) / kills)
         strikes.append(struck.strike(chance.choice(KINDS), due, chance))
@@ -76,14 +90,25 @@ def drill(source: str, overrides: Sequence[str], kills: int, seed: int) -> tuple
 
 
 def _report(
-    strikes: Sequence[Strike], undisturbed: float, disturbed: float, imports: Sequence[float], wrong: Sequence[str]
+    strikes: Sequence[Strike],
+    undisturbed: float,
+    disturbed: float,
+    imports: Sequence[float],
+    wrong: Sequence[str],
 ) -> str:
     rows = [("strike", "rank", "after step", "steps lost", "seconds to the next step")]
     rows += [(s.kind, str(s.rank), str(s.step), str(s.lost), f"{s.seconds:.1f}") for s in strikes]
-    times, lost = [s.seconds for s in strikes if s.kind != "stop"] or [0.0], [s.lost for s in strikes]
+    times = [s.seconds for s in strikes if s.kind != "stop"] or [0.0]
+    lost = [s.lost for s in strikes]
     kinds = {kind: [s.seconds for s in strikes if s.kind == kind] for kind in KINDS}
-    of_kinds = [f"{kind} {median(found):.1f} ({len(found)})" for kind, found in kinds.items() if found]
-    end = f"the end differs in {', '.join(wrong)}" if wrong else "the end equals the undisturbed run's, bit for bit"
+    of_kinds = [
+        f"{kind} {median(found):.1f} ({len(found)})" for kind, found in kinds.items() if found
+    ]
+    end = (
+        f"the end differs in {', '.join(wrong)}"
+        if wrong
+        else "the end equals the undisturbed run's, bit for bit"
+    )
     lines = [
         *aligned(rows, left=(0,)),
         f"from a kill to the next step: median {median(times):.1f} s, at most {max(times):.1f} s",
@@ -100,39 +125,66 @@ class _Run:
 
     def __init__(self, source: str, overrides: list[str], kills: int) -> None:
         recipe = read_recipe(source, overrides)
-        self._directory, self._metrics = recipe.directory, recipe.metrics
+        self._directory = recipe.directory
+        self._metrics = recipe.metrics
         self.ranks = ParallelConfig(**recipe.parallel).total_size
         prepare_launch(self.ranks)
         shutil.rmtree(self._directory, ignore_errors=True)
         self._directory.mkdir(parents=True)
         agent = ["torch.distributed.run", "--standalone", "--max-restarts", str(2 * kills)]
-        self._line = [*agent, "--nproc-per-node", str(self.ranks), "-m", "hfscale", "train", source, *overrides]
+        self._line = [
+            *agent,
+            "--nproc-per-node",
+            str(self.ranks),
+            "-m",
+            "hfscale",
+            "train",
+            source,
+            *overrides,
+        ]
         self._begun = time.monotonic()
         self._launch()
 
     def _launch(self) -> None:
         with (self._directory / "drill.log").open("a") as log:
-            self._agent = subprocess.Popen([sys.executable, "-m", *self._line], stdout=log, stderr=log)
+            self._agent = subprocess.Popen(
+                [sys.executable, "-m", *self._line], stdout=log, stderr=log
+            )
 
     def finish(self) -> float:
         if code := self._agent.wait():
-            raise RecipeError(f"the run ended with exit code {code}: {self._directory}/drill.log says why")
+            raise RecipeError(
+                f"the run ended with exit code {code}: {self._directory}/drill.log says why"
+            )
         return time.monotonic() - self._begun
 
     def end(self) -> dict[str, Any]:
-        files = {str(path.relative_to(self._directory)): path for path in self._directory.rglob("*.safetensors")}
-        weights = {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()}
-        found: dict[str, Any] = {name: digest for name, digest in weights.items() if not name.startswith("state")}
+        files = {
+            str(path.relative_to(self._directory)): path
+            for path in self._directory.rglob("*.safetensors")
+        }
+        weights = {
+            name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()
+        }
+        found: dict[str, Any] = {
+            name: digest for name, digest in weights.items() if not name.startswith("state")
+        }
         training, evaluation = read_metrics(self._metrics)
         found["losses"] = [(line["step"], line["loss"], line["grad_norm"]) for line in training]
-        return found | {"validation": [(line["step"], line["validation_loss"]) for line in evaluation]}
+        return found | {
+            "validation": [(line["step"], line["validation_loss"]) for line in evaluation]
+        }
 
     def strike(self, kind: str, due: int, chance: random.Random) -> Strike:
         """Wait for step ``due``, strike, and wait until the ranks have done a step again."""
         self._wait(lambda: self._step() >= due)
         if kind == "save":
             disk = self._directory / "state"
-            self._wait(lambda: any(disk.glob(".incomplete/*")) or any(memory_of(disk).glob("*/.*.incomplete")))
+            self._wait(
+                lambda: (
+                    any(disk.glob(".incomplete/*")) or any(memory_of(disk).glob("*/.*.incomplete"))
+                )
+            )
         time.sleep(chance.uniform(0, 0.1) * (kind != "save"))
         rank = chance.randrange(self.ranks)
         step = resumed = self._step()
@@ -148,7 +200,8 @@ class _Run:
             if kind == "load":
                 time.sleep(chance.uniform(0, _LOAD))
                 begun = self._kill([rank], kind)
-            step, written = self._step(), self._metrics.stat().st_mtime_ns
+            step = self._step()
+            written = self._metrics.stat().st_mtime_ns
             # until steps behind the last save have been taken out
             self._wait(lambda: self._metrics.stat().st_mtime_ns != written)
             resumed = self._step()
@@ -164,47 +217,73 @@ class _Run:
         for rank in ranks:
             if kind == "full":
                 with suppress(ProcessLookupError):
-                    resource.prlimit(before[rank], resource.RLIMIT_FSIZE, (_FULL, resource.RLIM_INFINITY))
+                    resource.prlimit(
+                        before[rank], resource.RLIMIT_FSIZE, (_FULL, resource.RLIM_INFINITY)
+                    )
                 self._wait(lambda: not Path(f"/proc/{before[rank]}").exists())  # noqa: B023
                 begun = time.monotonic()
             else:
                 with suppress(ProcessLookupError):
-                    os.kill(self._parents[before[rank]] if kind in _PARENTS else before[rank], signal.SIGKILL)
+                    os.kill(
+                        self._parents[before[rank]] if kind in _PARENTS else before[rank],
+                        signal.SIGKILL,
+                    )
         if kind == "node":
             self._launch()
-        self._wait(lambda: len(now := self._pids()) == self.ranks and not {*now.values()} & {*before.values()})
+        self._wait(
+            lambda: (
+                len(now := self._pids()) == self.ranks and not {*now.values()} & {*before.values()}
+            )
+        )
         return begun
 
     def _wait(self, come: Callable[[], bool]) -> None:
         while not come():
             if self._agent.poll() is not None:
-                raise RecipeError(f"the run ended before all strikes: {self._directory}/drill.log says why")
+                raise RecipeError(
+                    f"the run ended before all strikes: {self._directory}/drill.log says why"
+                )
             time.sleep(_LOOK)
 
     def _step(self) -> int:
-        logged = re.findall(r'"step": (\d+), "loss"', self._metrics.read_text()) if self._metrics.exists() else []
+        logged = (
+            re.findall(r'"step": (\d+), "loss"', self._metrics.read_text())
+            if self._metrics.exists()
+            else []
+        )
         return int(logged[-1]) if logged else 0
 
     def _pids(self) -> dict[int, int]:
         """Return the process of each rank: children of the agent's children, which are their parents."""
-        found, self._parents = {}, {c: parent for parent in _children(self._agent.pid) for c in _children(parent)}
+        found = {}
+        self._parents = {
+            c: parent for parent in _children(self._agent.pid) for c in _children(parent)
+        }
         for child in self._parents:
             with suppress(OSError, KeyError):  # it has ended, or is no rank
                 text = Path(f"/proc/{child}/environ").read_text()
-                found[int(dict(each.partition("=")[::2] for each in text.split("\0"))["RANK"])] = child
+                found[int(dict(each.partition("=")[::2] for each in text.split("\0"))["RANK"])] = (
+                    child
+                )
         return found
 
 
 def _children(process: int) -> list[int]:
     with suppress(OSError):  # it has ended
-        return [int(c) for path in Path(f"/proc/{process}/task").glob("*/children") for c in path.read_text().split()]
+        return [
+            int(c)
+            for path in Path(f"/proc/{process}/task").glob("*/children")
+            for c in path.read_text().split()
+        ]
     return []
 
 
 def _imports(ranks: int) -> float:
     """Return the seconds that ranks take for their imports, all at once."""
     begun = time.monotonic()
-    every = [subprocess.Popen([sys.executable, "-c", "import hfscale.recipes.run"]) for _ in range(ranks)]
+    every = [
+        subprocess.Popen([sys.executable, "-c", "import hfscale.recipes.run"]) for _ in range(ranks)
+    ]
     for each in every:
         each.wait()
     return time.monotonic() - begun

@@ -34,7 +34,9 @@ def exact_match(completions: Sequence[Any], answer: Sequence[str], **_: Any) -> 
 def f1(completions: Sequence[Any], answer: Sequence[str], **_: Any) -> list[float]:
     """Reward the words that are in the expected answer too: F1 of SQuAD (Rajpurkar et al. 2016, section 6)."""
     rewards = []
-    for said, wanted in zip((_text(each).split() for each in completions), map(str.split, answer), strict=True):
+    for said, wanted in zip(
+        (_text(each).split() for each in completions), map(str.split, answer), strict=True
+    ):
         common = (Counter(said) & Counter(wanted)).total()
         rewards.append(2 * common / (len(said) + len(wanted)) if common else 0.0)
     return rewards
@@ -61,12 +63,17 @@ def reward_of(name: str) -> Reward:
 
 
 def train_on_generations(
-    model: Any, tokenizer: Any, recipe: FinetuneRecipe, layout: hfscale.ParallelConfig, given: dict[str, Any]
+    model: Any,
+    tokenizer: Any,
+    recipe: FinetuneRecipe,
+    layout: hfscale.ParallelConfig,
+    given: dict[str, Any],
 ) -> None:
     """Train, and write the weights and a plot; call it on every rank. ``given``: a teacher, for the trainer."""
     from .. import trl as trainers
 
-    kind, training = "GRPO" if recipe.rewards else "Distillation", recipe.training
+    kind = "GRPO" if recipe.rewards else "Distillation"
+    training = recipe.training
     config_class = getattr(importlib.import_module("trl"), f"{kind}Config")
     sizes = per_rank(training.batch_size, hfscale.batch_world(model), training.microbatch_size)
     fixed = arguments_of(recipe, model, *sizes)
@@ -95,7 +102,9 @@ def train_on_generations(
 def prompts_of(data: DataRecipe, tokenizer: Any) -> Dataset:
     """Return the rows of ``prompt`` to train on, with the expected ``answer`` where the data has one."""
     documents, _ = read(data)
-    messages = data.format == "chat" or not isinstance(documents[0].columns.get(data.prompt_column, ""), str)
+    messages = data.format == "chat" or not isinstance(
+        documents[0].columns.get(data.prompt_column, ""), str
+    )
     if messages or data.chat_template is not None:
         set_chat_template(tokenizer, data)
     return Dataset.from_list([_row(data, each) for each in documents])
@@ -110,7 +119,9 @@ def _row(data: DataRecipe, document: Document) -> dict[str, Any]:
         return {"prompt": columns[data.prompt_column], "answer": columns[data.completion_column]}
     *before, last = columns[data.messages_column]
     if not before or last["role"] != "assistant":
-        raise RecipeError(f"{document.name} must end with an answer of the assistant: use data.format=prompts")
+        raise RecipeError(
+            f"{document.name} must end with an answer of the assistant: use data.format=prompts"
+        )
     return {"prompt": before, "answer": last["content"]}
 
 
@@ -119,14 +130,19 @@ def _text(completion: Any) -> str:
 
 
 def _describe(tokenizer: Any, recipe: FinetuneRecipe, layout: hfscale.ParallelConfig) -> None:
-    directory, name = recipe.directory, "reward" if recipe.rewards else "loss"
+    directory = recipe.directory
+    name = "reward" if recipe.rewards else "loss"
     OmegaConf.save(OmegaConf.structured(recipe), directory / "recipe.yaml")
-    places = ["adapter"] * bool(recipe.adapter) + ["checkpoint"] * (not recipe.adapter or bool(recipe.merge))
+    places = ["adapter"] * bool(recipe.adapter) + ["checkpoint"] * (
+        not recipe.adapter or bool(recipe.merge)
+    )
     for place in places:
         tokenizer.save_pretrained(directory / place)
-    records, title = read_metrics(recipe.metrics)[0], f"{recipe.name} ({layout.describe_schedule()})"
+    records = read_metrics(recipe.metrics)[0]
+    title = f"{recipe.name} ({layout.describe_schedule()})"
     plot_losses(recipe.metrics, directory / f"{name}.png", title, name)
-    first, last = records[0], records[-1]
+    first = records[0]
+    last = records[-1]
     print(
         f"\n{title}: {name} {first[name]:.4f} at step {first['step']}, {last[name]:.4f} at step {last['step']}\n"
         f"  {', '.join(str(directory / place) for place in places)}, {recipe.metrics}, {directory / name}.png",

@@ -14,7 +14,10 @@ import hfscale
 from .schema import Recipe, RecipeError
 from .templates import environment
 
-KINDS = {"slurm": "slurm.sh", "kubernetes": "kubernetes.yaml"}  # kind of cluster -> template of its job file
+KINDS = {
+    "slurm": "slurm.sh",
+    "kubernetes": "kubernetes.yaml",
+}  # kind of cluster -> template of its job file
 _PORT = 29500
 
 
@@ -25,7 +28,9 @@ def is_launched() -> bool:
 
 def layout_of(recipe: Recipe) -> "hfscale.ParallelConfig":  # a name that imports torch
     """Return the recipe's layout; under a launcher, the first of it and its fallbacks that fits the processes."""
-    first, *others = (hfscale.ParallelConfig(**fields) for fields in (recipe.parallel, *recipe.fallbacks))
+    first, *others = (
+        hfscale.ParallelConfig(**fields) for fields in (recipe.parallel, *recipe.fallbacks)
+    )
     return hfscale.fitting_layout([first, *others]) if others and is_launched() else first
 
 
@@ -33,7 +38,17 @@ def launch_options(processes: int, arguments: Sequence[str]) -> list[str]:
     """Return the arguments of ``accelerate launch``: any free port (0), and its defaults, or it would list them."""
     ranks = ["--multi_gpu", "--main_process_port", "0"] if processes > 1 else []
     options = [*ranks, "--num_processes", str(processes), "--num_machines", "1"]
-    return [*options, "--mixed_precision", "no", "--dynamo_backend", "no", "-m", "hfscale", "train", *arguments]
+    return [
+        *options,
+        "--mixed_precision",
+        "no",
+        "--dynamo_backend",
+        "no",
+        "-m",
+        "hfscale",
+        "train",
+        *arguments,
+    ]
 
 
 def launch(processes: int, arguments: Sequence[str]) -> int:
@@ -78,17 +93,24 @@ def prepare_launch(processes: int) -> None:
         )
 
 
-def job_file(kind: str, name: str, processes: int, gpus_per_node: int, arguments: Sequence[str]) -> str:
+def job_file(
+    kind: str, name: str, processes: int, gpus_per_node: int, arguments: Sequence[str]
+) -> str:
     """Return a job script, one of :data:`KINDS`, that runs ``hfscale train`` with ``arguments``, a process per GPU."""
     if gpus_per_node < 1 or (processes > gpus_per_node and processes % gpus_per_node):
         raise RecipeError(
             f"the layout needs {processes} processes, which do not fill nodes of {gpus_per_node} GPUs: use another "
             "--gpus-per-node, or a layout of a multiple of it"
         )
-    gpus, label = min(processes, gpus_per_node), re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "train"
+    gpus = min(processes, gpus_per_node)
+    label = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "train"
     nodes = processes // gpus
     line = partial(_line, launch_options(processes, arguments), nodes)
-    return environment().get_template(KINDS[kind]).render(name=label, nodes=nodes, gpus=gpus, line=line)
+    return (
+        environment()
+        .get_template(KINDS[kind])
+        .render(name=label, nodes=nodes, gpus=gpus, line=line)
+    )
 
 
 def _line(options: Sequence[str], nodes: int, rank: str, address: str) -> str:

@@ -75,13 +75,17 @@ def run(main: Callable[[], None]) -> None:
     except Exception as error:  # of any type, or every rank would print its traceback
         memory = explained(error)
         first = tell_others(error)
-        broke = isinstance(error, CheckpointError) and _OF_THE_MACHINE.search(str(error)) is not None
+        broke = (
+            isinstance(error, CheckpointError) and _OF_THE_MACHINE.search(str(error)) is not None
+        )
         if not broke and not (is_main() if first is None else first):
             time.sleep(_HEAD_START_SECONDS + min(rank(), _SPREAD) / 2)
         if not isinstance(error, HFScaleError):
             traceback.print_exception(error)
         print(f"\nerror (rank {rank()}): {error}\n{memory}", file=sys.stderr, flush=True)
-        get_error_handler().record_exception(error)  # so that the launcher repeats it below its own traceback
+        get_error_handler().record_exception(
+            error
+        )  # so that the launcher repeats it below its own traceback
         # Not sys.exit, whose clean-up may wait for ranks that are gone.
         os._exit(2 if isinstance(error, HFScaleError) and not broke else 1)
     if dist.is_initialized():

@@ -22,20 +22,38 @@ _NEW_TOKENS = 24  # of an answer
 _PROMPT = 32  # tokens of a text that has labels from its beginning
 
 
-def encode_pictures(data: DataRecipe, processor: Any, documents: Sequence[Document], use: str) -> Columns:
+def encode_pictures(
+    data: DataRecipe, processor: Any, documents: Sequence[Document], use: str
+) -> Columns:
     """Return the columns of conversations: ``text`` as the template renders it, ``images`` as bytes, ``labels`` of the
     tokens that the processor makes of both; ``prompt`` is the rendering up to the last turn, ``question`` and
     ``answer`` are the words of the last two. Those longer than ``data.sequence_length`` are left out.
     """
-    columns: Columns = {name: [] for name in ("text", "images", "labels", "prompt", "question", "answer")}
+    columns: Columns = {
+        name: [] for name in ("text", "images", "labels", "prompt", "question", "answer")
+    }
     for document in documents:
-        messages, stored = document.columns[data.messages_column], document.columns[data.images_column or ""]
+        messages = document.columns[data.messages_column]
+        stored = document.columns[data.images_column or ""]
         try:
             images = [_bytes(image, data, document.name) for image in stored or ()]
             text = render(processor, messages)
-            labels = _labels(processor, messages, text, [opened(image) for image in images], data.train_on)
-            asked = (render(processor, messages[:-1], answer=True), _words(messages[-2:-1]), _words(messages[-1:]))
-        except (TemplateError, TypeError, KeyError, ValueError, IndexError, UnidentifiedImageError) as error:
+            labels = _labels(
+                processor, messages, text, [opened(image) for image in images], data.train_on
+            )
+            asked = (
+                render(processor, messages[:-1], answer=True),
+                _words(messages[-2:-1]),
+                _words(messages[-1:]),
+            )
+        except (
+            TemplateError,
+            TypeError,
+            KeyError,
+            ValueError,
+            IndexError,
+            UnidentifiedImageError,
+        ) as error:
             raise RecipeError(
                 f"{document.name} is no conversation with its pictures, as the base's processor takes them: "
                 f"{type(error).__name__}: {error}; correct the data, data.messages_column or data.images_column"
@@ -43,22 +61,30 @@ def encode_pictures(data: DataRecipe, processor: Any, documents: Sequence[Docume
         if len(labels) <= data.sequence_length and any(label != IGNORED for label in labels):
             for name, value in zip(columns, (text, images, labels, *asked), strict=True):
                 columns[name].append(value)
-    kept, dropped = len(columns["text"]), len(documents) - len(columns["text"])
+    kept = len(columns["text"])
+    dropped = len(documents) - len(columns["text"])
     if not kept:
         raise RecipeError(
             f"none of the {dropped} {use} conversations has labels and fits into data.sequence_length="
             f"{data.sequence_length} tokens, pictures included: use longer sequences"
         )
-    print(f"{use}: {kept:,} conversations; {dropped:,} dropped, too long or without a label", flush=True)
+    print(
+        f"{use}: {kept:,} conversations; {dropped:,} dropped, too long or without a label",
+        flush=True,
+    )
     return columns
 
 
 def render(processor: Any, messages: Any, answer: bool = False) -> str:
     """Return a conversation as text, with placeholders for pictures; ``answer`` adds the assistant's heading."""
-    return str(processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=answer))
+    return str(
+        processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=answer)
+    )
 
 
-def processed(processor: Any, texts: Sequence[str], images: Sequence[Sequence[Any]]) -> dict[str, Tensor]:
+def processed(
+    processor: Any, texts: Sequence[str], images: Sequence[Sequence[Any]]
+) -> dict[str, Tensor]:
     """Return the arguments of a forward pass that the processor makes from rendered texts, padded on the right."""
     start = getattr(processor.tokenizer, "bos_token", None)
     found = processor(
@@ -77,7 +103,9 @@ def opened(image: bytes) -> Image.Image:
     return Image.open(io.BytesIO(image)).convert("RGB")
 
 
-def _labels(processor: Any, messages: Any, text: str, images: list[Any], train_on: str) -> list[int]:
+def _labels(
+    processor: Any, messages: Any, text: str, images: list[Any], train_on: str
+) -> list[int]:
     """Return the labels of the assistant's turns, or all; a turn is the text added to the rendering before it."""
 
     def tokens(text: str, images: list[Any]) -> list[int]:
@@ -100,7 +128,9 @@ def _parts(messages: Sequence[Any]) -> list[Any]:
     """Return the texts and pictures of the turns, one after the other."""
     contents = (message["content"] for message in messages)
     return [
-        part for each in contents for part in (each if isinstance(each, list) else [{"type": "text", "text": each}])
+        part
+        for each in contents
+        for part in (each if isinstance(each, list) else [{"type": "text", "text": each}])
     ]
 
 
@@ -126,7 +156,9 @@ class PictureRows(Rows):
         super().__init__(data)
         self._processor = processor
 
-    def step(self, rows: list[int], size: int, counted: int | None = None) -> list[dict[str, Tensor]]:
+    def step(
+        self, rows: list[int], size: int, counted: int | None = None
+    ) -> list[dict[str, Tensor]]:
         """Return the microbatches of a step; see :meth:`Rows.step`."""
         number = len(rows) if counted is None else counted
         starts = range(0, len(rows), size)
@@ -165,25 +197,40 @@ def answers(model: Any, reader: Any, data: Dataset, number: int) -> list[str]:
     model.eval()
     for row in data.select(range(min(number, len(data)))):
         if "images" in row:
-            inputs = processed(reader, [row["prompt"]], [[opened(image) for image in row["images"]]])
+            inputs = processed(
+                reader, [row["prompt"]], [[opened(image) for image in row["images"]]]
+            )
         else:
             asked, _ = _asked_and_wanted(row)
             inputs = {"input_ids": asked[None], "attention_mask": torch.ones_like(asked)[None]}
         inputs = {name: value.to(model.device) for name, value in inputs.items()}
         end = getattr(reader, "tokenizer", reader).eos_token_id
-        said = model.generate(**inputs, max_new_tokens=_NEW_TOKENS, do_sample=False, pad_token_id=end)
+        said = model.generate(
+            **inputs, max_new_tokens=_NEW_TOKENS, do_sample=False, pad_token_id=end
+        )
         found.append(_text(reader, said[0][inputs["input_ids"].shape[1] :]))
     return found
 
 
-def samples(reader: Any, data: Dataset, before: Sequence[str], after: Sequence[str]) -> list[Sample]:
+def samples(
+    reader: Any, data: Dataset, before: Sequence[str], after: Sequence[str]
+) -> list[Sample]:
     """Return the model's answers with their prompts and the expected texts."""
     found = []
     for row, *said in zip(data.select(range(len(before))), before, after, strict=True):
         if "images" in row:
-            found.append(Sample(row["images"][0] if row["images"] else b"", row["question"], row["answer"], *said))
+            found.append(
+                Sample(
+                    row["images"][0] if row["images"] else b"",
+                    row["question"],
+                    row["answer"],
+                    *said,
+                )
+            )
         else:
-            found.append(Sample(b"", *(_text(reader, part) for part in _asked_and_wanted(row)), *said))
+            found.append(
+                Sample(b"", *(_text(reader, part) for part in _asked_and_wanted(row)), *said)
+            )
     return found
 
 

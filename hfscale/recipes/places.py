@@ -12,7 +12,9 @@ def check_places(recipe: Recipe) -> None:
     """Refuse a base that is not a checkpoint, and a base, adapter or earlier run that this run would overwrite."""
     if isinstance(recipe, FinetuneRecipe):
         _check_base(recipe)
-    if not (isinstance(recipe, FinetuneRecipe) and recipe.teacher.write):  # which writes nothing to this run
+    if not (
+        isinstance(recipe, FinetuneRecipe) and recipe.teacher.write
+    ):  # which writes nothing to this run
         _check_earlier_run(recipe)
     if recipe.tracking:
         from .run_log import check_trackers  # imports transformers
@@ -24,14 +26,19 @@ def _check_base(recipe: FinetuneRecipe) -> None:
     base = Path(recipe.base)
     finish_move(base)
     if base.is_dir() and not (base / "config.json").is_file():
-        raise RecipeError(f"base={recipe.base!r} is a directory without config.json: give that of a checkpoint")
+        raise RecipeError(
+            f"base={recipe.base!r} is a directory without config.json: give that of a checkpoint"
+        )
     # A Hub id has at most one slash.
     if not base.is_dir() and (recipe.base.count("/") > 1 or recipe.base.startswith(("/", "."))):
         raise RecipeError(
             f"base={recipe.base!r} is not there: pretrain first (hfscale train demo_pretrain makes the demo's), or "
             "give the directory of a checkpoint or the id of a model on the Hub"
         )
-    starts = {"base": (recipe.base, "checkpoint"), "adapter.path": (recipe.adapter.get("path"), "adapter")}
+    starts = {
+        "base": (recipe.base, "checkpoint"),
+        "adapter.path": (recipe.adapter.get("path"), "adapter"),
+    }
     for key, (path, written) in starts.items():
         if path is not None and Path(path).resolve() == (recipe.directory / written).resolve():
             raise RecipeError(
@@ -45,7 +52,8 @@ def _check_earlier_run(recipe: Recipe) -> None:
     directory = recipe.directory
     if recipe.saved_state is not None:
         path = directory / "recipe.yaml"
-        now, then = _decisive(recipe), _decisive(load_recipe(type(recipe), path))
+        now = _decisive(recipe)
+        then = _decisive(load_recipe(type(recipe), path))
         for key in sorted({*now, *then}):
             if now.get(key) != then.get(key):
                 raise RecipeError(
@@ -63,7 +71,9 @@ def _check_earlier_run(recipe: Recipe) -> None:
 
         training = recipe.training
         saves = training.save_every is not None or training.memory_every is not None
-        if (saves or restarted()) and found == ["metrics.jsonl"]:  # of this job, which came to no save
+        if (saves or restarted()) and found == [
+            "metrics.jsonl"
+        ]:  # of this job, which came to no save
             return
         raise RecipeError(
             f"training.resume=true, and {directory} has {', '.join(found)} but no saved state to resume from "
@@ -78,7 +88,9 @@ def _check_earlier_run(recipe: Recipe) -> None:
 def _decisive(recipe: Recipe) -> dict[str, object]:
     """Return the recipe's keys and values that decide what is computed."""
     free = {"name", "replace", "parallel", "fallbacks", "save_check"}
-    free |= {f"training.{name}" for name in ("log_every", "evaluate_every", "save_every", "memory_every")}
+    free |= {
+        f"training.{name}" for name in ("log_every", "evaluate_every", "save_every", "memory_every")
+    }
     free |= {"training.resume", "training.restarts", "training.watchdog"}
     flat: dict[str, object] = {}
     for key, value in asdict(recipe).items():

@@ -19,12 +19,16 @@ from .schema import FinetuneRecipe, PretrainRecipe, Recipe, RecipeError
 AnyRecipe = TypeVar("AnyRecipe", bound=Recipe)
 
 
-def read_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> PretrainRecipe | FinetuneRecipe:
+def read_recipe(
+    recipe: str | Path, overrides: Sequence[str] = ()
+) -> PretrainRecipe | FinetuneRecipe:
     """Return the recipe at a path, or of a shipped name, with overrides ``key=value``; one with a base fine-tunes."""
     path = locate(recipe)
     given = {*_content(path), *(text.partition("=")[0].partition(".")[0] for text in overrides)}
     if "base" in given and "model" in given:
-        raise RecipeError(f"{path} has base and model: leave out model to fine-tune, or base to pretrain")
+        raise RecipeError(
+            f"{path} has base and model: leave out model to fine-tune, or base to pretrain"
+        )
     if "base" in given:
         return load_recipe(FinetuneRecipe, path, overrides)
     if "model" in given:
@@ -34,22 +38,32 @@ def read_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> PretrainRe
     )
 
 
-def load_recipe(schema: type[AnyRecipe], path: str | Path, overrides: Sequence[str] = ()) -> AnyRecipe:
+def load_recipe(
+    schema: type[AnyRecipe], path: str | Path, overrides: Sequence[str] = ()
+) -> AnyRecipe:
     """Load the recipe at a path or of a shipped name, with ``overrides`` (``"training.steps=20"``) applied."""
     path = locate(path)
     without_value = [text for text in overrides if "=" not in text]
     if without_value:
-        raise RecipeError(f"{without_value[0]!r} is not an override: write key=value, such as training.steps=20")
+        raise RecipeError(
+            f"{without_value[0]!r} is not an override: write key=value, such as training.steps=20"
+        )
     content = _content(path)
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(schema), content, OmegaConf.from_cli(list(overrides)))
+        merged = OmegaConf.merge(
+            OmegaConf.structured(schema), content, OmegaConf.from_cli(list(overrides))
+        )
         recipe: AnyRecipe = OmegaConf.to_object(merged)  # type: ignore[assignment]
     except MissingMandatoryValue as error:
-        raise RecipeError(f"{path} leaves out {error.full_key}, which has no default: add it") from error
+        raise RecipeError(
+            f"{path} leaves out {error.full_key}, which has no default: add it"
+        ) from error
     except OmegaConfBaseException as error:
         raise RecipeError(_explain(schema, str(path), error)) from error
     except (yaml.YAMLError, ValueError) as error:
-        raise RecipeError(f"{path} with {' '.join(overrides)} cannot be read as a recipe: {error}") from error
+        raise RecipeError(
+            f"{path} with {' '.join(overrides)} cannot be read as a recipe: {error}"
+        ) from error
     check_values(recipe)
     return recipe
 
@@ -79,7 +93,9 @@ def locate(recipe: str | Path) -> Path:
 
 
 def _summary(path: Path) -> str:
-    lines = takewhile(lambda line: line.startswith("#"), path.read_text(encoding="utf-8").splitlines())
+    lines = takewhile(
+        lambda line: line.startswith("#"), path.read_text(encoding="utf-8").splitlines()
+    )
     text = " ".join(line.removeprefix("#").strip() for line in lines)
     return re.split(r"[.:;](?:\s|$)", text, maxsplit=1)[0]
 
@@ -90,7 +106,9 @@ def _content(path: Path) -> DictConfig:
     except (yaml.YAMLError, ValueError, OSError) as error:
         raise RecipeError(f"{path} cannot be read as a recipe: {error}") from error
     if not isinstance(content, DictConfig):
-        raise RecipeError(f"{path} cannot be read as a recipe: it has no keys; write name: ..., and so on")
+        raise RecipeError(
+            f"{path} cannot be read as a recipe: it has no keys; write name: ..., and so on"
+        )
     return content
 
 

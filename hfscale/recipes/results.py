@@ -43,13 +43,16 @@ class Made:
 
 def make_card(config: Any, recipe: Recipe, made: Made, **told: Any) -> ModelCard:
     """Return the card: the model, its data, how it was trained, and the measurements, of which ``told`` are some."""
-    task, base = task_of(recipe.data), Path(recipe.base) if isinstance(recipe, FinetuneRecipe) else None
+    task = task_of(recipe.data)
+    base = Path(recipe.base) if isinstance(recipe, FinetuneRecipe) else None
     if base is not None and base.is_absolute():  # without this machine's directories
         base = Path(*base.parts[-2:])
     with torch.device("meta"):
         parameters = int(task.auto_class.from_config(config).num_parameters())
     trained, evaluated = read_metrics(recipe.metrics)
-    packages = {each.__name__: each.__version__ for each in (torch, transformers, accelerate, hfscale)}
+    packages = {
+        each.__name__: each.__version__ for each in (torch, transformers, accelerate, hfscale)
+    }
     text = _ENVIRONMENT.get_template("card.md").render(
         metadata=_metadata(config, recipe, made).to_yaml(),
         config=config, recipe=recipe, data=recipe.data, training=recipe.training, task=task,
@@ -79,7 +82,8 @@ def _metadata(config: Any, recipe: Recipe, made: Made) -> ModelCardData:
     tags = ["hfscale", config.model_type, "fine-tuned" if tuned else "pretrained"]
     if tuned and made.coverage:
         tags += sorted({"adapter", tuned.adapter.get("method", "adapter")})
-    data, task = recipe.data, task_of(recipe.data)
+    data = recipe.data
+    task = task_of(recipe.data)
     result = EvalResult(
         task_type=task.tag,
         dataset_type="text",
@@ -112,8 +116,13 @@ def _code(text: str) -> str:
 
 _ENVIRONMENT = environment()
 _ENVIRONMENT.globals |= {"listed": _listed, "vars": vars, "gib": lambda size: size / GIB}
-_ENVIRONMENT.filters["right"] = lambda shown, when: sum(getattr(each, when) == each.wanted for each in shown)
-_ENVIRONMENT.filters |= {"code": _code, "plain": lambda text: text.replace("|", "/").replace("\n", " ")}
+_ENVIRONMENT.filters["right"] = lambda shown, when: sum(
+    getattr(each, when) == each.wanted for each in shown
+)
+_ENVIRONMENT.filters |= {
+    "code": _code,
+    "plain": lambda text: text.replace("|", "/").replace("\n", " "),
+}
 
 
 def finish(
@@ -129,16 +138,26 @@ def finish(
     """Write the weights, tokenizer, card, ``loss.png`` and ``recipe.yaml``; for a mixture, ``experts.png``; collective.
     The card shows the ``expected`` memory beside the measured one, and the answers ``shown``.
     """
-    directory, adapted = recipe.directory, recipe if isinstance(recipe, FinetuneRecipe) and recipe.adapter else None
+    directory, adapted = (
+        recipe.directory,
+        recipe if isinstance(recipe, FinetuneRecipe) and recipe.adapter else None,
+    )
     coverage = hfscale.coverage_report(trainer.trained) if adapted else ""
-    made = [Made("adapter" if adapted else "full", outcome.validation_loss, outcome.accuracy, coverage)]
+    made = [
+        Made("adapter" if adapted else "full", outcome.validation_loss, outcome.accuracy, coverage)
+    ]
     model = write_weights(trainer.trained, recipe)
     if adapted and adapted.merge:
         loss, accuracy = trainer.measured(model)
         trainer.log({"merged_validation_loss": loss})
         made.append(replace(made[0], kind="merged", validation_loss=loss, accuracy=accuracy))
 
-    told = {"layout": layout, "outcome": outcome, "train_sequences": train_sequences, "expected": expected}
+    told = {
+        "layout": layout,
+        "outcome": outcome,
+        "train_sequences": train_sequences,
+        "expected": expected,
+    }
 
     def describe() -> None:
         OmegaConf.save(OmegaConf.structured(recipe), directory / "recipe.yaml")
@@ -179,7 +198,13 @@ def write_weights(model: Any, recipe: Recipe) -> Any:
     return model
 
 
-def _summary(recipe: Recipe, layout: hfscale.ParallelConfig, outcome: Outcome, made: list[Made], expected: Any) -> str:
+def _summary(
+    recipe: Recipe,
+    layout: hfscale.ParallelConfig,
+    outcome: Outcome,
+    made: list[Made],
+    expected: Any,
+) -> str:
     task = task_of(recipe.data)
     lines = [
         f"\n{recipe.name}: {layout.describe_schedule()}, {outcome.tokens_per_second:,.0f} tokens/s, peak memory "
@@ -188,7 +213,11 @@ def _summary(recipe: Recipe, layout: hfscale.ParallelConfig, outcome: Outcome, m
         f"{outcome.baseline:.4f} (nats per {task.each})",
     ]
     lines += [f"  accuracy {outcome.accuracy:.1%}"] if outcome.accuracy is not None else []
-    lines += [f"  merged: validation loss {part.validation_loss:.4f}" for part in made if part.kind == "merged"]
+    lines += [
+        f"  merged: validation loss {part.validation_loss:.4f}"
+        for part in made
+        if part.kind == "merged"
+    ]
     lines += [f"  {beside(expected, outcome)}"] if expected is not None else []
     written: list[Path] = [*(recipe.directory / part.directory for part in made), recipe.metrics]
     return "\n".join([*lines, f"  {', '.join(map(str, written))}, {recipe.directory / 'loss.png'}"])

@@ -30,7 +30,8 @@ class Rows:
     texts = 1  # rows of a batch that one row of the data becomes
 
     def __init__(self, data: Dataset, padding: int = 0) -> None:
-        self._data, self._padding = data, padding
+        self._data = data
+        self._padding = padding
         is_packed = "position_ids" in data.column_names
         # A router cannot tell the padding of packed rows, which have no mask: there must be as much in every layout.
         self._length = int(self.tokens.max()) if is_packed else 0
@@ -41,23 +42,38 @@ class Rows:
     @cached_property
     def tokens(self) -> np.ndarray:
         """Return how many tokens each row has, padding left out."""
-        names = [name for name in ("input_ids", "chosen", "rejected") if name in self._data.column_names] or ["labels"]
+        names = [
+            name for name in ("input_ids", "chosen", "rejected") if name in self._data.column_names
+        ] or ["labels"]
         table = self._data.select_columns(names).with_format("arrow")[:]
         return sum(pyarrow.compute.list_value_length(table[name]).to_numpy() for name in names)  # type: ignore[return-value]
 
     def costs(self, pair: float) -> np.ndarray:
         """Return what each row costs if a token costs 1, and ``pair`` each pair of tokens of a text."""
         pairs = self.tokens.astype(float) ** 2
-        if "position_ids" in self._data.column_names:  # n^2 is the sum of 2 p + 1 over positions p below n
-            pairs = np.array([(2 * row + 1).sum() for row in self._data.with_format("numpy")["position_ids"]])
+        if (
+            "position_ids" in self._data.column_names
+        ):  # n^2 is the sum of 2 p + 1 over positions p below n
+            pairs = np.array(
+                [(2 * row + 1).sum() for row in self._data.with_format("numpy")["position_ids"]]
+            )
         return self.tokens + pair * pairs
 
     @cached_property
     def labels(self) -> np.ndarray:
         """Return how many labels of each row count: one for a text scored whole, else all but the first token's."""
         if "labels" in self._data.column_names:
-            return np.array([int((row[1:] != IGNORED).sum()) for row in self._data.with_format("numpy")["labels"]])
-        return self.tokens - 1 if self._data.column_names == ["input_ids"] else np.ones(len(self), dtype=np.int64)
+            return np.array(
+                [
+                    int((row[1:] != IGNORED).sum())
+                    for row in self._data.with_format("numpy")["labels"]
+                ]
+            )
+        return (
+            self.tokens - 1
+            if self._data.column_names == ["input_ids"]
+            else np.ones(len(self), dtype=np.int64)
+        )
 
     def batch(self, rows: list[int]) -> dict[str, Tensor]:
         """Return the arguments of one forward pass, rows padded on the right; transformers shifts the labels."""
@@ -70,9 +86,12 @@ class Rows:
         batch.setdefault("labels", batch["input_ids"].clone())
         return batch
 
-    def step(self, rows: list[int], size: int, counted: int | None = None) -> list[dict[str, Tensor]]:
+    def step(
+        self, rows: list[int], size: int, counted: int | None = None
+    ) -> list[dict[str, Tensor]]:
         """Return a step's microbatches of ``size`` rows; the first ``counted``, by default all, count in the loss."""
-        batch, first = self.batch(rows), self.texts * (len(rows) if counted is None else counted)
+        batch = self.batch(rows)
+        first = self.texts * (len(rows) if counted is None else counted)
         if "counted" in batch:
             batch["counted"][first:] = False
         else:
@@ -111,7 +130,11 @@ class PairRows(Rows):
     def batch(self, rows: list[int]) -> dict[str, Tensor]:
         """Return a batch of pairs; see :meth:`Rows.batch`."""
         columns: dict[str, Any] = self._data[rows]
-        texts = [text for pair in zip(columns["chosen"], columns["rejected"], strict=True) for text in pair]
+        texts = [
+            text
+            for pair in zip(columns["chosen"], columns["rejected"], strict=True)
+            for text in pair
+        ]
         return {**self._filled(texts), "counted": torch.ones(len(texts), dtype=torch.bool)}
 
 
@@ -127,7 +150,10 @@ class ClassRows(Rows):
 def divided(batch: dict[str, Tensor], size: int) -> list[dict[str, Tensor]]:
     """Split a step into microbatches of ``size`` rows, all of one length, since a pipeline may cut the step anew."""
     rows = len(batch["input_ids"])
-    return [{name: value[start : start + size] for name, value in batch.items()} for start in range(0, rows, size)]
+    return [
+        {name: value[start : start + size] for name, value in batch.items()}
+        for start in range(0, rows, size)
+    ]
 
 
 class Example(NamedTuple):
@@ -176,8 +202,12 @@ def packed_rows(examples: Sequence[Example], length: int) -> Columns:
     rows = first_fit([len(example.input_ids) for example in examples], length)
     return {
         "input_ids": [_joined([examples[index].input_ids for index in row]) for row in rows],
-        "labels": [_joined([[IGNORED, *examples[index].labels[1:]] for index in row]) for row in rows],
-        "position_ids": [_joined([range(len(examples[index].input_ids)) for index in row]) for row in rows],
+        "labels": [
+            _joined([[IGNORED, *examples[index].labels[1:]] for index in row]) for row in rows
+        ],
+        "position_ids": [
+            _joined([range(len(examples[index].input_ids)) for index in row]) for row in rows
+        ],
     }
 
 

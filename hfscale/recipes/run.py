@@ -58,7 +58,9 @@ def carry_out(recipe: AnyRecipe, limit: float | None = None) -> None:
         train_on_generations(model, tokenizer, recipe, layout, its)
         return
     vocabulary = 0 if isinstance(recipe, FinetuneRecipe) else recipe.model.vocab_size
-    tokenizer, data, validation, baseline = prepare(recipe.data, tokenizer, vocabulary, recipe.directory)
+    tokenizer, data, validation, baseline = prepare(
+        recipe.data, tokenizer, vocabulary, recipe.directory
+    )
     teacher: Any = None
     if isinstance(recipe, FinetuneRecipe) and recipe.teacher.stored:
         teacher = hfscale.Teacher.stored(recipe.teacher.stored, model, beta=recipe.teacher.beta)
@@ -75,20 +77,33 @@ def carry_out(recipe: AnyRecipe, limit: float | None = None) -> None:
 
 def write_teacher(recipe: FinetuneRecipe, layout: hfscale.ParallelConfig) -> None:
     """Store what the teacher knows of all rows, to train on and to validate on; call it on every rank."""
-    model, tokenizer = teacher_model(recipe, layout), reader_of(recipe)
+    model = teacher_model(recipe, layout)
+    tokenizer = reader_of(recipe)
     _, *data, _ = prepare(recipe.data, tokenizer, 0, Path(recipe.teacher.write))
-    _, size = per_rank(recipe.training.batch_size, layout.batch_world, recipe.training.microbatch_size)
-    batches, asked = RowBatches([rows_of(recipe, each, model, tokenizer) for each in data], size), recipe.teacher
-    hfscale.Teacher.write(model, batches, asked.write, top_k=asked.top_k, temperature=asked.temperature)
+    _, size = per_rank(
+        recipe.training.batch_size, layout.batch_world, recipe.training.microbatch_size
+    )
+    batches = RowBatches([rows_of(recipe, each, model, tokenizer) for each in data], size)
+    asked = recipe.teacher
+    hfscale.Teacher.write(
+        model, batches, asked.write, top_k=asked.top_k, temperature=asked.temperature
+    )
     if is_main():
-        print(f"{asked.write} has the {asked.top_k} most probable tokens of every position", flush=True)
+        print(
+            f"{asked.write} has the {asked.top_k} most probable tokens of every position",
+            flush=True,
+        )
 
 
 def teacher_model(recipe: FinetuneRecipe, layout: hfscale.ParallelConfig) -> Any:
     """Return the teacher's model, in a layout of its own, or the student's."""
     asked = recipe.teacher
     own = hfscale.ParallelConfig(**asked.parallel) if asked.parallel else layout
-    given: dict[str, Any] = {"parallel": own, "dtype": asked.dtype, "quantization_config": quantization_of(asked)}
+    given: dict[str, Any] = {
+        "parallel": own,
+        "dtype": asked.dtype,
+        "quantization_config": quantization_of(asked),
+    }
     try:
         return hfscale.from_pretrained(asked.base, **given).eval()
     except (OSError, ImportError) as error:
@@ -97,14 +112,18 @@ def teacher_model(recipe: FinetuneRecipe, layout: hfscale.ParallelConfig) -> Any
 
 def options_of(recipe: Recipe) -> dict[str, Any]:
     """Return the model options in a recipe, other than the layout."""
-    precision, weight = recipe.training.mixed_precision, recipe.training.mtp_loss_weight
+    precision = recipe.training.mixed_precision
+    weight = recipe.training.mtp_loss_weight
     return {"mixed_precision": precision, "mtp_loss_weight": weight, **recipe.sections(precision)}
 
 
 def load(recipe: AnyRecipe, layout: hfscale.ParallelConfig) -> tuple[Any, Any]:
     """Return the sharded model, of random weights or from a checkpoint, and its tokenizer or processor, if any."""
     built: dict[str, Any] = {"parallel": layout, "seed": recipe.seed, **options_of(recipe)}
-    built["use_liger_kernel"], built["compile"] = recipe.training.use_liger_kernel, recipe.training.compile
+    built["use_liger_kernel"], built["compile"] = (
+        recipe.training.use_liger_kernel,
+        recipe.training.compile,
+    )
     if isinstance(recipe, PretrainRecipe):
         return hfscale.from_config(config_of(recipe), **built), None
     if (quantization := quantization_of(recipe)) is not None:
@@ -136,13 +155,18 @@ def reader_of(recipe: FinetuneRecipe) -> Any:
 
 def config_of(recipe: PretrainRecipe) -> PreTrainedConfig:
     """Return the config of the model to start."""
-    family, fields = recipe.model.family, {**vars(recipe.model), **recipe.model.options}
+    family = recipe.model.family
+    fields = {**vars(recipe.model), **recipe.model.options}
     if family not in CONFIG_MAPPING:
-        raise RecipeError(f"model.family={family!r} is no model_type of transformers: use llama, qwen3_moe, ...")
+        raise RecipeError(
+            f"model.family={family!r} is no model_type of transformers: use llama, qwen3_moe, ..."
+        )
     known = AutoConfig.for_model(family)
     unknown = [name for name in recipe.model.options if not hasattr(known, name)]
     if unknown:
-        raise RecipeError(f"model.options: {family} has no {', '.join(unknown)}: use fields of {type(known).__name__}")
+        raise RecipeError(
+            f"model.options: {family} has no {', '.join(unknown)}: use fields of {type(known).__name__}"
+        )
     with made_or_explained("model of the recipe"):
         config = AutoConfig.for_model(
             family,
@@ -168,4 +192,8 @@ def quantization_of(recipe: FinetuneRecipe | TeacherRecipe) -> BitsAndBytesConfi
     """Return the base's quantization config; ``None`` where it is not quantized, or read as plain values."""
     if recipe.quantization == {AS_STORED: True}:
         return AS_STORED
-    return made_of("quantization", BitsAndBytesConfig, recipe.quantization, {}) if recipe.quantization else None
+    return (
+        made_of("quantization", BitsAndBytesConfig, recipe.quantization, {})
+        if recipe.quantization
+        else None
+    )

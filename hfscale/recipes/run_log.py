@@ -13,7 +13,10 @@ from matplotlib.figure import Figure
 from omegaconf import OmegaConf
 from torch.profiler import ProfilerActivity
 from transformers import TrainerCallback
-from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
+from transformers.integrations.integration_utils import (
+    INTEGRATION_TO_CALLBACK,
+    get_available_reporting_integrations,
+)
 
 import hfscale
 
@@ -42,13 +45,16 @@ class RunLog(TrainerCallback):
     """Write ``metrics.jsonl`` (and ``.csv``) on the main process; a run that does not resume removes what is there."""
 
     def __init__(self, recipe: Recipe, resumes: bool) -> None:
-        self.path, self.experts = recipe.metrics, recipe.expert_loads
+        self.path = recipe.metrics
+        self.experts = recipe.expert_loads
         self._csv = "csv" in recipe.tracking
         os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(recipe.directory / "tracking"))
         if is_main() and not resumes:
             recipe.directory.mkdir(parents=True, exist_ok=True)
             self.path.write_text("")
-            shutil.rmtree(recipe.directory / "state", ignore_errors=True)  # and what is in memory is of another run
+            shutil.rmtree(
+                recipe.directory / "state", ignore_errors=True
+            )  # and what is in memory is of another run
             self.experts.unlink(missing_ok=True)
             OmegaConf.save(OmegaConf.structured(recipe), recipe.directory / "recipe.yaml")
 
@@ -58,7 +64,9 @@ class RunLog(TrainerCallback):
             return
         for path in filter(Path.is_file, (self.path, self.experts)):
             lines = path.read_text().splitlines(keepends=True)
-            path.write_text("".join(line for line in lines if json.loads(line)["step"] <= state.global_step))
+            path.write_text(
+                "".join(line for line in lines if json.loads(line)["step"] <= state.global_step)
+            )
 
     def on_log(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Append a line of metrics."""
@@ -87,10 +95,17 @@ class Profile(TrainerCallback):
 
     def __init__(self, recipe: Recipe) -> None:
         steps = steps_to_profile(recipe.profile, recipe.training.steps)
-        kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if accelerators().is_available() else [])]
-        plan = torch.profiler.schedule(wait=STEPS_BEFORE_PROFILE - 1, warmup=1, active=steps, repeat=1)
+        kinds = [
+            ProfilerActivity.CPU,
+            *([ProfilerActivity.CUDA] if accelerators().is_available() else []),
+        ]
+        plan = torch.profiler.schedule(
+            wait=STEPS_BEFORE_PROFILE - 1, warmup=1, active=steps, repeat=1
+        )
         self._target = recipe.directory / "profile" / f"rank-{rank()}.json"
-        self._profiler: Any = torch.profiler.profile(activities=kinds, schedule=plan, on_trace_ready=self._write)
+        self._profiler: Any = torch.profiler.profile(
+            activities=kinds, schedule=plan, on_trace_ready=self._write
+        )
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Start the profiler."""
@@ -111,12 +126,17 @@ class Profile(TrainerCallback):
 
 def check_trackers(names: Sequence[str]) -> None:
     """Refuse unknown or missing trackers before anything is loaded."""
-    known, there = sorted([*INTEGRATION_TO_CALLBACK, "csv"]), [*get_available_reporting_integrations(), "csv"]
+    known = sorted([*INTEGRATION_TO_CALLBACK, "csv"])
+    there = [*get_available_reporting_integrations(), "csv"]
     for name in names:
         if name not in known:
-            raise RecipeError(f"tracking names {name!r}, which transformers does not report to: use {', '.join(known)}")
+            raise RecipeError(
+                f"tracking names {name!r}, which transformers does not report to: use {', '.join(known)}"
+            )
         if name not in there:
-            raise RecipeError(f"tracking={name} needs a package that is not installed: pip install {name}")
+            raise RecipeError(
+                f"tracking={name} needs a package that is not installed: pip install {name}"
+            )
 
 
 def read_metrics(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -125,18 +145,30 @@ def read_metrics(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]
     return [r for r in records if "loss" in r], [r for r in records if "validation_loss" in r]
 
 
-def plot_losses(metrics: Path, target: Path, title: str, name: str = "loss", task: Task | None = None) -> None:
+def plot_losses(
+    metrics: Path, target: Path, title: str, name: str = "loss", task: Task | None = None
+) -> None:
     """Plot a number of training over the steps; of a ``task`` also validation loss and, as a line, baseline."""
     training, evaluation = read_metrics(metrics)
     figure = Figure(figsize=(7.5, 4.5), layout="constrained")
     axes = figure.subplots()
-    axes.plot([r["step"] for r in training], [r[name] for r in training], color="#9ab8dc", lw=1.8, label="train")
+    axes.plot(
+        [r["step"] for r in training],
+        [r[name] for r in training],
+        color="#9ab8dc",
+        lw=1.8,
+        label="train",
+    )
     axes.set(title=title, xlabel="optimizer step", ylabel=name)
     if task is not None:
-        steps, losses = [r["step"] for r in evaluation], [r["validation_loss"] for r in evaluation]
-        baseline, label = evaluation[-1][task.baseline_key], f"validation (ends at {losses[-1]:.2f})"
+        steps = [r["step"] for r in evaluation]
+        losses = [r["validation_loss"] for r in evaluation]
+        baseline = evaluation[-1][task.baseline_key]
+        label = f"validation (ends at {losses[-1]:.2f})"
         axes.plot(steps, losses, color="#1f4e8c", lw=1.8, marker="o", ms=4, label=label)
-        axes.axhline(baseline, color="#c2571a", ls="--", lw=1.4, label=f"{task.baseline} ({baseline:.2f})")
+        axes.axhline(
+            baseline, color="#c2571a", ls="--", lw=1.4, label=f"{task.baseline} ({baseline:.2f})"
+        )
         axes.set(ylabel=f"loss (nats per {task.each})", xlim=(0, steps[-1]))
         axes.legend(frameon=False)
     axes.grid(alpha=0.25)

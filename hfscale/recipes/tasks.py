@@ -29,10 +29,16 @@ class Task:
     tag: str = "text-generation"  # the Hub's, ``pipeline_tag``
     each: str = "token"  # what losses are means over
     baseline: str = "unigram entropy"  # what the validation loss is put beside
-    knows: str = "the best that knowing only how frequent each token is can do"  # who does as well as that
-    reader: Any = AutoTokenizer  # the class of transformers that reads what it is given; or ``AutoProcessor``
+    knows: str = (
+        "the best that knowing only how frequent each token is can do"  # who does as well as that
+    )
+    reader: Any = (
+        AutoTokenizer  # the class of transformers that reads what it is given; or ``AutoProcessor``
+    )
     rows: int = 1  # of a batch, that one row of the data becomes
-    loss: LossOfOutputs | None = None  # of what the model returns; ``None`` where that is the model's own
+    loss: LossOfOutputs | None = (
+        None  # of what the model returns; ``None`` where that is the model's own
+    )
     right: Callable[[Any, Mapping[str, Any]], Tensor] | None = None  # how much is right, if counted
 
     @property
@@ -66,8 +72,11 @@ def preferred(outputs: Any, batch: Mapping[str, Any]) -> Tensor:
 
 def classification(outputs: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """Compute the cross entropy of the classes."""
-    logits, labels = outputs.logits.float(), batch["labels"].to(outputs.logits.device)
-    return cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum"), (labels != IGNORED).sum()
+    logits = outputs.logits.float()
+    labels = batch["labels"].to(outputs.logits.device)
+    return cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum"), (
+        labels != IGNORED
+    ).sum()
 
 
 def classified(outputs: Any, batch: Mapping[str, Any]) -> Tensor:
@@ -76,7 +85,9 @@ def classified(outputs: Any, batch: Mapping[str, Any]) -> Tensor:
 
 
 TEXT = Task(AutoModelForCausalLM)
-_SCORED = partial(Task, AutoModelForSequenceClassification, adapter="SEQ_CLS", tag="text-classification")
+_SCORED = partial(
+    Task, AutoModelForSequenceClassification, adapter="SEQ_CLS", tag="text-classification"
+)
 PAIRS = _SCORED(
     each="pair",
     baseline="loss of a coin",

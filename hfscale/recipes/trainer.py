@@ -57,10 +57,18 @@ class RecipeTrainer(hfscale.Trainer):
         baseline: float,
         teacher: Any = None,
     ) -> None:
-        training, batch_world = recipe.training, hfscale.batch_world(model)
-        self._recipe, self._task, self._baseline, self._teacher = recipe, task_of(recipe.data), baseline, teacher
+        training = recipe.training
+        batch_world = hfscale.batch_world(model)
+        self._recipe, self._task, self._baseline, self._teacher = (
+            recipe,
+            task_of(recipe.data),
+            baseline,
+            teacher,
+        )
         self._microbatches, self._size = microbatches_of_step(recipe, batch_world)
-        rows, self._rows_to_validate = (rows_of(recipe, each, model, tokenizer) for each in (data, validation))
+        rows, self._rows_to_validate = (
+            rows_of(recipe, each, model, tokenizer) for each in (data, validation)
+        )
         self._tokens = torch.from_numpy(rows.tokens.copy())
         self._order = order_of(training.steps, training.batch_size, len(rows), recipe.seed)
         if training.balanced_batches:
@@ -75,7 +83,9 @@ class RecipeTrainer(hfscale.Trainer):
         arguments = arguments_of(recipe, model, self._microbatches, self._size)
         super().__init__(
             model,
-            TrainingArguments(**arguments, train_sampling_strategy="sequential"),  # rows come in the recipe's order
+            TrainingArguments(
+                **arguments, train_sampling_strategy="sequential"
+            ),  # rows come in the recipe's order
             train_dataset=dealt(self._order, batch_world, self._microbatches, self._size),
             eval_dataset=validation,
             data_collator=lambda numbers: rows.step(numbers, len(numbers))[0],
@@ -87,8 +97,11 @@ class RecipeTrainer(hfscale.Trainer):
         """Train from the beginning or from a saved state; call it on every rank."""
         self.args.eval_on_start = not self._resumes
         train_to_the_end(self, self._recipe, self._resumes)
-        training, evaluation = ([r for r in self.state.log_history if k in r] for k in ("loss", "validation_loss"))
-        last, found = training[-1], evaluation[-1]
+        training, evaluation = (
+            [r for r in self.state.log_history if k in r] for k in ("loss", "validation_loss")
+        )
+        last = training[-1]
+        found = evaluation[-1]
         return Outcome(
             last["loss"],
             evaluation[0]["validation_loss"],
@@ -106,9 +119,14 @@ class RecipeTrainer(hfscale.Trainer):
         self._waiting_batches.append(inputs)
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
-        batches, self._waiting_batches = self._waiting_batches, []
+        batches = self._waiting_batches
+        self._waiting_batches = []
         model.train()
-        return hfscale.train_step(model, batches, self._task.loss, teacher=self._teacher).float().to(self.args.device)
+        return (
+            hfscale.train_step(model, batches, self._task.loss, teacher=self._teacher)
+            .float()
+            .to(self.args.device)
+        )
 
     def measured(self, model: Any) -> tuple[float, float | None]:
         """Measure a model on the validation rows, in steps like those of training: see :func:`measure`."""
@@ -121,7 +139,9 @@ class RecipeTrainer(hfscale.Trainer):
         if accuracy is not None:
             metrics["validation_accuracy"] = accuracy
         self.log(dict(metrics))
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        self.control = self.callback_handler.on_evaluate(
+            self.args, self.state, self.control, metrics
+        )
         return metrics
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
@@ -130,7 +150,10 @@ class RecipeTrainer(hfscale.Trainer):
 
     def _measured(self, logs: dict[str, float]) -> dict[str, float]:
         self._clock.count()
-        before = next((r for r in reversed(self.state.log_history) if "loss" in r), {"tokens": 0, "seconds": 0.0})
+        before = next(
+            (r for r in reversed(self.state.log_history) if "loss" in r),
+            {"tokens": 0, "seconds": 0.0},
+        )
         tokens = int(self._tokens[self._order[: self.state.global_step]].sum())
         seconds = self._clock.seconds
         speed = (tokens - before["tokens"]) / max(seconds - before["seconds"], 1e-9)
@@ -138,7 +161,9 @@ class RecipeTrainer(hfscale.Trainer):
         if self._recipe.routing:
             load = hfscale.expert_load(self.trained)
             routed = load.metrics()
-            hfscale.ExpertLoadHistory(self._recipe.expert_loads).record(self.state.global_step, load)
+            hfscale.ExpertLoadHistory(self._recipe.expert_loads).record(
+                self.state.global_step, load
+            )
         return {
             "loss": logs["loss"],
             "lr": logs["learning_rate"],
@@ -170,7 +195,12 @@ def callbacks_of(recipe: Recipe, resumes: bool) -> list[TrainerCallback]:
     """Return the callbacks that check and record a run."""
     every = recipe.training.memory_every
     memory = [MemoryUntilWritten(every)] if every else []
-    return [*memory, Watch(recipe), RunLog(recipe, resumes), *([Profile(recipe)] if recipe.profile else [])]
+    return [
+        *memory,
+        Watch(recipe),
+        RunLog(recipe, resumes),
+        *([Profile(recipe)] if recipe.profile else []),
+    ]
 
 
 def optimizer_of(recipe: Recipe, model: Any) -> Any:
@@ -188,7 +218,8 @@ def optimizer_of(recipe: Recipe, model: Any) -> Any:
 
 def arguments_of(recipe: Recipe, model: Any, microbatches: int, size: int) -> dict[str, Any]:
     """Return the fields of a recipe's ``TrainingArguments``."""
-    training, precision = recipe.training, runtime_of(model).options.around_products
+    training = recipe.training
+    precision = runtime_of(model).options.around_products
     return {
         "output_dir": str(recipe.directory / "state"),
         "run_name": recipe.name,
@@ -226,11 +257,14 @@ class Clock(TrainerCallback):
     def count(self) -> None:
         """Update :attr:`seconds`."""
         now = time.perf_counter()
-        self.seconds, self._since = self.seconds + now - self._since, now
+        self.seconds = self.seconds + now - self._since
+        self._since = now
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Continue from the last line of a resumed run."""
-        self.seconds = max((record.get("seconds", 0.0) for record in state.log_history), default=0.0)
+        self.seconds = max(
+            (record.get("seconds", 0.0) for record in state.log_history), default=0.0
+        )
         self._since = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -248,9 +282,12 @@ class Watch(TrainerCallback):
     """Run the recipe's checks during training: watchdog, preemption, and a trial save."""
 
     def __init__(self, recipe: Recipe) -> None:
-        self._recipe, self._check = recipe, recipe.save_check
+        self._recipe = recipe
+        self._check = recipe.save_check
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, model: Any = None, **_: Any
+    ) -> None:
         """Start listening for signals, and the watchdog."""
         training = self._recipe.training
         if training.save_every:
@@ -259,7 +296,13 @@ class Watch(TrainerCallback):
             hfscale.watchdog(model, patience=training.watchdog, end=True)
 
     def on_step_end(
-        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **_: Any
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        model: Any = None,
+        optimizer: Any = None,
+        **_: Any,
     ) -> None:
         """Try a save after the first step; save and stop when processes are told to; end with a log line."""
         if self._check:
@@ -284,13 +327,16 @@ def rows_of(recipe: Recipe, data: Dataset, model: Any, tokenizer: Any) -> Rows:
     return Rows(data) if kind is None else kind(data, model.config.pad_token_id)
 
 
-def measure(model: Any, task: Task, data: Rows, microbatches: int, size: int) -> tuple[float, float | None]:
+def measure(
+    model: Any, task: Task, data: Rows, microbatches: int, size: int
+) -> tuple[float, float | None]:
     """Return the mean loss over all labels of ``data``, equal in every layout, and the fraction that the model gets
     right, if the task counts it. Call it on every rank. A step has as many microbatches of ``size`` sequences as one of
     training, so that a pipeline that runs the one runs the other.
     """
     model.eval()
-    loss, right = torch.zeros((), dtype=torch.float64), 0
+    loss = torch.zeros((), dtype=torch.float64)
+    right = 0
     for rows, counted, everywhere in evaluation_steps(
         len(data), hfscale.batch_rank(model), hfscale.batch_world(model), microbatches * size
     ):
@@ -309,7 +355,9 @@ def measure(model: Any, task: Task, data: Rows, microbatches: int, size: int) ->
     return float(loss) / labels, sum(gathered(right)) / copies / labels
 
 
-def utilization(config: Any, recipe: Recipe, devices: int, tokens_per_second: float) -> dict[str, float]:
+def utilization(
+    config: Any, recipe: Recipe, devices: int, tokens_per_second: float
+) -> dict[str, float]:
     """Return ``mfu``, a fraction of the devices' peak, if that is known."""
     adapted = isinstance(recipe, FinetuneRecipe) and bool(recipe.adapter)
     told = recipe.training.peak_tflops

@@ -37,12 +37,22 @@ class _Counting(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
-            name = schema_of(func).name.removeprefix("c10d::").strip("_").removesuffix("_base").strip("_")
+            name = (
+                schema_of(func)
+                .name.removeprefix("c10d::")
+                .strip("_")
+                .removesuffix("_base")
+                .strip("_")
+            )
             # allgather(outputs, inputs) and reduce_scatter(outputs, inputs): the input is the second argument
-            source = args[1] if name.startswith(("allgather", "reduce_scatter", "alltoall")) else args[0]
+            source = (
+                args[1] if name.startswith(("allgather", "reduce_scatter", "alltoall")) else args[0]
+            )
             tensors = [leaf for leaf in tree_leaves(source) if isinstance(leaf, Tensor)]
             self.traffic.calls[name] += 1
-            self.traffic.payload[name] += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+            self.traffic.payload[name] += sum(
+                tensor.numel() * tensor.element_size() for tensor in tensors
+            )
         return func(*args, **(kwargs or {}))
 
 

@@ -4,7 +4,9 @@ import torch
 from torch import Tensor
 
 
-def difference(found: Tensor, expected: Tensor, scale: Tensor | None = None, floor: float = 1e-30) -> float:
+def difference(
+    found: Tensor, expected: Tensor, scale: Tensor | None = None, floor: float = 1e-30
+) -> float:
     """Return the largest difference, relative to the largest entry of ``scale``, or to ``floor`` if that is larger."""
     assert found.shape == expected.shape, f"{tuple(found.shape)} instead of {tuple(expected.shape)}"
     if found.numel() == 0:
@@ -14,7 +16,9 @@ def difference(found: Tensor, expected: Tensor, scale: Tensor | None = None, flo
     return float("inf") if not torch.isfinite(largest) else float(largest)
 
 
-def gradient_difference(found: Tensor, expected: Tensor, whole: Tensor, largest: float, loss: float) -> float:
+def gradient_difference(
+    found: Tensor, expected: Tensor, whole: Tensor, largest: float, loss: float
+) -> float:
     """Return :func:`difference` of a gradient's shard in float64, treating rounding noise around zero as equal.
 
     Some gradients are zero in exact arithmetic, and rounding in any order of a sum: softmax is invariant to a bias of

@@ -52,7 +52,11 @@ def ragged_batch(
     if rows > 1:
         mask[1, -3:] = 0
         labels[1, -3:] = -100
-    return {"input_ids": ids, "attention_mask": mask, "labels": labels.fill_(-100) if masked else labels}
+    return {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "labels": labels.fill_(-100) if masked else labels,
+    }
 
 
 @dataclass
@@ -63,13 +67,19 @@ class Case:
     steps: int = 2  # optimizer steps
     accumulation: int = 2  # microbatches per step and distinct batch
     max_norm: float | None = 0.5  # gradients are clipped to this norm; ``None`` leaves them
-    learning_rate: float = 0.5  # of plain SGD, so that an error in a gradient is not hidden by a normalizing optimizer
+    learning_rate: float = (
+        0.5  # of plain SGD, so that an error in a gradient is not hidden by a normalizing optimizer
+    )
     frozen: Sequence[str] = ()  # parameters whose name contains one of these strings do not train
     checkpointing: bool = False  # recompute activations
     lengths: Sequence[int] = (13, 8)  # sequence lengths, used in turn by microbatches
     rows: int = 2
-    build: str = "from_pretrained"  # how the layout gets its model: ``from_pretrained``, ``parallelize``
-    hf_kwargs: dict[str, Any] = field(default_factory=dict)  # arguments of both models' ``from_pretrained``
+    build: str = (
+        "from_pretrained"  # how the layout gets its model: ``from_pretrained``, ``parallelize``
+    )
+    hf_kwargs: dict[str, Any] = field(
+        default_factory=dict
+    )  # arguments of both models' ``from_pretrained``
     auto_class: Any = AutoModelForCausalLM  # the Auto class, or the stock class, of the model
     peft: Any = None  # a PEFT config; the reference is then stock PEFT around the stock model, with random factors
     # how the layout gets its adapters: ``from_pretrained``, or ``get_peft_model`` afterwards
@@ -77,7 +87,9 @@ class Case:
     memory: MemoryConfig | None = None  # recomputation and offloading in the layout
     # options of the layout that the reference does not have, as ``mixed_precision``
     asked: dict[str, Any] = field(default_factory=dict)
-    unlike: tuple[str, ...] = ()  # ends of names of stored tensors that are not compared: counters of each data rank
+    unlike: tuple[
+        str, ...
+    ] = ()  # ends of names of stored tensors that are not compared: counters of each data rank
 
     def batches(self, batch_world: int) -> list[list[list[Batch]]]:
         """Return ``[step][distinct batch][microbatch]``, with uneven labels: see :func:`ragged_batch`."""
@@ -86,11 +98,22 @@ class Case:
 
         def batch(step: int, rank: int, i: int) -> Batch:
             # one microbatch without any label; in the second step, all of one rank's
-            masked = (step == 0 and rank == 0 and i == 1) or (step == 1 and rank == batch_world - 1 > 0)
-            return ragged_batch(generator, vocabulary, self.rows, self.lengths[(rank + i) % len(self.lengths)], masked)
+            masked = (step == 0 and rank == 0 and i == 1) or (
+                step == 1 and rank == batch_world - 1 > 0
+            )
+            return ragged_batch(
+                generator,
+                vocabulary,
+                self.rows,
+                self.lengths[(rank + i) % len(self.lengths)],
+                masked,
+            )
 
         return [
-            [[batch(step, rank, i) for i in range(self.accumulation)] for rank in range(batch_world)]
+            [
+                [batch(step, rank, i) for i in range(self.accumulation)]
+                for rank in range(batch_world)
+            ]
             for step in range(self.steps)
         ]
 
@@ -100,7 +123,9 @@ class Case:
         counts = [self.count(microbatch["labels"]) for microbatch in microbatches]
         loss = torch.zeros((), dtype=torch.float64)
         for microbatch, count in zip(microbatches, counts, strict=True):
-            with torch.set_grad_enabled(count > 0):  # a model's own counters count without labels too
+            with torch.set_grad_enabled(
+                count > 0
+            ):  # a model's own counters count without labels too
                 mean = model(**microbatch).loss
             if count:
                 part = mean * count / sum(counts)
@@ -137,7 +162,9 @@ class Parity:
         return max(self.loss, self.gradient, self.norm, self.weight, self.saved, apart)
 
 
-def assert_layout_equal(case: Case, layout: ParallelConfig, pool: RankPool | None, tolerance: float = 1e-10) -> Parity:
+def assert_layout_equal(
+    case: Case, layout: ParallelConfig, pool: RankPool | None, tolerance: float = 1e-10
+) -> Parity:
     """Measure parity, and fail if anything differs by more than ``tolerance``."""
     parity = measure_parity(case, layout, pool)
     assert parity.worst() <= tolerance, f"{layout.describe()} differs from one process: {parity}"
@@ -152,14 +179,20 @@ def measure_parity(case: Case, layout: ParallelConfig, pool: RankPool | None) ->
         alone = pool.alone if pool is not None else lambda function, *args: function(*args)
         alone(_reference, case, layout.batch_world, directory)
         found = run(run_rank, _portable(case), layout, str(directory))
-        saved, final = stored(directory / "saved"), stored(directory / "end")
-        assert saved.keys() == final.keys(), f"stored names differ: {sorted(saved.keys() ^ final.keys())}"
+        saved = stored(directory / "saved")
+        final = stored(directory / "end")
+        assert saved.keys() == final.keys(), (
+            f"stored names differ: {sorted(saved.keys() ^ final.keys())}"
+        )
         compared = [key for key in saved if not (case.unlike and key.endswith(case.unlike))]
         differences = {key: difference(saved[key], final[key]) for key in compared}
         apart, worst_replica = _replicas_apart(directory)
         if case.peft is None:
             case.auto_class.from_pretrained(directory / "saved", **case.hf_kwargs)
-    worst = {name: max(getattr(parity, name) for parity in found) for name in ("loss", "gradient", "norm", "weight")}
+    worst = {
+        name: max(getattr(parity, name) for parity in found)
+        for name in ("loss", "gradient", "norm", "weight")
+    }
     return Parity(
         **worst,
         worst_gradient=max(found, key=lambda parity: parity.gradient).worst_gradient,
@@ -173,14 +206,18 @@ def measure_parity(case: Case, layout: ParallelConfig, pool: RankPool | None) ->
 def _replicas_apart(directory: Path) -> tuple[float, str]:
     """Return the largest difference between ranks in an entry that both hold, where no bit may differ, and its name."""
     first: dict[str, Tensor] = {}
-    worst, name = 0.0, ""
+    worst = 0.0
+    name = ""
     for file in sorted(directory.glob("rank*.pt")):
         for key, (shape, entries, values) in torch.load(file).items():
-            known = first.setdefault(key, torch.full((prod(shape),), float("nan"), dtype=values.dtype))
+            known = first.setdefault(
+                key, torch.full((prod(shape),), float("nan"), dtype=values.dtype)
+            )
             before = known[entries]
             apart = float((before - values).abs().nan_to_num(0.0).max()) if len(entries) else 0.0
             if apart > worst:
-                worst, name = apart, key
+                worst = apart
+                name = key
             known[entries] = values
     return worst, name
 
@@ -218,12 +255,16 @@ def _reference(case: Case, batch_world: int, directory: Path) -> None:
     """Train the stock model; save its start, its end, and every step's results."""
     torch.manual_seed(5)
     model = host_from_config(case.auto_class, case.config, dtype=torch.float64, **case.hf_kwargs)
-    with torch.no_grad():  # norms start as ones and biases as zeros, which would hide errors in both
+    with (
+        torch.no_grad()
+    ):  # norms start as ones and biases as zeros, which would hide errors in both
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
     model.save_pretrained(directory / "start")
     # Reloaded, as the layout loads it: transformers changes some weights on the way (a dtype, the padding token's row).
-    model = case.auto_class.from_pretrained(directory / "start", dtype=torch.float64, **case.hf_kwargs)
+    model = case.auto_class.from_pretrained(
+        directory / "start", dtype=torch.float64, **case.hf_kwargs
+    )
     if case.peft is not None:
         model = _with_random_adapters(model, case, directory)
     _prepare(model, case)
@@ -233,12 +274,22 @@ def _reference(case: Case, batch_world: int, directory: Path) -> None:
     with keep_float64():
         for step in case.batches(batch_world):
             losses = case.reference_step(model, step)
-            gradients = {plain_name(name): p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-            norm = torch.nn.utils.clip_grad_norm_(trained, case.max_norm if case.max_norm is not None else 1e30)
+            gradients = {
+                plain_name(name): p.grad.clone()
+                for name, p in model.named_parameters()
+                if p.grad is not None
+            }
+            norm = torch.nn.utils.clip_grad_norm_(
+                trained, case.max_norm if case.max_norm is not None else 1e30
+            )
             optimizer.step()
             optimizer.zero_grad()
-            weights = {plain_name(name): value.clone() for name, value in model.state_dict().items()}
-            results.append({"losses": losses, "gradients": gradients, "norm": norm, "weights": weights})
+            weights = {
+                plain_name(name): value.clone() for name, value in model.state_dict().items()
+            }
+            results.append(
+                {"losses": losses, "gradients": gradients, "norm": norm, "weights": weights}
+            )
     model.save_pretrained(directory / "end")
     torch.save(results, directory / "reference.pt")
 
@@ -249,7 +300,9 @@ def _with_random_adapters(model: Any, case: Case, directory: Path) -> Any:
 
     with warnings.catch_warnings():
         # PEFT 0.21 uses a name that transformers 5.23 has deprecated.
-        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        warnings.filterwarnings(
+            "ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning
+        )
         model = peft.get_peft_model(model, copy.deepcopy(case.peft))
     with torch.no_grad():
         for parameter in model.parameters():
@@ -278,7 +331,9 @@ def _built(case: Case, layout: ParallelConfig, directory: str) -> Any:
     """Build the model of one rank in its initial state."""
     start = Path(directory) / "start"
     adapter = str(Path(directory) / "adapter") if case.peft is not None else None
-    later = adapter is not None and (case.build == "parallelize" or case.peft_build == "get_peft_model")
+    later = adapter is not None and (
+        case.build == "parallelize" or case.peft_build == "get_peft_model"
+    )
     if case.build == "parallelize":
         whole = case.auto_class.from_pretrained(start, dtype=torch.float64, **case.hf_kwargs)
         # In float64 before, since FSDP2's parameters cannot be converted so.
@@ -299,7 +354,8 @@ def run_rank(case: Case, layout: ParallelConfig, directory: str) -> Parity:
     reference = torch.load(Path(directory) / "reference.pt", weights_only=False)
     model = _built(case, layout, directory)
     runtime = runtime_of(model)
-    ranks, batch_rank = runtime.mesh.ranks, hfscale.batch_rank(model)
+    ranks = runtime.mesh.ranks
+    batch_rank = hfscale.batch_rank(model)
     # Including frozen ones, which optimizers skip: a pipeline stage may train nothing.
     optimizer = torch.optim.SGD(model.parameters(), lr=case.learning_rate)
     parity = Parity(0.0, 0.0, "", 0.0, 0.0, "", 0.0)
@@ -307,29 +363,49 @@ def run_rank(case: Case, layout: ParallelConfig, directory: str) -> Parity:
         for step, expected in zip(case.batches(layout.batch_world), reference, strict=True):
             loss = case.layout_step(model, step[batch_rank])
             parity.loss = max(parity.loss, difference(loss, expected["losses"][batch_rank]))
-            largest = max(float(gradient.abs().max()) for gradient in expected["gradients"].values())
+            largest = max(
+                float(gradient.abs().max()) for gradient in expected["gradients"].values()
+            )
             for planned, parameter in runtime.parameters():
-                wanted, gradient = expected["gradients"].get(planned.name), parameter.grad
-                assert (gradient is None) == (wanted is None), f"{planned.name}: {gradient=} where {wanted=}"
+                wanted = expected["gradients"].get(planned.name)
+                gradient = parameter.grad
+                assert (gradient is None) == (wanted is None), (
+                    f"{planned.name}: {gradient=} where {wanted=}"
+                )
                 if gradient is not None:
                     share = planned.take(wanted, ranks)
-                    error = gradient_difference(local_tensor(gradient), share, wanted, largest, float(loss))
+                    error = gradient_difference(
+                        local_tensor(gradient), share, wanted, largest, float(loss)
+                    )
                     if error >= parity.gradient:
-                        parity.gradient, parity.worst_gradient = error, planned.name
-            norm = hfscale.clip_grad_norm_(model, case.max_norm if case.max_norm is not None else 1e30)
+                        parity.gradient = error
+                        parity.worst_gradient = planned.name
+            norm = hfscale.clip_grad_norm_(
+                model, case.max_norm if case.max_norm is not None else 1e30
+            )
             parity.norm = max(parity.norm, difference(norm, expected["norm"]))
             optimizer.step()
             optimizer.zero_grad()
             for planned, parameter in runtime.parameters():
                 wanted = expected["weights"][planned.name]
-                error = difference(local_tensor(parameter.detach()), planned.take(wanted, ranks), wanted)
+                error = difference(
+                    local_tensor(parameter.detach()), planned.take(wanted, ranks), wanted
+                )
                 if error >= parity.weight:
-                    parity.weight, parity.worst_weight = error, planned.name
+                    parity.weight = error
+                    parity.worst_weight = planned.name
     held = {}
     for planned, parameter in runtime.parameters():
         entries = planned.take(torch.arange(prod(planned.shape)).view(planned.shape), ranks)
-        held[planned.name] = planned.shape, entries.flatten(), local_tensor(parameter.detach()).flatten().cpu()
-    torch.save(held, Path(directory) / f"rank{torch.distributed.get_rank() if layout.total_size > 1 else 0}.pt")
+        held[planned.name] = (
+            planned.shape,
+            entries.flatten(),
+            local_tensor(parameter.detach()).flatten().cpu(),
+        )
+    torch.save(
+        held,
+        Path(directory) / f"rank{torch.distributed.get_rank() if layout.total_size > 1 else 0}.pt",
+    )
     hfscale.save_pretrained(model, Path(directory) / "saved", max_shard_size="40KB")
     if case.peft is None:
         hfscale.verify_experts(model, Path(directory) / "saved")

@@ -13,7 +13,8 @@ from ..models.clone import HEAD_DIM, merged, tiny_clone
 # (``sectioned``) that their configs do not name.
 _KNOWN = json.loads((Path(__file__).parent / "tiny_configs.json").read_text())
 CHANGES: dict[str, dict[str, Any]] = _KNOWN["decoders"]
-SIDE, PATCH = 16, 4
+SIDE = 16
+PATCH = 4
 GRID = SIDE // PATCH
 # Special tokens, by the word in the name of their field: distinct, and never drawn at random.
 TOKENS = {
@@ -27,11 +28,17 @@ IMAGE_TOKEN = TOKENS["image_token"]
 PLACEHOLDERS = ("image_token_id", "image_token_index", "image_patch_id", "video_token_index")
 # Families whose encoder reads pictures alone -> inputs of a text that they are not given.
 LABELS_ONLY = {"pp_formulanet": ("attention_mask",), "pix2struct": ("attention_mask",)}
-FAMILIES: dict[str, dict[str, Any]] = {**_KNOWN["pictures"], "aria": {"projector_patch_to_query_dict": {GRID**2: 4}}}
+FAMILIES: dict[str, dict[str, Any]] = {
+    **_KNOWN["pictures"],
+    "aria": {"projector_patch_to_query_dict": {GRID**2: 4}},
+}
 # Changes to a nested text config, by its own family.
 TEXTS = {
     **CHANGES,
-    "nemotron_h": {**CHANGES["nemotron_h"], "layers_block_type": ["linear_attention", "full_attention"]},
+    "nemotron_h": {
+        **CHANGES["nemotron_h"],
+        "layers_block_type": ["linear_attention", "full_attention"],
+    },
 }
 
 
@@ -43,19 +50,28 @@ def with_pictures(family: Any, **changes: Any) -> Any:
         config = AutoConfig.for_model(config.model_type, vision_config={})
         fields = config.to_dict()
     own = merged(
-        _sizes_for_pictures(fields, "patch_size" in fields, _KNOWN["whole"]), FAMILIES.get(config.model_type, {})
+        _sizes_for_pictures(fields, "patch_size" in fields, _KNOWN["whole"]),
+        FAMILIES.get(config.model_type, {}),
     )
     return tiny_clone(config, **merged(own, changes))
 
 
-def _sizes_for_pictures(fields: dict[str, Any], seeing: bool, besides: dict[str, Any]) -> dict[str, Any]:
+def _sizes_for_pictures(
+    fields: dict[str, Any], seeing: bool, besides: dict[str, Any]
+) -> dict[str, Any]:
     """Return changes to a config and nested ones; ``seeing``: the config, or one around it, reads pictures."""
     wanted = {**(_KNOWN["tower"] if seeing else {}), **besides, **_tokens(fields)}
     found: dict[str, Any] = dict(TEXTS.get(fields.get("model_type", ""), {}))
     for name, value in fields.items():
         if isinstance(value, dict) and "model_type" in value:
-            sees = name == "vision_config" or "patch_size" in value or (seeing and besides is not _KNOWN["whole"])
-            inside = _sizes_for_pictures(value, sees, _KNOWN["whole"] if "vision_config" in value else {})
+            sees = (
+                name == "vision_config"
+                or "patch_size" in value
+                or (seeing and besides is not _KNOWN["whole"])
+            )
+            inside = _sizes_for_pictures(
+                value, sees, _KNOWN["whole"] if "vision_config" in value else {}
+            )
             found[name] = {"model_type": value["model_type"], **inside}
         elif name in wanted and value is not None:
             pair = isinstance(value, (list, tuple)) and type(wanted[name]) is int
@@ -64,8 +80,14 @@ def _sizes_for_pictures(fields: dict[str, Any], seeing: bool, besides: dict[str,
 
 
 def _tokens(fields: dict[str, Any]) -> dict[str, int]:
-    named = [name for name in fields if name.endswith(("_id", "_index")) and isinstance(fields[name], int)]
-    return {name: token for name in named for word, token in TOKENS.items() if name.startswith(word)}
+    named = [
+        name
+        for name in fields
+        if name.endswith(("_id", "_index")) and isinstance(fields[name], int)
+    ]
+    return {
+        name: token for name in named for word, token in TOKENS.items() if name.startswith(word)
+    }
 
 
 def _with_sections(fields: dict[str, Any]) -> dict[str, Any]:
@@ -74,4 +96,6 @@ def _with_sections(fields: dict[str, Any]) -> dict[str, Any]:
     if fields.get("model_type") not in _KNOWN["sectioned"] and "mrope_section" not in rope:
         return {}
     half = int(HEAD_DIM * rope.get("partial_rotary_factor", 1.0)) // 2
-    return {"rope_parameters": {**rope, "mrope_section": [half // 3, half // 3, half - 2 * (half // 3)]}}
+    return {
+        "rope_parameters": {**rope, "mrope_section": [half // 3, half // 3, half - 2 * (half // 3)]}
+    }

@@ -25,7 +25,9 @@ def causal_lm(case: "PlainCase", generator: torch.Generator, length: int) -> Bat
 class PlainCase(Case):
     """Define a case whose model computes its own loss, trained by a plain loop."""
 
-    make_batch: Maker = causal_lm  # makes a microbatch of some length: a function of this module, or a similar one
+    make_batch: Maker = (
+        causal_lm  # makes a microbatch of some length: a function of this module, or a similar one
+    )
     rows: int = 3  # samples of a microbatch; three test a contrastive loss better than two
     # seed of torch's default generator, for models with dropout; the same in one process and on every rank
     seed: int | None = None
@@ -34,7 +36,10 @@ class PlainCase(Case):
         generator = torch.Generator().manual_seed(11)
         lengths = [self.lengths[i % len(self.lengths)] for i in range(self.accumulation)]
         return [
-            [[self.make_batch(self, generator, length) for length in lengths] for _ in range(batch_world)]
+            [
+                [self.make_batch(self, generator, length) for length in lengths]
+                for _ in range(batch_world)
+            ]
             for _ in range(self.steps)
         ]
 
@@ -66,7 +71,8 @@ class OwnLossCase(PlainCase):
     over: str = "rows"  # ``"rows"`` or ``"labels"``
 
     # as any case, with microbatches weighted by their rows, or labels
-    reference_step, layout_step = Case.reference_step, Case.layout_step
+    reference_step = Case.reference_step
+    layout_step = Case.layout_step
 
     def count(self, labels: Tensor) -> int:
         """Return the number of rows, or of labels that are not ignored."""
@@ -82,12 +88,16 @@ def sequence_classification(case: PlainCase, generator: torch.Generator, length:
 def token_classification(case: PlainCase, generator: torch.Generator, length: int) -> Batch:
     """Return texts with a class for most tokens."""
     batch = causal_lm(case, generator, length)
-    return {**batch, "labels": batch["labels"].where(batch["labels"] < 0, batch["labels"] % _classes(case))}
+    return {
+        **batch,
+        "labels": batch["labels"].where(batch["labels"] < 0, batch["labels"] % _classes(case)),
+    }
 
 
 def sequence_to_sequence(case: PlainCase, generator: torch.Generator, length: int) -> Batch:
     """Return texts with a shorter target text each."""
-    batch, target = causal_lm(case, generator, length), causal_lm(case, generator, length - 2)
+    batch = causal_lm(case, generator, length)
+    target = causal_lm(case, generator, length - 2)
     return {**batch, "labels": target["labels"]}
 
 

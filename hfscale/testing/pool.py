@@ -27,8 +27,12 @@ from typing import Any
 _GRACE_SECONDS = 3.0
 # Slow imports; hfscale itself is imported by the ranks, which know its path.
 PRELOADED = (
-    *("torch.distributed.fsdp", "torch.distributed.pipelining", "torch.distributed.tensor"),
-    *("transformers.modeling_utils", "transformers.models.auto", "accelerate"),
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor",
+    "transformers.modeling_utils",
+    "transformers.models.auto",
+    "accelerate",
 )
 
 
@@ -52,8 +56,12 @@ class RankPool(AbstractContextManager["RankPool"]):
         self, world: int, timeout: float = 120.0, threads: int = 1, preload: Sequence[str] = PRELOADED,
         backend: Callable[[], str] | None = None, as_large: bool = True,
     ) -> None:  # fmt: skip
-        self.world, self.timeout, self.threads, self.as_large = world, timeout, threads, as_large
-        self._preload, self.backend = list(preload), backend
+        self.world = world
+        self.timeout = timeout
+        self.threads = threads
+        self.as_large = as_large
+        self._preload = list(preload)
+        self.backend = backend
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
         self._directory: tempfile.TemporaryDirectory[str] | None = None
@@ -87,7 +95,9 @@ class RankPool(AbstractContextManager["RankPool"]):
             pipe.close()
         if self._directory is not None:
             self._directory.cleanup()
-        self._processes, self._pipes, self._directory = [], [], None
+        self._processes = []
+        self._pipes = []
+        self._directory = None
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -97,18 +107,31 @@ class RankPool(AbstractContextManager["RankPool"]):
 
         # Forking this process would copy its threads' locks; a GPU's driver, which the server's imports start, does not
         # outlive a fork; Windows cannot fork at all.
-        forks = "forkserver" in multiprocessing.get_all_start_methods() and not accelerators().is_available()
+        forks = (
+            "forkserver" in multiprocessing.get_all_start_methods()
+            and not accelerators().is_available()
+        )
         method = "forkserver" if forks else "spawn"
         context: Any = multiprocessing.get_context(method)
         if forks:
             context.set_forkserver_preload(self._preload)
         self._directory = tempfile.TemporaryDirectory(prefix="hfscale-ranks-")
-        take_over = partial(_take_over, list(sys.path), dict(os.environ), os.getcwd(), self.as_large)
+        take_over = partial(
+            _take_over, list(sys.path), dict(os.environ), os.getcwd(), self.as_large
+        )
         for rank in range(self.world):
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=_serve,
-                args=(rank, self.world, self._directory.name, theirs, take_over, self.threads, self.timeout)
+                args=(
+                    rank,
+                    self.world,
+                    self._directory.name,
+                    theirs,
+                    take_over,
+                    self.threads,
+                    self.timeout,
+                )
                 + (self.backend,),
                 daemon=True,
             )
@@ -129,7 +152,8 @@ class RankPool(AbstractContextManager["RankPool"]):
                 try:
                     ok, value = pipe.recv()
                 except EOFError:
-                    ok, value = False, "the process died"
+                    ok = False
+                    value = "the process died"
                 (results if ok else errors)[rank] = value
                 if not ok:  # the others may wait for this rank forever
                     deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
@@ -154,7 +178,9 @@ class RankPool(AbstractContextManager["RankPool"]):
         return RankError("\n".join(lines))
 
 
-def _take_over(path: list[str], environment: dict[str, str], directory: str, as_large: bool) -> None:
+def _take_over(
+    path: list[str], environment: dict[str, str], directory: str, as_large: bool
+) -> None:
     """Make a rank's path, environment and directory those of the calling process; the server's are outdated."""
     sys.path[:] = path
     os.environ.clear()
@@ -177,9 +203,13 @@ def _serve(
     backend: Callable[[], str] | None,
 ) -> None:
     take_over()
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world)
+    )
     # Accelerate insists on an address, also where the process group exists; nothing listens there.
-    os.environ.update(ACCELERATE_USE_CPU="1", MASTER_ADDR="localhost", MASTER_PORT="29500", HFSCALE_FAILURES="0")
+    os.environ.update(
+        ACCELERATE_USE_CPU="1", MASTER_ADDR="localhost", MASTER_PORT="29500", HFSCALE_FAILURES="0"
+    )
     with open(Path(directory) / f"stack-{rank}", "w") as stack:
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
         import torch
@@ -201,13 +231,19 @@ def _serve(
         patience = timedelta(seconds=2 * timeout)
         try:
             name = "gloo" if backend is None else backend()
-            dist.init_process_group(name, store=store, rank=rank, world_size=world, timeout=patience)
+            dist.init_process_group(
+                name, store=store, rank=rank, world_size=world, timeout=patience
+            )
         except Exception:
             pipe.send((False, traceback.format_exc()))
             return
         gc.freeze()  # imported modules stay: the garbage collector need not traverse them in tests
-        gc.set_threshold(20_000)  # models are built and dropped all the time: a tenth of a test's time otherwise
-        multiprocessing.set_start_method(None, force=True)  # or a loader's workers would import everything again
+        gc.set_threshold(
+            20_000
+        )  # models are built and dropped all the time: a tenth of a test's time otherwise
+        multiprocessing.set_start_method(
+            None, force=True
+        )  # or a loader's workers would import everything again
         may_have_children()
         while True:
             try:

@@ -40,9 +40,18 @@ _MAKERS: dict[str, plain.Maker] = {
     "AutoModelForSpeechSeq2Seq": plain.speech_to_text,
     "AutoModelForTokenClassification": plain.token_classification,
 }
-_CLASSES = ("AutoModelForImageClassification", "AutoModelForSequenceClassification", "AutoModelForTokenClassification")
+_CLASSES = (
+    "AutoModelForImageClassification",
+    "AutoModelForSequenceClassification",
+    "AutoModelForTokenClassification",
+)
 _PICTURES = "AutoModelForImageTextToText"
-_SMALL_INPUTS = {"image_size": 32, "num_mel_bins": 8, "max_source_positions": 20, "max_target_positions": 40}
+_SMALL_INPUTS = {
+    "image_size": 32,
+    "num_mel_bins": 8,
+    "max_source_positions": 20,
+    "max_target_positions": 40,
+}
 TOLERANCE = 1e-10
 MAX_RANKS = 8
 MAX_MICROBATCHES = 32
@@ -66,13 +75,21 @@ def changes_for(config: PreTrainedConfig, auto_class: Any) -> dict[str, Any]:
         field: value for field, value in _SMALL_INPUTS.items() if isinstance(fields.get(field), int)
     }
     if name in _CLASSES:  # integers are classes; one class would be a number to predict
-        changes["id2label"] = {number: f"class {number}" for number in range(min(max(2, config.num_labels or 0), 5))}
+        changes["id2label"] = {
+            number: f"class {number}" for number in range(min(max(2, config.num_labels or 0), 5))
+        }
         changes["label2id"] = {label: number for number, label in changes["id2label"].items()}
         if getattr(config, "problem_type", None) is not None:
             changes["problem_type"] = "single_label_classification"
-    if name == "AutoModelForSequenceClassification" and getattr(config, "pad_token_id", None) is None:
+    if (
+        name == "AutoModelForSequenceClassification"
+        and getattr(config, "pad_token_id", None) is None
+    ):
         changes["pad_token_id"] = 0  # decoders find the last token by it
-    if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
+    if (
+        getattr(config, "is_encoder_decoder", False)
+        and getattr(config, "decoder_start_token_id", None) is None
+    ):
         changes["decoder_start_token_id"] = 0
     return changes
 
@@ -101,7 +118,9 @@ def case_for(clone: PreTrainedConfig, auto_class: Any, planned: Plan) -> Case:
         return PlainPictureCase(clone) if by_loop else PictureCase(clone)
     given: dict[str, Any] = {"auto_class": auto_class, "make_batch": _MAKERS[auto_class.__name__]}
     own = planned.feature(OwnLossPlan)
-    if own is not None and (planned.stages is not None or planned.layout.cp > 1):  # which train_step alone cuts
+    if own is not None and (
+        planned.stages is not None or planned.layout.cp > 1
+    ):  # which train_step alone cuts
         return plain.OwnLossCase(clone, over=own.over, **given)
     return plain.PlainCase(clone, **given)
 
@@ -109,7 +128,9 @@ def case_for(clone: PreTrainedConfig, auto_class: Any, planned: Plan) -> Case:
 def check_stock(case: Case) -> None:
     """Run one forward and backward pass of the stock clone; refuse one that transformers itself cannot train."""
     try:
-        model = in_float64(case.auto_class.from_config(case.config, dtype=torch.float64, **case.hf_kwargs))
+        model = in_float64(
+            case.auto_class.from_config(case.config, dtype=torch.float64, **case.hf_kwargs)
+        )
         use_eager_experts(model)
         with keep_float64():
             model(**case.batches(1)[0][0][0]).loss.backward()
@@ -130,16 +151,23 @@ def scale_down(layout: ParallelConfig) -> ParallelConfig:
     sizes: dict[str, Any] = {}
     from_file = str(layout.pipeline_schedule).endswith(".csv")
     if layout.total_size > MAX_RANKS:
-        sizes = {f"{axis}_size": min(2, layout.asked(axis)) for axis in AXES if not (axis == "pp" and from_file)}
+        sizes = {
+            f"{axis}_size": min(2, layout.asked(axis))
+            for axis in AXES
+            if not (axis == "pp" and from_file)
+        }
         sizes["expert_tp_size"] = min(2, layout.expert_tp)
     if layout.pp == 1:
         return replace(layout, **sizes)
     pp_size = int(sizes.get("pp_size", layout.pp))
     same_stages = pp_size == layout.pp
-    asked, stages = layout.num_microbatches, layout.stage_layers if same_stages else None
+    asked = layout.num_microbatches
+    stages = layout.stage_layers if same_stages else None
     if from_file:
         asked = asked or 1 + max(
-            action.microbatch for row in read_csv(Path(str(layout.pipeline_schedule))) for action in row
+            action.microbatch
+            for row in read_csv(Path(str(layout.pipeline_schedule)))
+            for action in row
         )
     elif asked is None or asked > MAX_MICROBATCHES or not same_stages:
         asked = 2 * pp_size
@@ -173,7 +201,9 @@ def verify(
     changes = _heads_that_fit(config, layout.tp, small.tp) | _experts_that_fit(config, small.ep)
     changes |= changes_for(config, auto_class)
     clone = clone_for(config, auto_class, _layers(config, small), **changes)
-    planned = plan(clone, small, auto_class=auto_class, **hf_kwargs)  # refuse before any process is started
+    planned = plan(
+        clone, small, auto_class=auto_class, **hf_kwargs
+    )  # refuse before any process is started
     case = case_for(clone, auto_class, planned)
     case.hf_kwargs = hf_kwargs
     if small.pp > 1:
@@ -182,10 +212,14 @@ def verify(
     if lora is not None:
         from peft import LoraConfig
 
-        case.peft = LoraConfig(r=4, target_modules=lora if lora == "all-linear" else lora.split(","))
+        case.peft = LoraConfig(
+            r=4, target_modules=lora if lora == "all-linear" else lora.split(",")
+        )
         sizes: dict[str, Any] = {f"{axis}_size": 1 for axis in AXES}
         one = ParallelConfig(**sizes)
-        from_config(clone, parallel=one, auto_class=auto_class, peft_config=case.peft, **hf_kwargs)  # may refuse
+        from_config(
+            clone, parallel=one, auto_class=auto_class, peft_config=case.peft, **hf_kwargs
+        )  # may refuse
     if small.total_size == 1:
         return small, measure_parity(case, small, None)
     with RankPool(small.total_size) as pool:
@@ -207,7 +241,9 @@ def _layers(config: PreTrainedConfig, layout: ParallelConfig) -> int:
     """Return the number of layers of the clone: all kinds of them, and at least one per stage."""
     if layout.stage_layers is not None:
         return sum(layout.stage_layers)
-    return max(min(layers_of_every_kind(config), MAX_LAYERS), layout.pp * int(layout.virtual_stages or 1))
+    return max(
+        min(layers_of_every_kind(config), MAX_LAYERS), layout.pp * int(layout.virtual_stages or 1)
+    )
 
 
 def _heads_that_fit(config: PreTrainedConfig, asked: int, tensor: int) -> dict[str, int]:
@@ -217,7 +253,10 @@ def _heads_that_fit(config: PreTrainedConfig, asked: int, tensor: int) -> dict[s
         return {}
     fewer = (fields["num_key_value_heads"] or asked) < asked
     if fewer and tensor > 1:
-        return {"num_key_value_heads": tensor // 2 if tensor % 2 == 0 else 1, "num_attention_heads": 2 * tensor}
+        return {
+            "num_key_value_heads": tensor // 2 if tensor % 2 == 0 else 1,
+            "num_attention_heads": 2 * tensor,
+        }
     return {"num_key_value_heads": tensor, "num_attention_heads": 2 * tensor} if tensor > 2 else {}
 
 
@@ -225,7 +264,9 @@ def _experts_that_fit(config: PreTrainedConfig, ranks: int) -> dict[str, int]:
     """Return changes to a clone's experts so that they divide between ``ranks``."""
     if EXPERTS % ranks == 0:
         return {}
-    return {name: ranks * -(-EXPERTS // ranks) for name in EXPERT_FIELDS if name in config.to_dict()}
+    return {
+        name: ranks * -(-EXPERTS // ranks) for name in EXPERT_FIELDS if name in config.to_dict()
+    }
 
 
 def describe_pipeline(layout: ParallelConfig) -> str:
@@ -264,7 +305,14 @@ def render(
     if used.total_size != asked.total_size:
         title += f"\n({asked.describe()} has {asked.total_size} ranks: two are started on every axis instead)"
     lines = [
-        f"{name:30} {value:9.1e}  {'ok' if value <= TOLERANCE else 'DIFFERS'}  {where}" for name, value, where in rows
+        f"{name:30} {value:9.1e}  {'ok' if value <= TOLERANCE else 'DIFFERS'}  {where}"
+        for name, value, where in rows
     ]
-    verdict = "equal to rounding" if parity.worst() <= TOLERANCE else f"differs by more than {TOLERANCE:g}"
-    return "\n".join([title, "", f"{'':30} {'relative':>9}", *(line.rstrip() for line in lines), "", verdict])
+    verdict = (
+        "equal to rounding"
+        if parity.worst() <= TOLERANCE
+        else f"differs by more than {TOLERANCE:g}"
+    )
+    return "\n".join(
+        [title, "", f"{'':30} {'relative':>9}", *(line.rstrip() for line in lines), "", verdict]
+    )

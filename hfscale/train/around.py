@@ -27,7 +27,11 @@ def trained_around(runtime: Runtime, model: nn.Module) -> dict[str, nn.Parameter
         return {}
     inside = set(map(id, runtime.model.parameters()))
     named = model.named_parameters()
-    return {name: parameter for name, parameter in named if parameter.requires_grad and id(parameter) not in inside}
+    return {
+        name: parameter
+        for name, parameter in named
+        if parameter.requires_grad and id(parameter) not in inside
+    }
 
 
 def refuse_trained_around(runtime: Runtime, model: nn.Module) -> None:
@@ -60,4 +64,7 @@ def labels_around(model: nn.Module, batch: Any) -> float | None:
     if not puts_tokens_in_front(model):
         return None
     batches: Sequence[Any] = [batch] if isinstance(batch, Mapping) else batch
-    return float(sum(int((each["labels"] != -100).sum()) for each in batches if "labels" in each)) or None
+    return (
+        float(sum(int((each["labels"] != -100).sum()) for each in batches if "labels" in each))
+        or None
+    )

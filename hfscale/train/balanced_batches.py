@@ -45,7 +45,8 @@ def balanced_batches(
         ConfigError: a step has fewer rows than all ranks have microbatches.
     """
     runtime = runtime_of(model)
-    mesh, pair = runtime.mesh, pair_cost(runtime.plan, runtime.model.config)
+    mesh = runtime.mesh
+    pair = pair_cost(runtime.plan, runtime.model.config)
     check_count("microbatches", microbatches)
     check_count("batch_size", batch_size, least=mesh.batch_world * microbatches)
     lengths = lengths.tolist() if isinstance(lengths, Tensor | ndarray) else lengths

@@ -38,32 +38,45 @@ from .runtime.full_tensors import full_tensors, tensors_to_save
 class ModelTeacher:
     """Teach from a model on the same ranks; see :class:`hfscale.Teacher`."""
 
-    def __init__(self, model: nn.Module, student: nn.Module, *, beta: float = 0.5, temperature: float = 1.0) -> None:
+    def __init__(
+        self, model: nn.Module, student: nn.Module, *, beta: float = 0.5, temperature: float = 1.0
+    ) -> None:
         check_number("beta", beta, least=0, most=1)
         check_number("temperature", temperature, above=0)
-        self.beta, self.temperature = beta, temperature
+        self.beta = beta
+        self.temperature = temperature
         self._teacher, self._student = runtime_of(model), runtime_of(student)
         self._loss = loss_over_vocabulary(self._student)
         self._head: TeacherRows | None = None  # without rows; made behind the first pass
-        self._finish: tuple[Any] | None = None  # the operations behind the teacher's head, where this rank has it
+        self._finish: tuple[Any] | None = (
+            None  # the operations behind the teacher's head, where this rank has it
+        )
         check_vocabulary(vocabulary_of(self._teacher), self._student)
         self._check_adapters()
         # Which distinct batches of the student's this rank runs: all that the ranks of the teacher's batch have.
-        mesh, own, turns = self._teacher.mesh, self._student.mesh.batch_rank, dict[int, dict[int, None]]()
+        mesh = self._teacher.mesh
+        own = self._student.mesh.batch_rank
+        turns = dict[int, dict[int, None]]()
         for group, batch in mesh.all_gather_object((mesh.batch_rank, own)):
             turns.setdefault(group, {})[batch] = None
         self._turns = list(turns[mesh.batch_rank])
-        self._turns += self._turns[-1:] * (max(map(len, turns.values())) - len(self._turns))  # as many on every rank
+        self._turns += self._turns[-1:] * (
+            max(map(len, turns.values())) - len(self._turns)
+        )  # as many on every rank
 
     def check(self, runtime: Runtime) -> None:
         """Refuse to teach another model than the student."""
         if runtime is not self._student:
-            raise ConfigError("teacher was made for another student: make hfscale.Teacher(teacher, model) for this one")
+            raise ConfigError(
+                "teacher was made for another student: make hfscale.Teacher(teacher, model) for this one"
+            )
 
     @torch.no_grad()
     def signals(self, batch: Batch | Sequence[Batch]) -> list[tuple[Tensor, ...]]:
         """Return what teaches each of this rank's batches, the last hidden states ``[b, s, h]``; collective."""
-        model, itself, found = self._teacher.model, self._teacher is self._student, list[tuple[Tensor, ...]]()
+        model = self._teacher.model
+        itself = self._teacher is self._student
+        found = list[tuple[Tensor, ...]]()
         given = self._shared(batch)
         with adapters_switched_off(model) if itself else nullcontext(), evaluating(model):
             for turn in self._turns:
@@ -78,35 +91,46 @@ class ModelTeacher:
         self._finish = (logits.finish,)
         return {"hidden": logits.hidden.to(_computes_in(self._teacher))}
 
-    def objective(self, signals: Sequence[tuple[Tensor, ...]], counts: Sequence[Tensor]) -> Objective:
+    def objective(
+        self, signals: Sequence[tuple[Tensor, ...]], counts: Sequence[Tensor]
+    ) -> Objective:
         """Return the objective of a step: the sum of divergences, each microbatch's divided by its count."""
         pieces = len(counts) // len(signals)  # microbatches that the schedule cuts of a batch
 
         def loss(called: Any, microbatch: Microbatch, index: int) -> Tensor:
-            with self._loss.distilling(self._rows(signals[index // pieces], microbatch, index % pieces)):
+            with self._loss.distilling(
+                self._rows(signals[index // pieces], microbatch, index % pieces)
+            ):
                 return self._loss.of(called, microbatch, counts[index], 0.0)
 
         return Objective(loss)
 
-    def loss(self, batch: Batch, divisor: Tensor | float | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def loss(
+        self, batch: Batch, divisor: Tensor | float | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the loss of one batch, for a loop that calls ``loss.backward()``: the sum over labels, divided by
         their number or ``divisor``; the sum of the entropies of the student's distributions; and the number of labels.
         """
         device = self._student.mesh.device
         if self._student.plan.stages is not None or self._student.mesh.layout.cp > 1:
-            raise ConfigError("pipeline stages and context ranks need hfscale.train_step(model, batch, teacher=...)")
+            raise ConfigError(
+                "pipeline stages and context ranks need hfscale.train_step(model, batch, teacher=...)"
+            )
         signals = self.signals(batch)[0]
         (microbatch,), _ = prepare(self._student, batch, train=False)
         labels = self._loss.look(microbatch)[0]
         entropy = torch.zeros(microbatch["labels"].numel(), dtype=torch.float64, device=device)
         with self._loss.distilling(replace(self._rows(signals, microbatch, 0), entropy=entropy)):
-            count = torch.as_tensor(labels.clamp(min=1) if divisor is None else divisor, device=device)
+            count = torch.as_tensor(
+                labels.clamp(min=1) if divisor is None else divisor, device=device
+            )
             loss = self._loss.of(self._student.model, microbatch, count, 0.0)
         return loss, entropy.sum(), labels
 
     def _rows(self, signals: tuple[Tensor, ...], batch: Microbatch, piece: int) -> TaughtRows:
         """Return the teacher's rows for a microbatch, the given ``piece`` of a batch."""
-        count, own_tokens = len(batch["labels"]), self._student.context.own_tokens
+        count = len(batch["labels"])
+        own_tokens = self._student.context.own_tokens
         rows = slice(piece * count, (piece + 1) * count)
         return self._taught(*(own_tokens(batch, each[rows]).flatten(0, 1) for each in signals))
 
@@ -116,7 +140,8 @@ class ModelTeacher:
 
     def _shared(self, batch: Any) -> dict[int, Any]:
         """Return the student's distinct batches that this rank runs, by number."""
-        own, group = self._student.mesh.batch_rank, self._teacher.mesh.sharing
+        own = self._student.mesh.batch_rank
+        group = self._teacher.mesh.sharing
         if group is None or set(self._turns) == {own}:
             return {own: batch}
         every: list[Any] = [None] * dist.get_world_size(group)
@@ -126,25 +151,39 @@ class ModelTeacher:
 
     def _copied_head(self) -> TeacherRows:
         """Return the teacher's head over the student's slice of the vocabulary, on ranks with its head; collective."""
-        runtime, student, mesh = self._teacher, self._student, self._student.mesh
+        runtime = self._teacher
+        student = self._student
+        mesh = self._student.mesh
         told = mesh.all_gather_object((student.is_local(str(student.plan.head)), self._finish))
         to = [rank for rank, (has_head, _) in enumerate(told) if has_head]
-        planned = [runtime.plan.by_name.get(f"{runtime.plan.head}.{part}") for part in ("weight", "bias")]
+        planned = [
+            runtime.plan.by_name.get(f"{runtime.plan.head}.{part}") for part in ("weight", "bias")
+        ]
         names = [each.tied_to or each.name for each in planned if each is not None]
-        entries = [each for each in tensors_to_save(runtime) if each.planned and each.planned.name in names]
-        cut, found = student.plan.by_name[f"{student.plan.head}.weight"].cut_over("tp"), dict[str, Tensor]()
+        entries = [
+            each for each in tensors_to_save(runtime) if each.planned and each.planned.name in names
+        ]
+        cut = student.plan.by_name[f"{student.plan.head}.weight"].cut_over("tp")
+        found = dict[str, Tensor]()
         for entry, (_, whole) in zip(entries, full_tensors(runtime, entries, to=to), strict=True):
             if entry.planned and whole.numel():
                 own = whole if cut is None else cut.take(whole, mesh.tp_rank).clone()
                 found[entry.planned.name] = own.detach().to(mesh.device, _computes_in(runtime))
         weight, bias, *_ = *(found.get(name) for name in names), None, None
         nothing = torch.empty(0, device=mesh.device)
-        weight, finish = nothing if weight is None else weight, next(known[0] for _, known in told if known is not None)
-        given: dict[str, Any] = {"hidden": nothing, "weight": weight, "bias": bias, "finish": finish}
+        weight = nothing if weight is None else weight
+        finish = next(known[0] for _, known in told if known is not None)
+        given: dict[str, Any] = {
+            "hidden": nothing,
+            "weight": weight,
+            "bias": bias,
+            "finish": finish,
+        }
         return TeacherRows(**given, beta=self.beta, temperature=self.temperature)
 
     def _check_adapters(self) -> None:
-        runtime, plan = self._teacher, self._teacher.plan
+        runtime = self._teacher
+        plan = self._teacher.plan
         if runtime is self._student:
             added = {adapter.name for adapter in plan.adapters}
             trained = [planned.name for planned, each in runtime.parameters() if each.requires_grad]
@@ -154,11 +193,15 @@ class ModelTeacher:
                     "or load the teacher as a model of its own"
                 )
         elif any(adapter.base.startswith(f"{plan.head}.") for adapter in plan.adapters):
-            raise ConfigError("the teacher has adapters of its head: merge them first (hfscale.merge_and_unload)")
+            raise ConfigError(
+                "the teacher has adapters of its head: merge them first (hfscale.merge_and_unload)"
+            )
 
 
 def scored(
-    runtime: Runtime, batch: Batch | Sequence[Batch], read: Callable[[Any, VocabularySlice], dict[str, Tensor]]
+    runtime: Runtime,
+    batch: Batch | Sequence[Batch],
+    read: Callable[[Any, VocabularySlice], dict[str, Tensor]],
 ) -> list[Mapping[str, Tensor]]:
     """Run a model up to its head; return what ``read`` makes of each batch's lazy logits, on all its ranks."""
     kept, loss = KeptOutputs(runtime), loss_over_vocabulary(runtime)
@@ -188,9 +231,15 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 def vocabulary_of(runtime: Runtime) -> dict[str, Any]:
     """Return what tells a model's vocabulary from others."""
-    loss, name = loss_over_vocabulary(runtime), runtime.model.name_or_path
+    loss = loss_over_vocabulary(runtime)
+    name = runtime.model.name_or_path
     size = runtime.plan.by_name[f"{runtime.plan.head}.weight"].shape[0]
-    return {"vocabulary": size, "shift": loss.shift, "tokenizer": _tokenizer_of(runtime.model), "model": name}
+    return {
+        "vocabulary": size,
+        "shift": loss.shift,
+        "tokenizer": _tokenizer_of(runtime.model),
+        "model": name,
+    }
 
 
 def check_vocabulary(its: Mapping[str, Any], student: Runtime) -> None:
@@ -203,7 +252,9 @@ def check_vocabulary(its: Mapping[str, Any], student: Runtime) -> None:
             "use a teacher with the student's tokenizer; if only padding differs, load one with "
             "resize_token_embeddings=..."
         )
-    apart = None not in (its["tokenizer"], own["tokenizer"]) and its["tokenizer"] != own["tokenizer"]
+    apart = (
+        None not in (its["tokenizer"], own["tokenizer"]) and its["tokenizer"] != own["tokenizer"]
+    )
     if student.mesh.largest(apart)[0]:  # a file may be missing on one node
         raise ConfigError(
             f"the tokenizers beside the teacher ({its['model']}) and the student ({own['model']}) have different "
@@ -231,7 +282,14 @@ def _tokenizer_of(model: Any) -> str | None:
     if not model.name_or_path:
         return None
     try:
-        found = AutoTokenizer.from_pretrained(model.name_or_path, local_files_only=True, trust_remote_code=False)
+        found = AutoTokenizer.from_pretrained(
+            model.name_or_path, local_files_only=True, trust_remote_code=False
+        )
         return hashlib.sha256(json.dumps(found.get_vocab(), sort_keys=True).encode()).hexdigest()
-    except (OSError, ValueError, KeyError, ImportError):  # no files, or of a kind that this process cannot read
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        ImportError,
+    ):  # no files, or of a kind that this process cannot read
         return None

@@ -34,9 +34,12 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     if not isinstance(max_norm, Tensor):
         check_number("max_norm", max_norm, least=0, infinite=True)
     check_number("norm_type", norm_type, above=0, infinite=True)
-    here = [(planned, local_tensor(p.grad)) for planned, p in runtime.parameters() if p.grad is not None]
+    here = [
+        (planned, local_tensor(p.grad)) for planned, p in runtime.parameters() if p.grad is not None
+    ]
     refuse_trained_around(runtime, model)
-    norm, gradients = _global_norm(runtime, here, float(norm_type)), [gradient for _, gradient in here]
+    norm = _global_norm(runtime, here, float(norm_type))
+    gradients = [gradient for _, gradient in here]
     coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for same, _ in alike(gradients):
         multiply_all(same, coefficient)
@@ -45,7 +48,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
 
 def _global_norm(runtime: Runtime, here: list[_Gradient], norm_type: float) -> Tensor:
     """Reduce norms of sharded gradients over just the axes that shard them, then the total over pipeline stages."""
-    mesh, infinite = runtime.mesh, norm_type == float("inf")
+    mesh = runtime.mesh
+    infinite = norm_type == float("inf")
     operation = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
     total: Tensor | None = None
     by_axes = _counted_by_axes(runtime, here)
@@ -56,7 +60,9 @@ def _global_norm(runtime: Runtime, here: list[_Gradient], norm_type: float) -> T
         total = part if total is None else torch.maximum(total, part) if infinite else total + part
     assert total is not None  # a model has parameters
     for group in mesh.groups("pp"):
-        wide, total = total.dtype, total.double()  # stages may differ in dtype
+        # stages may differ in dtype
+        wide = total.dtype
+        total = total.double()
         dist.all_reduce(total, op=operation, group=group)
         total = total.to(wide)
     return total if infinite else total.pow(1.0 / norm_type)
@@ -64,11 +70,15 @@ def _global_norm(runtime: Runtime, here: list[_Gradient], norm_type: float) -> T
 
 def _counted_by_axes(runtime: Runtime, here: list[_Gradient]) -> dict[_Axes, list[Tensor]]:
     """Group the gradients that this rank counts by the axes over which their parameter is cut."""
-    axes = {planned.name: tuple(cut.axis for cut in planned.cuts) for planned in runtime.plan.owned()}
+    axes = {
+        planned.name: tuple(cut.axis for cut in planned.cuts) for planned in runtime.plan.owned()
+    }
     by_axes: dict[_Axes, list[Tensor]] = {each: [] for each in axes.values()}
     for planned, gradient in here:
         if runtime.counts(planned):
-            found = planned.counted(runtime.mesh.ranks)  # the slices that no earlier rank has a replica of
+            found = planned.counted(
+                runtime.mesh.ranks
+            )  # the slices that no earlier rank has a replica of
             dim, spans = found or (0, ())
             slices = [gradient.narrow(dim, start, stop - start) for start, stop in spans]
             by_axes[axes[planned.name]] += [gradient] if found is None else slices
@@ -125,7 +135,8 @@ class BadSteps:
         if math.isfinite(float(loss)) and math.isfinite(float(norm)):
             self.in_a_row = 0
             return True
-        self.skipped, self.in_a_row = self.skipped + 1, self.in_a_row + 1
+        self.skipped = self.skipped + 1
+        self.in_a_row = self.in_a_row + 1
         if self.in_a_row >= self.limit:
             raise BadStepError(
                 f"{self.in_a_row} steps in a row had a loss or gradients that were not finite (the last: loss "
@@ -140,4 +151,5 @@ class BadSteps:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the counts."""
-        self.skipped, self.in_a_row = state["skipped"], state["in_a_row"]
+        self.skipped = state["skipped"]
+        self.in_a_row = state["in_a_row"]

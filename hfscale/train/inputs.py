@@ -9,7 +9,12 @@ from numpy import ndarray
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from .._compat.transformers.classes import class_name, forward_arguments, stock_class, takes_argument
+from .._compat.transformers.classes import (
+    class_name,
+    forward_arguments,
+    stock_class,
+    takes_argument,
+)
 from .._compat.transformers.computing import begins_anew, text_positions, uses_flash_attention
 from ..errors import ConfigError
 from ..plan.feature_plans import IDS, ROUTES, TARGETS
@@ -29,7 +34,12 @@ from .runtime.batches import (
 )
 from .runtime.parameter_names import stock_name
 
-_INDICES = ("input_ids", "decoder_input_ids", "position_ids", "token_type_ids")  # indices into embedding tables
+_INDICES = (
+    "input_ids",
+    "decoder_input_ids",
+    "position_ids",
+    "token_type_ids",
+)  # indices into embedding tables
 _TENSORS = (*_INDICES, "inputs_embeds", "labels", "shift_labels", ROUTES)
 _WHOLE = (torch.int64, torch.int32)
 _FILLERS = {"labels": -100, "shift_labels": -100, ROUTES: -1}  # where not 0
@@ -39,10 +49,18 @@ _NEAR = 0.93  # similarity from which an unknown name is taken for a misspelt on
 def microbatches_of(batch: Batch | Sequence[Batch], routes: Any = None) -> list[dict[str, Any]]:
     """Return the ``batch`` of a step, a mapping or a list of mappings, as dictionaries with ``routes`` among them."""
     listed: Any = [batch] if isinstance(batch, Mapping) else batch
-    found = list(listed) if hasattr(listed, "__iter__") and not isinstance(listed, str | Tensor) else [listed]
+    found = (
+        list(listed)
+        if hasattr(listed, "__iter__") and not isinstance(listed, str | Tensor)
+        else [listed]
+    )
     for each in found:
         if not isinstance(each, Mapping) or not all(isinstance(name, str) for name in each):
-            what = "mapping whose keys are no names" if isinstance(each, Mapping) else type(each).__name__
+            what = (
+                "mapping whose keys are no names"
+                if isinstance(each, Mapping)
+                else type(each).__name__
+            )
             raise ConfigError(
                 f"a step takes a batch, a mapping of tensors by the names of the model's arguments, or a list of such "
                 f"microbatches, and found a {what}"
@@ -53,7 +71,9 @@ def microbatches_of(batch: Batch | Sequence[Batch], routes: Any = None) -> list[
         return [dict(each) for each in found]
     given = [routes] if isinstance(routes, Tensor) else list(routes)
     if len(given) != len(found):
-        raise ConfigError(f"routes= has {len(given)} tensors for {len(found)} batches: give one for each")
+        raise ConfigError(
+            f"routes= has {len(given)} tensors for {len(found)} batches: give one for each"
+        )
     return [{**each, ROUTES: experts} for each, experts in zip(found, given, strict=True)]
 
 
@@ -61,7 +81,9 @@ def check_microbatch(runtime: Runtime, batch: Mapping[str, Any], loss: StepLoss)
     """Raise :class:`ConfigError`, naming the argument, if the model or the step's loss cannot read a microbatch."""
     names, takes_more = forward_arguments(stock_class(runtime.model).forward)
     if loss.needs_labels and batch.get("labels") is None:
-        raise ConfigError(f"a step needs 'labels' in every batch, and found only {', '.join(batch)}")
+        raise ConfigError(
+            f"a step needs 'labels' in every batch, and found only {', '.join(batch)}"
+        )
     _check_names(batch, names, takes_more or not loss.needs_labels)
     for name, value in batch.items():
         _check_value(name, value, runtime.mesh.device)
@@ -79,10 +101,14 @@ def check_microbatch(runtime: Runtime, batch: Mapping[str, Any], loss: StepLoss)
     for name in (*_INDICES, *labels, ROUTES):
         value = batch.get(name)
         if value is not None and value.dtype not in _WHOLE:
-            raise ConfigError(f"{name} must be whole numbers of type int64, got {value.dtype}: use {name}.long()")
+            raise ConfigError(
+                f"{name} must be whole numbers of type int64, got {value.dtype}: use {name}.long()"
+            )
     embeds = batch.get("inputs_embeds")
     if embeds is not None and not embeds.is_floating_point():
-        raise ConfigError(f"inputs_embeds must be vectors of a floating-point type, got {embeds.dtype}: use .float()")
+        raise ConfigError(
+            f"inputs_embeds must be vectors of a floating-point type, got {embeds.dtype}: use .float()"
+        )
     if "input_ids" in names:
         _check_shapes(runtime, batch, loss)
 
@@ -102,8 +128,12 @@ def _check_value(name: str, value: Any, device: torch.device) -> None:
             f"{name} is a {type(value).__name__}: give tensors, [rows, tokens], as a collator of transformers makes "
             "them of rows (DataCollatorForLanguageModeling, default_data_collator), or torch.tensor(...)"
         )
-    if isinstance(value, str | bytes) or (name in _TENSORS and not isinstance(value, Tensor | None)):
-        raise ConfigError(f"{name} must be a tensor, got {value!r}: tokenize texts, and make tensors of numbers")
+    if isinstance(value, str | bytes) or (
+        name in _TENSORS and not isinstance(value, Tensor | None)
+    ):
+        raise ConfigError(
+            f"{name} must be a tensor, got {value!r}: tokenize texts, and make tensors of numbers"
+        )
     if not isinstance(value, Tensor):
         return
     empty = value.is_meta and device.type != "meta"
@@ -117,9 +147,12 @@ def _check_value(name: str, value: Any, device: torch.device) -> None:
 def _check_shapes(runtime: Runtime, batch: Mapping[str, Any], loss: StepLoss) -> None:
     """Check that tensors with an entry per token agree on rows and tokens; for causal language models, all tensors."""
     causal = runtime.loss is not None and runtime.loss.shift > 0
-    ids, embeds = batch.get("input_ids"), batch.get("inputs_embeds")
+    ids = batch.get("input_ids")
+    embeds = batch.get("inputs_embeds")
     if causal and (ids is None) == (embeds is None):
-        raise ConfigError(f"a batch needs input_ids or inputs_embeds, one of the two, and found {', '.join(batch)}")
+        raise ConfigError(
+            f"a batch needs input_ids or inputs_embeds, one of the two, and found {', '.join(batch)}"
+        )
     if ids is not None and (ids.ndim < 2 or (causal and ids.ndim > 2)):
         raise ConfigError(
             f"input_ids is {list(ids.shape)}: give [rows, tokens], one row by input_ids.unsqueeze(0), and labels alike"
@@ -137,7 +170,9 @@ def _check_embeds(runtime: Runtime, embeds: Tensor) -> None:
         raise ConfigError(f"inputs_embeds is {list(embeds.shape)}: give [rows, tokens, {table[1]}]")
 
 
-def _check_beside(batch: Mapping[str, Any], place: tuple[int, int], causal: bool, labelled: bool) -> None:
+def _check_beside(
+    batch: Mapping[str, Any], place: tuple[int, int], causal: bool, labelled: bool
+) -> None:
     """Check the shapes of labels, mask and positions against ``place``: rows and tokens."""
     rows, tokens = place
     if tokens == 0 < rows:
@@ -149,25 +184,40 @@ def _check_beside(batch: Mapping[str, Any], place: tuple[int, int], causal: bool
             raise ConfigError(
                 f"{name} are {list(value.shape)} {beside}: every token has a label, -100 where it does not count"
             )
-    mask, positions = batch.get("attention_mask"), batch.get("position_ids")
-    if isinstance(mask, Tensor) and mask.shape != place and (mask.ndim == 2 or (causal and mask.ndim != 4)):
+    mask = batch.get("attention_mask")
+    positions = batch.get("position_ids")
+    if (
+        isinstance(mask, Tensor)
+        and mask.shape != place
+        and (mask.ndim == 2 or (causal and mask.ndim != 4))
+    ):
         raise ConfigError(
             f"attention_mask is {list(mask.shape)} {beside}: give [rows, tokens], or [rows, heads, tokens, tokens]"
         )
     if positions is None or not causal:
         return
-    if positions.ndim < 2 or positions.shape[-1] != place[1] or positions.shape[-2] not in (1, place[0]):
+    if (
+        positions.ndim < 2
+        or positions.shape[-1] != place[1]
+        or positions.shape[-2] not in (1, place[0])
+    ):
         raise ConfigError(f"position_ids is {list(positions.shape)} {beside}: give [rows, tokens]")
 
 
 def prepare(
-    runtime: Runtime, batch: Batch | Sequence[Batch], train: bool, loss: StepLoss | None = None, routes: Any = None
+    runtime: Runtime,
+    batch: Batch | Sequence[Batch],
+    train: bool,
+    loss: StepLoss | None = None,
+    routes: Any = None,
 ) -> tuple[list[Microbatch], Tensor]:
     """Return the microbatches on this rank's device, and the number of valid labels for ``loss`` (by default the
     model's) in the whole step, at least 1. Raise :class:`ConfigError` on every rank, if one refuses its batch or the
     model cannot be trained this way.
     """
-    mesh, rows, refused = runtime.mesh, list[Counts](), None
+    mesh = runtime.mesh
+    rows = list[Counts]()
+    refused = None
     microbatches = list[Microbatch]()
     runtime.data.release()  # what FSDP2 holds at rest is looked at
     with runtime.contents.fixed():
@@ -189,7 +239,9 @@ def prepare(
     return microbatches, torch.full((), max(total, 1), dtype=torch.int64, device=mesh.device)
 
 
-def _learn_of_documents(runtime: Runtime, given: Sequence[Microbatch], rows: Sequence[Counts]) -> None:
+def _learn_of_documents(
+    runtime: Runtime, given: Sequence[Microbatch], rows: Sequence[Counts]
+) -> None:
     """Note what was counted of each microbatch, and check those whose rows hold several documents."""
     for microbatch, counts in zip(given, rows, strict=True):
         microbatch.learn(counts)
@@ -198,7 +250,9 @@ def _learn_of_documents(runtime: Runtime, given: Sequence[Microbatch], rows: Seq
         check_packed_rows(runtime.model, packed)
 
 
-def _tell_what_is_hardly_meant(runtime: Runtime, loss: StepLoss, rows: Sequence[Counts], total: int) -> None:
+def _tell_what_is_hardly_meant(
+    runtime: Runtime, loss: StepLoss, rows: Sequence[Counts], total: int
+) -> None:
     """Warn, on one rank, of what stock code takes in silence."""
     if runtime.mesh.speaks_for_batch and any(row.numbered for row in rows):
         tell_of_numbers()
@@ -207,14 +261,20 @@ def _tell_what_is_hardly_meant(runtime: Runtime, loss: StepLoss, rows: Sequence[
         tell_of_no_labels()
 
 
-def _as_the_model_takes(model: nn.Module, microbatches: Sequence[Microbatch], device: torch.device) -> list[Microbatch]:
+def _as_the_model_takes(
+    model: nn.Module, microbatches: Sequence[Microbatch], device: torch.device
+) -> list[Microbatch]:
     """Return microbatches on the device, with borders of documents for flash attention, and without a cache."""
     if uses_flash_attention(model):
-        microbatches = [each.like(with_borders(each, model)) if each.restarts else each for each in microbatches]
+        microbatches = [
+            each.like(with_borders(each, model)) if each.restarts else each for each in microbatches
+        ]
     moved = to_device(microbatches, device)
     if takes_argument(model, "use_cache"):
         for microbatch in moved:
-            microbatch.setdefault("use_cache", False)  # a cache of keys and values is for generation
+            microbatch.setdefault(
+                "use_cache", False
+            )  # a cache of keys and values is for generation
     return moved
 
 
@@ -222,16 +282,22 @@ def _agreed(
     runtime: Runtime, loss: StepLoss, batch: Batch | Sequence[Batch], train: bool, routes: Any
 ) -> tuple[list[Microbatch], list[Counts]]:
     """Return the microbatches, checked and compared with the ranks that share them, and their counts."""
-    executor, sharing = runtime.executor, runtime.mesh.sharing
+    executor = runtime.executor
+    sharing = runtime.mesh.sharing
     agrees = executor.agrees(train)
-    given, seen, refused = list[Microbatch](), None, None
+    given = list[Microbatch]()
+    seen = None
+    refused = None
     told: tuple[list[int], list[Tensor]] = [], []
     try:
         given = _microbatches(runtime, microbatches_of(batch, routes), loss)
         told = executor.tell(train) if agrees else told
-        seen = look_at(given, loss.look, hashed=sharing is not None, tokens=_vocabulary(runtime, given))
+        seen = look_at(
+            given, loss.look, hashed=sharing is not None, tokens=_vocabulary(runtime, given)
+        )
     except ConfigError as error:  # the others must not wait for this rank
-        refused, told = error, executor.tell(False) if agrees else told
+        refused = error
+        told = executor.tell(False) if agrees else told
     rows, ranks = agree(given, seen, train, sharing if agrees else None, *told)
     if refused is not None:
         raise refused
@@ -255,10 +321,16 @@ def _loss_of(runtime: Runtime, asked: StepLoss | None) -> StepLoss:
 
     def added(live: Mapping[str, nn.Parameter]) -> list[str]:
         strange = {name for name in live.keys() - known.keys() if stock_name(name) not in known}
-        return [name for name, each in live.items() if name in strange and each.requires_grad] if strange else []
+        return (
+            [name for name, each in live.items() if name in strange and each.requires_grad]
+            if strange
+            else []
+        )
 
     # second names, which cost less to find, may be of parameters in the plan
-    if added(runtime.live_parameters()) and (unknown := added(dict(runtime.model.named_parameters()))):
+    if added(runtime.live_parameters()) and (
+        unknown := added(dict(runtime.model.named_parameters()))
+    ):
         raise ConfigError(
             f"{len(unknown)} parameters that train are not in the plan, {unknown[0]} for one, so their gradients "
             "would not be summed: give adapters to hfscale.get_peft_model(model, config), and change a model "
@@ -269,9 +341,15 @@ def _loss_of(runtime: Runtime, asked: StepLoss | None) -> StepLoss:
 
 def _vocabulary(runtime: Runtime, batches: Sequence[Batch]) -> int | None:
     """Return the vocabulary's size if input ids must be checked against it before ranks look them up, else ``None``."""
-    shape, ids = runtime.plan.lookup_shape, [batch.get("input_ids") for batch in batches]
-    on_host = all(each is None or each.device.type == "cpu" for each in ids) and runtime.mesh.control is not None
-    return shape[0] if shape is not None and (on_host or runtime.plan.embedding is not None) else None
+    shape = runtime.plan.lookup_shape
+    ids = [batch.get("input_ids") for batch in batches]
+    on_host = (
+        all(each is None or each.device.type == "cpu" for each in ids)
+        and runtime.mesh.control is not None
+    )
+    return (
+        shape[0] if shape is not None and (on_host or runtime.plan.embedding is not None) else None
+    )
 
 
 def _refuse_outside(runtime: Runtime, outside: int) -> None:
@@ -294,7 +372,10 @@ def _microbatches(runtime: Runtime, given: Sequence[Batch], loss: StepLoss) -> l
         asks = "qk_clip, whose scores padding would change"
     if asks and any(new is not old for new, old in zip(filled, given, strict=True)):
         raise ConfigError(f"this rank's batch has no rows for {asks}: pass at least one row")
-    shared = [Microbatch(each) for each in runtime.executor.share_out([dict(microbatch) for microbatch in filled])]
+    shared = [
+        Microbatch(each)
+        for each in runtime.executor.share_out([dict(microbatch) for microbatch in filled])
+    ]
     for microbatch in shared:
         microbatch.parts = len(shared) // len(given)
     for part in runtime.parts:
@@ -304,14 +385,25 @@ def _microbatches(runtime: Runtime, given: Sequence[Batch], loss: StepLoss) -> l
 
 def _without_gaps(runtime: Runtime, batch: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return ``batch``, or, if it has no rows, padding with ignored labels: the rank must join every collective."""
-    tokens = next((batch[name] for name in ("input_ids", "inputs_embeds") if isinstance(batch.get(name), Tensor)), None)
+    tokens = next(
+        (
+            batch[name]
+            for name in ("input_ids", "inputs_embeds")
+            if isinstance(batch.get(name), Tensor)
+        ),
+        None,
+    )
     if tokens is None or tokens.ndim < 2 or tokens.shape[0] > 0:
         return batch
     rows = runtime.executor.fewest_rows()
     filled = {name: _filled(name, value, rows) for name, value in batch.items()}
     # Expert balance ignores masked tokens, so mask all of them; other models should attend to some token.
     length = filled["input_ids" if "input_ids" in filled else "inputs_embeds"].shape[1]
-    mask = torch.full((rows, length), int(not any(part.masks_padding for part in runtime.parts)), device=tokens.device)
+    mask = torch.full(
+        (rows, length),
+        int(not any(part.masks_padding for part in runtime.parts)),
+        device=tokens.device,
+    )
     given = batch.get("attention_mask")
     if given is None or given.ndim == 2:
         filled["attention_mask"] = mask if given is None else mask.to(given.dtype)
@@ -337,17 +429,27 @@ def look_ahead(batch: Mapping[str, Any], depths: int, shift: int) -> dict[str, T
     There is no target (-100) past the end of the row or of the document, which is where ``position_ids`` begin anew. A
     label is ``shift`` behind the token that predicts it; ``shift_labels`` are targets already.
     """
-    ids, targets = batch["input_ids"], batch.get("shift_labels")
+    ids = batch["input_ids"]
+    targets = batch.get("shift_labels")
     if targets is None:
         targets = pad(batch["labels"], (0, shift), value=-100)[..., shift:]
     given = batch.get("position_ids")
     positions = None if given is None else text_positions(given)
     documents = torch.zeros_like(ids[:1])
     if positions is not None:
-        documents = pad(begins_anew(positions, batch.get("attention_mask")).cumsum(-1), (1, 0)).to(ids.device)
-    of_targets, found = torch.cat((documents[:, 1:], documents[:, -1:]), 1), list[tuple[Tensor, Tensor]]()
+        documents = pad(begins_anew(positions, batch.get("attention_mask")).cumsum(-1), (1, 0)).to(
+            ids.device
+        )
+    of_targets = torch.cat((documents[:, 1:], documents[:, -1:]), 1)
+    found = list[tuple[Tensor, Tensor]]()
     for depth in range(1, depths + 1):
         end = (0, min(depth, ids.shape[1]))
         same = documents == pad(of_targets[:, depth:], end, value=-1)
-        found.append((pad(ids[:, depth:], end), pad(targets[:, depth:], end, value=-100).where(same, -100)))
-    return dict(zip((IDS, TARGETS), (torch.stack(each, 1) for each in zip(*found, strict=True)), strict=True))
+        found.append(
+            (pad(ids[:, depth:], end), pad(targets[:, depth:], end, value=-100).where(same, -100))
+        )
+    return dict(
+        zip(
+            (IDS, TARGETS), (torch.stack(each, 1) for each in zip(*found, strict=True)), strict=True
+        )
+    )

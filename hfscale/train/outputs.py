@@ -12,15 +12,23 @@ from .runtime import Objective, Runtime
 from .runtime.batches import Microbatch
 
 
-def from_last_stage(runtime: Runtime, made: Sequence[Mapping[Any, Tensor]]) -> list[dict[Any, Tensor]]:
+def from_last_stage(
+    runtime: Runtime, made: Sequence[Mapping[Any, Tensor]]
+) -> list[dict[Any, Tensor]]:
     """Return what the last stage has ``made``, by key, on all ranks of its pipeline, without a graph; collective."""
-    group, stages = runtime.mesh.group("pp"), runtime.plan.stages
+    group = runtime.mesh.group("pp")
+    stages = runtime.plan.stages
     own = [{name: tensor.detach() for name, tensor in each.items()} for each in made]
     if group is None or stages is None:
         return own
     holder = stages.ranks[-1]
-    source, here = dist.get_global_rank(group, holder), runtime.mesh.pp_rank == holder
-    told = [[{name: (tuple(x.shape), x.dtype) for name, x in each.items()} for each in own] if here else None]
+    source = dist.get_global_rank(group, holder)
+    here = runtime.mesh.pp_rank == holder
+    told = [
+        [{name: (tuple(x.shape), x.dtype) for name, x in each.items()} for each in own]
+        if here
+        else None
+    ]
     dist.broadcast_object_list(told, src=source, group=runtime.mesh.reports)
     if here:
         found = [{name: tensor.contiguous() for name, tensor in each.items()} for each in own]
@@ -28,12 +36,19 @@ def from_last_stage(runtime: Runtime, made: Sequence[Mapping[Any, Tensor]]) -> l
         found = _empty(told[0] or (), runtime.mesh.device)
     for tensor in (tensor for each in found for tensor in each.values()):
         # Booleans as bytes: not every backend can send them.
-        dist.broadcast(tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor, src=source, group=group)
+        dist.broadcast(
+            tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor,
+            src=source,
+            group=group,
+        )
     return found
 
 
 def _empty(kinds: Sequence[Mapping[Any, Any]], device: torch.device) -> list[dict[Any, Tensor]]:
-    return [{n: torch.empty(shape, dtype=kind, device=device) for n, (shape, kind) in each.items()} for each in kinds]
+    return [
+        {n: torch.empty(shape, dtype=kind, device=device) for n, (shape, kind) in each.items()}
+        for each in kinds
+    ]
 
 
 class KeptOutputs:
@@ -57,9 +72,15 @@ class KeptOutputs:
 
     def keep(self, output: Any, batch: Microbatch, index: int) -> None:
         """Keep an output; if ranks have shards of its sequences, gather all tokens."""
-        named = dict(output) if isinstance(output, Mapping) else {"logits": output[1]}  # return_dict=False, with labels
+        named = (
+            dict(output) if isinstance(output, Mapping) else {"logits": output[1]}
+        )  # return_dict=False, with labels
         named.pop("loss", None)
-        found = {name: value.detach() for name, value in named.items() if isinstance(value, Tensor) and value.ndim}
+        found = {
+            name: value.detach()
+            for name, value in named.items()
+            if isinstance(value, Tensor) and value.ndim
+        }
         gather = self._runtime.context.gather_tokens
         self._kept[index] = {name: gather(batch, value) for name, value in found.items()}
 
@@ -68,5 +89,8 @@ class KeptOutputs:
         kept = [self._kept[index] for index in sorted(self._kept)]
         size = max(len(kept) // given, 1)
         groups = [kept[start : start + size] for start in range(0, len(kept), size)]
-        joined = [{name: torch.cat([each[name] for each in group]) for name in group[0]} for group in groups]
+        joined = [
+            {name: torch.cat([each[name] for each in group]) for name in group[0]}
+            for group in groups
+        ]
         return [ModelOutput(output) for output in from_last_stage(self._runtime, joined)]

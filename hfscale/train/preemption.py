@@ -51,7 +51,9 @@ def preempted(model: nn.Module, *, patience: float = 20.0) -> bool:
     check_number("patience", patience, above=0)
     if not _listener:
         if threading.current_thread() is not threading.main_thread():
-            raise ConfigError("preempted must first be called in the main thread, which alone can handle signals")
+            raise ConfigError(
+                "preempted must first be called in the main thread, which alone can handle signals"
+            )
         _listener.append(_Listener(patience))
     listener = _listener[0]
     listener.patience = patience
@@ -65,8 +67,12 @@ class _Listener:
     """Install signal handlers, and a thread that ends the process if nobody reacts to a signal."""
 
     def __init__(self, patience: float) -> None:
-        self.told, self.patience = False, patience  # told: whether a signal came
-        self.answered = threading.Event()  # set once the training loop knows of it, or the listener is closed
+        # told: whether a signal came
+        self.told = False
+        self.patience = patience
+        self.answered = (
+            threading.Event()
+        )  # set once the training loop knows of it, or the listener is closed
         self._read, self._write = socket.socketpair()
         self._write.setblocking(False)
         # Python runs handlers between two lines of Python: not while the main thread waits for another rank.
@@ -94,7 +100,8 @@ class _Listener:
         if not number:  # closed
             return
         self.told = True
-        came, idle_since = time.monotonic(), time.monotonic()
+        came = time.monotonic()
+        idle_since = time.monotonic()
         while not self.answered.wait(min(_LOOK, self.patience)):
             if is_saving():
                 idle_since = time.monotonic()

@@ -14,7 +14,14 @@ from .inputs import prepare
 from .outputs import KeptOutputs
 from .runtime import Batch, Objective, Runtime, runtime_of
 from .runtime.batches import Microbatch
-from .user_loss import LossOfOutputs, LossOfScores, UserFunction, UserLoss, loss_of_scores, refuse_without_flush
+from .user_loss import (
+    LossOfOutputs,
+    LossOfScores,
+    UserFunction,
+    UserLoss,
+    loss_of_scores,
+    refuse_without_flush,
+)
 
 
 def train_step(
@@ -64,13 +71,21 @@ def train_step(
     """
     runtime = runtime_of(model)
     refuse_trained_around(runtime, model)
-    _check_losses(runtime, loss_fn, score_loss, label_smoothing, num_items_in_batch, temperature, teacher)
+    _check_losses(
+        runtime, loss_fn, score_loss, label_smoothing, num_items_in_batch, temperature, teacher
+    )
     if loss_fn is not None:
         return UserLoss(runtime, loss_fn).run(model, batch, train=True, routes=routes)
-    scored = None if score_loss is None else UserFunction(runtime, "score_loss", score_loss, ("scores", "index"))
+    scored = (
+        None
+        if score_loss is None
+        else UserFunction(runtime, "score_loss", score_loss, ("scores", "index"))
+    )
     counted = num_items_in_batch is not None or score_loss is not None
     items = num_items_in_batch if counted else labels_around(model, batch)
-    microbatches, count, objective = _prepared(runtime, batch, True, items, label_smoothing, teacher, routes)
+    microbatches, count, objective = _prepared(
+        runtime, batch, True, items, label_smoothing, teacher, routes
+    )
     if scored is not None:
         objective = loss_of_scores(runtime, count, scored, temperature, batch, len(microbatches))
     loss = runtime.run_step(model, microbatches, objective, backward=True)
@@ -100,14 +115,18 @@ def _check_losses(
     if score_loss is not None and divided:
         _refuse_beside("score_loss", "label_smoothing and num_items_in_batch")
     if score_loss is None and temperature != 1:
-        raise ConfigError(f"temperature={temperature} needs a score_loss, and there is none: leave it out")
+        raise ConfigError(
+            f"temperature={temperature} needs a score_loss, and there is none: leave it out"
+        )
 
 
 def _check_teacher(runtime: Runtime, teacher: ModelTeacher | None, other: bool) -> None:
     if teacher is None:
         return
     if not isinstance(teacher, ModelTeacher):
-        raise ConfigError(f"teacher must be hfscale.Teacher(teacher, model), got {type(teacher).__name__}")
+        raise ConfigError(
+            f"teacher must be hfscale.Teacher(teacher, model), got {type(teacher).__name__}"
+        )
     teacher.check(runtime)
     refuse_without_flush(runtime, "teacher")
     if other or runtime.plan.feature(PredictionPlan) is not None:
@@ -170,7 +189,9 @@ def eval_step(
     else:
         if num_items_in_batch is None:
             num_items_in_batch = labels_around(model, batch)
-        microbatches, _, mean = _prepared(runtime, batch, False, num_items_in_batch, label_smoothing, teacher)
+        microbatches, _, mean = _prepared(
+            runtime, batch, False, num_items_in_batch, label_smoothing, teacher
+        )
         objective = mean if kept is None else kept.of(mean)
         loss = runtime.run_step(model, microbatches, objective, backward=False)
     if kept is None:
@@ -180,7 +201,9 @@ def eval_step(
     return loss, outputs[0] if single else outputs
 
 
-def _divisors(count: Tensor, asked: float | Sequence[float] | None, microbatches: int) -> list[Tensor]:
+def _divisors(
+    count: Tensor, asked: float | Sequence[float] | None, microbatches: int
+) -> list[Tensor]:
     """Return the divisor of each microbatch's sum over labels: the same for those cut from one batch."""
     if asked is None:
         return [count] * microbatches
@@ -202,11 +225,15 @@ def _divisor(asked: Any, count: Tensor, alone: bool) -> Tensor:
         if asked.device.type != "cpu":
             number = asked.detach().reshape(()).to(count.device, torch.get_default_dtype())
             zero = (number == 0) & (count <= 1) if alone else number == 0
-            return torch.where((number > 0) & number.isfinite(), number, torch.where(zero, 1.0, torch.nan))
+            return torch.where(
+                (number > 0) & number.isfinite(), number, torch.where(zero, 1.0, torch.nan)
+            )
         asked = asked.item()
     check_number("num_items_in_batch", asked, least=0)
     if alone and asked == 0 and count > 1:
-        raise ConfigError(f"num_items_in_batch=0 for a step of {int(count)} labels: give their number, or leave it out")
+        raise ConfigError(
+            f"num_items_in_batch=0 for a step of {int(count)} labels: give their number, or leave it out"
+        )
     return torch.full((), float(asked) or 1.0, device=count.device)
 
 
@@ -228,7 +255,9 @@ def _prepared(
     loss = runtime.loss
     assert loss is not None  # checked as the step was prepared
     loss.check_smoothing(label_smoothing)
-    mean = Objective(lambda model, batch, index: loss.of(model, batch, divisors[index], label_smoothing))
+    mean = Objective(
+        lambda model, batch, index: loss.of(model, batch, divisors[index], label_smoothing)
+    )
     return microbatches, count, mean
 
 

@@ -21,10 +21,17 @@ from .runtime import Part, Runtime
 from .runtime.batches import Microbatch
 
 _log = logging.getLogger(__name__)
-_FIRST, _LEAST, _MOST = 12, 20, 10_000  # steps of the first window, and of any other
-_COMPARED = 200  # steps at the end of a window, as far as torch's recorder goes back (2,000 collectives)
+# steps of the first window, and of any other
+_FIRST = 12
+_LEAST = 20
+_MOST = 10_000
+_COMPARED = (
+    200  # steps at the end of a window, as far as torch's recorder goes back (2,000 collectives)
+)
 _SECONDS = 60.0  # that a window lasts, within these bounds
-_SLOW, _SHARE = 1.3, 0.05  # a rank is named from so many times the median on, and such a share of a step waited for it
+# a rank is named from so many times the median on, and such a share of a step waited for it
+_SLOW = 1.3
+_SHARE = 0.05
 _CALLS = 64_000  # times that are exchanged, over all ranks
 
 Span = tuple[float, float]
@@ -45,7 +52,9 @@ class StepTimes(Part):
         return runtime.mesh.layout.total_size > 1
 
     @contextmanager
-    def around_step(self, runtime: Runtime, microbatches: Sequence[Microbatch], train: bool) -> Iterator[None]:
+    def around_step(
+        self, runtime: Runtime, microbatches: Sequence[Microbatch], train: bool
+    ) -> Iterator[None]:
         """Note when a step starts; after the last of a window, compare."""
         if train:
             self._starts.append(time.time())
@@ -58,15 +67,26 @@ class StepTimes(Part):
         return self._found
 
     def _compare(self, runtime: Runtime) -> None:
-        mesh, starts = runtime.mesh, self._starts[-_COMPARED:]
+        mesh = runtime.mesh
+        starts = self._starts[-_COMPARED:]
         mesh.largest(0)  # which ends on all ranks at once: clocks of machines differ
-        now, most = time.time(), _CALLS // mesh.layout.total_size
-        calls = [(key, at - now) for key, at in recorded_calls() if starts[0] <= at <= starts[-1]][-most:]
+        now = time.time()
+        most = _CALLS // mesh.layout.total_size
+        calls = [(key, at - now) for key, at in recorded_calls() if starts[0] <= at <= starts[-1]][
+            -most:
+        ]
         waits = [(begin - now, end - now) for begin, end in past_waits() if begin >= starts[0]]
-        step, works = compared(mesh.all_gather_object(([start - now for start in starts], calls, waits)))
-        self._starts, self._length = starts[-1:], _MOST  # where nothing was recorded
+        step, works = compared(
+            mesh.all_gather_object(([start - now for start in starts], calls, waits))
+        )
+        # where nothing was recorded
+        self._starts = starts[-1:]
+        self._length = _MOST
         if works:
-            self._found = {"step_seconds": step, **{f"work_seconds/rank_{rank}": own for rank, own in enumerate(works)}}
+            self._found = {
+                "step_seconds": step,
+                **{f"work_seconds/rank_{rank}": own for rank, own in enumerate(works)},
+            }
             self._length = int(min(max(_SECONDS / step, _LEAST), _MOST))
             if mesh.rank == 0 and (words := in_a_line(step, works)):
                 _log.warning(words)
@@ -80,7 +100,8 @@ def compared(every: Sequence[Told]) -> tuple[float, list[float]]:
             last[key] = max(at, last.get(key, at))
     count = min(len(starts) for starts, *_ in every)
     begin = max(min((at for _, at in calls), default=0.0) for _, calls, _ in every)
-    seconds, works = list[float](), list[float]()
+    seconds = list[float]()
+    works = list[float]()
     for starts, calls, receives in every:
         spans = [*((at, last[key]) for key, at in calls), *receives]
         edges = [start for start in starts[-count:] if start >= begin]
@@ -94,11 +115,15 @@ def compared(every: Sequence[Told]) -> tuple[float, list[float]]:
 def worked(waits: Iterable[Span], times: Sequence[float]) -> list[float]:
     """Return how long a rank has worked at each of ``times`` since the first: outside its waits, which may overlap."""
     changes = [change for begin, end in waits for change in ((begin, 1), (end, -1))]
-    found, total, waiting, last = list[float](), 0.0, 0, times[0]
+    found = list[float]()
+    total = 0.0
+    waiting = 0
+    last = times[0]
     for at, change in sorted([*changes, *((at, 0) for at in times)]):
         if not waiting and at > times[0]:
             total += at - last
-        waiting, last = waiting + change, at
+        waiting = waiting + change
+        last = at
         if not change:
             found.append(total)
     return found

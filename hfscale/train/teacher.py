@@ -23,7 +23,14 @@ from ..distributed.ops.divergence import StoredRows, TaughtRows, top_tokens
 from ..distributed.ops.head_cross_entropy import rows_per_chunk
 from ..distributed.ops.vocab_cross_entropy import VocabularySlice
 from ..errors import ConfigError, check_count, check_number
-from .distillation import ModelTeacher, check_vocabulary, evaluating, loss_over_vocabulary, scored, vocabulary_of
+from .distillation import (
+    ModelTeacher,
+    check_vocabulary,
+    evaluating,
+    loss_over_vocabulary,
+    scored,
+    vocabulary_of,
+)
 from .inputs import microbatches_of
 from .runtime import Batch, Runtime, runtime_of
 from .runtime.writing import all_or_none
@@ -36,16 +43,28 @@ class TeacherWriter:
     """Write a teacher's shards; see :meth:`hfscale.Teacher.write`."""
 
     def __init__(
-        self, runtime: Runtime, batches: Sequence[Batch], directory: Path, top_k: int, temperature: float, each: int
+        self,
+        runtime: Runtime,
+        batches: Sequence[Batch],
+        directory: Path,
+        top_k: int,
+        temperature: float,
+        each: int,
     ) -> None:
         check_count("top_k", top_k)
         check_count("batches_per_shard", each)
         check_number("temperature", temperature, above=0)
         known = vocabulary_of(runtime)
         if top_k > known["vocabulary"]:
-            raise ConfigError(f"top_k={top_k} is more than the vocabulary of {known['vocabulary']} tokens: use fewer")
-        self._runtime, self._batches, self._directory, self._each = runtime, batches, directory, each
-        self._top_k, self._temperature = top_k, temperature
+            raise ConfigError(
+                f"top_k={top_k} is more than the vocabulary of {known['vocabulary']} tokens: use fewer"
+            )
+        self._runtime = runtime
+        self._batches = batches
+        self._directory = directory
+        self._each = each
+        self._top_k = top_k
+        self._temperature = temperature
         count = -(-len(batches) // each)
         self._about = {**known, "top_k": top_k, "temperature": temperature, "shards": count}
 
@@ -59,8 +78,13 @@ class TeacherWriter:
             raise ConfigError(missing)
         with evaluating(self._runtime.model):
             for first in range(0, len(missing), mesh.batch_world):
-                own = missing[first + mesh.batch_rank :][:1] if mesh.batch_rank < len(missing) - first else []
-                tensors, failure = self._shard(own[0] if own else None), ""
+                own = (
+                    missing[first + mesh.batch_rank :][:1]
+                    if mesh.batch_rank < len(missing) - first
+                    else []
+                )
+                tensors = self._shard(own[0] if own else None)
+                failure = ""
                 if own and mesh.speaks_for_batch:
                     try:
                         file = _shard_file(self._directory, own[0])
@@ -79,7 +103,11 @@ class TeacherWriter:
             about = {**self._about, "texts": hashlib.sha256(digests.encode()).hexdigest()}
             self._directory.mkdir(parents=True, exist_ok=True)
             then = json.loads(path.read_text()) if path.is_file() else about
-            apart = [f"{name}={then.get(name)!r}" for name, value in about.items() if then.get(name) != value]
+            apart = [
+                f"{name}={then.get(name)!r}"
+                for name, value in about.items()
+                if then.get(name) != value
+            ]
             if apart:
                 return f"{self._directory} holds another teacher ({', '.join(apart)}): write to another directory"
             if not path.is_file():
@@ -90,18 +118,25 @@ class TeacherWriter:
             return str(error)
         except (OSError, ValueError) as error:
             return f"{self._directory} cannot be written: {error}"
-        return [shard for shard in range(self._about["shards"]) if not _shard_file(self._directory, shard).is_file()]
+        return [
+            shard
+            for shard in range(self._about["shards"])
+            if not _shard_file(self._directory, shard).is_file()
+        ]
 
     def _shard(self, shard: int | None) -> dict[str, Tensor]:
         """Return the tensors of a shard; a rank without one runs passes all the same, as others gather weights."""
         first = 0 if shard is None else shard * self._each
         found: dict[str, list[Tensor]] = {name: [] for name in _STORED}
-        digests, lengths = list[str](), list[int]()
+        digests = list[str]()
+        lengths = list[int]()
         for place in range(first, first + self._each):
             counts = shard is not None and place < len(self._batches)
             batch = self._batches[place if counts else 0]
             made = scored(self._runtime, batch, self._read)[0]
-            for row, digest, places in _texts(batch) if counts and self._runtime.mesh.speaks_for_batch else ():
+            for row, digest, places in (
+                _texts(batch) if counts and self._runtime.mesh.speaks_for_batch else ()
+            ):
                 digests.append(digest)
                 lengths.append(len(places))
                 for name, parts in found.items():
@@ -110,17 +145,26 @@ class TeacherWriter:
             return {}
         joined = {name: torch.cat(parts) for name, parts in found.items()}
         keys = torch.tensor([list(bytes.fromhex(digest)) for digest in digests], dtype=torch.uint8)
-        return {**joined, "tokens": joined["tokens"].int(), "digests": keys, "lengths": torch.tensor(lengths)}
+        return {
+            **joined,
+            "tokens": joined["tokens"].int(),
+            "digests": keys,
+            "lengths": torch.tensor(lengths),
+        }
 
     def _read(self, logits: Any, vocabulary: VocabularySlice) -> dict[str, Tensor]:
         """Return the top tokens of every position, a chunk of rows at a time."""
         hidden = logits.hidden
-        rows, shape = hidden.reshape(-1, hidden.shape[-1]), hidden.shape[:-1]
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        shape = hidden.shape[:-1]
         step = rows_per_chunk(len(rows), 2 * vocabulary.widest, rows.device)
         asked = self._top_k, self._temperature, vocabulary
         parts = [top_tokens(logits.logits(chunk), *asked) for chunk in rows.split(step)]
         joined = (torch.cat(each) for each in zip(*parts, strict=True))
-        return {name: each.view(*shape, *each.shape[1:]) for name, each in zip(_STORED, joined, strict=True)}
+        return {
+            name: each.view(*shape, *each.shape[1:])
+            for name, each in zip(_STORED, joined, strict=True)
+        }
 
 
 class StoredTeacher(ModelTeacher):
@@ -131,32 +175,46 @@ class StoredTeacher(ModelTeacher):
         self._directory, self._student = directory, runtime_of(student)
         self._loss = loss_over_vocabulary(self._student)
         if not (directory / _ABOUT).is_file():
-            raise ConfigError(f"{directory} has no {_ABOUT}: give a directory that hfscale.Teacher.write has written")
+            raise ConfigError(
+                f"{directory} has no {_ABOUT}: give a directory that hfscale.Teacher.write has written"
+            )
         about = json.loads((directory / _ABOUT).read_text())
-        self.beta, self.temperature, self._top_k = beta, float(about["temperature"]), int(about["top_k"])
+        self.beta, self.temperature, self._top_k = (
+            beta,
+            float(about["temperature"]),
+            int(about["top_k"]),
+        )
         check_vocabulary(about, self._student)
-        missing = [shard for shard in range(about["shards"]) if not _shard_file(directory, shard).is_file()]
+        missing = [
+            shard for shard in range(about["shards"]) if not _shard_file(directory, shard).is_file()
+        ]
         if missing:
             raise ConfigError(
                 f"{directory} has not been written to the end, it lacks {len(missing)} of {about['shards']} shards: "
                 "call hfscale.Teacher.write again, which goes on"
             )
-        self._places = dict[str, tuple[Any, int, int]]()  # digest -> file, and where it has the text's positions
+        self._places = dict[
+            str, tuple[Any, int, int]
+        ]()  # digest -> file, and where it has the text's positions
         for shard in range(about["shards"]):
             file = safe_open(_shard_file(directory, shard), "pt")
             if not file.keys():  # none of its texts has a label
                 continue
             ends = file.get_tensor("lengths").cumsum(0).tolist()
-            for digest, start, stop in zip(file.get_tensor("digests").tolist(), [0, *ends], ends, strict=False):
+            for digest, start, stop in zip(
+                file.get_tensor("digests").tolist(), [0, *ends], ends, strict=False
+            ):
                 self._places[bytes(digest).hex()] = file, start, stop
 
     def signals(self, batch: Batch | Sequence[Batch]) -> list[tuple[Tensor, ...]]:
         """Return the stored tensors ``[b, s, k]``, ``[b, s, k]`` and ``[b, s]`` of each batch; collective."""
         given = microbatches_of(batch)
         try:
-            texts, refusal = [_texts(each) for each in given], ""
+            texts = [_texts(each) for each in given]
+            refusal = ""
         except ConfigError as error:
-            texts, refusal = [], str(error)
+            texts = []
+            refusal = str(error)
         unknown = sum(digest not in self._places for each in texts for _, digest, _ in each)
         if unknown:
             refusal = f"{unknown} text(s) of the step are not among those the teacher in {self._directory} was run on"
@@ -169,12 +227,20 @@ class StoredTeacher(ModelTeacher):
             return [()] * len(given)
         return [self._read(each, found) for each, found in zip(given, texts, strict=True)]
 
-    def _read(self, batch: Mapping[str, Any], texts: list[tuple[int, str, Tensor]]) -> tuple[Tensor, ...]:
-        shape, device, made = batch["input_ids"].shape, self._student.mesh.device, list[Tensor]()
+    def _read(
+        self, batch: Mapping[str, Any], texts: list[tuple[int, str, Tensor]]
+    ) -> tuple[Tensor, ...]:
+        shape = batch["input_ids"].shape
+        device = self._student.mesh.device
+        made = list[Tensor]()
         for name in _STORED:
             found = [(row, places, self._places[digest]) for row, digest, places in texts]
             parts = [file.get_slice(name)[start:stop] for _, _, (file, start, stop) in found]
-            whole = torch.zeros(*shape, *parts[0].shape[1:], dtype=parts[0].dtype) if parts else torch.zeros(*shape, 1)
+            whole = (
+                torch.zeros(*shape, *parts[0].shape[1:], dtype=parts[0].dtype)
+                if parts
+                else torch.zeros(*shape, 1)
+            )
             for (row, places, _), part in zip(found, parts, strict=True):
                 whole[row, places] = part  # no other position has a label
             made.append(whole.to(device))
@@ -223,7 +289,9 @@ class Teacher(ModelTeacher):
             directory: gets ``teacher.json`` and a file of safetensors for every ``batches_per_shard`` batches.
             temperature: divisor of the logits.
         """
-        TeacherWriter(runtime_of(model), batches, Path(directory), top_k, temperature, batches_per_shard).write()
+        TeacherWriter(
+            runtime_of(model), batches, Path(directory), top_k, temperature, batches_per_shard
+        ).write()
 
     @staticmethod
     def stored(directory: str | Path, student: nn.Module, *, beta: float = 0.5) -> StoredTeacher:
@@ -239,19 +307,31 @@ class Teacher(ModelTeacher):
 
 def _texts(batch: Mapping[str, Any]) -> list[tuple[int, str, Tensor]]:
     """Return index, digest and token places of every row with a label."""
-    ids, labels, mask, positions = (batch.get(key) for key in ("input_ids", "labels", "attention_mask", "position_ids"))
-    if ids is None or labels is None or batch.get("shift_labels") is not None or (mask is not None and mask.ndim != 2):
+    ids, labels, mask, positions = (
+        batch.get(key) for key in ("input_ids", "labels", "attention_mask", "position_ids")
+    )
+    if (
+        ids is None
+        or labels is None
+        or batch.get("shift_labels") is not None
+        or (mask is not None and mask.ndim != 2)
+    ):
         raise ConfigError(
             "a stored teacher knows texts by input_ids, labels and a mask of tokens: leave out shift_labels, "
             "inputs_embeds and masks of pairs of tokens"
         )
-    ids, labelled = ids.cpu(), labels.cpu() != -100
+    ids = ids.cpu()
+    labelled = labels.cpu() != -100
     attended = torch.ones_like(labelled) if mask is None else mask.cpu() != 0
     if (labelled[:, 1:] & ~attended[:, :-1]).any():
-        raise ConfigError("a stored teacher predicts no label behind padding: the token after it needs the label -100")
+        raise ConfigError(
+            "a stored teacher predicts no label behind padding: the token after it needs the label -100"
+        )
     texts = []
     for row in labelled[:, 1:].any(1).nonzero().flatten().tolist():
-        places = attended[row, : int(labelled[row].nonzero()[-1])].nonzero().flatten()  # of what predicts a label
+        places = (
+            attended[row, : int(labelled[row].nonzero()[-1])].nonzero().flatten()
+        )  # of what predicts a label
         parts = [ids[row, places]]
         if positions is not None and positions.ndim == 2:
             own = positions.cpu().expand(len(ids), -1)[row, places]

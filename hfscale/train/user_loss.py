@@ -41,10 +41,16 @@ class UserFunction:
     with a value that counts nothing, until all ranks meet at the step's end. Refuse one without ``arguments``.
     """
 
-    def __init__(self, runtime: Runtime, name: str, function: Any, arguments: tuple[str, ...]) -> None:
+    def __init__(
+        self, runtime: Runtime, name: str, function: Any, arguments: tuple[str, ...]
+    ) -> None:
         if not callable(function) or not _takes(function, len(arguments)):
-            raise ConfigError(f"{name}={function!r} is invalid: pass a function of {' and '.join(arguments)}")
-        self.name, self._runtime, self._function = name, runtime, function
+            raise ConfigError(
+                f"{name}={function!r} is invalid: pass a function of {' and '.join(arguments)}"
+            )
+        self.name = name
+        self._runtime = runtime
+        self._function = function
         self._error: Exception | None = None
 
     def __call__(self, read: Callable[[Any], Value], *args: Any, instead: Value) -> Value:
@@ -63,8 +69,14 @@ class UserFunction:
     def scalar(self, value: Any, what: str) -> Tensor:
         """Return a loss as a scalar tensor; refuse all but floating-point tensors of one number."""
         if not isinstance(value, Tensor) or value.numel() != 1 or not value.is_floating_point():
-            given = f"{list(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else repr(value)[:60]
-            raise ConfigError(f"{self.name} must return {what} as a tensor of one number, got {given}: use .sum()")
+            given = (
+                f"{list(value.shape)} of {value.dtype}"
+                if isinstance(value, Tensor)
+                else repr(value)[:60]
+            )
+            raise ConfigError(
+                f"{self.name} must return {what} as a tensor of one number, got {given}: use .sum()"
+            )
         return value.reshape(())
 
 
@@ -72,7 +84,9 @@ def refuse_without_flush(runtime: Runtime, loss: str) -> None:
     """Refuse a loss under a schedule without a flush, whose microbatches end in later steps."""
     schedule = runtime.mesh.layout.pipeline_schedule
     if runtime.plan.stages is not None and schedule in ASYNCHRONOUS:
-        raise ConfigError(f"{schedule} takes no {loss}, whose microbatches end in later steps: use '1f1b' or 'zbv'")
+        raise ConfigError(
+            f"{schedule} takes no {loss}, whose microbatches end in later steps: use '1f1b' or 'zbv'"
+        )
 
 
 def _takes(function: Callable[..., Any], count: int) -> bool:
@@ -84,7 +98,11 @@ def _takes(function: Callable[..., Any], count: int) -> bool:
 
 
 def token_scores(
-    model: nn.Module, batch: Mapping[str, Any], *, temperature: float = 1.0, routes: Tensor | None = None
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    *,
+    temperature: float = 1.0,
+    routes: Tensor | None = None,
 ) -> TokenScores:
     """Return log-probability, entropy and the like of every token of a batch, in any layout, without full logits.
 
@@ -125,7 +143,12 @@ def token_scores(
 
 
 def loss_of_scores(
-    runtime: Runtime, count: Tensor, score_loss: UserFunction, temperature: float, batch: Any, passes: int
+    runtime: Runtime,
+    count: Tensor,
+    score_loss: UserFunction,
+    temperature: float,
+    batch: Any,
+    passes: int,
 ) -> Objective:
     """Return the objective of a user's ``score_loss``, its mean over distinct batches; refuse cut batches."""
     refuse_without_flush(runtime, "score_loss")
@@ -139,32 +162,49 @@ def loss_of_scores(
     def read(found: Any) -> Tensor:
         total = score_loss.scalar(found, "a microbatch's loss")
         if not total.requires_grad:
-            raise ConfigError("score_loss returned a loss without a graph: make it of the scores, without .detach()")
+            raise ConfigError(
+                "score_loss returned a loss without a graph: make it of the scores, without .detach()"
+            )
         return total
 
     def loss(called: Any, microbatch: Microbatch, index: int) -> Tensor:
         scores = _scores(runtime, called, microbatch, count, temperature)
-        return score_loss(read, scores, index, instead=0.0 * scores.log_probs.sum()) / runtime.mesh.data_world
+        return (
+            score_loss(read, scores, index, instead=0.0 * scores.log_probs.sum())
+            / runtime.mesh.data_world
+        )
 
     return Objective(loss, recomputes=True)
 
 
-def _scores(runtime: Runtime, called: Any, batch: Microbatch, count: Tensor, temperature: float) -> TokenScores:
+def _scores(
+    runtime: Runtime, called: Any, batch: Microbatch, count: Tensor, temperature: float
+) -> TokenScores:
     """Return the scores of one forward pass, for all tokens of its sequences."""
     assert runtime.loss is not None  # checked as the step was prepared
     with runtime.loss.scoring(temperature) as scoring:
         runtime.loss.of(called, batch, count, 0.0)
     own = list(scoring.scores.each())
-    sent = (each.to(torch.uint8) if each.dtype == torch.bool else each for each in own)  # not all backends send them
-    return TokenScores(*(runtime.context.gather_tokens(batch, s).to(o.dtype) for s, o in zip(sent, own, strict=True)))
+    sent = (
+        each.to(torch.uint8) if each.dtype == torch.bool else each for each in own
+    )  # not all backends send them
+    return TokenScores(
+        *(
+            runtime.context.gather_tokens(batch, s).to(o.dtype)
+            for s, o in zip(sent, own, strict=True)
+        )
+    )
 
 
 def _with_labels(batch: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(batch, Mapping):
-        raise ConfigError(f"token_scores takes one batch, a mapping of tensors, and found a {type(batch).__name__}")
+        raise ConfigError(
+            f"token_scores takes one batch, a mapping of tensors, and found a {type(batch).__name__}"
+        )
     if batch.get("labels") is not None or "input_ids" not in batch:
         return batch
-    labels, mask = batch.get("shift_labels"), batch.get("attention_mask")
+    labels = batch.get("shift_labels")
+    mask = batch.get("attention_mask")
     if labels is None:
         labels = batch["input_ids"]
         if isinstance(labels, Tensor) and isinstance(mask, Tensor) and mask.shape == labels.shape:
@@ -175,13 +215,21 @@ def _with_labels(batch: Mapping[str, Any]) -> Mapping[str, Any]:
 class _Rows:
     """Count the rows of a user's loss while a step is prepared: a :class:`hfscale.train.runtime.StepLoss`."""
 
-    shift, expected_gradient, needs_labels, ignores, divides = 0, 1.0, False, False, False
+    shift = 0
+    expected_gradient = 1.0
+    needs_labels = False
+    ignores = False
+    divides = False
 
     def look(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """Count the rows, in the first tensor that has any."""
-        found = next((value for value in batch.values() if isinstance(value, Tensor) and value.ndim), None)
+        found = next(
+            (value for value in batch.values() if isinstance(value, Tensor) and value.ndim), None
+        )
         if found is None:
-            raise ConfigError(f"a batch needs a tensor with a row for each sample, and found only {', '.join(batch)}")
+            raise ConfigError(
+                f"a batch needs a tensor with a row for each sample, and found only {', '.join(batch)}"
+            )
         none = torch.zeros((), dtype=torch.int64, device=found.device)
         return none + len(found), none
 
@@ -189,31 +237,46 @@ class _Rows:
 class UserLoss:
     """Run the steps of one ``loss_fn``; ``kept`` records the model's outputs if they were asked for."""
 
-    def __init__(self, runtime: Runtime, loss_fn: LossOfOutputs, kept: KeptOutputs | None = None) -> None:
+    def __init__(
+        self, runtime: Runtime, loss_fn: LossOfOutputs, kept: KeptOutputs | None = None
+    ) -> None:
         self._loss_fn = UserFunction(runtime, "loss_fn", loss_fn, ("outputs", "batch"))
-        self._runtime, self._kept = runtime, kept
+        self._runtime = runtime
+        self._kept = kept
         self._given: Sequence[Microbatch] = ()
         self._counts: list[Tensor] = []
         forward, takes_more = forward_arguments(stock_class(runtime.model).forward)
         self._taken = {ROUTES, *forward, *(BORDERS if takes_more else ())} - set(_LABELS)
 
-    def run(self, model: nn.Module, batch: Batch | Sequence[Batch], train: bool, routes: Any = None) -> Tensor:
+    def run(
+        self, model: nn.Module, batch: Batch | Sequence[Batch], train: bool, routes: Any = None
+    ) -> Tensor:
         """Run one step and return its loss, the same on every rank; refuse features that cannot run such a loss."""
         runtime = self._runtime
         refuse_without_flush(runtime, "loss_fn")
         rows: Any = _Rows()
         self._given, _ = prepare(runtime, batch, train, rows, routes)
-        inputs = [each.like({name: each[name] for name in each if name in self._taken}) for each in self._given]
+        inputs = [
+            each.like({name: each[name] for name in each if name in self._taken})
+            for each in self._given
+        ]
         parameters = list(runtime.model.parameters()) if train else []
         with torch.set_grad_enabled(train), gradients_aside(parameters):
             total = runtime.run_step(model, inputs, Objective(self._loss), train)
             self._loss_fn.agree()
             none = torch.zeros((), dtype=torch.float64, device=runtime.mesh.device)
-            count = runtime.sum_of_shares(none + torch.stack(self._counts).sum() if self._counts else none)
+            count = runtime.sum_of_shares(
+                none + torch.stack(self._counts).sum() if self._counts else none
+            )
             count = torch.where(count == 0, torch.ones_like(count), count)
-            for made in (local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None):
+            for made in (
+                local_tensor(parameter.grad)
+                for parameter in parameters
+                if parameter.grad is not None
+            ):
                 made.div_(count.to(made.device, made.dtype))
-        self._given, self._counts = (), []
+        self._given = ()
+        self._counts = []
         return (total / count).to(total.dtype)
 
     def _loss(self, called: Any, inputs: Microbatch, index: int) -> Tensor:
@@ -228,7 +291,9 @@ class UserLoss:
         if total is not None and (total.requires_grad or not torch.is_grad_enabled()):
             return total
         leaves = tree_leaves(dict(output) if isinstance(output, Mapping) else output)
-        first = next(leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point())
+        first = next(
+            leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()
+        )
         return 0.0 * first.sum()  # this microbatch has no loss, but needs a graph
 
     def _read(self, found: Any) -> tuple[Tensor | None, Tensor | float]:

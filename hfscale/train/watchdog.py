@@ -17,7 +17,12 @@ from dataclasses import asdict, dataclass
 import torch.distributed as dist
 from torch import nn
 
-from .._compat.torch_gloo import collectives_under_way, frames_of_main_thread, own_store, ranks_of_group
+from .._compat.torch_gloo import (
+    collectives_under_way,
+    frames_of_main_thread,
+    own_store,
+    ranks_of_group,
+)
 from ..config.parallel import AXES
 from ..distributed.failures import CODE, is_wanted
 from ..distributed.mesh import EXPERT_AXES, Mesh
@@ -68,7 +73,9 @@ class RankState:
 
     beat: int  # number of entries it has written
     seconds: float = 0.0  # for how long it has waited
-    waits: str = ""  # the call and the group it waits in, in words; empty if it waits for no other rank
+    waits: str = (
+        ""  # the call and the group it waits in, in words; empty if it waits for no other rank
+    )
     place: str = ""  # the innermost line of the user's code
     inside: str = ""  # the innermost line of hfscale's code, if it is in some
 
@@ -79,11 +86,15 @@ class _Watchdog(threading.Thread):
     def __init__(self, mesh: Mesh, patience: float, end: bool) -> None:
         super().__init__(name="hfscale-watchdog", daemon=True)
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self.patience, self.end = patience, end
+        self.patience = patience
+        self.end = end
         self.pause = min(max(patience / 8, 0.1), 30.0)
-        self.store = own_store(f"hfscale-watchdog-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}")
+        self.store = own_store(
+            f"hfscale-watchdog-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        )
         self.names = _group_names(mesh)
-        self._beat, self._reported = 0, 0.0
+        self._beat = 0
+        self._reported = 0.0
         self._ended = threading.Event()
         atexit.register(self.stop)
         self.start()
@@ -107,7 +118,9 @@ class _Watchdog(threading.Thread):
                     continue
             except RuntimeError as error:  # of the store, which may rightly end before this process
                 if late:
-                    _say(f"{_HEAD.format(self.patience)}. The rendezvous store cannot be reached: {error}")
+                    _say(
+                        f"{_HEAD.format(self.patience)}. The rendezvous store cannot be reached: {error}"
+                    )
                     _say("\n".join(_lines({self.rank: _in_words(seen)})))
             if late:
                 self._reported = seen.seconds
@@ -127,11 +140,16 @@ class _Watchdog(threading.Thread):
         for one in waits():
             name = getattr(one.group, "group_name", "")
             direction = "from" if one.call == "recv" else "to"
-            return time.monotonic() - one.since, f"{one.call} {direction} rank {one.peer} over {self._named(name)}"
+            return (
+                time.monotonic() - one.since,
+                f"{one.call} {direction} rank {one.peer} over {self._named(name)}",
+            )
         saving = (t.ident or 0 for t in threading.enumerate() if t.name.startswith("hfscale-save"))
         for entry in collectives_under_way(leave_out=saving):
             shapes = f" of {entry.shapes}" if entry.shapes else ""
-            return (time.time_ns() - entry.created) / 1e9, f"{entry.call}{shapes} over {self._named(entry.group)}"
+            return (
+                time.time_ns() - entry.created
+            ) / 1e9, f"{entry.call}{shapes} over {self._named(entry.group)}"
         return 0.0, ""
 
     def _named(self, group: str) -> str:
@@ -149,15 +167,24 @@ class _Watchdog(threading.Thread):
         after = self._heard()
         if seen.seconds < self.patience:
             return False
-        silent = {r for r, (old, new) in enumerate(zip(before, after, strict=True)) if new is None or new == old}
-        waiting = [r for r, s in enumerate(after) if s and r not in silent and s.seconds >= self.patience]
+        silent = {
+            r
+            for r, (old, new) in enumerate(zip(before, after, strict=True))
+            if new is None or new == old
+        }
+        waiting = [
+            r for r, s in enumerate(after) if s and r not in silent and s.seconds >= self.patience
+        ]
         if waiting and waiting[0] == self.rank:
             _say(report(after, silent, self.patience))
         return True
 
     def _heard(self) -> list[RankState | None]:
         keys = [str(rank) for rank in range(self.world)]
-        return [RankState(**json.loads(self.store.get(key))) if self.store.check([key]) else None for key in keys]
+        return [
+            RankState(**json.loads(self.store.get(key))) if self.store.check([key]) else None
+            for key in keys
+        ]
 
 
 def _group_names(mesh: Mesh) -> dict[str, str]:
@@ -165,11 +192,17 @@ def _group_names(mesh: Mesh) -> dict[str, str]:
     named: list[tuple[dist.ProcessGroup | None, str]]
     named = [(mesh.group(axis), axis) for axis in dict.fromkeys((*reversed(AXES), *EXPERT_AXES))]
     named.append((mesh.whole_sequences, "dp_shard"))
-    named += [(group, f"tp, {count} ranks with the same values") for count, group in mesh.replicas.items()]
+    named += [
+        (group, f"tp, {count} ranks with the same values") for count, group in mesh.replicas.items()
+    ]
     named += [(group, f"pp, {here} to {there}") for (here, there), group in mesh.streams.items()]
     for members, group in (*mesh.ties.items(), *mesh.tie_reports.items()):
         named.append((group, f"pp, {' and '.join(map(str, members))}, which hold one tensor"))
-    named += [(mesh.reports, "pp"), (mesh.expert_reports, "ep"), (mesh.sharing, "the ranks of one batch")]
+    named += [
+        (mesh.reports, "pp"),
+        (mesh.expert_reports, "ep"),
+        (mesh.sharing, "the ranks of one batch"),
+    ]
     named += [(mesh.control, "the hosts"), (dist.group.WORLD, "torch's process group")]
     found: dict[str, str] = {}
     for made, words in named:
@@ -198,7 +231,10 @@ def _lines(texts: dict[int, str]) -> list[str]:
     ranks: dict[str, list[int]] = {}
     for rank, text in texts.items():
         ranks.setdefault(text, []).append(rank)
-    return [f"  rank{'s' * (len(of) > 1)} {', '.join(map(str, of))}: {text}" for text, of in ranks.items()]
+    return [
+        f"  rank{'s' * (len(of) > 1)} {', '.join(map(str, of))}: {text}"
+        for text, of in ranks.items()
+    ]
 
 
 def _say(text: str) -> None:

@@ -55,7 +55,9 @@ class _Counting(TorchDispatchMode):
             return NotImplemented  # come again with what it does to local tensors
         if func.namespace in ("c10d", "_c10d_functional"):
             names = [argument.name for argument in func._schema.arguments]
-            self._note(func._schema.name, {**dict(zip(names, args, strict=False)), **(kwargs or {})})
+            self._note(
+                func._schema.name, {**dict(zip(names, args, strict=False)), **(kwargs or {})}
+            )
         return func(*args, **(kwargs or {}))
 
     def _note(self, name: str, given: dict[str, Any]) -> None:
@@ -79,14 +81,23 @@ def _group(given: dict[str, Any]) -> dist.ProcessGroup:
     return _resolve_process_group(name) if isinstance(name, str) else name or dist.group.WORLD
 
 
-def _leaving(kind: str, tensors: list[Tensor], splits: list[int] | None, group: dist.ProcessGroup) -> int:
-    ranks, own = group.size(), group.rank()
+def _leaving(
+    kind: str, tensors: list[Tensor], splits: list[int] | None, group: dist.ProcessGroup
+) -> int:
+    ranks = group.size()
+    own = group.rank()
     sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
     if kind.startswith("all-to-all"):
         if len(tensors) == ranks > 1:  # a list, one for each rank
             return sum(sizes) - sizes[own]
-        return sizes[0] - (sizes[0] * splits[own] // max(sum(splits), 1) if splits else sizes[0] // ranks)
-    factors = {"all-reduce": 2 * (ranks - 1) / ranks, "all-gather": ranks - 1, "reduce-scatter": (ranks - 1) / ranks}
+        return sizes[0] - (
+            sizes[0] * splits[own] // max(sum(splits), 1) if splits else sizes[0] // ranks
+        )
+    factors = {
+        "all-reduce": 2 * (ranks - 1) / ranks,
+        "all-gather": ranks - 1,
+        "reduce-scatter": (ranks - 1) / ranks,
+    }
     return round(sum(sizes) * factors.get(kind, 1.0))
 
 
@@ -98,14 +109,24 @@ def count_exchanges() -> Iterator[Exchanges]:
         yield exchanges
 
 
-def summary(deep: list[Exchanges], flat: list[Exchanges], layers: int, fewer: int) -> dict[str, Any]:
+def summary(
+    deep: list[Exchanges], flat: list[Exchanges], layers: int, fewer: int
+) -> dict[str, Any]:
     """What a step and a layer exchange, from what each rank counted with ``layers`` layers and with ``fewer``."""
-    more, names = layers - fewer, sorted(deep[0].calls)
-    sent = {name: [a.sent[name] - b.sent[name] for a, b in zip(deep, flat, strict=True)] for name in names}
+    more = layers - fewer
+    names = sorted(deep[0].calls)
+    sent = {
+        name: [a.sent[name] - b.sent[name] for a, b in zip(deep, flat, strict=True)]
+        for name in names
+    }
     return {
         "collectives per step": dict(sorted(deep[0].calls.items())),
-        "collectives per layer": {name: (deep[0].calls[name] - flat[0].calls[name]) / more for name in names},
-        "bytes sent per layer": {name: round(statistics.mean(values) / more) for name, values in sent.items()},
+        "collectives per layer": {
+            name: (deep[0].calls[name] - flat[0].calls[name]) / more for name in names
+        },
+        "bytes sent per layer": {
+            name: round(statistics.mean(values) / more) for name, values in sent.items()
+        },
     }
 
 

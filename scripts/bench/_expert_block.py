@@ -61,7 +61,9 @@ IMPLEMENTATIONS: dict[str, Callable[[nn.Module], None]] = {
 }
 
 
-def measure_blocks(rounds: int, device: str = "cuda", sizes: tuple[BlockSize, ...] = BLOCKS) -> list[dict[str, Any]]:
+def measure_blocks(
+    rounds: int, device: str = "cuda", sizes: tuple[BlockSize, ...] = BLOCKS
+) -> list[dict[str, Any]]:
     """Time all blocks; prints and returns a row for each."""
     rows = []
     for size in sizes:
@@ -100,7 +102,9 @@ def _measure(size: BlockSize, rounds: int, device: torch.device) -> dict[str, An
     medians = {name: statistics.median(values) for name, values in times.items()}
     return {
         "block": asdict(size),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
+        "device": torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else platform.machine(),
         "milliseconds": {name: round(1e3 * value, 3) for name, value in medians.items()},
         "TFLOP/s of the experts' products": {
             name: round(size.flops / value / 1e12, 1) for name, value in medians.items()

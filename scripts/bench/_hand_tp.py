@@ -43,14 +43,23 @@ class HandTP:
     """This rank's half of a Llama; ``step`` runs forward and backward."""
 
     def __init__(self, config: Any) -> None:
-        size, self._rank = dist.get_world_size(), dist.get_rank()
+        size = dist.get_world_size()
+        self._rank = dist.get_rank()
         own = copy.deepcopy(config)
-        for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
+        for name in (
+            "num_attention_heads",
+            "num_key_value_heads",
+            "intermediate_size",
+            "vocab_size",
+        ):
             setattr(own, name, getattr(config, name) // size)
         self.model: Any = AutoModelForCausalLM.from_config(own, dtype=torch.float32).train()
         self._vocabulary = own.vocab_size
         for layer in self.model.model.layers:
-            for block, last in ((layer.self_attn, layer.self_attn.o_proj), (layer.mlp, layer.mlp.down_proj)):
+            for block, last in (
+                (layer.self_attn, layer.self_attn.o_proj),
+                (layer.mlp, layer.mlp.down_proj),
+            ):
                 block.register_forward_pre_hook(_entered, with_kwargs=True)
                 last.register_forward_hook(lambda module, args, output: _Reduce.apply(output))
 
@@ -75,7 +84,9 @@ class HandTP:
         return F.relu(local).clamp(max=self._vocabulary - 1), inside
 
 
-def _entered(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _entered(
+    _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if args:
         return (_Copy.apply(args[0]), *args[1:]), kwargs
     return args, {**kwargs, "hidden_states": _Copy.apply(kwargs["hidden_states"])}

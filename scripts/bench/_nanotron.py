@@ -62,8 +62,12 @@ class Row:
     def job(self) -> Job:
         """Its step."""
         sizes = {"tp_size": self.tp, "pp_size": self.pp, "dp_shard_size": 1, "dp_replicate_size": 1}
-        layout = ParallelConfig(**{**sizes, "dp_shard_size" if self.zero else "dp_replicate_size": self.dp})
-        return Job(layout, SEQUENCE, self.mbs, self.gradacc, sequence_parallel=self.tp > 1, exchanged=10)
+        layout = ParallelConfig(
+            **{**sizes, "dp_shard_size" if self.zero else "dp_replicate_size": self.dp}
+        )
+        return Job(
+            layout, SEQUENCE, self.mbs, self.gradacc, sequence_parallel=self.tp > 1, exchanged=10
+        )
 
 
 @dataclass(frozen=True)
@@ -96,20 +100,28 @@ def stages_of(shape: ModelShape, pp: int) -> tuple[Stage, ...]:
         held[at].append(kind)
         if at < pp - 1 and total >= sums[-1] * (at + 1) / pp:
             at += 1
-    return tuple(Stage(has.count("layer"), "embedding" in has, "head" in has, not has) for has in held)
+    return tuple(
+        Stage(has.count("layer"), "embedding" in has, "head" in has, not has) for has in held
+    )
 
 
 def time_of(row: Row, machine: Machine, constants: Constants, slow: dict[str, float]) -> StepTime:
     """Seconds of a step, by term."""
-    shape, job = shape_of(row.model), row.job
+    shape = shape_of(row.model)
+    job = row.job
     stages = stages_of(shape, row.pp)
     layer, head = _parts(row, machine, constants, slow)
     seconds = [layer * stage.layers + (head if stage.head else Seconds()) for stage in stages]
-    return step_time(seconds, [stage.weights(shape) / row.tp for stage in stages], job, machine, constants)
+    return step_time(
+        seconds, [stage.weights(shape) / row.tp for stage in stages], job, machine, constants
+    )
 
 
-def _parts(row: Row, machine: Machine, constants: Constants, slow: dict[str, float]) -> tuple[Seconds, Seconds]:
-    shape, job = shape_of(row.model), row.job
+def _parts(
+    row: Row, machine: Machine, constants: Constants, slow: dict[str, float]
+) -> tuple[Seconds, Seconds]:
+    shape = shape_of(row.model)
+    job = row.job
     layer = layer_seconds(shape, job, machine, constants)
     if row.slow:
         tp = min(row.tp, 32)
@@ -138,7 +150,11 @@ class Held:
 
 
 def memory_of(
-    row: Row, machine: Machine, constants: Constants, slow: dict[str, float], memory: dict[str, float]
+    row: Row,
+    machine: Machine,
+    constants: Constants,
+    slow: dict[str, float],
+    memory: dict[str, float],
 ) -> Held:
     """GiB of the first rank.
 
@@ -149,7 +165,8 @@ def memory_of(
         gathered     2 h bytes for every token and gathered input of a layer that is still alive, and some around them
         logits       where there is one stage, and those of the microbatch before
     """
-    shape, stage = shape_of(row.model), stages_of(shape_of(row.model), row.pp)[0]
+    shape = shape_of(row.model)
+    stage = stages_of(shape_of(row.model), row.pp)[0]
     tokens = row.mbs * SEQUENCE
     weights = stage.weights(shape) / row.tp
     states = weights * (_WEIGHT + _STATES / (row.dp if row.zero else 1))
@@ -164,7 +181,13 @@ def memory_of(
     return Held(least + alive * gathered / GIB, least)
 
 
-def _alive(row: Row, machine: Machine, constants: Constants, slow: dict[str, float], memory: dict[str, float]) -> float:
+def _alive(
+    row: Row,
+    machine: Machine,
+    constants: Constants,
+    slow: dict[str, float],
+    memory: dict[str, float],
+) -> float:
     """Which fraction of the gathered inputs is alive until their microbatch's backward pass.
 
     All of them where the host is ahead of the device, but for a step's only microbatch. In pipelines over nodes layers
@@ -197,7 +220,9 @@ def refusal(row: Row) -> str:
 
 def verdict(row: Row, held: Held, machine: Machine) -> str:
     """``fits``, ``tight`` (slowed down by an allocator that is short of memory) or ``does not fit``."""
-    short = held.wanted * GIB > _MARGIN * machine.memory and held.least * GIB > _LEAST * machine.memory
+    short = (
+        held.wanted * GIB > _MARGIN * machine.memory and held.least * GIB > _LEAST * machine.memory
+    )
     if refusal(row) or short:
         return "does not fit"
     return "tight" if held.wanted * GIB > machine.budget else "fits"

@@ -74,10 +74,14 @@ LENGTHS: dict[str, Callable[[random.Random], float]] = {
     "chat": lambda draw: draw.lognormvariate(6.2, 0.9),  # median 490 tokens
     "web": lambda draw: draw.lognormvariate(6.9, 1.1),  # median 990
     "code": lambda draw: draw.lognormvariate(7.2, 1.4),  # median 1340, a tenth is longest
-    "mixed": lambda draw: draw.choice((draw.lognormvariate(5, 0.5), draw.lognormvariate(8.5, 0.4))),  # short and long
+    "mixed": lambda draw: draw.choice(
+        (draw.lognormvariate(5, 0.5), draw.lognormvariate(8.5, 0.4))
+    ),  # short and long
     **{kind: partial(spread, table) for kind, table in QUANTILES.items()},
 }
-SHRUNK, TOKENS = 64, 10_000  # tokens that stand for one in a sleeping stage, and that take it a second
+# tokens that stand for one in a sleeping stage, and that take it a second
+SHRUNK = 64
+TOKENS = 10_000
 NAMES = ("padded random", "padded cost", "packed random", "packed cost")
 RUNS = [(8, 1, 8), (8, 4, 4), (32, 4, 4)]  # data ranks, microbatches, rows of a microbatch
 
@@ -91,17 +95,27 @@ def length_of_row(kind: str, draw: random.Random, least: int) -> int:
 def llama_cost() -> float:
     """Return the cost of a pair of tokens in Llama 8B."""
     config = LlamaConfig(
-        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_key_value_heads=8, vocab_size=128256
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_key_value_heads=8,
+        vocab_size=128256,
     )
     return pair_cost(hfscale.plan(config), config)
 
 
-def simulate(kind: str, ranks: int, microbatches: int, rows: int, steps: int, cost: float) -> dict[str, float]:
+def simulate(
+    kind: str, ranks: int, microbatches: int, rows: int, steps: int, cost: float
+) -> dict[str, float]:
     """Return the time of all steps over the ideal one, by how rows are shared out."""
     draw = random.Random(f"{kind} {ranks} {microbatches}")
-    bins, size = ranks * microbatches, ranks * microbatches * rows
+    bins = ranks * microbatches
+    size = ranks * microbatches * rows
     lengths = [length_of_row(kind, draw, 8) for _ in range(size * steps)]
-    samplers = [BatchRebalanceSampler(lengths, size, ranks, microbatches, shuffle=False, rank=r) for r in range(ranks)]
+    samplers = [
+        BatchRebalanceSampler(lengths, size, ranks, microbatches, shuffle=False, rank=r)
+        for r in range(ranks)
+    ]
     for sampler in samplers:
         sampler.QUADRATIC_COST_COEF = cost
     streams = [iter(sampler) for sampler in samplers]
@@ -125,7 +139,11 @@ def simulate(kind: str, ranks: int, microbatches: int, rows: int, steps: int, co
         drawn = lengths[step * size : (step + 1) * size]
         ideal += packed(drawn) / ranks
         dealt = [drawn[start : start + rows] for start in range(0, size, rows)]
-        balanced = [[lengths[index] for index in next(stream)] for _ in range(microbatches) for stream in streams]
+        balanced = [
+            [lengths[index] for index in next(stream)]
+            for _ in range(microbatches)
+            for stream in streams
+        ]
         shares = share_by_cost(list(map(seconds, drawn)), bins)
         filled = [[drawn[item] for item in items] for items in shares]
         for name, groups, of in (
@@ -142,8 +160,13 @@ def collated(rows: list[Tensor], padded: bool) -> dict[str, Tensor]:
     """Return rows as a batch: padded to the longest, or behind each other."""
     if padded:
         labels = pad_sequence(rows, batch_first=True, padding_value=-100)
-        return {"input_ids": labels.clamp(min=0), "labels": labels, "attention_mask": (labels >= 0).long()}
-    ids, places = torch.cat(rows)[None], torch.cat([torch.arange(len(row)) for row in rows])[None]
+        return {
+            "input_ids": labels.clamp(min=0),
+            "labels": labels,
+            "attention_mask": (labels >= 0).long(),
+        }
+    ids = torch.cat(rows)[None]
+    places = torch.cat([torch.arange(len(row)) for row in rows])[None]
     return {"input_ids": ids, "labels": torch.where(places == 0, -100, ids), "position_ids": places}
 
 
@@ -168,23 +191,36 @@ class Sleeps:
 
 def sleep_through(kind: str, padded: bool, balanced: bool, steps: int, cost: float) -> float:
     """Return the seconds of a step over the mean, over ranks, of the time that rows without padding take there."""
-    ranks, microbatches, size = 2, 4, 32
+    ranks = 2
+    microbatches = 4
+    size = 32
     layout = hfscale.ParallelConfig(pp_size=2, dp_replicate_size=ranks)
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     model = hfscale.from_config(LlamaConfig(vocab_size=64, **sizes), parallel=layout).train()
     runtime = runtime_of(model)
     for layer in filter(runtime.is_local, runtime.plan.layers):
         Sleeps(model.get_submodule(layer), cost)
     draw = random.Random(kind)
     lengths = [length_of_row(kind, draw, 2 * SHRUNK) // SHRUNK for _ in range(size * steps)]
-    given: Any = hfscale.balanced_batches(model, lengths, size, microbatches, padded=padded, shuffle=False)
+    given: Any = hfscale.balanced_batches(
+        model, lengths, size, microbatches, padded=padded, shuffle=False
+    )
     given.QUADRATIC_COST_COEF = cost * SHRUNK
     if not balanced:
         own = range(hfscale.batch_rank(model), ranks * microbatches * steps, ranks)
         given = [list(range(place * 4, place * 4 + 4)) for place in own]
     collate = partial(collated, padded=padded)
     batches = iter(
-        DataLoader([torch.ones(n, dtype=torch.int64) for n in lengths], batch_sampler=given, collate_fn=collate)
+        DataLoader(
+            [torch.ones(n, dtype=torch.int64) for n in lengths],
+            batch_sampler=given,
+            collate_fn=collate,
+        )
     )
     began = time.perf_counter()
     for _ in range(steps):
@@ -195,19 +231,39 @@ def sleep_through(kind: str, padded: bool, balanced: bool, steps: int, cost: flo
 
 def main() -> None:
     """Print a table, and write it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--sleep", nargs="+", default=[], choices=LENGTHS, metavar="LENGTHS")
     arguments = parser.parse_args()
-    cost, table = llama_cost(), []
-    print(f"a pair of tokens costs {cost:.2e} of a token: as much as the rest at {1 / cost:,.0f} tokens")
+    cost = llama_cost()
+    table = []
+    print(
+        f"a pair of tokens costs {cost:.2e} of a token: as much as the rest at {1 / cost:,.0f} tokens"
+    )
     for kind in LENGTHS:
         for ranks, microbatches, rows in RUNS:
             steps = max(1, arguments.steps * 8 // ranks)
             found = simulate(kind, ranks, microbatches, rows, steps, cost)
-            table.append({"lengths": kind, "ranks": ranks, "microbatches": microbatches, "rows": rows, **found})
-            print(kind, ranks, microbatches, rows, *(f"{name} {ratio:.2f}" for name, ratio in found.items()), sep="  ")
+            table.append(
+                {
+                    "lengths": kind,
+                    "ranks": ranks,
+                    "microbatches": microbatches,
+                    "rows": rows,
+                    **found,
+                }
+            )
+            print(
+                kind,
+                ranks,
+                microbatches,
+                rows,
+                *(f"{name} {ratio:.2f}" for name, ratio in found.items()),
+                sep="  ",
+            )
     slept = dict[str, dict[str, float]]()
     if arguments.sleep:
         with RankPool(4, timeout=600) as pool:
@@ -215,9 +271,16 @@ def main() -> None:
                 how = [(padded, balanced) for padded in (True, False) for balanced in (False, True)]
                 taken = [max(pool.run(sleep_through, kind, *each, 3, cost)) for each in how]
                 slept[kind] = dict(zip(NAMES, taken, strict=True))
-                print("slept", kind, *(f"{name} {ratio:.2f}" for name, ratio in slept[kind].items()), sep="  ")
+                print(
+                    "slept",
+                    kind,
+                    *(f"{name} {ratio:.2f}" for name, ratio in slept[kind].items()),
+                    sep="  ",
+                )
     if arguments.out:
-        arguments.out.write_text(json.dumps({"pair_cost": cost, "runs": table, "slept": slept}, indent=1) + "\n")
+        arguments.out.write_text(
+            json.dumps({"pair_cost": cost, "runs": table, "slept": slept}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -44,11 +44,17 @@ def _measured(work: Callable[[], Any]) -> dict[str, float]:
 
     dist.barrier()
     Path("/proc/self/clear_refs").write_text("5")  # reset the peak
-    before, start, busy = _memory("VmRSS"), time.perf_counter(), time.thread_time()
+    before = _memory("VmRSS")
+    start = time.perf_counter()
+    busy = time.thread_time()
     work()
     busy = time.thread_time() - busy
     dist.barrier()
-    return {"seconds": time.perf_counter() - start, "busy": busy, "bytes": _memory("VmHWM") - before}
+    return {
+        "seconds": time.perf_counter() - start,
+        "busy": busy,
+        "bytes": _memory("VmHWM") - before,
+    }
 
 
 def _run(directory: Path, hidden: int, rounds: int) -> dict[str, Any]:
@@ -67,7 +73,9 @@ def _run(directory: Path, hidden: int, rounds: int) -> dict[str, Any]:
 
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
-    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=RANKS)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{directory}/store", rank=rank, world_size=RANKS
+    )
     config = LlamaConfig(
         hidden_size=hidden,
         intermediate_size=hidden * 11 // 4,
@@ -102,7 +110,11 @@ def _run(directory: Path, hidden: int, rounds: int) -> dict[str, Any]:
         dist.barrier()
         return directory / name
 
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "LOCAL_RANK": str(rank)}  # asked for, not used
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+        "LOCAL_RANK": str(rank),
+    }  # asked for, not used
     PartialState(cpu=True)  # for its logging
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
     accelerator = SimpleNamespace(
@@ -120,7 +132,9 @@ def _run(directory: Path, hidden: int, rounds: int) -> dict[str, Any]:
 
     def load_accelerate() -> None:
         fsdp_utils.load_fsdp_model(plugin, accelerator, model, directory / "accelerate")
-        fsdp_utils.load_fsdp_optimizer(plugin, accelerator, optimizer, model, directory / "accelerate")
+        fsdp_utils.load_fsdp_optimizer(
+            plugin, accelerator, optimizer, model, directory / "accelerate"
+        )
 
     def save_transformers() -> None:
         target = fresh("transformers")
@@ -129,7 +143,9 @@ def _run(directory: Path, hidden: int, rounds: int) -> dict[str, Any]:
 
     def load_transformers() -> None:
         theirs._load_model_checkpoint_distributed(model, directory / "transformers")
-        theirs.load_optimizer_distributed(model, optimizer, directory / "transformers" / "optimizer")
+        theirs.load_optimizer_distributed(
+            model, optimizer, directory / "transformers" / "optimizer"
+        )
 
     def save(**options: Any) -> None:
         hfscale.save_state(model, directory / "state", optimizer=optimizer, **options)
@@ -158,7 +174,11 @@ def _run(directory: Path, hidden: int, rounds: int) -> dict[str, Any]:
             dist.barrier()
     share = sum(tensor.numel() * tensor.element_size() for tensor in held.values())
     largest = max(p.numel() * p.element_size() for p in model.parameters())
-    return {"share": share, "largest": largest, "ways": {name: runs[1:] for name, runs in found.items()}}
+    return {
+        "share": share,
+        "largest": largest,
+        "ways": {name: runs[1:] for name, runs in found.items()},
+    }
 
 
 def _report(told: list[dict[str, Any]]) -> dict[str, Any]:
@@ -181,7 +201,9 @@ def _report(told: list[dict[str, Any]]) -> dict[str, Any]:
             "from": round(min(seconds), 3),
             "to": round(max(seconds), 3),
             "busy": round(median(rounds["busy"][name]), 3),
-            "peak MiB over before": round(max(run["bytes"] for ranks in runs for run in ranks) / 2**20, 1),
+            "peak MiB over before": round(
+                max(run["bytes"] for ranks in runs for run in ranks) / 2**20, 1
+            ),
         }
     others = ("accelerate", "transformers", "torch.save")
     pairs = [(f"hfscale, {way}", f"{other}, {way}") for way in ("save", "load") for other in others]
@@ -197,7 +219,9 @@ def _report(told: list[dict[str, Any]]) -> dict[str, Any]:
 
 def main() -> None:
     """Start the ranks, and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--hidden", type=int, default=1024)
@@ -208,18 +232,32 @@ def main() -> None:
         (arguments.child / f"told-{os.environ['RANK']}.json").write_text(json.dumps(told))
         return
     with tempfile.TemporaryDirectory() as directory:
-        command = [sys.executable, __file__, "--child", directory, "--rounds", str(arguments.rounds)]
+        command = [
+            sys.executable,
+            __file__,
+            "--child",
+            directory,
+            "--rounds",
+            str(arguments.rounds),
+        ]
         ranks = [
             subprocess.Popen(
                 [*command, "--hidden", str(arguments.hidden)],
-                env={**os.environ, "RANK": str(rank), "WORLD_SIZE": str(RANKS), "OMP_NUM_THREADS": "1"},
+                env={
+                    **os.environ,
+                    "RANK": str(rank),
+                    "WORLD_SIZE": str(RANKS),
+                    "OMP_NUM_THREADS": "1",
+                },
             )
             for rank in range(RANKS)
         ]
         ended = [process.wait() for process in ranks]
         if any(ended):
             raise SystemExit("a rank failed")
-        told = [json.loads((Path(directory) / f"told-{rank}.json").read_text()) for rank in range(RANKS)]
+        told = [
+            json.loads((Path(directory) / f"told-{rank}.json").read_text()) for rank in range(RANKS)
+        ]
     report = _report(told)
     for name, measured in (report["ways"] | report["ratios"]).items():
         print(f"{name:40}", measured, flush=True)

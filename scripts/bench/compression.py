@@ -19,7 +19,8 @@ from transformers import LlamaConfig
 
 import hfscale
 
-ROWS, LENGTH = 8, 128
+ROWS = 8
+LENGTH = 128
 
 
 def text() -> Tensor:
@@ -37,8 +38,10 @@ def trained(steps: int, compress: bool) -> tuple[list[float], list[Tensor], dict
     memory = hfscale.MemoryConfig(compress_activations="1KiB" if compress else False)
     model = hfscale.from_config(config, seed=0, memory=memory, dtype=torch.float32).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    generator, data = torch.Generator().manual_seed(1), text()
-    losses, first = list[float](), list[Tensor]()
+    generator = torch.Generator().manual_seed(1)
+    data = text()
+    losses = list[float]()
+    first = list[Tensor]()
     for step in trange(steps, desc="in 8 bits" if compress else "as it is"):
         starts = torch.randint(0, len(data) - LENGTH, (ROWS,), generator=generator).tolist()
         ids = torch.stack([data[start : start + LENGTH] for start in starts])
@@ -52,7 +55,9 @@ def trained(steps: int, compress: bool) -> tuple[list[float], list[Tensor], dict
 
 def main() -> None:
     """Run both, print and write what was found."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
@@ -62,8 +67,11 @@ def main() -> None:
     means = range(0, arguments.steps, max(1, arguments.steps // 10))
     result: dict[str, Any] = {
         "gradient_error": float(apart / torch.cat([g.flatten() for g in wanted]).norm()),
-        "bytes_in_8_bits_over_before": metrics["compressed_activation_bytes"] / metrics["activation_bytes"],
-        "largest_difference_of_losses": max(abs(a - b) for a, b in zip(plain, rounded, strict=True)),
+        "bytes_in_8_bits_over_before": metrics["compressed_activation_bytes"]
+        / metrics["activation_bytes"],
+        "largest_difference_of_losses": max(
+            abs(a - b) for a, b in zip(plain, rounded, strict=True)
+        ),
         "steps": list(means),
         "as_it_is": [round(plain[step], 4) for step in means],
         "in_8_bits": [round(rounded[step], 4) for step in means],

@@ -46,9 +46,11 @@ def build(tokens: int, directory: str) -> dict[str, float]:
 
 def step(name: str) -> tuple[float, torch.Tensor]:
     """Seconds, and the loss."""
-    model, batch = _state[name], _state["batch"]
+    model = _state[name]
+    batch = _state["batch"]
     dist.barrier()
-    begin, loss = time.perf_counter(), torch.zeros(())
+    begin = time.perf_counter()
+    loss = torch.zeros(())
     if name != "one process":
         loss = hfscale.train_step(model, batch)
         hfscale.clip_grad_norm_(model, 1.0)
@@ -83,7 +85,9 @@ def measure(tokens: int, rounds: int) -> dict[str, Any]:
 
 def main() -> None:
     """Measure, print, and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path)

@@ -51,7 +51,8 @@ from hfscale.testing.pool import RankError
 RANKS = 2
 KINDS = ("one process", "native", "hfscale")
 MODES = ("backward", "step", "step, fused")
-STEP_GOAL, MANY_EXPERTS_GOAL = 0.70, 1.2
+STEP_GOAL = 0.70
+MANY_EXPERTS_GOAL = 1.2
 LOSS_TOLERANCE = 1e-4
 WARM_UP = 2
 # Arrangement -> sizes of transformers' DistributedConfig, sizes of hfscale's ParallelConfig.
@@ -107,7 +108,9 @@ def build(kind: str, arrangement: str, path: str, size: Size) -> str:
         from transformers.distributed import DistributedConfig
 
         config = DistributedConfig(**native)
-        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, distributed_config=config)
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, distributed_config=config
+        )
     elif kind == "hfscale":
         layout = hfscale.ParallelConfig(**ours)
         model = hfscale.from_pretrained(path, parallel=layout, dtype=torch.float32)
@@ -153,7 +156,8 @@ def step(kind: str, experts: int, mode: str) -> tuple[float, float, float]:
     """Seconds, processor seconds and loss of one step."""
     model, optimizers, _ = _state[kind, experts]
     dist.barrier()
-    start, processor = time.perf_counter(), time.process_time()
+    start = time.perf_counter()
+    processor = time.process_time()
     loss = backward(kind, experts)
     if mode in optimizers:
         optimizers[mode].step()
@@ -191,7 +195,10 @@ def profiled(kind: str, experts: int) -> str:
         step(kind, experts, "step, fused")
     averages = profiler.key_averages(group_by_input_shape=True)
     return averages.table(
-        sort_by="self_cpu_time_total", row_limit=40, max_name_column_width=45, max_shapes_column_width=60
+        sort_by="self_cpu_time_total",
+        row_limit=40,
+        max_name_column_width=45,
+        max_shapes_column_width=60,
     )
 
 
@@ -215,7 +222,9 @@ class Bench:
             if "PlanError" not in str(error):
                 raise
             reason = str(error).strip().splitlines()[-1]
-            raise SystemExit(f"hfscale does not run this layout: {reason}\n--only native times the rest") from error
+            raise SystemExit(
+                f"hfscale does not run this layout: {reason}\n--only native times the rest"
+            ) from error
 
     def drop(self) -> None:
         """Forget all models."""
@@ -232,7 +241,9 @@ class Bench:
         path = self.directory / f"{size.experts}-{size.layers}"
         if not path.exists():
             torch.manual_seed(0)
-            AutoModelForCausalLM.from_config(size.config(), dtype=torch.float32).save_pretrained(path)
+            AutoModelForCausalLM.from_config(size.config(), dtype=torch.float32).save_pretrained(
+                path
+            )
         return str(path)
 
     def compare(self, experts: int) -> dict[str, float]:
@@ -254,8 +265,13 @@ class Bench:
             for model in (shallow, size):
                 self.run(kind, build, arrangement, self.saved(model), model)
                 found[model.layers] = self.run(kind, count, size.experts)
-            counted[kind] = summary(found[size.layers], found[shallow.layers], size.layers, shallow.layers)
-            sent[kind] = statistics.mean(rank.sent["all-to-all"] for rank in found[size.layers]) / size.layers
+            counted[kind] = summary(
+                found[size.layers], found[shallow.layers], size.layers, shallow.layers
+            )
+            sent[kind] = (
+                statistics.mean(rank.sent["all-to-all"] for rank in found[size.layers])
+                / size.layers
+            )
             sent[f"{kind} / as routed"] = round(sent[kind] / routed, 4)
         return counted
 
@@ -267,7 +283,9 @@ class Bench:
         for index in range(rounds + WARM_UP):
             for mode in MODES:
                 for kind, size in itertools.product(self.kinds, sizes):
-                    seconds, busy, loss = zip(*self.run(kind, step, size.experts, mode), strict=True)
+                    seconds, busy, loss = zip(
+                        *self.run(kind, step, size.experts, mode), strict=True
+                    )
                     losses[kind, size.experts] = statistics.mean(loss)
                     if index >= WARM_UP:
                         times.setdefault((kind, size.experts, mode), []).append(max(seconds))
@@ -275,7 +293,9 @@ class Bench:
         return times, processor, losses
 
 
-def measure(bench: Bench, arrangement: str, sizes: list[Size], rounds: int, profile_of: str | None) -> dict[str, Any]:
+def measure(
+    bench: Bench, arrangement: str, sizes: list[Size], rounds: int, profile_of: str | None
+) -> dict[str, Any]:
     """Count, compare and time one arrangement."""
     traffic = {str(size.experts): bench.count(arrangement, size) for size in sizes}
     bench.drop()
@@ -306,9 +326,11 @@ def measure(bench: Bench, arrangement: str, sizes: list[Size], rounds: int, prof
             "traffic": traffic[str(size.experts)],
         }
     if len(sizes) > 1:
-        few, many = sizes[0].experts, sizes[-1].experts
+        few = sizes[0].experts
+        many = sizes[-1].experts
         row[f"backward, {many} experts / {few} experts"] = {
-            kind: _ratio(times, (kind, many, "backward"), (kind, few, "backward")) for kind in bench.kinds
+            kind: _ratio(times, (kind, many, "backward"), (kind, few, "backward"))
+            for kind in bench.kinds
         } | {"goal": MANY_EXPERTS_GOAL}
     return row
 
@@ -316,7 +338,8 @@ def measure(bench: Bench, arrangement: str, sizes: list[Size], rounds: int, prof
 def _ratios(times: Times, kinds: tuple[str, ...], experts: int) -> dict[str, Any]:
     row: dict[str, Any] = {
         "seconds": {
-            kind: {mode: round(statistics.median(times[kind, experts, mode]), 4) for mode in MODES} for kind in kinds
+            kind: {mode: round(statistics.median(times[kind, experts, mode]), 4) for mode in MODES}
+            for kind in kinds
         }
     }
     pairs = [("hfscale", "native"), ("hfscale", "one process"), ("native", "one process")]
@@ -341,7 +364,9 @@ def _gpu(rounds: int, out: Path | None) -> None:
     if not torch.cuda.is_available():
         raise SystemExit("--gpu needs a CUDA device")
     rows = measure_blocks(rounds)
-    libraries = {library.__name__: library.__version__ for library in (torch, transformers, hfscale)}
+    libraries = {
+        library.__name__: library.__version__ for library in (torch, transformers, hfscale)
+    }
     report = {
         "machine": torch.cuda.get_device_name(),
         "versions": {**libraries, "python": platform.python_version()},
@@ -353,15 +378,25 @@ def _gpu(rounds: int, out: Path | None) -> None:
 
 def main() -> None:
     """Run the arrangements and write one report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--only", choices=KINDS[1:], help="leave out the other parallel candidate")
     parser.add_argument("--experts", type=int, nargs="+", default=[8, 64])
-    parser.add_argument("--arrangements", nargs="+", default=list(ARRANGEMENTS), choices=ARRANGEMENTS)
     parser.add_argument(
-        "--profile", nargs="?", const="hfscale", choices=KINDS, help="also print where the first rank spends a step"
+        "--arrangements", nargs="+", default=list(ARRANGEMENTS), choices=ARRANGEMENTS
     )
-    parser.add_argument("--gpu", action="store_true", help="time one MoE block alone on a CUDA device instead")
+    parser.add_argument(
+        "--profile",
+        nargs="?",
+        const="hfscale",
+        choices=KINDS,
+        help="also print where the first rank spends a step",
+    )
+    parser.add_argument(
+        "--gpu", action="store_true", help="time one MoE block alone on a CUDA device instead"
+    )
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     if arguments.gpu:
@@ -376,7 +411,9 @@ def main() -> None:
         try:
             for arrangement in arguments.arrangements:
                 sizes = [Size(experts) for experts in sorted(arguments.experts)]
-                results.append(measure(bench, arrangement, sizes, arguments.rounds, arguments.profile))
+                results.append(
+                    measure(bench, arrangement, sizes, arguments.rounds, arguments.profile)
+                )
                 print(json.dumps(results[-1], indent=1), flush=True)
         finally:
             bench.close()

@@ -41,7 +41,13 @@ import peft
 import torch
 import transformers
 from report import write_report
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, PreTrainedConfig, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen3MoeConfig,
+)
 
 import hfscale
 from hfscale.cost.tools.memory_report import held_bytes
@@ -49,13 +55,18 @@ from hfscale.features.memory.saved import count_saved
 from hfscale.testing import RankPool
 from hfscale.train.runtime import runtime_of
 
-RANKS, GOAL = 2, 1.03
+RANKS = 2
+GOAL = 1.03
 LIBRARIES = (torch, transformers, peft, bitsandbytes, hfscale)
 RECIPES = ("full, AdamW", "full, adamw_8bit", "LoRA, AdamW", "QLoRA, adamw_8bit")
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tp_size": 2},
     "tp2, sequence": {"tp_size": 2, "sequence_parallel": True},
-    "tp2, sequence regathered": {"tp_size": 2, "sequence_parallel": True, "sequence_regather": True},
+    "tp2, sequence regathered": {
+        "tp_size": 2,
+        "sequence_parallel": True,
+        "sequence_regather": True,
+    },
     "dp_shard2": {"dp_shard_size": 2},
     "pp2": {"pp_size": 2, "num_microbatches": 2},
     "pp2, even layers": {"pp_size": 2, "num_microbatches": 2, "stage_layers": "even"},
@@ -65,10 +76,19 @@ TIMED = ("tp2", "tp2, sequence", "dp_shard2", "pp2")
 REASONS = {
     ("tp", "weights"): "norms are whole on every tensor rank",
     ("tp", "adapters"): "one factor of every adapted projection is whole on every tensor rank",
-    ("tp", "activations"): "between blocks the stream and both norms' values are whole on every tensor rank",
+    (
+        "tp",
+        "activations",
+    ): "between blocks the stream and both norms' values are whole on every tensor rank",
     ("sequence", "activations"): "the gathered input of every block is whole on every tensor rank",
-    ("pp", "weights"): "stages are balanced by time: embedding and head are on different ones, layers may be uneven",
-    ("pp", "activations"): "the first stage has two microbatches alive, and the outputs that it sent",
+    (
+        "pp",
+        "weights",
+    ): "stages are balanced by time: embedding and head are on different ones, layers may be uneven",
+    (
+        "pp",
+        "activations",
+    ): "the first stage has two microbatches alive, and the outputs that it sent",
     ("dp", "weights"): "shards of one size are padded",
     ("ep", "activations"): "the router sends more tokens to one rank's experts than to the other's",
 }
@@ -124,7 +144,9 @@ def adapters(size: Size, mixture: bool) -> Any:
     return peft.LoraConfig(r=size.rank, lora_alpha=2 * size.rank, task_type="CAUSAL_LM", **kinds)
 
 
-def load(recipe: str, path: str, size: Size, mixture: bool, layout: dict[str, Any] | None) -> tuple[Any, Any]:
+def load(
+    recipe: str, path: str, size: Size, mixture: bool, layout: dict[str, Any] | None
+) -> tuple[Any, Any]:
     """A model in this process and its optimizer; of the stock classes where ``layout`` is ``None``."""
     kwargs: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "sdpa"}
     config = adapters(size, mixture) if "LoRA" in recipe else None
@@ -137,7 +159,9 @@ def load(recipe: str, path: str, size: Size, mixture: bool, layout: dict[str, An
         if layout.get("stage_layers") == "even":
             layout = {**layout, "stage_layers": [size.layers // RANKS] * RANKS}
         parallel = hfscale.ParallelConfig(**layout)
-        model = hfscale.from_pretrained(path, parallel=parallel, peft_config=config, **kwargs).train()
+        model = hfscale.from_pretrained(
+            path, parallel=parallel, peft_config=config, **kwargs
+        ).train()
         name = "adamw_8bit" if eight else "adamw_torch_fused"
         return model, hfscale.create_optimizer(model, name, lr=1e-4)
     model = AutoModelForCausalLM.from_pretrained(path, **kwargs)
@@ -150,7 +174,9 @@ def load(recipe: str, path: str, size: Size, mixture: bool, layout: dict[str, An
 
 def tokens_of(size: Size, model: Any, stock: bool) -> torch.Tensor:
     """This rank's rows of a batch that is the same in all layouts."""
-    ids = torch.randint(0, size.vocabulary, (size.batch, size.sequence), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(
+        0, size.vocabulary, (size.batch, size.sequence), generator=torch.Generator().manual_seed(0)
+    )
     return ids if stock else ids.chunk(hfscale.batch_world(model))[hfscale.batch_rank(model)]
 
 
@@ -164,7 +190,9 @@ def backward(model: Any, ids: torch.Tensor, stock: bool) -> float:
     return value
 
 
-def bytes_of(recipe: str, path: str, size: Size, mixture: bool, layout: dict[str, Any] | None) -> dict[str, int]:
+def bytes_of(
+    recipe: str, path: str, size: Size, mixture: bool, layout: dict[str, Any] | None
+) -> dict[str, int]:
     """What this rank holds after a step, and the most that was kept for a backward pass."""
     stock = layout is None
     model, optimizer = load(recipe, path, size, mixture, layout)
@@ -191,7 +219,9 @@ def reason(layout: str, kind: str, ratios: dict[str, float]) -> str:
     return REASONS.get((axis, kind), REASONS.get((axis, "weights"), ""))
 
 
-def compare(recipe: str, layout: str, ideal: dict[str, int], ranks: list[dict[str, int]]) -> dict[str, Any]:
+def compare(
+    recipe: str, layout: str, ideal: dict[str, int], ranks: list[dict[str, int]]
+) -> dict[str, Any]:
     """One row: bytes by kind, and what the fullest rank has more than the ideal."""
     kinds = [kind for kind in ideal if kind != "around the layers"]
     for found in (ideal, *ranks):
@@ -263,7 +293,9 @@ def drop() -> None:
     gc.collect()
 
 
-def measure_time(pools: dict[int, RankPool], size: Size, recipe: str, rounds: int) -> dict[str, Any]:
+def measure_time(
+    pools: dict[int, RankPool], size: Size, recipe: str, rounds: int
+) -> dict[str, Any]:
     """Interleave stock and every layout; returns medians, ratios and first losses."""
     candidates: dict[str, dict[str, Any] | None] = {"stock": None, "hfscale": {}}
     candidates |= {f"hfscale {name}": LAYOUTS[name] for name in TIMED}
@@ -285,7 +317,9 @@ def measure_time(pools: dict[int, RankPool], size: Size, recipe: str, rounds: in
     if max(losses.values()) - min(losses.values()) > 1e-3:
         raise SystemExit(f"first losses differ: {losses}")
     ratios = {
-        f"{kind} / stock": round(statistics.median(x / y for x, y in zip(found, times["stock"], strict=True)), 3)
+        f"{kind} / stock": round(
+            statistics.median(x / y for x, y in zip(found, times["stock"], strict=True)), 3
+        )
         for kind, found in times.items()
         if kind != "stock"
     }
@@ -302,13 +336,17 @@ def measure_time(pools: dict[int, RankPool], size: Size, recipe: str, rounds: in
 
 def main() -> None:
     """Measure what was asked for, and write one report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--bytes", action="store_true", help="only bytes")
     parser.add_argument("--time", action="store_true", help="only the time of a step")
     parser.add_argument("--quick", action="store_true", help="tiny models and one round")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--recipes", nargs="+", default=list(RECIPES), choices=RECIPES)
-    parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=LAYOUTS, help="of the bytes")
+    parser.add_argument(
+        "--layouts", nargs="+", default=list(LAYOUTS), choices=LAYOUTS, help="of the bytes"
+    )
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     both = arguments.bytes == arguments.time

@@ -52,12 +52,18 @@ def random_model(config: LlamaConfig, device: torch.device) -> Any:
     """The stock model with the same random weights every time, built on the device."""
     torch.manual_seed(0)
     with torch.device(device):
-        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+        return AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16, attn_implementation="sdpa"
+        )
 
 
-def build(recipe: str, side: str, arguments: argparse.Namespace, path: str, device: torch.device) -> tuple[Any, Any]:
+def build(
+    recipe: str, side: str, arguments: argparse.Namespace, path: str, device: torch.device
+) -> tuple[Any, Any]:
     """A model with adapters, and its optimizer."""
-    adapters = peft.LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+    adapters = peft.LoraConfig(
+        r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"
+    )
     eight = recipe == "QLoRA"
     if eight:
         quantization = BitsAndBytesConfig(
@@ -81,7 +87,9 @@ def build(recipe: str, side: str, arguments: argparse.Namespace, path: str, devi
         base.enable_input_require_grads()
     model.train()
     if side == "hfscale":
-        return model, hfscale.create_optimizer(model, "adamw_8bit" if eight else "adamw_torch_fused", lr=1e-4)
+        return model, hfscale.create_optimizer(
+            model, "adamw_8bit" if eight else "adamw_torch_fused", lr=1e-4
+        )
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if eight:
         import bitsandbytes
@@ -90,17 +98,22 @@ def build(recipe: str, side: str, arguments: argparse.Namespace, path: str, devi
     return model, torch.optim.AdamW(trained, lr=1e-4, weight_decay=0.0, fused=True)
 
 
-def measure(recipe: str, side: str, arguments: argparse.Namespace, path: str, device: torch.device) -> dict[str, Any]:
+def measure(
+    recipe: str, side: str, arguments: argparse.Namespace, path: str, device: torch.device
+) -> dict[str, Any]:
     """Tokens per second, peaks in bytes, and the loss before the first update."""
     config = config_for(arguments.tiny)
     _reset_peak(device)
     start = time.perf_counter()
     model, optimizer = build(recipe, side, arguments, path, device)
     _synchronize(device)
-    building, building_peak = time.perf_counter() - start, _peak(device)
+    building = time.perf_counter() - start
+    building_peak = _peak(device)
     sequence = 32 if arguments.tiny else arguments.sequence
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, config.vocab_size, (arguments.batch, sequence), generator=generator).to(device)
+    ids = torch.randint(0, config.vocab_size, (arguments.batch, sequence), generator=generator).to(
+        device
+    )
     seconds: list[float] = []
     losses: list[float] = []
     for index in range(arguments.rounds + 3):
@@ -160,30 +173,49 @@ def compare(runs: list[dict[str, Any]]) -> dict[str, Any]:
         of = {run["side"]: run for run in runs if run["recipe"] == recipe}
         if len(of) < len(SIDES):
             continue
-        stock, ours = of["stock"], of["hfscale"]
+        stock = of["stock"]
+        ours = of["hfscale"]
         if recipe == "LoRA" and abs(stock["first loss"] - ours["first loss"]) > TOLERANCE:
-            raise SystemExit(f"{recipe}: first losses differ: {stock['first loss']} and {ours['first loss']}")
-        found[f"{recipe}: tokens per second, hfscale / stock"] = round(stock["seconds"] / ours["seconds"], 3)
+            raise SystemExit(
+                f"{recipe}: first losses differ: {stock['first loss']} and {ours['first loss']}"
+            )
+        found[f"{recipe}: tokens per second, hfscale / stock"] = round(
+            stock["seconds"] / ours["seconds"], 3
+        )
         if stock["peak bytes"]:
-            found[f"{recipe}: peak memory, hfscale / stock"] = round(ours["peak bytes"] / stock["peak bytes"], 3)
+            found[f"{recipe}: peak memory, hfscale / stock"] = round(
+                ours["peak bytes"] / stock["peak bytes"], 3
+            )
     return found
 
 
 def main() -> None:
     """Measure all candidates and write one report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--sequence", type=int, default=2048)
     parser.add_argument("--recipes", nargs="+", default=list(RECIPES), choices=RECIPES)
-    parser.add_argument("--checkpointing", action="store_true", help="recompute layers in the backward pass")
-    parser.add_argument("--tiny", action="store_true", help="a tiny shape, on whatever device there is")
-    parser.add_argument("--directory", type=Path, help="where the weights for QLoRA are written; temporary by default")
+    parser.add_argument(
+        "--checkpointing", action="store_true", help="recompute layers in the backward pass"
+    )
+    parser.add_argument(
+        "--tiny", action="store_true", help="a tiny shape, on whatever device there is"
+    )
+    parser.add_argument(
+        "--directory",
+        type=Path,
+        help="where the weights for QLoRA are written; temporary by default",
+    )
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu" and not arguments.tiny:
-        raise SystemExit("a model of 8 billion parameters needs a CUDA device: pass --tiny to try the script without")
+        raise SystemExit(
+            "a model of 8 billion parameters needs a CUDA device: pass --tiny to try the script without"
+        )
     if device.type == "cpu":
         torch.set_num_threads(1)  # tiny products
     runs: list[dict[str, Any]] = []

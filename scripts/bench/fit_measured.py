@@ -20,7 +20,13 @@ from transformers import LlamaConfig
 
 import hfscale
 from hfscale.cost.model.job import Job, job_of, places_of
-from hfscale.cost.model.machines_known import CONSTANTS, Constants, find_machine, fitted, read_constants
+from hfscale.cost.model.machines_known import (
+    CONSTANTS,
+    Constants,
+    find_machine,
+    fitted,
+    read_constants,
+)
 from hfscale.cost.model.model_shape import ModelShape, shape_of_plan
 from hfscale.cost.model.step_time import head_seconds, part_seconds, stage_seconds, step_time
 
@@ -35,8 +41,12 @@ ONE = LlamaConfig(
     tie_word_embeddings=True,
     **_HEADS,
 )
-EIGHT = LlamaConfig(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, vocab_size=128256, **_HEADS)
-FOUR = LlamaConfig(hidden_size=4096, intermediate_size=14336, num_hidden_layers=4, vocab_size=1024, **_HEADS)
+EIGHT = LlamaConfig(
+    hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, vocab_size=128256, **_HEADS
+)
+FOUR = LlamaConfig(
+    hidden_size=4096, intermediate_size=14336, num_hidden_layers=4, vocab_size=1024, **_HEADS
+)
 LORA = LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
@@ -68,16 +78,28 @@ def measured() -> Iterator[Step]:
     """Yield the steps of the committed results, uncompiled."""
     for name, hardware in (("gpu", "h100"), ("h200", "h200")):
         runs = json.loads((RESULTS / f"one_{name}.json").read_text())["runs"]["hfscale"]
-        seconds, peak = min(run["seconds"] for run in runs), min(run["peak_bytes"] for run in runs)
+        seconds = min(run["seconds"] for run in runs)
+        peak = min(run["peak_bytes"] for run in runs)
         yield Step("1B", hardware, seconds, ONE, 4, {}, peak=peak)
         runs = json.loads((RESULTS / f"finetune_{name}.json").read_text())["runs"]
         run = next(run for run in runs if (run["recipe"], run["side"]) == ("LoRA", "hfscale"))
-        yield Step("8B, LoRA", hardware, run["seconds"], EIGHT, 1, {"peft_config": LORA}, peak=run["peak bytes"])
+        yield Step(
+            "8B, LoRA",
+            hardware,
+            run["seconds"],
+            EIGHT,
+            1,
+            {"peft_config": LORA},
+            peak=run["peak bytes"],
+        )
     found = json.loads((RESULTS / "kernels_h200.json").read_text())
-    again, tiles = found["recomputed"], hfscale.MemoryConfig(recompute="full", tile_tokens=2048)
+    again = found["recomputed"]
+    tiles = hfscale.MemoryConfig(recompute="full", tile_tokens=2048)
     ways = {name: hfscale.MemoryConfig(recompute=name) for name in ("none", "elementwise", "full")}
     for name, memory in {**ways, "full, tiles of 2048": tiles}.items():
-        yield Step(f"4 layers, {name}", "h200", again[name]["ms"] / 1e3, FOUR, 4, {"memory": memory}, False)
+        yield Step(
+            f"4 layers, {name}", "h200", again[name]["ms"] / 1e3, FOUR, 4, {"memory": memory}, False
+        )
     eight = found["layers"]["fp8 tensorwise"]["ms"] / 1e3
     yield Step("4 layers, fp8", "h200", eight, FOUR, 4, {"mixed_precision": "fp8"}, False)
 
@@ -97,12 +119,18 @@ def main() -> int:
 
     steps = list(measured())
     known = [step.described() for step in steps]
-    head = json.loads((RESULTS / "kernels_gpu.json").read_text())["head_and_loss"]["hfscale"]["ms"] / 1e3
+    head = (
+        json.loads((RESULTS / "kernels_gpu.json").read_text())["head_and_loss"]["hfscale"]["ms"]
+        / 1e3
+    )
     start = read_constants(CONSTANTS)
 
     def loss(found: dict[str, float]) -> float:
         constants = replace(start, **found)
-        off = [estimated(step, constants, of) / step.seconds for step, of in zip(steps, known, strict=True)]
+        off = [
+            estimated(step, constants, of) / step.seconds
+            for step, of in zip(steps, known, strict=True)
+        ]
         off.append(head_seconds(*known[0][1:], find_machine("h100"), constants).loss / head)
         return sum(math.log(each) ** 2 for each in off)
 
@@ -114,7 +142,9 @@ def main() -> int:
     print(document["own"])
     for step in steps:
         seconds = estimated(step, fitted())
-        print(f"{step.name:32} {step.hardware} {step.seconds:.4f} {seconds:.4f} {seconds / step.seconds:.3f}")
+        print(
+            f"{step.name:32} {step.hardware} {step.seconds:.4f} {seconds:.4f} {seconds / step.seconds:.3f}"
+        )
     return 0
 
 

@@ -61,19 +61,26 @@ MEMORY = {
 def loss(predicted: Sequence[float], measured: Sequence[float]) -> float:
     """Mean of what predictions are off by, cut at 0.4, and a fifth of its 90th percentile."""
     errors = sorted(abs(p / m - 1) for p, m in zip(predicted, measured, strict=True))
-    return sum(min(error, 0.4) for error in errors) / len(errors) + 0.2 * errors[int(0.9 * (len(errors) - 1))]
+    return (
+        sum(min(error, 0.4) for error in errors) / len(errors)
+        + 0.2 * errors[int(0.9 * (len(errors) - 1))]
+    )
 
 
-def descend(start: dict[str, float], of: Callable[[dict[str, float]], float], rounds: int = 60) -> dict[str, float]:
+def descend(
+    start: dict[str, float], of: Callable[[dict[str, float]], float], rounds: int = 60
+) -> dict[str, float]:
     """Change one constant at a time, by steps that grow while they help and shrink where they do not."""
-    found, best = dict(start), of(start)
+    found = dict(start)
+    best = of(start)
     steps = dict.fromkeys(start, 0.2)
     for _ in range(rounds):
         for name in found:
             for sign in (1, -1):
                 tried = {**found, name: found[name] * (1 + sign * steps[name])}
                 if (now := of(tried)) < best - 1e-6:
-                    found, best = tried, now
+                    found = tried
+                    best = now
                     steps[name] *= 1.3
                     break
             else:
@@ -83,7 +90,9 @@ def descend(start: dict[str, float], of: Callable[[dict[str, float]], float], ro
     return found
 
 
-def fit_time(rows: list[Row], seconds: list[float], machine: Machine) -> tuple[Constants, dict[str, float]]:
+def fit_time(
+    rows: list[Row], seconds: list[float], machine: Machine
+) -> tuple[Constants, dict[str, float]]:
     """Constants of time, and of slow layers, from the runs that are not stalled.
 
     First those of tensor ranks on one node, then those of more.
@@ -95,14 +104,20 @@ def fit_time(rows: list[Row], seconds: list[float], machine: Machine) -> tuple[C
 
         def both(found: dict[str, float]) -> tuple[Constants, dict[str, float]]:
             changed: dict[str, Any] = {name: found[name] for name in of_time}
-            return replace(constants, **changed), {**slow, **{name: found[name] for name in of_slow}}
+            return replace(constants, **changed), {
+                **slow,
+                **{name: found[name] for name in of_slow},
+            }
 
         def of(found: dict[str, float]) -> float:
             tried, layers = both(found)
             times = [time_of(rows[i], machine, tried, layers).total for i in which]
             return loss(times, [seconds[i] for i in which])
 
-        start = {**{name: asdict(constants)[name] for name in of_time}, **{name: slow[name] for name in of_slow}}
+        start = {
+            **{name: asdict(constants)[name] for name in of_time},
+            **{name: slow[name] for name in of_slow},
+        }
         constants, slow = both(descend(start, of))
 
     near = [name for name in asdict(START) if name not in (*KEPT, "far_latency")]
@@ -113,7 +128,11 @@ def fit_time(rows: list[Row], seconds: list[float], machine: Machine) -> tuple[C
 
 
 def fit_memory(
-    rows: list[Row], gib: list[float], machine: Machine, constants: Constants, slow: dict[str, float]
+    rows: list[Row],
+    gib: list[float],
+    machine: Machine,
+    constants: Constants,
+    slow: dict[str, float],
 ) -> dict[str, float]:
     """Constants of memory, from all runs."""
 
@@ -125,15 +144,23 @@ def fit_memory(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Fit, write, and say what the fit is off by on the models it was fitted on."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rows", type=Path, required=True)
     parser.add_argument("--models", default="1B,3B")
     parser.add_argument("--out", type=Path, default=CONSTANTS)
     arguments = parser.parse_args(argv)
-    machine, chosen = find_machine("h100"), arguments.models.split(",")
-    lines = [line for line in read_rows(arguments.rows) if line["model"] in chosen and measured_seconds(line)]
+    machine = find_machine("h100")
+    chosen = arguments.models.split(",")
+    lines = [
+        line
+        for line in read_rows(arguments.rows)
+        if line["model"] in chosen and measured_seconds(line)
+    ]
     rows = [row_of(line) for line in lines]
-    seconds, gib = [measured_seconds(line) or 0.0 for line in lines], [float(line["mem_gb"]) for line in lines]
+    seconds = [measured_seconds(line) or 0.0 for line in lines]
+    gib = [float(line["mem_gb"]) for line in lines]
     good = replicas_filter(rows, seconds)
     clean = [i for i, ok in enumerate(good) if ok and gib[i] * GIB < machine.budget]
     constants, slow = fit_time([rows[i] for i in clean], [seconds[i] for i in clean], machine)
@@ -149,8 +176,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     arguments.out.write_text(json.dumps(data, indent=2) + "\n")
     near = [i for i in clean if in_domain(rows[i])]
-    print("time", off([time_of(rows[i], machine, constants, slow).total for i in near], [seconds[i] for i in near]))
-    print("memory", off([memory_of(row, machine, constants, slow, memory).likely(machine) for row in rows], gib))
+    print(
+        "time",
+        off(
+            [time_of(rows[i], machine, constants, slow).total for i in near],
+            [seconds[i] for i in near],
+        ),
+    )
+    print(
+        "memory",
+        off(
+            [memory_of(row, machine, constants, slow, memory).likely(machine) for row in rows], gib
+        ),
+    )
     return 0
 
 

@@ -18,7 +18,12 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from hfscale.distributed.ops.head_cross_entropy import LinearRows, head_cross_entropy
 from hfscale.distributed.ops.vocab_cross_entropy import VocabularySlice
 
-CLASSES = {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved1f1b": "Interleaved1F1B", "zbv": "ZBVZeroBubble"}
+CLASSES = {
+    "1f1b": "1F1B",
+    "gpipe": "GPipe",
+    "interleaved1f1b": "Interleaved1F1B",
+    "zbv": "ZBVZeroBubble",
+}
 
 
 class Part(nn.Module):
@@ -27,7 +32,9 @@ class Part(nn.Module):
     def __init__(self, whole: Any, start: int, stop: int, stock_loss: bool) -> None:
         super().__init__()
         count = len(whole.model.layers)
-        self.start, self.first, self.last = start, start == 0, stop == count
+        self.start = start
+        self.first = start == 0
+        self.last = stop == count
         self.model = copy.copy(whole.model)
         self.model._modules = dict(whole.model._modules)
         self.model.layers = whole.model.layers[start:stop]
@@ -56,13 +63,24 @@ class HandCut:
     """
 
     def __init__(
-        self, whole: Any, schedule: str, cut: Sequence[int], ranks: Sequence[int], microbatches: int, stock_loss: bool
+        self,
+        whole: Any,
+        schedule: str,
+        cut: Sequence[int],
+        ranks: Sequence[int],
+        microbatches: int,
+        stock_loss: bool,
     ) -> None:
-        rank, self._first, self._last = dist.get_rank(), ranks[0], ranks[-1]
+        rank = dist.get_rank()
+        self._first = ranks[0]
+        self._last = ranks[-1]
         own = [index for index, home in enumerate(ranks) if home == rank]
         self.stages = [Part(whole, sum(cut[:i]), sum(cut[: i + 1]), stock_loss) for i in own]
         device = torch.device("cpu")
-        made = [PipelineStage(part, i, len(cut), device) for i, part in zip(own, self.stages, strict=True)]
+        made = [
+            PipelineStage(part, i, len(cut), device)
+            for i, part in zip(own, self.stages, strict=True)
+        ]
         self._count = 1
         loss: Any = self._stock_loss if stock_loss else self._same_loss
         kind: Any = get_schedule_class(CLASSES[schedule])
@@ -84,7 +102,9 @@ class HandCut:
     def clip(self, max_norm: float) -> Tensor:
         """Clip by the norm over all stages, and return it."""
         parameters = [p for _, p in self.named_parameters()]
-        total = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]) ** 2
+        total = (
+            torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]) ** 2
+        )
         dist.all_reduce(total)
         norm = total**0.5
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
@@ -100,7 +120,9 @@ class HandCut:
                 yield name, parameter
 
     def _stock_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return ForCausalLMLoss(logits, labels, logits.shape[-1], num_items_in_batch=torch.tensor(self._count))
+        return ForCausalLMLoss(
+            logits, labels, logits.shape[-1], num_items_in_batch=torch.tensor(self._count)
+        )
 
     def _same_loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """The loss of hfscale, which never has all logits at once."""
@@ -109,5 +131,9 @@ class HandCut:
         whole = VocabularySlice(0, head.out_features, head.out_features)
         rows = LinearRows(head.weight, head.bias, None, True, hidden.requires_grad)
         return head_cross_entropy(
-            hidden.reshape(-1, hidden.shape[-1]), targets, rows, vocabulary=whole, divisor=self._count
+            hidden.reshape(-1, hidden.shape[-1]),
+            targets,
+            rows,
+            vocabulary=whole,
+            divisor=self._count,
         )

@@ -62,7 +62,9 @@ def measure(name: str, rounds: int, profile: str | None) -> dict[str, Any]:
         for layer in stock.model.layers:
             fully_shard(layer)
         fully_shard(stock)
-    model = hfscale.from_config(config(name), parallel=hfscale.ParallelConfig(**sizes), dtype=torch.float32).train()
+    model = hfscale.from_config(
+        config(name), parallel=hfscale.ParallelConfig(**sizes), dtype=torch.float32
+    ).train()
     ids = torch.arange(16).view(2, 8)
     batch = {"input_ids": ids, "labels": ids}
     microbatches: Any = [batch] * 4 if "pp_size" in sizes else batch
@@ -102,7 +104,9 @@ def measure(name: str, rounds: int, profile: str | None) -> dict[str, Any]:
     share = sizes.get("pp_size", 1)  # a stage does its part of what the stock model does
     found = {kind: statistics.median(each) for kind, each in seconds.items()}
     for other in (kind for kind in runs if kind != "hfscale"):
-        ratios = [share * own / each for own, each in zip(seconds["hfscale"], seconds[other], strict=True)]
+        ratios = [
+            share * own / each for own, each in zip(seconds["hfscale"], seconds[other], strict=True)
+        ]
         found["ratio" if other == "stock" else f"ratio to {other}"] = statistics.median(ratios)
     return found
 
@@ -112,7 +116,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--layouts", nargs="*", choices=LAYOUTS, default=list(LAYOUTS))
-    parser.add_argument("--profile", help="write a profile of each layout's steps to this name, and the layout's")
+    parser.add_argument(
+        "--profile", help="write a profile of each layout's steps to this name, and the layout's"
+    )
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     results = []
@@ -122,7 +128,12 @@ def main() -> None:
         with RankPool(ranks, timeout=600, as_large=False) as pool:
             found = pool.run(measure, name, arguments.rounds, profile)[0]
         results.append({"layout": name, "goal": goal, **found})
-        print({key: round(value, 4) if isinstance(value, float) else value for key, value in results[-1].items()})
+        print(
+            {
+                key: round(value, 4) if isinstance(value, float) else value
+                for key, value in results[-1].items()
+            }
+        )
         if profile:
             pstats.Stats(profile).sort_stats("tottime").print_stats(25)
     write_report(arguments.out, results, torch, transformers)

@@ -52,11 +52,16 @@ def timed(rows: dict[str, Callable[[], Any]], rounds: int) -> dict[str, dict[str
             else:
                 run()
             if turn > 1:
-                seconds[name].append(begin.elapsed_time(end) if GPU else 1e3 * (time.perf_counter() - start))
+                seconds[name].append(
+                    begin.elapsed_time(end) if GPU else 1e3 * (time.perf_counter() - start)
+                )
                 peaks[name] = (torch.cuda.max_memory_allocated() - before) / 2**20 if GPU else 0.0
     for module in (fused, vocab_cross_entropy, optim_rounding):
         module.is_fused = FUSED
-    return {name: {"ms": round(statistics.median(seconds[name]), 3), "MiB": round(peaks[name])} for name in rows}
+    return {
+        name: {"ms": round(statistics.median(seconds[name]), 3), "MiB": round(peaks[name])}
+        for name in rows
+    }
 
 
 def _allocated() -> int:
@@ -97,7 +102,11 @@ def head_and_loss(rounds: int) -> dict[str, Any]:
         with head_cross_entropy.each_gradient_once():
             made = head_cross_entropy.LinearRows(head.weight, None, None, True, True)
             slice_ = VocabularySlice(0, words, words)
-            done(head_cross_entropy.head_cross_entropy(x, targets, made, vocabulary=slice_, valid=rows))
+            done(
+                head_cross_entropy.head_cross_entropy(
+                    x, targets, made, vocabulary=slice_, valid=rows
+                )
+            )
         head_cross_entropy._CHUNK_ELEMENTS_GPU = before
 
     variants: dict[str, Callable[[], Any]] = {
@@ -139,7 +148,9 @@ def compiled(rounds: int) -> dict[str, Any]:
     kinds = ("bf16", "fp8 tensorwise", "fp8 rowwise")
     rows = {"plain": step_of_layers({})}
     return timed(
-        rows | {f"{kind}, compiled": step_of_layers(PRECISIONS[kind], compiles=True) for kind in kinds}, rounds
+        rows
+        | {f"{kind}, compiled": step_of_layers(PRECISIONS[kind], compiles=True) for kind in kinds},
+        rounds,
     )
 
 
@@ -151,16 +162,28 @@ def recomputed(rounds: int) -> dict[str, Any]:
         "full, tiles of 2048": hfscale.MemoryConfig(recompute="full", tile_tokens=2048),
     }
     rows = {"none": step_of_layers({})}
-    return timed(rows | {name: step_of_layers({"memory": given}) for name, given in memory.items()}, rounds)
+    return timed(
+        rows | {name: step_of_layers({"memory": given}) for name, given in memory.items()}, rounds
+    )
 
 
 def step_of_layers(
     given: dict[str, Any], dtype: torch.dtype = torch.bfloat16, compiles: bool = False
 ) -> Callable[[], None]:
     """Build the layers, and return what runs one step of them."""
-    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
+    sizes = {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    }
     if not GPU:
-        sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+        sizes = {
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+        }
     config = LlamaConfig(**sizes, num_hidden_layers=4 if GPU else 1, vocab_size=1024)
     ids = torch.randint(0, 1024, (4, 2048 if GPU else 16), device=DEVICE)
     with DEVICE:  # values are drawn there
@@ -178,7 +201,10 @@ def rounding(rounds: int) -> dict[str, Any]:
     """Time rounding 268 million float32 numbers to bfloat16 at random, beside a plain cast."""
     side = 1 << (14 if GPU else 5)
     wide = torch.randn(side, side, device=DEVICE)
-    share, places = wide.bfloat16(), [torch.arange(side, device=DEVICE) * each for each in (side, 1)]
+    share, places = (
+        wide.bfloat16(),
+        [torch.arange(side, device=DEVICE) * each for each in (side, 1)],
+    )
     return timed(
         {
             "cast": lambda: share.copy_(wide),
@@ -207,12 +233,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--out", type=Path, default=Path("kernels_gpu.json"))
-    parser.add_argument("--profile", action="store_true", help="write the kernels of a step beside the report")
     parser.add_argument(
-        "--kinds", nargs="*", default=["ceilings", "head_and_loss", "layers", "compiled", "recomputed", "rounding"]
+        "--profile", action="store_true", help="write the kernels of a step beside the report"
+    )
+    parser.add_argument(
+        "--kinds",
+        nargs="*",
+        default=["ceilings", "head_and_loss", "layers", "compiled", "recomputed", "rounding"],
     )
     arguments = parser.parse_args()
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__, "hfscale": hfscale.__version__}
+    versions = {
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "hfscale": hfscale.__version__,
+    }
     device = torch.cuda.get_device_name() if GPU else platform.machine()
     report: dict[str, Any] = {"device": device, "versions": versions}
     for kind in arguments.kinds:

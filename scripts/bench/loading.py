@@ -43,13 +43,15 @@ def load(kind: str, path: str, layout: dict[str, int], store: str) -> None:
 
     torch.set_num_threads(1)
     parallel = hfscale.ParallelConfig(**layout)
-    rank, world = int(os.environ["RANK"]), parallel.total_size
+    rank = int(os.environ["RANK"])
+    world = parallel.total_size
     if world > 1:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     AutoModelForCausalLM  # noqa: B018  # resolve the lazy import before the baseline
     hfscale.plan(path, parallel)
     Path("/proc/self/clear_refs").write_text("5")  # reset the peak
-    baseline, start = _memory("VmRSS"), time.perf_counter()
+    baseline = _memory("VmRSS")
+    start = time.perf_counter()
     if kind == "stock":
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     elif kind == "native":
@@ -68,7 +70,9 @@ def load(kind: str, path: str, layout: dict[str, int], store: str) -> None:
     peak = _memory("VmHWM") - baseline
     shard = sum(local_tensor(parameter.detach()).numel() * 4 for parameter in model.parameters())
     if rank == 0:
-        print("RESULT " + json.dumps({"peak": peak, "shard": shard, "seconds": seconds}), flush=True)
+        print(
+            "RESULT " + json.dumps({"peak": peak, "shard": shard, "seconds": seconds}), flush=True
+        )
     if world > 1:
         dist.barrier()
 
@@ -79,11 +83,24 @@ def measure(kind: str, path: str, layout: dict[str, int]) -> dict[str, Any]:
     for size in layout.values():
         world *= size
     with tempfile.TemporaryDirectory() as directory:
-        command = [sys.executable, __file__, "--child", kind, path, json.dumps(layout), f"{directory}/store"]
+        command = [
+            sys.executable,
+            __file__,
+            "--child",
+            kind,
+            path,
+            json.dumps(layout),
+            f"{directory}/store",
+        ]
         ranks = [
             subprocess.Popen(
                 command,
-                env={**os.environ, "RANK": str(rank), "WORLD_SIZE": str(world), "TQDM_DISABLE": "1"},
+                env={
+                    **os.environ,
+                    "RANK": str(rank),
+                    "WORLD_SIZE": str(world),
+                    "TQDM_DISABLE": "1",
+                },
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 text=True,
@@ -127,7 +144,9 @@ def main() -> None:
         largest = max(parameter.numel() * 4 for parameter in model.parameters())
         total = sum(parameter.numel() * 4 for parameter in model.parameters())
         del model
-        candidates = [("stock", "one process"), ("native", "tp2")] + [("hfscale", name) for name in LAYOUTS]
+        candidates = [("stock", "one process"), ("native", "tp2")] + [
+            ("hfscale", name) for name in LAYOUTS
+        ]
         for kind, name in candidates:
             found = measure(kind, path, LAYOUTS[name])
             allowed = found["shard"] + largest

@@ -29,7 +29,11 @@ CANDIDATES = ("stock", "hfscale", "hfscale, compiled")
 def config_for(device: torch.device) -> tuple[LlamaConfig, int, int]:
     """Model, batch and sequence: the shape of Llama 3.2 1B on a GPU."""
     if device.type == "cpu":
-        return LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2, vocab_size=512), 2, 64
+        return (
+            LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2, vocab_size=512),
+            2,
+            64,
+        )
     config = LlamaConfig(
         hidden_size=2048,
         intermediate_size=8192,
@@ -48,7 +52,9 @@ def measure(kind: str, device: torch.device, rounds: int) -> dict[str, Any]:
     torch.manual_seed(0)
     with device:  # values are drawn there
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model = (model if kind == "stock" else hfscale.parallelize(model, compile="compiled" in kind)).train()
+    model = (
+        model if kind == "stock" else hfscale.parallelize(model, compile="compiled" in kind)
+    ).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     ids = torch.randint(0, config.vocab_size, (batch, sequence), device=device)
     seconds = []
@@ -105,11 +111,16 @@ def main() -> None:
             "hfscale": hfscale.__version__,
         },
         "runs": runs,
-        **{f"{kind} / stock, step": round(best[kind] / best["stock"], 3) for kind in CANDIDATES[1:]},
+        **{
+            f"{kind} / stock, step": round(best[kind] / best["stock"], 3) for kind in CANDIDATES[1:]
+        },
     }
     if device.type == "cuda":
         peaks = {kind: min(run["peak_bytes"] for run in found) for kind, found in runs.items()}
-        report |= {f"{kind} / stock, peak memory": round(peaks[kind] / peaks["stock"], 3) for kind in CANDIDATES[1:]}
+        report |= {
+            f"{kind} / stock, peak memory": round(peaks[kind] / peaks["stock"], 3)
+            for kind in CANDIDATES[1:]
+        }
     print(json.dumps(report, indent=1))
     if arguments.out:
         arguments.out.write_text(json.dumps(report, indent=1) + "\n")

@@ -50,7 +50,15 @@ from tests.parallel.pipeline.formulas import ideal_bubble, peak_formula
 GOAL = 1.05
 ENGINES = ("class", "worker")
 CLASSES = {"gpipe": "GPipe", "1f1b": "1F1B"}
-SCHEDULES = ("gpipe", "1f1b", "interleaved1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipev")
+SCHEDULES = (
+    "gpipe",
+    "1f1b",
+    "interleaved1f1b",
+    "looped_bfs",
+    "interleaved_zero_bubble",
+    "zbv",
+    "dualpipev",
+)
 _seconds = {"forward": 0.0}
 _streams: dict[tuple[int, int], dist.ProcessGroup] = {}
 
@@ -141,13 +149,17 @@ class Case:
 
 
 def _record(stage: Any, recorder: Recorder) -> None:
-    forward, backward, weight = stage.forward_one_chunk, stage.backward_one_chunk, stage.backward_weight_one_chunk
+    forward = stage.forward_one_chunk
+    backward = stage.backward_one_chunk
+    weight = stage.backward_weight_one_chunk
 
     def forward_one_chunk(index: int, *args: Any, **kwargs: Any) -> Any:
         with recorder.run(Action(stage.stage_index, "forward", index)):
             return forward(index, *args, **kwargs)
 
-    def backward_one_chunk(index: int, *args: Any, full_backward: bool = True, **kwargs: Any) -> Any:
+    def backward_one_chunk(
+        index: int, *args: Any, full_backward: bool = True, **kwargs: Any
+    ) -> Any:
         kind = "backward" if full_backward else "backward_input"
         with recorder.run(Action(stage.stage_index, kind, index)):
             return backward(index, *args, full_backward=full_backward, **kwargs)
@@ -156,7 +168,8 @@ def _record(stage: Any, recorder: Recorder) -> None:
         with recorder.run(Action(stage.stage_index, "backward_weight", index)):
             return weight(index, *args, **kwargs)
 
-    stage.forward_one_chunk, stage.backward_one_chunk = forward_one_chunk, backward_one_chunk
+    stage.forward_one_chunk = forward_one_chunk
+    stage.backward_one_chunk = backward_one_chunk
     stage.backward_weight_one_chunk = backward_weight_one_chunk
 
 
@@ -175,7 +188,9 @@ def waits(timeline: Timeline, order_run: Order) -> float:
     sent: dict[tuple[int, str, int], float] = {}
     for spans in timeline.ranks:
         for span, after in zip(spans, [*spans[1:], None], strict=True):
-            joined = after if span.action.paired and after else span  # a pair sends when both are done
+            joined = (
+                after if span.action.paired and after else span
+            )  # a pair sends when both are done
             sent[span.action[:3]] = joined.end
     last = max(stage_ranks(order_run))
     late = []
@@ -187,8 +202,14 @@ def waits(timeline: Timeline, order_run: Order) -> float:
             if kind == "forward" and stage:
                 needs = [sent[stage - 1, "forward", index]]
             elif kind in GRADIENT and stage < last:
-                needs = [sent[stage + 1, other, index] for other in GRADIENT if (stage + 1, other, index) in sent]
-            late.append(max(0.0, span.start - max([free, *needs])))  # below zero: the next stage is on this rank
+                needs = [
+                    sent[stage + 1, other, index]
+                    for other in GRADIENT
+                    if (stage + 1, other, index) in sent
+                ]
+            late.append(
+                max(0.0, span.start - max([free, *needs]))
+            )  # below zero: the next stage is on this rank
             free = span.end
     return statistics.mean(late)
 
@@ -196,7 +217,8 @@ def waits(timeline: Timeline, order_run: Order) -> float:
 def run_case(case: Case, seconds: float) -> dict[str, Any]:
     """On every rank: one step without sleep, then one with; the second's times and counts."""
     first = _go_first()
-    actions, recorder = order(case.schedule, case.pp_size, case.num_microbatches, case.virtual_stages), Recorder()
+    actions = order(case.schedule, case.pp_size, case.num_microbatches, case.virtual_stages)
+    recorder = Recorder()
     own = sorted(stage for stage, home in stage_ranks(actions).items() if home == dist.get_rank())
     modules = {index: SleepingStage(index == 0) for index in own}
     ours = case.engine == "worker"
@@ -208,7 +230,8 @@ def run_case(case: Case, seconds: float) -> dict[str, Any]:
             module.alive.peak = 0
         dist.barrier()
         recorder.start()
-        begin, cpu = time.perf_counter(), time.process_time()
+        begin = time.perf_counter()
+        cpu = time.process_time()
         step()
         answer = {
             "first": first,
@@ -221,29 +244,41 @@ def run_case(case: Case, seconds: float) -> dict[str, Any]:
     return answer
 
 
-def _torch_step(case: Case, modules: dict[int, SleepingStage], recorder: Recorder) -> Callable[[], object]:
+def _torch_step(
+    case: Case, modules: dict[int, SleepingStage], recorder: Recorder
+) -> Callable[[], object]:
     """A step over torch's stages."""
-    count, x, stages = case.pp_size * case.virtual_stages, torch.zeros(1, 4), []
+    count = case.pp_size * case.virtual_stages
+    x = torch.zeros(1, 4)
+    stages = []
     for index, module in modules.items():
         # Given both shapes, torch does not run the stages once more to find them out.
-        takes, gives = x.clone().requires_grad_(index > 0), x.clone().requires_grad_()
-        stage = PipelineStage(module, index, count, torch.device("cpu"), input_args=takes, output_args=gives)
+        takes = x.clone().requires_grad_(index > 0)
+        gives = x.clone().requires_grad_()
+        stage = PipelineStage(
+            module, index, count, torch.device("cpu"), input_args=takes, output_args=gives
+        )
         _record(stage, recorder)
         stages.append(stage)
     loss: Any = lambda result, _: result.sum()  # noqa: E731
-    runner = get_schedule_class(CLASSES[case.schedule])(stages[0], case.num_microbatches, loss_fn=loss)
+    runner = get_schedule_class(CLASSES[case.schedule])(
+        stages[0], case.num_microbatches, loss_fn=loss
+    )
     batch = torch.zeros(case.num_microbatches, 4)
     arguments = (batch,) if 0 in modules else ()
     keywords = {"target": batch} if count - 1 in modules else {}
     return partial(runner.step, *arguments, **keywords, return_outputs=False)
 
 
-def _our_step(actions: Order, modules: dict[int, SleepingStage], recorder: Recorder) -> Callable[[], None]:
+def _our_step(
+    actions: Order, modules: dict[int, SleepingStage], recorder: Recorder
+) -> Callable[[], None]:
     """A step over hfscale's stages."""
     if not _streams:  # one way between two ranks each, as in a mesh; made once by all ranks
         ways = permutations(range(dist.get_world_size()), 2)
         _streams.update({way: dist.new_group(sorted(way)) for way in ways})
-    homes, x = stage_ranks(actions), torch.zeros(1, 4)
+    homes = stage_ranks(actions)
+    x = torch.zeros(1, 4)
     ranks = tuple(homes[stage] for stage in range(len(homes)))
 
     def compute(module: SleepingStage, last: bool, arrived: Tensor | None, _: int) -> Tensor:
@@ -255,7 +290,12 @@ def _our_step(actions: Order, modules: dict[int, SleepingStage], recorder: Recor
         place = StagePlace(index, ranks, dist.group.WORLD, _streams, torch.device("cpu"))
         last = index == len(ranks) - 1
         workers.append(
-            StageWorker(place, partial(compute, module, last), lambda _: (x.shape, x.dtype), module.parameters)
+            StageWorker(
+                place,
+                partial(compute, module, last),
+                lambda _: (x.shape, x.dtype),
+                module.parameters,
+            )
         )
         workers[-1].recorder = recorder
     program = rank_programs(actions)[dist.get_rank()]
@@ -270,21 +310,29 @@ def _our_step(actions: Order, modules: dict[int, SleepingStage], recorder: Recor
 
 def measure(case: Case, seconds: float, pool: RankPool, traces: Path | None) -> dict[str, Any]:
     """One line of the table."""
-    p, m, v = case.pp_size, case.num_microbatches, case.virtual_stages
+    p = case.pp_size
+    m = case.num_microbatches
+    v = case.virtual_stages
     costs = Costs(seconds, 2 * seconds, seconds, seconds)
     actions = order(case.schedule, p, m, v)
     planned = simulate(actions, costs, case.schedule)
     bubble = ideal_bubble(case.schedule, p, m, v, costs)
     if bubble is None:  # too few microbatches for the paper's formula
-        ideal, source = planned.makespan, "simulated"
+        ideal = planned.makespan
+        source = "simulated"
     else:
-        fill = (p - 1) * seconds if case.schedule == "zbv" else 0.0  # its formula is a rank's view, without the stagger
-        ideal, source = planned.work * (1 + bubble) + fill, "formula"
+        fill = (
+            (p - 1) * seconds if case.schedule == "zbv" else 0.0
+        )  # its formula is a rank's view, without the stagger
+        ideal = planned.work * (1 + bubble) + fill
+        source = "formula"
     answers = pool.run(run_case, case, seconds)
     paired = {action[:3] for rank in actions for action in rank if action.paired}
     for answer in answers:  # a rank notes what it computes, not what that is paired with
         events = answer["record"].events
-        events[:] = [(action._replace(paired=action[:3] in paired), *times) for action, *times in events]
+        events[:] = [
+            (action._replace(paired=action[:3] in paired), *times) for action, *times in events
+        ]
     measured = merge_records([answer["record"] for answer in answers], case.schedule, m)
     if traces:
         write_trace(traces / f"{case.schedule}-{case.engine}-p{p}-m{m}.json", measured)
@@ -306,7 +354,9 @@ def measure(case: Case, seconds: float, pool: RankPool, traces: Path | None) -> 
         # Where the excess is: longer actions (sleeps that oversleep, Python), and waits between them.
         "action_excess_ms": round(1e3 * (sum(busy) / p - planned.work) / len(actions[0]), 3),
         "wait_ms": round(1e3 * waits(measured, actions), 3),
-        "cpu_ms": round(1e3 * statistics.mean(answer["cpu"] for answer in answers) / len(actions[0]), 3),
+        "cpu_ms": round(
+            1e3 * statistics.mean(answer["cpu"] for answer in answers) / len(actions[0]), 3
+        ),
         "priority": "real time" if all(answer["first"] for answer in answers) else "normal",
         "peak": peak,
         "peak_planned": list(planned.peak_live()),
@@ -329,16 +379,24 @@ def cases(sizes: list[int], schedules: list[str], engines: list[str]) -> list[Ca
 
 def main() -> None:
     """Run all and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--milliseconds", type=float, default=25.0, help="forward of one microbatch on one stage")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--milliseconds", type=float, default=25.0, help="forward of one microbatch on one stage"
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES), choices=SCHEDULES)
     parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=ENGINES)
     parser.add_argument("--traces", type=Path, help="folder to write each run's trace to")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    started, rows = time.perf_counter(), []
-    print(f"{'schedule':24}{'engine':9}{'p':>3}{'m':>4}{'v':>3}{'ideal s':>9}{'step s':>9}{'ratio':>8}", end="")
+    started = time.perf_counter()
+    rows = []
+    print(
+        f"{'schedule':24}{'engine':9}{'p':>3}{'m':>4}{'v':>3}{'ideal s':>9}{'step s':>9}{'ratio':>8}",
+        end="",
+    )
     print("   ms per action: longer, waiting, cpu; peak of stages")
     for p in arguments.ranks:
         with RankPool(p, timeout=600) as pool:
@@ -346,7 +404,11 @@ def main() -> None:
                 row = measure(case, arguments.milliseconds / 1000, pool, arguments.traces)
                 rows.append(row)
                 mark = " " if row["ratio"] <= GOAL else "!"
-                same = "as planned" if row["peak"] == row["peak_planned"] else f"planned {row['peak_planned']}"
+                same = (
+                    "as planned"
+                    if row["peak"] == row["peak_planned"]
+                    else f"planned {row['peak_planned']}"
+                )
                 print(
                     f"{row['schedule']:24}{row['engine']:9}{row['p']:3}{row['m']:4}{row['v']:3}{row['ideal_seconds']:9.3f}"
                     f"{row['step_seconds']:9.3f}{row['ratio']:8.3f}{mark} {row['action_excess_ms']:6.2f}"
@@ -356,17 +418,26 @@ def main() -> None:
     report = {
         "what": "torch's engines over gloo, sleeping stages of torch's and of hfscale's; one step after a warm-up step",
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "load": [round(value, 1) for value in os.getloadavg()],  # other programs of the machine included
+        "load": [
+            round(value, 1) for value in os.getloadavg()
+        ],  # other programs of the machine included
         "goal": GOAL,
-        "versions": {"torch": torch.__version__, "hfscale": hfscale.__version__, "python": platform.python_version()},
+        "versions": {
+            "torch": torch.__version__,
+            "hfscale": hfscale.__version__,
+            "python": platform.python_version(),
+        },
         "seconds": round(time.perf_counter() - started, 1),
         "worst": max(row["ratio"] for row in rows),
         "worst by engine": {
-            engine: max(row["ratio"] for row in rows if row["engine"] == engine) for engine in arguments.engines
+            engine: max(row["ratio"] for row in rows if row["engine"] == engine)
+            for engine in arguments.engines
         },
         "results": rows,
     }
-    print(f"worst ratio {report['worst']} ({report['worst by engine']}), goal {GOAL}, {report['seconds']} s")
+    print(
+        f"worst ratio {report['worst']} ({report['worst by engine']}), goal {GOAL}, {report['seconds']} s"
+    )
     if arguments.out:
         arguments.out.write_text(json.dumps(report, indent=1) + "\n")
 

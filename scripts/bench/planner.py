@@ -53,7 +53,8 @@ def row_of(line: dict[str, str]) -> Row:
 
 def predictions(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """For each run what it takes and holds."""
-    machine, constants = find_machine("h100"), fitted()
+    machine = find_machine("h100")
+    constants = fitted()
     own = json.loads(CONSTANTS.read_text())["nanotron"]
     found = []
     for row in rows:
@@ -100,22 +101,37 @@ def _report(lines: list[dict[str, str]], rows: list[Row], found: list[dict[str, 
     sets = {"time": chosen, "time, pp=1": [i for i in chosen if rows[i].pp == 1]}
     for name, which in sets.items():
         if which:
-            middle, tail = off([found[i]["pred_step_s"] for i in which], [seconds[i] or 1.0 for i in which])
-            print(f"{name:14} {len(which):5} runs  median {100 * middle:5.1f}%  p90 {100 * tail:5.1f}%")
+            middle, tail = off(
+                [found[i]["pred_step_s"] for i in which], [seconds[i] or 1.0 for i in which]
+            )
+            print(
+                f"{name:14} {len(which):5} runs  median {100 * middle:5.1f}%  p90 {100 * tail:5.1f}%"
+            )
     held = [i for i in ran if lines[i].get("mem_gb")]
-    for name, which in {"memory": held, "memory, pp=1": [i for i in held if rows[i].pp == 1]}.items():
+    for name, which in {
+        "memory": held,
+        "memory, pp=1": [i for i in held if rows[i].pp == 1],
+    }.items():
         if which:
-            middle, tail = off([found[i]["pred_mem_gb"] for i in which], [float(lines[i]["mem_gb"]) for i in which])
-            print(f"{name:14} {len(which):5} runs  median {100 * middle:5.1f}%  p90 {100 * tail:5.1f}%")
+            middle, tail = off(
+                [found[i]["pred_mem_gb"] for i in which], [float(lines[i]["mem_gb"]) for i in which]
+            )
+            print(
+                f"{name:14} {len(which):5} runs  median {100 * middle:5.1f}%  p90 {100 * tail:5.1f}%"
+            )
     failed = [i for i, line in enumerate(lines) if line.get("status") == "fail"]
     wrong = sum(found[i]["verdict"] == "does not fit" for i in ran)
     caught = sum(found[i]["verdict"] == "does not fit" for i in failed)
-    print(f"'does not fit': {wrong} of {len(ran)} runs that ran, {caught} of {len(failed)} that failed")
+    print(
+        f"'does not fit': {wrong} of {len(ran)} runs that ran, {caught} of {len(failed)} that failed"
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the table with its predictions."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rows", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args(argv)

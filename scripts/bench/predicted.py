@@ -29,8 +29,14 @@ from hfscale.features.memory.saved import count_saved
 from hfscale.testing import RankPool
 from hfscale.train.runtime import runtime_of
 
-SEQUENCE, ROWS = 128, 4
-CONFIG: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 4, "vocab_size": 8192}
+SEQUENCE = 128
+ROWS = 4
+CONFIG: dict[str, Any] = {
+    "hidden_size": 512,
+    "intermediate_size": 1376,
+    "num_hidden_layers": 4,
+    "vocab_size": 8192,
+}
 CONFIG |= {"num_attention_heads": 8, "num_key_value_heads": 8}
 # Layout, microbatches, whether adapters train.
 CASES: dict[str, tuple[dict[str, Any], int, bool]] = {
@@ -60,7 +66,9 @@ def calibration(seconds: float, link: tuple[float, float]) -> dict[str, Any]:
 def link_of_ranks(seconds: float) -> tuple[float, float]:
     """Bytes per second of a large all-reduce, and seconds of a small one."""
     found = measure_collectives(torch.device("cpu"), [4 << 10, 1 << 20, 16 << 20], seconds)
-    reduced = sorted((each for each in found if each.collective == "all-reduce"), key=lambda each: each.size)
+    reduced = sorted(
+        (each for each in found if each.collective == "all-reduce"), key=lambda each: each.size
+    )
     return reduced[-1].bus_bandwidth, reduced[0].seconds
 
 
@@ -88,7 +96,8 @@ def build(case: str) -> int:
 def step(case: str) -> tuple[float, float]:
     """Seconds of a step, and of those what this rank's processor computed for."""
     model, optimizer, batches = _state[case]
-    start, busy = time.perf_counter(), time.thread_time()
+    start = time.perf_counter()
+    busy = time.thread_time()
     hfscale.train_step(model, batches)
     optimizer.step()
     optimizer.zero_grad()
@@ -110,7 +119,9 @@ def predicted(case: str, hardware: str) -> Any:
     )
 
 
-def compare(case: str, times: list[list[tuple[float, float]]], kept: list[int], hardware: str) -> dict[str, Any]:
+def compare(
+    case: str, times: list[list[tuple[float, float]]], kept: list[int], hardware: str
+) -> dict[str, Any]:
     """Medians of the rounds beside the estimate.
 
     Args:
@@ -140,13 +151,20 @@ def compare(case: str, times: list[list[tuple[float, float]]], kept: list[int], 
 
 def main() -> None:
     """Measure, predict, and print one report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=1.0, help="of each measurement of the machine")
+    parser.add_argument(
+        "--seconds", type=float, default=1.0, help="of each measurement of the machine"
+    )
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     pools = {world: RankPool(world, timeout=900) for world in (1, 2)}
-    worlds = {case: max(1, hfscale.ParallelConfig(**sizes).total_size) for case, (sizes, _, _) in CASES.items()}
+    worlds = {
+        case: max(1, hfscale.ParallelConfig(**sizes).total_size)
+        for case, (sizes, _, _) in CASES.items()
+    }
     link = pools[2].run(link_of_ranks, arguments.seconds / 10)[0]
     document = pools[1].run(calibration, arguments.seconds, link)[0]
     print(json.dumps(document, indent=1), flush=True)
@@ -170,7 +188,11 @@ def main() -> None:
     for each in results:
         print(json.dumps(each), flush=True)
     print("median off:", json.dumps(middle))
-    summary = {"median off": middle, "sizes": asdict(Sizes(seconds=arguments.seconds)), "machine": document}
+    summary = {
+        "median off": middle,
+        "sizes": asdict(Sizes(seconds=arguments.seconds)),
+        "machine": document,
+    }
     write_report(arguments.out, [summary, *results], torch, transformers, hfscale)
 
 

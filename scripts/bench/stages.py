@@ -82,7 +82,10 @@ def build(kind: str, path: str, schedule: str, size: Size) -> None:
         model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).train()
     elif kind == "hfscale":
         layout = hfscale.ParallelConfig(
-            pp_size=2, pipeline_schedule=schedule, virtual_stages=virtual, num_microbatches=size.microbatches
+            pp_size=2,
+            pipeline_schedule=schedule,
+            virtual_stages=virtual,
+            num_microbatches=size.microbatches,
         )
         model = hfscale.from_pretrained(path, parallel=layout, dtype=torch.float32).train()
     else:
@@ -90,8 +93,14 @@ def build(kind: str, path: str, schedule: str, size: Size) -> None:
         assert stages is not None
         cut = [len(stage.layers) for stage in stages.stages]
         whole = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).train()
-        model = HandCut(whole, schedule, cut, stages.ranks, size.microbatches, stock_loss=kind == "by hand")
-    parameters = [p for stage in model.stages for p in stage.parameters()] if "hand" in kind else model.parameters()
+        model = HandCut(
+            whole, schedule, cut, stages.ranks, size.microbatches, stock_loss=kind == "by hand"
+        )
+    parameters = (
+        [p for stage in model.stages for p in stage.parameters()]
+        if "hand" in kind
+        else model.parameters()
+    )
     _state[kind] = (model, torch.optim.AdamW(parameters, lr=1e-4, fused=True), ids)
 
 
@@ -103,7 +112,8 @@ def backward(kind: str) -> Tensor:
     if kind != "one process":
         found: Tensor = model.train_step(ids)
         return found
-    total, count = torch.zeros(()), (ids.shape[1] - 1) * len(ids)
+    total = torch.zeros(())
+    count = (ids.shape[1] - 1) * len(ids)
     for row in ids.split(1):
         loss = model(input_ids=row, labels=row, use_cache=False, num_items_in_batch=count).loss
         loss.backward()
@@ -119,7 +129,8 @@ def step(kind: str, profile: bool = False) -> dict[str, Any]:
     profiler = cProfile.Profile(time.thread_time) if profile else None
     if profiler:
         profiler.enable()
-    start, processor = time.perf_counter(), time.process_time()
+    start = time.perf_counter()
+    processor = time.process_time()
     loss = backward(kind)
     if kind == "hfscale":
         norm = hfscale.clip_grad_norm_(model, 1.0)
@@ -129,10 +140,17 @@ def step(kind: str, profile: bool = False) -> dict[str, Any]:
         norm = model.clip(1.0)
     optimizer.step()
     optimizer.zero_grad()
-    answer: dict[str, Any] = {"seconds": time.perf_counter() - start, "cpu": time.process_time() - processor}
+    answer: dict[str, Any] = {
+        "seconds": time.perf_counter() - start,
+        "cpu": time.process_time() - processor,
+    }
     if profiler:
         profiler.disable()
-    return {**answer, "results": (loss.item(), norm.item()), "profile": _told(profiler) if profiler else ""}
+    return {
+        **answer,
+        "results": (loss.item(), norm.item()),
+        "profile": _told(profiler) if profiler else "",
+    }
 
 
 def _told(profiler: cProfile.Profile) -> str:
@@ -143,7 +161,8 @@ def _told(profiler: cProfile.Profile) -> str:
 
 def compare() -> tuple[float, float]:
     """On every rank: worst relative difference of a gradient, and of the loss, between the pipelined candidates."""
-    losses, gradients = [], []
+    losses = []
+    gradients = []
     for kind in PIPELINED:
         losses.append(backward(kind).item())
         model = _state[kind][0]
@@ -162,7 +181,8 @@ def compare() -> tuple[float, float]:
 
 def actions() -> dict[str, float]:
     """Seconds in the actions of one step of hfscale's, by kind."""
-    pipeline, recorder = runtime_of(_state["hfscale"][0]).executor, Recorder()
+    pipeline = runtime_of(_state["hfscale"][0]).executor
+    recorder = Recorder()
     assert pipeline is not None
     for worker in pipeline.workers:
         worker.recorder = recorder
@@ -185,7 +205,12 @@ def drop() -> None:
 
 
 def measure(
-    size: Size, schedule: str, path: str, rounds: int, pools: dict[int, RankPool], profile: str | None
+    size: Size,
+    schedule: str,
+    path: str,
+    rounds: int,
+    pools: dict[int, RankPool],
+    profile: str | None,
 ) -> dict[str, Any]:
     """Interleave the candidates; returns medians and ratios."""
     world = {kind: 1 if kind == "one process" else 2 for kind in CANDIDATES}
@@ -202,7 +227,9 @@ def measure(
         for kind in CANDIDATES:
             results = pools[world[kind]].run(step, kind)
             last[kind] = results[0]["results"]
-            assert len({result["results"] for result in results}) == 1, f"{kind}: ranks differ, {results}"
+            assert len({result["results"] for result in results}) == 1, (
+                f"{kind}: ranks differ, {results}"
+            )
             if index >= 2:  # two rounds of warm-up
                 times[kind].append(max(result["seconds"] for result in results))
                 processor[kind].append(sum(result["cpu"] for result in results))
@@ -216,7 +243,9 @@ def measure(
         pool.run(drop)
 
     def ratio(taken: dict[str, list[float]], other: str) -> float:
-        return round(statistics.median(x / y for x, y in zip(taken["hfscale"], taken[other], strict=True)), 3)
+        return round(
+            statistics.median(x / y for x, y in zip(taken["hfscale"], taken[other], strict=True)), 3
+        )
 
     return {
         "schedule": schedule,
@@ -225,20 +254,30 @@ def measure(
         **{f"hfscale / {kind}": ratio(times, kind) for kind in CANDIDATES[1:]},
         "goal": GOAL,
         # Of all ranks together: what a busy machine distorts least.
-        "processor seconds": {kind: round(statistics.median(values), 4) for kind, values in processor.items()},
+        "processor seconds": {
+            kind: round(statistics.median(values), 4) for kind, values in processor.items()
+        },
         **{f"hfscale / {kind}, processor": ratio(processor, kind) for kind in CANDIDATES[1:]},
         "gradients differ by": worst,
-        "seconds in actions, by rank": [{kind: round(value, 4) for kind, value in rank.items()} for rank in recorded],
+        "seconds in actions, by rank": [
+            {kind: round(value, 4) for kind, value in rank.items()} for rank in recorded
+        ],
     }
 
 
 def main() -> None:
     """Run all sizes and print one report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES), choices=SCHEDULES)
     parser.add_argument("--only", type=int, help="run only the size with this hidden width")
-    parser.add_argument("--profile", choices=PIPELINED, help="also print where this candidate's Python spends a step")
+    parser.add_argument(
+        "--profile",
+        choices=PIPELINED,
+        help="also print where this candidate's Python spends a step",
+    )
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     pools = {world: RankPool(world, timeout=600) for world in (1, 2)}
@@ -248,7 +287,9 @@ def main() -> None:
             continue
         with tempfile.TemporaryDirectory() as path:
             torch.manual_seed(0)
-            AutoModelForCausalLM.from_config(size.config(), dtype=torch.float32).save_pretrained(path)
+            AutoModelForCausalLM.from_config(size.config(), dtype=torch.float32).save_pretrained(
+                path
+            )
             for schedule in arguments.schedules:
                 row = measure(size, schedule, path, arguments.rounds, pools, arguments.profile)
                 results.append(row)

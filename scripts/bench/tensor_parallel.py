@@ -45,7 +45,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "hfscale tp2, no overlap": {"tp_size": 2, "overlap": False},
     "hfscale tp2, sequence parallel": {"tp_size": 2, "sequence_parallel": True},
 }
-CANDIDATES = ("native tp2", "hfscale tp2", "native tp2, split groups", *list(LAYOUTS)[2:], "stock", "hfscale")
+CANDIDATES = (
+    "native tp2",
+    "hfscale tp2",
+    "native tp2, split groups",
+    *list(LAYOUTS)[2:],
+    "stock",
+    "hfscale",
+)
 _state: dict[str, Any] = {}
 
 
@@ -55,7 +62,9 @@ def build(kind: str, path: str, size: Size) -> None:
         from transformers.distributed import DistributedConfig
 
         config = DistributedConfig(tp_size=2)
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, distributed_config=config)
+        model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, distributed_config=config
+        )
     elif kind == "stock":
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     else:
@@ -137,9 +146,13 @@ def measure(size: Size, rounds: int, pools: dict[int, RankPool]) -> dict[str, An
         "seconds": {kind: round(statistics.median(values), 4) for kind, values in times.items()},
         "hfscale tp2 / native tp2": round(ratio("hfscale tp2", "native tp2"), 3),
         "goal": size.goal,
-        "hfscale tp2 / native tp2, split groups": round(ratio("hfscale tp2", "native tp2, split groups"), 3),
+        "hfscale tp2 / native tp2, split groups": round(
+            ratio("hfscale tp2", "native tp2, split groups"), 3
+        ),
         "overlap / no overlap": round(ratio("hfscale tp2", "hfscale tp2, no overlap"), 3),
-        "sequence parallel / without": round(ratio("hfscale tp2, sequence parallel", "hfscale tp2"), 3),
+        "sequence parallel / without": round(
+            ratio("hfscale tp2, sequence parallel", "hfscale tp2"), 3
+        ),
         "hfscale tp2 / stock": round(ratio("hfscale tp2", "stock"), 3),
         "hfscale / stock": round(ratio("hfscale", "stock"), 3),
         "loss after all rounds": losses,

@@ -17,15 +17,36 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
-LLAMA = {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 4, "num_attention_heads": 16}
-MIXTURE = {**LLAMA, "hidden_size": 256, "num_attention_heads": 8, "moe_intermediate_size": 256, "num_experts": 8}
+LLAMA = {
+    "hidden_size": 512,
+    "intermediate_size": 1376,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 16,
+}
+MIXTURE = {
+    **LLAMA,
+    "hidden_size": 256,
+    "num_attention_heads": 8,
+    "moe_intermediate_size": 256,
+    "num_experts": 8,
+}
 # By the benchmark whose layout it is: model, layout, adapter, rows of a rank.
 CASES: dict[str, tuple[str, dict[str, Any], bool, int]] = {
     "tensor_parallel: tp2": ("dense", {"tp_size": 2}, False, 4),
-    "tensor_parallel: tp2, sequence": ("dense", {"tp_size": 2, "sequence_parallel": True}, False, 4),
+    "tensor_parallel: tp2, sequence": (
+        "dense",
+        {"tp_size": 2, "sequence_parallel": True},
+        False,
+        4,
+    ),
     "tensor_parallel: one process": ("dense", {}, False, 4),
     "stages: 1f1b": ("dense", {"pp_size": 2, "num_microbatches": 8}, False, 8),
-    "stages: zbv": ("dense", {"pp_size": 2, "num_microbatches": 8, "pipeline_schedule": "zbv"}, False, 8),
+    "stages: zbv": (
+        "dense",
+        {"pp_size": 2, "num_microbatches": 8, "pipeline_schedule": "zbv"},
+        False,
+        8,
+    ),
     "experts: ep2 over data ranks": ("mixture", {"dp_shard_size": 2, "ep_size": 2}, False, 4),
     "experts: ep2 over tensor ranks": ("mixture", {"tp_size": 2, "ep_size": 2}, False, 4),
     "finetune: LoRA, tp2": ("dense", {"tp_size": 2}, True, 4),
@@ -45,8 +66,12 @@ def build(case: str, directory: str) -> None:
     torch.set_num_threads(1)
     adapter = {"peft_config": LoraConfig(r=16, target_modules="all-linear")} if adapted else {}
     parallel = hfscale.ParallelConfig(**layout)
-    model = hfscale.from_pretrained(f"{directory}/{model_of}", parallel=parallel, dtype=torch.float32, **adapter)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4, fused=True)
+    model = hfscale.from_pretrained(
+        f"{directory}/{model_of}", parallel=parallel, dtype=torch.float32, **adapter
+    )
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=1e-4, fused=True
+    )
     ids = torch.randint(0, 8000, (rows, 256), generator=torch.Generator().manual_seed(0))
     _state["case"] = (model.train(), optimizer, {"input_ids": ids, "labels": ids})
 
@@ -118,7 +143,9 @@ def save_models(directory: str) -> None:
     from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
     dense = LlamaConfig(num_key_value_heads=8, vocab_size=8192, **LLAMA)
-    mixture = Qwen3MoeConfig(num_key_value_heads=4, head_dim=32, num_experts_per_tok=2, vocab_size=8192, **MIXTURE)
+    mixture = Qwen3MoeConfig(
+        num_key_value_heads=4, head_dim=32, num_experts_per_tok=2, vocab_size=8192, **MIXTURE
+    )
     for name, config in (("dense", dense), ("mixture", mixture)):
         AutoModelForCausalLM.from_config(config).save_pretrained(f"{directory}/{name}")
 
@@ -146,7 +173,9 @@ def compare(before: Tree, after: Tree, case: str, rounds: int) -> dict[str, Any]
 
 def main() -> None:
     """Run every case, print and write the report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("trees", nargs="*", type=Path, metavar="BEFORE AFTER")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--only", nargs="*", help="cases whose name holds one of these words")

@@ -17,7 +17,11 @@ from statistics import median
 from typing import Any
 from unittest.mock import patch
 
-LAYOUTS: dict[str, dict[str, int]] = {"tp2": {"tp_size": 2}, "ep2": {"ep_size": 2}, "pp2": {"pp_size": 2}}
+LAYOUTS: dict[str, dict[str, int]] = {
+    "tp2": {"tp_size": 2},
+    "ep2": {"ep_size": 2},
+    "pp2": {"pp_size": 2},
+}
 
 
 def measure(layout: dict[str, int], layers: int, rounds: int) -> dict[str, Any]:
@@ -28,8 +32,15 @@ def measure(layout: dict[str, int], layers: int, rounds: int) -> dict[str, Any]:
     import hfscale
     from hfscale.train.runtime import full_tensors as full
 
-    sizes = {"hidden_size": 64, "moe_intermediate_size": 16, "num_experts": 8, "num_hidden_layers": layers}
-    config = Qwen3MoeConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=512)
+    sizes = {
+        "hidden_size": 64,
+        "moe_intermediate_size": 16,
+        "num_experts": 8,
+        "num_hidden_layers": layers,
+    }
+    config = Qwen3MoeConfig(
+        **sizes, num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=512
+    )
     model = hfscale.from_config(config, parallel=hfscale.ParallelConfig(**layout))
     seconds: dict[str, list[float]] = {"buckets": [], "tensors": []}
     sent: dict[str, list[int]] = {}
@@ -40,7 +51,10 @@ def measure(layout: dict[str, int], layers: int, rounds: int) -> dict[str, Any]:
         return send(tensor, *args, **kwargs)
 
     for _ in range(rounds):
-        for way, buckets in (("buckets", full._buckets), ("tensors", lambda entries: ([entry] for entry in entries))):
+        for way, buckets in (
+            ("buckets", full._buckets),
+            ("tensors", lambda entries: ([entry] for entry in entries)),
+        ):
             sent[way] = []
             dist.barrier()
             start = time.perf_counter()
@@ -60,7 +74,9 @@ def measure(layout: dict[str, int], layers: int, rounds: int) -> dict[str, Any]:
 
 def main() -> None:
     """Run every layout, print and write what was found."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--layers", type=int, default=24)
@@ -68,11 +84,17 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     from hfscale.testing import RankPool
 
-    found: dict[str, Any] = {"machine": platform.machine(), "python": platform.python_version(), "layouts": {}}
+    found: dict[str, Any] = {
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+        "layouts": {},
+    }
     with RankPool(2) as pool:
         for name, layout in LAYOUTS.items():
             first, second = pool.run(measure, layout, arguments.layers, arguments.rounds)
-            row = {key: second[key] for key in ("messages", "bytes", "held")} | {"seconds": first["seconds"]}
+            row = {key: second[key] for key in ("messages", "bytes", "held")} | {
+                "seconds": first["seconds"]
+            }
             row["ratio"] = first["seconds"]["buckets"] / first["seconds"]["tensors"]
             found["layouts"][name] = row
             print(name, json.dumps(row))

@@ -12,15 +12,21 @@ import hfscale
 
 STEPS = 60
 
-rows = small.tokenizer()([f"{asked} {answer}" for asked, answer, _ in small.questions()], padding=True)
+rows = small.tokenizer()(
+    [f"{asked} {answer}" for asked, answer, _ in small.questions()], padding=True
+)
 ids, mask = torch.tensor(rows["input_ids"]), torch.tensor(rows["attention_mask"])
 batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
 accelerator = hfscale.Accelerator()  # starts the processes
-parallel = hfscale.ParallelConfig(tp_size=2)  # 8 GPUs: tp_size=2, dp_shard_size=4; a teacher may have its own
+parallel = hfscale.ParallelConfig(
+    tp_size=2
+)  # 8 GPUs: tp_size=2, dp_shard_size=4; a teacher may have its own
 large = hfscale.from_config(small.llama_config(), parallel=parallel, dtype=torch.float32)
 sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
-student = hfscale.from_config(small.llama_config(**sizes), parallel=parallel, dtype=torch.float32, seed=1)
+student = hfscale.from_config(
+    small.llama_config(**sizes), parallel=parallel, dtype=torch.float32, seed=1
+)
 
 
 def train(model, steps, **given):
@@ -36,6 +42,7 @@ def train(model, steps, **given):
 
 
 train(large, STEPS)  # yours is trained: hfscale.from_pretrained("Qwen/Qwen3-32B", ...)
-teacher = hfscale.Teacher(large, student, beta=0.5, temperature=1.0)  # the Jensen-Shannon divergence
+# The Jensen-Shannon divergence.
+teacher = hfscale.Teacher(large, student, beta=0.5, temperature=1.0)
 train(student, STEPS, teacher=teacher)
 hfscale.save_pretrained(student, "runs/examples/distill")

@@ -16,7 +16,8 @@ STEPS = 60
 
 path = small.llama()  # your model: what supervised fine-tuning has made
 parallel = hfscale.ParallelConfig(tp_size=2)  # 8 GPUs: tp_size=2, dp_shard_size=4
-model = hfscale.from_pretrained(path, dtype=torch.float32, parallel=parallel)  # on GPUs: mixed_precision="bf16"
+# On GPUs: mixed_precision="bf16" besides.
+model = hfscale.from_pretrained(path, dtype=torch.float32, parallel=parallel)
 args = DPOConfig(
     output_dir="runs/examples/dpo",
     max_steps=STEPS,

@@ -17,7 +17,12 @@ STEPS = 60
 
 tokenizer = small.tokenizer()
 accelerator = hfscale.Accelerator()
-sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+sizes = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 model = hfscale.from_config(  # your model: hfscale.from_pretrained("google-bert/bert-base-uncased", ...)
     BertConfig(vocab_size=512, **sizes),
     parallel=hfscale.ParallelConfig(tp_size=2),  # 8 GPUs: tp_size=8
@@ -31,7 +36,9 @@ optimizer = hfscale.create_optimizer(model, "adamw_torch", lr=1e-3)
 
 def embed(texts):
     """Return the mean of the last hidden states, of length 1: ``[texts, hidden]``."""
-    batch = tokenizer(texts, padding=True, return_tensors="pt", return_token_type_ids=False).to(model.device)
+    batch = tokenizer(texts, padding=True, return_tensors="pt", return_token_type_ids=False).to(
+        model.device
+    )
     hidden, mask = model(**batch).last_hidden_state, batch["attention_mask"].unsqueeze(-1)
     return normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1)
 
@@ -42,7 +49,8 @@ for step in range(1, STEPS + 1):
     asked, answers = zip(*(pairs[index] for index in order), strict=True)
     both = embed([*asked, *answers])  # one pass for questions and answers
     scores = both[:16] @ both[16:].T / 0.05
-    loss = cross_entropy(scores, torch.arange(16, device=scores.device))  # each question's answer is its own row's
+    # Each question's answer is its own row's.
+    loss = cross_entropy(scores, torch.arange(16, device=scores.device))
     loss.backward()
     hfscale.clip_grad_norm_(model, 1.0)
     optimizer.step()

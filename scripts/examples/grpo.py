@@ -23,7 +23,8 @@ def share_of_vowels(completions, **_):
 
 path = small.llama()  # your model
 parallel = hfscale.ParallelConfig(tp_size=2)  # 8 GPUs: tp_size=2, dp_shard_size=4
-model = hfscale.from_pretrained(path, dtype=torch.float32, parallel=parallel)  # on GPUs: mixed_precision="bf16"
+# On GPUs: mixed_precision="bf16" besides.
+model = hfscale.from_pretrained(path, dtype=torch.float32, parallel=parallel)
 args = GRPOConfig(
     output_dir="runs/examples/grpo",
     max_steps=STEPS,

@@ -21,8 +21,19 @@ ids = torch.tensor(small.tokenizer()(text)["input_ids"])
 rows = ids[: len(ids) // 128 * 128].view(-1, 128)
 
 accelerator = hfscale.Accelerator()
-sizes = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
-experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "norm_topk_prob": True}
+sizes = {
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
+experts = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 96,
+    "norm_topk_prob": True,
+}
 model = hfscale.from_config(  # your model: hfscale.from_pretrained("Qwen/Qwen3-30B-A3B", ...)
     Qwen3MoeConfig(vocab_size=512, **sizes, **experts),
     parallel=hfscale.ParallelConfig(ep_size=2),  # 8 GPUs: ep_size=8
@@ -32,7 +43,9 @@ model = hfscale.from_config(  # your model: hfscale.from_pretrained("Qwen/Qwen3-
 )
 model.train()
 optimizer = hfscale.create_optimizer(model, "adamw_torch", lr=2e-3)
-loader = torch.utils.data.DataLoader([{"input_ids": row, "labels": row} for row in rows], batch_size=4, shuffle=True)
+loader = torch.utils.data.DataLoader(
+    [{"input_ids": row, "labels": row} for row in rows], batch_size=4, shuffle=True
+)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 step = 0
 while step < STEPS:

@@ -26,7 +26,9 @@ model = hfscale.from_config(small.llama_config(), parallel=parallel, dtype=torch
 model.train()
 optimizer = hfscale.create_optimizer(model, "adamw_torch", lr=2e-3, weight_decay=0.1)
 schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
-loader = torch.utils.data.DataLoader([{"input_ids": row, "labels": row} for row in rows], batch_size=8, shuffle=True)
+loader = torch.utils.data.DataLoader(
+    [{"input_ids": row, "labels": row} for row in rows], batch_size=8, shuffle=True
+)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
 

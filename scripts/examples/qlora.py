@@ -19,7 +19,8 @@ path = small.llama()  # your model: "meta-llama/Llama-3.3-70B-Instruct"
 accelerator = hfscale.Accelerator()
 model = hfscale.from_pretrained(
     path,
-    parallel=hfscale.ParallelConfig(pp_size=2, num_microbatches=4),  # 8 GPUs: pp_size=4, tp_size=2, 16 microbatches
+    # 8 GPUs: pp_size=4, tp_size=2, 16 microbatches.
+    parallel=hfscale.ParallelConfig(pp_size=2, num_microbatches=4),
     quantization_config=BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4"),
     peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"),
     dtype=torch.float32,  # on GPUs: torch.bfloat16
@@ -37,12 +38,16 @@ def collate(rows):
 
 
 data = small.conversations()  # your rows of "messages"
-loader = torch.utils.data.DataLoader(data, batch_size=16, shuffle=True, drop_last=True, collate_fn=collate)
+loader = torch.utils.data.DataLoader(
+    data, batch_size=16, shuffle=True, drop_last=True, collate_fn=collate
+)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 step = 0
 while step < STEPS:
     for batch in loader:
-        loss = hfscale.train_step(model, batch)  # the stages of a pipeline run this batch as four microbatches
+        loss = hfscale.train_step(
+            model, batch
+        )  # the stages of a pipeline run this batch as four microbatches
         hfscale.clip_grad_norm_(model, 1.0)
         optimizer.step()
         optimizer.zero_grad()

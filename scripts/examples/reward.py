@@ -32,6 +32,8 @@ args = RewardConfig(
     report_to="none",
 )
 data = small.preferences()  # your rows of "prompt", "chosen" and "rejected"
-trainer = RewardTrainer(model=model, args=args, train_dataset=data, processing_class=small.tokenizer())
+trainer = RewardTrainer(
+    model=model, args=args, train_dataset=data, processing_class=small.tokenizer()
+)
 trainer.train()
 trainer.save_model()

@@ -11,7 +11,12 @@ import random
 import small
 import torch
 from datasets import Dataset
-from transformers import AutoModelForSeq2SeqLM, DataCollatorForSeq2Seq, Seq2SeqTrainingArguments, T5Config
+from transformers import (
+    AutoModelForSeq2SeqLM,
+    DataCollatorForSeq2Seq,
+    Seq2SeqTrainingArguments,
+    T5Config,
+)
 
 import hfscale
 
@@ -31,11 +36,19 @@ rows = [
 data = Dataset.from_list(rows).train_test_split(32, seed=0)
 
 config = T5Config(  # your model: hfscale.from_pretrained("google-t5/t5-base", ...)
-    vocab_size=512, d_model=64, d_ff=128, num_layers=2, num_heads=4, d_kv=16, decoder_start_token_id=0, eos_token_id=1
+    vocab_size=512,
+    d_model=64,
+    d_ff=128,
+    num_layers=2,
+    num_heads=4,
+    d_kv=16,
+    decoder_start_token_id=0,
+    eos_token_id=1,
 )
 model = hfscale.from_config(
     config,
-    parallel=hfscale.ParallelConfig(pp_size=2, num_microbatches=2),  # 8 GPUs: pp_size=2, tp_size=2, dp_shard_size=2
+    # 8 GPUs: pp_size=2, tp_size=2, dp_shard_size=2.
+    parallel=hfscale.ParallelConfig(pp_size=2, num_microbatches=2),
     auto_class=AutoModelForSeq2SeqLM,
     dtype=torch.float32,
     seed=0,

@@ -16,7 +16,8 @@ STEPS = 60
 
 path = small.llama()  # your model: "Qwen/Qwen3-8B"
 parallel = hfscale.ParallelConfig(dp_shard_size=2)  # 8 GPUs: dp_shard_size=8
-model = hfscale.from_pretrained(path, dtype=torch.float32, parallel=parallel)  # on GPUs: mixed_precision="bf16"
+# On GPUs: mixed_precision="bf16" besides.
+model = hfscale.from_pretrained(path, dtype=torch.float32, parallel=parallel)
 args = SFTConfig(
     output_dir="runs/examples/sft",
     max_steps=STEPS,

@@ -24,8 +24,20 @@ from transformers import (
 )
 
 LEGS = {"spider": 8, "bee": 6, "cat": 4, "horse": 4, "owl": 2, "duck": 2, "fish": 0, "snake": 0}
-HOMES = {"spider": "web", "bee": "hive", "cat": "house", "horse": "stable", "owl": "tree", "duck": "pond"}
-COLOURS = {"red": (1.0, -1.0, -1.0), "green": (-1.0, 1.0, -1.0), "blue": (-1.0, -1.0, 1.0), "white": (1.0, 1.0, 1.0)}
+HOMES = {
+    "spider": "web",
+    "bee": "hive",
+    "cat": "house",
+    "horse": "stable",
+    "owl": "tree",
+    "duck": "pond",
+}
+COLOURS = {
+    "red": (1.0, -1.0, -1.0),
+    "green": (-1.0, 1.0, -1.0),
+    "blue": (-1.0, -1.0, 1.0),
+    "white": (1.0, 1.0, 1.0),
+}
 
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}
@@ -42,28 +54,49 @@ CHAT_TEMPLATE = """\
 
 def questions() -> list[tuple[str, str, str]]:
     """Questions, each with its answer and a wrong one."""
-    made = [(f"How many legs has a {name}?", f"A {name} has {legs} legs.", legs + 1) for name, legs in LEGS.items()]
-    rows = [(asked, answer, f"{answer.rpartition(' has')[0]} has {wrong} legs.") for asked, answer, wrong in made]
-    rows += [(f"Where does a {name} live?", f"It lives in a {home}.", "It lives here.") for name, home in HOMES.items()]
+    made = [
+        (f"How many legs has a {name}?", f"A {name} has {legs} legs.", legs + 1)
+        for name, legs in LEGS.items()
+    ]
+    rows = [
+        (asked, answer, f"{answer.rpartition(' has')[0]} has {wrong} legs.")
+        for asked, answer, wrong in made
+    ]
+    rows += [
+        (f"Where does a {name} live?", f"It lives in a {home}.", "It lives here.")
+        for name, home in HOMES.items()
+    ]
     sums = [(a, b) for a in range(10) for b in range(10)]
-    rows += [(f"What is {a} plus {b}?", f"{a} plus {b} is {a + b}.", f"{a} plus {b} is {a + b + 1}.") for a, b in sums]
+    rows += [
+        (f"What is {a} plus {b}?", f"{a} plus {b} is {a + b}.", f"{a} plus {b} is {a + b + 1}.")
+        for a, b in sums
+    ]
     return rows
 
 
 def conversations() -> Dataset:
     """Rows for supervised fine-tuning: ``messages``."""
-    return Dataset.from_list([{"messages": _turns(asked, answer)} for asked, answer, _ in questions()])
+    return Dataset.from_list(
+        [{"messages": _turns(asked, answer)} for asked, answer, _ in questions()]
+    )
 
 
 def preferences() -> Dataset:
     """Rows for DPO and reward models: ``prompt``, ``chosen``, ``rejected``."""
-    rows = [(*_turns(asked, answer), {"role": "assistant", "content": wrong}) for asked, answer, wrong in questions()]
-    return Dataset.from_list([{"prompt": [asked], "chosen": [good], "rejected": [bad]} for asked, good, bad in rows])
+    rows = [
+        (*_turns(asked, answer), {"role": "assistant", "content": wrong})
+        for asked, answer, wrong in questions()
+    ]
+    return Dataset.from_list(
+        [{"prompt": [asked], "chosen": [good], "rejected": [bad]} for asked, good, bad in rows]
+    )
 
 
 def prompts() -> Dataset:
     """Rows for GRPO: ``prompt``."""
-    return Dataset.from_list([{"prompt": [_turns(asked, answer)[0]]} for asked, answer, _ in questions()])
+    return Dataset.from_list(
+        [{"prompt": [_turns(asked, answer)[0]]} for asked, answer, _ in questions()]
+    )
 
 
 def _turns(asked: str, answer: str) -> list[dict[str, str]]:
@@ -73,7 +106,10 @@ def _turns(asked: str, answer: str) -> list[dict[str, str]]:
 def tokenizer() -> PreTrainedTokenizerFast:
     """A byte-level tokenizer of 400 tokens, trained on :func:`questions`."""
     whole = Tokenizer(models.BPE())
-    whole.pre_tokenizer, whole.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    whole.pre_tokenizer, whole.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     special = ["<pad>", "<end>", "<user>", "<assistant>", "<image>"]
     trainer = trainers.BpeTrainer(
         vocab_size=400,
@@ -89,7 +125,12 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 def llama_config(**changes: Any) -> LlamaConfig:
     """A Llama of 0.7 million parameters."""
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "vocab_size": 512}
+    sizes = {
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 4,
+        "vocab_size": 512,
+    }
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     ends = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
     return LlamaConfig(**{**sizes, **heads, **ends, **changes})
@@ -103,7 +144,9 @@ def llama() -> str:
 def llava() -> str:
     """Write a small LLaVA with its processor, and return the directory: in place of "llava-hf/llava-1.5-7b-hf"."""
     layers = {"num_hidden_layers": 2, "num_attention_heads": 4}
-    vision = CLIPVisionConfig(hidden_size=64, intermediate_size=128, image_size=16, patch_size=8, **layers)
+    vision = CLIPVisionConfig(
+        hidden_size=64, intermediate_size=128, image_size=16, patch_size=8, **layers
+    )
     words = tokenizer()
     image = words.convert_tokens_to_ids("<image>")
     config = LlavaConfig(
@@ -114,9 +157,13 @@ def llava() -> str:
         vision_feature_layer=-1,
     )
     sides = {"height": 16, "width": 16}
-    pictures = getattr(transformers, "LlavaImageProcessorPil", None) or transformers.LlavaImageProcessor
+    pictures = (
+        getattr(transformers, "LlavaImageProcessorPil", None) or transformers.LlavaImageProcessor
+    )
     processor = LlavaProcessor(
-        image_processor=pictures(size=sides, crop_size=sides, do_resize=False, do_convert_rgb=False),
+        image_processor=pictures(
+            size=sides, crop_size=sides, do_resize=False, do_convert_rgb=False
+        ),
         tokenizer=words,
         patch_size=8,
         vision_feature_select_strategy="default",

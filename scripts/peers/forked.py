@@ -27,7 +27,9 @@ def run_ranks(
     return [_read(file) for file in files], why
 
 
-def _fork(test: Callable[[], Reports], rank: int, environment: dict[str, str], files: list[Path]) -> int:
+def _fork(
+    test: Callable[[], Reports], rank: int, environment: dict[str, str], files: list[Path]
+) -> int:
     child = os.fork()
     if child:
         return child
@@ -57,12 +59,18 @@ def _environment(ranks: int) -> dict[str, str]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     world = str(ranks)
-    return {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return {
+        "WORLD_SIZE": world,
+        "LOCAL_WORLD_SIZE": world,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
 
 
 def _wait(children: list[int], until: float) -> str:
     """Wait for all; once one has ended otherwise than well, others have a few seconds left."""
-    running, why = set(children), ""
+    running = set(children)
+    why = ""
     while running:
         for child in sorted(running):
             ended, status = os.waitpid(child, os.WNOHANG)

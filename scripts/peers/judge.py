@@ -47,8 +47,16 @@ class Refusal:
 
     def excuses(self, peer: str, layout: str, outcome: Outcome) -> bool:
         """Return whether a failed test is refused by this; an error of any other kind never is."""
-        here = peer == self.peer and layout in self.layouts and re.search(self.tests, outcome.id) is not None
-        return here and outcome.words.startswith(_OWN_ERROR) and re.search(self.words, outcome.words) is not None
+        here = (
+            peer == self.peer
+            and layout in self.layouts
+            and re.search(self.tests, outcome.id) is not None
+        )
+        return (
+            here
+            and outcome.words.startswith(_OWN_ERROR)
+            and re.search(self.words, outcome.words) is not None
+        )
 
 
 @dataclass
@@ -86,9 +94,12 @@ def to_ask(stock: Mapping[str, Outcome]) -> list[str]:
     return [each.id for each in stock.values() if each.outcome == "passed" and each.reached]
 
 
-def judge(peer: str, layout: str, outcomes: Iterable[Outcome], refusals: Iterable[Refusal]) -> Judgement:
+def judge(
+    peer: str, layout: str, outcomes: Iterable[Outcome], refusals: Iterable[Refusal]
+) -> Judgement:
     """Sort the outcomes; one that is skipped with ours, and was not with stock classes, is a fault."""
-    judgement, known = Judgement(peer, layout), list(refusals)
+    judgement = Judgement(peer, layout)
+    known = list(refusals)
     for outcome in outcomes:
         refusal = next((each for each in known if each.excuses(peer, layout, outcome)), None)
         if outcome.outcome == "passed":

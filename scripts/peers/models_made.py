@@ -63,7 +63,9 @@ def tiny_config(family: str, tokenizer: Any, **changes: Any) -> Any:
     """Return a config of ``family`` for the tokenizer's vocabulary."""
     plain = AutoConfig.for_model(family)
     small = (
-        with_pictures(family) if "vision_config" in plain.to_dict() else tiny_clone(plain, **CHANGES.get(family, {}))
+        with_pictures(family)
+        if "vision_config" in plain.to_dict()
+        else tiny_clone(plain, **CHANGES.get(family, {}))
     )
     sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 512, "n_positions": 512}
     tokens = {
@@ -71,8 +73,13 @@ def tiny_config(family: str, tokenizer: Any, **changes: Any) -> Any:
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
     }
-    config = type(small)(**merged(_without_type(small.to_dict()), _known(plain, {**sizes, **tokens, **changes})))
-    for nested in {id(config): config, id(config.get_text_config()): config.get_text_config()}.values():
+    config = type(small)(
+        **merged(_without_type(small.to_dict()), _known(plain, {**sizes, **tokens, **changes}))
+    )
+    for nested in {
+        id(config): config,
+        id(config.get_text_config()): config.get_text_config(),
+    }.values():
         for field, value in {**sizes, **tokens}.items():
             if hasattr(nested, field):
                 setattr(nested, field, value)
@@ -86,4 +93,8 @@ def _known(config: Any, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _without_type(fields: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in fields.items() if name not in ("model_type", "transformers_version")}
+    return {
+        name: value
+        for name, value in fields.items()
+        if name not in ("model_type", "transformers_version")
+    }

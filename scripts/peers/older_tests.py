@@ -19,7 +19,11 @@ class Gone:
 def put_gone_names(path: Path, package: str) -> None:
     """Put :class:`Gone` where a test file imports from ``package`` what is not there; what asks answers no."""
     for node in ast.walk(ast.parse(path.read_text())):
-        if not isinstance(node, ast.ImportFrom) or node.level or (node.module or "").split(".")[0] != package:
+        if (
+            not isinstance(node, ast.ImportFrom)
+            or node.level
+            or (node.module or "").split(".")[0] != package
+        ):
             continue
         try:
             module = importlib.import_module(node.module or "")

@@ -8,12 +8,15 @@ from pathlib import Path
 from .judge import Judgement
 
 COUNTS = Path(__file__).parent / "counts.json"
-_START, _END = "<!-- written by scripts/peers/run.py -->", "<!-- end -->"
+_START = "<!-- written by scripts/peers/run.py -->"
+_END = "<!-- end -->"
 
 
 def write_page(page: Path, judgements: Iterable[Judgement]) -> None:
     """Put the table of counts into ``page``; rows of what did not run stay as they were."""
-    counts: dict[str, dict[str, int | dict[str, int]]] = json.loads(COUNTS.read_text()) if COUNTS.exists() else {}
+    counts: dict[str, dict[str, int | dict[str, int]]] = (
+        json.loads(COUNTS.read_text()) if COUNTS.exists() else {}
+    )
     for each in judgements:
         reasons = Counter(refusal.reason for _, refusal in each.refused)
         counts[f"{each.peer}, {each.layout}"] = {
@@ -29,7 +32,10 @@ def write_page(page: Path, judgements: Iterable[Judgement]) -> None:
 
 def table(counts: dict[str, dict[str, int | dict[str, int]]]) -> str:
     """Return the rows of the page."""
-    lines = ["| tests of, layout | asked | pass | refused on purpose | at fault |", "|---|---|---|---|---|"]
+    lines = [
+        "| tests of, layout | asked | pass | refused on purpose | at fault |",
+        "|---|---|---|---|---|",
+    ]
     for name, row in sorted(counts.items()):
         reasons = row["refused"]
         assert isinstance(reasons, dict)

@@ -26,14 +26,18 @@ from .shared_folders import share
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("peers")
-    group.addoption("--peer", required=True, choices=("trl", "peft", "accelerate", "scripts", "transformers"))
+    group.addoption(
+        "--peer", required=True, choices=("trl", "peft", "accelerate", "scripts", "transformers")
+    )
     group.addoption("--with", dest="classes", default="ours", choices=("stock", "ours"))
     group.addoption("--layout", default="one")
     group.addoption("--seconds", type=float, default=60, help="a test may take")
     group.addoption("--only", type=Path, help="a file with the ids of the tests to run, one a line")
     group.addoption("--every", type=int, default=1, help="run one test of so many in each file")
     group.addoption(
-        "--results", type=lambda path: Path(path).absolute(), help="append a line of JSON for each test to this file"
+        "--results",
+        type=lambda path: Path(path).absolute(),
+        help="append a line of JSON for each test to this file",
     )
 
 
@@ -48,7 +52,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+def pytest_pycollect_makemodule(
+    module_path: Path, parent: pytest.Collector
+) -> pytest.Collector | None:
     peer = parent.config.option.peer
     if peer == "scripts":
         return ScriptFile.from_parent(parent, path=module_path)
@@ -84,7 +90,8 @@ class _Runs:
     """Runs each test, and says of it how it ended."""
 
     def __init__(self, config: pytest.Config, replacement: Any, ranks: int) -> None:
-        self._config, self._replacement = config, replacement
+        self._config = config
+        self._replacement = replacement
         alone = config.option.classes == "stock" and config.option.peer != "scripts"
         self._ranks = 1 if alone else ranks
 
@@ -92,7 +99,10 @@ class _Runs:
         item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
         with tempfile.TemporaryDirectory() as directory:
             found, why = run_ranks(
-                lambda: self._run(item, Path(directory)), self._ranks, self._config.option.seconds, Path(directory)
+                lambda: self._run(item, Path(directory)),
+                self._ranks,
+                self._config.option.seconds,
+                Path(directory),
             )
         reports = _worst(found)
         if reports is None:
@@ -120,14 +130,19 @@ class _Runs:
         reports = runtestprotocol(item, nextitem=None, log=False)
         for report in reports:
             report.user_properties.append(("reached", sorted(self._replacement.reached)))
-        return [self._config.hook.pytest_report_to_serializable(config=self._config, report=each) for each in reports]
+        return [
+            self._config.hook.pytest_report_to_serializable(config=self._config, report=each)
+            for each in reports
+        ]
 
     def _note(self, item: pytest.Item, reports: list[pytest.TestReport]) -> None:
         if self._config.option.results is None:
             return
         failed = next((each for each in reports if each.failed), None)
         skipped = any(each.skipped for each in reports)
-        noted = (names for each in reports for key, names in each.user_properties if key == "reached")
+        noted = (
+            names for each in reports for key, names in each.user_properties if key == "reached"
+        )
         line = {
             "id": item.nodeid,
             "outcome": "failed" if failed else "skipped" if skipped else "passed",
@@ -142,14 +157,18 @@ class _Runs:
 def _worst(found: list[Reports | None]) -> list[pytest.TestReport] | None:
     """Return the reports of the first rank on which the test failed, else of the first; None if one has none."""
     made = [None if each is None else [_report(data) for data in each] for each in found]
-    failed = next((each for each in made if each is not None and any(report.failed for report in each)), None)
+    failed = next(
+        (each for each in made if each is not None and any(report.failed for report in each)), None
+    )
     if failed is not None:
         return failed
     return None if None in made else made[0]
 
 
 def _report(data: dict[str, Any]) -> pytest.TestReport:
-    return pytest.TestReport._from_json({key: value for key, value in data.items() if key != "$report_type"})
+    return pytest.TestReport._from_json(
+        {key: value for key, value in data.items() if key != "$report_type"}
+    )
 
 
 def _lost(item: pytest.Item, why: str) -> pytest.TestReport:

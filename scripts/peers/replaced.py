@@ -18,7 +18,13 @@ LAYOUTS = {
     "dp_replicate2": ParallelConfig(dp_replicate_size=2),
 }
 TRL_TRAINERS = (
-    *("DPOTrainer", "DistillationTrainer", "GRPOTrainer", "KTOTrainer", "RLOOTrainer", "RewardTrainer", "SFTTrainer"),
+    "DPOTrainer",
+    "DistillationTrainer",
+    "GRPOTrainer",
+    "KTOTrainer",
+    "RLOOTrainer",
+    "RewardTrainer",
+    "SFTTrainer",
 )
 
 
@@ -73,7 +79,8 @@ class Replacement:
 
     def _with_a_model(self) -> Callable[..., None]:
         """Return an initialization of ours that also prepares a tiny model in the layout."""
-        init, layout = hfscale.Accelerator.__init__, self.layout
+        init = hfscale.Accelerator.__init__
+        layout = self.layout
 
         @wraps(init)
         def made(accelerator: hfscale.Accelerator, **kwargs: Any) -> None:
@@ -82,7 +89,9 @@ class Replacement:
                 return
             with torch.random.fork_rng():
                 precision = accelerator.mixed_precision
-                model = hfscale.from_config(tiny_clone(LlamaConfig()), parallel=layout, mixed_precision=precision)
+                model = hfscale.from_config(
+                    tiny_clone(LlamaConfig()), parallel=layout, mixed_precision=precision
+                )
             accelerator.prepare(model)
 
         return made
@@ -91,9 +100,12 @@ class Replacement:
         kind = getattr(module, name)
         given: dict[str, Any] = {}
         if self.layout is not None:
-            kind, given = getattr(ours, name), {"parallel": self.layout}
+            kind = getattr(ours, name)
+            given = {"parallel": self.layout}
         made = type(
-            name, (kind,), {"__module__": kind.__module__, "__init__": self._noting(kind.__init__, name, **given)}
+            name,
+            (kind,),
+            {"__module__": kind.__module__, "__init__": self._noting(kind.__init__, name, **given)},
         )
         setattr(module, name, made)
 
@@ -109,7 +121,9 @@ class Replacement:
 
     def _adapting(self, stock: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(stock)
-        def adapted(model: Any, peft_config: Any, adapter_name: str = "default", **kwargs: Any) -> Any:
+        def adapted(
+            model: Any, peft_config: Any, adapter_name: str = "default", **kwargs: Any
+        ) -> Any:
             from transformers import PreTrainedModel
 
             from hfscale.train.runtime import find_runtime

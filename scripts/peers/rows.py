@@ -5,8 +5,25 @@ from typing import Any
 import datasets
 
 SUBJECTS = (
-    *("flat", "sparse", "explicit", "simple", "beautiful", "readable", "practical", "clear", "short", "quiet"),
-    *("honest", "obvious", "early", "loud", "small", "open", "tested", "typed", "named"),
+    "flat",
+    "sparse",
+    "explicit",
+    "simple",
+    "beautiful",
+    "readable",
+    "practical",
+    "clear",
+    "short",
+    "quiet",
+    "honest",
+    "obvious",
+    "early",
+    "loud",
+    "small",
+    "open",
+    "tested",
+    "typed",
+    "named",
 )
 TRAIN = 17
 """Rows of a training split; the others, two, are the test split."""
@@ -17,22 +34,31 @@ def make_rows(name: str, configuration: str | None) -> datasets.DatasetDict:
     short = name.rpartition("/")[2]
     if short.startswith("zen"):
         rows = [
-            _zen_row(configuration or "", index, pictures=_PICTURES.get(short, 0)) for index in range(len(SUBJECTS))
+            _zen_row(configuration or "", index, pictures=_PICTURES.get(short, 0))
+            for index in range(len(SUBJECTS))
         ]
     elif short in ("toolcall", "harmony"):
         rows = [_tool_row(configuration or "", index, short) for index in range(len(SUBJECTS))]
     elif short == "imdb":
         rows = [{"text": _sentence(index), "label": index % 2} for index in range(len(SUBJECTS))]
     elif "quotes" in short:
-        rows = [{"quote": _sentence(index), "author": "nobody", "tags": ["made"]} for index in range(len(SUBJECTS))]
+        rows = [
+            {"quote": _sentence(index), "author": "nobody", "tags": ["made"]}
+            for index in range(len(SUBJECTS))
+        ]
     elif short == "dolly-chatml-sft":
-        rows = [{"conversation": f"<|im_start|>user\n{_sentence(index)}<|im_end|>\n"} for index in range(len(SUBJECTS))]
+        rows = [
+            {"conversation": f"<|im_start|>user\n{_sentence(index)}<|im_end|>\n"}
+            for index in range(len(SUBJECTS))
+        ]
     else:
         raise LookupError(f"no rows are made for the data set {name!r}")
     whole = datasets.Dataset.from_list(rows)
     if whole.features.get("images") is not None or whole.features.get("image") is not None:
         whole = _as_pictures(whole)
-    return datasets.DatasetDict(train=whole.select(range(TRAIN)), test=whole.select(range(TRAIN, len(SUBJECTS))))
+    return datasets.DatasetDict(
+        train=whole.select(range(TRAIN)), test=whole.select(range(TRAIN, len(SUBJECTS)))
+    )
 
 
 _PICTURES = {"zen-image": 1, "zen-multi-image": 2}
@@ -44,7 +70,9 @@ def _sentence(index: int) -> str:
 
 def _zen_row(configuration: str, index: int, pictures: int) -> dict[str, Any]:
     form, _, kind = configuration.partition("_")
-    question, good, bad = f"What is better than {SUBJECTS[index - 1]}?", f" It is {SUBJECTS[index]}.", " I do not know."
+    question = f"What is better than {SUBJECTS[index - 1]}?"
+    good = f" It is {SUBJECTS[index]}."
+    bad = " I do not know."
     said = index % 2 == 0
     conversational = form == "conversational"
     prompt: Any = [_message("user", question)] if conversational else question
@@ -56,8 +84,16 @@ def _zen_row(configuration: str, index: int, pictures: int) -> dict[str, Any]:
         "prompt_completion": {"prompt": prompt, "completion": chosen},
         "preference": {"prompt": prompt, "chosen": chosen, "rejected": rejected},
         "implicit_prompt_preference": {"chosen": prompt + chosen, "rejected": prompt + rejected},
-        "unpaired_preference": {"prompt": prompt, "completion": chosen if said else rejected, "label": said},
-        "stepwise_supervision": {"prompt": prompt, "completions": [good, bad], "labels": [True, False]},
+        "unpaired_preference": {
+            "prompt": prompt,
+            "completion": chosen if said else rejected,
+            "label": said,
+        },
+        "stepwise_supervision": {
+            "prompt": prompt,
+            "completions": [good, bad],
+            "labels": [True, False],
+        },
     }
     row: dict[str, Any] = columns[kind]
     if pictures == 1:
@@ -81,7 +117,9 @@ def _tool_row(configuration: str, index: int, name: str) -> dict[str, Any]:
         _message("assistant", f"It is {index} of {len(SUBJECTS)}."),
     ]
     if name == "harmony":
-        answer = [{"role": "assistant", "thinking": f"I count {index}.", "content": f"It is {index}."}]
+        answer = [
+            {"role": "assistant", "thinking": f"I count {index}.", "content": f"It is {index}."}
+        ]
     other = [_message("assistant", "I do not know.")]
     columns: dict[str, dict[str, Any]] = {
         "language_modeling": {"messages": asked + answer},
@@ -116,7 +154,11 @@ def _as_pictures(rows: datasets.Dataset) -> datasets.Dataset:
     made: list[dict[str, Any]] = []
     for row in rows:
         numbers = row.get("images")
-        changed = {"image": drawn(row["image"])} if numbers is None else {"images": [drawn(each) for each in numbers]}
+        changed = (
+            {"image": drawn(row["image"])}
+            if numbers is None
+            else {"images": [drawn(each) for each in numbers]}
+        )
         made.append({**row, **changed})
     features = rows.features.copy()
     if "image" in features:
@@ -130,7 +172,9 @@ def stand_in() -> None:
     """Let ``datasets.load_dataset`` give the rows that are made here; what it reads from a disk stays."""
     stock = datasets.load_dataset
 
-    def load_dataset(path: str, name: str | None = None, *args: Any, split: str | None = None, **kwargs: Any) -> Any:
+    def load_dataset(
+        path: str, name: str | None = None, *args: Any, split: str | None = None, **kwargs: Any
+    ) -> Any:
         streaming = kwargs.get("streaming", False)
         try:
             made: Any = make_rows(path, name)
@@ -142,7 +186,9 @@ def stand_in() -> None:
             return made
         if split is not None:
             return made.to_iterable_dataset()
-        return datasets.IterableDatasetDict({key: rows.to_iterable_dataset() for key, rows in made.items()})
+        return datasets.IterableDatasetDict(
+            {key: rows.to_iterable_dataset() for key, rows in made.items()}
+        )
 
     datasets.load_dataset = load_dataset
 

@@ -31,7 +31,9 @@ def main() -> int:
     for peer in options.peer:
         folder = folder_of(peer, BUILD)
         if folder is None:
-            print(f"{peer}: its packages ship no tests; name a folder that has them: PEERS_{peer.upper()}=FOLDER")
+            print(
+                f"{peer}: its packages ship no tests; name a folder that has them: PEERS_{peer.upper()}=FOLDER"
+            )
             continue
         judgements += run_suite(peer, folder, options.layout)
     for each in judgements:
@@ -43,18 +45,30 @@ def main() -> int:
 
 def run_suite(peer: str, folder: Path, layouts: list[str] | None) -> list[Judgement]:
     """Run what passes with stock classes in each layout with ours."""
-    fill(BUILD / "hub" / "hub", named_in(path for paths in paths_of(peer, folder).values() for path in paths))
+    fill(
+        BUILD / "hub" / "hub",
+        named_in(path for paths in paths_of(peer, folder).values() for path in paths),
+    )
     stock = BUILD / f"{peer}-stock.jsonl"
-    first = SUITES[peer].layouts[0]  # of scripts, which are made for several processes, over as many with stock classes
+    first = SUITES[peer].layouts[
+        0
+    ]  # of scripts, which are made for several processes, over as many with stock classes
     run_tests(peer, folder, stock, ["--with", "stock", "--layout", first])
     asked = to_ask(read_outcomes(stock))
     found: list[Judgement] = []
     for layout in layouts or SUITES[peer].layouts:
         wanted = asked if layout == "one" else asked[:: SUITES[peer].fraction]
-        listed, results = BUILD / f"{peer}-{layout}.txt", BUILD / f"{peer}-{layout}.jsonl"
+        listed = BUILD / f"{peer}-{layout}.txt"
+        results = BUILD / f"{peer}-{layout}.jsonl"
         listed.write_text("\n".join(wanted))
-        run_tests(peer, folder, results, ["--with", "ours", "--layout", layout, "--only", str(listed)])
-        found.append(judge(peer, layout, read_outcomes(results).values(), read_refusals(HERE / "refused.json")))
+        run_tests(
+            peer, folder, results, ["--with", "ours", "--layout", layout, "--only", str(listed)]
+        )
+        found.append(
+            judge(
+                peer, layout, read_outcomes(results).values(), read_refusals(HERE / "refused.json")
+            )
+        )
     return found
 
 
@@ -73,16 +87,38 @@ def run_tests(peer: str, folder: Path, results: Path, arguments: list[str]) -> N
             "-p",
             "peers.plugin",
         ]
-        said = ["--peer", peer, "--every", "1" if "--only" in arguments else str(every), "--results", str(results)]
-        subprocess.run([*command, *said, *arguments, *map(str, files)], cwd=folder, env=environment(), check=False)
+        said = [
+            "--peer",
+            peer,
+            "--every",
+            "1" if "--only" in arguments else str(every),
+            "--results",
+            str(results),
+        ]
+        subprocess.run(
+            [*command, *said, *arguments, *map(str, files)],
+            cwd=folder,
+            env=environment(),
+            check=False,
+        )
 
 
 def environment() -> dict[str, str]:
     """Return the environment of the peers' tests: offline, over the hub that is made here."""
-    paths = [str(HERE.parent), str(HERE.parents[1]), str(BUILD / "packages"), os.environ.get("PYTHONPATH", "")]
+    paths = [
+        str(HERE.parent),
+        str(HERE.parents[1]),
+        str(BUILD / "packages"),
+        os.environ.get("PYTHONPATH", ""),
+    ]
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(BUILD / "hub")}
     processor = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    return {**os.environ, **offline, **processor, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    return {
+        **os.environ,
+        **offline,
+        **processor,
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+    }
 
 
 def describe(judgement: Judgement) -> None:

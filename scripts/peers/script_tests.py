@@ -31,7 +31,11 @@ class ScriptFile(pytest.File):
                 continue
             parameters = inspect.signature(function).parameters
             told = all(each in CHOICES or each in GIVEN for each in parameters)
-            if name in _HELPERS or not told or not (name.startswith(_WORDS[:2]) or name.endswith(_WORDS[2])):
+            if (
+                name in _HELPERS
+                or not told
+                or not (name.startswith(_WORDS[:2]) or name.endswith(_WORDS[2]))
+            ):
                 continue
             switches = [each for each in parameters if each in CHOICES]
             for values in product(*(CHOICES[each] for each in switches)):
@@ -46,7 +50,8 @@ class ScriptTest(pytest.Item):
 
     def __init__(self, *, call: Any, chosen: dict[str, bool], **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self._call, self._chosen = call, chosen
+        self._call = call
+        self._chosen = chosen
 
     def runtest(self) -> None:
         """Call the function in a process that has made its accelerator, as a script's main does first."""
@@ -54,6 +59,12 @@ class ScriptTest(pytest.Item):
         from accelerate import Accelerator
 
         accelerator = Accelerator()
-        made = {"accelerator": accelerator, "state": accelerator.state, "datasets_Dataset": datasets.Dataset}
+        made = {
+            "accelerator": accelerator,
+            "state": accelerator.state,
+            "datasets_Dataset": datasets.Dataset,
+        }
         wanted = inspect.signature(self._call).parameters
-        self._call(**{name: value for name, value in made.items() if name in wanted}, **self._chosen)
+        self._call(
+            **{name: value for name, value in made.items() if name in wanted}, **self._chosen
+        )

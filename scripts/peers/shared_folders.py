@@ -14,7 +14,8 @@ def share(config: pytest.Config, tests: Path, folder: Path) -> None:
 
     Libraries keep folders of their own, since they may ask on one rank only. Nothing is removed: ranks end apart.
     """
-    numbers, stock = count(), tempfile.mkdtemp
+    numbers = count()
+    stock = tempfile.mkdtemp
 
     def mktemp(basename: str, numbered: bool = True) -> Path:
         made = folder / basename

@@ -38,12 +38,32 @@ SUITES = {
         "peft==0.21.2",
         {
             8: (
-                *("adaption_prompt", "auto", "cpt", "helpers", "initialization", "integrations", "lora_conversion"),
-                *("lora_intruders", "lora_variants", "lorafa", "loraplus", "low_level_api", "mixed", "other", "xlora"),
-                *("multitask_prompt_tuning", "poly", "token_classification_qa", "trainable_tokens", "tuners_utils"),
+                "adaption_prompt",
+                "auto",
+                "cpt",
+                "helpers",
+                "initialization",
+                "integrations",
+                "lora_conversion",
+                "lora_intruders",
+                "lora_variants",
+                "lorafa",
+                "loraplus",
+                "low_level_api",
+                "mixed",
+                "other",
+                "xlora",
+                "multitask_prompt_tuning",
+                "poly",
+                "token_classification_qa",
+                "trainable_tokens",
+                "tuners_utils",
             ),
             61: (
-                *("decoder_models", "encoder_decoder_models", "feature_extraction_models", "seq_classifier"),
+                "decoder_models",
+                "encoder_decoder_models",
+                "feature_extraction_models",
+                "seq_classifier",
                 "target_parameters",
             ),
         },
@@ -51,7 +71,17 @@ SUITES = {
     ),
     "accelerate": Suite(
         "accelerate==1.15.0",
-        {1: ("accelerator", "data_loader", "grad_sync", "metrics", "optimizer", "scheduler", "state_checkpointing")},
+        {
+            1: (
+                "accelerator",
+                "data_loader",
+                "grad_sync",
+                "metrics",
+                "optimizer",
+                "scheduler",
+                "state_checkpointing",
+            )
+        },
         ("one",),
     ),
     "scripts": Suite(
@@ -63,8 +93,15 @@ SUITES = {
         None,
         {
             1: (
-                *("trainer", "trainer_callback", "trainer_checkpointing", "trainer_data", "trainer_evaluation"),
-                *("trainer_hyperparameter", "trainer_optimizers", "trainer_seq2seq", "trainer_accelerator"),
+                "trainer",
+                "trainer_callback",
+                "trainer_checkpointing",
+                "trainer_data",
+                "trainer_evaluation",
+                "trainer_hyperparameter",
+                "trainer_optimizers",
+                "trainer_seq2seq",
+                "trainer_accelerator",
             )
         },
         ("one", "tp2", "dp_shard2"),
@@ -83,8 +120,18 @@ def folder_of(name: str, build: Path) -> Path | None:
         return None
     folder = build / release.replace("==", "-")
     if not folder.exists():
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-build-isolation"]
-        subprocess.run([*command, "--no-binary", ":all:", "--dest", str(build), release], check=True)
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            "--no-deps",
+            "--no-build-isolation",
+        ]
+        subprocess.run(
+            [*command, "--no-binary", ":all:", "--dest", str(build), release], check=True
+        )
         with tarfile.open(build / f"{folder.name}.tar.gz") as archive:
             archive.extractall(build, filter="data")
         (folder / "tests" / "__init__.py").touch()  # their tests import each other as a package's

@@ -63,7 +63,14 @@ ROLES = {
     "phi3": ("<s>", "<|endoftext|>", "<|endoftext|>"),
     "": ("<s>", "</s>", "<pad>"),
 }
-PICTURES = ("<image>", "<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>", "<image_soft_token>")
+PICTURES = (
+    "<image>",
+    "<|image_pad|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|video_pad|>",
+    "<image_soft_token>",
+)
 _SPECIAL = re.compile(
     rf"<\|[^|<>\s]+\|>|<{_BAR}[^{_BAR}]+{_BAR}>|</?(?:think|tool_call|tool_response|start_of_turn|end_of_turn)>"
 )
@@ -78,15 +85,21 @@ def make_tokenizer(name: str) -> Any:
     """Return a fast tokenizer for the hub's id ``name``, the same in every process."""
     template = template_of(name)
     text = _read_template(template) if template is not None else None
-    first, last, fill = next(roles for start, roles in ROLES.items() if (template or "").startswith(start))
+    first, last, fill = next(
+        roles for start, roles in ROLES.items() if (template or "").startswith(start)
+    )
     found = dict.fromkeys(_SPECIAL.findall(text or ""))
     # First in the vocabulary: some families have a table of positions that must hold the padding token's id.
-    special = [token for token in (fill, first, last, "<unk>", "<mask>", *PICTURES) if token is not None]
+    special = [
+        token for token in (fill, first, last, "<unk>", "<mask>", *PICTURES) if token is not None
+    ]
     tokenizer = _trained(tuple(dict.fromkeys((*special, *found))))
     if template is None or first is not None:
         start = first or "<s>"
         tokenizer.post_processor = processors.TemplateProcessing(
-            single=f"{start} $A", pair=f"{start} $A $B", special_tokens=[(start, tokenizer.token_to_id(start))]
+            single=f"{start} $A",
+            pair=f"{start} $A $B",
+            special_tokens=[(start, tokenizer.token_to_id(start))],
         )
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -108,7 +121,10 @@ def _trained(special: tuple[str, ...]) -> Tokenizer:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     size = len(special) + SUBWORDS
     trainer = trainers.BpeTrainer(
-        vocab_size=size, special_tokens=list(special), initial_alphabet=alphabet, show_progress=False
+        vocab_size=size,
+        special_tokens=list(special),
+        initial_alphabet=alphabet,
+        show_progress=False,
     )
     tokenizer.train_from_iterator((text for _, text in sorted(topics.items())), trainer)
     return tokenizer

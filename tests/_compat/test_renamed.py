@@ -29,7 +29,9 @@ def test_the_cache_is_called_by_a_known_name(taker: Any) -> None:
 @pytest.mark.parametrize("name", [*sorted(CACHES), "whatever_it_is_called_next"])
 def test_a_cache_is_emptied_whatever_its_name(name: str) -> None:
     """_compat/transformers/computing.py."""
-    args, kwargs = without_cache((DynamicCache(),), {name: DynamicCache(), "use_cache": True, "position_ids": 1})
+    args, kwargs = without_cache(
+        (DynamicCache(),), {name: DynamicCache(), "use_cache": True, "position_ids": 1}
+    )
     assert args == (None,)
     assert kwargs == {name: None, "use_cache": False, "position_ids": 1}
 
@@ -53,16 +55,23 @@ def test_recomputation_leaves_the_cache_alone(recompute: Any) -> None:
 
 
 @pytest.mark.skipif(
-    not hasattr(masking_utils, "remap_positions_for_packed_sequence"), reason="counts from the row's start"
+    not hasattr(masking_utils, "remap_positions_for_packed_sequence"),
+    reason="counts from the row's start",
 )
 def test_windows_are_counted_from_where_a_document_begins() -> None:
     """_compat/transformers/computing.py; transformers 5.24 has another name for the function that did both."""
     positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3]])
     documents = torch.tensor([[0, 0, 0, 1, 1, 1, 1]])
-    chunks = keep_documents_apart(lambda _, __, query, key: query // 2 == key // 2, positions, documents)
-    row, tokens = torch.zeros(1, 1, dtype=torch.long), torch.arange(7)
+    chunks = keep_documents_apart(
+        lambda _, __, query, key: query // 2 == key // 2, positions, documents
+    )
+    row = torch.zeros(1, 1, dtype=torch.long)
+    tokens = torch.arange(7)
     seen = chunks(row, row, tokens[:, None], tokens[None])
-    assert seen.int().tolist() == torch.block_diag(*(torch.ones(n, n) for n in (2, 1, 2, 2))).int().tolist()
+    assert (
+        seen.int().tolist()
+        == torch.block_diag(*(torch.ones(n, n) for n in (2, 1, 2, 2))).int().tolist()
+    )
 
 
 def test_gloo_is_made_with_what_torch_gives() -> None:

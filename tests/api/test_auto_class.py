@@ -11,14 +11,23 @@ from hfscale import ConfigError
 from ..tiny_models import tiny
 
 
-@pytest.mark.parametrize("given", [AutoModelForSequenceClassification, "AutoModelForSequenceClassification"])
+@pytest.mark.parametrize(
+    "given", [AutoModelForSequenceClassification, "AutoModelForSequenceClassification"]
+)
 def test_a_class_or_its_name(given: Any) -> None:
-    assert isinstance(hfscale.from_config(tiny("llama"), auto_class=given), LlamaForSequenceClassification)
+    assert isinstance(
+        hfscale.from_config(tiny("llama"), auto_class=given), LlamaForSequenceClassification
+    )
     assert "score.weight" in hfscale.plan(tiny("llama"), auto_class=given).by_name
 
 
 @pytest.mark.parametrize("given", ["AutoModelForSequenceClasification", "LlamaConfig", None, int])
 def test_a_misspelt_name_is_refused_with_close_ones(given: Any) -> None:
-    with pytest.raises(ConfigError, match="auto_class must be one of transformers' Auto classes") as caught:
+    with pytest.raises(
+        ConfigError, match="auto_class must be one of transformers' Auto classes"
+    ) as caught:
         hfscale.from_config(tiny("llama"), auto_class=given)
-    assert given != "AutoModelForSequenceClasification" or "AutoModelForSequenceClassification" in str(caught.value)
+    assert (
+        given != "AutoModelForSequenceClasification"
+        or "AutoModelForSequenceClassification" in str(caught.value)
+    )

@@ -21,7 +21,12 @@ BOTH = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
 def mixtral() -> PreTrainedConfig:
-    sizes = {"hidden_size": 16, "intermediate_size": 10, "num_hidden_layers": 2, "num_local_experts": 4}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 10,
+        "num_hidden_layers": 2,
+        "num_local_experts": 4,
+    }
     return MixtralConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, vocab_size=67)
 
 
@@ -48,12 +53,15 @@ def test_factors_of_each_expert(
     assert main(["convert", *places[:2], "--adapter-for", "vllm", "--base", places[2]]) == 0
     assert "for vllm" in capsys.readouterr().out
     found = load_file(tmp_path / "out" / "adapter_model.safetensors")
-    before, merged = stored(tmp_path / "base"), stored(tmp_path / "merged")
+    before = stored(tmp_path / "base")
+    merged = stored(tmp_path / "merged")
     changed = 0
     for key, weight in before.items():
         module = f"base_model.model.{key.removesuffix('.weight')}"
         a, b = (found.pop(f"{module}.lora_{factor}.weight", None) for factor in "AB")
-        change = torch.zeros_like(weight) if a is None or b is None else scale * b.double() @ a.double()
+        change = (
+            torch.zeros_like(weight) if a is None or b is None else scale * b.double() @ a.double()
+        )
         torch.testing.assert_close(merged[key], weight + change, rtol=1e-6, atol=1e-6)
         changed += a is not None
     assert not found

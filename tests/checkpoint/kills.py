@@ -12,7 +12,18 @@ import pytest
 
 from hfscale.distributed.files import replace
 
-_CALLS = ("open", "fsync", "mkdir", "rmdir", "unlink", "rename", "replace", "link", "chmod", "utime")
+_CALLS = (
+    "open",
+    "fsync",
+    "mkdir",
+    "rmdir",
+    "unlink",
+    "rename",
+    "replace",
+    "link",
+    "chmod",
+    "utime",
+)
 _EVENTS = [*((os, name) for name in _CALLS), (io, "open"), (replace, "_trade_names")]
 _FSYNC = os.fsync
 
@@ -34,7 +45,9 @@ def killed_at_each_event(work: Callable[[], Any], prepare: Callable[[], Any]) ->
         prepare()
         events = itertools.count(1)
 
-        def before(function: Callable[..., Any], events: Any = events, number: int = number) -> Callable[..., Any]:
+        def before(
+            function: Callable[..., Any], events: Any = events, number: int = number
+        ) -> Callable[..., Any]:
             def call(*arguments: Any, **options: Any) -> Any:
                 if next(events) >= number:
                     raise Killed

@@ -54,7 +54,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "ragged": {"config": lambda: tiny("qwen2", **_RAGGED)},
     "narrow": {"config": lambda: tiny("qwen2", **{**_RAGGED, "intermediate_size": 5})},
     # Rows of 512: cut in two along columns, blocks of 256 stay whole.
-    "rows": {"config": lambda: tiny("llama", intermediate_size=512, vocab_size=128, num_hidden_layers=4)},
+    "rows": {
+        "config": lambda: tiny("llama", intermediate_size=512, vocab_size=128, num_hidden_layers=4)
+    },
     "mixture": {"config": lambda: qwen3_moe(num_hidden_layers=4), "build": EAGER},
     "four-bit": {},
     "lora": {"config": lambda: tiny("llama", num_hidden_layers=4), "peft": _LORA},
@@ -63,14 +65,24 @@ ROWS = 4
 
 
 def build(kind: str, layout: str, seed: int, dtype: torch.dtype, path: str | None = None) -> Any:
-    chosen, parallel = KINDS[kind], ParallelConfig(**LAYOUTS[layout])
+    chosen = KINDS[kind]
+    parallel = ParallelConfig(**LAYOUTS[layout])
     extra = dict(chosen.get("build", {}))
     if path is not None:  # a base in 4 bits comes from a checkpoint
-        four = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
-        return hfscale.from_pretrained(
-            path, parallel=parallel, dtype=dtype, quantization_config=four, peft_config=LoraConfig(**_LORA), **extra
+        four = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype
         )
-    model = hfscale.from_config(chosen["config"](), parallel=parallel, seed=seed, dtype=dtype, **extra)
+        return hfscale.from_pretrained(
+            path,
+            parallel=parallel,
+            dtype=dtype,
+            quantization_config=four,
+            peft_config=LoraConfig(**_LORA),
+            **extra,
+        )
+    model = hfscale.from_config(
+        chosen["config"](), parallel=parallel, seed=seed, dtype=dtype, **extra
+    )
     if "peft" not in chosen:
         return model
     return hfscale.get_peft_model(model, LoraConfig(**chosen["peft"]), seed=0).base_model.model
@@ -90,7 +102,8 @@ def make_optimizer(model: Any, name: str) -> torch.optim.Optimizer:
 def steps(model: Any, optimizer: Any, scheduler: Any, numbers: range) -> list[tuple[float, float]]:
     """Loss and norm of each step; a step's batch is the same in every layout."""
     found = []
-    rank, world = hfscale.batch_rank(model), hfscale.batch_world(model)
+    rank = hfscale.batch_rank(model)
+    world = hfscale.batch_world(model)
     for number in numbers:
         generator = torch.Generator().manual_seed(100 + number)
         ids = torch.randint(0, 66, (ROWS, 12), generator=generator)[rank::world]
@@ -103,7 +116,13 @@ def steps(model: Any, optimizer: Any, scheduler: Any, numbers: range) -> list[tu
 
 
 def leg(
-    kind: str, name: str, layout: str, dtype: torch.dtype, numbers: range, directory: str, base: str | None
+    kind: str,
+    name: str,
+    layout: str,
+    dtype: torch.dtype,
+    numbers: range,
+    directory: str,
+    base: str | None,
 ) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
     """Steps ``numbers`` of a run, from its saved state or the start, written down behind; losses and whole weights."""
     with keep_float64() if dtype == torch.float64 else nullcontext():
@@ -116,14 +135,22 @@ def leg(
                 steps(model, optimizer, scheduler, range(50, 51))  # something else is in its place
             resumed = hfscale.load_state(model, directory, optimizer=optimizer, scheduler=scheduler)
             assert (resumed.step, scheduler.last_epoch) == (numbers.start, numbers.start)
-            hfscale.save_state(model, f"{directory}-moved", optimizer=optimizer, scheduler=scheduler)
+            hfscale.save_state(
+                model, f"{directory}-moved", optimizer=optimizer, scheduler=scheduler
+            )
         losses = steps(model, optimizer, scheduler, numbers)
         step = numbers.stop
-        hfscale.save_state(model, f"{directory}/step-{step}", optimizer=optimizer, scheduler=scheduler, step=step)
+        hfscale.save_state(
+            model, f"{directory}/step-{step}", optimizer=optimizer, scheduler=scheduler, step=step
+        )
         quantized = runtime_of(model).plan.quantized
         frozen = quantized.weights if quantized is not None else ()
         runtime = runtime_of(model)
-        entries = [entry for entry in tensors_to_save(runtime) if entry.planned and entry.owned not in frozen]
+        entries = [
+            entry
+            for entry in tensors_to_save(runtime)
+            if entry.planned and entry.owned not in frozen
+        ]
         weights = {entry.owned: tensor for entry, tensor in full_tensors(runtime, entries)}
     return losses, {key: tensor.clone() for key, tensor in weights.items() if tensor.numel()}
 

@@ -19,8 +19,17 @@ from hfscale.testing.parity import stored
 from ..tiny_models import tiny
 
 Pools = Callable[[int], RankPool]
-DRAFTER = {"mtp.fc.weight": (4, 6), "mtp.layers.0.mlp.experts.0.up_proj.weight": (3, 2), "mtp.norm.weight": (5,)}
-FILES = {"tokenizer.json": "{}", "chat_template.jinja": "hello", "spiece.model": "1", "tokenization_mine.py": "A = 1"}
+DRAFTER = {
+    "mtp.fc.weight": (4, 6),
+    "mtp.layers.0.mlp.experts.0.up_proj.weight": (3, 2),
+    "mtp.norm.weight": (5,),
+}
+FILES = {
+    "tokenizer.json": "{}",
+    "chat_template.jinja": "hello",
+    "spiece.model": "1",
+    "tokenization_mine.py": "A = 1",
+}
 
 
 def checkpoint(directory: Path, family: str = "llama") -> dict[str, torch.Tensor]:
@@ -30,7 +39,10 @@ def checkpoint(directory: Path, family: str = "llama") -> dict[str, torch.Tensor
     (directory / "model.safetensors").rename(directory / "model-00001-of-00002.safetensors")
     save_file(drafter, directory / "model-00002-of-00002.safetensors", {"format": "pt"})
     names = {file.name: load_file(file) for file in directory.glob("*.safetensors")}
-    index = {"metadata": {}, "weight_map": {key: file for file, tensors in names.items() for key in tensors}}
+    index = {
+        "metadata": {},
+        "weight_map": {key: file for file, tensors in names.items() for key in tensors},
+    }
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
     for name, text in FILES.items():
         (directory / name).write_text(text)
@@ -42,20 +54,30 @@ def again(source: str, target: str, layout: ParallelConfig) -> None:
     hfscale.save_pretrained(model, target)
 
 
-@pytest.mark.parametrize("layout", [{}, {"tp_size": 2}, {"pp_size": 2}, {"dp_shard_size": 2}], ids=str)
-def test_nothing_of_a_checkpoint_is_lost(pools: Pools, tmp_path: Path, layout: dict[str, int]) -> None:
-    source, target, parallel = tmp_path / "in", tmp_path / "out", ParallelConfig(**layout)
+@pytest.mark.parametrize(
+    "layout", [{}, {"tp_size": 2}, {"pp_size": 2}, {"dp_shard_size": 2}], ids=str
+)
+def test_nothing_of_a_checkpoint_is_lost(
+    pools: Pools, tmp_path: Path, layout: dict[str, int]
+) -> None:
+    source = tmp_path / "in"
+    target = tmp_path / "out"
+    parallel = ParallelConfig(**layout)
     drafter = checkpoint(source)
     target.mkdir()
     (target / "chat_template.jinja").write_text("my own")
     args = (str(source), str(target), parallel)
     again(*args) if parallel.total_size == 1 else pools(parallel.total_size).run(again, *args)
-    before, after = stored(source), stored(target)
+    before = stored(source)
+    after = stored(target)
     assert before.keys() == after.keys()
     for name, tensor in before.items():
         assert torch.equal(after[name], tensor), name
         assert name not in drafter or after[name].dtype == torch.bfloat16
-    assert {name: (target / name).read_text() for name in FILES} == {**FILES, "chat_template.jinja": "my own"}
+    assert {name: (target / name).read_text() for name in FILES} == {
+        **FILES,
+        "chat_template.jinja": "my own",
+    }
     index = json.loads((source / "model.safetensors.index.json").read_text())["weight_map"].keys()
     assert index == before.keys()
 
@@ -75,15 +97,19 @@ def test_an_engine_gets_it_too(pools: Pools, tmp_path: Path) -> None:
 
 
 def states(source: str, target: str, layout: ParallelConfig) -> None:
-    hfscale.save_state(hfscale.from_pretrained(source, parallel=layout, dtype=torch.float32), target)
+    hfscale.save_state(
+        hfscale.from_pretrained(source, parallel=layout, dtype=torch.float32), target
+    )
 
 
 def test_a_state_remembers_where_it_is(pools: Pools, tmp_path: Path) -> None:
-    source, out = tmp_path / "in", tmp_path / "out"
+    source = tmp_path / "in"
+    out = tmp_path / "out"
     checkpoint(source)
     pools(2).run(states, str(source), str(tmp_path / "state"), ParallelConfig(tp_size=2))
     assert main(["convert", str(tmp_path / "state"), str(out)]) == 0
-    before, after = stored(source), stored(out)
+    before = stored(source)
+    after = stored(out)
     assert before.keys() == after.keys()
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
     assert {name: (out / name).read_text() for name in FILES} == FILES

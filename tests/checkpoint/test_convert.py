@@ -28,22 +28,41 @@ def both(kind: str, layout: str, directory: str) -> None:
 
 @pytest.mark.daily("lora-tp2", "mixture-ep2-cut")
 @pytest.mark.parametrize(
-    ("kind", "layout"), [("tied", "zbv"), ("ragged", "tp2-shard2"), ("mixture", "ep2-cut"), ("lora", "tp2")]
+    ("kind", "layout"),
+    [("tied", "zbv"), ("ragged", "tp2-shard2"), ("mixture", "ep2-cut"), ("lora", "tp2")],
 )
-def test_converted(pools: Pools, tmp_path: Path, kind: str, layout: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_converted(
+    pools: Pools, tmp_path: Path, kind: str, layout: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     pools(ParallelConfig(**LAYOUTS[layout]).total_size).run(both, kind, layout, str(tmp_path))
-    assert main(["convert", f"{tmp_path}/states", f"{tmp_path}/out", "--max-shard-size", "40KB"]) == 0
+    assert (
+        main(["convert", f"{tmp_path}/states", f"{tmp_path}/out", "--max-shard-size", "40KB"]) == 0
+    )
     assert f"a{'n adapter' if kind == 'lora' else ' model'} of step 1" in capsys.readouterr().out
     (tmp_path / "out" / ".incomplete").mkdir()  # of a command that was killed
     for flags, code in {(): 2, ("--overwrite",): 0}.items():
-        assert main(["convert", f"{tmp_path}/states", f"{tmp_path}/out", "--max-shard-size", "40KB", *flags]) == code
+        assert (
+            main(
+                [
+                    "convert",
+                    f"{tmp_path}/states",
+                    f"{tmp_path}/out",
+                    "--max-shard-size",
+                    "40KB",
+                    *flags,
+                ]
+            )
+            == code
+        )
     assert "out has files already (" in capsys.readouterr().err
-    saved, out = tmp_path / "saved", tmp_path / "out"
+    saved = tmp_path / "saved"
+    out = tmp_path / "out"
     names = {path.name for path in saved.iterdir()}
     assert {path.name for path in out.iterdir()} >= names - {"README.md"}
     for name in names:
         if name.endswith(".safetensors"):
-            one, other = load_file(saved / name), load_file(out / name)
+            one = load_file(saved / name)
+            other = load_file(out / name)
             assert one.keys() == other.keys()
             assert all(torch.equal(one[key], other[key]) for key in one)
         else:

@@ -22,8 +22,12 @@ from .test_faults import Run
 
 Pools = Callable[[int], RankPool]
 Damage = Callable[[Path], Any]
-INDEX, WEIGHTS, REST = "state.json", "rank-00001.safetensors", "rank-00001.pt"
-SHARDS, SHARD, NORM = "model.safetensors.index.json", "model-00001-of-00003.safetensors", "model.norm.weight"
+INDEX = "state.json"
+WEIGHTS = "rank-00001.safetensors"
+REST = "rank-00001.pt"
+SHARDS = "model.safetensors.index.json"
+SHARD = "model-00001-of-00003.safetensors"
+NORM = "model.norm.weight"
 
 
 def edited(name: str, change: Callable[[bytes], bytes]) -> Damage:
@@ -58,7 +62,9 @@ def files() -> Iterator[tuple[str, Damage]]:
 
 
 def swapped(directory: Path) -> None:
-    first, second, aside = directory / "rank-00000.safetensors", directory / WEIGHTS, directory / "aside"
+    first = directory / "rank-00000.safetensors"
+    second = directory / WEIGHTS
+    aside = directory / "aside"
     first.rename(aside)
     second.rename(first)
     aside.rename(second)
@@ -117,12 +123,20 @@ INDICES = {
     "no axes": told(INDEX, lambda index: index.update(axes=[])),
     "negative axes": told(INDEX, lambda index: index.update(axes=[[["tp", -2]], [["tp", 0]]])),
     "no shape": told(INDEX, lambda index: first(index["tensors"], "weights").pop("shape")),
-    "another shape": told(INDEX, lambda index: first(index["tensors"], "weights").update(shape=[3, 3])),
-    "a shape of text": told(INDEX, lambda index: first(index["tensors"], "weights").update(shape="wide")),
-    "a huge state": told(INDEX, lambda index: first(index["tensors"], "optimizer").update(shape=[10**9, 10**9])),
+    "another shape": told(
+        INDEX, lambda index: first(index["tensors"], "weights").update(shape=[3, 3])
+    ),
+    "a shape of text": told(
+        INDEX, lambda index: first(index["tensors"], "weights").update(shape="wide")
+    ),
+    "a huge state": told(
+        INDEX, lambda index: first(index["tensors"], "optimizer").update(shape=[10**9, 10**9])
+    ),
     "cuts of text": told(INDEX, lambda index: first(index["tensors"], "weights").update(cuts="tp")),
     "uncut": told(INDEX, lambda index: first(index["tensors"], "weights").update(cuts=[])),
-    "a home that is no rank": told(INDEX, lambda index: first(index["tensors"], "weights").update(home=99)),
+    "a home that is no rank": told(
+        INDEX, lambda index: first(index["tensors"], "weights").update(home=99)
+    ),
     "no weights": told(INDEX, lambda index: index["tensors"].pop("weights/lm_head.weight")),
     "groups of text": told(INDEX, lambda index: index.update(groups="all")),
     "no groups": told(INDEX, lambda index: index.update(groups=[])),
@@ -138,8 +152,12 @@ RESTS = {
     "fewer options": saved(lambda rest: rest["options"].clear()),
     "options of text": saved(lambda rest: rest.update(options=["all"])),
     "no streams": saved(lambda rest: rest.update(random={})),
-    "streams of text": saved(lambda rest: rest.update(random={"torch": "x", "python": "y", "numpy": "z"})),
-    "short streams": saved(lambda rest: rest["random"].update(torch=torch.zeros(7, dtype=torch.uint8))),
+    "streams of text": saved(
+        lambda rest: rest.update(random={"torch": "x", "python": "y", "numpy": "z"})
+    ),
+    "short streams": saved(
+        lambda rest: rest["random"].update(torch=torch.zeros(7, dtype=torch.uint8))
+    ),
     "no scheduler": saved(lambda rest: rest.update(others={})),
     "a scheduler of text": saved(lambda rest: rest["others"].update(scheduler="linear")),
     "parts of text": saved(lambda rest: rest.update(parts="all")),
@@ -176,7 +194,8 @@ def loaded(root: str) -> dict[str, str]:
     hfscale.save_state(run.model, whole, **run.others, step=1)
     right = run.everything()
     run.step()
-    before, answers = run.everything(), {}
+    before = run.everything()
+    answers = {}
     for name, damage, options in cases():
         target = Path(root) / "state"
         if dist.get_rank() == 0:
@@ -212,23 +231,43 @@ CHECKPOINTS: dict[str, tuple[str, Damage]] = {
     "config garbage": ("config.json", edited("config.json", lambda _: bytes(range(128, 255)))),
     "config empty": ("config.json", edited("config.json", lambda _: b"")),
     "config a number": ("config.json", edited("config.json", lambda _: b"7")),
-    "config without type": ("config.json", told("config.json", lambda config: config.pop("model_type"))),
-    "config of text": ("config.json", told("config.json", lambda config: config.update(hidden_size="wide"))),
-    "activation": ("strange", told("config.json", lambda config: config.update(hidden_act="strange"))),
+    "config without type": (
+        "config.json",
+        told("config.json", lambda config: config.pop("model_type")),
+    ),
+    "config of text": (
+        "config.json",
+        told("config.json", lambda config: config.update(hidden_size="wide")),
+    ),
+    "activation": (
+        "strange",
+        told("config.json", lambda config: config.update(hidden_act="strange")),
+    ),
     "index garbage": (SHARDS, edited(SHARDS, lambda _: bytes(range(128, 255)))),
     "index a list": (SHARDS, edited(SHARDS, lambda _: b"[]")),
     "index without map": (SHARDS, told(SHARDS, lambda index: index.pop("weight_map"))),
     "index of numbers": (SHARDS, told(SHARDS, lambda index: index["weight_map"].update({NORM: 7}))),
-    "index outside": (SHARDS, told(SHARDS, lambda index: index["weight_map"].update({NORM: "../x.safetensors"}))),
-    "index nowhere": ("x.safetensors", told(SHARDS, lambda index: index["weight_map"].update({NORM: "x.safetensors"}))),
+    "index outside": (
+        SHARDS,
+        told(SHARDS, lambda index: index["weight_map"].update({NORM: "../x.safetensors"})),
+    ),
+    "index nowhere": (
+        "x.safetensors",
+        told(SHARDS, lambda index: index["weight_map"].update({NORM: "x.safetensors"})),
+    ),
     "shard garbage": (SHARD, edited(SHARD, lambda _: bytes(range(256)))),
     "shard cut": (SHARD, edited(SHARD, lambda content: content[:-9])),
-    "shard of text": (SHARD, edited(SHARD, lambda content: content.replace(b'"shape":[67,32]', b'"shape":"67,32"', 1))),
+    "shard of text": (
+        SHARD,
+        edited(SHARD, lambda content: content.replace(b'"shape":[67,32]', b'"shape":"67,32"', 1)),
+    ),
 }
 
 
 def test_damaged_checkpoints_are_refused_by_the_name_of_the_file(tmp_path: Path) -> None:
-    AutoModelForCausalLM.from_config(tiny("llama")).save_pretrained(tmp_path / "whole", max_shard_size="30KB")
+    AutoModelForCausalLM.from_config(tiny("llama")).save_pretrained(
+        tmp_path / "whole", max_shard_size="30KB"
+    )
     for name, (file, damage) in CHECKPOINTS.items():
         shutil.copytree(tmp_path / "whole", tmp_path / name)
         damage(tmp_path / name)

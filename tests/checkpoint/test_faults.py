@@ -96,10 +96,16 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 class Run:
     """A model, its optimizer and scheduler, after a step."""
 
-    def __init__(self, layout: dict[str, Any], adapters: bool = False, optimizer: str = "AdamW") -> None:
-        self.model = hfscale.from_config(tiny("llama", num_hidden_layers=1), parallel=ParallelConfig(**layout))
+    def __init__(
+        self, layout: dict[str, Any], adapters: bool = False, optimizer: str = "AdamW"
+    ) -> None:
+        self.model = hfscale.from_config(
+            tiny("llama", num_hidden_layers=1), parallel=ParallelConfig(**layout)
+        )
         if adapters:
-            peft = hfscale.get_peft_model(self.model, LoraConfig(r=2, target_modules=["q_proj", "o_proj"]))
+            peft = hfscale.get_peft_model(
+                self.model, LoraConfig(r=2, target_modules=["q_proj", "o_proj"])
+            )
             self.model = peft.base_model.model
         self.optimizer = OPTIMIZERS[optimizer](self.model)
         self.scheduler = torch.optim.lr_scheduler.LinearLR(self.optimizer, 1.0, 0.1, total_iters=8)
@@ -118,9 +124,17 @@ class Run:
         for values in self.optimizer.state.values():
             tensors += [value for value in values.values() if isinstance(value, Tensor)]
         plain: list[Any] = [local_tensor(tensor.detach()).tolist() for tensor in tensors]
-        groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+        groups = [
+            {k: v for k, v in group.items() if k != "params"}
+            for group in self.optimizer.param_groups
+        ]
         numbers = np.random.get_state()
-        streams = [torch.get_rng_state().tolist(), random.getstate(), numbers[1].tolist(), numbers[2]]
+        streams = [
+            torch.get_rng_state().tolist(),
+            random.getstate(),
+            numbers[1].tolist(),
+            numbers[2],
+        ]
         return [*plain, groups, self.scheduler.state_dict(), streams]
 
 
@@ -140,14 +154,17 @@ def said(call: Callable[[], Any], place: str, rank: int, error: Exception) -> st
 
 def check(call: Callable[[], Any], places: dict[str, tuple[int, ...]]) -> None:
     """Let each place fail on each of its ranks, with one type of error after the other."""
-    for number, (place, rank) in enumerate((place, rank) for place, ranks in places.items() for rank in ranks):
+    for number, (place, rank) in enumerate(
+        (place, rank) for place, ranks in places.items() for rank in ranks
+    ):
         message = said(call, place, rank, ERRORS[number % len(ERRORS)])
         assert f"rank {rank}: " in message, (place, message)
         assert TOLD[number % len(ERRORS)] in message, (place, message)
 
 
 def saves(layout: dict[str, Any], directory: str) -> None:
-    run, state = Run(layout), f"{directory}/state"
+    run = Run(layout)
+    state = f"{directory}/state"
     run.step()
     hfscale.save_state(run.model, state, **run.others, step=1)
     check(lambda: hfscale.save_state(run.model, state, **run.others, keep_last=2, step=2), WRITING)
@@ -245,7 +262,9 @@ def loads_checkpoint(directory: str) -> None:
     def load() -> None:
         hfscale.from_pretrained(directory, parallel=ParallelConfig(tp_size=2))
 
-    check(load, {"checkpoint.load.open_plain": (0, 1), "distributed.files.reader.os.preadv": (0, 1)})
+    check(
+        load, {"checkpoint.load.open_plain": (0, 1), "distributed.files.reader.os.preadv": (0, 1)}
+    )
     load()
 
 
@@ -256,7 +275,12 @@ def test_checkpoints_are_loaded_on_all_ranks_or_none(pools: Pools, tmp_path: Pat
 
 @pytest.mark.parametrize(
     ("then", "now", "fits"),
-    [("AdamW", "SGD", False), ("SGD", "AdamW", False), ("own", "AdamW", False), ("AdamW", "Adam", True)],
+    [
+        ("AdamW", "SGD", False),
+        ("SGD", "AdamW", False),
+        ("own", "AdamW", False),
+        ("AdamW", "Adam", True),
+    ],
 )
 def test_another_optimizer_is_refused(tmp_path: Path, then: str, now: str, fits: bool) -> None:
     run = Run({}, optimizer=then)
@@ -267,7 +291,9 @@ def test_another_optimizer_is_refused(tmp_path: Path, then: str, now: str, fits:
         hfscale.load_state(run.model, tmp_path / "state", optimizer=other)
         return
     before = run.everything()
-    with pytest.raises(CheckpointError, match=r"has the state of optimizer (AdamW|SGD|adafactor) .* cannot load"):
+    with pytest.raises(
+        CheckpointError, match=r"has the state of optimizer (AdamW|SGD|adafactor) .* cannot load"
+    ):
         hfscale.load_state(run.model, tmp_path / "state", optimizer=other)
     assert run.everything() == before
     assert not other.state
@@ -276,7 +302,10 @@ def test_another_optimizer_is_refused(tmp_path: Path, then: str, now: str, fits:
 def with_nan(directory: str) -> list[str]:
     run = Run({"tp_size": 2})
     logged: list[str] = []
-    with patch("hfscale.train.runtime.writing._log.warning", lambda message, *given: logged.append(message % given)):
+    with patch(
+        "hfscale.train.runtime.writing._log.warning",
+        lambda message, *given: logged.append(message % given),
+    ):
         hfscale.save_pretrained(run.model, f"{directory}/whole")
         hfscale.save_state(run.model, f"{directory}/state", **run.others)
         assert not logged

@@ -22,14 +22,26 @@ SHARD = "shard-00001-model-00001-of-00001.safetensors"
 # files -> words that name the trainer or its tool
 WRITTEN = {
     "transformers": ([SHARD], "consolidate_distributed_checkpoint"),
-    "accelerate, fsdp": (["pytorch_model_fsdp_0/.metadata", "random_states_0.pkl"], "accelerate merge-weights"),
-    "trainer, fsdp": (["pytorch_model_fsdp_0/.metadata", "trainer_state.json"], "accelerate merge-weights"),
+    "accelerate, fsdp": (
+        ["pytorch_model_fsdp_0/.metadata", "random_states_0.pkl"],
+        "accelerate merge-weights",
+    ),
+    "trainer, fsdp": (
+        ["pytorch_model_fsdp_0/.metadata", "trainer_state.json"],
+        "accelerate merge-weights",
+    ),
     "fsdp in one file": (["pytorch_model_fsdp.bin"], "FSDP's full state dict"),
     "fsdp by rank": (["pytorch_model_fsdp_0_rank0.bin"], "FULL_STATE_DICT"),
-    "deepspeed": (["zero_to_fp32.py", "global_step3/zero_pp_rank_0_mp_rank_00_model_states.pt"], "zero_to_fp32.py"),
+    "deepspeed": (
+        ["zero_to_fp32.py", "global_step3/zero_pp_rank_0_mp_rank_00_model_states.pt"],
+        "zero_to_fp32.py",
+    ),
     "deepspeed, a step": (["bf16_zero_pp_rank_0_mp_rank_00_model_states.pt"], "DeepSpeed"),
     "megatron": (["common.pt", "metadata.json", ".metadata", "__0_0.distcp"], "Megatron"),
-    "megatron, parent": (["latest_checkpointed_iteration.txt", "iter_0000010/common.pt"], "Megatron"),
+    "megatron, parent": (
+        ["latest_checkpointed_iteration.txt", "iter_0000010/common.pt"],
+        "Megatron",
+    ),
     "megatron, older": (["iter_0000010/mp_rank_00/model_optim_rng.pt"], "Megatron"),
     "torchtitan": ([".metadata", "__0_0.distcp"], "dcp_to_torch_save"),
     "torchtitan, parent": (["step-10/.metadata", "step-10/__0_0.distcp"], "dcp_to_torch_save"),
@@ -53,7 +65,9 @@ def model() -> Any:
 
 
 @pytest.mark.parametrize("kind", WRITTEN)
-def test_every_way_in(kind: str, model: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_way_in(
+    kind: str, model: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     files, words = WRITTEN[kind]
     directory = put(tmp_path / "there", files)
     mesh = runtime_of(model).mesh
@@ -71,7 +85,10 @@ def test_every_way_in(kind: str, model: Any, tmp_path: Path, capsys: pytest.Capt
     with pytest.raises(CheckpointError) as caught:  # and not at step 0
         resumed_from(True, tmp_path, mesh)
     assert words in str(caught.value)
-    for arguments in (["inspect", str(tmp_path)], ["convert", str(tmp_path / "checkpoint-3"), str(tmp_path / "out")]):
+    for arguments in (
+        ["inspect", str(tmp_path)],
+        ["convert", str(tmp_path / "checkpoint-3"), str(tmp_path / "out")],
+    ):
         assert main(arguments) != 0
         told = capsys.readouterr()
         assert words in told.out + told.err
@@ -81,7 +98,10 @@ def test_weights_that_are_read_beside_others(tmp_path: Path) -> None:
     """DeepSpeed and Trainer may write plain weights too."""
     stock = hfscale.from_config(tiny("llama"))
     hfscale.save_pretrained(stock, tmp_path)
-    put(tmp_path, ["zero_to_fp32.py", "global_step3/mp_rank_00_model_states.pt", "optimizer.pt", "notes.pt"])
+    put(
+        tmp_path,
+        ["zero_to_fp32.py", "global_step3/mp_rank_00_model_states.pt", "optimizer.pt", "notes.pt"],
+    )
     hfscale.from_pretrained(tmp_path)
 
 
@@ -96,7 +116,8 @@ FORGIVEN = {
 
 @pytest.mark.parametrize("case", FORGIVEN)
 def test_a_run_begins_where_nothing_is(case: str, model: Any, tmp_path: Path) -> None:
-    directory, files = tmp_path / "states", FORGIVEN[case]
+    directory = tmp_path / "states"
+    files = FORGIVEN[case]
     if files is None:
         directory.mkdir()
     put(directory, files or [])
@@ -118,7 +139,9 @@ def refused(directory: str) -> str:
         (["data/0.ocdbt"], "other files (data/0.ocdbt, for one)"),
     ],
 )
-def test_a_run_does_not_begin_beside_other_weights(files: list[str], words: str, pools: Pools, tmp_path: Path) -> None:
+def test_a_run_does_not_begin_beside_other_weights(
+    files: list[str], words: str, pools: Pools, tmp_path: Path
+) -> None:
     """On any rank."""
     put(tmp_path, files)
     first, second = pools(2).run(refused, str(tmp_path))

@@ -19,13 +19,18 @@ from ..tiny_models import tiny
 from .test_state import train, weights
 
 Pools = Callable[[int], RankPool]
-SHARD2, ONE = {"dp_shard_size": 2}, {"dp_shard_size": 1}
+SHARD2 = {"dp_shard_size": 2}
+ONE = {"dp_shard_size": 1}
 
 
-def start(layout: dict[str, Any], seed: int, root: str, per_host: int = 1) -> tuple[Any, StatesInMemory]:
+def start(
+    layout: dict[str, Any], seed: int, root: str, per_host: int = 1
+) -> tuple[Any, StatesInMemory]:
     """A run and its states in memory; ``per_host`` ranks see one directory."""
     config = tiny("llama", num_hidden_layers=2, vocab_size=67)
-    model = hfscale.from_config(config, parallel=ParallelConfig(**layout), seed=seed, dtype=torch.float64).train()
+    model = hfscale.from_config(
+        config, parallel=ParallelConfig(**layout), seed=seed, dtype=torch.float64
+    ).train()
     optimizer = hfscale.create_optimizer(model, lr=1e-2)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=6)
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -47,7 +52,9 @@ def stop_and_go(layout: dict[str, Any], root: str, per_host: int, lost: int) -> 
     train(run, range(2))
     assert memory.save(2)
     assert not memory.save(3)
-    expected, end = train(run, range(2, 4)), weights(run[0])  # the state is written meanwhile
+    # the state is written meanwhile
+    expected = train(run, range(2, 4))
+    end = weights(run[0])
     hfscale.wait_for_saves()
     world = dist.get_world_size()
     assert len(names(memory)) == min(world, 2 * per_host)  # its own, and those of the host before
@@ -73,8 +80,12 @@ def test_a_lost_host(pools: Pools, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("per_host", [1, 2])
 @pytest.mark.parametrize("lost", [0, 3])
-@pytest.mark.parametrize("layout", [{"pp_size": 2, "tp_size": 2}, {"dp_replicate_size": 2, "dp_shard_size": 2}])
-def test_a_lost_host_of_several(pools: Pools, tmp_path: Path, layout: dict[str, Any], per_host: int, lost: int) -> None:
+@pytest.mark.parametrize(
+    "layout", [{"pp_size": 2, "tp_size": 2}, {"dp_replicate_size": 2, "dp_shard_size": 2}]
+)
+def test_a_lost_host_of_several(
+    pools: Pools, tmp_path: Path, layout: dict[str, Any], per_host: int, lost: int
+) -> None:
     pools(4).run(stop_and_go, layout, str(tmp_path), per_host, lost)
 
 
@@ -112,7 +123,8 @@ def torn(root: str, copies: bool) -> int | None:
     """Rank 1 dies before its host has committed step 4; without ``copies`` the first host has not all of it."""
     run, memory = start(SHARD2, 0, root)
     memory.load()
-    commit, before = state_directory.NewState.commit, hosts.Hosts.before
+    commit = state_directory.NewState.commit
+    before = hosts.Hosts.before
 
     def dies(new: Any, *_: Any) -> None:
         raise OSError("no space left on device")
@@ -180,8 +192,13 @@ def test_a_state_of_another_model_is_kept(tmp_path: Path) -> None:
     left = memory.directory / ".step-4-of-1-x.incomplete"
     hfscale.wait_for_saves()
     left.mkdir()
-    other = hfscale.from_config(tiny("llama", num_hidden_layers=1, vocab_size=67), parallel=ParallelConfig())
-    given: dict[str, Any] = {"optimizer": hfscale.create_optimizer(other, lr=1e-2), "scheduler": scheduler}
+    other = hfscale.from_config(
+        tiny("llama", num_hidden_layers=1, vocab_size=67), parallel=ParallelConfig()
+    )
+    given: dict[str, Any] = {
+        "optimizer": hfscale.create_optimizer(other, lr=1e-2),
+        "scheduler": scheduler,
+    }
     again = StatesInMemory(other, tmp_path / "states", every=2, memory=tmp_path / "host-0", **given)
     assert not left.exists()
     assert named.stat().st_ino == written
@@ -190,7 +207,9 @@ def test_a_state_of_another_model_is_kept(tmp_path: Path) -> None:
     assert steps_in(again) == ["2"]
 
 
-def test_another_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     root = str(tmp_path)
     memory = start(ONE, 0, root)[1]
     memory.save(6)
@@ -208,5 +227,7 @@ def test_another_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: py
     usage = namedtuple("usage", "free")(1000)
     monkeypatch.setattr(in_memory.shutil, "disk_usage", lambda _: usage)
     memory = start(ONE, 1, str(tmp_path / "full"))[1]
-    with pytest.raises(CheckpointError, match=r"states in memory take [\d,]+ bytes of this host.*make room"):
+    with pytest.raises(
+        CheckpointError, match=r"states in memory take [\d,]+ bytes of this host.*make room"
+    ):
         memory.save(2)

@@ -22,7 +22,12 @@ from hfscale import ParallelConfig
 
 pytestmark = pytest.mark.slow
 
-SIZES: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 67}
+SIZES: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 67,
+}
 LAST = 8
 SCRIPT = f"""
 import os, sys, time
@@ -77,7 +82,20 @@ def two_networks() -> Iterator[tuple[list[str], list[str]]]:
     try:
         for name in names:
             ip("netns", "add", name)
-        ip("link", "add", "cable", "netns", names[0], "type", "veth", "peer", "name", "cable", "netns", names[1])
+        ip(
+            "link",
+            "add",
+            "cable",
+            "netns",
+            names[0],
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "cable",
+            "netns",
+            names[1],
+        )
         for number, name in enumerate(names):
             ip("-n", name, "addr", "add", f"10.77.0.{number + 1}/24", "dev", "cable")
             for device in ("lo", "cable"):
@@ -102,12 +120,32 @@ def agent(
 ) -> subprocess.Popen[bytes]:
     """The launcher on one of two hosts."""
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    environment |= {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "MEMORY": str(tmp_path / f"memory-{number}")}
+    environment |= {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "ignore",
+        "MEMORY": str(tmp_path / f"memory-{number}"),
+    }
     if within:
         environment["GLOO_SOCKET_IFNAME"] = "cable"
     rendezvous = f"is_host={1 - number},last_call_timeout=3,join_timeout=120"
-    options = ["--nnodes", nodes, "--nproc_per_node", "1", "--max_restarts", "3", "--rdzv_backend", "c10d"]
-    options += ["--rdzv_id", "job", "--rdzv_endpoint", f"{address}:{port}", "--rdzv_conf", rendezvous]
+    options = [
+        "--nnodes",
+        nodes,
+        "--nproc_per_node",
+        "1",
+        "--max_restarts",
+        "3",
+        "--rdzv_backend",
+        "c10d",
+    ]
+    options += [
+        "--rdzv_id",
+        "job",
+        "--rdzv_endpoint",
+        f"{address}:{port}",
+        "--rdzv_conf",
+        rendezvous,
+    ]
     options += ["--local_addr", f"10.77.0.{number + 1}" if within else address]
     arguments = [str(tmp_path / name) for name in ("script.py", "states", "losses", "struck")]
     with (tmp_path / f"said-{number}").open("ab") as said:
@@ -122,7 +160,9 @@ def agent(
 
 def end(process: subprocess.Popen[bytes]) -> None:
     """Kill a launcher and the ranks, which have sessions of their own."""
-    found = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
+    found = subprocess.run(
+        ["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True
+    ).stdout
     parents = {int(pid): int(parent) for pid, parent in map(str.split, found.splitlines())}
     family = {process.pid}
     for _ in range(4):
@@ -133,7 +173,11 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def lose_one(
-    tmp_path: Path, hosts: list[list[str]], address: str, port: int, lose: Callable[[subprocess.Popen[bytes]], None]
+    tmp_path: Path,
+    hosts: list[list[str]],
+    address: str,
+    port: int,
+    lose: Callable[[subprocess.Popen[bytes]], None],
 ) -> str:
     """Start two hosts, lose the second in the sixth step; what the first one said."""
     (tmp_path / "script.py").write_text(SCRIPT)
@@ -200,11 +244,14 @@ memory.remove()
 @pytest.mark.parametrize("nodes", ["1:2", "2"])
 def test_a_host_comes_back(tmp_path: Path, nodes: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is killed with its memory; the other one goes on alone from what it keeps of both, or waits for it."""
-    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # or torch 2.13 does not tell it where that is
+    monkeypatch.setenv(
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1"
+    )  # or torch 2.13 does not tell it where that is
     (tmp_path / "script.py").write_text(COMES_BACK)
     for number in range(2):
         (tmp_path / f"memory-{number}").mkdir()
-    port, losses = free_port(), tmp_path / "losses"
+    port = free_port()
+    losses = tmp_path / "losses"
     agents = [agent(tmp_path, [], number, "127.0.0.1", port, nodes) for number in range(2)]
     alone = [(5, 1), (6, 1)] if nodes == "1:2" else []
 
@@ -228,7 +275,11 @@ def test_a_host_comes_back(tmp_path: Path, nodes: str, monkeypatch: pytest.Monke
                 end(process)
     done = [line.split() for line in losses.read_text().splitlines()]
     again = [(step, 2) for step in range(7 if alone else 5, 9)]
-    assert [(int(step), int(size)) for step, _, size in done] == [*((step, 2) for step in range(1, 6)), *alone, *again]
+    assert [(int(step), int(size)) for step, _, size in done] == [
+        *((step, 2) for step in range(1, 6)),
+        *alone,
+        *again,
+    ]
     expected = uninterrupted()
     for step, loss, _ in done:
         assert float(loss) == pytest.approx(expected[int(step) - 1], rel=1e-12, abs=0)

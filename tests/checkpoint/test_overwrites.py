@@ -7,7 +7,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, FunnelForMaskedLM, LlamaForCausalLM, LlamaModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    FunnelForMaskedLM,
+    LlamaForCausalLM,
+    LlamaModel,
+)
 from transformers.models.youtu import YoutuForCausalLM
 
 import hfscale
@@ -68,7 +74,9 @@ class WritingLlama(LlamaForCausalLM):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.model = self.kind(config)
-        for layer in self.model.layers:  # the host skips modules of foreign classes that have nothing to initialize
+        for layer in (
+            self.model.layers
+        ):  # the host skips modules of foreign classes that have nothing to initialize
             for module in (layer.self_attn.q_proj, layer.mlp, layer.input_layernorm):
                 module.register_buffer("scratch", torch.zeros(2), persistent=False)
         self.post_init()
@@ -88,7 +96,9 @@ class ComputingLlama(WritingLlama):
 
 @pytest.fixture(scope="module")
 def youtu() -> Any:
-    return tiny_clone(AutoConfig.for_model("youtu"), layers=2, vocab_size=VOCABULARY, pad_token_id=None)
+    return tiny_clone(
+        AutoConfig.for_model("youtu"), layers=2, vocab_size=VOCABULARY, pad_token_id=None
+    )
 
 
 def _saved(model: nn.Module, pad: int | None, directory: str) -> str:
@@ -101,7 +111,9 @@ def _saved(model: nn.Module, pad: int | None, directory: str) -> str:
     return directory
 
 
-def differing(directory: str, layout: hfscale.ParallelConfig, auto_class: Any, **kwargs: Any) -> list[str]:
+def differing(
+    directory: str, layout: hfscale.ParallelConfig, auto_class: Any, **kwargs: Any
+) -> list[str]:
     """Parameters and buffers of this rank that are not stock's."""
     stock = auto_class.from_pretrained(directory)
     model = hfscale.from_pretrained(directory, parallel=layout, auto_class=auto_class, **kwargs)
@@ -109,23 +121,36 @@ def differing(directory: str, layout: hfscale.ParallelConfig, auto_class: Any, *
     found = [
         planned.name
         for planned, parameter in runtime.parameters()
-        if not torch.equal(local_tensor(parameter), planned.take(stock.get_parameter(planned.name), runtime.mesh.ranks))
+        if not torch.equal(
+            local_tensor(parameter),
+            planned.take(stock.get_parameter(planned.name), runtime.mesh.ranks),
+        )
     ]
     buffers = dict(stock.named_buffers())
-    return found + [name for name, buffer in model.named_buffers() if not torch.equal(buffer, buffers[name])]
+    return found + [
+        name for name, buffer in model.named_buffers() if not torch.equal(buffer, buffers[name])
+    ]
 
 
 @pytest.mark.daily("last-pp2", "first half-tp2")
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("pad", [1, VOCABULARY // 2 + 3, VOCABULARY - 1], ids=["first half", "second half", "last"])
-def test_the_padding_row_of_a_whole_embedding(youtu: Any, pools: Any, pad: int, layout: str) -> None:
+@pytest.mark.parametrize(
+    "pad", [1, VOCABULARY // 2 + 3, VOCABULARY - 1], ids=["first half", "second half", "last"]
+)
+def test_the_padding_row_of_a_whole_embedding(
+    youtu: Any, pools: Any, pad: int, layout: str
+) -> None:
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as directory:
         _saved(YoutuForCausalLM(youtu), pad, directory)
         stock = YoutuForCausalLM.from_pretrained(directory)
-        assert stock.model.embed_tokens.weight[pad].abs().max() == 0, "stock zeroes no row: this tests nothing"
+        assert stock.model.embed_tokens.weight[pad].abs().max() == 0, (
+            "stock zeroes no row: this tests nothing"
+        )
         assert stock.model.embed_tokens.weight.abs().sum(1).count_nonzero() == VOCABULARY - 1
-        found = pools(2).run(differing, directory, hfscale.ParallelConfig(**LAYOUTS[layout]), AutoModelForCausalLM)
+        found = pools(2).run(
+            differing, directory, hfscale.ParallelConfig(**LAYOUTS[layout]), AutoModelForCausalLM
+        )
     assert found == [[], []]
 
 
@@ -135,7 +160,9 @@ def test_a_row_written_by_another_module_than_holds_it(pools: Any) -> None:
     with tempfile.TemporaryDirectory() as directory:
         _saved(FunnelForMaskedLM(config), 40, directory)
         for layout in ({"dp_shard_size": 2}, {"dp_replicate_size": 2}):
-            assert pools(2).run(differing, directory, hfscale.ParallelConfig(**layout), FunnelForMaskedLM) == [[], []]
+            assert pools(2).run(
+                differing, directory, hfscale.ParallelConfig(**layout), FunnelForMaskedLM
+            ) == [[], []]
 
 
 @pytest.mark.parametrize("layout", ["one process", *LAYOUTS])
@@ -145,7 +172,9 @@ def test_writes_of_every_kind(pools: Any, tmp_path: Path, layout: str) -> None:
     if layout == "one process":
         found = [differing(directory, hfscale.ParallelConfig(), WritingLlama)]
     else:
-        found = pools(2).run(differing, directory, hfscale.ParallelConfig(**LAYOUTS[layout]), WritingLlama)
+        found = pools(2).run(
+            differing, directory, hfscale.ParallelConfig(**LAYOUTS[layout]), WritingLlama
+        )
     assert not any(found)
 
 

@@ -36,7 +36,9 @@ class Host:
         ("cuda:1", True, {"": "cuda:1"}),
     ],
 )
-def test_weights_go_to_the_device_of_the_rank(device: str, quantized: bool, expected: dict[str, str]) -> None:
+def test_weights_go_to_the_device_of_the_rank(
+    device: str, quantized: bool, expected: dict[str, str]
+) -> None:
     """Unasked, the host reads into the CPU's memory, and quantizes on the first GPU also where the run is the CPU's."""
     quantization = BitsAndBytesConfig(load_in_4bit=True) if quantized else None
     planned = hfscale.plan(tiny("llama"), quantization_config=quantization)
@@ -47,11 +49,17 @@ def test_weights_go_to_the_device_of_the_rank(device: str, quantized: bool, expe
     assert given == {name: torch.device(place) for name, place in expected.items()}
 
 
-def test_a_loaded_model_does_not_look_dispatched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loaded_model_does_not_look_dispatched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     AutoModelForCausalLM.from_config(tiny("llama")).save_pretrained(tmp_path)
     expected = hfscale.from_pretrained(str(tmp_path))
-    monkeypatch.setattr("hfscale.checkpoint.load._placed", lambda *_: {"device_map": {"": torch.device("cpu")}})
+    monkeypatch.setattr(
+        "hfscale.checkpoint.load._placed", lambda *_: {"device_map": {"": torch.device("cpu")}}
+    )
     model = hfscale.from_pretrained(str(tmp_path))
     assert not hasattr(model, "hf_device_map")
-    for (name, value), (_, other) in zip(model.named_parameters(), expected.named_parameters(), strict=True):
+    for (name, value), (_, other) in zip(
+        model.named_parameters(), expected.named_parameters(), strict=True
+    ):
         assert torch.equal(value, other), name

@@ -85,7 +85,10 @@ def run(path: str, layout: dict[str, Any], tokens: int, new: int) -> float:
 @pytest.mark.parametrize(
     ("kind", "tokens", "axis"),
     [
-        *((kind, tokens, "tp_size") for kind, tokens in (("untied", 72), ("bias", 71), ("fused", 80), ("tied", 61))),
+        *(
+            (kind, tokens, "tp_size")
+            for kind, tokens in (("untied", 72), ("bias", 71), ("fused", 80), ("tied", 61))
+        ),
         *(("tied", 72, axis) for axis in ("dp_shard_size", "pp_size")),
     ],
 )
@@ -99,7 +102,8 @@ def test_resized(pools: Pools, tmp_path: Path, kind: str, tokens: int, axis: str
     losses = pools(2).run(run, str(tmp_path), {axis: 2}, tokens, int(new))
     assert losses == pytest.approx([wanted, wanted], rel=1e-13)
     stock.save_pretrained(tmp_path / "wanted")
-    found, expected = stored(tmp_path / "out"), stored(tmp_path / "wanted")
+    found = stored(tmp_path / "out")
+    expected = stored(tmp_path / "wanted")
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.allclose(found[name], tensor, rtol=1e-14, atol=1e-15), name
@@ -110,7 +114,10 @@ def test_resized(pools: Pools, tmp_path: Path, kind: str, tokens: int, axis: str
 def test_over_four_bits(tmp_path: Path) -> None:
     save("untied", tmp_path)
     model = hfscale.from_pretrained(
-        str(tmp_path), resize_token_embeddings=72, dtype=torch.float32, quantization_config=four_bits()
+        str(tmp_path),
+        resize_token_embeddings=72,
+        dtype=torch.float32,
+        quantization_config=four_bits(),
     )
     assert model.get_output_embeddings().weight.shape[0] == 72
     rows = model.get_input_embeddings().weight

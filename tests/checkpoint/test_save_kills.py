@@ -19,13 +19,25 @@ from ..sweeps import cases
 from ..tiny_models import tiny
 from .kills import contents, killed_at_each_event
 
-OTHERS = {"notes.txt": "mine", "tokenizer.json": "{}", "checkpoint-500/model.safetensors": "x", "runs/a/events": "log"}
-SIZES = {"1 to 1": ("5GB", "5GB"), "8 to 8": ("3KB", "3KB"), "8 to 1": ("3KB", "5GB"), "1 to 8": ("5GB", "3KB")}
+OTHERS = {
+    "notes.txt": "mine",
+    "tokenizer.json": "{}",
+    "checkpoint-500/model.safetensors": "x",
+    "runs/a/events": "log",
+}
+SIZES = {
+    "1 to 1": ("5GB", "5GB"),
+    "8 to 8": ("3KB", "3KB"),
+    "8 to 1": ("3KB", "5GB"),
+    "1 to 8": ("5GB", "3KB"),
+}
 
 
 def model_of(value: float, **changes: Any) -> Any:
     """A model of which every weight is ``value``."""
-    return fill(hfscale.from_config(tiny("llama", num_hidden_layers=1, hidden_size=16, **changes)), value)
+    return fill(
+        hfscale.from_config(tiny("llama", num_hidden_layers=1, hidden_size=16, **changes)), value
+    )
 
 
 def fill(model: Any, value: float) -> Any:
@@ -59,7 +71,9 @@ def own_model(directory: Path) -> set[float]:
     return values(hfscale.from_pretrained(directory))
 
 
-def check_kills(root: Path, model: Any, readers: Sequence[Callable[[Path], set[float]]], **options: Any) -> int:
+def check_kills(
+    root: Path, model: Any, readers: Sequence[Callable[[Path], set[float]]], **options: Any
+) -> int:
     """Save ``model``, of twos, over a copy of ``root/old``, of ones, with files of others beside, and kill that.
 
     Returns:
@@ -72,7 +86,9 @@ def check_kills(root: Path, model: Any, readers: Sequence[Callable[[Path], set[f
         shutil.rmtree(target.parent, ignore_errors=True)
         shutil.copytree(root / "old", target, symlinks=True)
 
-    for number in killed_at_each_event(lambda: hfscale.save_pretrained(model, target, **options), prepare):
+    for number in killed_at_each_event(
+        lambda: hfscale.save_pretrained(model, target, **options), prepare
+    ):
         kills += number > 0
         if (target / ".complete").exists():
             readers[-1](target)  # finishes it, unless nothing has been moved yet
@@ -92,23 +108,31 @@ def test_a_killed_save(tmp_path: Path, sizes: str) -> None:
     """Whether transformers reads it then, or hfscale."""
     first, second = SIZES[sizes]
     hfscale.save_pretrained(model_of(1.0), tmp_path / "old", max_shard_size=first)
-    assert check_kills(tmp_path, model_of(2.0), [stock_model, own_model], max_shard_size=second) > 50
+    assert (
+        check_kills(tmp_path, model_of(2.0), [stock_model, own_model], max_shard_size=second) > 50
+    )
 
 
 @pytest.mark.slow
-def test_a_killed_save_where_directories_cannot_be_exchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_save_where_directories_cannot_be_exchanged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """hfscale finishes it, and may be killed in that too."""
     monkeypatch.setattr(replace, "_trade_names", cannot)
     hfscale.save_pretrained(model_of(1.0), tmp_path / "old", max_shard_size="5GB")
     assert check_kills(tmp_path, model_of(2.0), [own_model], max_shard_size="3KB") > 50
     ends = []
-    for number in killed_at_each_event(lambda: hfscale.save_pretrained(model_of(3.0), tmp_path / "old"), int):
+    for number in killed_at_each_event(
+        lambda: hfscale.save_pretrained(model_of(3.0), tmp_path / "old"), int
+    ):
         ends += [own_model(tmp_path / "old")] if number % 9 == 0 else []
     assert ends[-1] == {3.0}
     assert ends.index({3.0}) == ends.count({1.0}) > 0
 
 
-def test_what_was_saved_after_a_killed_save_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_saved_after_a_killed_save_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By transformers, say, of which nobody finishes the move."""
     target = tmp_path / "target"
     hfscale.save_pretrained(model_of(1.0), target)
@@ -136,7 +160,9 @@ def test_a_killed_save_of_an_adapter(tmp_path: Path) -> None:
         return fill(hfscale.from_pretrained(base, peft_config=config), value)
 
     def stock(directory: Path) -> set[float]:
-        return values(PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), directory)) - {0.0}
+        return values(
+            PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), directory)
+        ) - {0.0}
 
     def own(directory: Path) -> set[float]:
         return values(hfscale.from_pretrained(base, peft_config=str(directory))) - {0.0}

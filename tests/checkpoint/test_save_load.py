@@ -38,12 +38,18 @@ def load_and_save(source: str, target: str, layout: dict[str, int]) -> None:
 @pytest.mark.daily("llama-False-layout3", "gpt2-True-layout2", "qwen3-True-layout0")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("family", "tied"), [("llama", False), ("gpt2", True), ("qwen3", True)])
-def test_round_trip_is_bit_exact(pools: Pools, tmp_path: Path, family: str, tied: bool, layout: dict[str, int]) -> None:
+def test_round_trip_is_bit_exact(
+    pools: Pools, tmp_path: Path, family: str, tied: bool, layout: dict[str, int]
+) -> None:
     torch.manual_seed(0)
     kwargs = {} if family == "gpt2" else {"num_key_value_heads": 4}
-    stock = AutoModelForCausalLM.from_config(tiny(family, tie_word_embeddings=tied, **kwargs), dtype=torch.bfloat16)
+    stock = AutoModelForCausalLM.from_config(
+        tiny(family, tie_word_embeddings=tied, **kwargs), dtype=torch.bfloat16
+    )
     stock.save_pretrained(tmp_path / "in")
-    pools(ParallelConfig(**layout).total_size).run(load_and_save, str(tmp_path / "in"), str(tmp_path / "out"), layout)
+    pools(ParallelConfig(**layout).total_size).run(
+        load_and_save, str(tmp_path / "in"), str(tmp_path / "out"), layout
+    )
     stored = load_file(tmp_path / "in" / "model.safetensors")
     found: dict[str, torch.Tensor] = {}
     for file in (tmp_path / "out").glob("*.safetensors"):
@@ -60,14 +66,18 @@ def test_round_trip_is_bit_exact(pools: Pools, tmp_path: Path, family: str, tied
     assert plain.dtype == torch.bfloat16
     assert type(plain) is type(stock)
     for file in ("config.json", "generation_config.json"):
-        assert json.loads((tmp_path / "out" / file).read_text()) == json.loads((tmp_path / "in" / file).read_text())
+        assert json.loads((tmp_path / "out" / file).read_text()) == json.loads(
+            (tmp_path / "in" / file).read_text()
+        )
 
 
 def save_new(target: str, layout: dict[str, int]) -> None:
     model = hfscale.from_config(config_of("gpt_neox"), parallel=ParallelConfig(**layout))
     with pytest.raises(ConfigError, match=r"save_pretrained\(push_to_hub=...\) cannot be used"):
         model.save_pretrained(target, push_to_hub=True)
-    model.save_pretrained(target, is_main_process=torch.distributed.get_rank() == 0)  # as stock loops do
+    model.save_pretrained(
+        target, is_main_process=torch.distributed.get_rank() == 0
+    )  # as stock loops do
 
 
 @pytest.mark.parametrize("layout", [{"dp_shard_size": 2}, {"pp_size": 2}], ids=str)
@@ -77,25 +87,38 @@ def test_a_model_that_was_never_loaded_is_stored_under_the_host_s_names(
     """FSDP2 gives the model a class of another name, under which the host knows no stored names."""
     AutoModelForCausalLM.from_config(config_of("gpt_neox")).save_pretrained(tmp_path / "stock")
     pools(2).run(save_new, str(tmp_path / "ours"), layout)
-    names = {where: set(load_file(tmp_path / where / "model.safetensors")) for where in ("stock", "ours")}
+    names = {
+        where: set(load_file(tmp_path / where / "model.safetensors")) for where in ("stock", "ours")
+    }
     assert names["ours"] == names["stock"]
 
 
 def save_fresh(family: str, target: str, layout: dict[str, int], seed: int) -> list[str]:
-    model = hfscale.from_config(tiny(family), parallel=ParallelConfig(**layout), seed=seed, dtype=torch.float32)
+    model = hfscale.from_config(
+        tiny(family), parallel=ParallelConfig(**layout), seed=seed, dtype=torch.float32
+    )
     hfscale.save_pretrained(model, target)
     logits = model.eval()(input_ids=IDS).logits
-    return [type(model).__name__, str(model.training), str(logits.shape), f"{logits.double().sum().item():.4f}"]
+    return [
+        type(model).__name__,
+        str(model.training),
+        str(logits.shape),
+        f"{logits.double().sum().item():.4f}",
+    ]
 
 
 @pytest.mark.daily("llama")
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_random_weights_do_not_depend_on_the_layout(pools: Pools, tmp_path: Path, family: str) -> None:
+def test_random_weights_do_not_depend_on_the_layout(
+    pools: Pools, tmp_path: Path, family: str
+) -> None:
     expected = save_fresh(family, str(tmp_path / "one"), {}, 3)
     one = load_file(tmp_path / "one" / "model.safetensors")
     for index, layout in enumerate([{"tp_size": 2}, {"tp_size": 2, "dp_shard_size": 2}]):
         target = tmp_path / str(index)
-        found = pools(ParallelConfig(**layout).total_size).run(save_fresh, family, str(target), layout, 3)
+        found = pools(ParallelConfig(**layout).total_size).run(
+            save_fresh, family, str(target), layout, 3
+        )
         assert all(result[2:] == expected[2:] for result in found)
         other = load_file(target / "model.safetensors")
         assert one.keys() == other.keys()
@@ -108,8 +131,11 @@ def test_random_weights_do_not_depend_on_the_layout(pools: Pools, tmp_path: Path
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_random_weights_follow_the_hosts_distribution(family: str) -> None:
     config = tiny(family, **({"n_embd": 128} if family == "gpt2" else {"hidden_size": 128}))
-    stock, ours = AutoModelForCausalLM.from_config(config), hfscale.from_config(config)
-    for (name, mine), (_, theirs) in zip(ours.named_parameters(), stock.named_parameters(), strict=True):
+    stock = AutoModelForCausalLM.from_config(config)
+    ours = hfscale.from_config(config)
+    for (name, mine), (_, theirs) in zip(
+        ours.named_parameters(), stock.named_parameters(), strict=True
+    ):
         assert mine.std().item() == pytest.approx(theirs.std().item(), rel=0.1, abs=1e-9), name
         assert mine.mean().item() == pytest.approx(theirs.mean().item(), abs=0.003), name
     for (name, mine), (_, theirs) in zip(ours.named_buffers(), stock.named_buffers(), strict=True):
@@ -123,10 +149,14 @@ def head_shares(path: str, layout: dict[str, int]) -> tuple[dict[str, int], torc
 
 def test_missing_weights_are_initialized_alike(pools: Pools, tmp_path: Path) -> None:
     """A checkpoint of the base model, without its prefix and without a head."""
-    AutoModelForCausalLM.from_config(tiny("llama"), dtype=torch.float32).model.save_pretrained(tmp_path)
+    AutoModelForCausalLM.from_config(tiny("llama"), dtype=torch.float32).model.save_pretrained(
+        tmp_path
+    )
     _, whole = head_shares(str(tmp_path), {})
     assert whole.std() == pytest.approx(0.02, rel=0.2)
-    for ranks, share in pools(4).run(head_shares, str(tmp_path), {"tp_size": 2, "dp_shard_size": 2}):
+    for ranks, share in pools(4).run(
+        head_shares, str(tmp_path), {"tp_size": 2, "dp_shard_size": 2}
+    ):
         rows = whole.chunk(2)[ranks["tp"]].chunk(2)[ranks["dp_shard"]]
         assert torch.equal(share, rows)
 
@@ -149,10 +179,16 @@ def bytes_read(path: str, layout: dict[str, int]) -> int:
 
 
 def test_a_rank_reads_its_rows_only(pools: Pools, tmp_path: Path) -> None:
-    model = AutoModelForCausalLM.from_config(tiny("llama", vocab_size=68, intermediate_size=64), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(
+        tiny("llama", vocab_size=68, intermediate_size=64), dtype=torch.float32
+    )
     model.save_pretrained(tmp_path)
     whole = sum(p.numel() * 4 for p in model.parameters())
-    by_columns = sum(p.numel() * 4 for name, p in model.named_parameters() if "o_proj" in name or "down_proj" in name)
+    by_columns = sum(
+        p.numel() * 4
+        for name, p in model.named_parameters()
+        if "o_proj" in name or "down_proj" in name
+    )
     norms = sum(p.numel() * 4 for name, p in model.named_parameters() if "norm" in name)
     for read in pools(4).run(bytes_read, str(tmp_path), {"dp_shard_size": 4}):
         assert read == whole // 4
@@ -206,17 +242,22 @@ def save_on_a_full_disk(path: str, target: str, layout: dict[str, int]) -> list[
 
 
 @pytest.mark.parametrize("layout", [{"tp_size": 2}, {"pp_size": 2}])
-def test_a_failed_write_leaves_the_old_checkpoint(pools: Pools, tmp_path: Path, layout: dict[str, int]) -> None:
+def test_a_failed_write_leaves_the_old_checkpoint(
+    pools: Pools, tmp_path: Path, layout: dict[str, int]
+) -> None:
     AutoModelForCausalLM.from_config(tiny("llama")).save_pretrained(tmp_path / "in")
     shutil.copytree(tmp_path / "in", tmp_path / "out")
     before = {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()}
-    for messages in pools(2).run(save_on_a_full_disk, str(tmp_path / "in"), str(tmp_path / "out"), layout):
+    for messages in pools(2).run(
+        save_on_a_full_disk, str(tmp_path / "in"), str(tmp_path / "out"), layout
+    ):
         assert "No space left" in messages[0]
     assert {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()} == before
 
 
 def test_a_new_checkpoint_replaces_all_files_of_the_old(tmp_path: Path) -> None:
-    big, small = tiny("llama", num_hidden_layers=4), tiny("llama")
+    big = tiny("llama", num_hidden_layers=4)
+    small = tiny("llama")
     hfscale.save_pretrained(hfscale.from_config(big), tmp_path, max_shard_size="30KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     hfscale.save_pretrained(hfscale.from_config(small), tmp_path)

@@ -46,23 +46,48 @@ EMBEDDINGS = [("llama", "model.embed_tokens"), ("gpt2", "transformer.wte")]
 
 
 def four_layers(family: str, tied: bool) -> PreTrainedConfig:
-    return tiny(family, tie_word_embeddings=tied, **{"n_layer" if family == "gpt2" else "num_hidden_layers": 4})
+    return tiny(
+        family,
+        tie_word_embeddings=tied,
+        **{"n_layer" if family == "gpt2" else "num_hidden_layers": 4},
+    )
 
 
 def experts(family: str) -> PreTrainedConfig:
     """Checkpoints keep one matrix per expert, models one for all; ``deepseek_v3`` has a buffer in every router."""
-    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 50, "moe_intermediate_size": 16, "vocab_size": 67}
-    sizes |= {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4, "num_experts_per_tok": 2}
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 50,
+        "moe_intermediate_size": 16,
+        "vocab_size": 67,
+    }
+    sizes |= {
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "num_experts_per_tok": 2,
+    }
     if family == "qwen3_moe":
         return Qwen3MoeConfig(**sizes, num_experts=4, head_dim=8)
-    heads = {"q_lora_rank": None, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}
-    return DeepseekV3Config(**sizes, **heads, n_routed_experts=4, n_group=1, topk_group=1, first_k_dense_replace=1)
+    heads = {
+        "q_lora_rank": None,
+        "kv_lora_rank": 8,
+        "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+    }
+    return DeepseekV3Config(
+        **sizes, **heads, n_routed_experts=4, n_group=1, topk_group=1, first_k_dense_replace=1
+    )
 
 
 def shares(model: Any) -> dict[str, tuple[dict[str, int], Tensor]]:
     """What this rank holds, by owned name."""
     runtime = runtime_of(model)
-    return {p.name: (runtime.mesh.ranks, local_tensor(t.detach()).clone()) for p, t in runtime.parameters()}
+    return {
+        p.name: (runtime.mesh.ranks, local_tensor(t.detach()).clone())
+        for p, t in runtime.parameters()
+    }
 
 
 # Reading
@@ -96,7 +121,9 @@ def bytes_read(path: str, layout: Layout) -> tuple[int, int]:
 def test_a_rank_reads_its_stages_only(
     pools: Pools, tmp_path: Path, tied: bool, layout: Layout, first: tuple[int, ...]
 ) -> None:
-    config = tiny("llama", num_hidden_layers=4, vocab_size=68, intermediate_size=64, tie_word_embeddings=tied)
+    config = tiny(
+        "llama", num_hidden_layers=4, vocab_size=68, intermediate_size=64, tie_word_embeddings=tied
+    )
     stock = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     stock.save_pretrained(tmp_path)
     sizes = {name: parameter.numel() * 4 for name, parameter in stock.named_parameters()}
@@ -105,7 +132,9 @@ def test_a_rank_reads_its_stages_only(
     for name, size in sizes.items():
         if ".layers." in name:
             around[int(name.split(".")[2]) not in first] += size
-    for rank, read in pools(ParallelConfig(**layout).total_size).run(bytes_read, str(tmp_path), layout):
+    for rank, read in pools(ParallelConfig(**layout).total_size).run(
+        bytes_read, str(tmp_path), layout
+    ):
         assert read == around[rank] // layout.get("dp_shard_size", 1)
 
 
@@ -120,7 +149,9 @@ def built(build: str, path: str, layout: Layout) -> dict[str, int]:
             model = hfscale.parallelize(whole, ParallelConfig(**layout))
             del whole
         elif build == "from_config":
-            model = hfscale.from_config(config, parallel=ParallelConfig(**layout), dtype=torch.float32)
+            model = hfscale.from_config(
+                config, parallel=ParallelConfig(**layout), dtype=torch.float32
+            )
         else:
             model = hfscale.from_pretrained(path, parallel=ParallelConfig(**layout))
         gc.collect()
@@ -130,7 +161,9 @@ def built(build: str, path: str, layout: Layout) -> dict[str, int]:
         "peak": memory.peak,
         "own": sum(p.untyped_storage().nbytes() for p in model.parameters()),
         "planned": sum(p.numel() for name, p in model.named_parameters()) * 4,
-        "layer": max(sum(p.numel() * 4 for p in layer.parameters()) for layer in model.model.layers),
+        "layer": max(
+            sum(p.numel() * 4 for p in layer.parameters()) for layer in model.model.layers
+        ),
     }
 
 
@@ -150,13 +183,17 @@ def test_other_stages_take_no_memory(pools: Pools, tmp_path: Path, build: str, l
         if build == "from_pretrained":
             assert rank["peak"] <= rank["own"] + slack
         if build == "from_config":
-            assert rank["peak"] <= rank["own"] + rank["layer"] + 3 * slack  # one unit at a time, whole
+            assert (
+                rank["peak"] <= rank["own"] + rank["layer"] + 3 * slack
+            )  # one unit at a time, whole
 
 
 # Random weights
 
 
-def initialized(family: str, tied: bool, layout: Layout, out: str, seed: int) -> tuple[list[str], list[str], bool]:
+def initialized(
+    family: str, tied: bool, layout: Layout, out: str, seed: int
+) -> tuple[list[str], list[str], bool]:
     """Save a fresh model; which units its initialization put into memory, what the rank holds, the mode."""
     units: list[str] = []
     original = torch.nn.Module.to_empty
@@ -171,11 +208,17 @@ def initialized(family: str, tied: bool, layout: Layout, out: str, seed: int) ->
 
     torch.nn.Module.to_empty = to_empty  # type: ignore[method-assign]
     try:
-        model = hfscale.from_config(config, parallel=ParallelConfig(**layout), seed=seed, dtype=torch.float32)
+        model = hfscale.from_config(
+            config, parallel=ParallelConfig(**layout), seed=seed, dtype=torch.float32
+        )
     finally:
         torch.nn.Module.to_empty = original  # type: ignore[method-assign]
     hfscale.save_pretrained(model, out)
-    held = [name for name in names if runtime_of(model).is_local(name) and name.rpartition(".")[2].isdigit()]
+    held = [
+        name
+        for name in names
+        if runtime_of(model).is_local(name) and name.rpartition(".")[2].isdigit()
+    ]
     return [unit for unit in units if "Layer " in unit or "Block " in unit], held, model.training
 
 
@@ -190,7 +233,9 @@ def test_random_weights_do_not_depend_on_stages(
     initialized(family, tied, {}, str(tmp_path / "one"), 3)
     one = load_file(tmp_path / "one" / "model.safetensors")
     world = ParallelConfig(**parallel).total_size
-    for units, held, training in pools(world).run(initialized, family, tied, parallel, str(tmp_path / "out"), 3):
+    for units, held, training in pools(world).run(
+        initialized, family, tied, parallel, str(tmp_path / "out"), 3
+    ):
         assert training
         assert len(units) == len(held) < 4
     out = load_file(tmp_path / "out" / "model.safetensors")
@@ -213,7 +258,9 @@ def loaded(path: str, layout: Layout) -> tuple[dict[str, tuple[dict[str, int], T
         model = hfscale.from_pretrained(path, parallel=ParallelConfig(**layout), seed=9)
     finally:
         logger.removeHandler(handler)
-    return shares(model), [message for message in said if "UNEXPECTED" in message or "MISSING" in message]
+    return shares(model), [
+        message for message in said if "UNEXPECTED" in message or "MISSING" in message
+    ]
 
 
 def assert_shares_equal_one_process(pool: RankPool, path: Path, layout: Layout) -> list[list[str]]:
@@ -241,7 +288,9 @@ def stored(directory: Path) -> Iterator[dict[str, Tensor]]:
 
 @pytest.mark.daily("pp2-tp2")
 @pytest.mark.parametrize("layout", ["interleaved", "pp2-tp2", "pp2-shard2"])
-def test_missing_weights_are_what_one_process_makes(pools: Pools, tmp_path: Path, layout: str) -> None:
+def test_missing_weights_are_what_one_process_makes(
+    pools: Pools, tmp_path: Path, layout: str
+) -> None:
     """A base model's checkpoint: no prefix, no head; and two matrices are lost, of the first and the last layer."""
     stock = AutoModelForCausalLM.from_config(four_layers("llama", tied=False), dtype=torch.float32)
     stock.model.save_pretrained(tmp_path)
@@ -258,7 +307,9 @@ def test_missing_weights_are_what_one_process_makes(pools: Pools, tmp_path: Path
 
 
 @pytest.mark.daily("llama-model.embed_tokens-pp2-embedding", "llama-model.embed_tokens-pp2-both")
-@pytest.mark.parametrize("names", ["embedding", "head", "both", "neither", "embedding without prefix"])
+@pytest.mark.parametrize(
+    "names", ["embedding", "head", "both", "neither", "embedding without prefix"]
+)
 @pytest.mark.parametrize(
     ("family", "embedding", "layout"),
     cases(
@@ -269,7 +320,9 @@ def test_missing_weights_are_what_one_process_makes(pools: Pools, tmp_path: Path
 def test_a_tied_tensor_reaches_both_ends(
     pools: Pools, tmp_path: Path, family: str, embedding: str, names: str, layout: str
 ) -> None:
-    AutoModelForCausalLM.from_config(four_layers(family, tied=True), dtype=torch.float32).save_pretrained(tmp_path)
+    AutoModelForCausalLM.from_config(
+        four_layers(family, tied=True), dtype=torch.float32
+    ).save_pretrained(tmp_path)
     with stored(tmp_path) as tensors:
         weight = tensors.pop(f"{embedding}.weight")
         if names in ("embedding", "both"):
@@ -301,7 +354,9 @@ def test_a_tied_tensor_of_two_values_is_refused(pools: Pools, tmp_path: Path) ->
 @pytest.mark.daily("pp2-shard2-qwen3_moe")
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 @pytest.mark.parametrize("layout", ["zbv", "pp2-shard2"])
-def test_weights_that_the_host_fuses(pools: Pools, tmp_path: Path, family: str, layout: str) -> None:
+def test_weights_that_the_host_fuses(
+    pools: Pools, tmp_path: Path, family: str, layout: str
+) -> None:
     stock = AutoModelForCausalLM.from_config(experts(family), dtype=torch.float32)
     stock.save_pretrained(tmp_path)
     pool = pools(ParallelConfig(**LAYOUTS[layout]).total_size)

@@ -22,7 +22,9 @@ DROPOUT = {"resid_pdrop": 0.2, "embd_pdrop": 0.2, "attn_pdrop": 0.2}
 
 def start(layout: dict[str, Any], seed: int) -> tuple[Any, torch.optim.Optimizer, Any]:
     torch.manual_seed(seed)
-    tied = layout.get("pipeline_schedule") != "pipedream"  # its stages hold weights of different steps
+    tied = (
+        layout.get("pipeline_schedule") != "pipedream"
+    )  # its stages hold weights of different steps
     config = tiny("gpt2", n_layer=4, tie_word_embeddings=tied, **DROPOUT)
     model = hfscale.from_config(config, parallel=ParallelConfig(**layout), seed=seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -30,7 +32,8 @@ def start(layout: dict[str, Any], seed: int) -> tuple[Any, torch.optim.Optimizer
 
 
 def train(run: tuple[Any, torch.optim.Optimizer, Any], steps: range) -> list[float]:
-    model, losses = run[0], []
+    model = run[0]
+    losses = []
     for step in steps:
         generator = torch.Generator().manual_seed(10 * step + hfscale.batch_rank(model))
         ids = torch.randint(0, 67, (4, 9), generator=generator)
@@ -50,7 +53,9 @@ def update(run: tuple[Any, torch.optim.Optimizer, Any]) -> None:
 
 
 def weights(model: Any) -> dict[str, Tensor]:
-    here = model.named_parameters(remove_duplicate=False)  # a tied tensor under the name that the stage has for it
+    here = model.named_parameters(
+        remove_duplicate=False
+    )  # a tied tensor under the name that the stage has for it
     return {name: local_tensor(parameter.detach()).clone() for name, parameter in here}
 
 
@@ -58,7 +63,8 @@ def stop_and_go(layout: dict[str, Any], directory: str) -> None:
     run = start(layout, 0)
     train(run, range(2))
     hfscale.save_state(run[0], directory, optimizer=run[1], scheduler=run[2])
-    expected, end = train(run, range(2, 4)), weights(run[0])
+    expected = train(run, range(2, 4))
+    end = weights(run[0])
 
     resumed = start(layout, 1)  # other weights, other random streams
     train(resumed, range(5, 6))
@@ -133,14 +139,19 @@ def resumed(layout: dict[str, Any], directory: str) -> dict[str, Tensor]:
 
 def test_another_order_of_the_same_stages_resumes(pools: Pools, tmp_path: Path) -> None:
     """What is on which rank counts, and not when it is computed."""
-    pool, directory = pools(2), str(tmp_path / "state")
+    pool = pools(2)
+    directory = str(tmp_path / "state")
     pool.run(written, {"pp_size": 2, "pipeline_schedule": "interleaved1f1b"}, directory)
-    found = pool.run(resumed, {"pp_size": 2, "pipeline_schedule": "looped_bfs", "num_microbatches": 4}, directory)
+    found = pool.run(
+        resumed, {"pp_size": 2, "pipeline_schedule": "looped_bfs", "num_microbatches": 4}, directory
+    )
     expected = weights(start({}, 0)[0])
     assert {name for rank in found for name in rank} == expected.keys() | {"lm_head.weight"}
     for rank in found:
         for name, weight in rank.items():
-            assert torch.equal(weight, expected["transformer.wte.weight" if name == "lm_head.weight" else name]), name
+            assert torch.equal(
+                weight, expected["transformer.wte.weight" if name == "lm_head.weight" else name]
+            ), name
 
 
 def cannot_write(directory: str) -> str:

@@ -44,19 +44,28 @@ def behind(layout: dict[str, Any], directory: str) -> None:
     train(run, range(2))
     mark = Path(directory) / "complete.json"
     with held_disk() as free:
-        hfscale.save_state(run[0], directory, optimizer=run[1], scheduler=run[2], step=2, asynchronous=True)
-        expected, end = train(run, range(2, 4)), weights(run[0])  # weights and states change meanwhile
+        hfscale.save_state(
+            run[0], directory, optimizer=run[1], scheduler=run[2], step=2, asynchronous=True
+        )
+        # weights and states change meanwhile
+        expected = train(run, range(2, 4))
+        end = weights(run[0])
         assert not mark.exists()
         free.set()
         hfscale.save_state(run[0], f"{directory}-next", asynchronous=True)  # waits for the first
         assert mark.exists()
     resumed = start(layout, 1)
-    assert hfscale.load_state(resumed[0], directory, optimizer=resumed[1], scheduler=resumed[2]).step == 2
+    assert (
+        hfscale.load_state(resumed[0], directory, optimizer=resumed[1], scheduler=resumed[2]).step
+        == 2
+    )
     assert train(resumed, range(2, 4)) == expected
     assert all(torch.equal(weight, end[name]) for name, weight in weights(resumed[0]).items())
 
 
-@pytest.mark.parametrize("layout", [{"tp_size": 2}, {"dp_shard_size": 2}, {}], ids=["tp2", "shard2", "one"])
+@pytest.mark.parametrize(
+    "layout", [{"tp_size": 2}, {"dp_shard_size": 2}, {}], ids=["tp2", "shard2", "one"]
+)
 def test_what_was_is_written(pools: Pools, tmp_path: Path, layout: dict[str, Any]) -> None:
     arguments = (layout, str(tmp_path / "state"))
     if layout:
@@ -101,6 +110,8 @@ print("the end")
 
 @pytest.mark.slow
 def test_exit_waits(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", SCRIPT, str(tmp_path / "state")], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(tmp_path / "state")], capture_output=True, text=True
+    )
     assert (done.returncode, done.stdout) == (0, "the end\n"), done.stderr
     assert (tmp_path / "state" / "complete.json").exists()

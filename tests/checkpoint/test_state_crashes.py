@@ -39,7 +39,9 @@ def run() -> tuple[Any, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def save(run: tuple[Any, torch.optim.Optimizer], directory: Path, step: int, **options: Any) -> None:
+def save(
+    run: tuple[Any, torch.optim.Optimizer], directory: Path, step: int, **options: Any
+) -> None:
     """A state of which every weight is its step."""
     with torch.no_grad():
         for parameter in run[0].parameters():
@@ -78,7 +80,9 @@ def in_a_child(work: Callable[[int], None]) -> tuple[int, int]:
         os._exit(code)
 
 
-KILLED: dict[str, tuple[dict[str, int], int, list[str]]] = {  # states that are there, the next step, what is left
+KILLED: dict[
+    str, tuple[dict[str, int], int, list[str]]
+] = {  # states that are there, the next step, what is left
     "first": ({}, 1, ["step-1"]),
     "next": ({"step-1": 1}, 2, ["step-1", "step-2"]),
     "replaced": ({"step-2": 1}, 2, ["step-2"]),
@@ -88,10 +92,13 @@ KILLED: dict[str, tuple[dict[str, int], int, list[str]]] = {  # states that are 
 
 @pytest.mark.daily("first", "replaced")
 @pytest.mark.parametrize("case", KILLED)
-def test_killed_while_saving(run: tuple[Any, torch.optim.Optimizer], tmp_path: Path, case: str) -> None:
+def test_killed_while_saving(
+    run: tuple[Any, torch.optim.Optimizer], tmp_path: Path, case: str
+) -> None:
     """At any file event: the state before it is there, or the new one; where there was none, the run begins anew."""
     before, step, left = KILLED[case]
-    root, found = tmp_path / "states", []
+    root = tmp_path / "states"
+    found = []
     (tmp_path / "before").mkdir()
     for name, number in before.items():
         save(run, tmp_path / "before" / name, number)
@@ -110,7 +117,9 @@ def test_killed_while_saving(run: tuple[Any, torch.optim.Optimizer], tmp_path: P
     assert sorted(path.name for path in root.iterdir()) == left
 
 
-def test_a_killed_first_save_is_told(run: tuple[Any, torch.optim.Optimizer], tmp_path: Path, caplog: Any) -> None:
+def test_a_killed_first_save_is_told(
+    run: tuple[Any, torch.optim.Optimizer], tmp_path: Path, caplog: Any
+) -> None:
     """In one line, and no state is made of it."""
     save(run, tmp_path / "step-1", 1)
     (tmp_path / "step-1").rename(tmp_path / ".step-1.incomplete")
@@ -145,23 +154,36 @@ def test_the_newest_is_of_the_highest_step(
     assert (tmp_path / "step-6").exists()
 
 
-def test_states_of_an_earlier_hfscale(run: tuple[Any, torch.optim.Optimizer], tmp_path: Path) -> None:
+def test_states_of_an_earlier_hfscale(
+    run: tuple[Any, torch.optim.Optimizer], tmp_path: Path
+) -> None:
     """Whose marks have no run, and maybe no step."""
     for step in (1, 2):
         save(run, tmp_path / f"step-{step}", step)
         path = tmp_path / f"step-{step}" / MARK
-        path.write_text(json.dumps({"written": step, "files": json.loads(path.read_text())["files"]}))
+        path.write_text(
+            json.dumps({"written": step, "files": json.loads(path.read_text())["files"]})
+        )
     assert load(run, tmp_path) == 2
     save(run, tmp_path / "step-3", 3, keep_last=1)
     assert load(run, tmp_path) == 3
     assert len(list(tmp_path.iterdir())) == 3
 
 
-WRONG = [{"keep_last": 0}, {"keep_last": -3}, {"keep_last": 1.5}, {"keep_every": True}, {"step": 1.5}, {"step": -1}]
+WRONG = [
+    {"keep_last": 0},
+    {"keep_last": -3},
+    {"keep_last": 1.5},
+    {"keep_every": True},
+    {"step": 1.5},
+    {"step": -1},
+]
 
 
 @pytest.mark.parametrize("wrong", WRONG, ids=str)
-def test_numbers_that_are_none(run: tuple[Any, torch.optim.Optimizer], tmp_path: Path, wrong: dict[str, Any]) -> None:
+def test_numbers_that_are_none(
+    run: tuple[Any, torch.optim.Optimizer], tmp_path: Path, wrong: dict[str, Any]
+) -> None:
     with pytest.raises(ConfigError, match=r"must be|is invalid"):
         hfscale.save_state(run[0], tmp_path / "states" / "step-1", **wrong)
     assert not list(tmp_path.iterdir())
@@ -169,23 +191,33 @@ def test_numbers_that_are_none(run: tuple[Any, torch.optim.Optimizer], tmp_path:
 
 @pytest.mark.parametrize("name", ["", "/", "."])
 def test_directories_that_cannot_be_states(
-    run: tuple[Any, torch.optim.Optimizer], tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+    run: tuple[Any, torch.optim.Optimizer],
+    tmp_path: Path,
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises((ConfigError, CheckpointError), match=r"the directory to write must|the current directory"):
+    with pytest.raises(
+        (ConfigError, CheckpointError), match=r"the directory to write must|the current directory"
+    ):
         save(run, name, 1)  # type: ignore[arg-type]
 
 
-def test_a_planted_link_a_file_and_a_lock(run: tuple[Any, torch.optim.Optimizer], tmp_path: Path) -> None:
+def test_a_planted_link_a_file_and_a_lock(
+    run: tuple[Any, torch.optim.Optimizer], tmp_path: Path
+) -> None:
     """None of them is followed, moved away or waited for."""
-    victim, states = tmp_path / "victim", tmp_path / "states"
+    victim = tmp_path / "victim"
+    states = tmp_path / "states"
     victim.mkdir()
     (victim / "thesis.tex").write_text("years")
     states.mkdir()
     for name in (".step-1.incomplete", ".step-1.old"):
         (states / name).symlink_to(victim)
     (states / "notes").write_text("mine")
-    with pytest.raises(CheckpointError, match="notes is a file, and a directory is to be written there"):
+    with pytest.raises(
+        CheckpointError, match="notes is a file, and a directory is to be written there"
+    ):
         save(run, states / "notes", 1)
     handle = os.open(states, os.O_RDONLY)
     fcntl.flock(handle, fcntl.LOCK_EX)
@@ -208,8 +240,14 @@ def flip(content: bytearray) -> None:
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "truncated": (lambda d: edit(d / "rank-00000.safetensors", lambda c: c[:-100]), r"has [\d,]+ of [\d,]+ bytes"),
-    "flipped bit": (lambda d: edit(d / "rank-00000.safetensors", flip), "rank-00000.safetensors was changed after"),
+    "truncated": (
+        lambda d: edit(d / "rank-00000.safetensors", lambda c: c[:-100]),
+        r"has [\d,]+ of [\d,]+ bytes",
+    ),
+    "flipped bit": (
+        lambda d: edit(d / "rank-00000.safetensors", flip),
+        "rank-00000.safetensors was changed after",
+    ),
     "missing": (lambda d: (d / "rank-00000.pt").unlink(), "rank-00000.pt is missing"),
     "index": (lambda d: edit(d / "state.json", flip), "state.json was changed after"),
     "unfinished": (lambda d: (d / MARK).unlink(), "the save was interrupted"),
@@ -218,13 +256,17 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_damaged(run: tuple[Any, torch.optim.Optimizer], tmp_path: Path, damage: str, caplog: Any) -> None:
+def test_damaged(
+    run: tuple[Any, torch.optim.Optimizer], tmp_path: Path, damage: str, caplog: Any
+) -> None:
     """It is told in words, never used, and the one before it is."""
     change, words = DAMAGE[damage]
     save(run, tmp_path / "step-1", 1)
     save(run, tmp_path / "step-2", 2)
     change(tmp_path / "step-2")
-    with pytest.raises(CheckpointError, match=rf"step-2 cannot be used.*{words}.*no complete state"):
+    with pytest.raises(
+        CheckpointError, match=rf"step-2 cannot be used.*{words}.*no complete state"
+    ):
         load(run, tmp_path / "step-2")
     assert load(run, tmp_path) == 1
     assert load(run, tmp_path / "latest") == 1
@@ -277,9 +319,13 @@ def test_two_jobs(run: tuple[Any, torch.optim.Optimizer], tmp_path: Path) -> Non
     assert load(run, tmp_path) == 3
 
 
-def test_other_things_are_not_replaced(run: tuple[Any, torch.optim.Optimizer], tmp_path: Path) -> None:
+def test_other_things_are_not_replaced(
+    run: tuple[Any, torch.optim.Optimizer], tmp_path: Path
+) -> None:
     (tmp_path / "thesis.tex").write_text("years")
-    with pytest.raises(CheckpointError, match=r"has other files \(thesis.tex\), which a state would replace"):
+    with pytest.raises(
+        CheckpointError, match=r"has other files \(thesis.tex\), which a state would replace"
+    ):
         save(run, tmp_path, 1)
     assert (tmp_path / "thesis.tex").read_text() == "years"
 
@@ -309,7 +355,9 @@ def zipped(content: Any, directory: Path) -> bytes:
     return (directory / "crafted").read_bytes()
 
 
-def test_names_outside_of_the_directory(run: tuple[Any, torch.optim.Optimizer], tmp_path: Path) -> None:
+def test_names_outside_of_the_directory(
+    run: tuple[Any, torch.optim.Optimizer], tmp_path: Path
+) -> None:
     save(run, tmp_path / "state", 1)
     mark = json.loads((tmp_path / "state" / MARK).read_text())
     mark["files"]["../../etc/passwd"] = [1, 1]
@@ -341,7 +389,9 @@ def test_a_full_disk(run: tuple[Any, torch.optim.Optimizer], tmp_path: Path) -> 
     size = (tmp_path / "state" / "rank-00000.safetensors").stat().st_size
     for limit in (0, 1000, size // 2, size - 1):
         text = failing(
-            run, tmp_path / "state", lambda limit=limit: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+            run,
+            tmp_path / "state",
+            lambda limit=limit: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
         )
         assert ("could not be written: " in text) != ("the state cannot be taken: " in text), limit
         assert "File too large" in text
@@ -350,7 +400,9 @@ def test_a_full_disk(run: tuple[Any, torch.optim.Optimizer], tmp_path: Path) -> 
 
 
 def test_a_full_file_system(run: tuple[Any, torch.optim.Optimizer], tmp_path: Path) -> None:
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=700k", "tmpfs", str(tmp_path)], capture_output=True)
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=700k", "tmpfs", str(tmp_path)], capture_output=True
+    )
     if done.returncode:
         pytest.skip("no file systems can be mounted here")
     try:
@@ -360,7 +412,9 @@ def test_a_full_file_system(run: tuple[Any, torch.optim.Optimizer], tmp_path: Pa
         while shutil.disk_usage(tmp_path).free > 1.2 * size:
             save(run, tmp_path / f"step-{step}", step)
             step += 1
-        (tmp_path / "other").write_bytes(bytes(max(0, shutil.disk_usage(tmp_path).free - size // 2)))
+        (tmp_path / "other").write_bytes(
+            bytes(max(0, shutil.disk_usage(tmp_path).free - size // 2))
+        )
         with pytest.raises(CheckpointError, match="No space left on device"):
             save(run, tmp_path / f"step-{step}", step)
         assert load(run, tmp_path) == step - 1
@@ -368,7 +422,9 @@ def test_a_full_file_system(run: tuple[Any, torch.optim.Optimizer], tmp_path: Pa
         subprocess.run(["umount", str(tmp_path)], check=True)
 
 
-def test_a_directory_that_cannot_be_written(run: tuple[Any, torch.optim.Optimizer], tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_written(
+    run: tuple[Any, torch.optim.Optimizer], tmp_path: Path
+) -> None:
     save(run, tmp_path / "state", 1)
     for parent in list(tmp_path.parents)[:2]:
         parent.chmod(0o755)
@@ -397,7 +453,8 @@ def lacking(directory: str) -> str:
 
 @pytest.mark.parametrize("name", ["rank-00001.safetensors", "rank-00001.pt"])
 def test_a_file_of_another_rank_is_missing(pools: Pools, tmp_path: Path, name: str) -> None:
-    pool, directory = pools(2), tmp_path / "state"
+    pool = pools(2)
+    directory = tmp_path / "state"
     pool.run(two_ranks, str(directory))
     (directory / name).unlink()
     for message in pool.run(lacking, str(directory)):  # on every rank

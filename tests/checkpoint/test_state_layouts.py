@@ -16,7 +16,8 @@ from ..sweeps import cases
 from .state_runs import LAYOUTS, leg, loaders
 
 Pools = Callable[[int], RankPool]
-WIDE, NARROW = torch.float64, torch.float32
+WIDE = torch.float64
+NARROW = torch.float32
 TOLERANCE = {WIDE: (1e-12, 1e-12), NARROW: (5e-6, 2e-4)}
 """Of losses, and of norms of gradients. In float32 a rounding moves a state to the next of 8-bit values: runs that
 nothing interrupted differ by 3e-6 and 1e-4 after six steps of AdamW, tp2 and one process.
@@ -75,7 +76,8 @@ def assert_same_bits(one: Path, other: Path) -> None:
 def test_goes_on_in_another_layout(
     pools: Pools, tmp_path: Path, kind: str, name: str, dtype: torch.dtype, layouts: list[str]
 ) -> None:
-    name, last = "stock" if name == "few" else name, len(layouts) + 1
+    name = "stock" if name == "few" else name
+    last = len(layouts) + 1
     base = save(wide("llama"), tmp_path / "base") if kind == "four-bit" else None
     expected, weights = leg(kind, name, "one", dtype, range(last), str(tmp_path / "whole"), base)
     directory = str(tmp_path / "legs")
@@ -101,7 +103,12 @@ def test_goes_on_in_another_layout(
 def test_loaders_with_a_state(pools: Pools, tmp_path: Path) -> None:
     """Each distinct batch goes on where it was, on the ranks that are given it now."""
     directory = str(tmp_path / "state")
-    assert pools(4).run(loaders, "tp2-shard2", directory, None) == [0, 0, 100, 100]  # batch rank 1 is further by 100
+    assert pools(4).run(loaders, "tp2-shard2", directory, None) == [
+        0,
+        0,
+        100,
+        100,
+    ]  # batch rank 1 is further by 100
     assert pools(4).run(loaders, "pp2-shard2", directory, directory) == [0, 100, 0, 100]
     assert pools(2).run(loaders, "shard2", directory, directory) == [0, 100]
     for message in pools(2).run(loaders, "tp2", directory, directory):

@@ -38,12 +38,15 @@ DTYPES = (torch.bfloat16, torch.float32, torch.float16, torch.float64)
 
 
 def compressed(form: str, **weights: Any) -> dict[str, Any]:
-    return described_groups(form, {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", **weights})
+    return described_groups(
+        form, {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", **weights}
+    )
 
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [16, 32]}
 PACKED: dict[str, tuple[dict[str, Any], Callable[[Tensor], StoredWeight]]] = {
-    f"{bits} bits": (compressed("pack-quantized", num_bits=bits, group_size=16), integers(bits)) for bits in range(2, 9)
+    f"{bits} bits": (compressed("pack-quantized", num_bits=bits, group_size=16), integers(bits))
+    for bits in range(2, 9)
 }
 CASES: dict[str, tuple[dict[str, Any], Callable[[Tensor], StoredWeight]]] = {
     "fp8": (FP8, fp8((16, 32))),
@@ -55,21 +58,44 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[Tensor], StoredWeight]]] = {
     "fp8, experts in E2M1": (FP8, e2m1_in_fp8),
     "mxfp8": ({"quant_method": "mxfp8", "weight_block_size": [1, 32]}, mxfp8),
     **PACKED,
-    "4 bits, a scale per row": (compressed("pack-quantized", strategy="channel"), integers(4, None)),
-    "4 bits, zero points": (compressed("pack-quantized", group_size=16), integers(4, symmetric=False)),
-    "3 bits, zero points": (compressed("pack-quantized", num_bits=3, group_size=16), integers(3, symmetric=False)),
-    "int8": (compressed("int-quantized", num_bits=8, strategy="channel"), integers(8, None, pack=False)),
-    "int8, zero points": (compressed("int-quantized", num_bits=8), integers(8, 32, False, pack=False)),
+    "4 bits, a scale per row": (
+        compressed("pack-quantized", strategy="channel"),
+        integers(4, None),
+    ),
+    "4 bits, zero points": (
+        compressed("pack-quantized", group_size=16),
+        integers(4, symmetric=False),
+    ),
+    "3 bits, zero points": (
+        compressed("pack-quantized", num_bits=3, group_size=16),
+        integers(3, symmetric=False),
+    ),
+    "int8": (
+        compressed("int-quantized", num_bits=8, strategy="channel"),
+        integers(8, None, pack=False),
+    ),
+    "int8, zero points": (
+        compressed("int-quantized", num_bits=8),
+        integers(8, 32, False, pack=False),
+    ),
     "float8 by rows": (compressed("float-quantized", strategy="channel"), float8(rows=True)),
-    "float8, bfloat16 scale": (compressed("naive-quantized", strategy="tensor"), float8(False, torch.bfloat16)),
+    "float8, bfloat16 scale": (
+        compressed("naive-quantized", strategy="tensor"),
+        float8(False, torch.bfloat16),
+    ),
     "nvfp4": (compressed("nvfp4-pack-quantized", strategy="tensor_group"), nvfp4),
     "mxfp4 in rows": (compressed("mxfp4-pack-quantized", group_size=32), mxfp4_packed),
 }
 
 
-def opened(directory: Path, weight: StoredWeight, described: dict[str, Any], name: str = "m") -> TensorOnDisk:
+def opened(
+    directory: Path, weight: StoredWeight, described: dict[str, Any], name: str = "m"
+) -> TensorOnDisk:
     """The lazy weight of stored tensors."""
-    save_file({name + end: t.contiguous() for end, t in weight.tensors.items()}, directory / "f.safetensors")
+    save_file(
+        {name + end: t.contiguous() for end, t in weight.tensors.items()},
+        directory / "f.safetensors",
+    )
     stored = SafetensorsFile(directory / "f.safetensors").slices()
     ((_, found),) = as_plain(stored, StoredForm(described["quant_method"], described)).items()
     return found
@@ -81,17 +107,23 @@ def spans(draw: Any, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
 
 
 @pytest.mark.parametrize("case", [*CASES, "mxfp4"])
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(data=st.data())
-def test_a_box_is_that_of_the_whole(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: Any) -> None:
+def test_a_box_is_that_of_the_whole(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: Any
+) -> None:
     monkeypatch.setattr(dequantized, "_ENTRIES", data.draw(st.sampled_from([1, 100, 1 << 19])))
     if case == "mxfp4":
-        described, weight = {"quant_method": "mxfp4"}, mxfp4(torch.ones(3, 64, 40))
+        described = {"quant_method": "mxfp4"}
+        weight = mxfp4(torch.ones(3, 64, 40))
     else:
         described, store = CASES[case]
         weight = store(torch.randn(48, 96, generator=torch.Generator().manual_seed(3)))
     found = opened(tmp_path, weight, described)
-    box, dtype = spans(data.draw, found.shape), data.draw(st.sampled_from(DTYPES))
+    box = spans(data.draw, found.shape)
+    dtype = data.draw(st.sampled_from(DTYPES))
     found.load_as(dtype, merged=False)  # type: ignore[attr-defined]
     whole = weight.values(dtype)
     assert found.shape == whole.shape
@@ -116,18 +148,24 @@ def test_blocks_that_do_not_fill_the_weight(tmp_path: Path) -> None:
     """DeepSeek-V3 has 576 rows in blocks of 128; the host refuses 5 scales for them, or guesses other blocks."""
     codes = torch.randn(40, 48).to(torch.float8_e4m3fn)
     scales = torch.rand(3, 2)
-    weight = StoredWeight({".weight": codes, ".weight_scale_inv": scales}, lambda dtype: codes.to(dtype))
+    weight = StoredWeight(
+        {".weight": codes, ".weight_scale_inv": scales}, lambda dtype: codes.to(dtype)
+    )
     found = opened(tmp_path, weight, FP8)
     found.load_as(torch.float32, merged=False)  # type: ignore[attr-defined]
     spread = scales.repeat_interleave(16, 0)[:40].repeat_interleave(32, 1)[:, :48]
     assert torch.equal(found[...], codes.float() * spread)
 
 
-def test_a_box_reads_its_blocks_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_box_reads_its_blocks_and_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     read: list[int] = []
     original = SafetensorsFile.read
     monkeypatch.setattr(
-        SafetensorsFile, "read", lambda self, at, out: (read.append(out.nbytes), original(self, at, out))[1]
+        SafetensorsFile,
+        "read",
+        lambda self, at, out: (read.append(out.nbytes), original(self, at, out))[1],
     )
     described, store = CASES["fp8"]
     found = opened(tmp_path, store(torch.randn(48, 96)), described)
@@ -143,11 +181,15 @@ def test_a_box_reads_its_blocks_and_no_more(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("case", [*CASES, "mxfp4"])
-def test_blocks_that_did_not_change_keep_their_bytes(case: str, tmp_path: Path, monkeypatch: Any) -> None:
+def test_blocks_that_did_not_change_keep_their_bytes(
+    case: str, tmp_path: Path, monkeypatch: Any
+) -> None:
     """One entry changes, and with it its block alone, to the nearest values that the block can hold."""
     monkeypatch.setattr(encoding, "_ENTRIES", 1)
     described, store = ({"quant_method": "mxfp4"}, mxfp4) if case == "mxfp4" else CASES[case]
-    noise = torch.randn(3 if case == "mxfp4" else 1, 64, 96, generator=torch.Generator().manual_seed(3))
+    noise = torch.randn(
+        3 if case == "mxfp4" else 1, 64, 96, generator=torch.Generator().manual_seed(3)
+    )
     weight = store(noise if case == "mxfp4" else noise[0, :48])
     found = opened(tmp_path, weight, described)
     assert isinstance(found, dequantized.DequantizedOnDisk)
@@ -166,7 +208,8 @@ def test_blocks_that_did_not_change_keep_their_bytes(case: str, tmp_path: Path, 
     }
     read = opened(tmp_path, StoredWeight(tensors, weight.values), described)
     read.load_as(torch.float32, merged=False)  # type: ignore[attr-defined]
-    now, before = read[...], weight.values(torch.float32)
+    now = read[...]
+    before = weight.values(torch.float32)
     changed = now != before
     rows, columns = (edges.max() - edges.min() + 1 for edges in changed.nonzero().unbind(1)[-2:])
     scales = found.parts["scales"]
@@ -203,14 +246,20 @@ def test_what_changed_is_quantized_as_the_host_does(tmp_path: Path) -> None:
 
 def test_scales_that_are_no_blocks(tmp_path: Path) -> None:
     codes = torch.zeros(48, 96).to(torch.float8_e4m3fn)
-    weight = StoredWeight({".weight": codes, ".weight_scale_inv": torch.ones(5, 3)}, lambda dtype: codes.to(dtype))
-    with pytest.raises(CheckpointError, match=r"m of shape \(48, 96\) has scales of shape \(5, 3\)"):
+    weight = StoredWeight(
+        {".weight": codes, ".weight_scale_inv": torch.ones(5, 3)}, lambda dtype: codes.to(dtype)
+    )
+    with pytest.raises(
+        CheckpointError, match=r"m of shape \(48, 96\) has scales of shape \(5, 3\)"
+    ):
         opened(tmp_path, weight, FP8)
 
 
 def test_codes_without_scales(tmp_path: Path) -> None:
     codes = torch.zeros(48, 96).to(torch.float8_e4m3fn)
-    with pytest.raises(CheckpointError, match=r"m\.weight is stored in float8_e4m3fn and has no scales beside it"):
+    with pytest.raises(
+        CheckpointError, match=r"m\.weight is stored in float8_e4m3fn and has no scales beside it"
+    ):
         opened(tmp_path, StoredWeight({".weight": codes}, lambda dtype: codes.to(dtype)), FP8)
 
 
@@ -228,4 +277,6 @@ def test_columns_in_another_order(tmp_path: Path) -> None:
 
 
 def test_every_form_is_tried() -> None:
-    assert {way.description["quant_method"] for way in WRITTEN.values()} == forms.FORMS.keys() - {"mxfp8"}
+    assert {way.description["quant_method"] for way in WRITTEN.values()} == forms.FORMS.keys() - {
+        "mxfp8"
+    }

@@ -76,14 +76,23 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], P
     found = {}
     for family, form in PAIRS:
         found[family, form] = tmp_path_factory.mktemp("written")
-        write(CONFIGS[family], WRITTEN[form], found[family, form] / "stored", found[family, form] / "plain")
+        write(
+            CONFIGS[family],
+            WRITTEN[form],
+            found[family, form] / "stored",
+            found[family, form] / "plain",
+        )
     return found
 
 
-def equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
+def equal(
+    found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], dtype: torch.dtype
+) -> None:
     assert found.keys() == expected.keys()
     for name, value in expected.items():
-        assert torch.equal(found[name], value.to(dtype) if value.is_floating_point() else value), name
+        assert torch.equal(found[name], value.to(dtype) if value.is_floating_point() else value), (
+            name
+        )
 
 
 @pytest.mark.filterwarnings("ignore:You passed .quantization_config.")
@@ -97,21 +106,32 @@ def test_one_process_loads_what_the_host_dequantizes(
         pytest.importorskip("compressed_tensors")
     asked = ASKED[WRITTEN[form].description["quant_method"]]
     for dtype in (torch.bfloat16, torch.float32):
-        stock = AutoModelForCausalLM.from_pretrained(directory / "stored", dtype=dtype, quantization_config=asked())
-        ours = hfscale.from_pretrained(directory / "stored", dtype=dtype, quantization_config=asked())
+        stock = AutoModelForCausalLM.from_pretrained(
+            directory / "stored", dtype=dtype, quantization_config=asked()
+        )
+        ours = hfscale.from_pretrained(
+            directory / "stored", dtype=dtype, quantization_config=asked()
+        )
         equal(ours.state_dict(), stock.state_dict(), dtype)
         assert not hasattr(ours.config, "quantization_config")
 
 
 @pytest.mark.parametrize("layout", [{}, {"tp_size": 2}])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_a_table_is_what_the_host_looks_up(dtype: torch.dtype, layout: Layout, pools: Pools, tmp_path: Path) -> None:
+def test_a_table_is_what_the_host_looks_up(
+    dtype: torch.dtype, layout: Layout, pools: Pools, tmp_path: Path
+) -> None:
     """The host keeps the codes of an embedding, and multiplies the rows that it looks up."""
     write(CONFIGS["llama"], WRITTEN["fp8"], tmp_path / "stored", tmp_path / "plain")
-    file, described = tmp_path / "stored/model.safetensors", tmp_path / "stored/config.json"
-    tensors, config = load_file(file), json.loads(described.read_text())
+    file = tmp_path / "stored/model.safetensors"
+    described = tmp_path / "stored/config.json"
+    tensors = load_file(file)
+    config = json.loads(described.read_text())
     whole = table(tensors.pop("model.embed_tokens.weight").float())
-    save_file({**tensors, **{f"model.embed_tokens{end}": part for end, part in whole.tensors.items()}}, file)
+    save_file(
+        {**tensors, **{f"model.embed_tokens{end}": part for end, part in whole.tensors.items()}},
+        file,
+    )
     config["quantization_config"]["modules_to_convert"] = ["model.embed_tokens"]
     described.write_text(json.dumps(config))
     stock = AutoModelForCausalLM.from_pretrained(tmp_path / "stored", dtype=dtype)
@@ -139,12 +159,18 @@ def test_any_dtype(written: dict[tuple[str, str], Path], dtype: torch.dtype) -> 
         equal(ours.state_dict(), plain.state_dict(), dtype)
 
 
-def shares(paths: dict[tuple[str, str], Path], layout: Layout, save: bool) -> dict[tuple[str, str], Any]:
+def shares(
+    paths: dict[tuple[str, str], Path], layout: Layout, save: bool
+) -> dict[tuple[str, str], Any]:
     found = {}
     for pair, path in paths.items():
-        model = hfscale.from_pretrained(path / "stored", parallel=ParallelConfig(**layout), dtype=torch.float32)
+        model = hfscale.from_pretrained(
+            path / "stored", parallel=ParallelConfig(**layout), dtype=torch.float32
+        )
         runtime = runtime_of(model)
-        held = {planned.name: local_tensor(p.detach()).clone() for planned, p in runtime.parameters()}
+        held = {
+            planned.name: local_tensor(p.detach()).clone() for planned, p in runtime.parameters()
+        }
         verify_experts(model, path / "stored")
         found[pair] = runtime.mesh.ranks, held
         if save:
@@ -153,19 +179,26 @@ def shares(paths: dict[tuple[str, str], Path], layout: Layout, save: bool) -> di
 
 
 @pytest.mark.daily("ep2-dp_shard4")
-@pytest.mark.parametrize("layout", cases(LAYOUTS, daily=("tp2", "pp2", "ep2", "dp_shard2", "tp2-pp2", "ep2-dp_shard4")))
+@pytest.mark.parametrize(
+    "layout", cases(LAYOUTS, daily=("tp2", "pp2", "ep2", "dp_shard2", "tp2-pp2", "ep2-dp_shard4"))
+)
 def test_a_rank_s_shares_are_slices_of_the_host_s_values(
     pools: Pools, written: dict[tuple[str, str], Path], layout: str
 ) -> None:
     parallel = ParallelConfig(**LAYOUTS[layout])
-    left_out = {"llama"} if "ep" in layout else {"minimax_m2"} if layout == "tp4" else set()  # they do not fit
+    left_out = (
+        {"llama"} if "ep" in layout else {"minimax_m2"} if layout == "tp4" else set()
+    )  # they do not fit
     paths = {pair: path for pair, path in written.items() if pair[0] not in left_out}
     if layout == "ep2-dp_shard4":  # of every form one
         paths = {pair: paths[pair] for pair in {pair[1]: pair for pair in paths}.values()}
     ranks = pools(parallel.total_size).run(shares, paths, LAYOUTS[layout], layout == "tp2-pp2")
     for pair, path in paths.items():
-        whole = AutoModelForCausalLM.from_pretrained(path / "plain", dtype=torch.float32).state_dict()
-        plan, seen = hfscale.plan(path / "stored", parallel), set()
+        whole = AutoModelForCausalLM.from_pretrained(
+            path / "plain", dtype=torch.float32
+        ).state_dict()
+        plan = hfscale.plan(path / "stored", parallel)
+        seen = set()
         for found in ranks:
             where, held = found[pair]
             for name, share in held.items():
@@ -174,15 +207,20 @@ def test_a_rank_s_shares_are_slices_of_the_host_s_values(
         assert seen == {planned.name for planned in plan.owned()}
 
 
-def test_what_is_saved_is_a_plain_checkpoint(written: dict[tuple[str, str], Path], tmp_path: Path) -> None:
+def test_what_is_saved_is_a_plain_checkpoint(
+    written: dict[tuple[str, str], Path], tmp_path: Path
+) -> None:
     for directory in written.values():
         model = hfscale.from_pretrained(directory / "stored", dtype=torch.float32)
         hfscale.save_pretrained(model, tmp_path / directory.name)
         saved, plain = (
-            load_file(path / "model.safetensors") for path in (tmp_path / directory.name, directory / "plain")
+            load_file(path / "model.safetensors")
+            for path in (tmp_path / directory.name, directory / "plain")
         )
         equal(saved, plain, torch.float32)
-        assert "quantization_config" not in json.loads((tmp_path / directory.name / "config.json").read_text())
+        assert "quantization_config" not in json.loads(
+            (tmp_path / directory.name / "config.json").read_text()
+        )
 
 
 def same_bytes(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -194,7 +232,10 @@ def same_bytes(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
 
 def identical(first: Path, second: Path) -> None:
     same_bytes(*(load_file(path / "model.safetensors") for path in (first, second)))
-    described = [json.loads((path / "config.json").read_text())["quantization_config"] for path in (first, second)]
+    described = [
+        json.loads((path / "config.json").read_text())["quantization_config"]
+        for path in (first, second)
+    ]
     assert described[0] == described[1]
 
 
@@ -216,7 +257,9 @@ def save_as_stored(paths: dict[tuple[str, str], Path], layout: Layout) -> None:
 
 
 @pytest.mark.parametrize("layout", cases(["tp2-pp2", "ep2-dp_shard4"], daily=["tp2-pp2"]))
-def test_ranks_save_it_as_it_was(pools: Pools, written: dict[tuple[str, str], Path], layout: str) -> None:
+def test_ranks_save_it_as_it_was(
+    pools: Pools, written: dict[tuple[str, str], Path], layout: str
+) -> None:
     paths = {pair: written[pair] for pair in (("qwen3_moe", "int4"), ("gpt_oss", "mxfp4"))}
     pools(4).run(save_as_stored, paths, LAYOUTS[layout])
     for path in paths.values():
@@ -232,10 +275,14 @@ def test_trained_weights_are_quantized_again(
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(0.1 * parameter.std() * torch.randn(parameter.shape, generator=generator))
+            parameter.add_(
+                0.1 * parameter.std() * torch.randn(parameter.shape, generator=generator)
+            )
     hfscale.save_pretrained(model, tmp_path / "out", quantization="as_stored")
     asked = ASKED[WRITTEN[pair[1]].description["quant_method"]]
-    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32, quantization_config=asked())
+    stock = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", dtype=torch.float32, quantization_config=asked()
+    )
     ours = hfscale.from_pretrained(tmp_path / "out", dtype=torch.float32)
     equal(ours.state_dict(), stock.state_dict(), torch.float32)
     for name, parameter in model.named_parameters():
@@ -243,9 +290,13 @@ def test_trained_weights_are_quantized_again(
         assert apart <= (0.15 if pair[1] == "mxfp4" else 0.04) * parameter.norm(), name
 
 
-def test_what_was_not_stored_quantized(written: dict[tuple[str, str], Path], tmp_path: Path) -> None:
+def test_what_was_not_stored_quantized(
+    written: dict[tuple[str, str], Path], tmp_path: Path
+) -> None:
     model = hfscale.from_pretrained(written["llama", "fp8"] / "plain")
-    with pytest.raises(ConfigError, match="needs the quantized checkpoint that the model was loaded from"):
+    with pytest.raises(
+        ConfigError, match="needs the quantized checkpoint that the model was loaded from"
+    ):
         hfscale.save_pretrained(model, tmp_path / "out", quantization="as_stored")
     with pytest.raises(ConfigError, match="quantization must be 'as_stored' or None, got 'fp8'"):
         hfscale.save_pretrained(model, tmp_path / "out", quantization="fp8")
@@ -260,10 +311,16 @@ def read_bytes(path: Path, layout: Layout) -> dict[str, int]:
     return dict(read)
 
 
-def test_a_rank_reads_its_own_experts_only(pools: Pools, written: dict[tuple[str, str], Path]) -> None:
+def test_a_rank_reads_its_own_experts_only(
+    pools: Pools, written: dict[tuple[str, str], Path]
+) -> None:
     for pair in (("qwen3_moe", "fp8"), ("deepseek_v3", "int4 experts"), ("gpt_oss", "mxfp4")):
         stored = load_file(written[pair] / "stored" / "model.safetensors")
-        sizes = {key: tensor.nbytes for key, tensor in stored.items() if ".experts." in key and "_bias" not in key}
+        sizes = {
+            key: tensor.nbytes
+            for key, tensor in stored.items()
+            if ".experts." in key and "_bias" not in key
+        }
         whole = sum(size for key, size in sizes.items() if not key.endswith("weight_shape"))
         for read in pools(2).run(read_bytes, written[pair] / "stored", {"ep_size": 2}):
             assert sum(count for key, count in read.items() if key in sizes) == whole // 2, pair
@@ -271,10 +328,13 @@ def test_a_rank_reads_its_own_experts_only(pools: Pools, written: dict[tuple[str
 
 def peak(path: Path, layout: Layout) -> tuple[int, int, int]:
     os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # threads would not be followed
-    entries, dequantized._ENTRIES = dequantized._ENTRIES, 1 << 12
+    entries = dequantized._ENTRIES
+    dequantized._ENTRIES = 1 << 12
     try:
         with follow_memory() as memory:
-            model = hfscale.from_pretrained(path, parallel=ParallelConfig(**layout), dtype=torch.bfloat16)
+            model = hfscale.from_pretrained(
+                path, parallel=ParallelConfig(**layout), dtype=torch.bfloat16
+            )
         sizes = [local_tensor(p.detach()).nbytes for p in model.parameters()]
         return memory.peak, sum(sizes), max(sizes)
     finally:
@@ -284,9 +344,12 @@ def peak(path: Path, layout: Layout) -> tuple[int, int, int]:
 
 @pytest.mark.daily("llama-fp8")
 @pytest.mark.parametrize(
-    ("family", "form"), [("llama", "fp8"), ("llama", "int4"), ("llama", "nvfp4"), ("gpt_oss", "mxfp4")]
+    ("family", "form"),
+    [("llama", "fp8"), ("llama", "int4"), ("llama", "nvfp4"), ("gpt_oss", "mxfp4")],
 )
-def test_peak_memory_is_that_of_a_plain_load(pools: Pools, tmp_path: Path, family: str, form: str) -> None:
+def test_peak_memory_is_that_of_a_plain_load(
+    pools: Pools, tmp_path: Path, family: str, form: str
+) -> None:
     small = CONFIGS[family]
     config = type(small)(**{**small.to_dict(), "hidden_size": 256, "intermediate_size": 768})
     write(config, WRITTEN[form], tmp_path / "stored", tmp_path / "plain")
@@ -300,7 +363,10 @@ def test_peak_memory_is_that_of_a_plain_load(pools: Pools, tmp_path: Path, famil
 
 def test_a_plan_needs_the_config_only(written: dict[tuple[str, str], Path]) -> None:
     for directory in written.values():
-        plans = [hfscale.plan(directory / name, ParallelConfig(tp_size=2)) for name in ("stored", "plain")]
+        plans = [
+            hfscale.plan(directory / name, ParallelConfig(tp_size=2))
+            for name in ("stored", "plain")
+        ]
         assert plans[0] == plans[1]
 
 
@@ -308,7 +374,9 @@ def test_a_clone_of_a_quantized_checkpoint_is_plain(written: dict[tuple[str, str
     config = AutoConfig.from_pretrained(written["llama", "fp8"] / "stored")
     _, parity = verify(config, ParallelConfig())
     assert parity.worst() < 1e-10
-    assert config.quantization_config == WRITTEN["fp8"].description  # the caller's config stays as it was
+    assert (
+        config.quantization_config == WRITTEN["fp8"].description
+    )  # the caller's config stays as it was
 
 
 def test_quantized_again_as_it_loads(written: dict[tuple[str, str], Path]) -> None:
@@ -316,7 +384,9 @@ def test_quantized_again_as_it_loads(written: dict[tuple[str, str], Path]) -> No
     ids = torch.arange(12).view(2, 6)
     for pair in (("llama", "fp8"), ("gpt_oss", "mxfp4")):
         found = [
-            hfscale.from_pretrained(written[pair] / name, dtype=torch.float32, quantization_config=four)(input_ids=ids)
+            hfscale.from_pretrained(
+                written[pair] / name, dtype=torch.float32, quantization_config=four
+            )(input_ids=ids)
             for name in ("stored", "plain")
         ]
         assert torch.equal(found[0].logits, found[1].logits)
@@ -324,43 +394,75 @@ def test_quantized_again_as_it_loads(written: dict[tuple[str, str], Path]) -> No
 
 MERGED = {
     ("llama", "int4"): {"target_modules": ["q_proj", "down_proj"]},
-    ("qwen3_moe", "fp8"): {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj"]},
-    ("deepseek_v3", "int4 experts"): {"target_modules": ["o_proj"], "target_parameters": ["mlp.experts.down_proj"]},
-    ("gpt_oss", "mxfp4"): {"target_modules": ["v_proj"], "target_parameters": ["mlp.experts.down_proj"]},
+    ("qwen3_moe", "fp8"): {
+        "target_modules": ["q_proj"],
+        "target_parameters": ["mlp.experts.gate_up_proj"],
+    },
+    ("deepseek_v3", "int4 experts"): {
+        "target_modules": ["o_proj"],
+        "target_parameters": ["mlp.experts.down_proj"],
+    },
+    ("gpt_oss", "mxfp4"): {
+        "target_modules": ["v_proj"],
+        "target_parameters": ["mlp.experts.down_proj"],
+    },
 }
 
 
 @pytest.mark.daily("pair3")
 @pytest.mark.parametrize("pair", MERGED)
-def test_merged_file_to_file(written: dict[tuple[str, str], Path], tmp_path: Path, pair: tuple[str, str]) -> None:
+def test_merged_file_to_file(
+    written: dict[tuple[str, str], Path], tmp_path: Path, pair: tuple[str, str]
+) -> None:
     """As plain values and as stored, bit by bit what a loaded model writes; untouched tensors byte for byte."""
     stored = written[pair] / "stored"
     lora = LoraConfig(r=2, init_lora_weights=False, **MERGED[pair])
     adapted = hfscale.from_pretrained(stored, peft_config=lora)
     hfscale.save_pretrained(adapted, tmp_path / "adapter")
-    with pytest.raises(ConfigError, match="quantization='as_stored' is of whole weights, and the model has adapters"):
+    with pytest.raises(
+        ConfigError,
+        match="quantization='as_stored' is of whole weights, and the model has adapters",
+    ):
         hfscale.save_pretrained(adapted, tmp_path / "loaded", quantization="as_stored")
-    streamed = dict(hfscale.stream_weights(adapted, merge_adapters=True, quantization_config="as_stored"))
+    streamed = dict(
+        hfscale.stream_weights(adapted, merge_adapters=True, quantization_config="as_stored")
+    )
     merged = hfscale.merge_and_unload(adapted)
     for again in (None, "as_stored"):
         hfscale.save_pretrained(merged, tmp_path / "loaded", quantization=again)
         files = ["--as-stored"] if again else []
         places = [str(path) for path in (stored, tmp_path / "adapter", tmp_path / "out")]
         assert main(["merge", *places, "--overwrite", *files]) == 0
-        found, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "loaded"))
+        found, expected = (
+            load_file(tmp_path / name / "model.safetensors") for name in ("out", "loaded")
+        )
         kept = "e_score_correction_bias"  # the host loads it in float32, however it is stored
-        same_bytes(found, {n: t.to(found[n].dtype) if n.endswith(kept) else t for n, t in expected.items()})
-        described = "quantization_config" in json.loads((tmp_path / "out" / "config.json").read_text())
+        same_bytes(
+            found, {n: t.to(found[n].dtype) if n.endswith(kept) else t for n, t in expected.items()}
+        )
+        described = "quantization_config" in json.loads(
+            (tmp_path / "out" / "config.json").read_text()
+        )
         assert described == (again is not None)
     same_bytes(streamed, found)
     before = load_file(stored / "model.safetensors")
     changed = {name for name, tensor in before.items() if bytes_of(found[name]) != bytes_of(tensor)}
-    targets = ("q_proj", "v_proj", "o_proj", ".down_proj", "gate_proj", "up_proj", "experts.down_proj")
+    targets = (
+        "q_proj",
+        "v_proj",
+        "o_proj",
+        ".down_proj",
+        "gate_proj",
+        "up_proj",
+        "experts.down_proj",
+    )
     assert changed
     assert all(any(target in name for target in targets) for name in changed)
 
 
-def test_a_plain_base_has_no_stored_form(written: dict[tuple[str, str], Path], tmp_path: Path) -> None:
+def test_a_plain_base_has_no_stored_form(
+    written: dict[tuple[str, str], Path], tmp_path: Path
+) -> None:
     plain = written["llama", "fp8"] / "plain"
     adapted = hfscale.from_pretrained(plain, peft_config=LoraConfig(r=2, target_modules=["q_proj"]))
     hfscale.save_pretrained(adapted, tmp_path / "adapter")
@@ -378,26 +480,51 @@ def reload_and_save_state(paths: dict[tuple[str, str], Path], layout: Layout, ou
             for parameter in model.parameters():
                 local_tensor(parameter).zero_()
         load_weights(model, path / "stored")
-        streamed = {n: t.clone() for n, t in hfscale.stream_weights(model, quantization_config="as_stored")}
+        streamed = {
+            n: t.clone() for n, t in hfscale.stream_weights(model, quantization_config="as_stored")
+        }
         if streamed:
             same_bytes(streamed, load_file(path / "stored" / "model.safetensors"))
         hfscale.save_state(model, out / pair[0], step=1)
 
 
 def test_states_are_converted_as_stored(
-    pools: Pools, written: dict[tuple[str, str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    pools: Pools,
+    written: dict[tuple[str, str], Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    paths = {pair: written[pair] for pair in (("qwen3_moe", "fp8"), ("gpt_oss", "mxfp4"), ("llama", "int4"))}
+    paths = {
+        pair: written[pair]
+        for pair in (("qwen3_moe", "fp8"), ("gpt_oss", "mxfp4"), ("llama", "int4"))
+    }
     pools(4).run(reload_and_save_state, paths, LAYOUTS["tp2-pp2"], tmp_path)
     for pair, path in paths.items():
-        assert main(["convert", str(tmp_path / pair[0]), str(tmp_path / "out"), "--as-stored", "--overwrite"]) == 0
+        assert (
+            main(
+                [
+                    "convert",
+                    str(tmp_path / pair[0]),
+                    str(tmp_path / "out"),
+                    "--as-stored",
+                    "--overwrite",
+                ]
+            )
+            == 0
+        )
         identical(tmp_path / "out", path / "stored")
 
 
 def test_asked_for_another_form(written: dict[tuple[str, str], Path]) -> None:
-    with pytest.raises(ConfigError, match="is for a checkpoint stored in fp8, and this one is in mxfp4"):
-        hfscale.from_pretrained(written["gpt_oss", "mxfp4"] / "stored", quantization_config=ASKED["fp8"]())
-    with pytest.raises(ConfigError, match="is for a checkpoint stored in mxfp4, and this one is not quantized"):
+    with pytest.raises(
+        ConfigError, match="is for a checkpoint stored in fp8, and this one is in mxfp4"
+    ):
+        hfscale.from_pretrained(
+            written["gpt_oss", "mxfp4"] / "stored", quantization_config=ASKED["fp8"]()
+        )
+    with pytest.raises(
+        ConfigError, match="is for a checkpoint stored in mxfp4, and this one is not quantized"
+    ):
         hfscale.plan(written["gpt_oss", "mxfp4"] / "plain", quantization_config=ASKED["mxfp4"]())
 
 
@@ -410,7 +537,10 @@ def test_asked_for_another_form(written: dict[tuple[str, str], Path]) -> None:
         ),
         ({"quant_method": "awq", "bits": 4}, r"quantized \(awq\)"),
         ({"quant_method": "modelopt"}, r"quantized \(modelopt\)"),
-        ({**WRITTEN["int4"].description, "format": "marlin-24"}, r"quantized \(compressed-tensors, marlin-24\)"),
+        (
+            {**WRITTEN["int4"].description, "format": "marlin-24"},
+            r"quantized \(compressed-tensors, marlin-24\)",
+        ),
         (
             {**WRITTEN["int4"].description, "sparsity_config": {"format": "sparse-24-bitmask"}},
             r"weights are sparse \(sparsity_config\)",
@@ -428,7 +558,9 @@ def test_what_is_not_read_is_refused_by_the_plan(values: dict[str, Any], words: 
         hfscale.plan(config)
 
 
-def test_a_config_that_lacks_what_is_stored(written: dict[tuple[str, str], Path], tmp_path: Path) -> None:
+def test_a_config_that_lacks_what_is_stored(
+    written: dict[tuple[str, str], Path], tmp_path: Path
+) -> None:
     for file in (written["llama", "int4"] / "stored").iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     described = json.loads((tmp_path / "config.json").read_text())

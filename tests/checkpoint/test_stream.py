@@ -11,7 +11,12 @@ import torch.distributed as dist
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, BitsAndBytesConfig, FineGrainedFP8Config
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    BitsAndBytesConfig,
+    FineGrainedFP8Config,
+)
 from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
@@ -74,7 +79,11 @@ class Engine:
     def load_weights(self, weights: list[tuple[str, Tensor]]) -> None:
         for name, tensor in weights:
             expected = self._expected[name]
-            assert (tensor.shape, tensor.dtype, tensor.device.type) == (expected.shape, expected.dtype, "cpu"), name
+            assert (tensor.shape, tensor.dtype, tensor.device.type) == (
+                expected.shape,
+                expected.dtype,
+                "cpu",
+            ), name
             torch.testing.assert_close(tensor, expected)
             self.loaded.add(name)
 
@@ -91,8 +100,17 @@ def filled(path: str, adapter: str | None, layout: dict[str, int], files: str) -
     """The function of the guide fills an engine on rank 0."""
     page = (Path(__file__).parents[2] / "docs" / "grpo.md").read_text()
     found = {"hfscale": hfscale}
-    exec(next(block for block in re.findall(r"(?ms)^```python\n(.*?)^```", page) if "def fill" in block), found)
-    model = hfscale.from_pretrained(path, parallel=ParallelConfig(**layout), peft_config=adapter, dtype=torch.float32)
+    exec(
+        next(
+            block
+            for block in re.findall(r"(?ms)^```python\n(.*?)^```", page)
+            if "def fill" in block
+        ),
+        found,
+    )
+    model = hfscale.from_pretrained(
+        path, parallel=ParallelConfig(**layout), peft_config=adapter, dtype=torch.float32
+    )
     engine = Engine(Path(files))
     found["fill"](engine if dist.get_rank() == 0 else None, model)  # type: ignore[operator]
     return engine.whole
@@ -100,7 +118,11 @@ def filled(path: str, adapter: str | None, layout: dict[str, int], files: str) -
 
 @pytest.mark.parametrize(
     ("kind", "layout", "adapted"),
-    [("llama", {"tp_size": 2}, True), ("qwen3_moe", {"tp_size": 2}, False), ("qwen3_moe", {"ep_size": 2}, False)],
+    [
+        ("llama", {"tp_size": 2}, True),
+        ("qwen3_moe", {"tp_size": 2}, False),
+        ("qwen3_moe", {"ep_size": 2}, False),
+    ],
 )
 def test_an_engine_is_filled_with_what_stock_code_saves(
     pools: Pools, tmp_path: Path, kind: str, layout: dict[str, int], adapted: bool
@@ -111,7 +133,9 @@ def test_an_engine_is_filled_with_what_stock_code_saves(
     )
     stock.save_pretrained(tmp_path / "base")
     if adapted:
-        config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+        config = LoraConfig(
+            r=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM"
+        )
         with_adapter: Any = get_peft_model(stock, config)
         with_adapter.save_pretrained(tmp_path / "adapter")
         with_adapter.merge_and_unload().save_pretrained(tmp_path / "merged")
@@ -128,9 +152,13 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 }
 
 
-def adapted(path: str, kind: str, layout: str, directory: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def adapted(
+    path: str, kind: str, layout: str, directory: str
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     config = LoraConfig(r=4, init_lora_weights=False, **ADAPTERS[kind])
-    model = hfscale.from_pretrained(path, parallel=ParallelConfig(**LAYOUTS[layout]), peft_config=config)
+    model = hfscale.from_pretrained(
+        path, parallel=ParallelConfig(**LAYOUTS[layout]), peft_config=config
+    )
     hfscale.save_pretrained(model, directory)
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     merged = streamed(model, ranks="all", merge_adapters=True)
@@ -142,7 +170,8 @@ def adapted(path: str, kind: str, layout: str, directory: str) -> tuple[dict[str
 
 @pytest.mark.daily("dora-pp2")
 @pytest.mark.parametrize(
-    ("kind", "layout"), [("lora", "tp2"), ("dora", "pp2"), ("copy", "shard2"), ("lora", "tp2-shard2")]
+    ("kind", "layout"),
+    [("lora", "tp2"), ("dora", "pp2"), ("copy", "shard2"), ("lora", "tp2-shard2")],
 )
 def test_adapters(pools: Pools, tmp_path: Path, kind: str, layout: str) -> None:
     """Merged as stock PEFT merges them, bit by bit; or beside the weights, as PEFT saves them."""
@@ -153,10 +182,8 @@ def test_adapters(pools: Pools, tmp_path: Path, kind: str, layout: str) -> None:
     found = pool.run(adapted, str(tmp_path / "base"), kind, layout, str(tmp_path / "adapter"))
     expected: Any = PeftModel.from_pretrained(stock, tmp_path / "adapter").merge_and_unload()
     weights = dict(expected.named_parameters())
-    base, adapter = (
-        load_file(tmp_path / "base/model.safetensors"),
-        load_file(tmp_path / "adapter/adapter_model.safetensors"),
-    )
+    base = load_file(tmp_path / "base/model.safetensors")
+    adapter = load_file(tmp_path / "adapter/adapter_model.safetensors")
     assert found[0][1].keys() == base.keys() | adapter.keys()
     for name, tensor in found[0][1].items():
         assert torch.equal(tensor, (base | adapter)[name]), name
@@ -166,14 +193,24 @@ def test_adapters(pools: Pools, tmp_path: Path, kind: str, layout: str) -> None:
             assert torch.equal(merged[name], weight), name
 
 
-EXPERTS = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
-ALONE: dict[str, dict[str, Any]] = {**ADAPTERS, "biases": {"target_modules": ["q_proj"], "bias": "all"}}
+EXPERTS = {
+    "target_modules": ["q_proj"],
+    "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+}
+ALONE: dict[str, dict[str, Any]] = {
+    **ADAPTERS,
+    "biases": {"target_modules": ["q_proj"], "bias": "all"},
+}
 
 
 def alone(path: str, adapter: str, layout: str, ranks: Any, four_bits: bool) -> dict[str, Tensor]:
-    options: dict[str, Any] = {"quantization_config": BitsAndBytesConfig(load_in_4bit=True)} if four_bits else {}
+    options: dict[str, Any] = (
+        {"quantization_config": BitsAndBytesConfig(load_in_4bit=True)} if four_bits else {}
+    )
     parallel = ParallelConfig(**LAYOUTS[layout])
-    model = hfscale.from_pretrained(path, parallel=parallel, peft_config=adapter, dtype=torch.float32, **options)
+    model = hfscale.from_pretrained(
+        path, parallel=parallel, peft_config=adapter, dtype=torch.float32, **options
+    )
     return streamed(model, ranks=ranks, adapters_only=True)
 
 
@@ -195,14 +232,24 @@ def test_the_adapter_alone_is_the_file_that_stock_peft_writes(
     pools: Pools, tmp_path: Path, kind: str, layout: str, ranks: Any
 ) -> None:
     torch.manual_seed(0)
-    config = qwen3_moe() if kind == "experts" else tiny("llama", attention_bias=True, tie_word_embeddings=False)
+    config = (
+        qwen3_moe()
+        if kind == "experts"
+        else tiny("llama", attention_bias=True, tie_word_embeddings=False)
+    )
     stock: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     stock.save_pretrained(tmp_path / "base")
     targets = {"experts": EXPERTS, "four bits": ADAPTERS["lora"]} | ALONE
     lora = LoraConfig(r=3, init_lora_weights=False, **targets[kind])
     get_peft_model(stock, lora).save_pretrained(tmp_path / "adapter")
     world = ParallelConfig(**LAYOUTS[layout]).total_size
-    arguments = (str(tmp_path / "base"), str(tmp_path / "adapter"), layout, ranks, kind == "four bits")
+    arguments = (
+        str(tmp_path / "base"),
+        str(tmp_path / "adapter"),
+        layout,
+        ranks,
+        kind == "four bits",
+    )
     found = pools(world).run(alone, *arguments) if world > 1 else [alone(*arguments)]
     expected = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     for rank, tensors in enumerate(found):
@@ -212,7 +259,9 @@ def test_the_adapter_alone_is_the_file_that_stock_peft_writes(
 
 def test_refusals() -> None:
     model = hfscale.from_config(tiny("llama"))
-    with pytest.raises(ConfigError, match="adapters_only=True must be asked of a model with adapters"):
+    with pytest.raises(
+        ConfigError, match="adapters_only=True must be asked of a model with adapters"
+    ):
         hfscale.stream_weights(model, adapters_only=True)
     with pytest.raises(ConfigError, match="some of the ranks 0 to 0, got"):
         hfscale.stream_weights(model, ranks=(0, 1))
@@ -222,8 +271,12 @@ def test_what_the_host_cannot_hold_in_eight_bits_is_refused() -> None:
     # Its two mixtures have experts of different widths, and the host makes both of one.
     config = with_pictures("ernie4_5_vl_moe")
     model = hfscale.from_config(config, auto_class=AutoModelForImageTextToText)
-    with pytest.raises(ConfigError, match=r"cannot hold Ernie4_5_VLMoe.* leave quantization_config out"):
-        hfscale.stream_weights(model, quantization_config=FineGrainedFP8Config(weight_block_size=(8, 8)))
+    with pytest.raises(
+        ConfigError, match=r"cannot hold Ernie4_5_VLMoe.* leave quantization_config out"
+    ):
+        hfscale.stream_weights(
+            model, quantization_config=FineGrainedFP8Config(weight_block_size=(8, 8))
+        )
 
 
 def encoded(
@@ -232,7 +285,9 @@ def encoded(
     model = build(kind, layout, 0, dtype)
     hfscale.save_pretrained(model, directory)
     try:
-        return streamed(model, quantization_config=FineGrainedFP8Config(weight_block_size=(block, block)))
+        return streamed(
+            model, quantization_config=FineGrainedFP8Config(weight_block_size=(block, block))
+        )
     except ConfigError as error:
         return str(error)
 
@@ -249,13 +304,22 @@ def encoded(
     ],
 )
 def test_in_eight_bits_as_the_host_makes_them(
-    pools: Pools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, layout: str, dtype: torch.dtype
+    pools: Pools,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    layout: str,
+    dtype: torch.dtype,
 ) -> None:
     found = pools(2).run(encoded, kind, layout, str(tmp_path / "saved"), 8, dtype)[0]
     assert isinstance(found, dict)
-    monkeypatch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda *_, **__: None)  # it wants a GPU
+    monkeypatch.setattr(
+        FineGrainedFP8HfQuantizer, "validate_environment", lambda *_, **__: None
+    )  # it wants a GPU
     config = FineGrainedFP8Config(weight_block_size=(8, 8))
-    AutoModelForCausalLM.from_pretrained(tmp_path / "saved", quantization_config=config).save_pretrained(tmp_path / "8")
+    AutoModelForCausalLM.from_pretrained(
+        tmp_path / "saved", quantization_config=config
+    ).save_pretrained(tmp_path / "8")
     theirs = load_file(tmp_path / "8" / "model.safetensors")
     # The host keeps the scales of experts together, as in its module; engines read those of each, as of its weight.
     for name in [name for name in theirs if name.endswith("experts.gate_up_proj_scale_inv")]:
@@ -263,7 +327,9 @@ def test_in_eight_bits_as_the_host_makes_them(
         down = theirs.pop(name.replace("gate_up", "down"))
         for number in range(len(gate)):
             for which, scales in (("gate", gate), ("up", up), ("down", down)):
-                key = name.replace("gate_up_proj_scale_inv", f"{number}.{which}_proj.weight_scale_inv")
+                key = name.replace(
+                    "gate_up_proj_scale_inv", f"{number}.{which}_proj.weight_scale_inv"
+                )
                 theirs[key] = scales[number]
     assert found.keys() == theirs.keys()
     assert any(tensor.dtype == torch.float8_e4m3fn for tensor in found.values())
@@ -271,17 +337,24 @@ def test_in_eight_bits_as_the_host_makes_them(
     first = "model.layers.0.self_attn.q_proj.weight"
     whole = load_file(tmp_path / "saved" / "model.safetensors")[first]
     encode = AutoHfQuantizer.from_config(config, pre_quantized=False).get_quantize_ops().convert
-    once, twice = (encode({first: each})[first].float() for each in (whole, whole.to(torch.float8_e4m3fn).float()))
+    once, twice = (
+        encode({first: each})[first].float()
+        for each in (whole, whole.to(torch.float8_e4m3fn).float())
+    )
     assert torch.equal(found[first].float(), once)
     if torch.equal(theirs[first].float(), twice):
-        pytest.skip("this transformers rounds weights to 8 bits twice: before it scales them, and after")
+        pytest.skip(
+            "this transformers rounds weights to 8 bits twice: before it scales them, and after"
+        )
     for name, tensor in found.items():
         assert torch.equal(tensor.float(), theirs[name].float()), name
 
 
 def test_merged_in_eight_bits() -> None:
     options = {"quantization_config": FineGrainedFP8Config(weight_block_size=(8, 8))}
-    model = hfscale.get_peft_model(build("rows", "one", 0, torch.float32), LoraConfig(target_modules=["q_proj"], r=2))
+    model = hfscale.get_peft_model(
+        build("rows", "one", 0, torch.float32), LoraConfig(target_modules=["q_proj"], r=2)
+    )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
@@ -290,12 +363,20 @@ def test_merged_in_eight_bits() -> None:
     expected = streamed(hfscale.merge_and_unload(model), **options)
     assert found.keys() == expected.keys()
     assert found["model.layers.0.self_attn.q_proj.weight"].dtype == torch.float8_e4m3fn
-    assert all(torch.equal(tensor.float(), expected[name].float()) for name, tensor in found.items())
+    assert all(
+        torch.equal(tensor.float(), expected[name].float()) for name, tensor in found.items()
+    )
 
 
 def test_parts_of_blocks_are_refused_on_every_rank(pools: Pools, tmp_path: Path) -> None:
     for message in pools(2).run(encoded, "ragged", "tp2", str(tmp_path), 8):
-        assert "gate_proj.weight of shape (10, 64) does not divide into blocks of weight_block_size" in message
+        assert (
+            "gate_proj.weight of shape (10, 64) does not divide into blocks of weight_block_size"
+            in message
+        )
     model = build("tied", "one", 0, torch.float32)
-    with pytest.raises(ConfigError, match=r"quantization_config must be a transformers.FineGrainedFP8Config, got dict"):
+    with pytest.raises(
+        ConfigError,
+        match=r"quantization_config must be a transformers.FineGrainedFP8Config, got dict",
+    ):
         hfscale.stream_weights(model, quantization_config={"load_in_8bit": True})

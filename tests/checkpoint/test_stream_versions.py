@@ -40,8 +40,10 @@ def dying(call: Callable[..., Any], when: Callable[..., bool]) -> Callable[..., 
 def killed(layout: str, at: str, staged: bool, out: Path) -> None:
     """Stream two versions; rank 1 dies in the second, and rank 0 writes down what its engine has."""
     model = build("ragged", layout, 0, torch.float32)
-    engine, sends = {}, 0
-    send, gather = dist.isend, Mesh.all_gather_object
+    engine = {}
+    sends = 0
+    send = dist.isend
+    gather = Mesh.all_gather_object
 
     def count(*_: Any) -> bool:
         nonlocal sends
@@ -51,7 +53,8 @@ def killed(layout: str, at: str, staged: bool, out: Path) -> None:
     with patch.object(dist, "isend", dying(send, count)):
         for name, tensor in hfscale.stream_weights(model, version=1):
             engine[name] = tensor.clone()
-    before, half = dict(engine), sends // 2
+    before = dict(engine)
+    half = sends // 2
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(1.0)
@@ -62,7 +65,8 @@ def killed(layout: str, at: str, staged: bool, out: Path) -> None:
         with patch.object(dist, "isend", middle), patch.object(Mesh, "all_gather_object", commit):
             assert list(hfscale.stream_weights(model, version=2, staged=staged)) == []
         os.kill(os.getpid(), 9)
-    weights, told = hfscale.stream_weights(model, version=2, staged=staged), ""
+    weights = hfscale.stream_weights(model, version=2, staged=staged)
+    told = ""
     try:
         for name, tensor in weights:
             if at == "applying":
@@ -95,7 +99,10 @@ def test_a_rank_dies(tmp_path: Path, layout: str, at: str, staged: bool) -> None
     else:
         assert any(changed) == (not staged)
         assert not all(changed)
-        assert "version 2 of the weights did not arrive whole: let the engine keep the one that it has" in told
+        assert (
+            "version 2 of the weights did not arrive whole: let the engine keep the one that it has"
+            in told
+        )
 
 
 def other_versions() -> str:
@@ -117,19 +124,28 @@ def changes(kind: str, layout: str, part: str, options: dict[str, Any]) -> list[
     model = build(kind, layout, 0, torch.float32)
     first = hfscale.stream_weights(model, ranks="all", version=1, **options)
     old = {name: tensor.clone() for name, tensor in first}
-    assert list(hfscale.stream_weights(model, ranks="all", version=2, changed_since=first, **options)) == []
+    assert (
+        list(hfscale.stream_weights(model, ranks="all", version=2, changed_since=first, **options))
+        == []
+    )
     if not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1:
         found = [parameter for name, parameter in model.named_parameters() if part in name]
         assert len(found) == 1
         with torch.no_grad():
             local_tensor(found[0]).view(-1)[-1] += 1.0
-    later = hfscale.stream_weights(model, ranks="all", version=3, changed_since=first, staged=True, **options)
+    later = hfscale.stream_weights(
+        model, ranks="all", version=3, changed_since=first, staged=True, **options
+    )
     sent = {name: tensor.clone() for name, tensor in later}
-    new = {name: tensor.clone() for name, tensor in hfscale.stream_weights(model, ranks="all", **options)}
+    new = {
+        name: tensor.clone()
+        for name, tensor in hfscale.stream_weights(model, ranks="all", **options)
+    }
     return [old, new, sent]
 
 
-MERGED, ALONE = {"merge_adapters": True}, {"adapters_only": True}
+MERGED = {"merge_adapters": True}
+ALONE = {"adapters_only": True}
 
 
 @pytest.mark.daily(
@@ -146,16 +162,26 @@ MERGED, ALONE = {"merge_adapters": True}, {"adapters_only": True}
         ("ragged", "tp2", "layers.1.mlp.down_proj", {}, 1),
         ("tied", "pp2", "h.3.mlp.c_fc.weight", {}, 1),
         ("narrow", "shard2", "layers.0.self_attn.q_proj.bias", {}, 1),
-        ("mixture", "ep2", "layers.1.mlp.experts.gate_up_proj", {}, 8),  # one parameter of four experts
+        (
+            "mixture",
+            "ep2",
+            "layers.1.mlp.experts.gate_up_proj",
+            {},
+            8,
+        ),  # one parameter of four experts
         ("lora", "tp2-shard2", "layers.1.self_attn.q_proj.lora_B", MERGED, 1),
         ("lora", "tp2", "layers.1.self_attn.q_proj.lora_B", ALONE, 1),
         ("lora", "pp2", "layers.3.self_attn.q_proj.lora_B", {}, 1),
     ],
 )
-def test_changes_alone(pools: Pools, kind: str, layout: str, part: str, options: dict[str, Any], count: int) -> None:
+def test_changes_alone(
+    pools: Pools, kind: str, layout: str, part: str, options: dict[str, Any], count: int
+) -> None:
     world = ParallelConfig(**LAYOUTS[layout]).total_size
     arguments = (kind, layout, part, options)
-    for old, new, sent in pools(world).run(changes, *arguments) if world > 1 else [changes(*arguments)]:
+    for old, new, sent in (
+        pools(world).run(changes, *arguments) if world > 1 else [changes(*arguments)]
+    ):
         assert (len(sent), list(sent)) == (count, [name for name in new if name in sent])
         assert any(not torch.equal(old[name], new[name]) for name in sent)
         engine = old | sent
@@ -164,7 +190,9 @@ def test_changes_alone(pools: Pools, kind: str, layout: str, part: str, options:
 
 def test_what_is_stored_together_changes_together() -> None:
     """The tower's checkpoint has q, k and v as one."""
-    model = hfscale.from_config(with_pictures("qianfan_ocr"), auto_class=AutoModelForImageTextToText)
+    model = hfscale.from_config(
+        with_pictures("qianfan_ocr"), auto_class=AutoModelForImageTextToText
+    )
     first = hfscale.stream_weights(model, version=1)
     old = {name: tensor.clone() for name, tensor in first}
     with torch.no_grad():
@@ -176,7 +204,9 @@ def test_what_is_stored_together_changes_together() -> None:
 
 def test_changes_since_what() -> None:
     model = build("lora", "one", 0, torch.float32)
-    begun, without = (hfscale.stream_weights(model, merge_adapters=True, version=version) for version in (1, None))
+    begun, without = (
+        hfscale.stream_weights(model, merge_adapters=True, version=version) for version in (1, None)
+    )
     assert list(without)
     next(begun)
     for since, more in (
@@ -187,5 +217,7 @@ def test_changes_since_what() -> None:
         (done, {"version": 2, "adapters_only": True, "merge_adapters": False}),
     ):
         assert since is not done or done.committed or list(done)
-        with pytest.raises(ConfigError, match="changed_since must be a committed stream of this model"):
+        with pytest.raises(
+            ConfigError, match="changed_since must be a committed stream of this model"
+        ):
             hfscale.stream_weights(model, **{"merge_adapters": True, **more}, changed_since=since)

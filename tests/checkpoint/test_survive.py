@@ -71,7 +71,9 @@ while now[0] < 7:
 """
 
 
-def launch(tmp_path: Path, fault: str, *options: str, axis: str = "tp_size") -> tuple[int, str, list[list[str]]]:
+def launch(
+    tmp_path: Path, fault: str, *options: str, axis: str = "tp_size"
+) -> tuple[int, str, list[list[str]]]:
     """Exit code, what it said, and the steps that were done with their losses."""
     (tmp_path / "script.py").write_text(SCRIPT)
     out = tmp_path / f"losses-{fault}"
@@ -95,21 +97,33 @@ def launch(tmp_path: Path, fault: str, *options: str, axis: str = "tp_size") -> 
 
 
 def uninterrupted() -> list[list[str]]:
-    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 67}
+    sizes = {
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 67,
+    }
     config = LlamaConfig(hidden_size=32, intermediate_size=48, **sizes)
     model = hfscale.from_config(config, parallel=ParallelConfig(tp_size=2)).train()
     optimizer = hfscale.create_optimizer(model, lr=1e-2)
     done = []
     for step in range(7):
         ids = torch.randint(0, 67, (2, 9), generator=torch.Generator().manual_seed(step))
-        done.append([str(step + 1), hfscale.train_step(model, {"input_ids": ids, "labels": ids}).item().hex()])
+        done.append(
+            [
+                str(step + 1),
+                hfscale.train_step(model, {"input_ids": ids, "labels": ids}).item().hex(),
+            ]
+        )
         optimizer.step()
         optimizer.zero_grad()
     return done
 
 
 @pytest.mark.slow
-def test_a_killed_rank_brings_the_job_back(pools: Callable[[int], RankPool], tmp_path: Path) -> None:
+def test_a_killed_rank_brings_the_job_back(
+    pools: Callable[[int], RankPool], tmp_path: Path
+) -> None:
     """By itself, with the losses of a run in which nothing happened, bit by bit."""
     code, said, done = launch(tmp_path, "killed", "--max_restarts", "1")
     assert code == 0, said
@@ -119,7 +133,9 @@ def test_a_killed_rank_brings_the_job_back(pools: Callable[[int], RankPool], tmp
 
 def told_on_one_rank() -> list[bool]:
     """Whether the end is announced before and after a signal to the second rank."""
-    model = hfscale.from_config(tiny("llama", num_hidden_layers=1), parallel=ParallelConfig(tp_size=2))
+    model = hfscale.from_config(
+        tiny("llama", num_hidden_layers=1), parallel=ParallelConfig(tp_size=2)
+    )
     try:
         before = hfscale.preempted(model)
         if os.environ["RANK"] == "1":
@@ -152,7 +168,9 @@ def test_an_error_on_one_rank_ends_all(tmp_path: Path, axis: str) -> None:
     assert code == 1
     assert "[rank1]: ValueError: the GPU is on fire" in said
     began = float(said.partition("AT ")[2].split()[0])
-    assert ended - began < 60  # and not ten minutes, gloo's limit; it takes 3 s where nothing else runs
+    assert (
+        ended - began < 60
+    )  # and not ten minutes, gloo's limit; it takes 3 s where nothing else runs
 
 
 def test_bad_steps() -> None:
@@ -199,10 +217,14 @@ def test_who_has_heard_of_the_end_may_take_its_time(
     try:
         if answered:
             listener.told = True
-            assert hfscale.preempted(hfscale.from_config(tiny("llama", num_hidden_layers=1)), patience=0.01)
+            assert hfscale.preempted(
+                hfscale.from_config(tiny("llama", num_hidden_layers=1)), patience=0.01
+            )
         os.kill(os.getpid(), signal.SIGTERM)
         listener._thread.join()
     finally:
         listener.close()
     assert ended == ([] if answered else [75])
-    assert ("SIGTERM came 0 s ago, and the step has not ended" in capsys.readouterr().err) != answered
+    assert (
+        "SIGTERM came 0 s ago, and the step has not ended" in capsys.readouterr().err
+    ) != answered

@@ -25,7 +25,9 @@ CPU = torch.device("cpu")
 def test_every_rank_returns_the_same(pools: Pools) -> None:
     one, two = pools(2).run(measure, CPU, [1024, 5001], 0.0)
     assert one == two
-    assert [(each.collective, each.size) for each in one] == [(name, s) for s in (1024, 5008) for name in COLLECTIVES]
+    assert [(each.collective, each.size) for each in one] == [
+        (name, s) for s in (1024, 5008) for name in COLLECTIVES
+    ]
     assert all(each.ranks == 2 and each.seconds > 0 for each in one)
 
 
@@ -44,7 +46,9 @@ def test_the_smallest_message_that_is_fast_enough() -> None:
     assert suggested_bucket([]) is None
 
 
-def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     asked = []
 
     def run_ranks(world: int, function: object, sizes: list[int]) -> list[Measured]:

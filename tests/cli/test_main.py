@@ -40,7 +40,17 @@ def test_a_table(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_config_file_and_json(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["plan", f"{llama}/config.json", "--tp", "2", "--dp-replicate", "3", "--dtype", "bfloat16", "--json"]
+    argv = [
+        "plan",
+        f"{llama}/config.json",
+        "--tp",
+        "2",
+        "--dp-replicate",
+        "3",
+        "--dtype",
+        "bfloat16",
+        "--json",
+    ]
     assert main(argv) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["ranks"] == 6
@@ -56,20 +66,38 @@ def test_the_configs_type_by_default(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_what_a_rank_holds_in_training(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
-    adapted = ["plan", llama, "--tp", "2", "--lora", "--rank", "4", "--quantize", "nf4", "--tokens", "64", "--dtype"]
+    adapted = [
+        "plan",
+        llama,
+        "--tp",
+        "2",
+        "--lora",
+        "--rank",
+        "4",
+        "--quantize",
+        "nf4",
+        "--tokens",
+        "64",
+        "--dtype",
+    ]
     assert main([*adapted, "bfloat16"]) == 0
     out = capsys.readouterr().out
     assert "AdamW state" not in out  # of weights that do not train
     assert "fits 80 GB: yes, 0.0 GB of it" in out
     assert main([*adapted, "bfloat16", "--json"]) == 0
     memory = json.loads(capsys.readouterr().out)["memory"]
-    config, layout = AutoConfig.from_pretrained(llama), ParallelConfig(tp_size=2)
+    config = AutoConfig.from_pretrained(llama)
+    layout = ParallelConfig(tp_size=2)
     lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
     four = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
-    planned = hfscale.plan(config, layout, dtype="bfloat16", peft_config=lora, quantization_config=four)
+    planned = hfscale.plan(
+        config, layout, dtype="bfloat16", peft_config=lora, quantization_config=four
+    )
     expected = hfscale.memory_estimate(planned, tokens=64)
     assert memory == {**expected.kinds, "total": expected.total, "fits": True}
-    assert {planned.by_name[adapter.name].dtype for adapter in planned.adapters} == {torch.float32}  # as PEFT has them
+    assert {planned.by_name[adapter.name].dtype for adapter in planned.adapters} == {
+        torch.float32
+    }  # as PEFT has them
     assert memory["optimizer"] < 3 * memory["gradients"] == 3 * memory["adapters"]
     assert main(["plan", llama, "--optimizer", "adamw_8bit", "--gpu", "0.0001"]) == 0
     assert "fits 0.0001 GB: no, 0.0 GB, most of it" in capsys.readouterr().out
@@ -78,7 +106,9 @@ def test_what_a_rank_holds_in_training(llama: str, capsys: pytest.CaptureFixture
     assert "--tokens 0 is no number of tokens" in _refused(capsys, "plan", llama, "--tokens", "0")
 
 
-def test_amounts_have_units_in_every_command(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_amounts_have_units_in_every_command(
+    llama: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     def of(*argv: str) -> Any:
         assert main([*argv, "--json"]) == 0
         return json.loads(capsys.readouterr().out)
@@ -92,7 +122,9 @@ def test_amounts_have_units_in_every_command(llama: str, capsys: pytest.CaptureF
     }.items():
         assert main(["plan", llama, "--gpu", size]) == 0
         assert fits in capsys.readouterr().out
-    assert of("estimate", llama, "--sequence-length", "2K") == of("estimate", llama, "--sequence-length", "2048")
+    assert of("estimate", llama, "--sequence-length", "2K") == of(
+        "estimate", llama, "--sequence-length", "2048"
+    )
     assert "--gpu much is no size" in _refused(capsys, "plan", llama, "--gpu", "much")
     assert "--sequence-length 4KB is no number of tokens" in _refused(
         capsys, "estimate", llama, "--sequence-length", "4KB"
@@ -120,8 +152,27 @@ def test_stages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--pp", "2", "--schedule", "zbv", "--microbatches", "6", "--stage-layers", "1,2,2,1"]
     assert main(["plan", str(tmp_path), *flags, "--json"]) == 0
     stages = json.loads(capsys.readouterr().out)["stages"]["stages"]
-    assert [(stage["rank"], len(stage["layers"])) for stage in stages] == [(0, 1), (1, 2), (1, 2), (0, 1)]
-    assert main(["plan", str(tmp_path), "--pp", "3", "--schedule", "looped_bfs", "--virtual-stages", "2"]) == 0
+    assert [(stage["rank"], len(stage["layers"])) for stage in stages] == [
+        (0, 1),
+        (1, 2),
+        (1, 2),
+        (0, 1),
+    ]
+    assert (
+        main(
+            [
+                "plan",
+                str(tmp_path),
+                "--pp",
+                "3",
+                "--schedule",
+                "looped_bfs",
+                "--virtual-stages",
+                "2",
+            ]
+        )
+        == 0
+    )
     out = capsys.readouterr().out
     assert "on pp3 = 3 ranks" in out
     assert "    5     2       1  model.layers.5, model.norm, lm_head" in out
@@ -131,7 +182,10 @@ def test_stages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ("flags", "message"),
     [
         (["--schedule", "zbw"], "did you mean 'zbv'? use one of gpipe, 1f1b"),
-        (["--schedule", "zbv", "--virtual-stages", "3"], "virtual_stages=3 does not fit zbv: use 2"),
+        (
+            ["--schedule", "zbv", "--virtual-stages", "3"],
+            "virtual_stages=3 does not fit zbv: use 2",
+        ),
         (
             ["--schedule", "dualpipev", "--microbatches", "3"],
             "num_microbatches=3 is too few for dualpipev over pp_size=2",
@@ -152,7 +206,9 @@ def test_impossible_pipelines(
 
 
 def test_a_pipeline_of_one_stage_is_refused(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
-    message = _refused(capsys, "plan", llama, "--tp", "2", "--schedule", "gpipe", "--microbatches", "4")
+    message = _refused(
+        capsys, "plan", llama, "--tp", "2", "--schedule", "gpipe", "--microbatches", "4"
+    )
     assert "--schedule, --microbatches needs several pipeline stages: give --pp 2" in message
 
 
@@ -162,7 +218,9 @@ def test_an_impossible_size(llama: str, capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_a_missing_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "does not exist: give a model directory" in _refused(capsys, "plan", str(tmp_path / "absent"))
+    assert "does not exist: give a model directory" in _refused(
+        capsys, "plan", str(tmp_path / "absent")
+    )
     assert "has no config.json" in _refused(capsys, "plan", str(tmp_path))
 
 
@@ -189,14 +247,24 @@ def test_a_damaged_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("hidden_size", 33, "is invalid: The hidden size (33) is not a multiple of the number of attention heads"),
+        (
+            "hidden_size",
+            33,
+            "is invalid: The hidden size (33) is not a multiple of the number of attention heads",
+        ),
         ("hidden_size", "wide", "Field 'hidden_size' expected int"),
         ("num_attention_heads", 0, "one of its sizes is 0"),
-        ("num_hidden_layers", -3, "num_hidden_layers=-3 of this llama config is invalid: use at least 1"),
+        (
+            "num_hidden_layers",
+            -3,
+            "num_hidden_layers=-3 of this llama config is invalid: use at least 1",
+        ),
         ("vocab_size", 0, "vocab_size=0 of this llama config is invalid"),
     ],
 )
-def test_impossible_sizes(llama: str, capsys: pytest.CaptureFixture[str], name: str, value: Any, message: str) -> None:
+def test_impossible_sizes(
+    llama: str, capsys: pytest.CaptureFixture[str], name: str, value: Any, message: str
+) -> None:
     path = Path(llama) / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), name: value}))
     assert message in _refused(capsys, "plan", llama, "--tp", "2")
@@ -229,12 +297,17 @@ def test_bad_command_lines(capsys: pytest.CaptureFixture[str]) -> None:
     assert message.startswith("hfscale plan: ")
     assert message.endswith("\nsee hfscale plan --help\n")
     assert "unrecognized arguments: --tpp 2 (did you mean --tp?)" in message
-    for line in (["calibrate", "--out"], ["search", "m", "--gpus", "8", "--tokens-per-step", "1", "--html"]):
+    for line in (
+        ["calibrate", "--out"],
+        ["search", "m", "--gpus", "8", "--tokens-per-step", "1", "--html"],
+    ):
         assert "/no/where is not a folder" in _refused(capsys, *line, "/no/where/x")
 
 
 def test_a_merge_without_an_adapter(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "nope does not exist: give the directory of an adapter" in _refused(capsys, "merge", llama, "nope", "out")
+    assert "nope does not exist: give the directory of an adapter" in _refused(
+        capsys, "merge", llama, "nope", "out"
+    )
 
 
 def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -245,7 +318,9 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("name", list(_COMMANDS))
-def test_every_command_has_an_example_and_can_be_debugged(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_has_an_example_and_can_be_debugged(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([name, "--help"]) == 0
     text = capsys.readouterr().out
     assert f"hfscale {name} " in text.partition("example:\n")[2]
@@ -254,7 +329,9 @@ def test_every_command_has_an_example_and_can_be_debugged(name: str, capsys: pyt
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_shells_complete_commands_flags_choices_and_recipes(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_shells_complete_commands_flags_choices_and_recipes(
+    shell: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["completion", shell]) == 0
     script = capsys.readouterr().out
     assert all(name in script for name in _COMMANDS)
@@ -263,11 +340,15 @@ def test_shells_complete_commands_flags_choices_and_recipes(shell: str, capsys: 
     assert "virtual-stages" in script
     if shell == "bash":
         line = "COMP_WORDS=(hfscale plan --quantize n) COMP_CWORD=3; _hfscale; echo ${COMPREPLY[@]}"
-        done = subprocess.run(["bash", "-c", f"{script}\n{line}"], capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            ["bash", "-c", f"{script}\n{line}"], capture_output=True, text=True, check=True
+        )
         assert done.stdout == "nf4\n"
 
 
-def test_what_commands_find_is_there_as_json(llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_commands_find_is_there_as_json(
+    llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["blueprint", llama, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["family"] == "llama"
@@ -275,14 +356,33 @@ def test_what_commands_find_is_there_as_json(llama: str, tmp_path: Path, capsys:
     assert "0x" not in json.dumps(found)
     assert main(["completion", "bash", "--json"]) == 0
     assert "complete -o default" in json.loads(capsys.readouterr().out)["script"]
-    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(llama)).save_pretrained(tmp_path / "dense")
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(llama)).save_pretrained(
+        tmp_path / "dense"
+    )
     capsys.readouterr()
-    assert main(["upcycle", str(tmp_path / "dense"), str(tmp_path / "experts"), "--num-experts", "4", "--json"]) == 0
+    assert (
+        main(
+            [
+                "upcycle",
+                str(tmp_path / "dense"),
+                str(tmp_path / "experts"),
+                "--num-experts",
+                "4",
+                "--json",
+            ]
+        )
+        == 0
+    )
     written = json.loads(capsys.readouterr().out)
     assert (written["num_experts"], written["top_k"]) == (4, 2)
-    assert written["bytes"] == sum(file.stat().st_size for file in Path(written["directory"]).glob("*.safetensors"))
+    assert written["bytes"] == sum(
+        file.stat().st_size for file in Path(written["directory"]).glob("*.safetensors")
+    )
     again = ["upcycle", str(tmp_path / "dense"), str(tmp_path / "experts")]
-    assert f"OUT {tmp_path}/experts has files already (config.json, generation_config.json" in _refused(capsys, *again)
+    assert (
+        f"OUT {tmp_path}/experts has files already (config.json, generation_config.json"
+        in _refused(capsys, *again)
+    )
     assert main([*again, "--num-experts", "4", "--max-shard-size", "1MiB", "--overwrite"]) == 0
     capsys.readouterr()
     again[-1] = again[-2]
@@ -300,7 +400,9 @@ def test_what_nobody_foresaw_is_a_line(capsys: pytest.CaptureFixture[str]) -> No
         "c.main()"
     )
     said = [
-        subprocess.run([sys.executable, "-c", code.format(more)], capture_output=True, text=True, check=False).stderr
+        subprocess.run(
+            [sys.executable, "-c", code.format(more)], capture_output=True, text=True, check=False
+        ).stderr
         for more in ("", ", '--debug'")
     ]
     assert said[0].startswith("hfscale: KeyError: 'no' (<string>:1)\n")

@@ -8,7 +8,8 @@ from hfscale.cli import main
 
 from ..tiny_models import tiny
 
-SEARCH, STEP = "search MODEL", "--gpus 8 --tokens-per-step 256K"
+SEARCH = "search MODEL"
+STEP = "--gpus 8 --tokens-per-step 256K"
 WRONG = {
     "estimate MODEL --hardware h10": "nearest by name: 'h100'",
     "estimate MODEL --hardware v100": "known are a100-40",
@@ -86,7 +87,16 @@ def test_wrong_use_is_answered(line: str, folder: Path, capsys: pytest.CaptureFi
 
 
 def test_flags_of_training_and_memory_are_the_same(capsys: pytest.CaptureFixture[str]) -> None:
-    shared = ("quantize", "lora", "rank", "optimizer", "mixed-precision", "recompute", "tile-tokens", "offload")
+    shared = (
+        "quantize",
+        "lora",
+        "rank",
+        "optimizer",
+        "mixed-precision",
+        "recompute",
+        "tile-tokens",
+        "offload",
+    )
     for command in ("plan", "estimate", "search"):
         assert main([command, "--help"]) == 0
         said = capsys.readouterr().out

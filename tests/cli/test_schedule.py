@@ -56,10 +56,14 @@ def test_torchs_spelling(capsys: pytest.CaptureFixture[str]) -> None:
 def test_named_in_either_way(capsys: pytest.CaptureFixture[str]) -> None:
     named = _run(capsys, "zbv", "--pp", "2")
     assert (
-        named == _run(capsys, "--pp", "2", "--schedule", "zbv") == _run(capsys, "zbv", "--pp", "2", "--schedule", "zbv")
+        named
+        == _run(capsys, "--pp", "2", "--schedule", "zbv")
+        == _run(capsys, "zbv", "--pp", "2", "--schedule", "zbv")
     )
     assert named.startswith("zbv, p = 2")
-    assert "two schedules are named, zbv and --schedule 1f1b" in _refused(capsys, "zbv", "--schedule", "1f1b")
+    assert "two schedules are named, zbv and --schedule 1f1b" in _refused(
+        capsys, "zbv", "--schedule", "1f1b"
+    )
 
 
 def test_as_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -74,7 +78,8 @@ def test_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_transfers_take_their_time(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ("--pp", "2", "--microbatches", "1", "--schedule", "1f1b", "--width", "80")
-    without, with_transfers = _run(capsys, *argv), _run(capsys, *argv, "--transfer", "0.5")
+    without = _run(capsys, *argv)
+    with_transfers = _run(capsys, *argv, "--transfer", "0.5")
     assert "bubble 100.0 % of the work" in without
     assert "bubble 133.3 % of the work" in with_transfers  # two transfers, each half a forward pass
     assert "must be a time of at least 0, got -1" in _refused(capsys, *argv, "--transfer", "-1")
@@ -101,11 +106,17 @@ def test_colours(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ("interleaved1f1b", "interleaved1f1b, p = 4, m = 8, v = 2, bubble 18.8 % of the work"),
         ("zbv", "zbv, p = 4, m = 8, v = 2, bubble 6.2 % of the work, 0.0 % as a rank sees it"),
-        ("pipedream_2bw", "pipedream_2bw, p = 4, m = 8, bubble 12.5 % of the work, idle 0.0 % once filled"),
+        (
+            "pipedream_2bw",
+            "pipedream_2bw, p = 4, m = 8, bubble 12.5 % of the work, idle 0.0 % once filled",
+        ),
     ],
 )
 def test_titles(schedule: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert _run(capsys, "--pp", "4", "--microbatches", "8", "--schedule", schedule).splitlines()[0] == text
+    assert (
+        _run(capsys, "--pp", "4", "--microbatches", "8", "--schedule", schedule).splitlines()[0]
+        == text
+    )
 
 
 def test_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,7 +144,9 @@ def test_an_svg_has_every_number_and_is_the_same_every_time(tmp_path: Path) -> N
 
 
 def test_planned_above_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    ran = replace(simulate(order("1f1b", 2, 4), Costs(0.01, 0.03, communication=0.002), "1f1b"), unit="s")
+    ran = replace(
+        simulate(order("1f1b", 2, 4), Costs(0.01, 0.03, communication=0.002), "1f1b"), unit="s"
+    )
     write_trace(tmp_path / "t.json", ran)
     out = _run(capsys, "--trace", str(tmp_path / "t.json"), "--out", str(tmp_path / "t.svg"))
     lines = out.splitlines()
@@ -146,34 +159,51 @@ def test_planned_above_measured(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 def test_one_of_several_recorded_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def ran(microbatches: int, kinds: tuple[str, ...]) -> Timeline:
-        planned = tuple(tuple(a for a in row if a.kind in kinds) for row in order("1f1b", 2, microbatches))
+        planned = tuple(
+            tuple(a for a in row if a.kind in kinds) for row in order("1f1b", 2, microbatches)
+        )
         return replace(simulate(planned, Costs(0.01, 0.03), "1f1b"), unit="s")
 
     both = ("forward", "backward")
     trace = tmp_path / "t.json"
     write_trace(trace, ran(3, both), ran(5, both), ran(6, ("forward",)))
-    for argv, microbatches in (([], 5), (["--step", "1"], 3), (["--step", "2"], 5), (["--step", "3"], 6)):
+    for argv, microbatches in (
+        ([], 5),
+        (["--step", "1"], 3),
+        (["--step", "2"], 5),
+        (["--step", "3"], 6),
+    ):
         lines = _run(capsys, "--trace", str(trace), *argv).splitlines()
         assert lines[0].startswith(f"planned: 1f1b, p = 2, m = {microbatches}, ")
         assert lines[4].startswith(f"measured: 1f1b, p = 2, m = {microbatches}, ")
         assert ("B backward" in lines[8]) == (microbatches != 6)  # an evaluation is planned as one
     assert "use one of 1, 2, 3" in _refused(capsys, "--trace", str(trace), "--step", "4")
-    assert "give its --trace as well" in _refused(capsys, "--pp", "2", "--microbatches", "4", "--step", "1")
+    assert "give its --trace as well" in _refused(
+        capsys, "--pp", "2", "--microbatches", "4", "--step", "1"
+    )
 
 
 def test_a_recorded_update_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with_updates = tuple((*row, Action(rank, "update", 7)) for rank, row in enumerate(order("gpipe", 2, 2)))
-    write_trace(tmp_path / "t.json", replace(simulate(with_updates, Costs(update=2.0), "gpipe"), unit="s"))
+    with_updates = tuple(
+        (*row, Action(rank, "update", 7)) for rank, row in enumerate(order("gpipe", 2, 2))
+    )
+    write_trace(
+        tmp_path / "t.json", replace(simulate(with_updates, Costs(update=2.0), "gpipe"), unit="s")
+    )
     rows = _run(capsys, "--trace", str(tmp_path / "t.json"), "--width", "80").splitlines()
     assert rows[1:3] == rows[5:7]
     assert all("U7" in row for row in rows[1:3])
 
 
-def test_a_trace_of_a_schedule_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_trace_of_a_schedule_from_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "mine.csv"
     path.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
     write_trace(tmp_path / "t.json", simulate(read_csv(path), name=str(path)))
-    assert _run(capsys, "--trace", str(tmp_path / "t.json")).startswith(f"planned: {path}, p = 2, m = 2")
+    assert _run(capsys, "--trace", str(tmp_path / "t.json")).startswith(
+        f"planned: {path}, p = 2, m = 2"
+    )
 
 
 def test_a_schedule_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -190,7 +220,9 @@ def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "use .png or .svg" in _refused(capsys, *sizes, "--out", str(tmp_path / "a.pdf"))
     assert "is not a folder" in _refused(capsys, *sizes, "--out", str(tmp_path / "none" / "a.png"))
     assert "is not a folder" in _refused(capsys, *sizes, "--csv", str(tmp_path / "none" / "a.csv"))
-    assert "is not a folder" in _refused(capsys, *sizes, "--save-trace", str(tmp_path / "none" / "a.json"))
+    assert "is not a folder" in _refused(
+        capsys, *sizes, "--save-trace", str(tmp_path / "none" / "a.json")
+    )
     assert "is not a trace" in _refused(capsys, "--trace", str(tmp_path / "none.json"))
     (tmp_path / "empty.json").write_text(json.dumps({"traceEvents": []}))
     assert "has no actions" in _refused(capsys, "--trace", str(tmp_path / "empty.json"))

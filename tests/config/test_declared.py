@@ -32,13 +32,21 @@ def test_every_field_of_a_layout_is_a_flag(capsys: pytest.CaptureFixture[str]) -
     by_name = {each.name: each for each in declared(LayoutFields)}
     assert by_name["num_microbatches"].help == "with --pp: microbatches of one step"
     assert by_name["gradient_compression"].help.endswith(": no, bf16, fp16, powersgd (default: no)")
-    assert (by_name["tp_size"].flag, by_name["tp_size"].kind, by_name["overlap"].kind) == ("--tp", int, bool)
+    assert (by_name["tp_size"].flag, by_name["tp_size"].kind, by_name["overlap"].kind) == (
+        "--tp",
+        int,
+        bool,
+    )
 
 
 def test_a_layout_has_the_declared_defaults() -> None:
     layout = ParallelConfig()
     left = {"virtual_stages"}  # of which a pipeline has a default of its own
-    assert all(getattr(layout, each.name) == each.default for each in declared(LayoutFields) if each.name not in left)
+    assert all(
+        getattr(layout, each.name) == each.default
+        for each in declared(LayoutFields)
+        if each.name not in left
+    )
     assert {"dp_shard_size", "overlap"} <= set(described(ParallelConfig))
 
 
@@ -48,7 +56,9 @@ def test_sections_are_options_of_their_classes() -> None:
     assert list(SECTIONS) == [each.name for each in fields(OptionSections)]
     made = OptionSections(memory={"recompute": "full"}).sections("no")
     assert made == {"memory": hfscale.MemoryConfig(recompute="full")}
-    assert OptionSections(float8={"recipe": "rowwise"}).sections("fp8")["float8"].recipe == "rowwise"
+    assert (
+        OptionSections(float8={"recipe": "rowwise"}).sections("fp8")["float8"].recipe == "rowwise"
+    )
     with pytest.raises(ConfigError, match=r"float8 needs training.mixed_precision=fp8"):
         OptionSections(float8={"recipe": "rowwise"}).sections("bf16")
     with pytest.raises(ConfigError, match=r"no field 'recomputed'; did you mean 'recompute'"):

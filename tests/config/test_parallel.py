@@ -30,7 +30,9 @@ def test_everything_is_one_by_default() -> None:
 def test_is_accelerates_config_with_accelerates_fields() -> None:
     layout = ParallelConfig(dp_replicate_size=2, dp_shard_size=3, tp_size=5)
     assert isinstance(layout, ParallelismConfig)
-    assert {field.name for field in fields(ParallelismConfig)} <= {field.name for field in fields(ParallelConfig)}
+    assert {field.name for field in fields(ParallelismConfig)} <= {
+        field.name for field in fields(ParallelConfig)
+    }
     assert layout.tp_enabled
     assert not layout.cp_enabled
 
@@ -60,23 +62,45 @@ _EXPERTS = {
 def test_expert_ranks_are_ranks_of_the_other_axes(sizes: tuple[int | None, ...]) -> None:
     names = ("ep_size", "tp_size", "expert_tp_size", "dp_shard_size", "dp_replicate_size")
     layout = ParallelConfig(**dict(zip(names, sizes, strict=True)))
-    found = layout.total_size, layout.size("edp_shard"), layout.size("edp_replicate"), layout.expert_batches
+    found = (
+        layout.total_size,
+        layout.size("edp_shard"),
+        layout.size("edp_replicate"),
+        layout.expert_batches,
+    )
     assert (*found, layout.slices_tokens) == _EXPERTS[sizes]
-    divided = layout.size("edp_shard") * layout.size("edp_replicate") * layout.size("ep") * layout.size("expert_tp")
+    divided = (
+        layout.size("edp_shard")
+        * layout.size("edp_replicate")
+        * layout.size("ep")
+        * layout.size("expert_tp")
+    )
     assert divided == layout.total_size
 
 
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"ep_size": 3, "tp_size": 2}, "ep_size=3 does not fit tp_size=2: .* use a multiple of 2, or expert_tp_size=2"),
-        ({"ep_size": 2, "tp_size": 4, "expert_tp_size": 2}, "expert_tp_size=2 is invalid .* use 1 .* or 4"),
+        (
+            {"ep_size": 3, "tp_size": 2},
+            "ep_size=3 does not fit tp_size=2: .* use a multiple of 2, or expert_tp_size=2",
+        ),
+        (
+            {"ep_size": 2, "tp_size": 4, "expert_tp_size": 2},
+            "expert_tp_size=2 is invalid .* use 1 .* or 4",
+        ),
         (
             {"ep_size": 2, "expert_tp_size": 2},
             r"expert_tp_size=2 is invalid with tp_size=1: use 1 \(whole experts\)$",
         ),
-        ({"ep_size": 4, "dp_shard_size": 6}, "ep_size=4 needs the tensor ranks of 4 .* use ep_size 1, 2, 3, 6, or"),
-        ({"ep_size": 4, "dp_shard_size": 3, "dp_replicate_size": 2}, "use ep_size 1, 3, 6, or leave dp_shard_size out"),
+        (
+            {"ep_size": 4, "dp_shard_size": 6},
+            "ep_size=4 needs the tensor ranks of 4 .* use ep_size 1, 2, 3, 6, or",
+        ),
+        (
+            {"ep_size": 4, "dp_shard_size": 3, "dp_replicate_size": 2},
+            "use ep_size 1, 3, 6, or leave dp_shard_size out",
+        ),
     ],
 )
 def test_expert_ranks_that_cannot_be_placed(sizes: dict[str, int], message: str) -> None:
@@ -94,7 +118,12 @@ def test_environment_fills_what_is_left_out(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("PARALLELISM_CONFIG_SEQUENCE_PARALLEL", "true")
     monkeypatch.setenv("PARALLELISM_CONFIG_NUM_MICROBATCHES", "6")
     layout = ParallelConfig(pp_size=2)
-    assert (layout.tp_size, layout.pp_size, layout.sequence_parallel, layout.num_microbatches) == (4, 2, True, 6)
+    assert (layout.tp_size, layout.pp_size, layout.sequence_parallel, layout.num_microbatches) == (
+        4,
+        2,
+        True,
+        6,
+    )
 
 
 def test_environment_is_checked_like_an_argument(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,10 +142,14 @@ def test_known_schedules(schedule: str) -> None:
 
 
 def test_replicated_data_with_tensor_is_a_layout() -> None:
-    assert ParallelConfig(dp_replicate_size=2, tp_size=2).total_size == 4  # accelerate's own class refuses it
+    assert (
+        ParallelConfig(dp_replicate_size=2, tp_size=2).total_size == 4
+    )  # accelerate's own class refuses it
 
 
-@pytest.mark.parametrize("again", [copy.deepcopy, lambda layout: pickle.loads(pickle.dumps(layout)), replace])
+@pytest.mark.parametrize(
+    "again", [copy.deepcopy, lambda layout: pickle.loads(pickle.dumps(layout)), replace]
+)
 def test_copies_are_equal(again: object) -> None:
     layout = ParallelConfig(tp_size=2, pp_size=3, pipeline_schedule="gpipe")
     copied = again(layout)  # type: ignore[operator]
@@ -152,7 +185,10 @@ def test_stage_layers(given: object, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ([5, 6], r"stage_layers=\[5, 6\] has 2 stages, and pp_size=3 x virtual_stages=1 makes 3: use one number per"),
+        (
+            [5, 6],
+            r"stage_layers=\[5, 6\] has 2 stages, and pp_size=3 x virtual_stages=1 makes 3: use one number per",
+        ),
         ([5, 0, 6], r"stage_layers\[1\]=0 is invalid: use a whole number of at least 1"),
         ([5, 1.5, 6], r"stage_layers\[1\]=1\.5 is invalid"),
         ("5,many,6", r"stage_layers\[1\]='many' is invalid"),

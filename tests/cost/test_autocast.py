@@ -10,7 +10,8 @@ from torch.nn import functional
 from hfscale._compat.torch import storage_key
 from hfscale._compat.torch_fake import autocast_on_meta
 
-WIDE, NARROW = torch.float32, torch.bfloat16
+WIDE = torch.float32
+NARROW = torch.bfloat16
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "linear": lambda x: functional.linear(x, x),
     "matmul": lambda x: x @ x,

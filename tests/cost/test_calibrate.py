@@ -37,7 +37,10 @@ def test_estimates_take_what_is_measured(document: dict[str, Any], tmp_path: Pat
 def test_links_of_a_known_machine(document: dict[str, Any]) -> None:
     h100 = find_machine("h100")
     found = calibrate("mine", torch.device("cpu"), None, SMALL, h100)
-    assert (found["link_bandwidth"], found["nic_bandwidth"]) == (h100.link_bandwidth, h100.nic_bandwidth)
+    assert (found["link_bandwidth"], found["nic_bandwidth"]) == (
+        h100.link_bandwidth,
+        h100.nic_bandwidth,
+    )
     assert found.keys() == document.keys()
 
 

@@ -66,9 +66,13 @@ def test_levers_do_what_they_do() -> None:
     assert (away.fullest.memory.optimizer, plain.time.offload) == (0, 0.0)
     link = 0.8 * find_machine("h100").host_bandwidth  # the constants' share of a bandwidth
     entries = plain.fullest.memory.weights / 2
-    assert away.time.offload == 0  # 6 bytes of weights and gradients for each, under an update of 36
+    assert (
+        away.time.offload == 0
+    )  # 6 bytes of weights and gradients for each, under an update of 36
     assert away.time.update == pytest.approx(36 * entries / link, rel=0.02)
-    kept = of({"dp_shard_size": 8}, memory=MemoryConfig(offload_activations=True))  # what the passes do not hide
+    kept = of(
+        {"dp_shard_size": 8}, memory=MemoryConfig(offload_activations=True)
+    )  # what the passes do not hide
     moved = 2 * plain.fullest.memory.activations / link
     assert kept.time.offload == pytest.approx(moved - plain.stages[0].seconds, rel=0.1)
     assert kept.time.update == plain.time.update
@@ -77,7 +81,11 @@ def test_levers_do_what_they_do() -> None:
     assert shards.time.offload == 0  # hidden: three times a shard of 0.5 GiB
     assert shards.time.update == pytest.approx(away.time.update)
     sizes = {size: of(batch_size=size) for size in (6, 8, 10)}
-    assert {size: found.verdict for size, found in sizes.items()} == {6: "fits", 8: "tight", 10: "does not fit"}
+    assert {size: found.verdict for size, found in sizes.items()} == {
+        6: "fits",
+        8: "tight",
+        10: "does not fit",
+    }
     assert of(batch_size=10, hardware="h200").verdict == "fits"
 
 
@@ -121,7 +129,9 @@ def test_the_bubble_is_the_schedules_own(schedule: str, virtual: int) -> None:
 )
 def test_shapes_have_the_models_weights(config: PreTrainedConfig) -> None:
     plan = hfscale.plan(config)
-    entries = sum(prod(p.shape) for p in plan.owned() if len(p.shape) > 1 and p.name.startswith(plan.layers))
+    entries = sum(
+        prod(p.shape) for p in plan.owned() if len(p.shape) > 1 and p.name.startswith(plan.layers)
+    )
     for shape in (shape_of_plan(plan, config), shape_of_plan(plan)):
         assert shape.layers * shape.layer_weights == pytest.approx(entries, rel=0.01)
     assert shape_of_plan(plan, config).tied == config.tie_word_embeddings
@@ -136,7 +146,9 @@ def test_unknown_hardware_and_impossible_sizes(tmp_path: Path) -> None:
         hfscale.estimate(hfscale.plan(tiny("llama")), ParallelConfig(tp_size=2))
     wrong = tmp_path / "machine.json"
     wrong.write_text('{"name": "mine", "flops": -1}')
-    with pytest.raises(ConfigError, match=r"describes no machine: flops, memory_bandwidth.* must be positive"):
+    with pytest.raises(
+        ConfigError, match=r"describes no machine: flops, memory_bandwidth.* must be positive"
+    ):
         of(hardware=str(wrong))
     mine = replace(find_machine("h100"), name="mine", flops=2 * find_machine("h100").flops)
     wrong.write_text(json.dumps(asdict(mine)))
@@ -188,7 +200,9 @@ def test_steps_that_were_measured_on_one_gpu() -> None:
 
 def test_products_in_8_bits_have_their_own_rate() -> None:
     for name in ("h100", "gb200", "gb300", "b200"):
-        plain, eight = (of(hardware=name, mixed_precision=precision) for precision in ("bf16", "fp8"))
+        plain, eight = (
+            of(hardware=name, mixed_precision=precision) for precision in ("bf16", "fp8")
+        )
         assert eight.time.products == pytest.approx(plain.time.products / 2, rel=0.01)
         assert eight.time.elementwise > plain.time.elementwise
     old = of(hardware="a100-80", mixed_precision="fp8")
@@ -197,8 +211,16 @@ def test_products_in_8_bits_have_their_own_rate() -> None:
 
 
 def test_mixtures_have_a_range() -> None:
-    config = MixtralConfig(hidden_size=1024, intermediate_size=2048, num_hidden_layers=2, vocab_size=1024)
-    found = hfscale.estimate(config, ParallelConfig(ep_size=2, dp_shard_size=2), dtype=torch.bfloat16)
-    note = next(note for note in found.notes if note.startswith("mixture: estimated with equally many tokens"))
+    config = MixtralConfig(
+        hidden_size=1024, intermediate_size=2048, num_hidden_layers=2, vocab_size=1024
+    )
+    found = hfscale.estimate(
+        config, ParallelConfig(ep_size=2, dp_shard_size=2), dtype=torch.bfloat16
+    )
+    note = next(
+        note
+        for note in found.notes
+        if note.startswith("mixture: estimated with equally many tokens")
+    )
     most = float(note.partition("up to ")[2].partition(" s")[0])
     assert 1.05 * found.seconds < most < 1.5 * found.seconds

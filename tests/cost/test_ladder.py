@@ -32,7 +32,9 @@ def test_every_rung(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     check(climb(tiny("llama"), 256))
     tiny("llama").save_pretrained(tmp_path)
     main([str(tmp_path), "--json"])
-    assert [step["lever"] for step in json.loads(capsys.readouterr().out)] == [rung.name for rung in LADDER]
+    assert [step["lever"] for step in json.loads(capsys.readouterr().out)] == [
+        rung.name for rung in LADDER
+    ]
     picture = tmp_path / "ladder.png"
     main([str(tmp_path), "--out", str(picture)])
     assert "8-bit optimizer" in capsys.readouterr().out

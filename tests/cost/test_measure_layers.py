@@ -17,7 +17,9 @@ from ..families import config_of
 from ..sweeps import cases, pairs
 
 Pools = Callable[[int], RankPool]
-LAYERS, ROWS, LENGTH = 4, 2, 48
+LAYERS = 4
+ROWS = 2
+LENGTH = 48
 FEW = ("gpt2", "mixtral")
 NAMED = ("llama", "gpt2", "mixtral", "qwen2_moe", "gemma", "bloom", "falcon")
 # Drawn with random.Random(20).sample from the families of docs/families.md that are equal in every column.
@@ -32,10 +34,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 def kept(family: str, layout: dict[str, Any], recompute: Any = "none") -> tuple[int, int]:
     """This pipeline rank, and bytes of activations that it kept in a step."""
-    parallel, memory = ParallelConfig(**layout), MemoryConfig(recompute=recompute)
+    parallel = ParallelConfig(**layout)
+    memory = MemoryConfig(recompute=recompute)
     config = config_of(family, layers=LAYERS)
-    model = hfscale.from_config(config, parallel=parallel, memory=memory, dtype=torch.float32).train()
-    runtime, rows = runtime_of(model), ROWS * parallel.size("pp")
+    model = hfscale.from_config(
+        config, parallel=parallel, memory=memory, dtype=torch.float32
+    ).train()
+    runtime = runtime_of(model)
+    rows = ROWS * parallel.size("pp")
     ids = torch.randint(3, 60, (rows, LENGTH), generator=torch.Generator().manual_seed(0))
     with count_saved(runtime.model, runtime.plan.layers, runtime.plan.head) as saved:
         hfscale.train_step(model, {"input_ids": ids, "labels": ids})
@@ -72,7 +78,9 @@ def test_one_process(family: str) -> None:
     ids=lambda value: value if isinstance(value, str) else value[0],
 )
 def test_ranks(pools: Pools, families: Sequence[str], layout: str) -> None:
-    if layout == "sequence":  # of these, what goes into the head is alive for a moment beside its gradient: 4.7%
+    if (
+        layout == "sequence"
+    ):  # of these, what goes into the head is alive for a moment beside its gradient: 4.7%
         families = [family for family in families if "ber" not in family]
     expected = [estimated(family, LAYOUTS[layout]) for family in families]
     for found in pools(2).run(all_kept, families, LAYOUTS[layout]):
@@ -86,5 +94,7 @@ def test_recomputed(family: str, recompute: Any) -> None:
     """What is recomputed is out of the hooks' sight; of an estimate one layer is part."""
     (_, whole), (_, rest) = kept(family, {}), kept(family, {}, recompute)
     again = 0 if recompute == "selective" else (whole - rest) / LAYERS
-    stream = ROWS * LENGTH * HIDDEN * 4 if recompute == "full" else 0  # the layer's input, which it reads once more
+    stream = (
+        ROWS * LENGTH * HIDDEN * 4 if recompute == "full" else 0
+    )  # the layer's input, which it reads once more
     assert estimated(family, {}, recompute)[0] == pytest.approx(rest + again + stream, rel=0.03)

@@ -49,12 +49,19 @@ def test_llama_of_8_billion() -> None:
 @pytest.mark.parametrize("axis", ["tp_size", "dp_shard_size", "pp_size"])
 def test_shares_add_up(axis: str) -> None:
     """Over four ranks, weights are those of one process, and what is whole on every tensor rank."""
-    config = tiny("llama", num_hidden_layers=4, num_key_value_heads=4, num_attention_heads=4, intermediate_size=48)
+    config = tiny(
+        "llama",
+        num_hidden_layers=4,
+        num_key_value_heads=4,
+        num_attention_heads=4,
+        intermediate_size=48,
+    )
     alone = estimate_memory(hfscale.plan(config), optimizer="sgd")
     plan = hfscale.plan(config, ParallelConfig(**{axis: 4}))
     name = axis.removesuffix("_size")
     ranks = [
-        estimate_memory(plan, {name: rank}, pp_rank=rank if name == "pp" else 0, optimizer="sgd") for rank in range(4)
+        estimate_memory(plan, {name: rank}, pp_rank=rank if name == "pp" else 0, optimizer="sgd")
+        for rank in range(4)
     ]
     whole = 3 * 4 * 32 * (2 * 4 + 1) if name == "tp" else 0  # norms
     padding = (4 - 67 % 4) * 2 * 32 * 4 if name == "dp_shard" else 0
@@ -83,21 +90,37 @@ def test_frozen_quantized_weights() -> None:
     quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_use_double_quant=True)
     plan = hfscale.plan(LLAMA_8B, dtype=torch.bfloat16, quantization_config=quantization)
     found = estimate_memory(plan, trained=())
-    in_layers = sum(prod(p.shape) for p in plan.owned() if p.name.startswith("model.layers.") and len(p.shape) == 2)
+    in_layers = sum(
+        prod(p.shape)
+        for p in plan.owned()
+        if p.name.startswith("model.layers.") and len(p.shape) == 2
+    )
     around = 2 * 128256 * 4096 * 2
     assert found.weights == pytest.approx(in_layers * (0.5 + 0.127 / 8) + around, rel=1e-3)
     assert found.gradients == found.optimizer == 0
 
 
 def test_it_reads_like_a_table() -> None:
-    found = str(hfscale.memory_estimate(hfscale.plan(LLAMA_8B, ParallelConfig(tp_size=2)), tokens=4096))
+    found = str(
+        hfscale.memory_estimate(hfscale.plan(LLAMA_8B, ParallelConfig(tp_size=2)), tokens=4096)
+    )
     lines = found.splitlines()
     assert [line.split()[0] for line in lines[:10]] == [
-        *("weights", "adapters", "gradients", "optimizer", "activations", "backward"),
-        *("gathered", "exchanged", "loss", "total"),
+        "weights",
+        "adapters",
+        "gradients",
+        "optimizer",
+        "activations",
+        "backward",
+        "gathered",
+        "exchanged",
+        "loss",
+        "total",
     ]
     assert lines[0].endswith("GiB")
-    assert lines[-1].startswith("activations: counted for this kind of layer, of 4,096 tokens a microbatch")
+    assert lines[-1].startswith(
+        "activations: counted for this kind of layer, of 4,096 tokens a microbatch"
+    )
 
 
 def test_a_family_that_has_eager_attention_only_keeps_scores() -> None:
@@ -105,14 +128,16 @@ def test_a_family_that_has_eager_attention_only_keeps_scores() -> None:
     short, long = (estimate_memory(plan, tokens=64, sequence_length=length) for length in (16, 64))
     assert long.activations - short.activations == 64 * (64 - 16) * 8 * 4 * len(plan.layers)
     assert "eager attention keeps scores of 8 heads over sequences of 16 tokens" in str(short)
-    assert estimate_memory(hfscale.plan(tiny("llama")), tokens=64, sequence_length=16) == estimate_memory(
-        hfscale.plan(tiny("llama")), tokens=64
-    )
+    assert estimate_memory(
+        hfscale.plan(tiny("llama")), tokens=64, sequence_length=16
+    ) == estimate_memory(hfscale.plan(tiny("llama")), tokens=64)
 
 
 def test_an_optimizer_that_cannot_step_on_the_host_is_refused_with_the_plan() -> None:
     plan = hfscale.plan(tiny("llama"), memory=MemoryConfig(offload_optimizer=True))
-    with pytest.raises(ConfigError, match=r"offload_optimizer=True needs an optimizer of torch .* got 'adafactor'"):
+    with pytest.raises(
+        ConfigError, match=r"offload_optimizer=True needs an optimizer of torch .* got 'adafactor'"
+    ):
         hfscale.memory_estimate(plan, "adafactor")
     assert hfscale.memory_estimate(plan, "adamw_8bit").on_host
 
@@ -141,4 +166,6 @@ def test_all_that_there_is_at_once(levers: str) -> None:
     """Gradients of activations included, by a step on the meta device, where backward passes hold most."""
     for tokens in (4096, 8192):
         found = count(WIDE, tokens, **LEVERS[levers])
-        assert found.estimated - OVERHEAD == pytest.approx(found.device + found.optimizer, rel=0.03), tokens
+        assert found.estimated - OVERHEAD == pytest.approx(
+            found.device + found.optimizer, rel=0.03
+        ), tokens

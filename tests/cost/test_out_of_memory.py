@@ -25,7 +25,9 @@ def failed(model: torch.nn.Module) -> BaseException:
     return caught.value
 
 
-def test_what_held_it_and_what_would_fit(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_held_it_and_what_would_fit(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = hfscale.from_config(tiny("llama", num_hidden_layers=2)).train()
     optimizer = hfscale.create_optimizer(model, lr=0.1)
     error = failed(model)
@@ -34,7 +36,11 @@ def test_what_held_it_and_what_would_fit(capsys: pytest.CaptureFixture[str], mon
     told = capsys.readouterr().err
     assert "memory of cpu on rank 0: 2.0 GiB of 512.0 GiB" in told
     planned = hfscale.memory_estimate(model, tokens=32, sequence_length=8)
-    for kind in ("weights", "gradients", "optimizer"):  # in the lines of this model; other tests' may be alive
+    for kind in (
+        "weights",
+        "gradients",
+        "optimizer",
+    ):  # in the lines of this model; other tests' may be alive
         assert re.search(rf"(?m) {human(planned.kinds[kind])}  {kind}$", told), told
     assert "gradient checkpointing: " in told
     assert "microbatches of half the tokens: " in told
@@ -46,5 +52,8 @@ def test_what_held_it_and_what_would_fit(capsys: pytest.CaptureFixture[str], mon
 def test_other_errors_say_nothing() -> None:
     assert failures.explained(ValueError("x")) == ""
     assert (
-        failures.explained(RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried")) != ""
+        failures.explained(
+            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried")
+        )
+        != ""
     )

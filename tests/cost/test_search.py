@@ -55,14 +55,19 @@ def facts(mixed_precision: str = "bf16") -> ModelSummary:
 @cache
 def large() -> ModelSummary:
     """A model of 70 billion parameters, with the bytes per weight and value of the small one."""
-    shape = replace(facts().shape, layers=80, hidden=8192, queries=8192, keys=1024, ffn=28672, vocabulary=128256)
+    shape = replace(
+        facts().shape, layers=80, hidden=8192, queries=8192, keys=1024, ffn=28672, vocabulary=128256
+    )
     kept = Kept(facts().kept.cut * 4, facts().kept.whole * 4)
     return replace(facts(), shape=shape, heads=64, kept=kept, stream=facts().stream * 4)
 
 
-def made(of: ModelSummary, shard: int, microbatches: int, schedule: str = "1f1b", **sizes: Any) -> Candidate:
+def made(
+    of: ModelSummary, shard: int, microbatches: int, schedule: str = "1f1b", **sizes: Any
+) -> Candidate:
     """A candidate with this many shards; ``sizes`` are of other axes, of stages, and of the step."""
-    batch, recompute = sizes.pop("batch", 1), sizes.pop("recompute", "none")
+    batch = sizes.pop("batch", 1)
+    recompute = sizes.pop("recompute", "none")
     layout = ParallelConfig(dp_shard_size=shard, pipeline_schedule=schedule, **sizes)
     return Candidate(step_of(of, layout, batch, microbatches, recompute))
 
@@ -71,7 +76,12 @@ CASES: list[tuple[int, int, str, dict[str, Any]]] = [
     (8, 4, "1f1b", {"dp_replicate_size": 2}),
     (2, 8, "1f1b", {"tp_size": 4, "dp_replicate_size": 2, "batch": 2, "recompute": "full"}),
     (2, 16, "1f1b", {"tp_size": 2, "pp_size": 4, "batch": 2}),
-    (1, 16, "interleaved1f1b", {"tp_size": 2, "pp_size": 2, "dp_replicate_size": 4, "recompute": "full"}),
+    (
+        1,
+        16,
+        "interleaved1f1b",
+        {"tp_size": 2, "pp_size": 2, "dp_replicate_size": 4, "recompute": "full"},
+    ),
     (4, 4, "1f1b", {"tp_size": 2, "batch": 2, "recompute": "elementwise"}),
     (4, 4, "zbv", {"tp_size": 2, "pp_size": 2, "batch": 4}),
 ]
@@ -79,7 +89,9 @@ CASES: list[tuple[int, int, str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize("sizes", CASES, ids=str)
 @pytest.mark.parametrize("mixed", ["bf16", "no"])
-def test_arithmetic_agrees_with_the_plan(sizes: tuple[int, int, str, dict[str, Any]], mixed: str) -> None:
+def test_arithmetic_agrees_with_the_plan(
+    sizes: tuple[int, int, str, dict[str, Any]], mixed: str
+) -> None:
     case = made(facts(mixed), *sizes[:3], **sizes[3])
     found = FastCost(facts(mixed), H100, fitted()).estimate(case)
     planned = hfscale.estimate(
@@ -95,17 +107,24 @@ def test_arithmetic_agrees_with_the_plan(sizes: tuple[int, int, str, dict[str, A
     assert found.needed == pytest.approx(planned.needed, rel=0.12)
 
 
-OTHERS: list[tuple[int, dict[str, int]]] = [(4, {}), (2, {"tp_size": 4}), (2, {"tp_size": 2, "pp_size": 2})]
+OTHERS: list[tuple[int, dict[str, int]]] = [
+    (4, {}),
+    (2, {"tp_size": 4}),
+    (2, {"tp_size": 2, "pp_size": 2}),
+]
 SPREAD: tuple[int, dict[str, int]] = (4, {"tp_size": 2, "ep_size": 4})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("of", "mixed"), pairs(["mixtral", "gpt2"], ["bf16", "no"], daily=[("mixtral", "no"), ("gpt2", "bf16")])
+    ("of", "mixed"),
+    pairs(["mixtral", "gpt2"], ["bf16", "no"], daily=[("mixtral", "no"), ("gpt2", "bf16")]),
 )
 def test_activations_of_other_layers_agree_with_the_plan(of: str, mixed: str) -> None:
     """Counted on one and on two tensor ranks, and of four as of those; experts whole, cut and spread."""
-    config = MIXTURE if of == "mixtral" else GPT2Config(n_embd=512, n_layer=8, n_head=8, vocab_size=1024)
+    config = (
+        MIXTURE if of == "mixtral" else GPT2Config(n_embd=512, n_layer=8, n_head=8, vocab_size=1024)
+    )
     given: dict[str, Any] = {"dtype": torch.float32 if mixed == "bf16" else torch.bfloat16}
     summary = summarize(config, mixed_precision=mixed, sequence=1024, **given)
     for shard, sizes in (*OTHERS, *([SPREAD] if of == "mixtral" else [])):
@@ -119,18 +138,22 @@ def test_activations_of_other_layers_agree_with_the_plan(of: str, mixed: str) ->
             **given,
         )
         wanted = max(stage.memory.activations for stage in planned.stages)
-        assert FastCost(summary, H100, fitted()).estimate(case).activations == pytest.approx(wanted, rel=0.05), (
-            case.describe()
-        )
+        assert FastCost(summary, H100, fitted()).estimate(case).activations == pytest.approx(
+            wanted, rel=0.05
+        ), case.describe()
 
 
 @pytest.mark.parametrize(("schedule", "virtual"), [("1f1b", 1), ("interleaved1f1b", 2), ("zbv", 2)])
 def test_microbatches_alive_are_those_of_the_schedules(schedule: str, virtual: int) -> None:
     for microbatches in (8, 16):
         played = order(schedule, 4, microbatches, virtual)
-        live, home = fullest_live(played, [1] * (4 * virtual)), stage_ranks(played)
+        live = fullest_live(played, [1] * (4 * virtual))
+        home = stage_ranks(played)
         assert all(now <= most for now, most in zip(live, peak_live(played), strict=True))
-        together = [sum(count for stage, count in enumerate(live) if home[stage] == rank) for rank in range(4)]
+        together = [
+            sum(count for stage, count in enumerate(live) if home[stage] == rank)
+            for rank in range(4)
+        ]
         assert list(in_flight_of_ranks(schedule, 4, microbatches, virtual)) == together
 
 
@@ -164,7 +187,9 @@ def test_what_it_finds() -> None:
 
 
 def test_answers_where_nothing_fits() -> None:
-    with pytest.raises(ConfigError, match=r"nothing fits.*Nearest that works: (\d+) GPUs \(.*try LoRA") as error:
+    with pytest.raises(
+        ConfigError, match=r"nothing fits.*Nearest that works: (\d+) GPUs \(.*try LoRA"
+    ) as error:
         search(large(), 1, tokens_per_step=2**20)
     count = int(str(error.value).partition("Nearest that works: ")[2].split()[0])
     assert not search(large(), count, tokens_per_step=2**20).uses_host
@@ -172,7 +197,9 @@ def test_answers_where_nothing_fits() -> None:
     assert half.uses_host
     assert "nothing fits without the host's memory" in str(half)
     assert all(each.candidate.offload and each.likely <= half.budget for each in half.best)
-    with pytest.raises(ConfigError, match=r"a budget of 100.0 GiB is invalid on NVIDIA H100 SXM 80 GB.*79.6 GiB"):
+    with pytest.raises(
+        ConfigError, match=r"a budget of 100.0 GiB is invalid on NVIDIA H100 SXM 80 GB.*79.6 GiB"
+    ):
         search(facts(), 4, tokens_per_step=2**20, max_memory=100 * 2**30)
     with pytest.raises(ConfigError, match="less than one sequence of 4,096"):
         search(facts(), 4, tokens_per_step=1000)
@@ -207,7 +234,11 @@ def test_tiles_agree_with_the_plan(recompute: str) -> None:
     case = Candidate(step_of(summary, layout, 1, 1, recompute, summary.job.tile))
     found = FastCost(summary, H100, fitted()).estimate(case)
     planned = hfscale.estimate(
-        SMALL, layout, sequence_length=131072, dtype=torch.bfloat16, memory=MemoryConfig(**case.memory_arguments())
+        SMALL,
+        layout,
+        sequence_length=131072,
+        dtype=torch.bfloat16,
+        memory=MemoryConfig(**case.memory_arguments()),
     )
     assert case.levers == {"recompute": recompute, "tile_tokens": 8192, "offload": ()}
     assert found.seconds == pytest.approx(planned.seconds, rel=0.05)
@@ -224,10 +255,15 @@ def test_the_command_writes_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixtu
     argv = ["search", str(tmp_path / "model"), "--gpus", "8", "--tokens-per-step", "256K"]
     assert main([*argv, "--lora", "--rank", "4", "--out", str(recipe), "--json"]) == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    best, read = found["best"][0], read_recipe(recipe)
+    best = found["best"][0]
+    read = read_recipe(recipe)
     assert ParallelConfig(**read.parallel).total_size == 8
     assert (read.training.batch_size, read.data.sequence_length) == (64, 4096)
-    assert (read.adapter["r"], read.training.dtype, read.training.mixed_precision) == (4, "bfloat16", "no")
+    assert (read.adapter["r"], read.training.dtype, read.training.mixed_precision) == (
+        4,
+        "bfloat16",
+        "no",
+    )
     assert (found["dtype"], found["mixed_precision"]) == ("bfloat16", "no")
     assert best["microbatches"] * best["batch"] * best["shard"] * best["replicate"] == 64
     assert main([*argv, "--learning-rate", "1e-4", "--its-tokens-per-step", "64K"]) == 0
@@ -246,8 +282,16 @@ def test_the_command_writes_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixtu
     [
         (SMALL, "--gpus 8 --hardware a100-40 --tokens-per-step 256K", set()),
         (SMALL, "--gpus 1 --tokens-per-step 64K --max-memory 8GiB", {"memory"}),
-        (SMALL, "--gpus 4 --hardware h200 --tokens-per-step 256K --lora q_proj,v_proj --quantize nf4", {"adapter"}),
-        (SMALL, "--gpus 8 --tokens-per-step 128K --sequence-length 131072 --max-memory 30GiB", {"cp_size"}),
+        (
+            SMALL,
+            "--gpus 4 --hardware h200 --tokens-per-step 256K --lora q_proj,v_proj --quantize nf4",
+            {"adapter"},
+        ),
+        (
+            SMALL,
+            "--gpus 8 --tokens-per-step 128K --sequence-length 131072 --max-memory 30GiB",
+            {"cp_size"},
+        ),
         (MIXTURE, "--gpus 8 --hardware b200 --tokens-per-step 256K", set()),
     ],
     ids=["a100", "offload", "qlora", "long", "mixture"],
@@ -256,15 +300,23 @@ def test_its_recipes_are_recipes(config: Any, argv: str, wanted: set[str], tmp_p
     """What is written is read again, and a plan takes its layout and its levers."""
     config.save_pretrained(tmp_path / "model")
     recipe = tmp_path / "recipe.yaml"
-    assert main(["search", str(tmp_path / "model"), *argv.split(), "--out", str(recipe), "--json"]) == 0
+    assert (
+        main(["search", str(tmp_path / "model"), *argv.split(), "--out", str(recipe), "--json"])
+        == 0
+    )
     read = read_recipe(recipe)
-    layout, memory = ParallelConfig(**read.parallel), MemoryConfig(**read.memory)
+    layout = ParallelConfig(**read.parallel)
+    memory = MemoryConfig(**read.memory)
     assert layout.total_size == int(argv.split()[1])
-    assert wanted <= {name for name in ("memory", "adapter") if getattr(read, name, None)} | set(read.parallel)
+    assert wanted <= {name for name in ("memory", "adapter") if getattr(read, name, None)} | set(
+        read.parallel
+    )
     assert hfscale.plan(config, layout, memory=memory, dtype=read.training.dtype).layout == layout
 
 
-def test_it_tries_parameters_in_16_bits_beside_autocast(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_tries_parameters_in_16_bits_beside_autocast(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """They keep less, and so the winner recomputes nothing; where memory is not short autocast is as fast."""
     SMALL.save_pretrained(tmp_path)
     for budget, more, wanted in (
@@ -285,7 +337,13 @@ def test_amounts_and_rules() -> None:
         60 * 10**9,
         15 * 10**8,
     ]
-    for wrong, of in (("4MB", tokens_of), ("0", tokens_of), ("1.5", tokens_of), ("much", bytes_of), ("0GiB", bytes_of)):
+    for wrong, of in (
+        ("4MB", tokens_of),
+        ("0", tokens_of),
+        ("1.5", tokens_of),
+        ("much", bytes_of),
+        ("0GiB", bytes_of),
+    ):
         with pytest.raises(ConfigError, match=f"--x {wrong} is no "):
             of(wrong, "--x")
     root, linear = learning_rates(1e-3, 100, 400)

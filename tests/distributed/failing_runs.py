@@ -31,10 +31,14 @@ def train(rank: int, store: str, run: dict[str, Any]) -> None:
 
 def watch(ranks: list[int], stopped: bool) -> dict[str, Any]:
     """Wait for the ranks, without asking how they ended before all did, as launchers do."""
-    ended, begin = dict[int, float](), time.monotonic()
+    ended = dict[int, float]()
+    begin = time.monotonic()
     while len(ended) < len(ranks) and not (stopped and time.monotonic() > begin + 4):
         for pid in ranks:
-            if pid not in ended and os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+            if (
+                pid not in ended
+                and os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+            ):
                 ended[pid] = time.monotonic()
         time.sleep(0.02)
     for pid in set(ranks) - ended.keys():
@@ -45,13 +49,19 @@ def watch(ranks: list[int], stopped: bool) -> dict[str, Any]:
 
 
 def main() -> None:
-    directory, results = Path(sys.argv[1]), []
+    directory = Path(sys.argv[1])
+    results = []
     for number, run in enumerate(json.load(sys.stdin)):
         ranks = []
         for rank in range(3):
             pid = os.fork()
             if not pid:
-                os.environ |= {"RANK": str(rank), "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", **run.get("env", {})}
+                os.environ |= {
+                    "RANK": str(rank),
+                    "WORLD_SIZE": "3",
+                    "LOCAL_WORLD_SIZE": "3",
+                    **run.get("env", {}),
+                }
                 os.dup2(os.open(directory / f"{number}-{rank}", os.O_WRONLY | os.O_CREAT), 2)
                 train(rank, str(directory / f"store{number}"), run)
                 return

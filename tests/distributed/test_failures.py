@@ -28,20 +28,52 @@ FAILING: list[dict[str, Any]] = [
     for how in WAYS
     for collective, failing in ((True, 1), (False, 0))
 ]
-DAILY = (FAILING[0], FAILING[1], FAILING[2], FAILING[5], FAILING[6])  # every way, and both kinds of waiting
+DAILY = (
+    FAILING[0],
+    FAILING[1],
+    FAILING[2],
+    FAILING[5],
+    FAILING[6],
+)  # every way, and both kinds of waiting
 OTHERS: dict[str, dict[str, Any]] = {
-    "all": {"how": "pass", "collective": False, "failing": 9, "sleeps": -1.0},  # time.sleep raises on every rank
+    "all": {
+        "how": "pass",
+        "collective": False,
+        "failing": 9,
+        "sleeps": -1.0,
+    },  # time.sleep raises on every rank
     "well": {"how": "time.sleep(1)", "collective": False, "failing": 2, "sleeps": 0.0},
-    "later": {"how": "sys.exit(75)", "collective": False, "failing": 1, "sleeps": 1.0},  # preempted: a good end
-    "off": {"how": RAISES, "collective": False, "failing": 1, "sleeps": 2.0, "env": {"HFSCALE_FAILURES": "0"}},
-    "stopped": {"how": "os.kill(os.getpid(), 19)", "collective": False, "failing": 1, "sleeps": 60.0, "stopped": True},
+    "later": {
+        "how": "sys.exit(75)",
+        "collective": False,
+        "failing": 1,
+        "sleeps": 1.0,
+    },  # preempted: a good end
+    "off": {
+        "how": RAISES,
+        "collective": False,
+        "failing": 1,
+        "sleeps": 2.0,
+        "env": {"HFSCALE_FAILURES": "0"},
+    },
+    "stopped": {
+        "how": "os.kill(os.getpid(), 19)",
+        "collective": False,
+        "failing": 1,
+        "sleeps": 60.0,
+        "stopped": True,
+    },
 }
 
 
 @pytest.fixture(scope="module")
-def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def runs(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
     items: list[Any] = request.session.items
-    chosen = [item.callspec.params["run"] for item in items if item.name.startswith("test_all_end[")]
+    chosen = [
+        item.callspec.params["run"] for item in items if item.name.startswith("test_all_end[")
+    ]
     asked = {**{json.dumps(run): run for run in chosen}, **OTHERS}
     found = subprocess.run(
         [sys.executable, "-m", failing_runs.__name__, str(tmp_path_factory.mktemp("runs"))],
@@ -55,7 +87,9 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return dict(zip(asked, json.loads(found.stdout), strict=True))
 
 
-@pytest.mark.parametrize("run", cases(FAILING, daily=DAILY), ids=lambda run: f"{run['how'][:12]}-{run['failing']}")
+@pytest.mark.parametrize(
+    "run", cases(FAILING, daily=DAILY), ids=lambda run: f"{run['how'][:12]}-{run['failing']}"
+)
 def test_all_end(runs: dict[str, Any], run: dict[str, Any]) -> None:
     found, failing, (code, words) = runs[json.dumps(run)], run["failing"], WAYS[run["how"]]
     assert found["codes"] == [code if rank == failing else 75 for rank in range(3)]
@@ -95,7 +129,12 @@ def test_strangers_are_not_heard(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     listener = _Listener()
     listener.start()
-    for said in (b"GET / HTTP/1.1\n", b'{"rank": 1, "token": "guessed"}\n', b'{"rank": 1}\n', b"\xff\n"):
+    for said in (
+        b"GET / HTTP/1.1\n",
+        b'{"rank": 1, "token": "guessed"}\n',
+        b'{"rank": 1}\n',
+        b"\xff\n",
+    ):
         with socket.create_connection(listener.place[:2], timeout=5) as stranger:
             stranger.sendall(said)
             time.sleep(0.1)

@@ -49,12 +49,18 @@ def _sums(sizes: dict[str, int]) -> dict[str, Any]:
     """What each kind of group makes of ranks' numbers."""
     mesh = build_mesh(ParallelConfig(**sizes))
     found: dict[str, Any] = {"batch_rank": mesh.batch_rank, "data_rank": mesh.data_rank}
-    for name, groups in (("batches", mesh.batch_groups), ("losses", mesh.loss_groups), ("cp", mesh.groups("cp"))):
+    for name, groups in (
+        ("batches", mesh.batch_groups),
+        ("losses", mesh.loss_groups),
+        ("cp", mesh.groups("cp")),
+    ):
         number = torch.tensor(10 ** dist.get_rank())
         for group in groups:
             dist.all_reduce(number, group=group)
         found[name] = int(number)
-    found["sharing"] = sorted(dist.get_process_group_ranks(mesh.sharing)) if mesh.sharing is not None else []
+    found["sharing"] = (
+        sorted(dist.get_process_group_ranks(mesh.sharing)) if mesh.sharing is not None else []
+    )
     return found
 
 
@@ -73,7 +79,12 @@ def test_tensor_and_context_ranks_share_a_batch(pools: Pools) -> None:
     found = pools(4).run(_sums, {"cp_size": 2, "tp_size": 2})
     assert [each["sharing"] for each in found] == [[0, 1, 2, 3]] * 4
     assert [each["cp"] for each in found] == [101, 1010, 101, 1010]
-    assert [each["batches"] for each in found] == [1, 10, 100, 1000]  # one batch: nothing to sum over
+    assert [each["batches"] for each in found] == [
+        1,
+        10,
+        100,
+        1000,
+    ]  # one batch: nothing to sum over
 
 
 def _near_and_far() -> tuple[list[int], list[int]]:
@@ -82,7 +93,12 @@ def _near_and_far() -> tuple[list[int], list[int]]:
 
 
 def test_groups_of_neighbours_and_the_ring_between_them(pools: Pools) -> None:
-    assert pools(4).run(_near_and_far) == [([0, 1], [0, 2]), ([0, 1], [1, 3]), ([2, 3], [0, 2]), ([2, 3], [1, 3])]
+    assert pools(4).run(_near_and_far) == [
+        ([0, 1], [0, 2]),
+        ([0, 1], [1, 3]),
+        ([2, 3], [0, 2]),
+        ([2, 3], [1, 3]),
+    ]
 
 
 def test_another_number_of_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

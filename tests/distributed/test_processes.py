@@ -19,7 +19,14 @@ from hfscale import MeshError, ParallelConfig
 from hfscale.config.schedules import SCHEDULES
 from hfscale.distributed import process_groups, processes
 from hfscale.distributed.process_groups import build_mesh
-from hfscale.distributed.processes import TIMEOUT, backend_of, choose_device, device_group, host_group, rounds
+from hfscale.distributed.processes import (
+    TIMEOUT,
+    backend_of,
+    choose_device,
+    device_group,
+    host_group,
+    rounds,
+)
 from hfscale.plan.stages import place_stages
 from hfscale.testing import RankPool
 
@@ -36,16 +43,28 @@ def test_device_of_a_process(visible: int, local_rank: str | None, index: int) -
 
 
 def test_the_current_gpu_is_not_asked_for_in_vain() -> None:
-    choose_device(8, "5", current=lambda: pytest.fail("this would start CUDA on the first GPU, in every process"))
+    choose_device(
+        8,
+        "5",
+        current=lambda: pytest.fail("this would start CUDA on the first GPU, in every process"),
+    )
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:1"])
 def test_the_process_group_that_is_started(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     started: dict[str, Any] = {}
-    monkeypatch.setattr(dist, "init_process_group", lambda backend, **given: started.update(given, backend=backend))
-    monkeypatch.setattr(processes.atexit, "register", lambda function, *_: started.update(end=function))
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda backend, **given: started.update(given, backend=backend)
+    )
+    monkeypatch.setattr(
+        processes.atexit, "register", lambda function, *_: started.update(end=function)
+    )
     processes.start(torch.device(device))
-    expected = {"backend": "gloo"} if device == "cpu" else {"backend": "nccl", "device_id": torch.device(device)}
+    expected = (
+        {"backend": "gloo"}
+        if device == "cpu"
+        else {"backend": "nccl", "device_id": torch.device(device)}
+    )
     assert started == {**expected, "timeout": timedelta(minutes=10), "end": processes._stop}
 
 
@@ -65,7 +84,9 @@ def test_rounds_of_disjoint_pairs(pairs: list[Any], expected: list[list[Any]]) -
 
 @contextmanager
 def fake_world(backend: str, size: int) -> Iterator[dist.ProcessGroup]:
-    dist.init_process_group(backend, store=FakeStore(), rank=0, world_size=size, timeout=timedelta(minutes=7))
+    dist.init_process_group(
+        backend, store=FakeStore(), rank=0, world_size=size, timeout=timedelta(minutes=7)
+    )
     try:
         assert dist.group.WORLD is not None
         yield dist.group.WORLD
@@ -73,7 +94,9 @@ def fake_world(backend: str, size: int) -> Iterator[dist.ProcessGroup]:
         dist.destroy_process_group()
 
 
-def test_the_process_group_ends_with_the_process_that_started_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_process_group_ends_with_the_process_that_started_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with fake_world("fake", 2) as world:
         processes._stop(object())  # somebody else's by now
         assert dist.is_initialized()
@@ -92,13 +115,19 @@ def test_groups_serve_one_kind_of_device(monkeypatch: pytest.MonkeyPatch, backen
     device, hosts, connected = torch.device("cuda", 0), list[Any](), list[Any]()
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     monkeypatch.setattr(process_groups, "own_device", lambda: device)
-    monkeypatch.setattr(process_groups, "host_group", lambda parts: hosts.append([list(ranks) for ranks in parts]))
+    monkeypatch.setattr(
+        process_groups, "host_group", lambda parts: hosts.append([list(ranks) for ranks in parts])
+    )
     layout = ParallelConfig(pp_size=2, dp_shard_size=2, tp_size=4, ep_size=4)
     for module in (process_groups, processes):
         monkeypatch.setattr(module, "connect", lambda group, device: connected.append(group))
     with fake_world(backend, 16):
         made = build_mesh(layout, replicas=(2,), ties=((0, 1),), neighbours=((0, 1),))
-        groups = [*made.groups("pp", "dp_shard", "tp", "ep"), *made.replicas.values(), *made.ties.values()]
+        groups = [
+            *made.groups("pp", "dp_shard", "tp", "ep"),
+            *made.replicas.values(),
+            *made.ties.values(),
+        ]
         groups += made.streams.values()
         assert {dist.get_backend(group) for group in groups} == {"fake"}
         assert {backend_of(group, device) for group in groups} == {"fake"}
@@ -107,7 +136,13 @@ def test_groups_serve_one_kind_of_device(monkeypatch: pytest.MonkeyPatch, backen
         assert connected[-2:] == list(made.streams.values())
         assert len(groups) == 8
     # over gloo: all ranks once, and small groups for a few numbers
-    assert [len(parts[0]) for parts in hosts] == [16, 4, 2, 2, 8]  # the last: ranks that are given the same batch
+    assert [len(parts[0]) for parts in hosts] == [
+        16,
+        4,
+        2,
+        2,
+        8,
+    ]  # the last: ranks that are given the same batch
 
 
 def test_pairs_are_split_off_where_that_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +159,11 @@ def test_pairs_are_split_off_where_that_can_be(monkeypatch: pytest.MonkeyPatch) 
 def test_only_a_world_of_one_backend_is_split() -> None:
     class World:
         bound_device_id: Any = torch.device("cuda", 0)
-        name, supports_splitting = (lambda self: "fake"), True
+
+        def name(self) -> str:
+            return "fake"
+
+        supports_splitting = True
 
         def _get_backend(self, device: torch.device) -> Any:
             return self
@@ -141,16 +180,28 @@ def test_a_world_that_somebody_else_started_is_bound_while_groups_are_split_off(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Accelerate starts it without a device: it is connected once, before the first split, and left unbound."""
-    device, calls = torch.device("cuda", 0), list[Any]()
+    device = torch.device("cuda", 0)
+    calls = list[Any]()
     monkeypatch.setattr(processes, "_splits", lambda world, device: True)
     monkeypatch.setattr(processes, "connect", lambda group, device: calls.append(group))
     monkeypatch.setattr(
-        dist, "split_group", lambda world, parts, timeout: calls.append((world.bound_device_id, parts)) or "part"
+        dist,
+        "split_group",
+        lambda world, parts, timeout: calls.append((world.bound_device_id, parts)) or "part",
     )
     with fake_world("fake", 4) as world:
-        assert [device_group(parts, device) for parts in ([[0, 1], [2, 3]], [[0, 2], [1, 3]])] == ["part", "part"]
+        assert [device_group(parts, device) for parts in ([[0, 1], [2, 3]], [[0, 2], [1, 3]])] == [
+            "part",
+            "part",
+        ]
         assert world.bound_device_id is None
-        assert calls == [world, (device, [[0, 1], [2, 3]]), "part", (device, [[0, 2], [1, 3]]), "part"]
+        assert calls == [
+            world,
+            (device, [[0, 1], [2, 3]]),
+            "part",
+            (device, [[0, 2], [1, 3]]),
+            "part",
+        ]
         world.bound_device_id = device  # by the one who started it
         device_group([[0, 1, 2, 3]], device)
         assert world.bound_device_id == device
@@ -159,12 +210,17 @@ def test_a_world_that_somebody_else_started_is_bound_while_groups_are_split_off(
 
 def _in_order() -> list[Any]:
     """Groups of ranks as this rank makes them and connects them, none of either within a step."""
-    calls, all_reduce = list[Any](), dist.all_reduce
+    calls = list[Any]()
+    all_reduce = dist.all_reduce
     new_groups = {module: module.new_group for module in (dist, dist.device_mesh)}
 
-    def reduced(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
+    def reduced(
+        tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+    ) -> Any:
         if tensor.numel() == 1:
-            calls.append(("connected", tuple(dist.get_process_group_ranks(group or dist.group.WORLD))))
+            calls.append(
+                ("connected", tuple(dist.get_process_group_ranks(group or dist.group.WORLD)))
+            )
         return all_reduce(tensor, op, group, async_op)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -176,7 +232,9 @@ def _in_order() -> list[Any]:
             patch.setattr(
                 module,
                 "new_group",
-                lambda ranks, *a, make=make, **k: calls.append(tuple(ranks)) or make(ranks, *a, **k),
+                lambda ranks, *a, make=make, **k: (
+                    calls.append(tuple(ranks)) or make(ranks, *a, **k)
+                ),
             )
         build_mesh(ParallelConfig(pp_size=2, dp_shard_size=2), neighbours=((0, 1),), ties=((0, 1),))
         made = len(calls)
@@ -190,7 +248,9 @@ def test_groups_are_made_and_connected_in_one_order_on_all_ranks(pools: Pools) -
     made = [[call for call in calls if call[0] != "connected"] for calls in ranks]
     assert made[0] == made[1] == made[2] == made[3]
     for rank, calls in enumerate(ranks):
-        connected = [members for call, members in (each for each in calls if each[0] == "connected")]
+        connected = [
+            members for call, members in (each for each in calls if each[0] == "connected")
+        ]
         pairs = [(rank, rank ^ 1), (rank, rank ^ 2)]  # of the stage; of the pipeline
         stage, pipeline = (tuple(sorted(pair)) for pair in pairs)
         assert connected == [pipeline, stage, *[pipeline] * 3]  # axes, the tied tensor, each way
@@ -198,7 +258,9 @@ def test_groups_are_made_and_connected_in_one_order_on_all_ranks(pools: Pools) -
 
 def _made(schedules: tuple[str, ...]) -> tuple[list[int], list[tuple[int, int]]]:
     """Groups with this rank in them after each schedule's mesh, and the ways between this rank and others."""
-    numbers, ways, before = [], set(), len(dist.distributed_c10d._world.pg_map)
+    numbers = []
+    ways = set()
+    before = len(dist.distributed_c10d._world.pg_map)
     for schedule in (*schedules, *schedules):
         layout = ParallelConfig(pp_size=4, pipeline_schedule=schedule)
         ranks = place_stages(schedule, 4, int(layout.virtual_stages or 1))
@@ -223,7 +285,9 @@ def _patience() -> tuple[list[timedelta], timedelta]:
     made = build_mesh(ParallelConfig(tp_size=2))
     cpu = torch.device("cpu")
     groups = [*made.groups("tp"), made.control, host_group([[0, 1]]), device_group([[0, 1]], cpu)]
-    return [group._get_backend(cpu).options._timeout for group in groups if group], processes._patience(cpu)
+    return [
+        group._get_backend(cpu).options._timeout for group in groups if group
+    ], processes._patience(cpu)
 
 
 def test_groups_wait_as_long_as_the_process_group(pools: Pools) -> None:
@@ -247,7 +311,9 @@ def test_the_hosts_groups_are_not_split_off(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(
         dist,
         "new_group",
-        lambda ranks, backend, timeout: seen.append((world.bound_device_id, backend, timeout)) or ranks,
+        lambda ranks, backend, timeout: (
+            seen.append((world.bound_device_id, backend, timeout)) or ranks
+        ),
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(processes.dist, "group", type("group", (), {"WORLD": world}))
@@ -257,11 +323,17 @@ def test_the_hosts_groups_are_not_split_off(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_first_layout_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    layouts = [ParallelConfig(tp_size=2, pp_size=2), ParallelConfig(dp_shard_size=2), ParallelConfig(tp_size=2)]
+    layouts = [
+        ParallelConfig(tp_size=2, pp_size=2),
+        ParallelConfig(dp_shard_size=2),
+        ParallelConfig(tp_size=2),
+    ]
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert hfscale.fitting_layout(layouts) is layouts[1]
     monkeypatch.setenv("WORLD_SIZE", "3")
-    with pytest.raises(MeshError, match=r"3 process\(es\) were started, and the layouts are for others"):
+    with pytest.raises(
+        MeshError, match=r"3 process\(es\) were started, and the layouts are for others"
+    ):
         hfscale.fitting_layout(layouts)
 
 

@@ -30,7 +30,9 @@ def fork(code: int) -> int:
     return child
 
 
-@pytest.mark.parametrize(("code", "again"), [(0, False), (1, True), (75, True), (2, False), (-signal.SIGKILL, True)])
+@pytest.mark.parametrize(
+    ("code", "again"), [(0, False), (1, True), (75, True), (2, False), (-signal.SIGKILL, True)]
+)
 def test_which_ends_start_again(code: int, again: bool) -> None:
     before = signal.getsignal(signal.SIGTERM)
     assert _wait(fork(code), dist.HashStore(), 1) == (code, again)
@@ -59,7 +61,8 @@ def test_another_rank_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_told_behind_the_end_of_its_child() -> None:
     """The other rank has not ended yet when the launcher ends both: neither forks again."""
-    store, counts = Mock(), Counter[str]()
+    store = Mock()
+    counts = Counter[str]()
 
     def add(what: str, more: int) -> int:
         counts[what] += more
@@ -130,11 +133,18 @@ print("DONE", flush=True)
 @pytest.mark.slow
 def test_a_killed_rank(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
-    environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+    environment = {
+        key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")
+    }
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     line = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "script.py", "told"]
     run = subprocess.run(
-        [sys.executable, "-m", *line], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=250
+        [sys.executable, "-m", *line],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=250,
     )
     assert run.returncode == 0, run.stderr
     assert (run.stdout.count("IMPORTED"), run.stdout.count("DONE")) == (2, 2)

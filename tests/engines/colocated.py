@@ -20,12 +20,24 @@ from trl.generation import vllm_generation
 
 from ..integrations.trl.script import Case, length_reward, run, save_rows, tokenizer
 
-SIZES: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 67, "num_attention_heads": 4}
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "vocab_size": 67,
+    "num_attention_heads": 4,
+}
 SIZES |= {"num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 96}
 SIZES |= {"eos_token_id": 1, "bos_token_id": None, "pad_token_id": 0}
 ARGUMENTS: dict[str, Any] = {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 64}
-ARGUMENTS |= {"num_generations": 4, "max_completion_length": 6, "optim": "sgd", "learning_rate": 0.5}
-LORA = LoraConfig(r=8, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+ARGUMENTS |= {
+    "num_generations": 4,
+    "max_completion_length": 6,
+    "optim": "sgd",
+    "learning_rate": 0.5,
+}
+LORA = LoraConfig(
+    r=8, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM", init_lora_weights=False
+)
 RUNS: dict[str, tuple[dict[str, int], Any]] = {
     "tp2": ({"tp_size": 2}, None),
     "pp2": ({"pp_size": 2}, None),
@@ -38,7 +50,9 @@ RUNS: dict[str, tuple[dict[str, int], Any]] = {
 def write(path: Path) -> None:
     """Write a tiny model and prompts."""
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(LlamaConfig(**SIZES), dtype=torch.float32).save_pretrained(path)
+    AutoModelForCausalLM.from_config(LlamaConfig(**SIZES), dtype=torch.float32).save_pretrained(
+        path
+    )
     tokenizer(path)
     save_rows(path, "prompt", 24, 1)
 
@@ -58,7 +72,9 @@ def main(path: Path) -> None:
     logs = {}
     with patch.object(vllm_generation, "LLM", engine):
         for name, (layout, lora) in RUNS.items():
-            case = Case("GRPOTrainer", "prompt", ARGUMENTS, lora, more={"reward_funcs": length_reward})
+            case = Case(
+                "GRPOTrainer", "prompt", ARGUMENTS, lora, more={"reward_funcs": length_reward}
+            )
             logs[name] = run(case, str(path), str(path / "out"), layout)
     if dist.get_rank() == 0:
         (path / "logs.json").write_text(json.dumps(logs))

@@ -31,10 +31,18 @@ def main() -> None:
         asked = json.loads(line)
         if asked.get("weights"):
             weights = load_file(asked["weights"])
-            engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights.items())})
+            engine.collective_rpc(
+                "reload_weights", kwargs={"weights_iterator": iter(weights.items())}
+            )
         ids = asked["ids"]
-        found = engine.generate([{"prompt_token_ids": ids}], once, use_tqdm=False)[0].prompt_logprobs
-        print(json.dumps([found[place][ids[place]].logprob for place in range(1, len(ids))]), file=answers, flush=True)
+        found = engine.generate([{"prompt_token_ids": ids}], once, use_tqdm=False)[
+            0
+        ].prompt_logprobs
+        print(
+            json.dumps([found[place][ids[place]].logprob for place in range(1, len(ids))]),
+            file=answers,
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

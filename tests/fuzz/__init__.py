@@ -10,4 +10,14 @@ from .draw import Draw, read
 from .judge import DEFECTS, OUTCOMES, Verdict, judge
 from .shrink import shrink
 
-__all__ = ["DEFECTS", "OUTCOMES", "Draw", "Verdict", "choose", "choose_crossing", "judge", "read", "shrink"]
+__all__ = [
+    "DEFECTS",
+    "OUTCOMES",
+    "Draw",
+    "Verdict",
+    "choose",
+    "choose_crossing",
+    "judge",
+    "read",
+    "shrink",
+]

@@ -15,7 +15,9 @@ from .measures import EXACT, Yardstick
 from .reference import GREEDY, Record, prompt, unlabelled
 
 
-def look(draw: Draw, model: Any, call: Call, record: Record, yardstick: Yardstick, note: Note) -> None:
+def look(
+    draw: Draw, model: Any, call: Call, record: Record, yardstick: Yardstick, note: Note
+) -> None:
     """Compare what is drawn with what one process saw there."""
     own = call[hfscale.batch_rank(model)]
     given: Any = as_given(draw, own)
@@ -30,12 +32,16 @@ def look(draw: Draw, model: Any, call: Call, record: Record, yardstick: Yardstic
         note("generate")
         tokens = model.generate(**prompt(call), **GREEDY)
         if exact:
-            yardstick.worst.note("tokens", float(not torch.equal(tokens, record.tokens)), 0.5, f"{tokens.tolist()}")
+            yardstick.worst.note(
+                "tokens", float(not torch.equal(tokens, record.tokens)), 0.5, f"{tokens.tolist()}"
+            )
     _look_at_tokens(draw, model, own, record, yardstick, note)
     model.train()
 
 
-def _look_at_tokens(draw: Draw, model: Any, own: list[Batch], record: Record, yardstick: Yardstick, note: Note) -> None:
+def _look_at_tokens(
+    draw: Draw, model: Any, own: list[Batch], record: Record, yardstick: Yardstick, note: Note
+) -> None:
     """At what the model makes of this rank's batch: logits, and scores of its first microbatch."""
     given: Any = as_given(draw, own)
     wanted = record.logits[hfscale.batch_rank(model)] if record.logits else None
@@ -52,7 +58,9 @@ def _look_at_tokens(draw: Draw, model: Any, own: list[Batch], record: Record, ya
         with torch.no_grad():
             scores = hfscale.token_scores(model, unlabelled(own[0])).log_probs
         if compares and wanted is not None:
-            yardstick.worst.note("scores", difference(scores, _log_probs(wanted, own[0])), EXACT, "log-probabilities")
+            yardstick.worst.note(
+                "scores", difference(scores, _log_probs(wanted, own[0])), EXACT, "log-probabilities"
+            )
 
 
 def _seen(batch: Batch) -> Tensor:

@@ -64,14 +64,23 @@ def await_all(pids: dict[str, int], directory: Path, timeout: float) -> dict[str
 
     A busy machine is no hang: whoever still computes when the time is up gets as much again, up to five times.
     """
-    deadline, running, found = time.monotonic() + timeout, dict(pids), dict[str, Ended]()
-    extensions, used = 4, 0.0
+    deadline = time.monotonic() + timeout
+    running = dict(pids)
+    found = dict[str, Ended]()
+    extensions = 4
+    used = 0.0
     while running:
         if time.monotonic() >= deadline:
             spent = sum(map(_seconds_of, running.values()))
-            if any(end.error for end in found.values()) or not extensions or spent - used < 0.02 * timeout:
+            if (
+                any(end.error for end in found.values())
+                or not extensions
+                or spent - used < 0.02 * timeout
+            ):
                 break
-            deadline, extensions, used = time.monotonic() + timeout, extensions - 1, spent
+            deadline = time.monotonic() + timeout
+            extensions = extensions - 1
+            used = spent
         for name, pid in list(running.items()):
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:
@@ -88,7 +97,9 @@ def await_all(pids: dict[str, int], directory: Path, timeout: float) -> dict[str
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         stack = directory / f"{name}.stack"
-        found[name] = Ended(_read(directory, name, "phase"), "did not return", False, stack.read_text(), hung=True)
+        found[name] = Ended(
+            _read(directory, name, "phase"), "did not return", False, stack.read_text(), hung=True
+        )
     return found
 
 
@@ -106,9 +117,13 @@ def join_group(rank: int, world: int, directory: Path, timeout: float) -> None:
     import torch
     import torch.distributed as dist
 
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world)
+    )
     # Accelerate insists on an address, also where the process group exists; nothing listens there.
-    os.environ.update(ACCELERATE_USE_CPU="1", MASTER_ADDR="localhost", MASTER_PORT="29500", HFSCALE_FAILURES="0")
+    os.environ.update(
+        ACCELERATE_USE_CPU="1", MASTER_ADDR="localhost", MASTER_PORT="29500", HFSCALE_FAILURES="0"
+    )
     store = torch.distributed.FileStore(str(directory / "store"), world)  # type: ignore[attr-defined]
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=2 * timeout)
@@ -116,13 +131,18 @@ def join_group(rank: int, world: int, directory: Path, timeout: float) -> None:
 
 
 def _ended(name: str, directory: Path, status: int) -> Ended:
-    phase, trace = _read(directory, name, "phase"), _read(directory, name, "trace")
+    phase = _read(directory, name, "phase")
+    trace = _read(directory, name, "trace")
     if refusal := _read(directory, name, "refused"):
         return Ended(phase, refusal, True, trace)
     error = _read(directory, name, "error")
     if status and not error:
         log = _read(directory, name, "log")
-        error = f"died of signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else f"ended with status {status}"
+        error = (
+            f"died of signal {os.WTERMSIG(status)}"
+            if os.WIFSIGNALED(status)
+            else f"ended with status {status}"
+        )
         trace = log[-2000:]
     return Ended(phase, error, False, trace)
 

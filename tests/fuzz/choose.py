@@ -3,14 +3,44 @@
 from random import Random
 from typing import Any
 
-from .choose_family import OWN_LOSS, SLOW, WIDE, choose_config, choose_family, fields_of, has_experts, linear_names
+from .choose_family import (
+    OWN_LOSS,
+    SLOW,
+    WIDE,
+    choose_config,
+    choose_family,
+    fields_of,
+    has_experts,
+    linear_names,
+)
 from .choose_levers import choose_levers
 from .choose_more import choose_more
 from .draw import TORCH, Draw
 from .layouts import choose_layout, choose_stage_layers, stages_of
 
-_NAMED = ("adamw_torch", "sgd", "adagrad", "rmsprop", "adafactor", "muon", "adamw_8bit", "lion_8bit", "lion_32bit")
-_FROZEN = ("embed", "norm", "layers.0.", "attn", "mlp", "lm_head", "bias", "layers.1.", "wte", "h.0.")
+_NAMED = (
+    "adamw_torch",
+    "sgd",
+    "adagrad",
+    "rmsprop",
+    "adafactor",
+    "muon",
+    "adamw_8bit",
+    "lion_8bit",
+    "lion_32bit",
+)
+_FROZEN = (
+    "embed",
+    "norm",
+    "layers.0.",
+    "attn",
+    "mlp",
+    "lm_head",
+    "bias",
+    "layers.1.",
+    "wte",
+    "h.0.",
+)
 
 
 def choose(seed: int, index: int) -> Draw:
@@ -61,7 +91,9 @@ def _training(random: Random, draw: Draw, experts: bool) -> dict[str, Any]:
 
 
 def _batches(random: Random, draw: Draw) -> dict[str, Any]:
-    lengths = tuple(random.choice((1, 2, 5, 7, 8, 9, 12, 13, 16)) for _ in range(random.choice((1, 1, 2, 3))))
+    lengths = tuple(
+        random.choice((1, 2, 5, 7, 8, 9, 12, 13, 16)) for _ in range(random.choice((1, 1, 2, 3)))
+    )
     rows = random.choice((1, 2, 2, 3, 4))
     wanted = draw.layout.get("num_microbatches")
     if draw.layout.get("pp_size", 1) > 1:
@@ -77,7 +109,9 @@ def _batches(random: Random, draw: Draw) -> dict[str, Any]:
     return {
         "rows": rows,
         "microbatches": microbatches,
-        "lengths": tuple(max(length, 2) for length in lengths) if random.random() < 0.9 else lengths,
+        "lengths": tuple(max(length, 2) for length in lengths)
+        if random.random() < 0.9
+        else lengths,
         "padding": random.choice(("none", "none", "right", "right", "left")),
         "positions": random.random() < 0.2,
         "packed": random.random() < 0.6,
@@ -97,7 +131,9 @@ def _extras(random: Random, draw: Draw) -> dict[str, Any]:
     if random.random() < (0.12 if draw.family in WIDE else 0):
         chosen.update(_quantized(random, draw))
     chosen["resume"] = random.random() < 0.2
-    chosen["between"] = tuple(name for name in ("eval", "generate", "save", "deepcopy") if random.random() < 0.12)
+    chosen["between"] = tuple(
+        name for name in ("eval", "generate", "save", "deepcopy") if random.random() < 0.12
+    )
     return chosen
 
 
@@ -122,10 +158,17 @@ def _quantized(random: Random, draw: Draw) -> dict[str, Any]:
     """A base in few bits, wide enough for blocks to align, with adapters around it."""
     wide = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
     found = fields_of(draw.family)
-    config = {**draw.config, **{name: size for name, size in wide.items() if found.get(name) is not None}}
+    config = {
+        **draw.config,
+        **{name: size for name, size in wide.items() if found.get(name) is not None},
+    }
     lora = {"r": 4, "target_modules": "all-linear"} if random.random() < 0.9 else None
     kind = random.choice(("nf4", "nf4", "fp4", "int8"))
-    still = {"mixed_precision": "no", "entry": "from_pretrained", "dtype": random.choice(("float32", "bfloat16"))}
+    still = {
+        "mixed_precision": "no",
+        "entry": "from_pretrained",
+        "dtype": random.choice(("float32", "bfloat16")),
+    }
     return {"quantize": kind, "config": config, "peft": lora, "frozen": (), **still}
 
 
@@ -139,11 +182,16 @@ def _settled(draw: Draw) -> Draw:
         draw = draw.change(between=tuple(name for name in draw.between if name != "generate"))
     if draw.loop == "plain":
         draw = draw.change(
-            masked="some" if draw.masked in ("microbatch", "rank", "rows") else draw.masked, routing=None
+            masked="some" if draw.masked in ("microbatch", "rank", "rows") else draw.masked,
+            routing=None,
         )
-        draw = draw.change(lengths=tuple(max(length, 5) for length in draw.lengths), empty_rank=False)
+        draw = draw.change(
+            lengths=tuple(max(length, 5) for length in draw.lengths), empty_rank=False
+        )
     if draw.peft is not None:
-        draw = draw.change(routing=None)  # hfscale in one process says what those losses are, without adapters
+        draw = draw.change(
+            routing=None
+        )  # hfscale in one process says what those losses are, without adapters
     if draw.family in SLOW:
         draw = draw.change(steps=2, calls=1, rows=min(draw.rows, 8), lengths=draw.lengths[:1])
     if draw.delayed:

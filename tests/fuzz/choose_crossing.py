@@ -12,10 +12,28 @@ from .draw import Draw
 
 PROJECTIONS: dict[str, tuple[tuple[str, dict[str, Any]], ...]] = {
     "no bias": (("llama", {}), ("mistral", {}), ("qwen3", {})),
-    "bias": (("llama", {"attention_bias": True, "mlp_bias": True}), ("qwen2", {}), ("starcoder2", {}), ("phi", {})),
-    "in the layer": (("opt", {}), ("bert", {}), ("roberta", {}), ("electra", {}), ("xglm", {}), ("biogpt", {})),
+    "bias": (
+        ("llama", {"attention_bias": True, "mlp_bias": True}),
+        ("qwen2", {}),
+        ("starcoder2", {}),
+        ("phi", {}),
+    ),
+    "in the layer": (
+        ("opt", {}),
+        ("bert", {}),
+        ("roberta", {}),
+        ("electra", {}),
+        ("xglm", {}),
+        ("biogpt", {}),
+    ),
     "transposed": (("gpt2", {}),),
-    "fused": (("phi3", {}), ("gpt_neox", {}), ("bloom", {}), ("falcon", {"bias": True}), ("persimmon", {})),
+    "fused": (
+        ("phi3", {}),
+        ("gpt_neox", {}),
+        ("bloom", {}),
+        ("falcon", {"bias": True}),
+        ("persimmon", {}),
+    ),
     "one edge": (("gptj", {}), ("cohere", {}), ("codegen", {})),
     "low rank": (("deepseek_v3", {}),),
     "experts": (("qwen3_moe", {}), ("mixtral", {}), ("qwen2_moe", {})),
@@ -49,7 +67,9 @@ def choose_crossing(seed: int, index: int) -> Draw:
     family, config = random.choice(PROJECTIONS[random.choice(list(PROJECTIONS))])
     layout = _layout(random)
     layers = 4 if "pp_size" in layout else 2
-    draw = Draw(family, dict(config), layers, layout, steps=3, max_norm=0.0, seed=random.randrange(1000))
+    draw = Draw(
+        family, dict(config), layers, layout, steps=3, max_norm=0.0, seed=random.randrange(1000)
+    )
     draw = draw.change(
         microbatches=random.choice((2, 4)) if "pp_size" in layout else random.choice((1, 2)),
         calls=random.choice((1, 1, 2)),
@@ -85,7 +105,9 @@ def _trained(random: Random, draw: Draw) -> dict[str, Any]:
     kind = random.random()
     if kind < 0.15:
         return {"frozen": random.choice(((), ("bias",), ("mlp", "fc"), ("attn", "attention")))}
-    names = [name for name in linear_names(draw.family, draw.config, draw.layers) if "embed" not in name]
+    names = [
+        name for name in linear_names(draw.family, draw.config, draw.layers) if "embed" not in name
+    ]
     some = random.sample(names, random.randint(1, len(names)))
     if draw.family in _STACKED and not _STACKED_TOGETHER.isdisjoint(some):
         some = sorted({*some, *_STACKED_TOGETHER})
@@ -118,9 +140,21 @@ def _kept(random: Random, draw: Draw) -> dict[str, Any]:
 
 
 def _in_four_bits(random: Random, draw: Draw) -> Draw:
-    wide = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "moe_intermediate_size": 64}
+    wide = {
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "head_dim": 32,
+        "moe_intermediate_size": 64,
+    }
     found = fields_of(draw.family)
-    config = {**draw.config, **{name: size for name, size in wide.items() if found.get(name) is not None}}
+    config = {
+        **draw.config,
+        **{name: size for name, size in wide.items() if found.get(name) is not None},
+    }
     lora = draw.peft or {"r": 4, "target_modules": "all-linear"}
-    kept = {"quantize": random.choice(("nf4", "fp4", "int8")), "dtype": "float32", "entry": "from_pretrained"}
+    kept = {
+        "quantize": random.choice(("nf4", "fp4", "int8")),
+        "dtype": "float32",
+        "entry": "from_pretrained",
+    }
     return draw.change(config=config, peft={**lora, "bias": "none"}, frozen=(), **kept)

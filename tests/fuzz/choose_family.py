@@ -95,7 +95,9 @@ def linear_names(family: str, config: dict[str, Any], layers: int) -> list[str]:
     except Exception:  # as above
         return []
     kinds = (torch.nn.Linear, torch.nn.Embedding, Conv1D)
-    return sorted({name.split(".")[-1] for name, module in model.named_modules() if isinstance(module, kinds)})
+    return sorted(
+        {name.split(".")[-1] for name, module in model.named_modules() if isinstance(module, kinds)}
+    )
 
 
 def has_experts(found: dict[str, Any]) -> bool:
@@ -103,7 +105,9 @@ def has_experts(found: dict[str, Any]) -> bool:
     return any(isinstance(found.get(name), int) and found[name] > 1 for name in EXPERT_FIELDS)
 
 
-def choose_config(random: Random, family: str, found: dict[str, Any], wild: float) -> dict[str, Any]:
+def choose_config(
+    random: Random, family: str, found: dict[str, Any], wild: float
+) -> dict[str, Any]:
     """Changes to the clone of ``family``; each is made with a chance of ``wild``."""
     changes: dict[str, Any] = dict(MIXED.get(family, {}) if random.random() < 0.5 else {})
 
@@ -125,7 +129,9 @@ def choose_config(random: Random, family: str, found: dict[str, Any], wild: floa
     return changes
 
 
-def _choose_sizes(random: Random, found: dict[str, Any], sometimes: Callable[[], bool]) -> dict[str, int]:
+def _choose_sizes(
+    random: Random, found: dict[str, Any], sometimes: Callable[[], bool]
+) -> dict[str, int]:
     changes = {}
     if "vocab_size" in found and sometimes():
         changes["vocab_size"] = random.choice((64, 65, 66, 71, 101, 130))
@@ -141,6 +147,10 @@ def _choose_sizes(random: Random, found: dict[str, Any], sometimes: Callable[[],
 
 
 def _choose_dropout(random: Random, found: dict[str, Any]) -> dict[str, float]:
-    shares = {name for name, value in found.items() if is_dropout(name) and isinstance(value, (int, float))}
+    shares = {
+        name
+        for name, value in found.items()
+        if is_dropout(name) and isinstance(value, (int, float))
+    }
     shares = {name for name in shares if not isinstance(found[name], bool)}
     return {name: random.choice((0.1, 0.3)) for name in sorted(shares) if random.random() < 0.7}

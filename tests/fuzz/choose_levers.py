@@ -27,21 +27,32 @@ def _trains_by_steps(draw: Draw) -> bool:
 def _float8(random: Random, draw: Draw) -> Draw:
     """In float64, where rounding to 8 bits is the same everywhere; over float32 weights now and then."""
     found = fields_of(draw.family)
-    wide = {name: size for name, size in lever_values.WIDE.items() if isinstance(found.get(name), int)}
+    wide = {
+        name: size for name, size in lever_values.WIDE.items() if isinstance(found.get(name), int)
+    }
     config = {**draw.config, **wide}
     single = draw.optimizer.endswith("bit") or (draw.routing is None and random.random() < 0.2)
     asked = lever_values.float8(random)
     dtype = "float32" if single else "float64"
     # A user's loss is summed, and divided behind the backward pass: no power of two, so 8 bits round what is another.
     # Documents of packed rows share their scales, and the judge computes each by itself.
-    draw = draw.change(config=config, mixed_precision="fp8", float8=asked, dtype=dtype, user_loss=False, packed=False)
+    draw = draw.change(
+        config=config,
+        mixed_precision="fp8",
+        float8=asked,
+        dtype=dtype,
+        user_loss=False,
+        packed=False,
+    )
     return _in_given_microbatches(draw)
 
 
 def _float16(random: Random, draw: Draw) -> Draw:
     scales = lever_values.loss_scaling(random)
     dtype = "float64" if draw.dtype == "float64" and random.random() < 0.5 else "float32"
-    return draw.change(mixed_precision="fp16", loss_scaling=scales, dtype=dtype, float8=None, calls=1)
+    return draw.change(
+        mixed_precision="fp16", loss_scaling=scales, dtype=dtype, float8=None, calls=1
+    )
 
 
 def _compressed_activations(random: Random, draw: Draw) -> Draw:
@@ -54,15 +65,25 @@ def _compressed_gradients(random: Random, draw: Draw) -> Draw:
     again = draw.resume_layout
     if again is not None and again.get("dp_replicate_size", 1) > 1:
         again = {**again, **asked}
-    at_once = {name: value for name, value in draw.layout.items() if name != "reduce_each_microbatch"}
+    at_once = {
+        name: value for name, value in draw.layout.items() if name != "reduce_each_microbatch"
+    }
     draw = draw.change(layout={**at_once, **asked}, resume_layout=again)
     if draw.compression != "powersgd":
         return draw
     # Weights that stay: every step's gradient is known then, and what errors make of it can be told.
-    still = {"optimizer": "SGD", "learning_rate": 0.0, "steps": 3, "dtype": "float64", "stochastic_rounding": False}
+    still = {
+        "optimizer": "SGD",
+        "learning_rate": 0.0,
+        "steps": 3,
+        "dtype": "float64",
+        "stochastic_rounding": False,
+    }
     if draw.mixed_precision != "fp16":  # whose scale grows, and errors with it
         still |= {"mixed_precision": "no", "loss_scaling": None}
-    memory = {name: value for name, value in (draw.memory or {}).items() if name in _CHANGES_NOTHING}
+    memory = {
+        name: value for name, value in (draw.memory or {}).items() if name in _CHANGES_NOTHING
+    }
     # A user's loss is divided behind the backward pass: errors are of sums there.
     return draw.change(memory=memory or None, float8=None, calls=1, user_loss=False, **still)
 
@@ -84,9 +105,13 @@ def _in_given_microbatches(draw: Draw) -> Draw:
     if all(layout.get("pp_size", 1) == 1 for layout in layouts):
         return draw
     stages = max(layout.get("pp_size", 1) for layout in layouts)
-    count = max(draw.microbatches // (2 * stages), 1) * 2 * stages  # any schedule takes as many as they are
+    count = (
+        max(draw.microbatches // (2 * stages), 1) * 2 * stages
+    )  # any schedule takes as many as they are
     rows = draw.rows if draw.microbatches else max(1, draw.rows // count)
-    first, second = ({k: v for k, v in layout.items() if k != "num_microbatches"} for layout in layouts)
+    first, second = (
+        {k: v for k, v in layout.items() if k != "num_microbatches"} for layout in layouts
+    )
     return draw.change(layout=first, resume_layout=second or None, microbatches=count, rows=rows)
 
 
@@ -95,7 +120,11 @@ _LEVERS: list[tuple[float, Callable[[Draw], bool], _Add]] = [
     (0.08, lambda draw: draw.quantize is None and not draw.delayed, _float8),
     (0.06, lambda draw: _trains_by_steps(draw) and draw.mixed_precision != "fp8", _float16),
     (0.06, lambda draw: draw.quantize is None, _compressed_activations),
-    (0.5, lambda draw: _trains_by_steps(draw) and draw.layout.get("dp_replicate_size", 1) > 1, _compressed_gradients),
+    (
+        0.5,
+        lambda draw: _trains_by_steps(draw) and draw.layout.get("dp_replicate_size", 1) > 1,
+        _compressed_gradients,
+    ),
     (0.05, lambda draw: draw.quantize is None and draw.learning_rate > 0, _rounds_by_chance),
 ]
 """How often, where it can be, and how."""

@@ -21,7 +21,9 @@ def choose_more(random: Random, draw: Draw) -> Draw:
     if not draw.delayed and random.random() < 0.15 and _plain_steps(draw):
         draw = draw.change(user_loss=True)
     if not draw.delayed and draw.loop == "train_step" and not draw.empty_rank:
-        draw = draw.change(between=(*draw.between, *(name for name in _LOOKS if random.random() < 0.1)))
+        draw = draw.change(
+            between=(*draw.between, *(name for name in _LOOKS if random.random() < 0.1))
+        )
     if random.random() < 0.12 and not draw.delayed:  # one call makes an update there
         draw = draw.change(accelerate=True, calls=1)
     if draw.resume and random.random() < 0.6:
@@ -33,7 +35,9 @@ def choose_more(random: Random, draw: Draw) -> Draw:
 
 def _knows(draw: Draw, layout: dict[str, Any]) -> bool:
     """Whether the draw's loop runs in another layout: own losses want whole sequences, plain loops a model."""
-    return not (draw.user_loss and "cp_size" in layout) and not (draw.loop == "plain" and "pp_size" in layout)
+    return not (draw.user_loss and "cp_size" in layout) and not (
+        draw.loop == "plain" and "pp_size" in layout
+    )
 
 
 def _plain_steps(draw: Draw) -> bool:
@@ -46,7 +50,9 @@ def _memory(random: Random, draw: Draw) -> dict[str, Any]:
     """Fields of a :class:`hfscale.MemoryConfig` that change no number."""
     chosen: dict[str, Any] = {}
     if not draw.checkpointing and random.random() < 0.6:
-        chosen["recompute"] = random.choice(("full", "full", "selective", 1, 2, ["mlp"], "100KiB", "1GiB"))
+        chosen["recompute"] = random.choice(
+            ("full", "full", "selective", 1, 2, ["mlp"], "100KiB", "1GiB")
+        )
         if chosen["recompute"] in ("full", 1, 2) and random.random() < 0.3:
             chosen["recompute_keep"] = ["aten.mm", "aten.addmm"]
     if random.random() < 0.4:
@@ -60,7 +66,8 @@ def _memory(random: Random, draw: Draw) -> dict[str, Any]:
 
 def _another(random: Random, draw: Draw) -> dict[str, Any] | None:
     """A layout of as many ranks with the same batches; ``None`` where there is nothing to exchange."""
-    old, layout = draw.layout, dict[str, Any]()
+    old = draw.layout
+    layout = dict[str, Any]()
     if "ep_size" in old or "expert_tp_size" in old:  # they decide what data ranks there are
         return None
     data = [old.get("dp_shard_size", 1), old.get("dp_replicate_size", 1)]
@@ -75,14 +82,23 @@ def _another(random: Random, draw: Draw) -> dict[str, Any] | None:
         return None
     if layout.get("pp_size", 1) > 1 and not _cut_into_stages(random, draw, layout):
         return None
-    return layout if layout != {name: value for name, value in old.items() if name not in _MEANING} else None
+    return (
+        layout
+        if layout != {name: value for name, value in old.items() if name not in _MEANING}
+        else None
+    )
 
 
 def _cut_into_stages(random: Random, draw: Draw, layout: dict[str, Any]) -> bool:
     """Add a schedule to ``layout``; False where the draw's layers and batches fit none that is drawn."""
     layout["pipeline_schedule"] = random.choice(("gpipe", "1f1b", "zbv", "interleaved1f1b"))
-    stages, passes = stages_of(layout), draw.microbatches or layout["pp_size"]
-    if draw.layers < stages or passes % layout["pp_size"] or (not draw.microbatches and draw.rows % passes):
+    stages = stages_of(layout)
+    passes = draw.microbatches or layout["pp_size"]
+    if (
+        draw.layers < stages
+        or passes % layout["pp_size"]
+        or (not draw.microbatches and draw.rows % passes)
+    ):
         return False
     layout["num_microbatches"] = passes
     if random.random() < 0.3:

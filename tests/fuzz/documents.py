@@ -18,15 +18,22 @@ def by_document(forward: Callable[..., Any]) -> Callable[..., Any]:
     def run(**batch: Any) -> Any:
         if batch.get("position_ids") is None or "past_key_values" in batch:
             return forward(**batch)
-        total, logits, count = torch.zeros((), dtype=torch.float64), list[Tensor](), 0
+        total = torch.zeros((), dtype=torch.float64)
+        logits = list[Tensor]()
+        count = 0
         for row, start, end in spans(batch):
             part = {name: value[row : row + 1, start:end] for name, value in batch.items()}
-            if "attention_mask" not in part:  # beside padding, positions are not what a model would count itself
+            if (
+                "attention_mask" not in part
+            ):  # beside padding, positions are not what a model would count itself
                 del part["position_ids"]
             labels = valid_labels(part) if "labels" in part else 0
-            found = forward(**part if labels else {name: part[name] for name in part if name != "labels"})
+            found = forward(
+                **part if labels else {name: part[name] for name in part if name != "labels"}
+            )
             if labels:
-                total, count = total + found.loss * labels, count + labels
+                total = total + found.loss * labels
+                count = count + labels
             logits.append(found.logits[0])
         rows = torch.cat(logits).unflatten(0, tuple(batch["input_ids"].shape))
         return CausalLMOutput(loss=(total / count).to(rows.dtype) if count else None, logits=rows)

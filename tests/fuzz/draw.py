@@ -150,7 +150,10 @@ class Draw:
     @property
     def delayed(self) -> bool:
         """Whether updates are delayed, so that steps are not those of one process."""
-        return str(self.layout.get("pipeline_schedule")).startswith("pipedream") and self.layout.get("pp_size", 1) > 1
+        return (
+            str(self.layout.get("pipeline_schedule")).startswith("pipedream")
+            and self.layout.get("pp_size", 1) > 1
+        )
 
 
 def is_dropout(name: str) -> bool:
@@ -162,5 +165,7 @@ def read(text: str) -> Draw:
     """The draw that :meth:`Draw.write` wrote."""
     given: dict[str, Any] = json.loads(text)
     kinds = {f.name: f.type for f in fields(Draw)}
-    values: dict[str, Any] = {k: tuple(v) if str(kinds[k]).startswith("tuple") else v for k, v in given.items()}
+    values: dict[str, Any] = {
+        k: tuple(v) if str(kinds[k]).startswith("tuple") else v for k, v in given.items()
+    }
     return Draw(**values)

@@ -53,7 +53,11 @@ class ForkedRanks(RankPool):
         return self._forked(1, function, args, {})[0]
 
     def _forked(
-        self, world: int, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        world: int,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> list[Any]:
         with tempfile.TemporaryDirectory(prefix="hfscale-ranks-") as name:
             directory = Path(name)
@@ -67,8 +71,13 @@ class ForkedRanks(RankPool):
 
                 return started
 
-            pids = {f"rank{index}": in_a_child(rank(index), directory, f"rank{index}") for index in range(world)}
+            pids = {
+                f"rank{index}": in_a_child(rank(index), directory, f"rank{index}")
+                for index in range(world)
+            }
             ended = await_all(pids, directory, self.timeout)
             if any(end.error for end in ended.values()):
                 raise RanksFailed(list(ended.values()))
-            return [torch.load(directory / f"{index}.pt", weights_only=False) for index in range(world)]
+            return [
+                torch.load(directory / f"{index}.pt", weights_only=False) for index in range(world)
+            ]

@@ -49,7 +49,13 @@ def as_given(draw: Draw, microbatches: list[Batch]) -> Any:
 
 
 def _microbatch(
-    draw: Draw, generator: torch.Generator, vocabulary: int, step: int, rank: int, world: int, index: int
+    draw: Draw,
+    generator: torch.Generator,
+    vocabulary: int,
+    step: int,
+    rank: int,
+    world: int,
+    index: int,
 ) -> Batch:
     length = max(2, draw.lengths[(rank + index) % len(draw.lengths)]) if index + rank == 0 else 0
     length = length or draw.lengths[(rank + index) % len(draw.lengths)]
@@ -91,12 +97,18 @@ def _padding(side: str, rows: int, length: int) -> torch.Tensor:
 
 def spans(batch: Batch) -> Iterator[tuple[int, int, int]]:
     """Yield row, start and end of every document."""
-    positions, mask = batch["position_ids"], batch.get("attention_mask")
+    positions = batch["position_ids"]
+    mask = batch.get("attention_mask")
     for row, numbers in enumerate(positions.tolist()):
         seen = [1] * len(numbers) if mask is None else mask[row].tolist()
         pairs = zip(numbers, numbers[1:], seen, seen[1:], strict=False)
-        begins = [i for i, (one, two, *both) in enumerate(pairs, start=1) if two <= one and all(both)]
-        yield from ((row, start, end) for start, end in zip([0, *begins], [*begins, len(numbers)], strict=True))
+        begins = [
+            i for i, (one, two, *both) in enumerate(pairs, start=1) if two <= one and all(both)
+        ]
+        yield from (
+            (row, start, end)
+            for start, end in zip([0, *begins], [*begins, len(numbers)], strict=True)
+        )
 
 
 def begins(batch: Batch) -> Tensor:

@@ -101,17 +101,25 @@ def _judged(draw: Draw, directory: Path, timeout: float) -> Verdict:
         return Verdict("refused", f"one process: {_short(stock.error)}", stock.error[:400])
     if stock.error:
         return Verdict("stock", _short(stock.error), stock.error[:400], stock.trace)
-    pids = {f"rank{index}": in_a_child(rank(index), directory, f"rank{index}") for index in range(world)}
+    pids = {
+        f"rank{index}": in_a_child(rank(index), directory, f"rank{index}") for index in range(world)
+    }
     ended = await_all(pids, directory, timeout)
     if any(end.error for end in ended.values()):
         return failed(list(ended.values()))
-    return compared(draw, [json.loads((directory / f"rank-{index}.json").read_text()) for index in range(world)])
+    return compared(
+        draw, [json.loads((directory / f"rank-{index}.json").read_text()) for index in range(world)]
+    )
 
 
 def failed(ended: list[Ended]) -> Verdict:
     """Of ranks that did not all return: an error counts more than those it left waiting."""
     errors = [end for end in ended if end.error and not end.refused and not end.hung]
-    own = [end for end in errors if not re.search("gloo|Connection (reset|closed)|Broken pipe", end.error)]
+    own = [
+        end
+        for end in errors
+        if not re.search("gloo|Connection (reset|closed)|Broken pipe", end.error)
+    ]
     refused = [end for end in ended if end.refused]
     if own or (errors and not refused):
         end = (own or errors)[0]
@@ -123,15 +131,28 @@ def failed(ended: list[Ended]) -> Verdict:
         return Verdict(outcome, f"{end.phase}: {_short(end.error)}", end.error[:600], end.trace)
     end = next(end for end in ended if end.hung)
     phases = ", ".join(sorted({end.phase for end in ended}))
-    return Verdict("hang", end.phase, f"ranks stand at {phases}", "\n".join(end.trace for end in ended))
+    return Verdict(
+        "hang", end.phase, f"ranks stand at {phases}", "\n".join(end.trace for end in ended)
+    )
 
 
 def _in_time(refused: Ended) -> bool:
     """Whether a refusal came before anything was computed in vain."""
-    early = refused.phase in _EARLY or (refused.phase == "step 0" and _OF_THE_BATCH.search(refused.error))
+    early = refused.phase in _EARLY or (
+        refused.phase == "step 0" and _OF_THE_BATCH.search(refused.error)
+    )
     # A budget meets its first tokens there, and transformers' own switch may be turned once a model is built.
-    early = early or re.search("recompute=.* is too small|gradient_checkpointing_enable", refused.error)
-    return bool(early) or refused.phase in ("eval", "generate", "outputs", "scores", "save", "save_state")
+    early = early or re.search(
+        "recompute=.* is too small|gradient_checkpointing_enable", refused.error
+    )
+    return bool(early) or refused.phase in (
+        "eval",
+        "generate",
+        "outputs",
+        "scores",
+        "save",
+        "save_state",
+    )
 
 
 def compared(draw: Draw, found: list[dict[str, Any]]) -> Verdict:
@@ -147,13 +168,21 @@ def compared(draw: Draw, found: list[dict[str, Any]]) -> Verdict:
         return Verdict("wrong", "+".join(sorted(bad)), detail)
     # Ranks of one pipeline and tensor group are told the same; a plain loop's losses are those of its own batch.
     if draw.loop == "train_step" and any(one["losses"] != found[0]["losses"] for one in found):
-        return Verdict("wrong", "ranks differ", f"losses and norms {[one['losses'] for one in found]}")
+        return Verdict(
+            "wrong", "ranks differ", f"losses and norms {[one['losses'] for one in found]}"
+        )
     sums: dict[str, str] = {}
     for one in found:
         for place, value in one["sums"].items():
             if sums.setdefault(place, value) != value:
-                return Verdict("wrong", "copies differ", f"two ranks hold different values of {place}")
-    detail = ", ".join(f"{kind} {value:.0e}" for kind, (_, value, _) in worst.items() if kind in ("loss", "gradient"))
+                return Verdict(
+                    "wrong", "copies differ", f"two ranks hold different values of {place}"
+                )
+    detail = ", ".join(
+        f"{kind} {value:.0e}"
+        for kind, (_, value, _) in worst.items()
+        if kind in ("loss", "gradient")
+    )
     return Verdict("equal", "", detail)
 
 

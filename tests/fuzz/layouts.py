@@ -51,11 +51,16 @@ def _pipeline(random: Random, stages: int) -> dict[str, Any]:
     kind = random.random()
     schedule = random.choice(_ONE_STAGE if kind < 0.45 else _SEVERAL if kind < 0.95 else _DELAYED)
     chosen: dict[str, Any] = {"pipeline_schedule": schedule}
-    if schedule in ("interleaved1f1b", "looped_bfs", "interleaved_zero_bubble") and random.random() < 0.25:
+    if (
+        schedule in ("interleaved1f1b", "looped_bfs", "interleaved_zero_bubble")
+        and random.random() < 0.25
+    ):
         chosen["virtual_stages"] = random.choice((1, 2, 3))
     if random.random() < 0.75:
         per_rank = random.choice((1, 1, 2, 2, 3)) * stages
-        chosen["num_microbatches"] = per_rank if random.random() < 0.8 else random.randint(1, 3 * stages)
+        chosen["num_microbatches"] = (
+            per_rank if random.random() < 0.8 else random.randint(1, 3 * stages)
+        )
     return chosen
 
 

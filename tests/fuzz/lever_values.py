@@ -4,7 +4,13 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
-WIDE = {"hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16, "ffn_dim": 48, "n_inner": 48}
+WIDE = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 16,
+    "ffn_dim": 48,
+    "n_inner": 48,
+}
 """Sizes that products in 8 bits take, for a config that has them."""
 BY_CHANCE = ("sgd", "sgd", "adamw_torch", "adagrad", "rmsprop", "lion_32bit", "adamw_8bit")
 """Optimizers that step a copy of a weight, and can round it by chance."""
@@ -20,7 +26,9 @@ def float8(random: Random) -> dict[str, Any]:
 
 def loss_scaling(random: Random) -> dict[str, Any]:
     """A scale that no gradient overflows, or one that the first step's overflow in float16 whatever they are."""
-    scales = random.choice(({"init_scale": 2.0**8}, {"init_scale": 2.0**40, "backoff_factor": 2.0**-32}))
+    scales = random.choice(
+        ({"init_scale": 2.0**8}, {"init_scale": 2.0**40, "backoff_factor": 2.0**-32})
+    )
     return {**scales, "growth_interval": 1} if random.random() < 0.5 else dict(scales)
 
 
@@ -31,7 +39,9 @@ def compress_activations(random: Random) -> dict[str, Any]:
 
 def gradient_compression(random: Random) -> dict[str, Any]:
     """Fields of a :class:`hfscale.ParallelConfig` with replicas."""
-    asked: dict[str, Any] = {"gradient_compression": random.choice(("bf16", "fp16", "powersgd", "powersgd"))}
+    asked: dict[str, Any] = {
+        "gradient_compression": random.choice(("bf16", "fp16", "powersgd", "powersgd"))
+    }
     if asked["gradient_compression"] == "powersgd":
         asked["powersgd_rank"] = random.choice((1, 2, 3))
     return asked

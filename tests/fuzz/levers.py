@@ -45,8 +45,14 @@ def kinds(draw: Draw) -> list[str]:
 
 def unrounded(draw: Draw) -> Draw:
     """The draw without what rounds in blocks or sums that a layout has others of: what is rounded there."""
-    memory = {name: value for name, value in (draw.memory or {}).items() if name != "compress_activations"}
-    layout = {name: value for name, value in draw.layout.items() if name not in ("gradient_compression", *_OF_FACTORS)}
+    memory = {
+        name: value for name, value in (draw.memory or {}).items() if name != "compress_activations"
+    }
+    layout = {
+        name: value
+        for name, value in draw.layout.items()
+        if name not in ("gradient_compression", *_OF_FACTORS)
+    }
     return draw.change(memory=memory or None, layout=layout)
 
 
@@ -58,7 +64,9 @@ def send_gradients(draw: Draw, parameters: Sequence[nn.Parameter]) -> None:
     if draw.compression in _SENT:
         for parameter in parameters:
             if parameter.grad is not None:
-                parameter.grad = parameter.grad.to(getattr(torch, _SENT[draw.compression])).to(parameter.dtype)
+                parameter.grad = parameter.grad.to(getattr(torch, _SENT[draw.compression])).to(
+                    parameter.dtype
+                )
 
 
 def multiply_in_8_bits(draw: Draw, model: Any, config: Any, **kwargs: Any) -> None:
@@ -84,7 +92,9 @@ def planned_by(draw: Draw) -> dict[str, Any]:
 
 def scaled_by(draw: Draw) -> dict[str, Any]:
     """The argument that says how a loss is scaled."""
-    return {} if draw.loss_scaling is None else {"loss_scaling": GradScalerKwargs(**draw.loss_scaling)}
+    return (
+        {} if draw.loss_scaling is None else {"loss_scaling": GradScalerKwargs(**draw.loss_scaling)}
+    )
 
 
 @contextmanager
@@ -100,7 +110,8 @@ class LossScale:
     def __init__(self, draw: Draw) -> None:
         self._how = GradScalerKwargs(**(draw.loss_scaling or {}))
         self._active = draw.mixed_precision == "fp16"
-        self.scale, self._growth = (self._how.init_scale if self._active else 1.0), 0
+        self.scale = self._how.init_scale if self._active else 1.0
+        self._growth = 0
 
     def over(self, parameters: Sequence[nn.Parameter]) -> bool:
         """Gradients become true; where one is not finite, all vanish, and the step is to be skipped.
@@ -113,7 +124,9 @@ class LossScale:
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         overflows = not all(bool(gradient.isfinite().all()) for gradient in gradients)
         if overflows and self.scale <= _FITS:
-            raise ArithmeticError(f"stock code's gradients overflow float16 at a loss scale of {self.scale}")
+            raise ArithmeticError(
+                f"stock code's gradients overflow float16 at a loss scale of {self.scale}"
+            )
         for parameter in parameters:
             if parameter.grad is not None:
                 parameter.grad = None if overflows else parameter.grad / self.scale
@@ -121,5 +134,6 @@ class LossScale:
         if overflows:
             self.scale *= self._how.backoff_factor
         elif self._growth == self._how.growth_interval:
-            self.scale, self._growth = self.scale * self._how.growth_factor, 0
+            self.scale = self.scale * self._how.growth_factor
+            self._growth = 0
         return overflows

@@ -24,7 +24,9 @@ class LowRank:
     def __init__(self, rank: int) -> None:
         self._rank, self._missed = rank, dict[str, Tensor]()
 
-    def difference(self, name: str, found: Tensor, wanted: Tensor, floor: float, terms: int = 1) -> float:
+    def difference(
+        self, name: str, found: Tensor, wanted: Tensor, floor: float, terms: int = 1
+    ) -> float:
         """How far a share is from such a projection, relative to the largest entry of what is projected.
 
         Args:
@@ -32,12 +34,14 @@ class LowRank:
             terms: of which it is the sum, each of them sent as factors of its own: a projection where there is one,
                 and of no more dimensions than theirs together in any case.
         """
-        first, whole = name not in self._missed, wanted + self._missed.get(name, 0.0)
+        first = name not in self._missed
+        whole = wanted + self._missed.get(name, 0.0)
         self._missed[name] = whole - found
         exact = difference(found, whole, whole, floor)
         if exact <= EXACT or whole.ndim < 2:
             return exact
-        matrix, part = whole.flatten(1), found.flatten(1)
+        matrix = whole.flatten(1)
+        part = found.flatten(1)
         scale = max(float(matrix.norm()), floor)
         if float(part.norm()) < 1e-6 * scale:
             return 1.0

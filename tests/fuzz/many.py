@@ -17,7 +17,11 @@ from .draw import Draw
 from .judge import TIMEOUT, Verdict, judge_in_a_child
 
 _MODULES = (
-    *("peft", "bitsandbytes", "transformers.trainer", "torch.distributed.fsdp", "torch.distributed.pipelining"),
+    "peft",
+    "bitsandbytes",
+    "transformers.trainer",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
 )
 
 
@@ -42,7 +46,9 @@ def import_everything(families: Iterable[str]) -> None:
     gc.freeze()  # what is imported stays: no child goes through it again, nor copies it
 
 
-def judge_many(draws: Iterable[Draw], jobs: int, timeout: float = TIMEOUT) -> Iterator[tuple[int, Draw, Verdict]]:
+def judge_many(
+    draws: Iterable[Draw], jobs: int, timeout: float = TIMEOUT
+) -> Iterator[tuple[int, Draw, Verdict]]:
     """Position, draw and verdict of every draw, as they end; ``jobs`` run at a time."""
     waiting = iter(enumerate(draws))
     running: dict[int, tuple[int, Draw, Path, float]] = {}
@@ -64,8 +70,14 @@ def judge_many(draws: Iterable[Draw], jobs: int, timeout: float = TIMEOUT) -> It
                         os.kill(pid, signal.SIGKILL)
                         os.waitpid(pid, 0)
                     del running[pid]
-                    broken = Verdict("crash", "the judge ended", "the process that judges the draw ended")
-                    yield position, draw, Verdict(**json.loads(path.read_text())) if path.exists() else broken
+                    broken = Verdict(
+                        "crash", "the judge ended", "the process that judges the draw ended"
+                    )
+                    yield (
+                        position,
+                        draw,
+                        Verdict(**json.loads(path.read_text())) if path.exists() else broken,
+                    )
                 time.sleep(0.01)
         finally:
             for pid in running:

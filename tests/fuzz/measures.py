@@ -92,7 +92,9 @@ class Yardstick:
         self.rough = not aligned or (mixture and forward in _COARSE)
         self.strays = mixture and self.kind in _COARSE
 
-    def scalar(self, kind: str, step: int, found: float, wanted: float, narrow: float | None) -> None:
+    def scalar(
+        self, kind: str, step: int, found: float, wanted: float, narrow: float | None
+    ) -> None:
         """A loss or a norm."""
         zero = self._zero("gradient", step) if kind == "norm" and self.exact else 0.0
         scale = max(abs(wanted), 1e-30, zero / EXACT if abs(wanted) <= zero else 0.0)
@@ -108,7 +110,9 @@ class Yardstick:
         bound = EXACT if whole else max(self._bound(stock, step), noise)
         self.worst.note(kind, error, bound, f"step {step}: {found!r} for {wanted!r}")
 
-    def tensors(self, kind: str, step: int, pairs: list[tuple[str, Tensor, Tensor, Tensor]]) -> None:
+    def tensors(
+        self, kind: str, step: int, pairs: list[tuple[str, Tensor, Tensor, Tensor]]
+    ) -> None:
         """Gradients or weights: name, what was found, its counterpart, and the whole of that."""
         if self.rough or ((kind == "weight" or step > 0) and not self.follows()):
             for name, found, _, _ in pairs:
@@ -138,23 +142,34 @@ class Yardstick:
         before = self._zero(kind, step - 1) if step else 0.0
         return before + most_gain(self.draw) * clipped * self._zero("gradient", step)
 
-    def _narrow_tensors(self, kind: str, step: int, pairs: list[tuple[str, Tensor, Tensor, Tensor]]) -> None:
+    def _narrow_tensors(
+        self, kind: str, step: int, pairs: list[tuple[str, Tensor, Tensor, Tensor]]
+    ) -> None:
         """The same in Frobenius norms, with stock code in the same type as the yardstick."""
         every = _tensors_of(self.record.steps[step], kind)
         norms = {name: float(value.double().norm()) for name, value in every.items()}
         largest = max(norms.values(), default=1.0)
         floor = max(_SMALL[self.kind] * largest, 1e-30)
         other = _tensors_of(self.record.narrow[step], kind) if self.record.narrow else {}
-        apart = {name: float((value.double() - every[name].double()).norm()) for name, value in other.items()}
+        apart = {
+            name: float((value.double() - every[name].double()).norm())
+            for name, value in other.items()
+        }
         ratios = sorted(value / max(norms[name], floor) for name, value in apart.items())
         for name, found, wanted, whole in pairs:
             scale = max(float(whole.double().norm()), floor)
             error = float((found.double() - wanted.double()).norm()) / scale
             stock = None
             if apart:
-                own = max(apart.values()) if _largest([whole]) <= self._zero(kind, step) else apart[name]
+                own = (
+                    max(apart.values())
+                    if _largest([whole]) <= self._zero(kind, step)
+                    else apart[name]
+                )
                 stock = max(own / scale, ratios[len(ratios) // 2])
-            bound = max(self._bound(stock, step), _ROUGH if self.rectified and self.kind in _COARSE else 0.0)
+            bound = max(
+                self._bound(stock, step), _ROUGH if self.rectified and self.kind in _COARSE else 0.0
+            )
             if self.draw.quantize is not None:
                 bound += _ROUNDING[self.kind] * largest / scale
             self.worst.note(kind, error, bound, f"step {step}: {name}")
@@ -167,8 +182,13 @@ class Yardstick:
 
     def _noise(self, step: int) -> float:
         """The norm of all that stock code's gradients are off, which is the most that their norm may be."""
-        exact, narrow = self.record.steps[step].gradients, self.record.narrow[step].gradients
-        apart = [narrow[name].double() - value.double() for name, value in exact.items() if name in narrow]
+        exact = self.record.steps[step].gradients
+        narrow = self.record.narrow[step].gradients
+        apart = [
+            narrow[name].double() - value.double()
+            for name, value in exact.items()
+            if name in narrow
+        ]
         return float(torch.nn.utils.get_total_norm(apart, self.draw.norm_type))
 
     def _bound(self, stock: float | None, step: int) -> float:

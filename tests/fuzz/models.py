@@ -81,7 +81,9 @@ def round_experts(model: Any, draw: Draw) -> None:
 
     Without this, one process has another model than the layout.
     """
-    planned = hfscale.plan(stock_config(draw), dtype=dtype_of(draw), **arguments(draw), **quantization(draw))
+    planned = hfscale.plan(
+        stock_config(draw), dtype=dtype_of(draw), **arguments(draw), **quantization(draw)
+    )
     if draw.quantize not in ("nf4", "fp4") or planned.quantized is None:
         return
     from bitsandbytes import functional
@@ -101,7 +103,9 @@ def round_experts(model: Any, draw: Draw) -> None:
 def rectifies(draw: Draw) -> bool:
     """Whether an activation's derivative jumps."""
     return not {"relu", "relu6", "leaky_relu"}.isdisjoint(
-        value for value in stock_config(draw).get_text_config().to_dict().values() if isinstance(value, str)
+        value
+        for value in stock_config(draw).get_text_config().to_dict().values()
+        if isinstance(value, str)
     )
 
 
@@ -150,9 +154,17 @@ def torch_options(draw: Draw) -> dict[str, Any]:
 def named_options(draw: Draw) -> dict[str, Any]:
     """Of a name: arguments of :func:`hfscale.create_optimizer`."""
     own: dict[str, Any] = {"adamw_torch": {"eps": EPS}, "adagrad": {"optim_args": {"eps": EPS}}}
-    own |= {"rmsprop": {"optim_args": {"eps": EPS}}, "adafactor": {"optim_args": {"eps": (EPS**2, 1e-3)}}}
+    own |= {
+        "rmsprop": {"optim_args": {"eps": EPS}},
+        "adafactor": {"optim_args": {"eps": (EPS**2, 1e-3)}},
+    }
     by_chance = {"stochastic_rounding": True} if draw.stochastic_rounding else {}
-    return {"lr": draw.learning_rate, "weight_decay": DECAY, **own.get(draw.optimizer, {}), **by_chance}
+    return {
+        "lr": draw.learning_rate,
+        "weight_decay": DECAY,
+        **own.get(draw.optimizer, {}),
+        **by_chance,
+    }
 
 
 def most_gain(draw: Draw) -> float:
@@ -191,12 +203,19 @@ def _by_decay(named: dict[str, Any], decaying: list[str]) -> list[dict[str, Any]
     ]
 
 
-def _muon(draw: Draw, trained: dict[str, Any], decaying: list[str], directory: Path) -> list[torch.optim.Optimizer]:
+def _muon(
+    draw: Draw, trained: dict[str, Any], decaying: list[str], directory: Path
+) -> list[torch.optim.Optimizer]:
     """Muon over the matrices of the layers, AdamW over the rest: the division is hfscale's own."""
     layers = hfscale.plan(stock_config(draw), **arguments(draw)).layers
     model = hfscale.from_pretrained(str(directory / "start"), **arguments(draw))
-    owners, plans = owners_of(model), runtime_of(model)
-    hidden = {p.name for p, live in plans.parameters() if is_hidden_matrix(p, owners.get(id(live), []), layers)}
+    owners = owners_of(model)
+    plans = runtime_of(model)
+    hidden = {
+        p.name
+        for p, live in plans.parameters()
+        if is_hidden_matrix(p, owners.get(id(live), []), layers)
+    }
     chosen = {n: p for n, p in trained.items() if plain_name(n) in hidden}
     rest = {n: p for n, p in trained.items() if n not in chosen}
     return [

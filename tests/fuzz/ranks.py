@@ -65,14 +65,20 @@ def run(draw: Draw, directory: Path, rank: int, note: Note) -> None:
         layouts.append(hfscale.ParallelConfig(**draw.resume_layout))
         hfscale.plan(stock_config(draw), layouts[1], **asked)
     note("build")
-    held = any(each.data_world > 1 for each in layouts) and any(p.dtype != torch.float64 for p in planned.owned())
+    held = any(each.data_world > 1 for each in layouts) and any(
+        p.dtype != torch.float64 for p in planned.owned()
+    )
     if draw.dtype == "float64" and held:
-        draw = draw.change(entry="parallelize")  # the data axes hold parameters that cannot be given another type
+        draw = draw.change(
+            entry="parallelize"
+        )  # the data axes hold parameters that cannot be given another type
     built = Rank(draw, directory, note)
     built.build()
     record: Record = torch.load(directory / "reference.pt", weights_only=False)
     quantized = planned.quantized
-    aligned = quantized is None or all(quantized.aligned(planned.by_name[name]) for name in quantized.weights)
+    aligned = quantized is None or all(
+        quantized.aligned(planned.by_name[name]) for name in quantized.weights
+    )
     yardstick = Yardstick(draw, record, aligned, bool(planned.mixtures))
     losses = built.train(record, yardstick)
     found = {
@@ -89,13 +95,19 @@ class Rank:
     """A live rank: model and optimizer, which are made anew where a run is resumed."""
 
     def __init__(self, draw: Draw, directory: Path, note: Note) -> None:
-        self.draw, self.directory, self.note = draw, directory, note
-        self.end = directory / f"end-{str(narrow_type(draw)).removeprefix('torch.')}"  # of one process, saved
+        self.draw = draw
+        self.directory = directory
+        self.note = note
+        self.end = (
+            directory / f"end-{str(narrow_type(draw)).removeprefix('torch.')}"
+        )  # of one process, saved
 
     def build(self) -> None:
         """By the drawn way."""
-        draw, own = self.draw, dtype_of(self.draw)
-        layout, start = draw.parallel(), str(self.directory / "start")
+        draw = self.draw
+        own = dtype_of(self.draw)
+        layout = draw.parallel()
+        start = str(self.directory / "start")
         further = options(draw)
         later = draw.peft is not None and (draw.peft_later or draw.entry != "from_pretrained")
         if draw.entry == "parallelize":
@@ -105,7 +117,12 @@ class Rank:
             model = hfscale.parallelize(whole, layout, **further)
         elif draw.entry == "from_config":
             model = hfscale.from_config(
-                stock_config(draw), parallel=layout, seed=draw.seed, dtype=own, **arguments(draw), **further
+                stock_config(draw),
+                parallel=layout,
+                seed=draw.seed,
+                dtype=own,
+                **arguments(draw),
+                **further,
             )
         else:
             given = adapter(draw, self.directory) if draw.peft is not None and not later else None
@@ -129,24 +146,32 @@ class Rank:
         if is_named(draw):
             self.optimizer = hfscale.create_optimizer(model, draw.optimizer, **named_options(draw))
         else:
-            self.optimizer = getattr(torch.optim, draw.optimizer)(model.parameters(), **torch_options(draw))
+            self.optimizer = getattr(torch.optim, draw.optimizer)(
+                model.parameters(), **torch_options(draw)
+            )
         if draw.accelerate:
             passes = max(1, draw.microbatches) if draw.loop == "plain" else 1
             self.accelerator = hfscale.Accelerator(
-                gradient_accumulation_steps=passes, mixed_precision=_ACCELERATES.get(draw.mixed_precision, "no")
+                gradient_accumulation_steps=passes,
+                mixed_precision=_ACCELERATES.get(draw.mixed_precision, "no"),
             )
             self.model, self.optimizer = self.accelerator.prepare(model, self.optimizer)
 
     def train(self, record: Record, yardstick: Yardstick) -> list[float]:
         """All steps; the losses that this rank was told."""
-        draw, compares = self.draw, bool(record.steps)
-        self.factors = LowRank(draw.layout["powersgd_rank"]) if draw.compression == "powersgd" else None
+        draw = self.draw
+        compares = bool(record.steps)
+        self.factors = (
+            LowRank(draw.layout["powersgd_rank"]) if draw.compression == "powersgd" else None
+        )
         told: list[float] = []
         vocabulary = stock_config(draw).get_text_config().vocab_size
         if record.dtypes and draw.quantize is None:
             self._compare_types(record, yardstick)
         with exact(dtype_of(draw)), roundings_in_32_bits():
-            for index, calls in enumerate(batches(draw, hfscale.batch_world(self.model), vocabulary)):
+            for index, calls in enumerate(
+                batches(draw, hfscale.batch_world(self.model), vocabulary)
+            ):
                 self.note(f"step {index}")
                 losses = [self._call(call, hfscale.batch_rank(self.model)) for call in calls]
                 told += losses
@@ -183,8 +208,12 @@ class Rank:
             given = as_given(self.draw, call[mine])
             if self.draw.user_loss:
                 shift = runtime_of(self.model).loss.shift  # BART-like classes do not shift labels
-                return float(hfscale.train_step(self.model, given, partial(sum_of_tokens, shift=shift)))
-            return float(hfscale.train_step(self.model, given, label_smoothing=self.draw.label_smoothing))
+                return float(
+                    hfscale.train_step(self.model, given, partial(sum_of_tokens, shift=shift))
+                )
+            return float(
+                hfscale.train_step(self.model, given, label_smoothing=self.draw.label_smoothing)
+            )
         total = 0.0
         for microbatch in call[mine]:
             if self.draw.accelerate:
@@ -203,20 +232,31 @@ class Rank:
             name = f"{planned.name}: {parameter.dtype} for {wanted}"
             yardstick.worst.note("dtype", float(parameter.dtype != wanted), 0.5, name)
 
-    def _compare_gradients(self, index: int, losses: list[float], record: Record, yardstick: Yardstick) -> None:
-        step, mine = record.steps[index], hfscale.batch_rank(self.model)
+    def _compare_gradients(
+        self, index: int, losses: list[float], record: Record, yardstick: Yardstick
+    ) -> None:
+        step = record.steps[index]
+        mine = hfscale.batch_rank(self.model)
         for call, loss in enumerate(losses):
             narrow = record.narrow[index].losses[call][mine] if record.narrow else None
             yardstick.scalar("loss", index, loss, step.losses[call][mine], narrow)
         pairs = []
         runtime = runtime_of(self.model)
         for planned, parameter in runtime.parameters():
-            wanted, gradient = step.gradients.get(planned.name), parameter.grad
+            wanted = step.gradients.get(planned.name)
+            gradient = parameter.grad
             if (gradient is None) != (wanted is None):
                 name = f"step {index}: {planned.name} has {'none' if gradient is None else 'one'} alone"
                 yardstick.worst.note("missing gradient", 1.0, 0.5, name)
             elif gradient is not None and wanted is not None:
-                pairs.append((planned.name, local_tensor(gradient), planned.take(wanted, runtime.mesh.ranks), wanted))
+                pairs.append(
+                    (
+                        planned.name,
+                        local_tensor(gradient),
+                        planned.take(wanted, runtime.mesh.ranks),
+                        wanted,
+                    )
+                )
         if self.factors is None:
             yardstick.tensors("gradient", index, pairs)
         else:
@@ -245,14 +285,21 @@ class Rank:
         yardstick.worst.note("loss scale", float(told != (wanted.scale, wanted.skipped)), 0.5, name)
 
     def _compare_weights(self, index: int, record: Record, yardstick: Yardstick) -> None:
-        runtime, pairs = runtime_of(self.model), []
+        runtime = runtime_of(self.model)
+        pairs = []
         for planned, parameter in runtime.parameters():
             if not parameter.is_floating_point() or planned.name not in record.steps[index].weights:
                 continue
             wanted = record.steps[index].weights[planned.name]
-            if wanted.is_floating_point() and parameter.dtype != torch.uint8 and wanted.shape == planned.shape:
+            if (
+                wanted.is_floating_point()
+                and parameter.dtype != torch.uint8
+                and wanted.shape == planned.shape
+            ):
                 found = local_tensor(parameter.detach())
-                pairs.append((planned.name, found, planned.take(wanted, runtime.mesh.ranks), wanted))
+                pairs.append(
+                    (planned.name, found, planned.take(wanted, runtime.mesh.ranks), wanted)
+                )
         yardstick.tensors("weight", index, pairs)
 
     def _between(self, call: Call, record: Record, yardstick: Yardstick) -> None:
@@ -284,25 +331,35 @@ class Rank:
     def _save(self, record: Record, yardstick: Yardstick) -> None:
         self.note("save")
         hfscale.save_pretrained(self.model, self.directory / "saved", max_shard_size="40KB")
-        if not record.steps or (torch.distributed.is_initialized() and torch.distributed.get_rank() > 0):
+        if not record.steps or (
+            torch.distributed.is_initialized() and torch.distributed.get_rank() > 0
+        ):
             return
         ours = stored(self.directory / "saved")
         wanted = stored(self.end)
         names = f"names differ: {sorted(ours.keys() ^ wanted.keys())[:4]}"
         yardstick.worst.note("saved", float(ours.keys() != wanted.keys()), 0.5, names)
         for name in ours.keys() & wanted.keys():
-            yardstick.worst.note("saved shape", float(ours[name].shape != wanted[name].shape), 0.5, name)
+            yardstick.worst.note(
+                "saved shape", float(ours[name].shape != wanted[name].shape), 0.5, name
+            )
             if yardstick.exact and ours[name].shape == wanted[name].shape and yardstick.follows():
                 floor = yardstick.least_scale("weight", len(record.steps) - 1, wanted[name])
-                yardstick.worst.note("saved", difference(ours[name], wanted[name], floor=floor), EXACT, name)
+                yardstick.worst.note(
+                    "saved", difference(ours[name], wanted[name], floor=floor), EXACT, name
+                )
 
 
 def sum_of_tokens(outputs: Any, batch: Any, shift: int = 1) -> tuple[Tensor, int]:
     """The loss of causal language models, as a user would write it for :func:`hfscale.train_step`."""
-    logits, targets = outputs.logits, batch["labels"]
-    logits, targets = logits[:, : logits.shape[1] - shift].flatten(0, 1), targets[:, shift:].flatten()
+    logits = outputs.logits
+    targets = batch["labels"]
+    logits = logits[:, : logits.shape[1] - shift].flatten(0, 1)
+    targets = targets[:, shift:].flatten()
     logits = logits if logits.dtype == torch.float64 else logits.float()
-    return torch.nn.functional.cross_entropy(logits, targets, reduction="sum"), int((targets != -100).sum())
+    return torch.nn.functional.cross_entropy(logits, targets, reduction="sum"), int(
+        (targets != -100).sum()
+    )
 
 
 def checksums(runtime: Runtime) -> dict[str, str]:

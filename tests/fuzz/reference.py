@@ -93,7 +93,8 @@ def reference(draw: Draw, directory: Path) -> None:
     warnings.simplefilter("ignore")
     make_start(draw, directory)
     record = Record()
-    own, exact_draw = dtype_of(draw), unrounded(draw)
+    own = dtype_of(draw)
+    exact_draw = unrounded(draw)
     if draw.drops or draw.delayed:  # only whether it runs in one process at all
         train(draw.change(steps=1), directory, own, Record())
     elif draw.quantize is not None or (own == torch.float64 and kinds(draw) == ["float64"]):
@@ -107,8 +108,12 @@ def reference(draw: Draw, directory: Path) -> None:
         record.steps = train(exact_draw, directory, torch.float64, Record(), skipped)
         if draw.mixed_precision == "fp16" and not _finite(record.narrow):
             raise ArithmeticError("stock code's loss is no number in float16")
-        if _finite(record.narrow) and not _finite(record.steps):  # ProphetNet's masks of padding overflow there
-            raise ArithmeticError(f"in float64 stock code's loss is no number, and in {narrow} it is")
+        if _finite(record.narrow) and not _finite(
+            record.steps
+        ):  # ProphetNet's masks of padding overflow there
+            raise ArithmeticError(
+                f"in float64 stock code's loss is no number, and in {narrow} it is"
+            )
     torch.save(record, directory / "reference.pt")
 
 
@@ -118,7 +123,8 @@ def _finite(steps: list[Step]) -> bool:
 
 def make_start(draw: Draw, directory: Path) -> None:
     """A checkpoint in the draw's type, and an adapter."""
-    config, own = stock_config(draw), dtype_of(draw)
+    config = stock_config(draw)
+    own = dtype_of(draw)
     torch.manual_seed(draw.seed)
     if draw.entry == "from_config":
         model = hfscale.from_config(config, seed=draw.seed, dtype=own, **arguments(draw))
@@ -127,20 +133,29 @@ def make_start(draw: Draw, directory: Path) -> None:
         model = stock
     else:
         model = AUTO.from_config(config, dtype=torch.float64, **arguments(draw))
-        with torch.no_grad():  # norms start as ones and biases as zeros, which would hide errors in both
+        with (
+            torch.no_grad()
+        ):  # norms start as ones and biases as zeros, which would hide errors in both
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.05)
         model = model.to(own)
     model.save_pretrained(directory / "start")
-    if draw.peft_fresh and draw.peft is not None:  # the host's own first values depend on what was drawn before
+    if (
+        draw.peft_fresh and draw.peft is not None
+    ):  # the host's own first values depend on what was drawn before
         model = hfscale.from_pretrained(
-            str(directory / "start"), peft_config=adapter(draw, directory), seed=draw.seed, **arguments(draw)
+            str(directory / "start"),
+            peft_config=adapter(draw, directory),
+            seed=draw.seed,
+            **arguments(draw),
         )
         hfscale.save_pretrained(model, directory / "adapter")
     elif draw.peft is not None:
         import peft
 
-        model = peft.get_peft_model(AUTO.from_pretrained(directory / "start"), peft.LoraConfig(**draw.peft))
+        model = peft.get_peft_model(
+            AUTO.from_pretrained(directory / "start"), peft.LoraConfig(**draw.peft)
+        )
         with torch.no_grad():  # new adapters change nothing, which would hide errors in them
             for parameter in model.parameters():
                 if parameter.requires_grad:
@@ -150,7 +165,9 @@ def make_start(draw: Draw, directory: Path) -> None:
 
 def load(draw: Draw, directory: Path, dtype: torch.dtype) -> Any:
     """The stock model, with stock adapters."""
-    model: Any = AUTO.from_pretrained(directory / "start", dtype=dtype, **arguments(draw), **quantization(draw))
+    model: Any = AUTO.from_pretrained(
+        directory / "start", dtype=dtype, **arguments(draw), **quantization(draw)
+    )
     if draw.entry == "from_config":  # which, unlike from_pretrained, keeps nothing in 32 bits
         with torch.device("meta"):
             built = AUTO.from_config(stock_config(draw), dtype=dtype, **arguments(draw))
@@ -169,7 +186,9 @@ def load(draw: Draw, directory: Path, dtype: torch.dtype) -> Any:
     if draw.peft is not None and _own_parts(draw):
         if dtype == torch.float64:
             in_float64(model)
-        model = hfscale.get_peft_model(hfscale.parallelize(model, **_own_parts(draw)), str(directory / "adapter"))
+        model = hfscale.get_peft_model(
+            hfscale.parallelize(model, **_own_parts(draw)), str(directory / "adapter")
+        )
     elif draw.peft is not None:
         import peft
 
@@ -193,10 +212,14 @@ def _check_adapter(model: Any, directory: Path) -> None:
     stored = load_file(directory / "adapter_model.safetensors")
     near = {"rtol": 1e-2, "atol": 1e-3}  # they may be loaded in 16 bits
     lost = [
-        key for key, value in stored.items() if key not in loaded or not loaded[key].to(value).allclose(value, **near)
+        key
+        for key, value in stored.items()
+        if key not in loaded or not loaded[key].to(value).allclose(value, **near)
     ]
     if lost:
-        raise ArithmeticError(f"stock PEFT does not load all of an adapter that it saved: {lost[0]}")
+        raise ArithmeticError(
+            f"stock PEFT does not load all of an adapter that it saved: {lost[0]}"
+        )
 
 
 def _autocast(forward: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
@@ -219,7 +242,9 @@ def _computing(draw: Draw, model: Any, dtype: torch.dtype) -> Any:
     return runs
 
 
-def train(draw: Draw, directory: Path, dtype: torch.dtype, record: Record, skipped: Sequence[bool] = ()) -> list[Step]:
+def train(
+    draw: Draw, directory: Path, dtype: torch.dtype, record: Record, skipped: Sequence[bool] = ()
+) -> list[Step]:
     """All steps in one process; those of ``skipped`` change nothing, as if they had overflowed."""
     model = load(draw, directory, dtype)
     runs = _computing(draw, model, dtype)
@@ -228,7 +253,8 @@ def train(draw: Draw, directory: Path, dtype: torch.dtype, record: Record, skipp
     record.dtypes = {plain_name(name): p.dtype for name, p in model.named_parameters()}
     world = draw.parallel().batch_world
     steps: list[Step] = []
-    vocabulary, scale = model.config.get_text_config().vocab_size, LossScale(draw)
+    vocabulary = model.config.get_text_config().vocab_size
+    scale = LossScale(draw)
     with exact(dtype), roundings_in_32_bits():
         for index, calls in enumerate(batches(draw, world, vocabulary)):
             losses = [_call(draw, runs, call, scale.scale) for call in calls]
@@ -237,7 +263,9 @@ def train(draw: Draw, directory: Path, dtype: torch.dtype, record: Record, skipp
                 model.zero_grad()
             send_gradients(draw, trained)
             gradients = _gradients(model)
-            norm = torch.nn.utils.clip_grad_norm_(trained, draw.max_norm or 1e30, norm_type=draw.norm_type)
+            norm = torch.nn.utils.clip_grad_norm_(
+                trained, draw.max_norm or 1e30, norm_type=draw.norm_type
+            )
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
@@ -250,11 +278,17 @@ def train(draw: Draw, directory: Path, dtype: torch.dtype, record: Record, skipp
 
 
 def _gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {plain_name(n): p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return {
+        plain_name(n): p.grad.clone() for n, p in model.named_parameters() if p.grad is not None
+    }
 
 
 def _weights(model: nn.Module) -> dict[str, Tensor]:
-    return {plain_name(n): p.detach().clone() for n, p in model.named_parameters() if p.is_floating_point()}
+    return {
+        plain_name(n): p.detach().clone()
+        for n, p in model.named_parameters()
+        if p.is_floating_point()
+    }
 
 
 def _own_parts(draw: Draw) -> dict[str, Any]:
@@ -272,7 +306,9 @@ def _call(draw: Draw, model: nn.Module, call: Call, scale: float) -> list[float]
     """Forward and backward over all microbatches of all distinct batches."""
     if draw.routing is not None:
         given = [microbatch for rank in call for microbatch in rank if microbatch["labels"].numel()]
-        return [float(hfscale.train_step(model, given, label_smoothing=draw.label_smoothing))] * len(call)
+        return [
+            float(hfscale.train_step(model, given, label_smoothing=draw.label_smoothing))
+        ] * len(call)
     if draw.loop == "plain":
         return [_plain(model, rank, len(call)) for rank in call]
     microbatches = [microbatch for rank in call for microbatch in rank]
@@ -302,7 +338,9 @@ def _loss(draw: Draw, model: nn.Module, microbatch: Batch) -> Tensor:
     logits = model(**unlabelled(microbatch)).logits
     logits = logits.float() if logits.dtype != torch.float64 else logits
     return nn.functional.cross_entropy(
-        logits[:, :-1].flatten(0, 1), microbatch["labels"][:, 1:].flatten(), label_smoothing=draw.label_smoothing
+        logits[:, :-1].flatten(0, 1),
+        microbatch["labels"][:, 1:].flatten(),
+        label_smoothing=draw.label_smoothing,
     )
 
 
@@ -312,12 +350,18 @@ def _look(draw: Draw, model: Any, runs: Any, call: Call, record: Record) -> None
     model.eval()
     if "eval" in draw.between and draw.loop == "train_step":
         if draw.routing is not None:
-            given = [microbatch for rank in call for microbatch in rank if microbatch["labels"].numel()]
-            record.evaluation = float(hfscale.eval_step(runs, given, label_smoothing=draw.label_smoothing))
+            given = [
+                microbatch for rank in call for microbatch in rank if microbatch["labels"].numel()
+            ]
+            record.evaluation = float(
+                hfscale.eval_step(runs, given, label_smoothing=draw.label_smoothing)
+            )
         else:
             microbatches = [microbatch for rank in call for microbatch in rank]
             counts = [valid_labels(microbatch) for microbatch in microbatches]
-            losses = [_loss(draw, model, m) * n for m, n in zip(microbatches, counts, strict=True) if n]
+            losses = [
+                _loss(draw, model, m) * n for m, n in zip(microbatches, counts, strict=True) if n
+            ]
             record.evaluation = float(torch.stack(losses).sum() / sum(counts))
     if "generate" in draw.between:
         try:

@@ -12,7 +12,9 @@ Judged = Sequence[tuple[Draw, Verdict]]
 def kind_of_layout(draw: Draw) -> str:
     """``tp x pp``, without sizes."""
     axes = [
-        axis for axis in ("tp", "pp", "dp_shard", "dp_replicate", "cp", "ep") if draw.layout.get(f"{axis}_size", 1) > 1
+        axis
+        for axis in ("tp", "pp", "dp_shard", "dp_replicate", "cp", "ep")
+        if draw.layout.get(f"{axis}_size", 1) > 1
     ]
     return " x ".join(axes) or "one process"
 
@@ -38,7 +40,9 @@ def page(judged: Judged, seed: int) -> str:
         lines += _table(title, names, judged)
     reasons = Counter(verdict.kind for _, verdict in judged if verdict.outcome == "refused")
     lines += ["| refused: when, and why | draws |", "|---|---|"]
-    lines += [f"| {reason.replace('|', '/')} | {count} |" for reason, count in reasons.most_common()]
+    lines += [
+        f"| {reason.replace('|', '/')} | {count} |" for reason, count in reasons.most_common()
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -64,19 +68,30 @@ optimizer and way through a run, against plain transformers (PEFT, bitsandbytes)
 
 
 def _precision(draw: Draw) -> str:
-    return draw.dtype if draw.mixed_precision == "no" else f"{draw.dtype}, computes in {draw.mixed_precision}"
+    return (
+        draw.dtype
+        if draw.mixed_precision == "no"
+        else f"{draw.dtype}, computes in {draw.mixed_precision}"
+    )
 
 
 def _on_top(draw: Draw) -> str:
     what = [draw.quantize or "", "LoRA" if draw.peft else "", "frozen" if draw.frozen else ""]
     what += ["routing losses" if draw.routing else "", "resumed" if draw.resume else ""]
-    what += [draw.compression if draw.compression != "no" else "", *(name for name in _NAMED if name in draw.levers)]
+    what += [
+        draw.compression if draw.compression != "no" else "",
+        *(name for name in _NAMED if name in draw.levers),
+    ]
     return ", ".join(name for name in what if name) or "-"
 
 
 def _table(title: str, names: Sequence[str], judged: Judged) -> list[str]:
     lines = [f"| {title} | {' | '.join(OUTCOMES)} |", "|---" * (len(OUTCOMES) + 1) + "|"]
     for name, _ in Counter(names).most_common():
-        counts = Counter(verdict.outcome for other, (_, verdict) in zip(names, judged, strict=True) if other == name)
+        counts = Counter(
+            verdict.outcome
+            for other, (_, verdict) in zip(names, judged, strict=True)
+            if other == name
+        )
         lines.append(f"| {name} | {' | '.join(str(counts[outcome]) for outcome in OUTCOMES)} |")
     return [*lines, ""]

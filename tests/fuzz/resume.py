@@ -41,7 +41,10 @@ from .resume_levers import (
     row_by_row,
 )
 
-STEPS, SAVED, ROWS, TOKENS = 12, 6, 8, 16
+STEPS = 12
+SAVED = 6
+ROWS = 8
+TOKENS = 16
 KINDS = ("dense", "tied", "lora", "8-bit", "mixture")
 _OPTIMIZERS = {
     "dense": ("adamw_torch", "adafactor", "muon", "stock"),
@@ -86,14 +89,18 @@ def choose_resume(seed: int, index: int) -> ResumeDraw:
     """Everything follows from the two numbers."""
     random = Random(f"{seed}/{index}")
     kind = KINDS[index % len(KINDS)]
-    first, second = _layout(random, kind), _layout(random, kind)
+    first = _layout(random, kind)
+    second = _layout(random, kind)
     while _one(first) == _one(second):
         second = _layout(random, kind)
     world = _world(first)
     victims = tuple(range(world)) if random.random() < 0.5 else (random.randrange(world),)
     optimizer = random.choice(_OPTIMIZERS.get(kind, ("adamw_torch", "stock")))
-    behind, saving = random.random() < 0.5, random.random() < 0.6
-    draw = ResumeDraw(kind, optimizer, first, second, behind, saving, random.uniform(0, 0.15), victims)
+    behind = random.random() < 0.5
+    saving = random.random() < 0.6
+    draw = ResumeDraw(
+        kind, optimizer, first, second, behind, saving, random.uniform(0, 0.15), victims
+    )
     return draw if kind == "8-bit" else _with_levers(Random(f"{seed}/{index}/levers"), draw)
 
 
@@ -108,14 +115,18 @@ def _with_levers(random: Random, draw: ResumeDraw) -> ResumeDraw:
             pass
         return layout
 
-    first = drawn(lambda layout: "gradient_compression" not in levers or "gradient_compression" in layout)
+    first = drawn(
+        lambda layout: "gradient_compression" not in levers or "gradient_compression" in layout
+    )
     # Where a rounding sends a token to another expert, nothing but the same layout can be compared.
     same = random.random() < 0.5 or (draw.kind == "mixture" and not are_exact(levers))
     second = first if same else drawn(lambda layout: _one(layout) != _one(first))
     world = _world(first)
     victims = tuple(range(world)) if len(draw.victims) > 1 else (random.randrange(world),)
     optimizer = levers.get("stochastic_rounding", {}).get("optimizer", draw.optimizer)
-    return replace(draw, first=first, second=second, victims=victims, levers=levers, optimizer=optimizer)
+    return replace(
+        draw, first=first, second=second, victims=victims, levers=levers, optimizer=optimizer
+    )
 
 
 def judge_resume(draw: ResumeDraw, directory: Path, pools: dict[int, RankPool]) -> str:
@@ -154,7 +165,11 @@ def _compared(draw: ResumeDraw, found: list[dict[str, Any]], pools: dict[int, Ra
 
 
 def leg(
-    draw: ResumeDraw, layout: dict[str, Any], directory: str | None, number: int, skipped: Collection[int] = ()
+    draw: ResumeDraw,
+    layout: dict[str, Any],
+    directory: str | None,
+    number: int,
+    skipped: Collection[int] = (),
 ) -> dict[str, Any]:
     """What one rank does; the first leg is killed, and the one without a directory goes through.
 
@@ -171,28 +186,42 @@ def leg(
         scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.2, total_iters=STEPS)
         start = 0
         if number:
-            resumed = hfscale.load_state(model, f"{directory}/states", optimizer=optimizer, scheduler=scheduler)
+            resumed = hfscale.load_state(
+                model, f"{directory}/states", optimizer=optimizer, scheduler=scheduler
+            )
             start = int(resumed.step or 0)
         done: dict[str, Any] = {"start": start, "losses": [], "norms": [], "scales": []}
         for step in range(start, STEPS):
             _step(draw, model, optimizer, scheduler, step, done, step in skipped)
             if directory is not None and not number and step + 1 == SAVED:
                 _be_killed(draw, model, optimizer, scheduler, directory)
-        done["weights"] = {name: tensor.clone() for name, tensor in hfscale.stream_weights(model, ranks="all")}
+        done["weights"] = {
+            name: tensor.clone() for name, tensor in hfscale.stream_weights(model, ranks="all")
+        }
     return done
 
 
 def _step(
-    draw: ResumeDraw, model: Any, optimizer: Any, scheduler: Any, step: int, done: dict[str, Any], skips: bool = False
+    draw: ResumeDraw,
+    model: Any,
+    optimizer: Any,
+    scheduler: Any,
+    step: int,
+    done: dict[str, Any],
+    skips: bool = False,
 ) -> None:
     import hfscale
 
     generator = torch.Generator().manual_seed(1000 + step)
     ids = torch.randint(3, 66, (ROWS, TOKENS), generator=generator)
     labels = ids.masked_fill(torch.rand(ids.shape, generator=generator) < 0.3, -100)
-    rank, world = hfscale.batch_rank(model), hfscale.batch_world(model)
+    rank = hfscale.batch_rank(model)
+    world = hfscale.batch_world(model)
     batch = {"input_ids": ids[rank::world], "labels": labels[rank::world]}
-    rows = [{name: value[row : row + 1] for name, value in batch.items()} for row in range(len(batch["labels"]))]
+    rows = [
+        {name: value[row : row + 1] for name, value in batch.items()}
+        for row in range(len(batch["labels"]))
+    ]
     given: Any = rows if row_by_row(draw.levers) else batch
     done["losses"].append(float(hfscale.train_step(model, given)))
     told = hfscale.metrics(model)
@@ -205,16 +234,25 @@ def _step(
     optimizer.zero_grad()
 
 
-def _be_killed(draw: ResumeDraw, model: Any, optimizer: Any, scheduler: Any, directory: str) -> None:
+def _be_killed(
+    draw: ResumeDraw, model: Any, optimizer: Any, scheduler: Any, directory: str
+) -> None:
     """Save, report it, and go on until the kill comes."""
     import hfscale
 
-    rank, reported = int(os.environ["RANK"]), Path(directory) / "reported"
+    rank = int(os.environ["RANK"])
+    reported = Path(directory) / "reported"
 
     def save(step: int) -> None:
         target = Path(directory, "states", f"step-{step}")
         hfscale.save_state(
-            model, target, optimizer=optimizer, scheduler=scheduler, step=step, asynchronous=draw.behind, keep_last=2
+            model,
+            target,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            step=step,
+            asynchronous=draw.behind,
+            keep_last=2,
         )
 
     save(SAVED)
@@ -238,12 +276,15 @@ def _model(draw: ResumeDraw, layout: dict[str, Any], seed: int, dtype: torch.dty
 
     extra: dict[str, Any] = {"experts_implementation": "eager"} if draw.kind == "mixture" else {}
     parallel = hfscale.ParallelConfig(**layout)
-    config, extra = _config(draw.kind, "fp8" in draw.levers), {**extra, **built_with(draw.levers)}
+    config = _config(draw.kind, "fp8" in draw.levers)
+    extra = {**extra, **built_with(draw.levers)}
     model = hfscale.from_config(config, parallel=parallel, seed=seed, dtype=dtype, **extra)
     if draw.kind == "lora":
         from peft import LoraConfig
 
-        model = hfscale.get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"), seed=0).base_model.model
+        model = hfscale.get_peft_model(
+            model, LoraConfig(r=4, target_modules="all-linear"), seed=0
+        ).base_model.model
     return model.train()
 
 
@@ -255,14 +296,21 @@ def _optimizer(draw: ResumeDraw, model: Any) -> torch.optim.Optimizer:
     own: dict[str, Any] = {"min_8bit_size": 256} if draw.kind == "8-bit" else {}
     if "stochastic_rounding" in draw.levers:
         own["stochastic_rounding"] = True
-    made: torch.optim.Optimizer = hfscale.create_optimizer(model, draw.optimizer, lr=1e-2, weight_decay=0.1, **own)
+    made: torch.optim.Optimizer = hfscale.create_optimizer(
+        model, draw.optimizer, lr=1e-2, weight_decay=0.1, **own
+    )
     return made
 
 
 def _config(kind: str, in_8_bits: bool = False) -> Any:
     from transformers import GPT2Config, LlamaConfig, Qwen2Config, Qwen3MoeConfig
 
-    sizes: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 67}
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "vocab_size": 67,
+    }
     if kind == "tied":
         still: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
         return GPT2Config(n_embd=32, n_layer=4, n_head=4, vocab_size=67, n_positions=64, **still)
@@ -275,9 +323,13 @@ def _config(kind: str, in_8_bits: bool = False) -> Any:
         }
         return Qwen3MoeConfig(**sizes, **experts, intermediate_size=32, num_key_value_heads=2)
     if kind == "8-bit":
-        return LlamaConfig(**{**sizes, "vocab_size": 128}, intermediate_size=512, num_key_value_heads=2)
+        return LlamaConfig(
+            **{**sizes, "vocab_size": 128}, intermediate_size=512, num_key_value_heads=2
+        )
     inner = WIDE["intermediate_size"] if in_8_bits else 50
-    return Qwen2Config(**sizes, intermediate_size=inner, num_key_value_heads=1 if kind == "lora" else 2)
+    return Qwen2Config(
+        **sizes, intermediate_size=inner, num_key_value_heads=1 if kind == "lora" else 2
+    )
 
 
 def _layout(random: Random, kind: str, levers: Levers = MappingProxyType({})) -> dict[str, Any]:
@@ -291,7 +343,10 @@ def _layout(random: Random, kind: str, levers: Levers = MappingProxyType({})) ->
             sizes[random.choice(list(sizes))] *= 2
         layout: dict[str, Any] = {f"{axis}_size": size for axis, size in sizes.items() if size > 1}
         if sizes["pp"] > 1:
-            layout |= {"pipeline_schedule": random.choice(_SCHEDULES), "num_microbatches": 2 * sizes["pp"]}
+            layout |= {
+                "pipeline_schedule": random.choice(_SCHEDULES),
+                "num_microbatches": 2 * sizes["pp"],
+            }
         if sizes["tp"] > 1 and random.random() < 0.4:
             layout["sequence_parallel"] = True
         if kind == "mixture" and sizes["tp"] * sizes["dp_shard"] > 1 and random.random() < 0.7:
@@ -300,7 +355,12 @@ def _layout(random: Random, kind: str, levers: Levers = MappingProxyType({})) ->
             continue
         try:
             asked = hfscale.ParallelConfig(**layout_with(levers, layout))
-            hfscale.plan(_config(kind, "fp8" in levers), asked, dtype=dtype_with(levers), **planned_with(levers))
+            hfscale.plan(
+                _config(kind, "fp8" in levers),
+                asked,
+                dtype=dtype_with(levers),
+                **planned_with(levers),
+            )
         except (HFScaleError, ValueError):
             continue
         return layout

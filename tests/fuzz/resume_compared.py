@@ -16,13 +16,17 @@ def differences(eight_bits: bool, expected: Told, found: list[Told]) -> str:
         if told["scales"] != expected["scales"][start:]:
             return f"loss scales on rank {rank}: {told['scales']} and {expected['scales'][start:]}"
         for kind, limit in (("losses", loss), ("norms", norm)):
-            for step, (mine, theirs) in enumerate(zip(told[kind], expected[kind][start:], strict=True), start + 1):
+            for step, (mine, theirs) in enumerate(
+                zip(told[kind], expected[kind][start:], strict=True), start + 1
+            ):
                 if abs(mine - theirs) > limit * abs(theirs):
                     return f"{kind} of step {step} on rank {rank}: {mine!r} and {theirs!r}"
         if told["weights"].keys() != expected["weights"].keys():
             return f"names on rank {rank}: {sorted(told['weights'].keys() ^ expected['weights'].keys())[:3]}"
         for name, theirs in expected["weights"].items():
-            if float((told["weights"][name] - theirs).abs().max()) > weight * float(theirs.abs().max()):
+            if float((told["weights"][name] - theirs).abs().max()) > weight * float(
+                theirs.abs().max()
+            ):
                 return f"{name} on rank {rank}"
     return ""
 
@@ -45,8 +49,13 @@ def further_off(exact: Told, whole: list[Told], found: list[Told]) -> str:
         start = told["start"]
         if told["scales"] != whole[0]["scales"][start:]:
             return f"loss scales on rank {rank}: {told['scales']} and {whole[0]['scales'][start:]}"
-        for kind, measure in (("losses", _off_in_steps), ("norms", _off_in_steps), ("weights", _off_in_weights)):
-            mine, usual = measure(exact[kind], told[kind]), measure(exact[kind], whole[0][kind])
+        for kind, measure in (
+            ("losses", _off_in_steps),
+            ("norms", _off_in_steps),
+            ("weights", _off_in_weights),
+        ):
+            mine = measure(exact[kind], told[kind])
+            usual = measure(exact[kind], whole[0][kind])
             if not mine <= 4 * usual + 1e-9:
                 return f"{kind} on rank {rank} are {mine:.2g} off, and {usual:.2g} where nothing was interrupted"
     return ""

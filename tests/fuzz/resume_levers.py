@@ -18,7 +18,11 @@ from .levers import roundings_in_32_bits
 Levers = Mapping[str, Mapping[str, Any]]
 """By name, what is asked of each."""
 
-_TOGETHER = ({"fp16", "gradient_compression"}, {"fp8", "compress_activations"}, {"fp16", "compress_activations"})
+_TOGETHER = (
+    {"fp16", "gradient_compression"},
+    {"fp8", "compress_activations"},
+    {"fp16", "compress_activations"},
+)
 
 
 def choose_levers(random: Random) -> dict[str, dict[str, Any]]:
@@ -30,7 +34,9 @@ def choose_levers(random: Random) -> dict[str, dict[str, Any]]:
     if {names[0], other} in _TOGETHER:
         names.append(other)
     levers = {name: lever_values.LEVERS[name](random) for name in names}
-    if "fp16" in levers:  # so that a scale grows behind the save, by steps that were counted before it
+    if (
+        "fp16" in levers
+    ):  # so that a scale grows behind the save, by steps that were counted before it
         levers["fp16"].setdefault("growth_interval", 5)
     return levers
 
@@ -44,14 +50,20 @@ def dtype_with(levers: Levers) -> torch.dtype:
     """Of weights: the widest, but where a scale is to overflow, or weights are to be rounded."""
     if "stochastic_rounding" in levers:
         return torch.bfloat16
-    return torch.float32 if levers.get("fp16", {}).get("init_scale", 1.0) > 2.0**16 else torch.float64
+    return (
+        torch.float32 if levers.get("fp16", {}).get("init_scale", 1.0) > 2.0**16 else torch.float64
+    )
 
 
 def layout_with(levers: Levers, layout: dict[str, Any]) -> dict[str, Any]:
     """The same layout: replicas compress what they send, and stages run the microbatches they get."""
     if row_by_row(levers):
         layout = {name: value for name, value in layout.items() if name != "num_microbatches"}
-    return {**layout, **levers.get("gradient_compression", {})} if layout.get("dp_replicate_size", 1) > 1 else layout
+    return (
+        {**layout, **levers.get("gradient_compression", {})}
+        if layout.get("dp_replicate_size", 1) > 1
+        else layout
+    )
 
 
 def row_by_row(levers: Levers) -> bool:

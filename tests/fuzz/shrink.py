@@ -9,7 +9,10 @@ from .judge import Verdict
 
 
 def shrink(
-    draw: Draw, verdict: Verdict, judge: Callable[[Draw], Verdict], say: Callable[[str], None] = lambda _: None
+    draw: Draw,
+    verdict: Verdict,
+    judge: Callable[[Draw], Verdict],
+    say: Callable[[str], None] = lambda _: None,
 ) -> Draw:
     """The smallest draw found that still fails like ``verdict``.
 
@@ -27,7 +30,8 @@ def shrink(
                 continue
             tried.add(text)
             if judge(smaller).same(verdict):
-                draw, progress = smaller, True
+                draw = smaller
+                progress = True
                 say(text)
                 break
     return draw
@@ -47,7 +51,9 @@ def candidates(draw: Draw) -> Iterator[Draw]:
     for name in ("frozen", "between", "lengths"):
         values: tuple[Any, ...] = getattr(draw, name)
         if len(values) > 1:
-            yield from (draw.change(**{name: (*values[:i], *values[i + 1 :])}) for i in range(len(values)))
+            yield from (
+                draw.change(**{name: (*values[:i], *values[i + 1 :])}) for i in range(len(values))
+            )
     for name in ("layers", "rows", "microbatches", "steps"):
         if getattr(draw, name) > 1:
             yield draw.change(**{name: 1})

@@ -9,7 +9,11 @@ import torch
 import torch.distributed as dist
 
 from hfscale._compat.torch_gloo import collectives_under_way
-from hfscale.distributed.ops.collectives import start_all_gather, start_all_reduce, start_reduce_scatter
+from hfscale.distributed.ops.collectives import (
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+)
 from hfscale.distributed.processes import (
     TIMEOUT,
     backend_of,
@@ -29,8 +33,15 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
-    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "64")  # the flight recorder, which the watchdog reads
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": port}.items():
+    monkeypatch.setenv(
+        "TORCH_FR_BUFFER_SIZE", "64"
+    )  # the flight recorder, which the watchdog reads
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": port,
+    }.items():
         monkeypatch.setenv(name, value)
     # A launcher that shows each process one GPU: the seventh process of the machine has the first one that it sees.
     monkeypatch.setenv("LOCAL_RANK", str(6 * torch.cuda.device_count()))
@@ -46,7 +57,8 @@ def test_groups_on_a_gpu(device: torch.device) -> None:
     assert (device, torch.cuda.current_device()) == (torch.device("cuda", 0), 0)
     assert backend_of(world, device) == dist.get_backend(world) == "nccl"
     assert world.bound_device_id == device
-    split, host = device_group([[0]], device), host_group([[0]])
+    split = device_group([[0]], device)
+    host = host_group([[0]])
     assert split is not None
     assert host is not None
     assert (backend_of(split, device), backend_of(host, torch.device("cpu"))) == ("nccl", "gloo")
@@ -64,9 +76,12 @@ def test_groups_on_a_gpu(device: torch.device) -> None:
 
 def test_the_watchdog_sees_that_work_has_ended(device: torch.device) -> None:
     """Collectives, and the halves of a batch of transfers, which NCCL's recorder leaves open (pytorch#137969)."""
-    x, y = torch.randn(1 << 14, device=device), torch.empty(1 << 14, device=device)
+    x = torch.randn(1 << 14, device=device)
+    y = torch.empty(1 << 14, device=device)
     dist.all_reduce(x)
-    for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, x, 0), dist.P2POp(dist.irecv, y, 0)]):
+    for work in dist.batch_isend_irecv(
+        [dist.P2POp(dist.isend, x, 0), dist.P2POp(dist.irecv, y, 0)]
+    ):
         work.wait()
     torch.cuda.synchronize()
     deadline = time.monotonic() + 5

@@ -62,7 +62,9 @@ def assert_close(found: Found, expected: Found, tolerance: float) -> None:
 
 @pytest.mark.parametrize("lever", MEMORY)
 def test_memory_is_saved_and_nothing_else(lever: str) -> None:
-    assert_close(trained(memory=MEMORY[lever]), trained(), 2e-3 if lever == "compress_activations" else 1e-5)
+    assert_close(
+        trained(memory=MEMORY[lever]), trained(), 2e-3 if lever == "compress_activations" else 1e-5
+    )
 
 
 @pytest.mark.parametrize("optimizer", ["adamw_torch", "adafactor", "muon", "sgd"])
@@ -73,9 +75,12 @@ def test_optimizers_equal_those_on_the_cpu(monkeypatch: pytest.MonkeyPatch, opti
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_mixed_precision_is_near_to_single(precision: str) -> None:
     """Scaled, and unscaled by a factor that lies where the gradients do."""
-    found, expected = trained("sgd", mixed_precision=precision), trained("sgd")
+    found = trained("sgd", mixed_precision=precision)
+    expected = trained("sgd")
     for name in (name for name in expected if "loss" in name or "norm" in name):
-        torch.testing.assert_close(found[name], expected[name], rtol=0.02, atol=0.02, check_dtype=False)
+        torch.testing.assert_close(
+            found[name], expected[name], rtol=0.02, atol=0.02, check_dtype=False
+        )
 
 
 def test_dropout_in_what_is_recomputed() -> None:
@@ -83,7 +88,9 @@ def test_dropout_in_what_is_recomputed() -> None:
     gradients = []
     for memory in (MemoryConfig(), MemoryConfig(recompute=["self_attn"])):
         torch.manual_seed(0)
-        model = hfscale.from_config(tiny("llama", attention_dropout=0.5), memory=memory, dtype=torch.float32).train()
+        model = hfscale.from_config(
+            tiny("llama", attention_dropout=0.5), memory=memory, dtype=torch.float32
+        ).train()
         torch.manual_seed(1)
         hfscale.train_step(model, BATCH)
         gradients.append({name: p.grad.cpu() for name, p in model.named_parameters()})
@@ -92,11 +99,15 @@ def test_dropout_in_what_is_recomputed() -> None:
 
 @pytest.mark.parametrize("shape", [(7,), (33, 65), (4, 3, 5)])
 def test_stochastic_rounding_is_that_of_the_cpu(shape: tuple[int, ...]) -> None:
-    wide, sizes = torch.randn(shape, generator=torch.Generator().manual_seed(0)), list(shape)
+    wide = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    sizes = list(shape)
     strides = torch.empty(shape).stride()
     rounded = []
     for device in ("cpu", DEVICE):
-        places = [torch.arange(size, device=device) * stride for size, stride in zip(sizes, strides, strict=True)]
+        places = [
+            torch.arange(size, device=device) * stride
+            for size, stride in zip(sizes, strides, strict=True)
+        ]
         share = torch.empty(shape, dtype=torch.bfloat16, device=device)
         write_rounded(share, wide.to(device), places, key=1234567)
         rounded.append(share.cpu())
@@ -127,14 +138,23 @@ def test_the_kernel_of_a_pair_takes_its_width_and_mask(width: int, masked: bool)
     def draw(heads: int) -> Tensor:
         return torch.randn(2, heads, 64, width, generator=generator).to(DEVICE, torch.bfloat16)
 
-    q, k, v, grad = draw(8), draw(2), draw(2), draw(8)
+    q = draw(8)
+    k = draw(2)
+    v = draw(2)
+    grad = draw(8)
     added = padded_width(width, q.device) - width
     hidden = torch.ones(2, 1, 64, 64, device=DEVICE).tril(0).triu(-8) == 0
-    bias = torch.zeros((), device=DEVICE, dtype=q.dtype).masked_fill(hidden, float("-inf")) if masked else None
+    bias = (
+        torch.zeros((), device=DEVICE, dtype=q.dtype).masked_fill(hidden, float("-inf"))
+        if masked
+        else None
+    )
     block = ScoreBlock(causal=not masked, bias=bias)
     padded = [nn.functional.pad(x, (0, added)) for x in (q, k, v)]
-    chosen, plain = kernel_for(padded[0], 0.125, None, 0.0), ScoreKernel(0.125)
-    found, wanted = chosen.forward(*padded, block), plain.forward(q, k, v, block)
+    chosen = kernel_for(padded[0], 0.125, None, 0.0)
+    plain = ScoreKernel(0.125)
+    found = chosen.forward(*padded, block)
+    wanted = plain.forward(q, k, v, block)
     torch.testing.assert_close(found[0][..., :width], wanted[0], rtol=2e-2, atol=2e-2)
     torch.testing.assert_close(found[1].float(), wanted[1].float(), rtol=1e-3, atol=2e-2)
     gradients = chosen.backward(nn.functional.pad(grad, (0, added)), *padded, *found, block)
@@ -164,9 +184,15 @@ def test_compiled_layers(option: str) -> None:
 def test_distillation_is_that_of_the_cpu(monkeypatch: pytest.MonkeyPatch, beta: float) -> None:
     def distilled() -> Found:
         torch.manual_seed(0)
-        student, taught = (hfscale.from_config(tiny("llama"), dtype=torch.float32) for _ in range(2))
-        loss = hfscale.train_step(student.train(), BATCH, teacher=hfscale.Teacher(taught, student, beta=beta))
-        return {"loss": loss.cpu()} | {name: each.grad.cpu() for name, each in student.named_parameters()}  # type: ignore[union-attr]
+        student, taught = (
+            hfscale.from_config(tiny("llama"), dtype=torch.float32) for _ in range(2)
+        )
+        loss = hfscale.train_step(
+            student.train(), BATCH, teacher=hfscale.Teacher(taught, student, beta=beta)
+        )
+        return {"loss": loss.cpu()} | {
+            name: each.grad.cpu() for name, each in student.named_parameters()
+        }  # type: ignore[union-attr]
 
     with monkeypatch.context() as within:
         within.setenv("ACCELERATE_USE_CPU", "1")
@@ -192,7 +218,9 @@ def test_pictures_beside_text(family: str) -> None:
 @pytest.mark.parametrize("own", ["Trainer", "Accelerator"])
 def test_loops_of_other_libraries_log_what_they_did(own: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(tiny("llama"), dtype=torch.float32).save_pretrained(tmp_path / "start")
+    AutoModelForCausalLM.from_config(tiny("llama"), dtype=torch.float32).save_pretrained(
+        tmp_path / "start"
+    )
     found = []
     for library in (None, hfscale):
         reader: Any = AutoModelForCausalLM if library is None else hfscale
@@ -203,7 +231,9 @@ def test_loops_of_other_libraries_log_what_they_did(own: str, tmp_path: Path) ->
                 str(tmp_path / "out"), max_steps=3, logging_steps=1, report_to=[], disable_tqdm=True,
                 save_strategy="no", per_device_train_batch_size=2,
             )  # fmt: skip
-            trainer = kind(model, args, train_dataset=[{"input_ids": row, "labels": row} for row in IDS])
+            trainer = kind(
+                model, args, train_dataset=[{"input_ids": row, "labels": row} for row in IDS]
+            )
             trainer.train()
             found.append([row["loss"] for row in trainer.state.log_history if "loss" in row])
             continue
@@ -212,7 +242,9 @@ def test_loops_of_other_libraries_log_what_they_did(own: str, tmp_path: Path) ->
         model, made = accelerator.prepare(model.train(), made)
         losses = []
         for _ in range(3):
-            loss = model(**{name: value.to(accelerator.device) for name, value in BATCH.items()}).loss
+            loss = model(
+                **{name: value.to(accelerator.device) for name, value in BATCH.items()}
+            ).loss
             accelerator.backward(loss)
             made.step()
             made.zero_grad()
@@ -222,7 +254,9 @@ def test_loops_of_other_libraries_log_what_they_did(own: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("option", ["mixture", "lora", "qlora", "fp8"])
-def test_waits_do_not_grow_with_microbatches(option: str, recwarn: pytest.WarningsRecorder, tmp_path: Path) -> None:
+def test_waits_do_not_grow_with_microbatches(
+    option: str, recwarn: pytest.WarningsRecorder, tmp_path: Path
+) -> None:
     """A mixture looks once a pass; the rest nowhere between the first microbatch and the last."""
     peft = pytest.importorskip("peft")
     given: dict[str, Any] = {"dtype": torch.bfloat16}
@@ -233,9 +267,12 @@ def test_waits_do_not_grow_with_microbatches(option: str, recwarn: pytest.Warnin
         given["quantization_config"] = transformers.BitsAndBytesConfig(load_in_4bit=True)
     if option == "fp8" and torch.cuda.get_device_capability() >= (8, 9):
         given["mixed_precision"] = "fp8"
-    config = qwen3_moe() if option == "mixture" else tiny("llama", hidden_size=64, intermediate_size=128)
+    config = (
+        qwen3_moe() if option == "mixture" else tiny("llama", hidden_size=64, intermediate_size=128)
+    )
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
-    model, waits = hfscale.from_pretrained(str(tmp_path), **given).train(), []
+    model = hfscale.from_pretrained(str(tmp_path), **given).train()
+    waits = []
     hfscale.train_step(model, BATCH)
     for passes in (2, 6):
         torch.cuda.synchronize()

@@ -20,11 +20,15 @@ def test_training_equals_ligers_own(tmp_path: Path, family: str, dtype: torch.dt
     model = stock(tmp_path, family, dtype)
     names = vars(sys.modules[type(model).__module__])
     before = dict(names)
-    transformers._apply_liger_kernel_to_instance(model, cross_entropy=False, fused_linear_cross_entropy=False)
+    transformers._apply_liger_kernel_to_instance(
+        model, cross_entropy=False, fused_linear_cross_entropy=False
+    )
     try:
         expected = train(model, ours=False)
     finally:
         names.update(before)
     ours = hfscale.from_pretrained(str(tmp_path), dtype=dtype, use_liger_kernel=True).train()
     assert all(names[name] is value for name, value in before.items())
-    assert train(ours, ours=True)[0] == pytest.approx(expected[0], rel=1e-4 if dtype == torch.float32 else 2e-2)
+    assert train(ours, ours=True)[0] == pytest.approx(
+        expected[0], rel=1e-4 if dtype == torch.float32 else 2e-2
+    )

@@ -42,21 +42,28 @@ def test_adapters_over_8_bits_equal_stock(tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
     from transformers import BitsAndBytesConfig
 
-    path = saved(tmp_path / "in", tiny("llama", hidden_size=128, intermediate_size=256), torch.float16)
+    path = saved(
+        tmp_path / "in", tiny("llama", hidden_size=128, intermediate_size=256), torch.float16
+    )
     kwargs = {"dtype": torch.bfloat16, "quantization_config": BitsAndBytesConfig(load_in_8bit=True)}
-    model = adapted(AutoModelForCausalLM.from_pretrained(path, device_map={"": 0}, **kwargs)).train()
+    model = adapted(
+        AutoModelForCausalLM.from_pretrained(path, device_map={"": 0}, **kwargs)
+    ).train()
     model.save_pretrained(tmp_path / "adapter")
     expected = train(model, ours=False)
     ours = hfscale.from_pretrained(path, peft_config=str(tmp_path / "adapter"), **kwargs).train()
     assert train(ours, ours=True)[0] == pytest.approx(expected[0], rel=2e-2)
 
 
-def test_a_run_on_the_cpu_leaves_the_gpu_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_on_the_cpu_leaves_the_gpu_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("bitsandbytes")
     from transformers import BitsAndBytesConfig
 
     monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
-    path, before = saved(tmp_path, tiny("llama"), torch.bfloat16), torch.cuda.memory_allocated()
+    path = saved(tmp_path, tiny("llama"), torch.bfloat16)
+    before = torch.cuda.memory_allocated()
     model = hfscale.from_pretrained(path, quantization_config=BitsAndBytesConfig(load_in_4bit=True))
     assert not any(parameter.is_cuda for parameter in model.parameters())
     assert torch.cuda.memory_allocated() == before
@@ -66,7 +73,8 @@ def test_a_run_on_the_cpu_leaves_the_gpu_alone(tmp_path: Path, monkeypatch: pyte
 def test_resuming_is_going_on(tmp_path: Path, name: str) -> None:
     if "bit" in name:
         pytest.importorskip("bitsandbytes")
-    path, ends = saved(tmp_path / "in", tiny("llama"), torch.float32), []
+    path = saved(tmp_path / "in", tiny("llama"), torch.float32)
+    ends = []
     for interrupted in (False, True):
         model = hfscale.from_pretrained(path, dtype=torch.float32).train()
         optimizer = hfscale.create_optimizer(model, name, lr=1e-3)
@@ -84,17 +92,23 @@ def test_resuming_is_going_on(tmp_path: Path, name: str) -> None:
         torch.testing.assert_close(ends[1][key], value, rtol=1e-5, atol=1e-6)
 
 
-def varlen_flash(module: Any, query: Any, key: Any, value: Any, mask: Any, **given: Any) -> tuple[Any, None]:
+def varlen_flash(
+    module: Any, query: Any, key: Any, value: Any, mask: Any, **given: Any
+) -> tuple[Any, None]:
     """Attend within documents by torch's own flash kernel, which needs no other package."""
-    kernel, borders = varlen.varlen_attn, given["cu_seq_lens_q"]
+    kernel = varlen.varlen_attn
+    borders = given["cu_seq_lens_q"]
     causal = "is_causal" in inspect.signature(kernel).parameters  # until torch 2.11; then a window
     groups = query.shape[1] // key.shape[1]
     q, k, v = (
-        x.transpose(1, 2).flatten(0, 1) for x in (query, *(x.repeat_interleave(groups, 1) for x in (key, value)))
+        x.transpose(1, 2).flatten(0, 1)
+        for x in (query, *(x.repeat_interleave(groups, 1) for x in (key, value)))
     )
     longest = int(given["max_length_q"])
     window: dict[str, Any] = {"is_causal": True} if causal else {"window_size": (-1, 0)}
-    return kernel(q, k, v, borders, borders, longest, longest, **window).unflatten(0, (len(query), -1)), None
+    return kernel(q, k, v, borders, borders, longest, longest, **window).unflatten(
+        0, (len(query), -1)
+    ), None
 
 
 @pytest.mark.parametrize("attention", ["flash_attention_2", "varlen_flash"])
@@ -109,8 +123,12 @@ def test_packed_rows_under_flash_attention(tmp_path: Path, rows: int, attention:
     batch = {name: value[:rows] for name, value in BATCH.items()} | {"position_ids": positions}
     losses = []
     for chosen in ("sdpa", attention):
-        given = "sdpa" if chosen == "varlen_flash" else chosen  # the host looks for other names on the Hub
-        model = hfscale.from_pretrained(path, dtype=torch.bfloat16, attn_implementation=given).train()
+        given = (
+            "sdpa" if chosen == "varlen_flash" else chosen
+        )  # the host looks for other names on the Hub
+        model = hfscale.from_pretrained(
+            path, dtype=torch.bfloat16, attn_implementation=given
+        ).train()
         model.config._attn_implementation = chosen
         losses.append(hfscale.train_step(model, batch).item())
     assert losses[1] == pytest.approx(losses[0], rel=5e-3)
@@ -135,14 +153,24 @@ def test_the_flash_kernel_of_cut_sequences(causal: bool) -> None:
     generator = torch.Generator("cuda").manual_seed(3)
 
     def draw(heads: int) -> torch.Tensor:
-        return torch.randn(2, heads, 256, 64, generator=generator, device="cuda", dtype=torch.bfloat16)
+        return torch.randn(
+            2, heads, 256, 64, generator=generator, device="cuda", dtype=torch.bfloat16
+        )
 
-    q, k, v, grad = draw(8), draw(2), draw(2), draw(8)
-    fast, slow, block = FlashOnCuda(0.125), ScoreKernel(0.125), ScoreBlock(causal=causal)
-    found, wanted = fast.forward(q, k, v, block), slow.forward(q, k, v, block)
+    q = draw(8)
+    k = draw(2)
+    v = draw(2)
+    grad = draw(8)
+    fast = FlashOnCuda(0.125)
+    slow = ScoreKernel(0.125)
+    block = ScoreBlock(causal=causal)
+    found = fast.forward(q, k, v, block)
+    wanted = slow.forward(q, k, v, block)
     torch.testing.assert_close(found[0], wanted[0], rtol=2e-2, atol=2e-2)
     torch.testing.assert_close(found[1].float(), wanted[1].float(), rtol=1e-3, atol=1e-2)
     for one, other in zip(
-        fast.backward(grad, q, k, v, *found, block), slow.backward(grad, q, k, v, *wanted, block), strict=True
+        fast.backward(grad, q, k, v, *found, block),
+        slow.backward(grad, q, k, v, *wanted, block),
+        strict=True,
     ):
         torch.testing.assert_close(one, other, rtol=5e-2, atol=5e-2)

@@ -26,7 +26,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         for name, sizes in LAYOUTS.items()
         if name not in ("one", "cp2", "pipedream", "ep2", "ep2, tp2")
     },
-    **{f"cp2 {method}": ({"cp_size": 2, "cp_method": method}, {}) for method in ("gather", "ring", "heads")},
+    **{
+        f"cp2 {method}": ({"cp_size": 2, "cp_method": method}, {})
+        for method in ("gather", "ring", "heads")
+    },
     "shard2, recomputed and offloaded": ({"dp_shard_size": 2}, _RECOMPUTED),
     "shard2, tp2": ({"dp_shard_size": 2, "tp_size": 2}, {}),
     **{name: case for name, case in OTHERS.items() if name != "fp8"},
@@ -55,7 +58,10 @@ def on_one_gpu(layout: dict[str, Any], built: dict[str, Any]) -> tuple[str, dict
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", CASES)
 def test_equal_to_ranks_on_cpus(
-    pools: Callable[[int], RankPool], started: Callable[[str, int], RankPool], name: str, backend: str
+    pools: Callable[[int], RankPool],
+    started: Callable[[str, int], RankPool],
+    name: str,
+    backend: str,
 ) -> None:
     layout, built = CASES[name]
     world = ParallelConfig(**layout).total_size
@@ -68,6 +74,8 @@ def test_equal_to_ranks_on_cpus(
             # Rotary tables are in float32, also in a float64 model, and a GPU's differ from a CPU's in the last digit,
             # which the orthogonal factors of PowerSGD, quotients of small columns, make larger.
             apart = (found[key] - value).nan_to_num().abs().max()
-            assert apart <= (1e-5 if "powersgd" in name else 1e-6) * value.nan_to_num().abs().max(), key
+            assert (
+                apart <= (1e-5 if "powersgd" in name else 1e-6) * value.nan_to_num().abs().max()
+            ), key
             assert torch.equal(found[key].isnan(), value.isnan()), key
             assert torch.equal(found[key].nan_to_num(7.0), repeated[key].nan_to_num(7.0)), key

@@ -17,7 +17,11 @@ from hfscale.testing import RankPool
 from ..tiny_models import tiny
 
 Pools = Callable[[int], RankPool]
-LAYOUTS = [{"tp_size": 2}, {"tp_size": 2, "dp_shard_size": 2}, {"tp_size": 2, "dp_replicate_size": 2}]
+LAYOUTS = [
+    {"tp_size": 2},
+    {"tp_size": 2, "dp_shard_size": 2},
+    {"tp_size": 2, "dp_replicate_size": 2},
+]
 LAYOUTS += [{"cp_size": 2}, {"cp_size": 2, "dp_shard_size": 2}]
 STAGES = [{"pp_size": 2}, {"pp_size": 2, "tp_size": 2}, {"pp_size": 2, "dp_shard_size": 2}]
 
@@ -50,17 +54,24 @@ def build(path: str, layout: dict[str, int], **asked: Any) -> Any:
     return hfscale.from_pretrained(path, parallel=ParallelConfig(**layout), **asked).train()
 
 
-def train(path: str, layout: dict[str, int], out: str, precision: str = "no", **asked: Any) -> dict[str, Any]:
+def train(
+    path: str, layout: dict[str, int], out: str, precision: str = "no", **asked: Any
+) -> dict[str, Any]:
     """The loop of Accelerate's documentation."""
     around = "bf16" if precision in ("fp8", "bf16_params") else precision
-    AcceleratorState._reset_state(reset_partial_state=True)  # a process has one precision, and this one is used again
+    AcceleratorState._reset_state(
+        reset_partial_state=True
+    )  # a process has one precision, and this one is used again
     accelerator = hfscale.Accelerator(gradient_accumulation_steps=2, mixed_precision=around)
     model = build(path, layout, mixed_precision=precision, **asked)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    scheduler = get_scheduler("linear", optimizer, 0, num_training_steps=10 * accelerator.num_processes)
+    scheduler = get_scheduler(
+        "linear", optimizer, 0, num_training_steps=10 * accelerator.num_processes
+    )
     loader = DataLoader(Rows(16), batch_size=2)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
-    norms, updates = [], 0
+    norms = []
+    updates = 0
     for batch in loader:
         with accelerator.accumulate(model):
             accelerator.backward(model(**batch).loss)
@@ -77,7 +88,9 @@ def train(path: str, layout: dict[str, int], out: str, precision: str = "no", **
 
 def train_stock(stock: Any, per_update: int, rows: int | None = None) -> list[float]:
     """Take the steps of :func:`train` in one process, ``rows`` in a pass; return the norms."""
-    optimizer, norms, rows = torch.optim.SGD(stock.parameters(), lr=0.5), [], rows or per_update
+    optimizer = torch.optim.SGD(stock.parameters(), lr=0.5)
+    norms = []
+    rows = rows or per_update
     schedule = get_scheduler("linear", optimizer, num_warmup_steps=0, num_training_steps=10)
     for start in range(0, 16, per_update):
         for ids in Rows(16).ids[start : start + per_update].split(rows):
@@ -89,7 +102,9 @@ def train_stock(stock: Any, per_update: int, rows: int | None = None) -> list[fl
     return norms
 
 
-def assert_trained_alike(found: list[dict[str, Any]], norms: list[float], out: Path, stock: Any) -> None:
+def assert_trained_alike(
+    found: list[dict[str, Any]], norms: list[float], out: Path, stock: Any
+) -> None:
     """Compare what ranks returned and saved with the stock model after its steps."""
     for result in found:
         assert result["norms"] == pytest.approx(norms, rel=1e-6)
@@ -105,7 +120,9 @@ def test_loop_equals_one_process(pools: Pools, layout: dict[str, int], tmp_path:
     stock = AutoModelForCausalLM.from_config(tiny("llama"), dtype=torch.float64)
     stock.save_pretrained(tmp_path / "start")
     parallel = ParallelConfig(**layout)
-    found = pools(parallel.total_size).run(train, str(tmp_path / "start"), layout, str(tmp_path / "out"))
+    found = pools(parallel.total_size).run(
+        train, str(tmp_path / "start"), layout, str(tmp_path / "out")
+    )
 
     norms = train_stock(stock, 2 * 2 * parallel.batch_world)
     for result in found:
@@ -115,13 +132,16 @@ def test_loop_equals_one_process(pools: Pools, layout: dict[str, int], tmp_path:
 
 def first_tokens(path: str, layout: dict[str, int], kind: str) -> tuple[int, list[int], list[int]]:
     """Batch rank, the samples this rank saw, and what ``gather_for_metrics`` made of them on all."""
-    torch.manual_seed(100 + torch.distributed.get_rank())  # processes seeded apart must still shuffle alike
+    torch.manual_seed(
+        100 + torch.distributed.get_rank()
+    )  # processes seeded apart must still shuffle alike
     accelerator = hfscale.Accelerator()
     model = build(path, layout)
     dataset = Stream(13) if kind == "stream" else Rows(13)
     loader = DataLoader(dataset, batch_size=3, shuffle=kind == "shuffled")
     model, loader = accelerator.prepare(model, loader)
-    seen, gathered = [], []
+    seen = []
+    gathered = []
     for batch in loader:
         seen += batch["input_ids"][:, 0].tolist()
         gathered += accelerator.gather_for_metrics(batch["input_ids"][:, 0]).tolist()
@@ -133,10 +153,14 @@ def train_stages(path: str, layout: dict[str, int], out: str) -> dict[str, Any]:
     accelerator = hfscale.Accelerator()
     model = build(path, layout)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    scheduler = get_scheduler("linear", optimizer, 0, num_training_steps=10 * accelerator.num_processes)
+    scheduler = get_scheduler(
+        "linear", optimizer, 0, num_training_steps=10 * accelerator.num_processes
+    )
     loader = DataLoader(Rows(16), batch_size=4)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
-    norms, losses, rows = [], [], []
+    norms = []
+    losses = []
+    rows = []
     for batch in loader:
         loss = hfscale.train_step(model, batch)
         norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.5).item())
@@ -146,22 +170,35 @@ def train_stages(path: str, layout: dict[str, int], out: str) -> dict[str, Any]:
         losses.append(accelerator.reduce(loss, "mean").item())
         rows.append(accelerator.gather(batch["input_ids"][:, 0]).tolist())
     accelerator.save_model(model, out)
-    return {"norms": norms, "losses": losses, "rows": rows, "epochs": scheduler.scheduler.last_epoch}
+    return {
+        "norms": norms,
+        "losses": losses,
+        "rows": rows,
+        "epochs": scheduler.scheduler.last_epoch,
+    }
 
 
 @pytest.mark.daily("layout0")
 @pytest.mark.parametrize("layout", STAGES)
-def test_a_loop_over_stages_equals_one_process(pools: Pools, layout: dict[str, int], tmp_path: Path) -> None:
+def test_a_loop_over_stages_equals_one_process(
+    pools: Pools, layout: dict[str, int], tmp_path: Path
+) -> None:
     torch.manual_seed(0)
-    stock = AutoModelForCausalLM.from_config(tiny("llama", tie_word_embeddings=True), dtype=torch.float64)
+    stock = AutoModelForCausalLM.from_config(
+        tiny("llama", tie_word_embeddings=True), dtype=torch.float64
+    )
     stock.save_pretrained(tmp_path / "start")
     parallel = ParallelConfig(**layout)
-    found = pools(parallel.total_size).run(train_stages, str(tmp_path / "start"), layout, str(tmp_path / "out"))
+    found = pools(parallel.total_size).run(
+        train_stages, str(tmp_path / "start"), layout, str(tmp_path / "out")
+    )
 
-    rows, per_update = Rows(16), 4 * parallel.batch_world
+    rows = Rows(16)
+    per_update = 4 * parallel.batch_world
     optimizer = torch.optim.SGD(stock.parameters(), lr=0.5)
     scheduler = get_scheduler("linear", optimizer, num_warmup_steps=0, num_training_steps=10)
-    norms, losses = [], []
+    norms = []
+    losses = []
     for start in range(0, 16, per_update):
         ids = rows.ids[start : start + per_update]
         loss = stock(input_ids=ids, labels=ids).loss
@@ -192,7 +229,9 @@ def test_each_sample_once(pools: Pools, layout: dict[str, int], kind: str, tmp_p
     found = pools(parallel.total_size).run(first_tokens, str(tmp_path), layout, kind)
     by_batch_rank: dict[int, list[int]] = {}
     for batch_rank, seen, gathered in found:
-        assert by_batch_rank.setdefault(batch_rank, seen) == seen, "ranks that share a batch saw different samples"
+        assert by_batch_rank.setdefault(batch_rank, seen) == seen, (
+            "ranks that share a batch saw different samples"
+        )
         # A stream has no length, so, as with Accelerate, the samples that even out its end are the caller's to drop.
         assert sorted(gathered[:13] if kind == "stream" else gathered) == list(range(13))
     assert len(by_batch_rank) == parallel.batch_world
@@ -218,7 +257,9 @@ def seeds_of_workers(path: str, layout: dict[str, int]) -> tuple[list[list[int]]
     _, loader = accelerator.prepare(model, DataLoader(Seeds(), batch_size=2, num_workers=1))
     torch.manual_seed(5 + torch.distributed.get_rank())
     seen = [batch["input_ids"].flatten().tolist() for batch in loader]
-    seen += [batch["input_ids"].flatten().tolist() for batch in accelerator.skip_first_batches(loader, 1)]
+    seen += [
+        batch["input_ids"].flatten().tolist() for batch in accelerator.skip_first_batches(loader, 1)
+    ]
     return seen, torch.randint(1000, (4,)).tolist()
 
 
@@ -259,11 +300,21 @@ def stop_and_go(path: str, layout: dict[str, int], directory: str) -> None:
 
     step()
     accelerator.save_state(directory)
-    hfscale.save_state(model, f"{directory}-own", optimizer=optimizer, scheduler=scheduler, dataloader=loader, step=1)
+    hfscale.save_state(
+        model,
+        f"{directory}-own",
+        optimizer=optimizer,
+        scheduler=scheduler,
+        dataloader=loader,
+        step=1,
+    )
     expected = [step(), step()]
     accelerator.load_state(directory)
     assert [step(), step()] == expected
-    assert hfscale.load_state(model, f"{directory}-own", optimizer=optimizer, scheduler=scheduler).step == 1
+    assert (
+        hfscale.load_state(model, f"{directory}-own", optimizer=optimizer, scheduler=scheduler).step
+        == 1
+    )
     assert [step(), step()] == expected
 
 
@@ -290,7 +341,9 @@ def refusals(path: str) -> list[str]:
     refused(lambda: accelerator.clip_grad_norm_(list(model.parameters())[:2], 1.0))
     refused(lambda: accelerator.save_state())
     refused(lambda: hfscale.Accelerator(parallelism_config=ParallelConfig()))
-    refused(lambda: hfscale.Accelerator().prepare(hfscale.from_pretrained(path, mixed_precision="bf16")))
+    refused(
+        lambda: hfscale.Accelerator().prepare(hfscale.from_pretrained(path, mixed_precision="bf16"))
+    )
     return messages
 
 
@@ -327,11 +380,19 @@ def refusals_over_stages(path: str) -> list[str]:
 
 def test_refusals_over_stages(pools: Pools, tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(tiny("llama")).save_pretrained(tmp_path)
-    for called, backward, clipped, generated, compiled, listed in pools(2).run(refusals_over_stages, str(tmp_path)):
+    for called, backward, clipped, generated, compiled, listed in pools(2).run(
+        refusals_over_stages, str(tmp_path)
+    ):
         assert "cannot be called by itself: use hfscale.train_step" in called
-        assert "accelerator.backward cannot run backward through pipeline stages: use loss = hfscale" in backward
+        assert (
+            "accelerator.backward cannot run backward through pipeline stages: use loss = hfscale"
+            in backward
+        )
         assert "pass model.parameters()" in clipped
-        assert "generate with hfscale.from_pretrained(directory, parallel=hfscale.ParallelConfig(tp_size=" in generated
+        assert (
+            "generate with hfscale.from_pretrained(directory, parallel=hfscale.ParallelConfig(tp_size="
+            in generated
+        )
         assert "torch.compile(model) compiles a forward pass that stages do not call" in compiled
         assert "input_ids is a list: give tensors, [rows, tokens]" in listed
 
@@ -339,7 +400,9 @@ def test_refusals_over_stages(pools: Pools, tmp_path: Path) -> None:
 def norm_of_the_last_stage(path: str, given: str) -> float:
     """Nothing trains on the first stage."""
     accelerator = hfscale.Accelerator()
-    model = accelerator.prepare(hfscale.from_pretrained(path, parallel=ParallelConfig(pp_size=2), dtype=torch.float64))
+    model = accelerator.prepare(
+        hfscale.from_pretrained(path, parallel=ParallelConfig(pp_size=2), dtype=torch.float64)
+    )
     if torch.distributed.get_rank() == 0:
         model.requires_grad_(False)
     hfscale.train_step(model, {"input_ids": Rows(4).ids, "labels": Rows(4).ids})
@@ -350,21 +413,28 @@ def norm_of_the_last_stage(path: str, given: str) -> float:
 
 
 @pytest.mark.parametrize("given", ["all", "trained"])
-def test_a_stage_without_gradients_takes_part_in_the_norm(pools: Pools, tmp_path: Path, given: str) -> None:
+def test_a_stage_without_gradients_takes_part_in_the_norm(
+    pools: Pools, tmp_path: Path, given: str
+) -> None:
     stock = AutoModelForCausalLM.from_config(tiny("llama"), dtype=torch.float64)
     stock.save_pretrained(tmp_path)
     stock.requires_grad_(False)
     for module in (stock.model.layers[1], stock.model.norm, stock.lm_head):
         module.requires_grad_(True)
     stock(input_ids=Rows(4).ids, labels=Rows(4).ids).loss.backward()
-    expected = torch.nn.utils.get_total_norm([p.grad for p in stock.parameters() if p.grad is not None]).item()
-    assert pools(2).run(norm_of_the_last_stage, str(tmp_path), given) == pytest.approx([expected] * 2, rel=1e-6)
+    expected = torch.nn.utils.get_total_norm(
+        [p.grad for p in stock.parameters() if p.grad is not None]
+    ).item()
+    assert pools(2).run(norm_of_the_last_stage, str(tmp_path), given) == pytest.approx(
+        [expected] * 2, rel=1e-6
+    )
 
 
 def orders_of_ones_own(path: str, layout: dict[str, int]) -> tuple[list[int], list[int]]:
     """The order that the default generator gives before and after the model is prepared."""
     torch.manual_seed(3)
-    model, accelerator = build(path, layout), hfscale.Accelerator()
+    model = build(path, layout)
+    accelerator = hfscale.Accelerator()
     before = torch.random.get_rng_state()
     first = torch.randperm(20).tolist()
     torch.random.set_rng_state(before)
@@ -373,7 +443,9 @@ def orders_of_ones_own(path: str, layout: dict[str, int]) -> tuple[list[int], li
 
 
 @pytest.mark.parametrize("layout", [{"dp_shard_size": 2}, {"dp_replicate_size": 2}, {"tp_size": 2}])
-def test_preparing_leaves_the_default_generator_alone(pools: Pools, tmp_path: Path, layout: dict[str, int]) -> None:
+def test_preparing_leaves_the_default_generator_alone(
+    pools: Pools, tmp_path: Path, layout: dict[str, int]
+) -> None:
     AutoModelForCausalLM.from_config(tiny("llama"), dtype=torch.float64).save_pretrained(tmp_path)
     first, second = pools(2).run(orders_of_ones_own, str(tmp_path), layout)
     assert first == second

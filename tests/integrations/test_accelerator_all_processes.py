@@ -32,7 +32,9 @@ class Sized(Stream):
 
 
 def prepared(layout: dict[str, Any], **asked: Any) -> tuple[Any, Any]:
-    AcceleratorState._reset_state(reset_partial_state=True)  # a process has one precision, and this one is used again
+    AcceleratorState._reset_state(
+        reset_partial_state=True
+    )  # a process has one precision, and this one is used again
     accelerator = hfscale.Accelerator(cpu=True, **asked)
     model = hfscale.from_config(tiny("llama"), parallel=ParallelConfig(**layout))
     return accelerator, accelerator.prepare(model)
@@ -50,16 +52,22 @@ def counted(layout: dict[str, Any]) -> dict[Any, list[int]]:
                 names: list[int] = []
                 for batch in loader:
                     rows += accelerator.gather_for_metrics(batch).tolist()
-                    names += map(int, accelerator.gather_for_metrics([str(each) for each in batch.tolist()]))
+                    names += map(
+                        int, accelerator.gather_for_metrics([str(each) for each in batch.tolist()])
+                    )
                 assert names == rows
                 found[length, kind.__name__, epoch] = rows
     in_parts, _ = prepared(layout, split_batches=True)
     loader = in_parts.prepare(DataLoader(Stream(13), batch_size=4, num_workers=1))
-    found[13, "split", 0] = [row for batch in loader for row in in_parts.gather_for_metrics(batch).tolist()]
+    found[13, "split", 0] = [
+        row for batch in loader for row in in_parts.gather_for_metrics(batch).tolist()
+    ]
     return found
 
 
-@pytest.mark.parametrize("layout", [{"dp_shard_size": 2}, {"tp_size": 2}, {"tp_size": 2, "dp_replicate_size": 2}])
+@pytest.mark.parametrize(
+    "layout", [{"dp_shard_size": 2}, {"tp_size": 2}, {"tp_size": 2, "dp_replicate_size": 2}]
+)
 @pytest.mark.daily("layout0", "layout2")
 def test_rows_of_a_stream_count_once(pools: Pools, layout: dict[str, Any]) -> None:
     for found in pools(ParallelConfig(**layout).total_size).run(counted, layout):
@@ -74,7 +82,9 @@ def triggered(layout: dict[str, Any], by: int) -> list[bool]:
     return [accelerator.check_trigger(), accelerator.check_trigger()]
 
 
-@pytest.mark.parametrize("layout", [{"tp_size": 2}, {"pp_size": 2}, {"dp_shard_size": 2}, {"cp_size": 2}])
+@pytest.mark.parametrize(
+    "layout", [{"tp_size": 2}, {"pp_size": 2}, {"dp_shard_size": 2}, {"cp_size": 2}]
+)
 @pytest.mark.daily("layout0", "layout1")
 def test_a_trigger_is_seen_by_all_processes(pools: Pools, layout: dict[str, Any]) -> None:
     for by in (0, 1):
@@ -116,7 +126,8 @@ def rates(layout: dict[str, Any], name: str, directory: str) -> list[float]:
 @pytest.mark.parametrize("name", MAKE)
 def test_schedules_of_schedules_and_of_metrics(pools: Pools, name: str, tmp_path: Any) -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1e-2)
-    stock, expected = MAKE[name](optimizer, 1), []
+    stock = MAKE[name](optimizer, 1)
+    expected = []
     for metric in METRIC:
         optimizer.step()
         stock.step(metric) if name == "plateau" else stock.step()

@@ -16,7 +16,8 @@ from hfscale.models.clone import tiny_clone
 from hfscale.testing import RankPool
 
 Pools = Callable[[int], RankPool]
-ROWS, STEPS = 4, 3
+ROWS = 4
+STEPS = 3
 
 
 def trained(layout: dict[str, Any], beside: bool, directory: str = "") -> list[float]:
@@ -51,7 +52,9 @@ def trained(layout: dict[str, Any], beside: bool, directory: str = "") -> list[f
 
 @pytest.mark.parametrize("beside", [False, True])
 @pytest.mark.parametrize("layout", [{"dp_replicate_size": 2}, {"dp_shard_size": 2}])
-def test_three_steps_equal_one_process(pools: Pools, layout: dict[str, Any], beside: bool, tmp_path: Any) -> None:
+def test_three_steps_equal_one_process(
+    pools: Pools, layout: dict[str, Any], beside: bool, tmp_path: Any
+) -> None:
     (alone,) = pools(1).run(trained, {}, beside)
     for found in pools(2).run(trained, layout, beside, str(tmp_path)):
         torch.testing.assert_close(torch.tensor(found), torch.tensor(alone), rtol=1e-12, atol=1e-12)
@@ -79,7 +82,9 @@ def refused(layout: dict[str, Any], late: bool) -> str:
         ({"dp_shard_size": 2}, True, "or before, the data loaders"),
     ],
 )
-def test_ranks_that_share_a_batch_are_refused(pools: Pools, layout: dict[str, Any], late: bool, words: str) -> None:
+def test_ranks_that_share_a_batch_are_refused(
+    pools: Pools, layout: dict[str, Any], late: bool, words: str
+) -> None:
     for said in pools(2).run(refused, layout, late):
         assert words in said
 
@@ -88,6 +93,8 @@ def test_losses_are_scaled_for_plain_modules_alone() -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = hfscale.Accelerator(cpu=True, mixed_precision="fp16")
     accelerator.prepare(nn.Linear(2, 2))
-    with pytest.raises(ConfigError, match="mixed_precision='fp16' cannot be used: use 'no' or 'bf16'"):
+    with pytest.raises(
+        ConfigError, match="mixed_precision='fp16' cannot be used: use 'no' or 'bf16'"
+    ):
         accelerator.prepare(hfscale.from_config(tiny_clone(LlamaConfig())))
     AcceleratorState._reset_state(reset_partial_state=True)

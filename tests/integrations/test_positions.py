@@ -38,11 +38,15 @@ needs_torchdata = pytest.mark.skipif(not TORCHDATA, reason="torchdata is not ins
 
 
 def model_in(layout: dict[str, Any]) -> Any:
-    return hfscale.from_config(tiny("llama", vocab_size=67), parallel=ParallelConfig(**layout), seed=0)
+    return hfscale.from_config(
+        tiny("llama", vocab_size=67), parallel=ParallelConfig(**layout), seed=0
+    )
 
 
 def rows() -> Any:
-    return datasets.Dataset.from_list([{"row": row, "input_ids": [row % 67] * (3 + row % 5)} for row in range(50)])
+    return datasets.Dataset.from_list(
+        [{"row": row, "input_ids": [row % 67] * (3 + row % 5)} for row in range(50)]
+    )
 
 
 def stream() -> Any:
@@ -123,7 +127,9 @@ def over(pools: Pools, run: Callable[..., Seen], *given: Any) -> Seen:
         world = ParallelConfig(**layout).total_size
         every = pools(world).run(run, *given, layout, steps)
         own = every[:1] if ParallelConfig(**layout).batch_world == 1 else every
-        seen += [sorted(row for rank in own for row in rank[number]) for number in range(len(steps))]
+        seen += [
+            sorted(row for rank in own for row in rank[number]) for number in range(len(steps))
+        ]
     return seen
 
 
@@ -132,18 +138,24 @@ def run_leg(kind: str, root: str, layout: dict[str, Any], steps: range) -> Seen:
 
 
 @pytest.mark.daily("counted", "torchdata")
-@pytest.mark.parametrize("kind", ["counted", "datasets", pytest.param("torchdata", marks=needs_torchdata)])
+@pytest.mark.parametrize(
+    "kind", ["counted", "datasets", pytest.param("torchdata", marks=needs_torchdata)]
+)
 def test_whole_steps_on_every_rank(pools: Pools, tmp_path: Path, kind: str) -> None:
     batches = whole_steps(kind)[1]
     expected = [sorted(next(batches)) for _ in range(8)]
     assert over(pools, run_leg, kind, str(tmp_path)) == expected
 
 
-def prepared_leg(kind: str, root: str, rows_of_rank: int, layout: dict[str, Any], steps: range) -> Seen:
+def prepared_leg(
+    kind: str, root: str, rows_of_rank: int, layout: dict[str, Any], steps: range
+) -> Seen:
     """``hfscale.Accelerator`` with a loader that has a state."""
     for state in (accelerate.state.AcceleratorState, accelerate.state.PartialState):
         state._reset_state()  # an accelerator of its own for each leg
-    config = accelerate.DataLoaderConfiguration(use_stateful_dataloader=True, use_seedable_sampler=True)
+    config = accelerate.DataLoaderConfiguration(
+        use_stateful_dataloader=True, use_seedable_sampler=True
+    )
     accelerator = hfscale.Accelerator(dataloader_config=config)
     model = model_in(layout)
     size = rows_of_rank or ROWS // hfscale.batch_world(model)
@@ -153,7 +165,10 @@ def prepared_leg(kind: str, root: str, rows_of_rank: int, layout: dict[str, Any]
         data = data.select(range(3 * ROWS))
         data = data.to_iterable_dataset(num_shards=4) if kind == "epochs-stream" else data
     loader = DataLoader(
-        data, batch_size=size, shuffle=kind in ("shuffled", "epochs"), collate_fn=lambda b: torch.tensor(numbers(b))
+        data,
+        batch_size=size,
+        shuffle=kind in ("shuffled", "epochs"),
+        collate_fn=lambda b: torch.tensor(numbers(b)),
     )
     with deprecations_aside():
         model, loader = accelerator.prepare(model, loader)
@@ -170,7 +185,9 @@ def prepared_leg(kind: str, root: str, rows_of_rank: int, layout: dict[str, Any]
 @pytest.mark.parametrize("kind", ["shuffled", "stream", "epochs", "epochs-stream"])
 def test_prepared_loaders(pools: Pools, tmp_path: Path, kind: str) -> None:
     expected = pools(1).run(prepared_leg, kind, str(tmp_path / "whole"), 0, {}, range(8))[0]
-    assert over(pools, prepared_leg, kind, str(tmp_path / "parts"), 0) == [sorted(step) for step in expected]
+    assert over(pools, prepared_leg, kind, str(tmp_path / "parts"), 0) == [
+        sorted(step) for step in expected
+    ]
     if kind == "epochs":
         assert expected[:3] != expected[3:6]
 
@@ -178,9 +195,13 @@ def test_prepared_loaders(pools: Pools, tmp_path: Path, kind: str) -> None:
 def test_a_shuffle_without_a_seed() -> None:
     """Of which a state would not tell the order of an epoch."""
     accelerator = hfscale.Accelerator(cpu=True)
-    accelerator.dataloader_config.use_stateful_dataloader = True  # which needs torchdata in its constructor
+    accelerator.dataloader_config.use_stateful_dataloader = (
+        True  # which needs torchdata in its constructor
+    )
     accelerator.prepare(model_in({}))
-    with pytest.raises(ConfigError, match="needs use_seedable_sampler=True and shuffle=True, got a RandomSampler"):
+    with pytest.raises(
+        ConfigError, match="needs use_seedable_sampler=True and shuffle=True, got a RandomSampler"
+    ):
         accelerator.prepare(DataLoader(list(range(8)), shuffle=True))
 
 
@@ -190,7 +211,8 @@ def test_the_order_of_an_epoch_goes_on() -> None:
         found.base_dataloader.load_state_dict, found.dl_state_dict = lambda _: None, {}
         return found
 
-    first, second = loader(1), loader(2)
+    first = loader(1)
+    second = loader(2)
     epochs = [_Position(first, 1).state_dict()["hfscale_epoch"] for _ in (*first, *first)]
     assert epochs == [2] * 6
     epochs = [_Position(first, 1).state_dict()["hfscale_epoch"] for _ in first]
@@ -212,11 +234,15 @@ def test_batches_of_any_rows() -> None:
 
 def shard(sampler: Any) -> Any:
     """A loader as Accelerate prepares it."""
-    return DataLoaderShard(range(12), batch_sampler=sampler, batch_size=None if sampler is None else 1)
+    return DataLoaderShard(
+        range(12), batch_sampler=sampler, batch_size=None if sampler is None else 1
+    )
 
 
 def refused(root: str) -> None:
-    with pytest.raises(CheckpointError, match="behind batches of 4 rows over all ranks, and now they have 8"):
+    with pytest.raises(
+        CheckpointError, match="behind batches of 4 rows over all ranks, and now they have 8"
+    ):
         prepared_leg("shuffled", root, 4, {"dp_shard_size": 2}, range(3, 5))
 
 
@@ -236,11 +262,15 @@ class Noting(hfscale.Trainer):
 
 
 def collate(batch: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    ids = torch.nn.utils.rnn.pad_sequence([torch.as_tensor(each["input_ids"]) for each in batch], batch_first=True)
+    ids = torch.nn.utils.rnn.pad_sequence(
+        [torch.as_tensor(each["input_ids"]) for each in batch], batch_first=True
+    )
     return {"input_ids": ids, "labels": ids, "row": torch.tensor(numbers(batch))}
 
 
-def trainer_leg(kind: str, root: str, rows_of_rank: int, layout: dict[str, Any], steps: range) -> Seen:
+def trainer_leg(
+    kind: str, root: str, rows_of_rank: int, layout: dict[str, Any], steps: range
+) -> Seen:
     model = model_in(layout)
     size = rows_of_rank or ROWS // 2 // hfscale.batch_world(model)
     strategy = {"train_sampling_strategy": "group_by_length"} if kind == "lengths" else {}
@@ -252,18 +282,24 @@ def trainer_leg(kind: str, root: str, rows_of_rank: int, layout: dict[str, Any],
     trainer = Noting(model=model, args=args, data_collator=collate, train_dataset=data)
     trainer.seen = []
     trainer.train(resume_from_checkpoint=True if steps.start else None)
-    return [first + second for first, second in zip(trainer.seen[::2], trainer.seen[1::2], strict=True)]
+    return [
+        first + second for first, second in zip(trainer.seen[::2], trainer.seen[1::2], strict=True)
+    ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["random", "lengths", "stream"])
 def test_a_trainer(pools: Pools, tmp_path: Path, kind: str) -> None:
     expected = pools(1).run(trainer_leg, kind, str(tmp_path / "whole"), 0, {}, range(8))[0]
-    assert over(pools, trainer_leg, kind, str(tmp_path / "parts"), 0) == [sorted(step) for step in expected]
+    assert over(pools, trainer_leg, kind, str(tmp_path / "parts"), 0) == [
+        sorted(step) for step in expected
+    ]
 
 
 def warned(root: str) -> None:
-    expected = pytest.warns(UserWarning, match="of steps of 4 rows over all ranks, and now they have 8")
+    expected = pytest.warns(
+        UserWarning, match="of steps of 4 rows over all ranks, and now they have 8"
+    )
     with expected if hfscale.batch_rank(model_in({"dp_shard_size": 2})) == 0 else nullcontext():
         trainer_leg("random", root, 2, {"dp_shard_size": 2}, range(3, 4))
 

@@ -4,7 +4,15 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
-from hfscale.models.clone import HEADS, HIDDEN, LAYERS, first_layers, layers_of_every_kind, shares_keys, tiny_clone
+from hfscale.models.clone import (
+    HEADS,
+    HIDDEN,
+    LAYERS,
+    first_layers,
+    layers_of_every_kind,
+    shares_keys,
+    tiny_clone,
+)
 
 from ..tiny_models import needs
 
@@ -74,8 +82,15 @@ def test_lists_of_layers_are_as_long_as_there_are_layers() -> None:
 def test_layers_that_read_the_keys_of_others_stay() -> None:
     whole = AutoConfig.for_model("gemma3n_text")
     assert (layers_of_every_kind(whole), shares_keys(whole)) == (3, True)
-    assert [tiny_clone(whole, layers=layers).num_kv_shared_layers for layers in (2, 3, 6)] == [0, 1, 4]
-    assert [first_layers(whole, layers).num_kv_shared_layers for layers in (4, 22)] == [0, 2]  # 15 of 35
+    assert [tiny_clone(whole, layers=layers).num_kv_shared_layers for layers in (2, 3, 6)] == [
+        0,
+        1,
+        4,
+    ]
+    assert [first_layers(whole, layers).num_kv_shared_layers for layers in (4, 22)] == [
+        0,
+        2,
+    ]  # 15 of 35
 
 
 def test_heads_that_make_up_the_inner_width_do_in_a_clone() -> None:
@@ -94,5 +109,11 @@ def test_a_config_inside_computes_what_it_would() -> None:
 
 
 def test_changes_reach_the_configs_inside() -> None:
-    made = tiny_clone(AutoConfig.for_model("llava"), text_config={"hidden_size": 16}, image_token_index=9)
-    assert (made.text_config.hidden_size, made.text_config.num_hidden_layers, made.image_token_index) == (16, LAYERS, 9)
+    made = tiny_clone(
+        AutoConfig.for_model("llava"), text_config={"hidden_size": 16}, image_token_index=9
+    )
+    assert (
+        made.text_config.hidden_size,
+        made.text_config.num_hidden_layers,
+        made.image_token_index,
+    ) == (16, LAYERS, 9)

@@ -38,13 +38,23 @@ def proved(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The questions that are proved from here on."""
     asked: list[str] = []
     real = proofs.prove
-    monkeypatch.setattr(proofs, "prove", lambda question, *a, **k: asked.append(question) or real(question, *a, **k))
+    monkeypatch.setattr(
+        proofs, "prove", lambda question, *a, **k: asked.append(question) or real(question, *a, **k)
+    )
     return asked
 
 
 def test_sizes_and_scales_are_of_one_digest() -> None:
-    small = _model(hidden_size=512, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=8, vocab_size=99)
-    scaled = _model(rms_norm_eps=1e-5, bos_token_id=7, eos_token_id=8, use_cache=False, initializer_range=0.1)
+    small = _model(
+        hidden_size=512,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        vocab_size=99,
+    )
+    scaled = _model(
+        rms_norm_eps=1e-5, bos_token_id=7, eos_token_id=8, use_cache=False, initializer_range=0.1
+    )
     assert _digest(_model()) == _digest(small) == _digest(scaled) != ""
 
 
@@ -72,7 +82,8 @@ def test_kinds_of_layers_are_in_the_digest() -> None:
 
 
 def test_changed_code_has_no_digest(monkeypatch: pytest.MonkeyPatch) -> None:
-    hooked, other = _model(), _model()
+    hooked = _model()
+    other = _model()
     hooked.model.norm.register_forward_hook(lambda *_: None)
     assert _digest(hooked) == ""
     other.lm_head.__class__ = type("Head", (torch.nn.Linear,), {})
@@ -81,7 +92,9 @@ def test_changed_code_has_no_digest(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _digest(_model()) == ""
 
 
-def test_what_is_unknown_is_proved_once_and_said(proved: list[str], caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_unknown_is_proved_once_and_said(
+    proved: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
     config = tiny("llama", attention_bias=True)
     with proved_anew(), caplog.at_level("INFO", facts.__name__):
         first = str(hfscale.plan(config, ParallelConfig(pp_size=2)))
@@ -98,15 +111,21 @@ def test_a_digest_is_of_what_the_modeling_files_compute(monkeypatch: pytest.Monk
     text = '"""Words."""\n\nclass A:\n    """Words."""\n\n    def f(self):\n        # words\n        return """1"""\n'
     assert _without_comments(text) == 'class A:\n    def f(self):\n        return """1"""'
     before = _digest(_model())
-    monkeypatch.setattr(class_source, "_folder_hash", lambda folder: f"{folder.name} as it was changed")
+    monkeypatch.setattr(
+        class_source, "_folder_hash", lambda folder: f"{folder.name} as it was changed"
+    )
     assert _digest(_model()) not in ("", before)
 
 
 def test_a_composite_has_the_source_of_its_inner_models() -> None:
     config = AutoConfig.for_model("llava")
-    text, vision = type(config.text_config), type(config.vision_config)
+    text = type(config.text_config)
+    vision = type(config.vision_config)
     assert {*_config_classes(config)} == {type(config), text, vision}
-    assert len({source_hash([type(config)]), source_hash([type(config), text]), source_hash([text])}) == 3
+    assert (
+        len({source_hash([type(config)]), source_hash([type(config), text]), source_hash([text])})
+        == 3
+    )
 
 
 def test_what_is_proved_is_kept_for_later_processes(
@@ -159,9 +178,13 @@ def test_what_names_sizes_is_not_for_other_models() -> None:
 
 
 def test_models_of_one_digest_that_differ_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proofs, "prove", lambda question, model: (model.config.num_hidden_layers, True))
+    monkeypatch.setattr(
+        proofs, "prove", lambda question, model: (model.config.num_hidden_layers, True)
+    )
     with proved_anew(doubted=True) as known:
-        assert [known.ask("anything", _model(num_hidden_layers=layers)) for layers in (2, 2, 3)] == [2, 2, 3]
+        assert [
+            known.ask("anything", _model(num_hidden_layers=layers)) for layers in (2, 2, 3)
+        ] == [2, 2, 3]
     (said,) = known.contradictions
     assert said.endswith("anything: proved both 2 and 3")
 

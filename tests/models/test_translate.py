@@ -61,7 +61,11 @@ def test_no_plan_at_all_is_refused_with_what_to_write() -> None:
 
 
 def test_a_block_that_the_host_gathers_in_its_middle_stays_whole() -> None:
-    plan = {**_PLAN, "layers.*.mlp.up": "colwise_gather_output", "layers.*.mlp.down": "rowwise_split_input"}
+    plan = {
+        **_PLAN,
+        "layers.*.mlp.up": "colwise_gather_output",
+        "layers.*.mlp.down": "rowwise_split_input",
+    }
     assert translate_host_plan(plan, "newcomer").blocks.keys() == {"attn"}
 
 
@@ -84,13 +88,19 @@ def test_a_mixture_is_one_block() -> None:
 
 
 def test_latent_attention_is_shared_inside() -> None:
-    attention = translate_host_plan({**_PLAN, "layers.*.attn.kv_a": "mla_kv_a_proj"}, "newcomer").blocks["attn"]
+    attention = translate_host_plan(
+        {**_PLAN, "layers.*.attn.kv_a": "mla_kv_a_proj"}, "newcomer"
+    ).blocks["attn"]
     assert attention.shared == ("kv_a",)
     assert attention.rest_shared
 
 
 def test_parameters_per_head() -> None:
-    assert translate_host_plan({**_PLAN, "layers.*.attn": "local_params"}, "newcomer").blocks["attn"].own_heads
+    assert (
+        translate_host_plan({**_PLAN, "layers.*.attn": "local_params"}, "newcomer")
+        .blocks["attn"]
+        .own_heads
+    )
 
 
 @pytest.mark.parametrize("style", ["packed_colwise", "replicate", "never_heard_of"])
@@ -109,7 +119,10 @@ def test_rules_that_name_no_projection_of_a_block_are_refused(pattern: str) -> N
 
 
 def test_the_hosts_embedding_rule_is_left_out() -> None:
-    assert translate_host_plan({**_PLAN, "embed_tokens": "embedding_rowwise"}, "newcomer").layers == "layers"
+    assert (
+        translate_host_plan({**_PLAN, "embed_tokens": "embedding_rowwise"}, "newcomer").layers
+        == "layers"
+    )
 
 
 def test_two_layer_lists_are_refused() -> None:

@@ -21,13 +21,18 @@ from ..mixtures import EAGER, gpt_oss, qwen3_moe
 from ..tiny_models import tiny
 
 STEPS = 3
-LR, DECAY = 1e-2, 0.1
+LR = 1e-2
+DECAY = 0.1
 CONFIGS: dict[str, Any] = {
     # Ragged vocabulary and MLP (its last shard of four is empty), one key/value head for all tensor ranks.
-    "ragged": lambda: tiny("qwen2", hidden_size=64, intermediate_size=5, num_key_value_heads=1, vocab_size=129),
+    "ragged": lambda: tiny(
+        "qwen2", hidden_size=64, intermediate_size=5, num_key_value_heads=1, vocab_size=129
+    ),
     # Rows of 512: cut in two along columns, blocks of 256 stay whole.
     "rows": lambda: tiny("llama", intermediate_size=512, vocab_size=128, tie_word_embeddings=True),
-    "fused": lambda: tiny("gpt2", vocab_size=129),  # fused projections in parts, biases, layer norms; tied
+    "fused": lambda: tiny(
+        "gpt2", vocab_size=129
+    ),  # fused projections in parts, biases, layer norms; tied
     "experts": lambda: qwen3_moe(),
     "biased_experts": lambda: gpt_oss(num_local_experts=6),
 }
@@ -38,7 +43,9 @@ OWN: dict[str, dict[str, Any]] = {
     "rmsprop": {"optim_args": "momentum=0.5,centered=true"},
     "adam_8bit": {"min_8bit_size": 256},
     "adamw_8bit": {"min_8bit_size": 256},
-    "ademamix_8bit": {"optim_args": {"beta3": 0.999, "alpha": 4.0, "t_alpha": 5, "min_8bit_size": 256}},
+    "ademamix_8bit": {
+        "optim_args": {"beta3": 0.999, "alpha": 4.0, "t_alpha": 5, "min_8bit_size": 256}
+    },
     "lion_8bit": {"min_8bit_size": 256},
     "rmsprop_bnb_8bit": {"min_8bit_size": 256},
     "muon": {"adamw_lr": 3e-3},
@@ -58,10 +65,16 @@ class PerMatrix:
 
     def __init__(self, kind: str, groups: list[dict[str, Any]], names: dict[int, str]) -> None:
         self.whole = [parameter for group in groups for parameter in group["params"]]
-        self.kind, self.names = kind, names
-        self.apart = {id(p): [nn.Parameter(each.clone()) for each in self.matrices(p.detach(), p)] for p in self.whole}
+        self.kind = kind
+        self.names = names
+        self.apart = {
+            id(p): [nn.Parameter(each.clone()) for each in self.matrices(p.detach(), p)]
+            for p in self.whole
+        }
         for group in groups:
-            group["params"] = [each for parameter in group["params"] for each in self.apart[id(parameter)]]
+            group["params"] = [
+                each for parameter in group["params"] for each in self.apart[id(parameter)]
+            ]
         self.muon = torch.optim.Muon(groups, lr=LR)
 
     def matrices(self, tensor: Tensor, parameter: Tensor) -> list[Tensor]:
@@ -69,13 +82,21 @@ class PerMatrix:
         split = SPLIT[self.kind].get(name, 1)
         dim = int(name in ALONG_COLUMNS or (self.kind == "biased_experts" and tensor.ndim == 3))
         pieces = [tensor] if tensor.ndim == 2 else list(tensor.unbind())
-        sizes = [tensor.shape[tensor.ndim - 2 + dim] // split] * split if isinstance(split, int) else split
+        sizes = (
+            [tensor.shape[tensor.ndim - 2 + dim] // split] * split
+            if isinstance(split, int)
+            else split
+        )
         return [part for piece in pieces for part in piece.split(sizes, dim)]
 
     def step(self) -> None:
         for parameter in self.whole:
             grad = parameter.grad
-            grads = [None] * len(self.apart[id(parameter)]) if grad is None else self.matrices(grad, parameter)
+            grads = (
+                [None] * len(self.apart[id(parameter)])
+                if grad is None
+                else self.matrices(grad, parameter)
+            )
             for apart, part in zip(self.apart[id(parameter)], grads, strict=True):
                 apart.grad = None if part is None else part.clone()
         self.muon.step()
@@ -116,7 +137,9 @@ def set_gradients(model: Any, kind: str, step: int) -> None:
             continue
         whole = gradient(planned.name, planned.shape, step, parameter.dtype)
         share = planned.take(whole, runtime.mesh.ranks).contiguous()
-        if share.numel() or "layers.0" not in planned.name:  # some empty shares are left without a gradient
+        if (
+            share.numel() or "layers.0" not in planned.name
+        ):  # some empty shares are left without a gradient
             parameter.grad = like_sharded(share, parameter)
 
 
@@ -129,9 +152,16 @@ def run(model: Any, kind: str, optimizer: torch.optim.Optimizer, steps: range) -
 
 def make(model: Any, name: str, **changes: Any) -> Any:
     if name.startswith("muon_whole"):  # of a kind
-        changes = {"experts": True, "split": SPLIT[name.partition(" ")[2]], **OWN["muon"], **changes}
+        changes = {
+            "experts": True,
+            "split": SPLIT[name.partition(" ")[2]],
+            **OWN["muon"],
+            **changes,
+        }
         name = "muon"
-    return hfscale.create_optimizer(model, name, lr=LR, weight_decay=DECAY, **{**OWN.get(name, {}), **changes})
+    return hfscale.create_optimizer(
+        model, name, lr=LR, weight_decay=DECAY, **{**OWN.get(name, {}), **changes}
+    )
 
 
 def reference(name: str, model: Any) -> list[Any]:
@@ -147,12 +177,19 @@ def reference(name: str, model: Any) -> list[Any]:
         plans = runtime_of(model).plan.by_name
         kind = name.partition(" ")[2]
         stacks = [mixture.name for mixture in runtime_of(model).plan.mixtures] if kind else []
-        hidden = {n for n, p in named.items() if is_hidden_matrix(plans[n], owners[id(p)], layers, stacks)}
+        hidden = {
+            n for n, p in named.items() if is_hidden_matrix(plans[n], owners[id(p)], layers, stacks)
+        }
         rest = named.keys() - hidden
         groups = split({n: named[n] for n in named if n in hidden}, decaying)
         return [
-            PerMatrix(kind, groups, {id(p): n for n, p in named.items()}) if kind else torch.optim.Muon(groups, lr=LR),
-            torch.optim.AdamW(split({n: named[n] for n in named if n in rest}, decaying), lr=OWN["muon"]["adamw_lr"]),
+            PerMatrix(kind, groups, {id(p): n for n, p in named.items()})
+            if kind
+            else torch.optim.Muon(groups, lr=LR),
+            torch.optim.AdamW(
+                split({n: named[n] for n in named if n in rest}, decaying),
+                lr=OWN["muon"]["adamw_lr"],
+            ),
         ]
     optim_args = own.pop("optim_args", None)
     if isinstance(optim_args, dict):
@@ -205,7 +242,9 @@ def restore(parameters: Iterable[Tensor], begin: list[Tensor]) -> None:
             parameter.copy_(value)
 
 
-def differences(layout: dict[str, Any], kind: str, cases: list[tuple[str, torch.dtype]], path: str) -> dict[Any, float]:
+def differences(
+    layout: dict[str, Any], kind: str, cases: list[tuple[str, torch.dtype]], path: str
+) -> dict[Any, float]:
     """On a rank: the largest difference from the stored weights, relative to their largest entry, per case."""
     stored = torch.load(path)
     found = {}
@@ -219,7 +258,8 @@ def differences(layout: dict[str, Any], kind: str, cases: list[tuple[str, torch.
             worst = 0.0
             for planned, parameter in runtime.parameters():
                 whole = stored[name, dtype][planned.name]
-                mine, wanted = local_tensor(parameter.detach()), planned.take(whole, runtime.mesh.ranks)
+                mine = local_tensor(parameter.detach())
+                wanted = planned.take(whole, runtime.mesh.ranks)
                 assert mine.shape == wanted.shape
                 if mine.numel():
                     worst = max(worst, float((mine - wanted).abs().max() / whole.abs().max()))
@@ -229,12 +269,25 @@ def differences(layout: dict[str, Any], kind: str, cases: list[tuple[str, torch.
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     """The bytes of the state on this rank; most optimizers have none before the first step."""
-    held = (value for values in optimizer.state.values() for value in values.values() if isinstance(value, Tensor))
+    held = (
+        value
+        for values in optimizer.state.values()
+        for value in values.values()
+        if isinstance(value, Tensor)
+    )
     # Parameters may share a tensor: the table of 8-bit values.
-    return sum({value.data_ptr(): value.numel() * value.element_size() for value in held if value.numel()}.values())
+    return sum(
+        {
+            value.data_ptr(): value.numel() * value.element_size()
+            for value in held
+            if value.numel()
+        }.values()
+    )
 
 
 def decaying_names(layout: dict[str, Any], kind: str) -> set[str]:
     model = build(kind, torch.float32, ParallelConfig(**layout))
     owners = owners_of(model)
-    return {p.name for p, live in runtime_of(model).parameters() if decays(p.name, owners[id(live)])}
+    return {
+        p.name for p, live in runtime_of(model).parameters() if decays(p.name, owners[id(live)])
+    }

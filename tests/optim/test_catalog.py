@@ -25,7 +25,11 @@ Pools = Callable[[int], RankPool]
 
 def test_every_name_of_the_trainer_is_had_or_refused() -> None:
     names = {name.value for name in OptimizerNames}
-    refused = {name for name in names | CHOICES.keys() if any(re.search(pattern, name) for pattern in REFUSED)}
+    refused = {
+        name
+        for name in names | CHOICES.keys()
+        if any(re.search(pattern, name) for pattern in REFUSED)
+    }
     assert names <= CHOICES.keys() | refused
     assert CHOICES.keys() - names == {"adam_8bit", "muon"}
     assert not CHOICES.keys() & refused
@@ -56,14 +60,21 @@ def test_refusals() -> None:
     refused("rounding_seed='a' is invalid", rounding_seed="a")
     refused("optim_args=3 cannot be read", optim_args=3)
     refused("must have 'params'", groups=[{"lr": 1.0}])
-    refused(r"one of shape \(2,\) is not of it", groups=[{"params": [torch.nn.Parameter(torch.zeros(2))]}])
-    refused("transformer.wpe.weight does not train", groups=[{"params": [model.transformer.wpe.weight]}])
+    refused(
+        r"one of shape \(2,\) is not of it",
+        groups=[{"params": [torch.nn.Parameter(torch.zeros(2))]}],
+    )
+    refused(
+        "transformer.wpe.weight does not train", groups=[{"params": [model.transformer.wpe.weight]}]
+    )
     with pytest.raises(ConfigError, match="is no model of transformers"):
         hfscale.create_optimizer(torch.nn.Linear(2, 2), lr=1e-3)
     with pytest.raises(ConfigError, match="cannot be added"):
         hfscale.create_optimizer(model, lr=1e-3).add_param_group({"params": []})
     # Adafactor's are two, in optim_args
-    assert hfscale.create_optimizer(model, "adafactor", lr=1e-3, eps=(1e-20, 1e-2)).defaults["eps"] == (1e-30, 1e-3)
+    assert hfscale.create_optimizer(model, "adafactor", lr=1e-3, eps=(1e-20, 1e-2)).defaults[
+        "eps"
+    ] == (1e-30, 1e-3)
 
 
 def test_groups_and_options() -> None:
@@ -80,7 +91,12 @@ def test_groups_and_options() -> None:
         momentum=0.25,
     )
     first, second = optimizer.param_groups
-    assert (first["lr"], first["weight_decay"], first["momentum"], first["nesterov"]) == (0.5, 0.0, 0.25, True)
+    assert (first["lr"], first["weight_decay"], first["momentum"], first["nesterov"]) == (
+        0.5,
+        0.0,
+        0.25,
+        True,
+    )
     assert (second["lr"], second["weight_decay"]) == (1e-2, 0.3)
     assert list(map(id, second["params"])) == list(map(id, rest))
     scheduler = get_scheduler("cosine", optimizer, num_warmup_steps=1, num_training_steps=3)
@@ -93,14 +109,21 @@ def test_groups_and_options() -> None:
     assert optimizer.step(lambda: 3.0) == 3.0
 
 
-@pytest.mark.parametrize("options", [{}, {"warmup_init": True}, {"scale_parameter": False, "beta1": 0.9}])
+@pytest.mark.parametrize(
+    "options", [{}, {"warmup_init": True}, {"scale_parameter": False, "beta1": 0.9}]
+)
 def test_adafactor_of_relative_steps(options: dict[str, Any]) -> None:
     from transformers.optimization import Adafactor
 
     for dtype, tolerance in ((torch.float64, 1e-13), (torch.bfloat16, 1e-2)):
-        ours, theirs = build("experts", torch.float64).to(dtype), build("experts", torch.float64).to(dtype)
+        ours = build("experts", torch.float64).to(dtype)
+        theirs = build("experts", torch.float64).to(dtype)
         given = {"relative_step": True, "scale_parameter": True, **options}
-        with pytest.warns(UserWarning, match="16-bit") if dtype == torch.bfloat16 else torch.no_grad():
+        with (
+            pytest.warns(UserWarning, match="16-bit")
+            if dtype == torch.bfloat16
+            else torch.no_grad()
+        ):
             optimizer = hfscale.create_optimizer(ours, "adafactor", lr=None, **given)
         run(ours, "experts", optimizer, range(3))
         run(theirs, "experts", Adafactor(theirs.parameters(), **{"lr": None, **given}), range(3))
@@ -110,13 +133,21 @@ def test_adafactor_of_relative_steps(options: dict[str, Any]) -> None:
 
 def trainers_rule(kind: str) -> set[str]:
     model = build(kind, torch.float32)
-    return set(Trainer.get_decay_parameter_names(None, model)) & dict(model.named_parameters()).keys()  # type: ignore[arg-type]
+    return (
+        set(Trainer.get_decay_parameter_names(None, model)) & dict(model.named_parameters()).keys()
+    )  # type: ignore[arg-type]
 
 
-@pytest.mark.daily("layout0-experts", "layout0-rows", "layout1-biased_experts", "layout1-ragged", "layout0-fused")
+@pytest.mark.daily(
+    "layout0-experts", "layout0-rows", "layout1-biased_experts", "layout1-ragged", "layout0-fused"
+)
 @pytest.mark.parametrize("kind", CONFIGS)
-@pytest.mark.parametrize("layout", [{"tp_size": 2, "dp_shard_size": 2}, {"pp_size": 2, "tp_size": 2}])
-def test_what_decays_is_the_trainers_choice(pools: Pools, kind: str, layout: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "layout", [{"tp_size": 2, "dp_shard_size": 2}, {"pp_size": 2, "tp_size": 2}]
+)
+def test_what_decays_is_the_trainers_choice(
+    pools: Pools, kind: str, layout: dict[str, Any]
+) -> None:
     found = pools(4).run(decaying_names, layout, kind)
     assert set().union(*found) == trainers_rule(kind)
 
@@ -129,7 +160,9 @@ def test_narrow_weights_that_do_not_move() -> None:
         if moves:
             optimizer = hfscale.create_optimizer(model, "adamw_torch", lr=1e-4)
         else:
-            with pytest.warns(UserWarning, match="keeps no float32 copy.*mixed_precision='bf16'") as caught:
+            with pytest.warns(
+                UserWarning, match="keeps no float32 copy.*mixed_precision='bf16'"
+            ) as caught:
                 optimizer = hfscale.create_optimizer(model, "adamw_torch", lr=1e-4)
             assert len(caught) == 1
         run(model, "", optimizer, range(3))
@@ -160,9 +193,12 @@ def test_blocks_of_shares(shape: tuple[int, ...], cuts: tuple[Cut, ...], align: 
     planned = ParameterPlan("x", shape, torch.float32, cuts=cuts)
     places = torch.arange(torch.Size(shape).numel()).view(shape)
     blocks = {block.tolist()[0]: block for block in places.flatten().split(256)}
-    whole, empty = True, False
+    whole = True
+    empty = False
     for ranks in product(*(range(cut.size) for cut in cuts)):
-        share = planned.take(places, {cut.axis: rank for cut, rank in zip(cuts, ranks, strict=True)}).flatten()
+        share = planned.take(
+            places, {cut.axis: rank for cut, rank in zip(cuts, ranks, strict=True)}
+        ).flatten()
         empty |= not len(share)
         for block in share.split(256) if len(share) else ():
             other = blocks.get(int(block[0]))

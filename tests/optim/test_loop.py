@@ -40,7 +40,9 @@ def local_weights(model: Any) -> dict[str, Tensor]:
 
 
 def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
-    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+    return left.keys() == right.keys() and all(
+        torch.equal(left[name], right[name]) for name in left
+    )
 
 
 def resume(layout: dict[str, Any], kind: str, directory: str) -> None:
@@ -55,7 +57,8 @@ def resume(layout: dict[str, Any], kind: str, directory: str) -> None:
         optimizer = make(model, name, **options)
         run(model, kind, optimizer, range(2))
         hfscale.save_state(model, path, optimizer=optimizer)
-        middle, state = local_weights(model), copy.deepcopy(optimizer.state_dict())
+        middle = local_weights(model)
+        state = copy.deepcopy(optimizer.state_dict())
         run(model, kind, optimizer, range(2, 4))
         end = local_weights(model)
 
@@ -85,7 +88,9 @@ def resume(layout: dict[str, Any], kind: str, directory: str) -> None:
         ({"ep_size": 2, "dp_shard_size": 4}, "experts"),
     ],
 )
-def test_resumed_bit_by_bit(pools: Pools, tmp_path: Path, layout: dict[str, Any], kind: str) -> None:
+def test_resumed_bit_by_bit(
+    pools: Pools, tmp_path: Path, layout: dict[str, Any], kind: str
+) -> None:
     pools(ParallelConfig(**layout).total_size).run(resume, layout, kind, str(tmp_path))
 
 
@@ -117,12 +122,16 @@ def loop(layout: dict[str, Any], name: str) -> list[float]:
             scheduler.step()
             optimizer.zero_grad()
     assert all(p.grad is None for p in model.parameters())
-    assert state_bytes(optimizer.optimizer) > 0 or not any(group["params"] for group in optimizer.param_groups)
+    assert state_bytes(optimizer.optimizer) > 0 or not any(
+        group["params"] for group in optimizer.param_groups
+    )
     return losses
 
 
 @pytest.mark.daily("layout1")
-@pytest.mark.parametrize("layout", [{"tp_size": 2}, {"tp_size": 2, "dp_shard_size": 2}, {"pp_size": 2, "tp_size": 2}])
+@pytest.mark.parametrize(
+    "layout", [{"tp_size": 2}, {"tp_size": 2, "dp_shard_size": 2}, {"pp_size": 2, "tp_size": 2}]
+)
 def test_losses_of_one_process(pools: Pools, layout: dict[str, Any]) -> None:
     for name in ("adamw_torch_fused", "adafactor"):
         model = build("fused", torch.float64).eval()
@@ -151,7 +160,11 @@ def nothing_trains_on_the_last_stage(name: str) -> bool:
     optimizer.step()
     scheduler.step()
     moved = not same(before, local_weights(model))
-    assert moved == bool(state_bytes(optimizer)) == any(group["params"] for group in optimizer.param_groups)
+    assert (
+        moved
+        == bool(state_bytes(optimizer))
+        == any(group["params"] for group in optimizer.param_groups)
+    )
     return moved
 
 
@@ -161,7 +174,9 @@ def test_a_stage_where_nothing_trains(pools: Pools, name: str) -> None:
 
 
 def says(layout: dict[str, Any], kind: str, limit: int) -> list[str]:
-    model = build(kind, torch.float32, ParallelConfig(**layout))  # torch may warn of a group that it makes
+    model = build(
+        kind, torch.float32, ParallelConfig(**layout)
+    )  # torch may warn of a group that it makes
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         optimizer = make(model, "adamw_8bit", min_8bit_size=limit)
@@ -173,7 +188,12 @@ def test_says_what_is_stepped_whole(pools: Pools) -> None:
     first, second = pools(2).run(says, {"tp_size": 2}, "ragged", 4096)
     assert second == []
     assert len(first) == 1
-    for part in ("model.embed_tokens.weight", "are not whole blocks of 256", "gathers weights", "whole on every rank"):
+    for part in (
+        "model.embed_tokens.weight",
+        "are not whole blocks of 256",
+        "gathers weights",
+        "whole on every rank",
+    ):
         assert part in first[0]
     assert pools(2).run(says, {"tp_size": 2}, "rows", 4096) == [[], []]
 
@@ -186,8 +206,15 @@ def traffic(name: str, kind: str) -> tuple[Traffic, int, int]:
     set_gradients(model, kind, 1)
     with count_traffic() as counted:
         optimizer.step()
-    plans = [planned for planned, parameter in runtime_of(model).parameters() if parameter.grad is not None]
-    cut = sum(bool(planned.cuts) and len(planned.shape) == 2 and "layers" in planned.name for planned in plans)
+    plans = [
+        planned
+        for planned, parameter in runtime_of(model).parameters()
+        if parameter.grad is not None
+    ]
+    cut = sum(
+        bool(planned.cuts) and len(planned.shape) == 2 and "layers" in planned.name
+        for planned in plans
+    )
     return counted, cut, sum(sum(planned.shape) + 3 for planned in plans)
 
 
@@ -212,8 +239,18 @@ def work(layout: dict[str, Any], kind: str, only: str = "") -> tuple[int, int, i
     set_gradients(model, kind, 0)
     with count_traffic() as counted, FlopCounterMode(display=False) as counter:
         optimizer.step()
-    held = [p for each in optimizer.param_groups if "ns_steps" in each for p in each["params"] if p.grad is not None]
-    return counter.get_total_flops(), counted.payload["alltoall"], 2 * sum(local_tensor(p).numel() for p in held)
+    held = [
+        p
+        for each in optimizer.param_groups
+        if "ns_steps" in each
+        for p in each["params"]
+        if p.grad is not None
+    ]
+    return (
+        counter.get_total_flops(),
+        counted.payload["alltoall"],
+        2 * sum(local_tensor(p).numel() for p in held),
+    )
 
 
 @pytest.mark.daily("biased_experts-layout2-1.3", "rows-layout3-1.1")
@@ -226,7 +263,10 @@ def work(layout: dict[str, Any], kind: str, only: str = "") -> tuple[int, int, i
         ("rows", {"dp_replicate_size": 2}, 1.1),
         pytest.param("rows", {"tp_size": 2, "dp_replicate_size": 2}, 1.3, marks=pytest.mark.slow),
         pytest.param(
-            "biased_experts", {"ep_size": 2, "dp_shard_size": 2, "dp_replicate_size": 2}, 1.3, marks=pytest.mark.slow
+            "biased_experts",
+            {"ep_size": 2, "dp_shard_size": 2, "dp_replicate_size": 2},
+            1.3,
+            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -244,7 +284,8 @@ def test_each_matrix_is_orthogonalized_on_one_rank(
 
 def dealt(layout: dict[str, Any], kind: str) -> list[int]:
     """How often matrices were dealt to ranks by the end of each step, of which the third has fewer gradients."""
-    model, found = build(kind, torch.float32, ParallelConfig(**layout)), list[int]()
+    model = build(kind, torch.float32, ParallelConfig(**layout))
+    found = list[int]()
     optimizer = make(model, "muon")
     with mock.patch.object(muon, "share_by_cost", wraps=muon.share_by_cost) as share:
         for step in range(4):

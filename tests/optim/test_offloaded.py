@@ -64,7 +64,9 @@ class Machine(TorchDispatchMode):
         return made
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        views = any(each.alias_info and not each.alias_info.is_write for each in func._schema.returns)
+        views = any(
+            each.alias_info and not each.alias_info.is_write for each in func._schema.returns
+        )
         untouched = views or func.overloadpacket.__name__ == "new_empty"
         for place, given in enumerate(() if untouched else args):
             info = func._schema.arguments[place].alias_info
@@ -74,13 +76,16 @@ class Machine(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _use(self, func: Any, tensor: Tensor, writes: bool) -> None:
-        actor, uses = self._current, self.pinned[tensor.untyped_storage()._cdata]
+        actor = self._current
+        uses = self.pinned[tensor.untyped_storage()._cdata]
         if actor is not self.host:
             self.log.append(("down" if writes else "up", tensor.numel() * tensor.element_size()))
         elif self.log[-1] != ("step", 0):
             self.log.append(("step", 0))
         actor.seen[actor] += 1
-        if any(actor.seen.get(other, 0) < moment for other, moment, wrote in uses if writes or wrote):
+        if any(
+            actor.seen.get(other, 0) < moment for other, moment, wrote in uses if writes or wrote
+        ):
             self.faults.append(f"{func} at {len(self.log)}")
         uses.append((actor, actor.seen[actor], writes))
 
@@ -97,7 +102,9 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 def trained(machine: Machine | None, dtype: torch.dtype) -> tuple[Any, list[Tensor]]:
     """The optimizer and weights after two steps; in the first, a parameter has no gradient."""
     memory = MemoryConfig(offload_optimizer=machine is not None)
-    model = hfscale.from_config(tiny("llama", num_hidden_layers=1), memory=memory, dtype=dtype, seed=1).train()
+    model = hfscale.from_config(
+        tiny("llama", num_hidden_layers=1), memory=memory, dtype=dtype, seed=1
+    ).train()
     given = {"stochastic_rounding": True} if dtype == torch.bfloat16 else {}
     optimizer = hfscale.create_optimizer(model, "adamw_torch", lr=1e-2, weight_decay=0.1, **given)
     ids = torch.arange(24).view(2, 12)
@@ -125,10 +132,12 @@ def test_copies_run_under_steps(machine: Machine, dtype: torch.dtype) -> None:
     (stepper, *_) = optimizer._steppers
     parts = [[member.weight.shape for member, _ in inner.pairs] for inner in stepper._inners]
     assert {1, 2} < {len(part) for part in parts} | {1, 2}  # some are stepped together
-    down, up = list[LOG](), list[LOG]()
+    down = list[LOG]()
+    up = list[LOG]()
     for part in parts:
         forms = [(shape, torch.float32) for shape in part]
-        each, every = bytes_before(forms)[-1], bytes_before(2 * forms)[-1]
+        each = bytes_before(forms)[-1]
+        every = bytes_before(2 * forms)[-1]
         down.append([("down", every)] if len(part) > 1 else [("down", 4 * part[0].numel())] * 2)
         up.append([("up", each if len(part) > 1 else 4 * part[0].numel())])
     expected = [*down[0]]
@@ -148,7 +157,9 @@ def test_copies_run_under_steps(machine: Machine, dtype: torch.dtype) -> None:
 
 def test_all_steppers_of_an_optimizer_copy_through_two_buffers(machine: Machine) -> None:
     """bitsandbytes' optimizers have up to three, for states in 8 bits of shards and of full tensors, and in 32 bits."""
-    model = hfscale.from_config(CONFIGS["rows"](), memory=MemoryConfig(offload_optimizer=True), seed=1)
+    model = hfscale.from_config(
+        CONFIGS["rows"](), memory=MemoryConfig(offload_optimizer=True), seed=1
+    )
     optimizer = make(model, "adamw_8bit")
     stepped = [stepper for stepper in optimizer._steppers if stepper.members]
     with machine:
@@ -159,31 +170,43 @@ def test_all_steppers_of_an_optimizer_copy_through_two_buffers(machine: Machine)
 
 
 @pytest.mark.parametrize("forgotten", ["the buffer's reader", "the copy down"])
-def test_what_the_clocks_find(machine: Machine, monkeypatch: pytest.MonkeyPatch, forgotten: str) -> None:
+def test_what_the_clocks_find(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, forgotten: str
+) -> None:
     if forgotten == "the copy down":
         monkeypatch.setattr(machine, "Event", Event)  # which the host does not wait for
     else:
         monkeypatch.setattr(
-            host_buffers.HostBuffers, "give", lambda lanes, buffer, _: lanes._free.append((buffer, Event()))
+            host_buffers.HostBuffers,
+            "give",
+            lambda lanes, buffer, _: lanes._free.append((buffer, Event())),
         )
     trained(machine, torch.float32)
     assert machine.faults
 
 
 @pytest.mark.daily("adamw_8bit")
-@pytest.mark.parametrize("name", ["adamw_8bit", "ademamix_8bit", "lion_32bit", "adagrad", "rmsprop", "sgd"])
-def test_parts_are_stepped_as_single_parameters_are(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["adamw_8bit", "ademamix_8bit", "lion_32bit", "adagrad", "rmsprop", "sgd"]
+)
+def test_parts_are_stepped_as_single_parameters_are(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     monkeypatch.setattr(offloaded, "_BUCKET", 8 << 10)
     found = []
     for offload in (False, True):
-        model = hfscale.from_config(CONFIGS["rows"](), memory=MemoryConfig(offload_optimizer=offload), seed=1)
+        model = hfscale.from_config(
+            CONFIGS["rows"](), memory=MemoryConfig(offload_optimizer=offload), seed=1
+        )
         optimizer = make(model, name)
         run(model, "rows", optimizer, range(2))
         found.append([parameter.detach() for parameter in model.parameters()])
     assert all(map(torch.equal, *found))
 
 
-def test_a_step_that_fails_leaves_no_copy_under_way(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_fails_leaves_no_copy_under_way(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The host waits for both streams, lets the buffers go, and the next step is a whole one."""
     optimizer, _ = trained(machine, torch.float32)
     (stepper, *_) = optimizer._steppers

@@ -26,7 +26,10 @@ from ..mixtures import EAGER
 from ..tiny_models import tiny
 
 Pools = Callable[[int], RankPool]
-STEPS, ROWS, TOKENS, MOST = 3, 4, 12, 5.0
+STEPS = 3
+ROWS = 4
+TOKENS = 12
+MOST = 5.0
 CONFIGS: dict[str, Any] = {
     "llama": lambda: tiny("llama"),
     "biases": lambda: tiny("qwen2", num_key_value_heads=4),
@@ -34,7 +37,9 @@ CONFIGS: dict[str, Any] = {
     "four_layers": lambda: tiny("llama", num_hidden_layers=4),
     "mixture": lambda: tiny_clone(MixtralConfig()),
     "window": lambda: tiny("mistral", sliding_window=3),
-    "three_heads": lambda: tiny("llama", hidden_size=24, num_attention_heads=3, num_key_value_heads=3),
+    "three_heads": lambda: tiny(
+        "llama", hidden_size=24, num_attention_heads=3, num_key_value_heads=3
+    ),
 }
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "ns_dtype": "float64", "adamw_lr": 3e-3}
 
@@ -42,7 +47,9 @@ OPTIONS: dict[str, Any] = {"lr": 1e-2, "ns_dtype": "float64", "adamw_lr": 3e-3}
 def build(kind: str, layout: ParallelConfig | None = None, **options: Any) -> Any:
     """Weights of large queries and keys, so that heads differ, and of biases, which begin as zeros."""
     options |= EAGER if kind == "mixture" else {}
-    model = hfscale.from_config(CONFIGS[kind](), parallel=layout, seed=3, dtype=torch.float64, **options)
+    model = hfscale.from_config(
+        CONFIGS[kind](), parallel=layout, seed=3, dtype=torch.float64, **options
+    )
     with torch.no_grad():
         for planned, parameter in runtime_of(model).parameters():
             if "q_proj" in planned.name or "k_proj" in planned.name:
@@ -50,17 +57,23 @@ def build(kind: str, layout: ParallelConfig | None = None, **options: Any) -> An
     return model
 
 
-def batches(step: int, world: int, rank: int, accumulated: int, rows: str) -> list[dict[str, Tensor]]:
+def batches(
+    step: int, world: int, rank: int, accumulated: int, rows: str
+) -> list[dict[str, Tensor]]:
     ids = torch.randint(3, 67, (ROWS, TOKENS), generator=torch.Generator().manual_seed(step))
     batch = {"input_ids": ids, "labels": ids}
     if rows == "packed":
         lengths = ((5, 7), (12,), (1, 3, 8), (6, 6))
-        batch["position_ids"] = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
+        batch["position_ids"] = torch.stack(
+            [torch.cat([torch.arange(n) for n in row]) for row in lengths]
+        )
     if rows == "padded":
         mask = torch.ones_like(ids)
         mask[0, :3], mask[1, 8:] = 0, 0
         labels = ids.masked_fill(mask == 0, -100)
-        labels[0, 3] = -100  # which padding predicts, whose state is another one by each kind of attention
+        labels[
+            0, 3
+        ] = -100  # which padding predicts, whose state is another one by each kind of attention
         batch |= {"attention_mask": mask, "labels": labels}
     own = {name: value.chunk(world)[rank].chunk(accumulated) for name, value in batch.items()}
     return [dict(zip(own, parts, strict=True)) for parts in zip(*own.values(), strict=True)]
@@ -79,9 +92,15 @@ def every_score(model: Any, largest: list[Tensor]) -> Iterator[None]:
         q, k = apply_rotary_pos_emb(q, k, *kwargs["position_embeddings"])
         scores = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT * module.scaling
         scores = scores.masked_fill(kwargs["attention_mask"] < -1, -torch.inf)
-        largest[module.layer_idx] = torch.maximum(largest[module.layer_idx], scores.amax((0, 2, 3)).detach())
+        largest[module.layer_idx] = torch.maximum(
+            largest[module.layer_idx], scores.amax((0, 2, 3)).detach()
+        )
 
-    hooks = [m.register_forward_pre_hook(look, with_kwargs=True) for m in model.modules() if hasattr(m, "q_proj")]
+    hooks = [
+        m.register_forward_pre_hook(look, with_kwargs=True)
+        for m in model.modules()
+        if hasattr(m, "q_proj")
+    ]
     yield
     for hook in hooks:
         hook.remove()
@@ -89,7 +108,8 @@ def every_score(model: Any, largest: list[Tensor]) -> Iterator[None]:
 
 def clipped(attention: Any, scores: list[float]) -> None:
     """Multiply the rows of each head of queries and keys, one by one, given each head's largest score."""
-    width, shared = attention.head_dim, attention.num_key_value_groups
+    width = attention.head_dim
+    shared = attention.num_key_value_groups
     gammas = [MOST / max(score, MOST) for score in scores]
     for head, gamma in enumerate(gammas):
         first = head // shared * shared
@@ -118,26 +138,34 @@ def reference(kind: str, rows: str) -> tuple[dict[str, Tensor], list[float]]:
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}, seen
 
 
-def difference(layout: dict[str, Any], kind: str, accumulated: int, rows: str, path: str, **options: Any) -> float:
+def difference(
+    layout: dict[str, Any], kind: str, accumulated: int, rows: str, path: str, **options: Any
+) -> float:
     """On a rank: the largest difference from the stored weights, relative to their largest entry."""
     stored = torch.load(path)
     model = build(kind, ParallelConfig(**layout), **options).train()
     runtime = runtime_of(model)
     optimizer = hfscale.create_optimizer(model, "muon", qk_clip=MOST, **OPTIONS)
-    world, rank = hfscale.batch_world(model), hfscale.batch_rank(model)
+    world = hfscale.batch_world(model)
+    rank = hfscale.batch_rank(model)
     with keep_float64():
         for step in range(STEPS):
             for part in batches(step, world, rank, accumulated, rows):
                 hfscale.train_step(model, part)
-            for parameter in model.parameters():  # each call's gradient is that of a mean over its own labels
+            for (
+                parameter
+            ) in model.parameters():  # each call's gradient is that of a mean over its own labels
                 parameter.grad = None if parameter.grad is None else parameter.grad / accumulated
             optimizer.step()
             optimizer.zero_grad()
     worst = 0.0
     for planned, parameter in runtime.parameters():
-        mine, wanted = local_tensor(parameter.detach()), planned.take(stored[planned.name], runtime.mesh.ranks)
+        mine = local_tensor(parameter.detach())
+        wanted = planned.take(stored[planned.name], runtime.mesh.ranks)
         if mine.numel():
-            worst = max(worst, float((mine - wanted).abs().max() / stored[planned.name].abs().max()))
+            worst = max(
+                worst, float((mine - wanted).abs().max() / stored[planned.name].abs().max())
+            )
     return worst
 
 
@@ -175,7 +203,9 @@ def test_one_process(wanted: Any, kind: str, attention: str, rows: str) -> None:
 
 
 @pytest.mark.parametrize(("entries", "rows"), [(1, "packed"), (500, "plain"), (1 << 26, "plain")])
-def test_blocks_of_queries(wanted: Any, monkeypatch: pytest.MonkeyPatch, entries: int, rows: str) -> None:
+def test_blocks_of_queries(
+    wanted: Any, monkeypatch: pytest.MonkeyPatch, entries: int, rows: str
+) -> None:
     """Of one query, of two, and of five."""
     monkeypatch.setattr(qk_clip, "_SCORES", entries)
     monkeypatch.setattr(qk_clip, "_ROWS", 5)
@@ -188,8 +218,16 @@ LAYOUTS: list[Any] = [
     pytest.param({"tp_size": 2, "sequence_parallel": True}, "biases", 1, "plain", marks=SLOW),
     ({"tp_size": 2}, "one_key_head", 1, "plain"),
     ({"pp_size": 2}, "llama", 2, "plain"),
-    pytest.param({"pp_size": 2, "pipeline_schedule": "zbv"}, "four_layers", 1, "packed", marks=SLOW),
-    pytest.param({"pp_size": 2, "pipeline_schedule": "interleaved1f1b"}, "four_layers", 1, "plain", marks=SLOW),
+    pytest.param(
+        {"pp_size": 2, "pipeline_schedule": "zbv"}, "four_layers", 1, "packed", marks=SLOW
+    ),
+    pytest.param(
+        {"pp_size": 2, "pipeline_schedule": "interleaved1f1b"},
+        "four_layers",
+        1,
+        "plain",
+        marks=SLOW,
+    ),
     ({"cp_size": 2, "cp_method": "heads"}, "llama", 1, "packed"),
     pytest.param({"cp_size": 2, "cp_method": "gather"}, "window", 1, "plain", marks=SLOW),
     ({"cp_size": 2, "cp_method": "ring"}, "one_key_head", 1, "packed"),
@@ -208,7 +246,9 @@ LAYOUTS: list[Any] = [
 
 
 @pytest.mark.parametrize(("layout", "kind", "accumulated", "rows"), LAYOUTS)
-def test_layouts(pools: Pools, wanted: Any, layout: dict[str, Any], kind: str, accumulated: int, rows: str) -> None:
+def test_layouts(
+    pools: Pools, wanted: Any, layout: dict[str, Any], kind: str, accumulated: int, rows: str
+) -> None:
     pool = pools(ParallelConfig(**layout).total_size)
     found = pool.run(difference, layout, kind, accumulated, rows, wanted(kind, rows))
     assert max(found) < 1e-10, found
@@ -234,14 +274,18 @@ def test_recomputation_measures_nothing(wanted: Any, levers: str) -> None:
 @pytest.mark.slow
 def test_recomputed_over_context_ranks(pools: Pools, wanted: Any) -> None:
     memory = MemoryConfig(recompute="full")
-    found = pools(2).run(difference, {"cp_size": 2}, "llama", 1, "packed", wanted("llama", "packed"), memory=memory)
+    found = pools(2).run(
+        difference, {"cp_size": 2}, "llama", 1, "packed", wanted("llama", "packed"), memory=memory
+    )
     assert max(found) < 1e-10
 
 
 @contextmanager
 def measured() -> Iterator[list[int]]:
     """Note the heads of each measured call; a mock would keep what measures alive."""
-    hfscale.create_optimizer(build("llama"), "muon", qk_clip=MOST, **OPTIONS)  # the proof that it needs measures too
+    hfscale.create_optimizer(
+        build("llama"), "muon", qk_clip=MOST, **OPTIONS
+    )  # the proof that it needs measures too
     stock, calls = qk_clip.LargestScores.measure, list[int]()
 
     def measure(scores: Any, module: Any, query: Tensor, *given: Any) -> None:
@@ -280,7 +324,11 @@ def test_an_overflow_drops_scores() -> None:
     """The step that follows leaves all weights as they are, and so does what overflowed the next one."""
     scaling = GradScalerKwargs(init_scale=2.0**120, growth_interval=1000)
     model = hfscale.from_config(
-        CONFIGS["llama"](), seed=3, dtype=torch.float32, mixed_precision="fp16", loss_scaling=scaling
+        CONFIGS["llama"](),
+        seed=3,
+        dtype=torch.float32,
+        mixed_precision="fp16",
+        loss_scaling=scaling,
     ).train()
     with torch.no_grad():
         for layer in model.model.layers:
@@ -323,7 +371,9 @@ def test_products_beyond_float16_are_scaled_first() -> None:
     """Queries times keys are above 65504, scores are not."""
     query = torch.full((1, 2, 3, 64), 40.0, dtype=torch.float16)
     module = torch.nn.Identity()
-    scores = qk_clip.LargestScores(hfscale.from_config(CONFIGS["llama"](), dtype=torch.float32), [module])
+    scores = qk_clip.LargestScores(
+        hfscale.from_config(CONFIGS["llama"](), dtype=torch.float32), [module]
+    )
     scores.measure(module, query, query, None, 64**-0.5, causal=True)
     torch.testing.assert_close(scores.take()[module], torch.full((2,), 64 * 1600.0 / 8))
 
@@ -335,7 +385,9 @@ def test_masks_of_older_code(rows: int) -> None:
     mask = torch.zeros(1, 1, rows, TOKENS, dtype=torch.bfloat16)
     mask[..., 5:] = -1e4
     module = torch.nn.Identity()
-    scores = qk_clip.LargestScores(hfscale.from_config(CONFIGS["llama"](), dtype=torch.float32), [module])
+    scores = qk_clip.LargestScores(
+        hfscale.from_config(CONFIGS["llama"](), dtype=torch.float32), [module]
+    )
     with mock.patch.object(qk_clip, "_SCORES", 1):
         scores.measure(module, query, query, mask, 1.0, causal=False)
     assert float(scores.take()[module]) == (TOKENS - 1) * 4
@@ -355,7 +407,9 @@ def test_scores_follow_exactly() -> None:
     """Of the first layer, whose input does not change: the largest scores are clipped, others are as they were."""
     model = build("one_key_head").train()
     (batch,) = batches(0, 1, 0, 1, rows="plain")
-    optimizer = hfscale.create_optimizer(model, "muon", qk_clip=MOST, **{**OPTIONS, "lr": 0.0, "adamw_lr": 0.0})
+    optimizer = hfscale.create_optimizer(
+        model, "muon", qk_clip=MOST, **{**OPTIONS, "lr": 0.0, "adamw_lr": 0.0}
+    )
     stock, seen = qk_clip.LargestScores.take, list[Tensor]()
 
     def take(scores: Any) -> dict[Any, Tensor]:
@@ -374,7 +428,8 @@ def test_scores_follow_exactly() -> None:
 
 
 def refused(match: str, kind: Any, **options: Any) -> None:
-    config, built = (CONFIGS[kind]() if isinstance(kind, str) else kind), options.pop("built", {})
+    config = CONFIGS[kind]() if isinstance(kind, str) else kind
+    built = options.pop("built", {})
     model = hfscale.from_config(config, seed=0, dtype=torch.float32, **built)
     if (frozen := options.pop("frozen", None)) is not None:
         model.get_submodule(frozen).requires_grad_(False)
@@ -390,10 +445,22 @@ def test_refusals() -> None:
     refused("no tiny BloomForCausalLM attends", tiny_clone(BloomConfig()))
     refused("qk_clip=0.0 is invalid: use a finite number above 0", "llama", qk_clip=0)
     refused("has no option qk_clip", "llama", name="adamw_torch")
-    refused("scales model.layers.1.self_attn.k_proj.weight", "biases", frozen="model.layers.1.self_attn.k_proj")
-    refused("scales model.layers.0.self_attn.q_proj.weight", "llama", built={"peft_config": LoraConfig(r=2)})
+    refused(
+        "scales model.layers.1.self_attn.k_proj.weight",
+        "biases",
+        frozen="model.layers.1.self_attn.k_proj",
+    )
+    refused(
+        "scales model.layers.0.self_attn.q_proj.weight",
+        "llama",
+        built={"peft_config": LoraConfig(r=2)},
+    )
     refused("compile=False", "llama", built={"compile": "aot_eager"})
-    refused("not flex_attention's: load with attn", "llama", built={"attn_implementation": "flex_attention"})
+    refused(
+        "not flex_attention's: load with attn",
+        "llama",
+        built={"attn_implementation": "flex_attention"},
+    )
 
 
 def asynchronous() -> str:
@@ -414,5 +481,7 @@ def without_rows() -> str:
 
 
 def test_refusals_of_ranks(pools: Pools) -> None:
-    assert all("'pipedream' reads scores of old weights" in told for told in pools(2).run(asynchronous))
+    assert all(
+        "'pipedream' reads scores of old weights" in told for told in pools(2).run(asynchronous)
+    )
     assert "has no rows for qk_clip" in pools(2).run(without_rows)[1]

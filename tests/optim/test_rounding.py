@@ -25,8 +25,11 @@ NAMES = ("adamw_torch", "adamw_8bit", "lion_32bit", "sgd")
 
 def test_the_mean_is_right() -> None:
     """A third of the way between two neighbours, a third of the entries go up; exact values stay; seeds differ."""
-    value, step = 1.0, 2**-7
-    wide = torch.tensor([value, value + step / 3, -(value + 2 * step / 3), 0.0, 1e-20]).repeat(20_000, 1)
+    value = 1.0
+    step = 2**-7
+    wide = torch.tensor([value, value + step / 3, -(value + 2 * step / 3), 0.0, 1e-20]).repeat(
+        20_000, 1
+    )
     places = [torch.arange(20_000) * 5, torch.arange(5)]
 
     def rounded(key: int) -> Tensor:
@@ -34,7 +37,8 @@ def test_the_mean_is_right() -> None:
         write_rounded(share, wide, places, key)
         return share
 
-    one, other = rounded(key_of(0, 1, "weight")), rounded(key_of(0, 2, "weight"))
+    one = rounded(key_of(0, 1, "weight"))
+    other = rounded(key_of(0, 2, "weight"))
     assert (one[:, 0] == 1).all()
     assert (one[:, 3] == 0).all()
     assert not torch.equal(one, other)
@@ -65,7 +69,9 @@ def test_small_updates_are_not_lost() -> None:
         with torch.no_grad():
             weight.fill_(1.0)
         with pytest.warns(UserWarning, match="stalls") if not rounding else nullcontext():
-            optimizer = hfscale.create_optimizer(model, "sgd", lr=1e-4, stochastic_rounding=rounding)
+            optimizer = hfscale.create_optimizer(
+                model, "sgd", lr=1e-4, stochastic_rounding=rounding
+            )
         for _ in range(100):
             weight.grad = torch.ones_like(weight)
             optimizer.step()
@@ -99,7 +105,12 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
             found = {}
             for name in NAMES:
                 model = build(kind, torch.bfloat16)
-                run(model, kind, make(model, name, stochastic_rounding=True, rounding_seed=5), range(3))
+                run(
+                    model,
+                    kind,
+                    make(model, name, stochastic_rounding=True, rounding_seed=5),
+                    range(3),
+                )
                 found[name] = {n: p.detach().clone() for n, p in model.named_parameters()}
             torch.save(found, path)
         return str(path)
@@ -119,10 +130,14 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
         ("rows", "tp4"),
     ],
 )
-def test_the_same_in_every_layout(pools: Pools, alone: Callable[[str], str], kind: str, layout: str) -> None:
+def test_the_same_in_every_layout(
+    pools: Pools, alone: Callable[[str], str], kind: str, layout: str
+) -> None:
     """Bit for bit: fused projections in parts, empty shares, 8-bit states in blocks and whole."""
     assert layout in ON[kind]
-    for apart in pools(ParallelConfig(**LAYOUTS[layout]).total_size).run(trained, LAYOUTS[layout], kind, alone(kind)):
+    for apart in pools(ParallelConfig(**LAYOUTS[layout]).total_size).run(
+        trained, LAYOUTS[layout], kind, alone(kind)
+    ):
         assert apart == []
 
 
@@ -131,14 +146,18 @@ def test_places_are_those_in_the_whole_tensor() -> None:
     for planned in plan.parameters[:20]:
         whole = torch.arange(torch.Size(planned.shape).numel()).view(planned.shape)
         for ranks in ({"tp": 0, "dp_shard": 1}, {"tp": 1, "dp_shard": 0}):
-            places, expected = places_of(planned, ranks, torch.device("cpu")), planned.take(whole, ranks)
+            places = places_of(planned, ranks, torch.device("cpu"))
+            expected = planned.take(whole, ranks)
             found = sum(
-                part.view(*(-1 if d == dim else 1 for d in range(len(places)))) for dim, part in enumerate(places)
+                part.view(*(-1 if d == dim else 1 for d in range(len(places))))
+                for dim, part in enumerate(places)
             )
             assert torch.equal(torch.as_tensor(found), expected)
 
 
-def on_host(layout: dict[str, Any], kind: str, name: str, dtype: torch.dtype, offload: bool, path: str) -> list[Tensor]:
+def on_host(
+    layout: dict[str, Any], kind: str, name: str, dtype: torch.dtype, offload: bool, path: str
+) -> list[Tensor]:
     """Weights after steps with the state on the host, or without; the second half of them resumed."""
     memory = MemoryConfig(offload_optimizer=offload)
     rounding = {"stochastic_rounding": True} if dtype == torch.bfloat16 else {}
@@ -160,17 +179,25 @@ def on_host(layout: dict[str, Any], kind: str, name: str, dtype: torch.dtype, of
 
 
 @pytest.mark.daily("adamw_8bit-dtype2-rows-shard2", "adamw_torch_fused-dtype0-rows-tp2")
-@pytest.mark.parametrize(("kind", "layout"), [("rows", "tp2"), ("rows", "shard2"), ("rows", "pp2"), ("ragged", "tp2")])
+@pytest.mark.parametrize(
+    ("kind", "layout"), [("rows", "tp2"), ("rows", "shard2"), ("rows", "pp2"), ("ragged", "tp2")]
+)
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [("adamw_torch_fused", torch.float32), ("adamw_8bit", torch.float32), ("adamw_8bit", torch.bfloat16)],
+    [
+        ("adamw_torch_fused", torch.float32),
+        ("adamw_8bit", torch.float32),
+        ("adamw_8bit", torch.bfloat16),
+    ],
 )
 def test_states_on_the_host_change_nothing(
     pools: Pools, tmp_path: Path, kind: str, layout: str, name: str, dtype: torch.dtype
 ) -> None:
     """In blocks, and whole where shards are not whole blocks."""
     here, there = (
-        pools(2).run(on_host, LAYOUTS[layout], kind, name, dtype, offload, str(tmp_path / f"{offload}"))
+        pools(2).run(
+            on_host, LAYOUTS[layout], kind, name, dtype, offload, str(tmp_path / f"{offload}")
+        )
         for offload in (False, True)
     )
     for one, other in zip(here, there, strict=True):
@@ -178,15 +205,21 @@ def test_states_on_the_host_change_nothing(
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    model = hfscale.from_config(CONFIGS["rows"](), memory=MemoryConfig(offload_optimizer=True), dtype=torch.float32)
+    model = hfscale.from_config(
+        CONFIGS["rows"](), memory=MemoryConfig(offload_optimizer=True), dtype=torch.float32
+    )
     ids = torch.ones(1, 4, dtype=torch.int64)
     hfscale.train_step(model, {"input_ids": ids, "labels": ids})
     for name in ("adafactor", "muon"):
-        with pytest.raises(ConfigError, match=r"offload_optimizer=True needs an optimizer .* use 'adamw_torch'"):
+        with pytest.raises(
+            ConfigError, match=r"offload_optimizer=True needs an optimizer .* use 'adamw_torch'"
+        ):
             hfscale.create_optimizer(model, name, lr=1e-3)
     with pytest.raises(ConfigError, match="AdamW would keep its state where the parameters are"):
         torch.optim.AdamW(model.parameters()).step()
     with pytest.raises(ConfigError, match="stochastic_rounding=True needs an optimizer of torch"):
-        hfscale.create_optimizer(build("rows", torch.bfloat16), "muon", lr=1e-3, stochastic_rounding=True)
+        hfscale.create_optimizer(
+            build("rows", torch.bfloat16), "muon", lr=1e-3, stochastic_rounding=True
+        )
     with pytest.raises(ConfigError, match="offload_optimizer='yes' is not a switch"):
         MemoryConfig(offload_optimizer="yes")  # type: ignore[arg-type]

@@ -13,14 +13,23 @@ from hfscale.testing import RankPool
 from .cases import CONFIGS, differences, expected
 
 Pools = Callable[[int], RankPool]
-F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
+F32 = torch.float32
+F64 = torch.float64
+BF16 = torch.bfloat16
 BY_ENTRY = [
     ("adamw_torch", F32), ("adamw_torch_fused", F64), ("sgd", F32), ("adagrad", F32), ("rmsprop", F32),
     ("lion_32bit", F32), ("ademamix", F32), ("rmsprop_bnb", F32), ("paged_adamw_32bit", F32),
 ]  # fmt: skip
 BY_BLOCK = [
     (name, F32)
-    for name in ("adamw_8bit", "adam_8bit", "lion_8bit", "ademamix_8bit", "rmsprop_bnb_8bit", "paged_adamw_8bit")
+    for name in (
+        "adamw_8bit",
+        "adam_8bit",
+        "lion_8bit",
+        "ademamix_8bit",
+        "rmsprop_bnb_8bit",
+        "paged_adamw_8bit",
+    )
 ]
 EXACT = [*BY_ENTRY, *BY_BLOCK, ("muon", F64), ("adamw_torch", BF16), ("adamw_8bit", BF16)]
 
@@ -94,12 +103,16 @@ SLOW = [
         for layout in ON[kind]
     ],
 )
-def test_update_of_one_process(pools: Pools, stored: Callable[[str], Path], kind: str, layout: str) -> None:
+def test_update_of_one_process(
+    pools: Pools, stored: Callable[[str], Path], kind: str, layout: str
+) -> None:
     sizes = LAYOUTS[layout]
     pool = pools(ParallelConfig(**sizes).total_size)
     for found in pool.run(differences, sizes, kind, [*exact(kind), *ROUNDED], str(stored(kind))):
         wrong = {case: found[case] for case in exact(kind) if found[case]}
-        wrong |= {case: found[case] for case, tolerance in ROUNDED.items() if found[case] > tolerance}
+        wrong |= {
+            case: found[case] for case, tolerance in ROUNDED.items() if found[case] > tolerance
+        }
         assert not wrong
 
 

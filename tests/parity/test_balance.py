@@ -51,8 +51,18 @@ _SMALL: dict[str, Any] = {
 # Families whose routers have their bias elsewhere than DeepSeek's: a frozen parameter, one within a module, a buffer of
 # the block.
 _OTHER_BIASES: dict[str, dict[str, Any]] = {
-    "afmoe": {"num_experts": 4, "num_dense_layers": 1, "head_dim": 8, "layer_types": ["full_attention"] * 2},
-    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_layer_start_index": 0, "moe_num_shared_experts": 1},
+    "afmoe": {
+        "num_experts": 4,
+        "num_dense_layers": 1,
+        "head_dim": 8,
+        "layer_types": ["full_attention"] * 2,
+    },
+    "ernie4_5_moe": {
+        "moe_num_experts": 4,
+        "moe_k": 2,
+        "moe_layer_start_index": 0,
+        "moe_num_shared_experts": 1,
+    },
     "lfm2_moe": {"num_experts": 4, "num_dense_layers": 0, "layer_types": ["full_attention"] * 2},
 }
 _LOSSES = RoutingConfig(balance_loss=0.3, z_loss=0.05)
@@ -60,14 +70,22 @@ _LOSSES = RoutingConfig(balance_loss=0.3, z_loss=0.05)
 
 def _config(family: str) -> PreTrainedConfig:
     if family == "deepseek_v3":
-        latent = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
+        latent = {
+            "q_lora_rank": 16,
+            "kv_lora_rank": 16,
+            "qk_rope_head_dim": 4,
+            "qk_nope_head_dim": 4,
+            "v_head_dim": 8,
+        }
         groups = {"n_group": 2, "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 0}
         small = {**_SMALL, "num_key_value_heads": 4}
         return DeepseekV3Config(**small, **latent, **groups, n_routed_experts=4)
     if family in _OTHER_BIASES:
         return CONFIG_MAPPING[family](**_SMALL, **_OTHER_BIASES[family])
     if family == "qwen2_moe":
-        return Qwen2MoeConfig(**_SMALL, num_experts=4, shared_expert_intermediate_size=24, decoder_sparse_step=1)
+        return Qwen2MoeConfig(
+            **_SMALL, num_experts=4, shared_expert_intermediate_size=24, decoder_sparse_step=1
+        )
     return OlmoeConfig(**{**_SMALL, "num_experts": 4, "rms_norm_eps": 1e-5})
 
 
@@ -80,7 +98,10 @@ def _names_logits(family: str) -> bool:
 def _microbatches(third: int = 1) -> list[dict[str, Tensor]]:
     """Four of two sequences, of different lengths, some padded; the third, of one token, without any label."""
     generator = torch.Generator().manual_seed(7)
-    return [ragged_batch(generator, 67, 2, length, masked=i == 2) for i, length in enumerate((13, 8, third, 13))]
+    return [
+        ragged_batch(generator, 67, 2, length, masked=i == 2)
+        for i, length in enumerate((13, 8, third, 13))
+    ]
 
 
 def _together(microbatches: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -90,7 +111,9 @@ def _together(microbatches: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {
         name: torch.cat(
             [
-                torch.nn.functional.pad(batch[name], (0, length - batch[name].shape[1]), value=value)
+                torch.nn.functional.pad(
+                    batch[name], (0, length - batch[name].shape[1]), value=value
+                )
                 for batch in microbatches
             ]
         )
@@ -110,7 +133,9 @@ def _stored(config: PreTrainedConfig, directory: Path) -> Path:
 
 
 def _loaded(start: Path, layout: ParallelConfig | None, routing: RoutingConfig | None) -> Any:
-    model = hfscale.from_pretrained(str(start), parallel=layout, dtype=torch.float64, routing=routing)
+    model = hfscale.from_pretrained(
+        str(start), parallel=layout, dtype=torch.float64, routing=routing
+    )
     return _double(model)
 
 
@@ -136,13 +161,16 @@ def _run(
         enable_checkpointing(model, use_reentrant=checkpointing, **contexts)
     runtime = runtime_of(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    every, found = _microbatches(), []
+    every = _microbatches()
+    found = []
     mine = every[hfscale.batch_rank(model) :: hfscale.batch_world(model)]
     with keep_float64():
         for _ in range(2):
             evaluated = hfscale.eval_step(model, _together(every) if division == "one" else mine)
             loss = hfscale.train_step(model, _together(every) if division == "one" else mine)
-            gradients = {p.name: local_tensor(t.grad) for p, t in runtime.parameters() if t.grad is not None}
+            gradients = {
+                p.name: local_tensor(t.grad) for p, t in runtime.parameters() if t.grad is not None
+            }
             load = hfscale.expert_load(model) if routing is not None else None
             norm = hfscale.clip_grad_norm_(model, 0.5)
             optimizer.step()
@@ -150,7 +178,9 @@ def _run(
             biases = {name: b for name, b in model.named_buffers() if name.endswith("_bias")}
             saved = {name: {n: t.clone() for n, t in tensors.items()} for name, tensors in
                      (("gradients", gradients), ("weights", weights), ("biases", biases))}  # fmt: skip
-            found.append({"loss": loss, "evaluated": evaluated, "norm": norm, "load": load, **saved})
+            found.append(
+                {"loss": loss, "evaluated": evaluated, "norm": norm, "load": load, **saved}
+            )
             optimizer.zero_grad()
     if compare is None:
         return {"steps": found}
@@ -209,7 +239,9 @@ def _formula(model: Any, batch: dict[str, Tensor], balance: float, z: float, sco
     """Token mean, balance and z-loss on a stock model, sequence by sequence, as the papers write them."""
     captured: list[tuple[Tensor, Tensor]] = []
     hooks = [
-        block.gate.register_forward_hook(lambda module, args, output: captured.append((output[0], output[2])))
+        block.gate.register_forward_hook(
+            lambda module, args, output: captured.append((output[0], output[2]))
+        )
         for block in model.modules()
         if hasattr(block, "experts") and hasattr(block, "gate")
     ]
@@ -220,12 +252,23 @@ def _formula(model: Any, batch: dict[str, Tensor], balance: float, z: float, sco
     samples, length = mask.shape
     assert len(captured) == 2
     for logits, index in captured:
-        logits, index = logits.view(samples, length, -1), index.view(samples, length, -1)
-        count, k = logits.shape[-1], index.shape[-1]
+        logits = logits.view(samples, length, -1)
+        index = index.view(samples, length, -1)
+        count = logits.shape[-1]
+        k = index.shape[-1]
         for row in range(samples):
-            own, chosen = logits[row][mask[row]], index[row][mask[row]]
-            p = own.softmax(-1) if scores == "softmax" else own.sigmoid() / own.sigmoid().sum(-1, keepdim=True)
-            f = torch.stack([(chosen == expert).sum() for expert in range(count)]).double() * count / (k * len(own))
+            own = logits[row][mask[row]]
+            chosen = index[row][mask[row]]
+            p = (
+                own.softmax(-1)
+                if scores == "softmax"
+                else own.sigmoid() / own.sigmoid().sum(-1, keepdim=True)
+            )
+            f = (
+                torch.stack([(chosen == expert).sum() for expert in range(count)]).double()
+                * count
+                / (k * len(own))
+            )
             loss = loss + balance * (f * p.mean(0)).sum() * len(own) / mask.sum()
             loss = loss + z * own.exp().sum(-1).log().square().sum() / mask.sum()
     return loss
@@ -233,12 +276,14 @@ def _formula(model: Any, batch: dict[str, Tensor], balance: float, z: float, sco
 
 @pytest.mark.daily("deepseek_v3-sigmoid")
 @pytest.mark.parametrize(
-    ("family", "scores"), [("olmoe", "softmax"), ("qwen2_moe", "softmax"), ("deepseek_v3", "sigmoid")]
+    ("family", "scores"),
+    [("olmoe", "softmax"), ("qwen2_moe", "softmax"), ("deepseek_v3", "sigmoid")],
 )
 def test_losses_are_the_papers(family: str, scores: str, tmp_path: Path) -> None:
     if not _names_logits(family):
         pytest.skip("this version of transformers does not record the logits of its router")
-    start, batch = _stored(_config(family), tmp_path), _together(_microbatches(third=11))
+    start = _stored(_config(family), tmp_path)
+    batch = _together(_microbatches(third=11))
     stock = _double(AutoModelForCausalLM.from_pretrained(start, dtype=torch.float64))
     model = _loaded(start, None, _LOSSES)
     with keep_float64():
@@ -248,24 +293,36 @@ def test_losses_are_the_papers(family: str, scores: str, tmp_path: Path) -> None
         torch.testing.assert_close(hfscale.eval_step(model, batch), loss, rtol=1e-12, atol=0)
         gradients = dict(model.named_parameters())
         for name, parameter in stock.named_parameters():
-            torch.testing.assert_close(gradients[name].grad, parameter.grad, rtol=1e-9, atol=1e-12, msg=name)
+            torch.testing.assert_close(
+                gradients[name].grad, parameter.grad, rtol=1e-9, atol=1e-12, msg=name
+            )
         plain = hfscale.train_step(_loaded(start, None, None), batch)
     torch.testing.assert_close(loss, plain, rtol=1e-12, atol=0)  # the token mean alone
     load = hfscale.expert_load(model)
-    parts = sum(_LOSSES.balance_loss * layer.balance_loss + _LOSSES.z_loss * layer.z_loss for layer in load.layers)
+    parts = sum(
+        _LOSSES.balance_loss * layer.balance_loss + _LOSSES.z_loss * layer.z_loss
+        for layer in load.layers
+    )
     assert float(expected.detach() - plain) == pytest.approx(parts)
-    assert all(layer.balance_loss > 1.01 for layer in load.layers), "a router without preferences would hide errors"
+    assert all(layer.balance_loss > 1.01 for layer in load.layers), (
+        "a router without preferences would hide errors"
+    )
 
 
 def test_a_plain_loop_adds_them_too_and_scales_their_gradient(tmp_path: Path) -> None:
-    start, batch = _stored(_config("olmoe"), tmp_path), _together(_microbatches(third=11))
-    model, other = _loaded(start, None, _LOSSES), _loaded(start, None, _LOSSES)
+    start = _stored(_config("olmoe"), tmp_path)
+    batch = _together(_microbatches(third=11))
+    model = _loaded(start, None, _LOSSES)
+    other = _loaded(start, None, _LOSSES)
     with keep_float64():
-        load, tokens = _LOSSES, hfscale.train_step(other, batch)
+        load = _LOSSES
+        tokens = hfscale.train_step(other, batch)
         loss = model(**batch).loss
         (3 * loss).backward()
     layers = hfscale.expert_load(other).layers
-    parts = sum(load.balance_loss * layer.balance_loss + load.z_loss * layer.z_loss for layer in layers)
+    parts = sum(
+        load.balance_loss * layer.balance_loss + load.z_loss * layer.z_loss for layer in layers
+    )
     expected = float(tokens) + parts
     assert float(loss.detach()) == pytest.approx(expected, rel=1e-12)
     for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
@@ -278,11 +335,19 @@ def test_a_plain_loop_adds_them_too_and_scales_their_gradient(tmp_path: Path) ->
 
 @pytest.mark.parametrize("kind", ["bool", "additive"])
 def test_padding_in_a_mask_of_four_dims_is_left_out(kind: str, tmp_path: Path) -> None:
-    start, batch = _stored(_config("olmoe"), tmp_path), _together(_microbatches(third=11))
+    start = _stored(_config("olmoe"), tmp_path)
+    batch = _together(_microbatches(third=11))
     model = _loaded(start, None, _LOSSES)
     length = batch["input_ids"].shape[1]
-    allowed = torch.ones(length, length, dtype=torch.bool).tril() & batch["attention_mask"].bool()[:, None, None, :]
-    mask = allowed if kind == "bool" else torch.zeros(allowed.shape).double().masked_fill(~allowed, -1e30)
+    allowed = (
+        torch.ones(length, length, dtype=torch.bool).tril()
+        & batch["attention_mask"].bool()[:, None, None, :]
+    )
+    mask = (
+        allowed
+        if kind == "bool"
+        else torch.zeros(allowed.shape).double().masked_fill(~allowed, -1e30)
+    )
     with keep_float64(), torch.no_grad():
         expected = model(**batch).loss
         found = model(**{**batch, "attention_mask": mask}).loss
@@ -292,7 +357,8 @@ def test_padding_in_a_mask_of_four_dims_is_left_out(kind: str, tmp_path: Path) -
 
 
 def test_the_gradient_reaches_a_router_that_nothing_else_trains(tmp_path: Path) -> None:
-    start, batch = _stored(_config("olmoe"), tmp_path), _together(_microbatches(third=11))
+    start = _stored(_config("olmoe"), tmp_path)
+    batch = _together(_microbatches(third=11))
     for routing in (_LOSSES, None):
         model = _loaded(start, None, routing)
         for name, parameter in model.named_parameters():
@@ -322,7 +388,11 @@ _WIDE = [
 
 
 def _name(layout: Any) -> str:
-    return str(layout.describe()).replace(" ", "") if isinstance(layout, ParallelConfig) else str(layout)
+    return (
+        str(layout.describe()).replace(" ", "")
+        if isinstance(layout, ParallelConfig)
+        else str(layout)
+    )
 
 
 def test_losses_do_not_depend_on_accumulation(pools: Pools) -> None:
@@ -339,15 +409,21 @@ def test_losses_do_not_depend_on_the_layout(pools: Pools, layout: ParallelConfig
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("layout", [None, _LAYOUTS[0], _LAYOUTS[-1], _WIDE[2]], ids=_name)
-def test_recomputation_counts_once(pools: Pools, layout: ParallelConfig | None, reentrant: bool) -> None:
+def test_recomputation_counts_once(
+    pools: Pools, layout: ParallelConfig | None, reentrant: bool
+) -> None:
     _compare(pools, layout, _LOSSES, checkpointing=reentrant)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [_LAYOUTS[0], _LAYOUTS[-1], _WIDE[2]], ids=_name)
-def test_losses_of_a_sigmoid_router_and_updates_of_its_bias(pools: Pools, layout: ParallelConfig) -> None:
+def test_losses_of_a_sigmoid_router_and_updates_of_its_bias(
+    pools: Pools, layout: ParallelConfig
+) -> None:
     balance = 0.3 if _names_logits("deepseek_v3") else 0.0
-    _compare(pools, layout, RoutingConfig(balance_loss=balance, bias_update_rate=0.01), "deepseek_v3")
+    _compare(
+        pools, layout, RoutingConfig(balance_loss=balance, bias_update_rate=0.01), "deepseek_v3"
+    )
 
 
 @pytest.mark.parametrize(
@@ -366,11 +442,15 @@ def test_biases_are_found_by_their_role(pools: Pools, family: str, layout: dict[
 
 @pytest.mark.daily("tp2xdp_shard2,ep2ofexpertscutovertp2")
 @pytest.mark.parametrize("layout", [None, *_LAYOUTS, _WIDE[1], _WIDE[2]], ids=_name)
-def test_who_is_dropped_does_not_depend_on_the_layout(pools: Pools, layout: ParallelConfig | None) -> None:
+def test_who_is_dropped_does_not_depend_on_the_layout(
+    pools: Pools, layout: ParallelConfig | None
+) -> None:
     _compare(pools, layout, RoutingConfig(router="switch", capacity_factor=1.0, balance_loss=0.1))
 
 
 @pytest.mark.daily("tp2,sequenceparallel,ep2")
 @pytest.mark.parametrize("layout", [_LAYOUTS[0], _LAYOUTS[-1], _WIDE[2]], ids=_name)
-def test_two_routes_with_room_for_some_and_recomputation(pools: Pools, layout: ParallelConfig) -> None:
+def test_two_routes_with_room_for_some_and_recomputation(
+    pools: Pools, layout: ParallelConfig
+) -> None:
     _compare(pools, layout, RoutingConfig(capacity_factor=0.75), checkpointing=False)

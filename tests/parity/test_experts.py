@@ -21,7 +21,10 @@ from ..sweeps import cases, pairs
 
 Pools = Callable[[int], RankPool]
 EP2 = {"ep_size": 2}
-WHOLE = {"ep_size": 2, "tp_size": 2}  # tensor ranks share a batch, and each sends a share of its tokens
+WHOLE = {
+    "ep_size": 2,
+    "tp_size": 2,
+}  # tensor ranks share a batch, and each sends a share of its tokens
 SEQUENCE = {**WHOLE, "sequence_parallel": True}
 CUT = {**WHOLE, "expert_tp_size": 2}  # experts over data ranks, each cut over tensor ranks
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -36,7 +39,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "ep4, shard2, replicate2": {"ep_size": 4, "dp_shard_size": 2, "dp_replicate_size": 2},
     "ep2, tp2, shard2, sequence": {**SEQUENCE, "dp_shard_size": 2},
 }
-RARE = {"ep2, tp2", "ep2, shard4", "ep2, shard2, replicate2", "ep4, tp2"}  # others hold the same, and more
+RARE = {
+    "ep2, tp2",
+    "ep2, shard4",
+    "ep2, shard2, replicate2",
+    "ep4, tp2",
+}  # others hold the same, and more
 WAYS: dict[str, dict[str, Any]] = {"data": EP2, "tensor": WHOLE, "sequence": SEQUENCE}
 THREE = pytest.mark.parametrize("layout", WAYS.values(), ids=WAYS)
 
@@ -63,8 +71,12 @@ def test_biases_and_interleaved_gates(pools: Pools, layout: str) -> None:
 @pytest.mark.slow
 def test_shards_of_rows(pools: Pools) -> None:
     """Three experts of a rank are no multiple of two shards: every expert is cut, its biases as well."""
-    planned = hfscale.plan(gpt_oss(num_local_experts=6), ParallelConfig(ep_size=2, dp_shard_size=4)).by_name
-    cuts = [(cut.axis, cut.dim) for cut in planned["model.layers.0.mlp.experts.down_proj_bias"].cuts]
+    planned = hfscale.plan(
+        gpt_oss(num_local_experts=6), ParallelConfig(ep_size=2, dp_shard_size=4)
+    ).by_name
+    cuts = [
+        (cut.axis, cut.dim) for cut in planned["model.layers.0.mlp.experts.down_proj_bias"].cuts
+    ]
     assert cuts == [("ep", 0), ("edp_shard", 1)]
     equal(pools, Case(gpt_oss(num_local_experts=6)), ep_size=2, dp_shard_size=4)
 
@@ -78,7 +90,9 @@ FEWER: tuple[PreTrainedConfig, dict[str, Any]] = (
 
 def test_plans_of_shards_without_experts() -> None:
     config, layout = FEWER
-    planned = hfscale.plan(config, ParallelConfig(**layout)).by_name["model.layers.0.mlp.experts.down_proj"]
+    planned = hfscale.plan(config, ParallelConfig(**layout)).by_name[
+        "model.layers.0.mlp.experts.down_proj"
+    ]
     assert planned.local_shape({"ep": 1, "edp_shard": 1}) == (0, 15, 32)
 
 
@@ -96,7 +110,12 @@ OVER = {"data": EP2, "sequence": SEQUENCE}
     pairs(
         OVER,
         ["1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"],
-        daily=[("data", "1f1b"), ("data", "zbv"), ("sequence", "interleaved_zero_bubble"), ("sequence", "dualpipev")],
+        daily=[
+            ("data", "1f1b"),
+            ("data", "zbv"),
+            ("sequence", "interleaved_zero_bubble"),
+            ("sequence", "dualpipev"),
+        ],
     ),
 )
 def test_stages(pools: Pools, over: str, schedule: str) -> None:
@@ -150,7 +169,10 @@ class Crowded(Tied):
     def change(router: torch.Tensor) -> None:
         direction = router[0].clone()
         router.zero_()
-        router[0], router[1] = direction, -direction  # one of the two is above the zero of the others
+        router[0], router[1] = (
+            direction,
+            -direction,
+        )  # one of the two is above the zero of the others
 
 
 @pytest.mark.daily("sequence")
@@ -162,7 +184,11 @@ def test_ties_of_scores(pools: Pools, layout: dict[str, Any]) -> None:
 @pytest.mark.slow
 @THREE
 def test_a_rank_whose_experts_get_no_token(pools: Pools, layout: dict[str, Any]) -> None:
-    equal(pools, Case(qwen3_moe(num_experts_per_tok=1, norm_topk_prob=False), auto_class=Crowded), **layout)
+    equal(
+        pools,
+        Case(qwen3_moe(num_experts_per_tok=1, norm_topk_prob=False), auto_class=Crowded),
+        **layout,
+    )
 
 
 FROZEN = {
@@ -198,13 +224,19 @@ def test_frozen(pools: Pools, layout: str, frozen: str) -> None:
 )
 @pytest.mark.parametrize("frozen", [(), ("layers.0.",)])
 def test_recomputed(pools: Pools, layout: dict[str, Any], frozen: tuple[str, ...]) -> None:
-    equal(pools, Case(qwen2_moe(), checkpointing=True, accumulation=3, lengths=(13,), frozen=frozen), **layout)
+    equal(
+        pools,
+        Case(qwen2_moe(), checkpointing=True, accumulation=3, lengths=(13,), frozen=frozen),
+        **layout,
+    )
 
 
 @pytest.mark.daily("sequence")
 @THREE
 def test_a_plain_loop_over_a_model_in_memory(pools: Pools, layout: dict[str, Any]) -> None:
-    case = plain.PlainCase(qwen3_moe(tie_word_embeddings=True), build="parallelize", hf_kwargs=EAGER)
+    case = plain.PlainCase(
+        qwen3_moe(tie_word_embeddings=True), build="parallelize", hf_kwargs=EAGER
+    )
     equal(pools, case, **layout)
 
 
@@ -246,7 +278,9 @@ def answers(path: str, sizes: dict[str, Any]) -> tuple[list[torch.Tensor], list[
         logits = [model(input_ids=ids).logits for ids in (IDS, IDS[:1, :1])]
     torch.manual_seed(3)
     tokens = [
-        model.generate(IDS[:1, :length], do_sample=sample, max_new_tokens=5, pad_token_id=0).tolist()
+        model.generate(
+            IDS[:1, :length], do_sample=sample, max_new_tokens=5, pad_token_id=0
+        ).tolist()
         for length, sample in ((12, False), (1, True))
     ]
     return [*logits, hfscale.eval_step(model, own_rows(model))], tokens
@@ -295,16 +329,21 @@ def decayed(path: str, sizes: dict[str, Any], directory: str) -> None:
 
 @pytest.mark.daily("sequence")
 @THREE
-def test_momentum_and_decay_reach_experts_without_tokens(pools: Pools, tmp_path: Path, layout: dict[str, Any]) -> None:
+def test_momentum_and_decay_reach_experts_without_tokens(
+    pools: Pools, tmp_path: Path, layout: dict[str, Any]
+) -> None:
     """Trap T11: their gradient is zero, and not missing."""
     start, one, many = (str(tmp_path / name) for name in ("start", "one", "many"))
     torch.manual_seed(0)
-    model = Crowded.from_config(qwen3_moe(num_experts_per_tok=1, norm_topk_prob=False), dtype=torch.float64)
+    model = Crowded.from_config(
+        qwen3_moe(num_experts_per_tok=1, norm_topk_prob=False), dtype=torch.float64
+    )
     model.save_pretrained(start)
     decayed(start, {}, one)
     pools(2).run(decayed, start, layout, many)
     before, expected, found = (
-        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).state_dict() for path in (start, one, many)
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).state_dict()
+        for path in (start, one, many)
     )
     for name, value in found.items():
         torch.testing.assert_close(value, expected[name], rtol=1e-9, atol=1e-9)
@@ -324,7 +363,9 @@ def finite(path: str, sizes: dict[str, Any], checkpointing: bool) -> list[float]
             enable_checkpointing(model)
         batch = own_rows(model)
         short = {name: value[:1, :2] for name, value in batch.items()}
-        losses = [float(hfscale.train_step(model, batches)) for batches in ([batch], [batch, short])]
+        losses = [
+            float(hfscale.train_step(model, batches)) for batches in ([batch], [batch, short])
+        ]
         for planned, parameter in runtime_of(model).parameters():
             assert parameter.grad is not None, planned.name
             assert local_tensor(parameter.grad).isfinite().all(), planned.name
@@ -346,11 +387,14 @@ def test_uninitialized_memory_is_never_read(
     assert losses[0][0] == pytest.approx(finite(path, {}, checkpointing)[0], rel=1e-5)
 
 
-def trained(path: str, sizes: dict[str, Any], dtype: str, mixed: str) -> tuple[list[float], list[float], list[str]]:
+def trained(
+    path: str, sizes: dict[str, Any], dtype: str, mixed: str
+) -> tuple[list[float], list[float], list[str]]:
     model = loaded(path, sizes, dtype=getattr(torch, dtype), mixed_precision=mixed).train()
     before = [local_tensor(parameter.detach()).clone() for parameter in model.parameters()]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses, lengths = [], []
+    losses = []
+    lengths = []
     for _ in range(3):
         losses.append(float(hfscale.train_step(model, own_rows(model))))
         lengths.append(float(hfscale.clip_grad_norm_(model, 1.0)))
@@ -369,7 +413,9 @@ def trained(path: str, sizes: dict[str, Any], dtype: str, mixed: str) -> tuple[l
     "layout", [EP2, SEQUENCE, {"ep_size": 2, "dp_shard_size": 4}], ids=["data", "sequence", "four"]
 )
 @pytest.mark.parametrize(("dtype", "mixed"), [("bfloat16", "no"), ("float32", "bf16")])
-def test_precisions(pools: Pools, tmp_path: Path, layout: dict[str, Any], dtype: str, mixed: str) -> None:
+def test_precisions(
+    pools: Pools, tmp_path: Path, layout: dict[str, Any], dtype: str, mixed: str
+) -> None:
     path = saved(qwen2_moe(), tmp_path)
     losses, lengths, _ = trained(path, {}, "float32", "no")
     found = pools(ParallelConfig(**layout).total_size).run(trained, path, layout, dtype, mixed)
@@ -381,7 +427,9 @@ def test_precisions(pools: Pools, tmp_path: Path, layout: dict[str, Any], dtype:
 
 
 def from_config(config: PreTrainedConfig, sizes: dict[str, Any], directory: str) -> None:
-    hfscale.save_pretrained(hfscale.from_config(config, parallel=ParallelConfig(**sizes), seed=7), directory)
+    hfscale.save_pretrained(
+        hfscale.from_config(config, parallel=ParallelConfig(**sizes), seed=7), directory
+    )
 
 
 @pytest.mark.daily("gpt_oss-layout2")
@@ -392,8 +440,13 @@ def test_random_weights_do_not_depend_on_the_layout(
 ) -> None:
     """Traps T24 and T29: every expert is there, once, in its place."""
     from_config(config, {}, str(tmp_path / "one"))
-    pools(ParallelConfig(**layout).total_size).run(from_config, config, layout, str(tmp_path / "many"))
-    one, many = (AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in ("one", "many"))
+    pools(ParallelConfig(**layout).total_size).run(
+        from_config, config, layout, str(tmp_path / "many")
+    )
+    one, many = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict()
+        for name in ("one", "many")
+    )
     assert one.keys() == many.keys()
     for name, value in one.items():
         assert torch.equal(value, many[name]), name
@@ -415,15 +468,24 @@ def sent(path: str, sizes: dict[str, Any], checkpointing: bool) -> Traffic:
     ("sizes", "senders", "copies"), [(EP2, 2, 1), ({"ep_size": 4, "tp_size": 2}, 4, 1), (CUT, 4, 2)]
 )
 def test_what_a_step_sends(
-    pools: Pools, tmp_path: Path, sizes: dict[str, Any], senders: int, copies: int, checkpointing: bool
+    pools: Pools,
+    tmp_path: Path,
+    sizes: dict[str, Any],
+    senders: int,
+    copies: int,
+    checkpointing: bool,
 ) -> None:
     """Per layer and microbatch, every route's ``h`` numbers four times, and once how many go where.
 
     Recomputed layers exchange counts, and rows there and back, once more.
     """
     config = qwen3_moe()
-    found = pools(ParallelConfig(**sizes).total_size).run(sent, saved(config, tmp_path), sizes, checkpointing)
-    layers, microbatches, times = config.num_hidden_layers, 2, 6 if checkpointing else 4
+    found = pools(ParallelConfig(**sizes).total_size).run(
+        sent, saved(config, tmp_path), sizes, checkpointing
+    )
+    layers = config.num_hidden_layers
+    microbatches = 2
+    times = 6 if checkpointing else 4
     # Tensor ranks that cut every expert send each route all the same.
     routes = IDS.numel() * config.num_experts_per_tok * copies
     rows = times * routes * config.hidden_size * 4
@@ -431,7 +493,9 @@ def test_what_a_step_sends(
     assert [traffic.calls["alltoall"] for traffic in found] == [
         layers * microbatches * (times + times // 2 - 1)
     ] * senders
-    assert sum(traffic.payload["alltoall"] for traffic in found) == layers * microbatches * (rows + counts)
+    assert sum(traffic.payload["alltoall"] for traffic in found) == layers * microbatches * (
+        rows + counts
+    )
 
 
 def test_tensor_ranks_that_share_a_batch_sum_instead(pools: Pools, tmp_path: Path) -> None:
@@ -442,9 +506,12 @@ def test_tensor_ranks_that_share_a_batch_sum_instead(pools: Pools, tmp_path: Pat
         found = pools(2).run(sent, path, WHOLE, False)[0]
         assert found.calls["alltoall"] == 0
         payloads.append(found.payload["allreduce"])
-    config, tokens = qwen3_moe(), IDS.numel()
+    config = qwen3_moe()
+    tokens = IDS.numel()
     of_layer = 2 * 4 * (4 * tokens * config.hidden_size + tokens * config.num_experts_per_tok)
-    assert payloads[1] - payloads[0] == of_layer + 4 * 2 * config.head_dim  # and once per step, of the norms of heads
+    assert (
+        payloads[1] - payloads[0] == of_layer + 4 * 2 * config.head_dim
+    )  # and once per step, of the norms of heads
 
 
 def _stepped(layout: dict[str, Any], options: dict[str, Any]) -> list[torch.Tensor]:
@@ -459,11 +526,17 @@ def _stepped(layout: dict[str, Any], options: dict[str, Any]) -> list[torch.Tens
 
 
 @pytest.mark.daily("fused-alone")
-@pytest.mark.parametrize("layout", [EP2, {"ep_size": 2, "dp_shard_size": 4}], ids=["alone", "sharded"])
+@pytest.mark.parametrize(
+    "layout", [EP2, {"ep_size": 2, "dp_shard_size": 4}], ids=["alone", "sharded"]
+)
 @pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}], ids=["foreach", "fused"])
-def test_optimizers_take_all_parameters_at_once(pools: Pools, layout: dict[str, Any], options: dict[str, Any]) -> None:
+def test_optimizers_take_all_parameters_at_once(
+    pools: Pools, layout: dict[str, Any], options: dict[str, Any]
+) -> None:
     pool = pools(ParallelConfig(**layout).total_size)
     for one_by_one, together in zip(
-        pool.run(_stepped, layout, {"foreach": False}), pool.run(_stepped, layout, options), strict=True
+        pool.run(_stepped, layout, {"foreach": False}),
+        pool.run(_stepped, layout, options),
+        strict=True,
     ):
         torch.testing.assert_close(together, one_by_one)

@@ -22,7 +22,10 @@ Pools = Callable[[int], RankPool]
 EAGER = {"experts_implementation": "eager"}  # the host's grouped matrix products take no float64
 _LAYER_KINDS = {"layer_types": ["sliding_attention", "full_attention"]}
 FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "bloom": ({}, {}),  # ALiBi's biases by sample and head; all heads' queries, keys and values side by side
+    "bloom": (
+        {},
+        {},
+    ),  # ALiBi's biases by sample and head; all heads' queries, keys and values side by side
     "mpt": ({}, {}),  # ALiBi's biases by head
     "gpt2": ({}, {}),  # queries, keys and values fused
     "phi3": ({"num_key_value_heads": 2}, {}),  # the same of different lengths; gate and up fused
@@ -36,7 +39,10 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "minicpm3": ({}, {}),  # latent queries, keys and values in a dense model
     "deepseek_v3": ({}, EAGER),  # latent attention that the host's plan leaves whole
     "mixtral": ({}, EAGER),
-    "qwen2_moe": ({"decoder_sparse_step": 2}, EAGER),  # a dense layer, then a mixture with a shared expert
+    "qwen2_moe": (
+        {"decoder_sparse_step": 2},
+        EAGER,
+    ),  # a dense layer, then a mixture with a shared expert
     "deepseek_v2": ({"num_experts_per_tok": 2, "topk_method": "greedy"}, EAGER),
     "granite_swa": ({}, {}),  # one attention sink per head
     "olmo2": ({}, {}),  # norms across all heads
@@ -56,7 +62,15 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "roberta-prelayernorm": ({"pad_token_id": 1, "is_decoder": True}, {}),  # norms inside of blocks
 }
 # What tensor ranks run; the others are for stages.
-_OTHERS = ("ctrl", "deepseek_v4", "falcon", "gemma4_text", "gpt_neox", "opt", "roberta-prelayernorm")
+_OTHERS = (
+    "ctrl",
+    "deepseek_v4",
+    "falcon",
+    "gemma4_text",
+    "gpt_neox",
+    "opt",
+    "roberta-prelayernorm",
+)
 TENSOR = [family for family in FAMILIES if family not in _OTHERS]
 
 
@@ -64,8 +78,13 @@ def case(family: str, layers: int = LAYERS) -> Case:
     changes, kwargs = FAMILIES[family]
     if shares_keys(AutoConfig.for_model(family)):
         layers = max(layers, layers_of_every_kind(AutoConfig.for_model(family)))
-    changes = {name: value * (layers // LAYERS) if name == "layer_types" else value for name, value in changes.items()}
-    config = tiny_clone(AutoConfig.for_model(family), layers=layers, **{"pad_token_id": None, **changes})
+    changes = {
+        name: value * (layers // LAYERS) if name == "layer_types" else value
+        for name, value in changes.items()
+    }
+    config = tiny_clone(
+        AutoConfig.for_model(family), layers=layers, **{"pad_token_id": None, **changes}
+    )
     return Case(config, hf_kwargs=kwargs)
 
 
@@ -77,7 +96,9 @@ def test_tensor_ranks(pools: Pools, family: str) -> None:
 
 @pytest.mark.daily("roberta-prelayernorm")
 @pytest.mark.parametrize("family", ["roberta-prelayernorm", "minicpm3"])
-def test_gathered_again_where_a_block_computes_before_its_projections(pools: Pools, family: str) -> None:
+def test_gathered_again_where_a_block_computes_before_its_projections(
+    pools: Pools, family: str
+) -> None:
     """A norm, and low-rank projections: what the projections read is not the block's input."""
     layout = ParallelConfig(tp_size=2, sequence_parallel=True, sequence_regather=True)
     assert_layout_equal(replace(case(family), checkpointing=family == "minicpm3"), layout, pools(2))
@@ -101,8 +122,19 @@ def test_tensor_and_data_ranks(pools: Pools, family: str) -> None:
     "family",
     cases(
         [
-            *("gpt2", "bloom", "falcon", "phi3", "gemma2", "qwen3_moe", "mixtral", "deepseek_v3", "olmo2", "opt"),
-            *("gpt_neox", "gpt_oss", "camembert"),
+            "gpt2",
+            "bloom",
+            "falcon",
+            "phi3",
+            "gemma2",
+            "qwen3_moe",
+            "mixtral",
+            "deepseek_v3",
+            "olmo2",
+            "opt",
+            "gpt_neox",
+            "gpt_oss",
+            "camembert",
         ],
         daily=["bloom", "falcon", "gemma2", "opt", "gpt_neox", "gpt_oss", "camembert"],
     ),
@@ -166,7 +198,8 @@ def test_interleaved_gates_are_cut_in_pairs() -> None:
     odd = tiny_clone(AutoConfig.for_model("gpt_oss"))
     odd.intermediate_size = 15
     with pytest.raises(
-        PlanError, match=r"divide the 15 pairs of entries interleaved in .*gate_up_proj: use tp_size 1, 3"
+        PlanError,
+        match=r"divide the 15 pairs of entries interleaved in .*gate_up_proj: use tp_size 1, 3",
     ):
         plan(odd, ParallelConfig(tp_size=2))
 

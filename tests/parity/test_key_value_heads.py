@@ -17,7 +17,9 @@ from ..sweeps import cases
 from ..tiny_models import tiny
 
 Pools = Callable[[int], RankPool]
-TP2, TP4, SHARDED = {"tp_size": 2}, {"tp_size": 4}, {"tp_size": 2, "dp_shard_size": 2}
+TP2 = {"tp_size": 2}
+TP4 = {"tp_size": 4}
+SHARDED = {"tp_size": 2, "dp_shard_size": 2}
 BIASES = {"attention_bias": True, "mlp_bias": True}
 
 
@@ -28,12 +30,21 @@ def clone(family: str, **changes: Any) -> PreTrainedConfig:
 CASES: dict[str, tuple[PreTrainedConfig, dict[str, int]]] = {
     "llama-1-tp2": (tiny("llama", num_key_value_heads=1, tie_word_embeddings=True, **BIASES), TP2),
     "llama-2-tp4": (tiny("llama", num_key_value_heads=2, **BIASES), TP4),
-    "llama-2-tp4-sequence": (tiny("llama", num_key_value_heads=2, **BIASES), {**TP4, "sequence_parallel": True}),
+    "llama-2-tp4-sequence": (
+        tiny("llama", num_key_value_heads=2, **BIASES),
+        {**TP4, "sequence_parallel": True},
+    ),
     "llama-1-tp4": (tiny("llama", num_key_value_heads=1), TP4),
     "llama-1-tp2-shard2": (tiny("llama", num_key_value_heads=1, **BIASES), SHARDED),
     "qwen3-1-tp2": (tiny("qwen3", num_key_value_heads=1), TP2),
-    "olmo2-2-tp4": (clone("olmo2", num_key_value_heads=2), TP4),  # norms across all heads, those of the keys copied
-    "doge-1-tp2": (clone("doge", num_key_value_heads=1), TP2),  # parameters per key/value head besides projections
+    "olmo2-2-tp4": (
+        clone("olmo2", num_key_value_heads=2),
+        TP4,
+    ),  # norms across all heads, those of the keys copied
+    "doge-1-tp2": (
+        clone("doge", num_key_value_heads=1),
+        TP2,
+    ),  # parameters per key/value head besides projections
     "stablelm-1-tp2": (clone("stablelm", num_key_value_heads=1), TP2),
     "phi3-1-tp2": (clone("phi3", num_key_value_heads=1), TP2),
     "phi3-2-tp4": (clone("phi3", num_key_value_heads=2), TP4),
@@ -49,7 +60,14 @@ CASES: dict[str, tuple[PreTrainedConfig, dict[str, int]]] = {
 }
 
 
-RARE = ("llama-1-tp4", "qwen3-1-tp2", "stablelm-1-tp2", "phi3-1-tp2", "phi3-1-tp2-shard2", "gpt_bigcode-tp2-shard2")
+RARE = (
+    "llama-1-tp4",
+    "qwen3-1-tp2",
+    "stablelm-1-tp2",
+    "phi3-1-tp2",
+    "phi3-1-tp2-shard2",
+    "gpt_bigcode-tp2-shard2",
+)
 
 
 @pytest.mark.daily("llama-2-tp4-sequence", "gpt_bigcode-heads-tp2", "falcon-groups-tp2")
@@ -63,7 +81,11 @@ def test_layout(pools: Pools, case: str) -> None:
 @pytest.mark.daily("eager")
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_attention_implementations(pools: Pools, attention: str) -> None:
-    case = Case(tiny("llama", num_key_value_heads=1), hf_kwargs={"attn_implementation": attention}, checkpointing=True)
+    case = Case(
+        tiny("llama", num_key_value_heads=1),
+        hf_kwargs={"attn_implementation": attention},
+        checkpointing=True,
+    )
     assert_layout_equal(case, ParallelConfig(tp_size=2), pools(2))
 
 
@@ -76,7 +98,11 @@ def _train(config: PreTrainedConfig, layout: ParallelConfig) -> dict[str, list[t
     """The shares of every parameter with copies: as made, and after two steps of AdamW in float32."""
     model = hfscale.from_config(config, parallel=layout, seed=3)
     runtime = runtime_of(model)
-    held = {planned.name: parameter for planned, parameter in runtime.parameters() if planned.replicas > 1}
+    held = {
+        planned.name: parameter
+        for planned, parameter in runtime.parameters()
+        if planned.replicas > 1
+    }
     made = {name: parameter.detach().clone() for name, parameter in held.items()}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     generator = torch.Generator().manual_seed(1)
@@ -102,12 +128,16 @@ def test_copies_start_and_stay_equal_to_the_last_bit(pools: Pools, case: str) ->
         assert cut is not None
         length = planned.by_name[name].shape[cut.dim]
 
-        def copied(rank: int, when: int, name: str = name, cut: Any = cut, length: int = length) -> torch.Tensor:
+        def copied(
+            rank: int, when: int, name: str = name, cut: Any = cut, length: int = length
+        ) -> torch.Tensor:
             spans = cut.local_spans(length, rank, lambda replicas: replicas > 1)
             return torch.cat([ranks[rank][name][when].narrow(cut.dim, a, b - a) for a, b in spans])
 
         for when in range(2):
             assert torch.equal(copied(0, when), copied(1, when))
             assert torch.equal(copied(2, when), copied(3, when))
-            assert not torch.equal(copied(0, when), copied(2, when)) or (name.endswith("bias") and when == 0)
+            assert not torch.equal(copied(0, when), copied(2, when)) or (
+                name.endswith("bias") and when == 0
+            )
         assert not torch.equal(copied(0, 0), copied(0, 1))

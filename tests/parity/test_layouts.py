@@ -22,7 +22,11 @@ LAYOUTS = {
     "shard4": {"dp_shard_size": 4},
     "replicate2-shard2": {"dp_replicate_size": 2, "dp_shard_size": 2},
     "shard2-reduced-each": {"dp_shard_size": 2, "reduce_each_microbatch": True},
-    "tp2-replicate2-reduced-each": {"tp_size": 2, "dp_replicate_size": 2, "reduce_each_microbatch": True},
+    "tp2-replicate2-reduced-each": {
+        "tp_size": 2,
+        "dp_replicate_size": 2,
+        "reduce_each_microbatch": True,
+    },
 }
 MODELS = {
     "llama": ("llama", {}),
@@ -45,7 +49,9 @@ _FUSED = ["tp2", "shard2", "tp2-shard2"]
 @pytest.mark.parametrize(
     ("model", "layout"),
     pairs(
-        ["llama", "gpt2"], LAYOUTS, daily=[*(("llama", name) for name in LAYOUTS), *(("gpt2", name) for name in _FUSED)]
+        ["llama", "gpt2"],
+        LAYOUTS,
+        daily=[*(("llama", name) for name in LAYOUTS), *(("gpt2", name) for name in _FUSED)],
     ),
 )
 def test_layout(pools: Pools, model: str, layout: str) -> None:
@@ -91,7 +97,11 @@ _BUILDS = ["from_pretrained", "parallelize"]
         list(product(["llama-tied", "gpt2"], _BUILDS)),
         ["tp2", "tp2-shard2", "replicate2"],
         daily=[
-            *((("llama-tied", build), layout) for build in _BUILDS for layout in ("tp2", "replicate2")),
+            *(
+                (("llama-tied", build), layout)
+                for build in _BUILDS
+                for layout in ("tp2", "replicate2")
+            ),
             *((("gpt2", build), "tp2") for build in _BUILDS),
             (("llama-tied", "parallelize"), "tp2-shard2"),
             (("gpt2", "from_pretrained"), "tp2-shard2"),
@@ -104,7 +114,9 @@ def test_checkpointing_and_frozen(pools: Pools, model_build: tuple[str, str], la
     family, changes = MODELS[model]
     parallel = ParallelConfig(**LAYOUTS[layout])
     frozen = ("layers.0.", "k_proj") if family == "llama" else ("h.0.", "c_proj.bias")
-    case = Case(tiny(family, **changes), checkpointing=True, frozen=frozen, build=build, accumulation=3)
+    case = Case(
+        tiny(family, **changes), checkpointing=True, frozen=frozen, build=build, accumulation=3
+    )
     assert_layout_equal(case, parallel, pools(parallel.total_size))
 
 

@@ -28,7 +28,9 @@ from hfscale.testing.verify import changes_for
 Pools = Callable[[int], RankPool]
 
 
-def to_text(case: plain.PlainCase, generator: torch.Generator, length: int) -> dict[str, torch.Tensor]:
+def to_text(
+    case: plain.PlainCase, generator: torch.Generator, length: int
+) -> dict[str, torch.Tensor]:
     """Texts to be made of others; without any label in short ones, of which decoders' inputs are made all the same."""
     batch = plain.sequence_to_sequence(case, generator, length)
     return batch if length > 8 else {**batch, "labels": torch.full_like(batch["labels"], -100)}
@@ -38,7 +40,11 @@ CLASSES: dict[str, tuple[Any, plain.Maker, str]] = {
     "texts": (AutoModelForSequenceClassification, plain.sequence_classification, "labels"),
     "tokens": (AutoModelForTokenClassification, plain.token_classification, "labels"),
     "masked": (AutoModelForMaskedLM, plain.causal_lm, "labels"),
-    "decoder": (AutoModelForCausalLM, plain.causal_lm, "labels"),  # which labels its tokens without shifting them
+    "decoder": (
+        AutoModelForCausalLM,
+        plain.causal_lm,
+        "labels",
+    ),  # which labels its tokens without shifting them
     "to text": (AutoModelForSeq2SeqLM, to_text, "labels"),
 }
 PP2 = {"pp_size": 2, "num_microbatches": 2}
@@ -76,7 +82,9 @@ def test_classes(pools: Pools, family: str, kind: str, layout: dict[str, Any]) -
 
 def test_stages_with_adapters_and_the_head_that_peft_trains_whole(pools: Pools) -> None:
     peft = LoraConfig(r=2, target_modules="all-linear", task_type="SEQ_CLS")
-    assert_layout_equal(replace(case_of("llama", "texts"), peft=peft), ParallelConfig(**PP2), pools(2))
+    assert_layout_equal(
+        replace(case_of("llama", "texts"), peft=peft), ParallelConfig(**PP2), pools(2)
+    )
 
 
 @pytest.mark.slow
@@ -108,9 +116,12 @@ def test_a_contrast_between_rows_is_no_mean() -> None:
 
 
 def _steps(config: Any) -> tuple[float, list[float], str]:
-    model = hfscale.from_config(config, auto_class=AutoModelForTokenClassification, dtype=torch.float64, seed=1).eval()
+    model = hfscale.from_config(
+        config, auto_class=AutoModelForTokenClassification, dtype=torch.float64, seed=1
+    ).eval()
     ids = torch.arange(12).view(2, 6)
-    ignored, labels = torch.full((2, 6), -100), ids % 2
+    ignored = torch.full((2, 6), -100)
+    labels = ids % 2
     empty = float(hfscale.train_step(model, {"input_ids": ids, "labels": ignored}))
     norm = float(hfscale.clip_grad_norm_(model, 1e9))
     batch = {"input_ids": ids, "labels": labels}

@@ -15,12 +15,19 @@ from hfscale.models.clone import tiny_clone
 from hfscale.plan.feature_plans import TowersPlan
 from hfscale.testing import RankPool, assert_layout_equal
 from hfscale.testing.picture_configs import with_pictures
-from hfscale.testing.picture_parity import PictureCase, PlainPictureCase, join_pictures, make_picture
+from hfscale.testing.picture_parity import (
+    PictureCase,
+    PlainPictureCase,
+    join_pictures,
+    make_picture,
+)
 from hfscale.testing.proofs import prove
 
 from ..tiny_models import needs
 
-pytestmark = pytest.mark.filterwarnings("ignore:`hidden_state` is deprecated:FutureWarning")  # mllama's, in 5.17
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`hidden_state` is deprecated:FutureWarning"
+)  # mllama's, in 5.17
 Pools = Callable[[int], RankPool]
 # (step, distinct batch, microbatch): a rank without any picture, and ranks that have theirs in other microbatches
 APART = frozenset([(0, 1, 0), (0, 1, 1), (1, 0, 0), (1, 1, 1)])
@@ -56,13 +63,22 @@ def test_towers_of_models_that_are_their_own_text(pools: Pools, family: str) -> 
 
 def test_layers_that_another_model_reads_by_a_cache(pools: Pools) -> None:
     """PI0's second model attends to keys and values of the first, whose layers' own outputs nothing comes back to."""
-    assert_layout_equal(PlainPictureCase(with_pictures("pi0")), ParallelConfig(dp_shard_size=2), pools(2))
+    assert_layout_equal(
+        PlainPictureCase(with_pictures("pi0")), ParallelConfig(dp_shard_size=2), pools(2)
+    )
 
 
 @needs("inkling2")
 def test_what_all_layers_read_pictures_included_is_on_one_stage() -> None:
-    with pytest.raises(PlanError, match=r"all of its layers read what goes into the first, pictures included.*: use"):
-        hfscale.plan(with_pictures("inkling2"), ParallelConfig(pp_size=2), auto_class=AutoModelForImageTextToText)
+    with pytest.raises(
+        PlanError,
+        match=r"all of its layers read what goes into the first, pictures included.*: use",
+    ):
+        hfscale.plan(
+            with_pictures("inkling2"),
+            ParallelConfig(pp_size=2),
+            auto_class=AutoModelForImageTextToText,
+        )
 
 
 @pytest.mark.slow
@@ -79,8 +95,14 @@ def test_stages_and_data_ranks(pools: Pools) -> None:
 
 
 def test_layers_that_read_pictures_are_on_one_stage() -> None:
-    with pytest.raises(PlanError, match=r"inside its layers .*cross_attention_states.*: use pp_size=1"):
-        hfscale.plan(with_pictures("mllama"), ParallelConfig(pp_size=2), auto_class=AutoModelForImageTextToText)
+    with pytest.raises(
+        PlanError, match=r"inside its layers .*cross_attention_states.*: use pp_size=1"
+    ):
+        hfscale.plan(
+            with_pictures("mllama"),
+            ParallelConfig(pp_size=2),
+            auto_class=AutoModelForImageTextToText,
+        )
 
 
 def behind_two_layers(layers: int) -> Any:
@@ -103,13 +125,22 @@ def test_pictures_that_are_added_behind_the_first_layers(pools: Pools, schedule:
     ("layout", "words"),
     [
         ({"pp_size": 4}, r"first of 4 stages, and it has 4 layers: use at most 3 stages"),
-        ({"pp_size": 2, "stage_layers": [1, 3]}, r"stage_layers=\[1, 3\] has 1 there: use at least 2 as the first"),
+        (
+            {"pp_size": 2, "stage_layers": [1, 3]},
+            r"stage_layers=\[1, 3\] has 1 there: use at least 2 as the first",
+        ),
     ],
     ids=str,
 )
-def test_layers_behind_which_pictures_are_added_are_on_the_first_stage(layout: dict[str, Any], words: str) -> None:
-    with pytest.raises(PlanError, match=f"images are added after each of its first 2 layers, .*{words}"):
-        hfscale.plan(behind_two_layers(4), ParallelConfig(**layout), auto_class=AutoModelForImageTextToText)
+def test_layers_behind_which_pictures_are_added_are_on_the_first_stage(
+    layout: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(
+        PlanError, match=f"images are added after each of its first 2 layers, .*{words}"
+    ):
+        hfscale.plan(
+            behind_two_layers(4), ParallelConfig(**layout), auto_class=AutoModelForImageTextToText
+        )
 
 
 @dataclass
@@ -120,8 +151,11 @@ class VideoCase(PictureCase):
 
     def batches(self, batch_world: int) -> list[list[list[Any]]]:
         """The kinds move on with every step and microbatch."""
-        self.text_alone = frozenset((step, rank, index) for step in (0, 1) for rank in range(4) for index in (0, 1))
-        kinds, draws = self.kinds, torch.Generator().manual_seed(12)
+        self.text_alone = frozenset(
+            (step, rank, index) for step in (0, 1) for rank in range(4) for index in (0, 1)
+        )
+        kinds = self.kinds
+        draws = torch.Generator().manual_seed(12)
         return [
             [[self._with(kinds[(step + rank + i) % len(kinds)], each, draws) for i, each in enumerate(ranks)]
              for rank, ranks in enumerate(distinct)]
@@ -131,7 +165,8 @@ class VideoCase(PictureCase):
     def _with(self, kind: str, batch: Any, draws: torch.Generator) -> Any:
         for each in [name for name in ("image", "video") if kind in (name, "both")]:
             made = [make_picture(self.config, self._arguments, draws) for _ in batch["input_ids"]]
-            pictures, names = join_pictures(made), ("pixel_values", "image_grid_thw")
+            pictures = join_pictures(made)
+            names = ("pixel_values", "image_grid_thw")
             if each == "video":
                 names = ("pixel_values_videos", "video_grid_thw")
             token = getattr(self.config, f"{each}_token_id")
@@ -152,7 +187,9 @@ class VideoCase(PictureCase):
     [{"dp_shard_size": 2}, {"dp_shard_size": 2, "pp_size": 2, "num_microbatches": 2}],
     ids=lambda layout: "-".join(layout),
 )
-def test_pictures_and_videos_in_one_batch_and_none_on_other_ranks(pools: Pools, layout: dict[str, Any]) -> None:
+def test_pictures_and_videos_in_one_batch_and_none_on_other_ranks(
+    pools: Pools, layout: dict[str, Any]
+) -> None:
     parallel = ParallelConfig(**layout)
     assert_layout_equal(VideoCase(behind_two_layers(3)), parallel, pools(parallel.total_size))
 
@@ -172,20 +209,27 @@ CONTEXT: dict[str, dict[str, Any]] = {
 @pytest.mark.daily("qwen2_5_vl")
 @pytest.mark.parametrize(
     "family",
-    [pytest.param(each, marks=pytest.mark.slow) if each in ("paligemma", "gemma4") else each for each in CONTEXT],
+    [
+        pytest.param(each, marks=pytest.mark.slow) if each in ("paligemma", "gemma4") else each
+        for each in CONTEXT
+    ],
 )
 def test_context_ranks(pools: Pools, family: str) -> None:
     """Towers see whole pictures on every rank, and the text is cut behind them."""
     layout = ParallelConfig(**{"cp_size": 2, **CONTEXT[family]})
     alone = APART if layout.size("pp") > 1 else frozenset[tuple[int, int, int]]()
-    assert_layout_equal(PictureCase(with_pictures(family), text_alone=alone), layout, pools(layout.total_size))
+    assert_layout_equal(
+        PictureCase(with_pictures(family), text_alone=alone), layout, pools(layout.total_size)
+    )
 
 
 @pytest.mark.slow
 def test_context_ranks_and_data_ranks_with_adapters(pools: Pools) -> None:
     """The usual recipe: factors in the text, and the projector whole."""
     peft = LoraConfig(
-        r=3, target_modules=r".*language_model.*\.(q_proj|v_proj|down_proj)", modules_to_save=["multi_modal_projector"]
+        r=3,
+        target_modules=r".*language_model.*\.(q_proj|v_proj|down_proj)",
+        modules_to_save=["multi_modal_projector"],
     )
     layout = ParallelConfig(cp_size=2, dp_shard_size=2)
     case = PictureCase(with_pictures("llava"), text_alone=APART, peft=peft, checkpointing=True)
@@ -193,13 +237,21 @@ def test_context_ranks_and_data_ranks_with_adapters(pools: Pools) -> None:
 
 
 def test_pictures_that_layers_read_by_themselves_are_not_cut() -> None:
-    with pytest.raises(PlanError, match=r"cp_size=2 does not fit 'mllama'.*cross_attention_states.*: use cp_size=1"):
-        hfscale.plan(with_pictures("mllama"), ParallelConfig(cp_size=2), auto_class=AutoModelForImageTextToText)
+    with pytest.raises(
+        PlanError, match=r"cp_size=2 does not fit 'mllama'.*cross_attention_states.*: use cp_size=1"
+    ):
+        hfscale.plan(
+            with_pictures("mllama"),
+            ParallelConfig(cp_size=2),
+            auto_class=AutoModelForImageTextToText,
+        )
 
 
 def _cut(config: Any, batch: Any) -> str:
     layout = ParallelConfig(pp_size=2, num_microbatches=2)
-    model = hfscale.from_config(config, parallel=layout, auto_class=AutoModelForImageTextToText, dtype=torch.float64)
+    model = hfscale.from_config(
+        config, parallel=layout, auto_class=AutoModelForImageTextToText, dtype=torch.float64
+    )
     with pytest.raises(ConfigError) as refused:
         hfscale.train_step(model, batch)
     return str(refused.value)
@@ -226,11 +278,16 @@ def test_the_usual_recipe(pools: Pools) -> None:
 
 
 def test_the_plan_names_what_stays_whole() -> None:
-    plan = hfscale.plan(with_pictures("llava"), ParallelConfig(tp_size=2), auto_class=AutoModelForImageTextToText)
+    plan = hfscale.plan(
+        with_pictures("llava"), ParallelConfig(tp_size=2), auto_class=AutoModelForImageTextToText
+    )
     towers = plan.feature(TowersPlan)
     assert towers is not None
     assert towers.items == ("model.vision_tower", "model.multi_modal_projector")
-    assert "beside the text of model.language_model: model.vision_tower, model.multi_modal_projector" in str(plan)
+    assert (
+        "beside the text of model.language_model: model.vision_tower, model.multi_modal_projector"
+        in str(plan)
+    )
     held = [parameter for parameter in plan.owned() if towers.holds(parameter.name)]
     assert sum(torch.Size(parameter.shape).numel() for parameter in held) == towers.parameters
     assert not any(parameter.cuts or parameter.partial for parameter in held)
@@ -238,7 +295,9 @@ def test_the_plan_names_what_stays_whole() -> None:
 
 def test_data_ranks_leave_layers_that_text_does_not_reach_to_the_root() -> None:
     plan = hfscale.plan(
-        with_pictures("mllama"), ParallelConfig(dp_shard_size=2), auto_class=AutoModelForImageTextToText
+        with_pictures("mllama"),
+        ParallelConfig(dp_shard_size=2),
+        auto_class=AutoModelForImageTextToText,
     )
     towers = plan.feature(TowersPlan)
     assert towers is not None

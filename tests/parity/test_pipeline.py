@@ -24,12 +24,22 @@ from ..sweeps import cases, pairs
 from ..tiny_models import tiny
 
 Pools = Callable[[int], RankPool]
-SCHEDULES = ("gpipe", "1f1b", "interleaved1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipev")
+SCHEDULES = (
+    "gpipe",
+    "1f1b",
+    "interleaved1f1b",
+    "looped_bfs",
+    "interleaved_zero_bubble",
+    "zbv",
+    "dualpipev",
+)
 
 
 def deep(family: str, layers: int = 5, **changes: Any) -> PreTrainedConfig:
     """Layers that four stages share unevenly."""
-    return tiny(family, **{"n_layer" if family == "gpt2" else "num_hidden_layers": layers}, **changes)
+    return tiny(
+        family, **{"n_layer" if family == "gpt2" else "num_hidden_layers": layers}, **changes
+    )
 
 
 def _equal(pools: Pools, case: Case, **layout: Any) -> None:
@@ -41,7 +51,9 @@ def _equal(pools: Pools, case: Case, **layout: Any) -> None:
 @pytest.mark.parametrize(
     ("schedule", "family"),  # gpt2: embedding and head are tied, on two ranks, or on one (V)
     pairs(
-        SCHEDULES, ("llama", "gpt2"), daily=[*((at, "gpt2") for at in SCHEDULES), ("1f1b", "llama"), ("zbv", "llama")]
+        SCHEDULES,
+        ("llama", "gpt2"),
+        daily=[*((at, "gpt2") for at in SCHEDULES), ("1f1b", "llama"), ("zbv", "llama")],
     ),
 )
 def test_schedule(pools: Pools, schedule: str, family: str) -> None:
@@ -51,10 +63,18 @@ def test_schedule(pools: Pools, schedule: str, family: str) -> None:
 @pytest.mark.daily("zbv-2")
 @pytest.mark.parametrize(
     ("schedule", "microbatches"),
-    pairs(("gpipe", "1f1b", "zbv"), (1, 2, 3), daily=[("gpipe", 1), ("1f1b", 1), ("1f1b", 3), ("zbv", 2), ("zbv", 3)]),
+    pairs(
+        ("gpipe", "1f1b", "zbv"),
+        (1, 2, 3),
+        daily=[("gpipe", 1), ("1f1b", 1), ("1f1b", 3), ("zbv", 2), ("zbv", 3)],
+    ),
 )
-def test_fewer_and_odd_numbers_of_microbatches(pools: Pools, schedule: str, microbatches: int) -> None:
-    _equal(pools, Case(deep("llama"), accumulation=microbatches), pp_size=2, pipeline_schedule=schedule)
+def test_fewer_and_odd_numbers_of_microbatches(
+    pools: Pools, schedule: str, microbatches: int
+) -> None:
+    _equal(
+        pools, Case(deep("llama"), accumulation=microbatches), pp_size=2, pipeline_schedule=schedule
+    )
 
 
 @pytest.mark.daily("interleaved_zero_bubble")
@@ -67,11 +87,17 @@ def test_four_ranks(pools: Pools, schedule: str) -> None:
 @pytest.mark.daily("frozen1-1f1b", "frozen2-zbv")
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 @pytest.mark.parametrize(
-    "frozen", [("embed", ".0.", ".1.", ".2."), ("norm", "q_proj"), (".3.", ".4.", "head", "model.norm")]
+    "frozen",
+    [("embed", ".0.", ".1.", ".2."), ("norm", "q_proj"), (".3.", ".4.", "head", "model.norm")],
 )
 def test_frozen(pools: Pools, frozen: tuple[str, ...], schedule: str) -> None:
     """A first stage that does not train at all, one that trains in part, a last stage that does not."""
-    _equal(pools, Case(deep("llama"), frozen=frozen, accumulation=3), pp_size=2, pipeline_schedule=schedule)
+    _equal(
+        pools,
+        Case(deep("llama"), frozen=frozen, accumulation=3),
+        pp_size=2,
+        pipeline_schedule=schedule,
+    )
 
 
 @pytest.mark.daily("1f1b-frozen1")
@@ -90,7 +116,12 @@ def test_stages_by_hand(pools: Pools, stages: list[int], build: str) -> None:
 
 
 def test_virtual_stages_by_hand(pools: Pools) -> None:
-    layout = {"pp_size": 2, "virtual_stages": 2, "stage_layers": [2, 1, 1, 1], "pipeline_schedule": "looped_bfs"}
+    layout = {
+        "pp_size": 2,
+        "virtual_stages": 2,
+        "stage_layers": [2, 1, 1, 1],
+        "pipeline_schedule": "looped_bfs",
+    }
     _equal(pools, Case(deep("gpt2"), accumulation=3), **layout)
 
 
@@ -100,7 +131,13 @@ def test_a_schedule_of_ones_own(pools: Pools, tmp_path: Path) -> None:
     path.write_text("1F0,1F1,1F2,1B2,1I0,1B1,1W0\n0F0,0F1,0F2,0B2,0B0,0B1\n")
     _equal(pools, Case(deep("gpt2"), accumulation=3), pp_size=2, pipeline_schedule=str(path))
     write_csv(order("zbv", 2, 4, 2), path)
-    _equal(pools, Case(deep("llama"), accumulation=4), pp_size=2, virtual_stages=2, pipeline_schedule=str(path))
+    _equal(
+        pools,
+        Case(deep("llama"), accumulation=4),
+        pp_size=2,
+        virtual_stages=2,
+        pipeline_schedule=str(path),
+    )
 
 
 OTHER_AXES: list[dict[str, Any]] = [
@@ -118,7 +155,8 @@ _BESIDE_SPLIT = [{"tp_size": 2, "sequence_parallel": True}, {"dp_shard_size": 2}
 
 
 @pytest.mark.daily(
-    "dp_replicate_size-weights_regather-reduce_each_microbatch-zbv", "tp_size-sequence_parallel-sequence_regather-1f1b"
+    "dp_replicate_size-weights_regather-reduce_each_microbatch-zbv",
+    "tp_size-sequence_parallel-sequence_regather-1f1b",
 )
 @pytest.mark.parametrize(
     ("layout", "schedule"),
@@ -162,14 +200,18 @@ EIGHT: dict[str, dict[str, Any]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", cases(EIGHT, daily=["shard-sp-zbv"]))
 def test_eight_ranks(pools: Pools, layout: str) -> None:
-    _equal(pools, Case(deep("llama", tie_word_embeddings=True)), pp_size=2, tp_size=2, **EIGHT[layout])
+    _equal(
+        pools, Case(deep("llama", tie_word_embeddings=True)), pp_size=2, tp_size=2, **EIGHT[layout]
+    )
 
 
 def _split(directory: str, layout: ParallelConfig, batch: dict[str, torch.Tensor]) -> list[Any]:
     model = hfscale.from_pretrained(directory, parallel=layout, dtype=torch.float64)
     with keep_float64():
         evaluated = hfscale.eval_step(model, batch)
-        losses = [hfscale.train_step(model, batch) for _ in range(2)]  # the second adds to the gradients of the first
+        losses = [
+            hfscale.train_step(model, batch) for _ in range(2)
+        ]  # the second adds to the gradients of the first
         model.eval()
         evaluated_again = hfscale.eval_step(model, batch)
     norm = hfscale.clip_grad_norm_(model, 1e9, float("inf"))
@@ -179,7 +221,10 @@ def _split(directory: str, layout: ParallelConfig, batch: dict[str, torch.Tensor
 
 @pytest.mark.parametrize(
     ("schedule", "numbers"),
-    cases([("1f1b", (None, 4)), ("1f1b", (2, 8)), ("zbv", (None, 2, 4, 8))], daily=[("1f1b", (None, 4))]),
+    cases(
+        [("1f1b", (None, 4)), ("1f1b", (2, 8)), ("zbv", (None, 2, 4, 8))],
+        daily=[("1f1b", (None, 4))],
+    ),
 )
 def test_one_batch_is_cut_into_microbatches(
     pools: Pools, tmp_path: Path, schedule: str, numbers: tuple[int | None, ...]
@@ -203,15 +248,21 @@ def _refusals(directory: str) -> list[str]:
             call(hfscale.from_pretrained(directory, parallel=layout))
         found.append(str(caught.value))
 
-    generator, layout = torch.Generator().manual_seed(2), ParallelConfig(pp_size=2, num_microbatches=3)
+    generator = torch.Generator().manual_seed(2)
+    layout = ParallelConfig(pp_size=2, num_microbatches=3)
     batch = ragged_batch(generator, 67, 8, 9, masked=False)
     refused(layout, lambda model: hfscale.train_step(model, batch))
     interleaved = ParallelConfig(pp_size=2, pipeline_schedule="interleaved1f1b")
     three = [ragged_batch(generator, 67, 1, 9, masked=False) for _ in range(3)]
-    refused(replace(interleaved, num_microbatches=None), lambda model: hfscale.train_step(model, three[:1] * 5))
+    refused(
+        replace(interleaved, num_microbatches=None),
+        lambda model: hfscale.train_step(model, three[:1] * 5),
+    )
     refused(ParallelConfig(pp_size=2), lambda model: model(**batch))
     rank = torch.distributed.get_rank()
-    refused(ParallelConfig(pp_size=2), lambda model: hfscale.train_step(model, [batch] * (1 + rank)))
+    refused(
+        ParallelConfig(pp_size=2), lambda model: hfscale.train_step(model, [batch] * (1 + rank))
+    )
     return found
 
 
@@ -224,16 +275,23 @@ def test_what_is_refused(pools: Pools, tmp_path: Path) -> None:
         assert "use hfscale.train_step and hfscale.eval_step" in alone
         assert "given different batches" in different
     with pytest.raises(ConfigError, match="num_microbatches=5 does not divide into the 2 rounds"):
-        hfscale.plan(deep("llama"), ParallelConfig(pp_size=2, pipeline_schedule="interleaved1f1b", num_microbatches=5))
+        hfscale.plan(
+            deep("llama"),
+            ParallelConfig(pp_size=2, pipeline_schedule="interleaved1f1b", num_microbatches=5),
+        )
 
 
 def _masks(directory: str) -> torch.Tensor:
     """Which entries the dropout inside the rank's first layer drops, seeded alike everywhere."""
     torch.manual_seed(7)
-    model = hfscale.from_pretrained(directory, parallel=ParallelConfig(pp_size=2, tp_size=2)).train()
+    model = hfscale.from_pretrained(
+        directory, parallel=ParallelConfig(pp_size=2, tp_size=2)
+    ).train()
     layers = runtime_of(model).plan.stages.of_rank(runtime_of(model).mesh.ranks["pp"])[0].layers  # type: ignore[union-attr]
     seen: list[torch.Tensor] = []
-    model.get_submodule(layers[0]).mlp.dropout.register_forward_hook(lambda _, args, output: seen.append(output == 0))
+    model.get_submodule(layers[0]).mlp.dropout.register_forward_hook(
+        lambda _, args, output: seen.append(output == 0)
+    )
     batch = ragged_batch(torch.Generator().manual_seed(2), 67, 2, 9, masked=False)
     hfscale.train_step(model, batch)
     return seen[0]
@@ -249,7 +307,8 @@ def test_stages_drop_different_entries(pools: Pools) -> None:
 
 
 def _tied_copies(directory: str) -> list[str]:
-    layout, batch = ParallelConfig(pp_size=2), ragged_batch(torch.Generator().manual_seed(2), 67, 2, 9, masked=False)
+    layout = ParallelConfig(pp_size=2)
+    batch = ragged_batch(torch.Generator().manual_seed(2), 67, 2, 9, masked=False)
     found = []
 
     def refused(model: Any) -> None:
@@ -260,7 +319,10 @@ def _tied_copies(directory: str) -> list[str]:
     model = hfscale.from_pretrained(directory, parallel=layout).train()
     named = dict(model.named_parameters(remove_duplicate=False))  # each stage has a name of its own
     chosen = [named.pop(name) for name in list(named) if "wte" in name]
-    groups = [{"params": list(named.values())}, *([{"params": chosen, "weight_decay": 0.0}] if chosen else [])]
+    groups = [
+        {"params": list(named.values())},
+        *([{"params": chosen, "weight_decay": 0.0}] if chosen else []),
+    ]
     optimizer = torch.optim.AdamW(groups, weight_decay=0.5)
     hfscale.train_step(model, batch)
     optimizer.step()
@@ -284,7 +346,9 @@ def test_tied_copies_stay_equal_or_are_refused(pools: Pools, tmp_path: Path) -> 
         assert "leave it out" in kept
 
 
-def _frozen_by_a_name(directory: str, word: str, every_name: bool) -> list[tuple[list[float], dict[str, torch.Tensor]]]:
+def _frozen_by_a_name(
+    directory: str, word: str, every_name: bool
+) -> list[tuple[list[float], dict[str, torch.Tensor]]]:
     """Losses and gradients of two steps with all tensors named like ``word`` frozen, and of two after they thawed."""
     layout = ParallelConfig(pp_size=2) if dist.is_initialized() else None
     model = hfscale.from_pretrained(directory, parallel=layout, dtype=torch.float64).train()
@@ -306,14 +370,21 @@ def _frozen_by_a_name(directory: str, word: str, every_name: bool) -> list[tuple
 
 
 @pytest.mark.daily("lm_head-True")
-@pytest.mark.parametrize(("word", "every_name"), [("wte", False), ("lm_head", False), ("lm_head", True)])
-def test_a_tied_tensor_frozen_by_one_name(pools: Pools, tmp_path: Path, word: str, every_name: bool) -> None:
+@pytest.mark.parametrize(
+    ("word", "every_name"), [("wte", False), ("lm_head", False), ("lm_head", True)]
+)
+def test_a_tied_tensor_frozen_by_one_name(
+    pools: Pools, tmp_path: Path, word: str, every_name: bool
+) -> None:
     """Each stage has its own name for it; in one process there is one tensor, listed once, under its first name."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(deep("gpt2"), dtype=torch.float64).save_pretrained(tmp_path)
+        AutoModelForCausalLM.from_config(deep("gpt2"), dtype=torch.float64).save_pretrained(
+            tmp_path
+        )
     asked = str(tmp_path), word, every_name
-    expected, ranks = _frozen_by_a_name(*asked), pools(2).run(_frozen_by_a_name, *asked)
+    expected = _frozen_by_a_name(*asked)
+    ranks = pools(2).run(_frozen_by_a_name, *asked)
     assert ("transformer.wte.weight" in expected[0][1]) == (word == "lm_head" and not every_name)
     assert "transformer.wte.weight" in expected[1][1]
     for part, (losses, gradients) in enumerate(expected):
@@ -327,7 +398,9 @@ def test_a_tied_tensor_frozen_by_one_name(pools: Pools, tmp_path: Path, word: st
 
 def test_recomputed_by_reentering_behind_a_frozen_stage(pools: Pools, tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(deep("llama")).save_pretrained(tmp_path)
-    plain, reentrant = (pools(2).run(_gradients, str(tmp_path), recompute) for recompute in (False, True))
+    plain, reentrant = (
+        pools(2).run(_gradients, str(tmp_path), recompute) for recompute in (False, True)
+    )
     assert plain[1].keys() == reentrant[1].keys() != set()
     for name, gradient in plain[1].items():
         torch.testing.assert_close(reentrant[1][name], gradient)
@@ -351,9 +424,13 @@ def test_layers_that_return_a_view(pools: Pools) -> None:
     )  # fmt: skip
     _equal(pools, Case(config, accumulation=4), pp_size=2, pipeline_schedule="zbv")
     config.layerdrop = 0.2
-    with pytest.raises(PlanError, match=r"layerdrop=0\.2 skips layers at random.*use config\.layerdrop = 0"):
+    with pytest.raises(
+        PlanError, match=r"layerdrop=0\.2 skips layers at random.*use config\.layerdrop = 0"
+    ):
         hfscale.plan(config, ParallelConfig(pp_size=2))
-    with pytest.raises(PlanError, match=r"layerdrop=0\.2 skips layers at random, different ones on every rank"):
+    with pytest.raises(
+        PlanError, match=r"layerdrop=0\.2 skips layers at random, different ones on every rank"
+    ):
         hfscale.plan(config, ParallelConfig(dp_shard_size=2))
 
 

@@ -20,10 +20,25 @@ Pools = Callable[[int], RankPool]
 TP2 = ParallelConfig(tp_size=2)
 _T5 = {"pad_token_id": 0, "decoder_start_token_id": 0, "relative_attention_num_buckets": 8}
 _BART = {"decoder_start_token_id": 2, "pad_token_id": 1, "eos_token_id": 3}
-_DEBERTA = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "position_buckets": 8, "pad_token_id": 0}
+_DEBERTA = {
+    "relative_attention": True,
+    "pos_att_type": ["c2p", "p2c"],
+    "position_buckets": 8,
+    "pad_token_id": 0,
+}
 CASES: dict[str, tuple[str, str, plain.Maker, dict[str, Any]]] = {
-    "classes of texts": ("bert", "BertForSequenceClassification", plain.sequence_classification, {}),
-    "classes of tokens": ("distilbert", "DistilBertForTokenClassification", plain.token_classification, {}),
+    "classes of texts": (
+        "bert",
+        "BertForSequenceClassification",
+        plain.sequence_classification,
+        {},
+    ),
+    "classes of tokens": (
+        "distilbert",
+        "DistilBertForTokenClassification",
+        plain.token_classification,
+        {},
+    ),
     "masked tokens": ("roberta", "RobertaForMaskedLM", plain.causal_lm, {"pad_token_id": 1}),
     "one layer many times": ("albert", "AlbertForMaskedLM", plain.causal_lm, {}),
     "a table of positions that every layer reads": (
@@ -33,8 +48,18 @@ CASES: dict[str, tuple[str, str, plain.Maker, dict[str, Any]]] = {
         _DEBERTA,
     ),
     "relative biases": ("t5", "T5ForConditionalGeneration", plain.sequence_to_sequence, _T5),
-    "relative biases, gated": ("mt5", "MT5ForConditionalGeneration", plain.sequence_to_sequence, _T5),
-    "attention to an encoder": ("bart", "BartForConditionalGeneration", plain.sequence_to_sequence, _BART),
+    "relative biases, gated": (
+        "mt5",
+        "MT5ForConditionalGeneration",
+        plain.sequence_to_sequence,
+        _T5,
+    ),
+    "attention to an encoder": (
+        "bart",
+        "BartForConditionalGeneration",
+        plain.sequence_to_sequence,
+        _BART,
+    ),
     "positions that are never stored": (
         "marian",
         "MarianMTModel",
@@ -74,10 +99,19 @@ def test_tensor_and_data_ranks(pools: Pools, kind: str) -> None:
 
 
 def test_every_stack_is_cut() -> None:
-    planned = hfscale.plan(case("relative biases").config, TP2, auto_class=transformers.T5ForConditionalGeneration)
-    assert planned.layers == ("encoder.block.0", "encoder.block.1", "decoder.block.0", "decoder.block.1")
+    planned = hfscale.plan(
+        case("relative biases").config, TP2, auto_class=transformers.T5ForConditionalGeneration
+    )
+    assert planned.layers == (
+        "encoder.block.0",
+        "encoder.block.1",
+        "decoder.block.0",
+        "decoder.block.1",
+    )
     assert len(planned.blocks) == 2 * 2 + 2 * 3
-    cross = next(block for block in planned.blocks if block.name == "decoder.block.1.layer.1.EncDecAttention")
+    cross = next(
+        block for block in planned.blocks if block.name == "decoder.block.1.layer.1.EncDecAttention"
+    )
     assert "key_value_states" in cross.enter_inputs
     bias = planned.by_name["decoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"]
     assert (bias.shape, bias.local_shape({})) == ((8, 4), (8, 2))
@@ -88,9 +122,13 @@ def test_a_class_with_one_of_two_stacks() -> None:
         "model.decoder.layers.0",
         "model.decoder.layers.1",
     )
-    encoder = hfscale.plan(case("relative biases").config, TP2, auto_class=transformers.T5EncoderModel)
+    encoder = hfscale.plan(
+        case("relative biases").config, TP2, auto_class=transformers.T5EncoderModel
+    )
     assert encoder.layers == ("encoder.block.0", "encoder.block.1")
-    tower = hfscale.plan(case("two towers").config.vision_config, TP2, auto_class=transformers.CLIPVisionModel)
+    tower = hfscale.plan(
+        case("two towers").config.vision_config, TP2, auto_class=transformers.CLIPVisionModel
+    )
     assert len(tower.blocks) == 4
 
 
@@ -98,7 +136,9 @@ def test_a_class_with_one_of_two_stacks() -> None:
 def test_heads_of_one_half_that_do_not_divide_are_refused(half: str) -> None:
     config = tiny_clone(BartConfig())
     setattr(config, f"{half}_attention_heads", 1)
-    with pytest.raises(PlanError, match=r"does not divide the 1 attention heads .*: use tp_size 1$"):
+    with pytest.raises(
+        PlanError, match=r"does not divide the 1 attention heads .*: use tp_size 1$"
+    ):
         hfscale.plan(config, TP2, auto_class=BartForConditionalGeneration)
 
 
@@ -107,7 +147,9 @@ def test_train_step_takes_a_loss_of_the_models_own() -> None:
     wanted = case("classes of texts")
     model = hfscale.from_config(wanted.config, auto_class=Classifier).eval()
     batch = wanted.batches(1)[0][0][0]
-    assert hfscale.train_step(model, batch).item() == pytest.approx(model(**batch).loss.item(), rel=1e-6)
+    assert hfscale.train_step(model, batch).item() == pytest.approx(
+        model(**batch).loss.item(), rel=1e-6
+    )
     contrast = case("two towers")
     model = hfscale.from_config(contrast.config, auto_class=contrast.auto_class)
     with pytest.raises(ConfigError, match=r"CLIPModel has another .* loop over loss = model"):
@@ -122,7 +164,9 @@ def test_whole_activations_are_dropped_out_alike(pools: Pools) -> None:
 def test_a_table_that_heads_share_is_dropped_out_alike(pools: Pools) -> None:
     # Its dropout is inside a block whose attention weights have one too, which differs between ranks.
     kind = "a table of positions that every layer reads"
-    found = pools(2).run(_dropouts, case(kind, hidden_dropout_prob=0.5, attention_probs_dropout_prob=0.5))
+    found = pools(2).run(
+        _dropouts, case(kind, hidden_dropout_prob=0.5, attention_probs_dropout_prob=0.5)
+    )
     (table, weights), (other_table, other_weights) = found
     assert torch.equal(table, other_table)
     assert not torch.equal(weights, other_weights)
@@ -133,16 +177,21 @@ def _dropouts(case: plain.PlainCase) -> tuple[torch.Tensor, torch.Tensor]:
     """What two dropouts inside a block left: of the table of positions, of the weights of this rank's heads."""
     torch.manual_seed(5)
     model = hfscale.from_config(case.config, parallel=TP2, auto_class=case.auto_class).train()
-    attention, kept = model.deberta.encoder.layer[1].attention.self, {}
+    attention = model.deberta.encoder.layer[1].attention.self
+    kept = {}
     for name in ("pos_dropout", "dropout"):
         module = getattr(attention, name)
-        module.register_forward_hook(lambda _, args, output, name=name: kept.update({name: output != 0}))
+        module.register_forward_hook(
+            lambda _, args, output, name=name: kept.update({name: output != 0})
+        )
     model(**case.batches(1)[0][0][0])
     return kept["pos_dropout"], kept["dropout"]
 
 
 def test_training_with_dropout_keeps_ranks_together(pools: Pools) -> None:
-    config = case("classes of texts", hidden_dropout_prob=0.2, attention_probs_dropout_prob=0.2).config
+    config = case(
+        "classes of texts", hidden_dropout_prob=0.2, attention_probs_dropout_prob=0.2
+    ).config
     (loss, whole), (other_loss, other_whole) = pools(2).run(_train_with_dropout, config)
     assert loss == other_loss
     assert len(loss) == len(set(loss))  # every step draws other masks
@@ -153,7 +202,9 @@ def test_training_with_dropout_keeps_ranks_together(pools: Pools) -> None:
 
 def _train_with_dropout(config: BertConfig) -> tuple[list[float], dict[str, torch.Tensor]]:
     model = hfscale.from_config(config, parallel=TP2, auto_class=Classifier).train()
-    torch.manual_seed(100 + torch.distributed.get_rank())  # the ranks have drawn different numbers before
+    torch.manual_seed(
+        100 + torch.distributed.get_rank()
+    )  # the ranks have drawn different numbers before
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batch = plain.PlainCase(config, make_batch=plain.sequence_classification).batches(1)[0][0][0]
     losses = []

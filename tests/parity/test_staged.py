@@ -22,10 +22,16 @@ from ..tiny_models import tiny
 
 BACKENDS = {"staged": staged, "late": late}
 _MORE = {
-    **{f"cp2 {method}": {"cp_size": 2, "cp_method": method} for method in ("gather", "ring", "heads")},
+    **{
+        f"cp2 {method}": {"cp_size": 2, "cp_method": method}
+        for method in ("gather", "ring", "heads")
+    },
     "replicate2": {"dp_replicate_size": 2},
 }
-EVERY = {**{name: sizes for name, sizes in LAYOUTS.items() if name not in ("one", "cp2", "pipedream")}, **_MORE}
+EVERY = {
+    **{name: sizes for name, sizes in LAYOUTS.items() if name not in ("one", "cp2", "pipedream")},
+    **_MORE,
+}
 
 
 @pytest.fixture(scope="module")
@@ -46,13 +52,21 @@ def started() -> Iterator[Callable[[str, int], RankPool]]:
     pairs(
         EVERY,
         BACKENDS,
-        daily=[(layout, "late") for layout in ("tp2", "sequence", "cp2 ring", "ep2", "1f1b", "shard2")],
+        daily=[
+            (layout, "late") for layout in ("tp2", "sequence", "cp2 ring", "ep2", "1f1b", "shard2")
+        ],
     ),
 )
-def test_equal_to_one_process(started: Callable[[str, int], RankPool], layout: str, backend: str) -> None:
+def test_equal_to_one_process(
+    started: Callable[[str, int], RankPool], layout: str, backend: str
+) -> None:
     parallel = ParallelConfig(**EVERY[layout])
     mixture = "ep2" in layout
-    config = qwen3_moe(num_hidden_layers=2) if mixture else tiny("llama", num_hidden_layers=2 * parallel.pp_size)
+    config = (
+        qwen3_moe(num_hidden_layers=2)
+        if mixture
+        else tiny("llama", num_hidden_layers=2 * parallel.pp_size)
+    )
     case = Case(config, accumulation=2, hf_kwargs=dict(EAGER) if mixture else {})
     pool = started(backend, parallel.total_size)
     assert_layout_equal(case, parallel, pool)
@@ -72,7 +86,10 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "powersgd": (POWERSGD, {}),
     "bf16": ({**POWERSGD, "gradient_compression": "bf16", "powersgd_rank": None}, {}),
     "shard2, powersgd": ({**POWERSGD, "dp_shard_size": 2}, {}),
-    "offload": ({"dp_shard_size": 2}, {"memory": MemoryConfig(offload_parameters=True, offload_activations="1KB")}),
+    "offload": (
+        {"dp_shard_size": 2},
+        {"memory": MemoryConfig(offload_parameters=True, offload_activations="1KB")},
+    ),
     "pipedream": (LAYOUTS["pipedream"], {}),  # which reports a loss one call later
     "fp8": ({"tp_size": 2, "sequence_parallel": True}, {"mixed_precision": "fp8"}),
 }
@@ -88,7 +105,11 @@ def steps(layout: dict[str, Any], built: dict[str, Any]) -> dict[str, torch.Tens
     losses = [hfscale.train_step(model, {"input_ids": one, "labels": one}) for one in ids]
     return {
         "losses": torch.stack(losses),
-        **{p.name: local_tensor(x.grad).clone() for p, x in runtime_of(model).parameters() if x.grad is not None},
+        **{
+            p.name: local_tensor(x.grad).clone()
+            for p, x in runtime_of(model).parameters()
+            if x.grad is not None
+        },
     }
 
 
@@ -96,12 +117,17 @@ def steps(layout: dict[str, Any], built: dict[str, Any]) -> dict[str, torch.Tens
     ("name", "backend"), pairs(OTHERS, BACKENDS, daily=[("powersgd", "late"), ("offload", "late")])
 )
 def test_equal_to_gloo(
-    pools: Callable[[int], RankPool], started: Callable[[str, int], RankPool], name: str, backend: str
+    pools: Callable[[int], RankPool],
+    started: Callable[[str, int], RankPool],
+    name: str,
+    backend: str,
 ) -> None:
     layout, built = OTHERS[name]
     world = ParallelConfig(**layout).total_size
     for wanted, found in zip(
-        pools(world).run(steps, layout, built), started(backend, world).run(steps, layout, built), strict=True
+        pools(world).run(steps, layout, built),
+        started(backend, world).run(steps, layout, built),
+        strict=True,
     ):
         assert wanted.keys() == found.keys()
         for key, value in wanted.items():
@@ -117,7 +143,9 @@ def early() -> tuple[float, float]:
     return before, float(x.sum())
 
 
-def test_late_outputs_are_nan_until_they_are_waited_for(started: Callable[[str, int], RankPool]) -> None:
+def test_late_outputs_are_nan_until_they_are_waited_for(
+    started: Callable[[str, int], RankPool],
+) -> None:
     for before, after in started("late", 2).run(early):
         assert math.isnan(before)
         assert after == 6

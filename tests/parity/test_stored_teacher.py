@@ -39,20 +39,32 @@ class Stored(Distilled):
 
     def layout_step(self, model: Any, microbatches: list[Batch]) -> Tensor:
         if not hasattr(model, "taught"):
-            object.__setattr__(model, "taught", hfscale.Teacher.stored(self.directory, model, beta=self.beta))
+            object.__setattr__(
+                model, "taught", hfscale.Teacher.stored(self.directory, model, beta=self.beta)
+            )
         return hfscale.train_step(model, microbatches, teacher=model.taught)
 
 
 def case(directory: Path, **changes: Any) -> Stored:
     config = tiny("llama", num_hidden_layers=4, tie_word_embeddings=False)
-    given = {"rows": 4, "accumulation": 4, "temperature": 1.5, "directory": str(directory), **changes}
+    given = {
+        "rows": 4,
+        "accumulation": 4,
+        "temperature": 1.5,
+        "directory": str(directory),
+        **changes,
+    }
     return Stored(config, **given)
 
 
 def write(layout: Layout, given: list[Batch], directory: Path, top_k: int) -> list[str]:
-    teacher = hfscale.from_config(WIDER, parallel=ParallelConfig(**layout), dtype=torch.float64, seed=5).train()
+    teacher = hfscale.from_config(
+        WIDER, parallel=ParallelConfig(**layout), dtype=torch.float64, seed=5
+    ).train()
     with keep_float64():
-        hfscale.Teacher.write(teacher, given, directory, top_k=top_k, temperature=1.5, batches_per_shard=3)
+        hfscale.Teacher.write(
+            teacher, given, directory, top_k=top_k, temperature=1.5, batches_per_shard=3
+        )
     assert teacher.training
     return sorted(path.name for path in directory.iterdir())
 
@@ -68,16 +80,26 @@ def batches(case: Stored, world: int) -> list[Batch]:
     [
         (PP2, TP2, 5),
         (CP2, DP2, 5),
-        *(pytest.param(writer, layout, 5, marks=pytest.mark.slow) for writer, layout in ((TP2, PP2), (DP2, CP2))),
+        *(
+            pytest.param(writer, layout, 5, marks=pytest.mark.slow)
+            for writer, layout in ((TP2, PP2), (DP2, CP2))
+        ),
         (TP2, TP2, SIZE),
         ({}, TP2, SIZE - 1),
     ],
     ids=str,
 )
-def test_two_ranks(pools: Pools, tmp_path: Path, writer: Layout, layout: Layout, top_k: int) -> None:
-    beta = {"tp_size": 0.5, "dp_shard_size": 0.0, "cp_size": 1.0, "pp_size": 0.1}[next(iter(layout))]
-    given, parallel = case(tmp_path / "stored", top_k=top_k, beta=beta), ParallelConfig(**layout)
-    pools(2 if writer else 1).run(write, writer, batches(given, parallel.batch_world), tmp_path / "stored", top_k)
+def test_two_ranks(
+    pools: Pools, tmp_path: Path, writer: Layout, layout: Layout, top_k: int
+) -> None:
+    beta = {"tp_size": 0.5, "dp_shard_size": 0.0, "cp_size": 1.0, "pp_size": 0.1}[
+        next(iter(layout))
+    ]
+    given = case(tmp_path / "stored", top_k=top_k, beta=beta)
+    parallel = ParallelConfig(**layout)
+    pools(2 if writer else 1).run(
+        write, writer, batches(given, parallel.batch_world), tmp_path / "stored", top_k
+    )
     assert_layout_equal(given, parallel, pools(2))
 
 
@@ -92,32 +114,48 @@ def test_two_ranks(pools: Pools, tmp_path: Path, writer: Layout, layout: Layout,
     ids=str,
 )
 def test_products(pools: Pools, tmp_path: Path, writer: Layout, layout: Layout) -> None:
-    given, parallel = case(tmp_path / "stored", top_k=9), ParallelConfig(**layout)
+    given = case(tmp_path / "stored", top_k=9)
+    parallel = ParallelConfig(**layout)
     pools(4).run(write, writer, batches(given, parallel.batch_world), tmp_path / "stored", 9)
     assert_layout_equal(given, parallel, pools(4))
 
 
 def refusals(directory: Path, given: list[Batch]) -> list[str]:
     """What two data ranks are told, of which one has a text that is not stored."""
-    student = hfscale.from_config(tiny("llama"), parallel=ParallelConfig(**DP2), dtype=torch.float64)
+    student = hfscale.from_config(
+        tiny("llama"), parallel=ParallelConfig(**DP2), dtype=torch.float64
+    )
     teacher, rank = hfscale.Teacher.stored(directory, student), hfscale.batch_rank(student)
     other = {**given[7], "input_ids": given[7]["input_ids"].flip(1)}
     return [
-        refusal_of(lambda: hfscale.train_step(student, [given[6], other if rank else given[7]], teacher=teacher)),
-        refusal_of(lambda: hfscale.train_step(student, {"input_ids": other["input_ids"]}, teacher=teacher)),
+        refusal_of(
+            lambda: hfscale.train_step(
+                student, [given[6], other if rank else given[7]], teacher=teacher
+            )
+        ),
+        refusal_of(
+            lambda: hfscale.train_step(student, {"input_ids": other["input_ids"]}, teacher=teacher)
+        ),
     ]
 
 
 def test_every_rank_hears_of_a_batch_that_cannot_be_read(pools: Pools, tmp_path: Path) -> None:
     """The first rank alone reads the texts before the others begin."""
     with pytest.raises(RankError) as caught:
-        pools(2).run(write, TP2, [{"input_ids": torch.zeros(2, 5, dtype=torch.long), "labels": [3]}], tmp_path, 4)
+        pools(2).run(
+            write,
+            TP2,
+            [{"input_ids": torch.zeros(2, 5, dtype=torch.long), "labels": [3]}],
+            tmp_path,
+            4,
+        )
     assert str(caught.value).count("cannot be written: rank 0: AttributeError") >= 2
 
 
 def test_it_goes_on_where_it_stopped_and_refuses_others(pools: Pools, tmp_path: Path) -> None:
     stored = case(tmp_path / "stored")
-    given, directory = batches(stored, 2)[:8], tmp_path / "stored"
+    given = batches(stored, 2)[:8]
+    directory = tmp_path / "stored"
     names = write({}, given, directory, 4)
     assert names == ["00000.safetensors", "00001.safetensors", "00002.safetensors", "teacher.json"]
     kept = {name: (directory / name).read_bytes() for name in names}
@@ -131,20 +169,31 @@ def test_it_goes_on_where_it_stopped_and_refuses_others(pools: Pools, tmp_path: 
     for name, tensor in load_file(directory / names[1]).items():
         torch.testing.assert_close(tensor, load(kept[names[1]])[name], rtol=1e-12, atol=1e-13)
     assert "holds another teacher (top_k=4)" in refusal_of(lambda: write({}, given, directory, 5))
-    assert "holds another teacher (texts=" in refusal_of(lambda: write({}, given[::-1], directory, 4))
+    assert "holds another teacher (texts=" in refusal_of(
+        lambda: write({}, given[::-1], directory, 4)
+    )
     assert "more than the vocabulary of 67" in refusal_of(lambda: write({}, given, directory, 68))
     first, second = pools(2).run(refusals, directory, given)
     assert first[0].startswith("another rank has a text that is not stored: store these")
     assert second[0].startswith("4 text(s) of the step are not among those")
     assert "knows texts by input_ids, labels" in first[1]
     smaller = hfscale.from_config(tiny("llama", vocab_size=60))
-    assert "67 tokens and the student one of 60" in refusal_of(lambda: hfscale.Teacher.stored(directory, smaller))
-    assert "has no teacher.json" in refusal_of(lambda: hfscale.Teacher.stored(tmp_path / "none", student))
+    assert "67 tokens and the student one of 60" in refusal_of(
+        lambda: hfscale.Teacher.stored(directory, smaller)
+    )
+    assert "has no teacher.json" in refusal_of(
+        lambda: hfscale.Teacher.stored(tmp_path / "none", student)
+    )
     about = json.loads((directory / "teacher.json").read_text())
     assert (about["top_k"], about["temperature"], about["vocabulary"]) == (4, 1.5, SIZE)
-    padded = {**given[0], "attention_mask": torch.ones_like(given[0]["input_ids"]).index_fill(1, torch.tensor(0), 0)}
+    padded = {
+        **given[0],
+        "attention_mask": torch.ones_like(given[0]["input_ids"]).index_fill(1, torch.tensor(0), 0),
+    }
     padded["labels"] = given[0]["input_ids"]
-    assert "predicts no label behind padding" in refusal_of(lambda: write({}, [padded], tmp_path / "left", 4))
+    assert "predicts no label behind padding" in refusal_of(
+        lambda: write({}, [padded], tmp_path / "left", 4)
+    )
 
 
 def test_what_predicts_a_label_on_padding_is_stored() -> None:

@@ -23,7 +23,10 @@ def case_of(family: str, layers: int = 4) -> plain.OwnLossCase:
     config = AutoConfig.for_model(family)
     config = tiny_clone(config, layers=layers, **changes_for(config, AutoModelForSeq2SeqLM))
     return plain.OwnLossCase(
-        config, auto_class=AutoModelForSeq2SeqLM, make_batch=plain.sequence_to_sequence, over="labels"
+        config,
+        auto_class=AutoModelForSeq2SeqLM,
+        make_batch=plain.sequence_to_sequence,
+        over="labels",
     )
 
 
@@ -31,7 +34,10 @@ INTERLEAVED = {**PP2, "pipeline_schedule": "interleaved1f1b", "virtual_stages": 
 LAYOUTS: list[tuple[str, dict[str, Any]]] = [
     ("mbart", {"pp_size": 4, "num_microbatches": 2, "pipeline_schedule": "gpipe"}),
     ("marian", INTERLEAVED),
-    ("m2m_100", {**PP2, "stage_layers": [4, 4]}),  # its labels are shifted inside of its forward pass
+    (
+        "m2m_100",
+        {**PP2, "stage_layers": [4, 4]},
+    ),  # its labels are shifted inside of its forward pass
     # The second stage has the tied embedding under two names, neither the first one's.
     ("bart", {**PP2, "dp_shard_size": 2, "stage_layers": [4, 4]}),
     # Tables of relative positions, on every stage of their stack.
@@ -43,7 +49,10 @@ MORE: list[tuple[str, dict[str, Any]]] = [
     ("bart", {**PP2, "tp_size": 2}),
     ("mt5", {**PP2, "pp_size": 4}),
     ("t5", {**PP2, "dp_shard_size": 2, "weights_regather": True}),
-    ("mvp", {**PP2, "stage_layers": [3, 5]}),  # layers of its encoder return something else than its decoder's
+    (
+        "mvp",
+        {**PP2, "stage_layers": [3, 5]},
+    ),  # layers of its encoder return something else than its decoder's
 ]
 
 
@@ -59,11 +68,16 @@ def test_parity(pools: Pools, family: str, layout: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "accumulation"), cases([("zbv", 1), ("interleaved1f1b", 2)], daily=[("interleaved1f1b", 2)])
+    ("schedule", "accumulation"),
+    cases([("zbv", 1), ("interleaved1f1b", 2)], daily=[("interleaved1f1b", 2)]),
 )
-def test_tables_are_looked_up_again_by_recomputed_layers(pools: Pools, schedule: str, accumulation: int) -> None:
+def test_tables_are_looked_up_again_by_recomputed_layers(
+    pools: Pools, schedule: str, accumulation: int
+) -> None:
     microbatches = accumulation if accumulation > 1 else 3  # a batch of three rows is cut
-    parallel = ParallelConfig(pp_size=2, pipeline_schedule=schedule, virtual_stages=2, num_microbatches=microbatches)
+    parallel = ParallelConfig(
+        pp_size=2, pipeline_schedule=schedule, virtual_stages=2, num_microbatches=microbatches
+    )
     case = replace(case_of("t5"), checkpointing=True, accumulation=accumulation)
     assert_layout_equal(case, parallel, pools(2))
 

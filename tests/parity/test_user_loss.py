@@ -6,7 +6,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+)
 
 import hfscale
 from hfscale import ConfigError, ParallelConfig
@@ -20,7 +25,8 @@ Pools = Callable[[int], RankPool]
 
 def pairs(outputs: Any, batch: Any) -> tuple[Tensor, int]:
     """Rows in twos, of which the first is to be scored higher by a margin that the model knows nothing of."""
-    better, worse = outputs.logits[::2, 0], outputs.logits[1::2, 0]
+    better = outputs.logits[::2, 0]
+    worse = outputs.logits[1::2, 0]
     return -nn.functional.logsigmoid(better - worse - batch["margins"][::2]).sum(), len(better)
 
 
@@ -28,7 +34,9 @@ def odd_tokens(outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
     """Cross entropy of tokens with odd ids only; some microbatches have none."""
     labels = batch["labels"][:, 1:]
     counted = (labels % 2 == 1) & (labels > batch["least"])
-    losses = nn.functional.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels.flatten(), reduction="none")
+    losses = nn.functional.cross_entropy(
+        outputs.logits[:, :-1].flatten(0, 1), labels.flatten(), reduction="none"
+    )
     return (losses * counted.flatten()).sum(), counted.sum()
 
 
@@ -47,12 +55,15 @@ def with_thresholds(case: plain.PlainCase, generator: torch.Generator, length: i
 
 def reward(family: str = "llama") -> UserLossCase:
     config = tiny_clone(AutoConfig.for_model(family), num_labels=1, pad_token_id=0, layers=2)
-    auto, make = AutoModelForSequenceClassification, with_margins
+    auto = AutoModelForSequenceClassification
+    make = with_margins
     return UserLossCase(config, rows=4, auto_class=auto, make_batch=make, loss_fn=pairs)
 
 
 def odd() -> UserLossCase:
-    return UserLossCase(tiny_clone(AutoConfig.for_model("llama")), make_batch=with_thresholds, loss_fn=odd_tokens)
+    return UserLossCase(
+        tiny_clone(AutoConfig.for_model("llama")), make_batch=with_thresholds, loss_fn=odd_tokens
+    )
 
 
 LAYOUTS = {
@@ -102,18 +113,25 @@ def _behind(looks: bool) -> tuple[bool, float, list[torch.Tensor]]:
     case = odd()
     model = hfscale.from_config(case.config, parallel=LAYOUTS["dp"], dtype=torch.float64, seed=0)
     batch = case.batches(1)[0][0][0]
-    ids, held = batch["input_ids"][:, :3], list(model.parameters())
+    ids = batch["input_ids"][:, :3]
+    held = list(model.parameters())
     if looks:
         model.generate(input_ids=ids, max_new_tokens=2)
     same = all(one is other for one, other in zip(model.parameters(), held, strict=True))
     if looks:
         model(input_ids=ids)
     loss = hfscale.train_step(model, batch, odd_tokens)
-    return same, float(loss), [local_tensor(parameter.grad) for parameter in held if parameter.grad is not None]
+    return (
+        same,
+        float(loss),
+        [local_tensor(parameter.grad) for parameter in held if parameter.grad is not None],
+    )
 
 
 def test_behind_passes_without_backward_passes(pools: Pools) -> None:
-    for plain_run, other in zip(pools(2).run(_behind, False), pools(2).run(_behind, True), strict=True):
+    for plain_run, other in zip(
+        pools(2).run(_behind, False), pools(2).run(_behind, True), strict=True
+    ):
         assert other[0]
         assert other[1] == plain_run[1]
         assert len(other[2]) == len(plain_run[2]) > 0
@@ -134,7 +152,9 @@ def _evaluated(layout: ParallelConfig, config: Any, batch: Any) -> Any:
 def test_outputs_of_an_evaluation(pools: Pools, layout: str) -> None:
     case = odd()
     batch = {**case.batches(1)[0][0][0], "least": torch.full((3, 1), 5)}
-    batch = {name: torch.cat([value, value[:1]]) for name, value in batch.items()}  # rows enough for microbatches
+    batch = {
+        name: torch.cat([value, value[:1]]) for name, value in batch.items()
+    }  # rows enough for microbatches
     expected = _evaluated(ParallelConfig(), case.config, batch)
     for loss, logits, own, others in pools(2).run(_evaluated, LAYOUTS[layout], case.config, batch):
         assert (loss, own) == pytest.approx((expected[0], expected[2]), rel=1e-12)
@@ -147,7 +167,9 @@ def test_what_is_no_sum_and_count() -> None:
     case = odd()
     model = hfscale.from_config(case.config, dtype=torch.float64, seed=0)
     batch = case.batches(1)[0][0][0]
-    with pytest.raises(ConfigError, match="return the sum of the microbatch's losses, and how many they are"):
+    with pytest.raises(
+        ConfigError, match="return the sum of the microbatch's losses, and how many they are"
+    ):
         hfscale.train_step(model, batch, lambda outputs, _: outputs.logits.sum())
     with pytest.raises(ConfigError, match="loss_fn replaces the model's loss"):
         hfscale.train_step(model, batch, odd_tokens, label_smoothing=0.1)
@@ -158,10 +180,14 @@ def test_what_is_no_sum_and_count() -> None:
 def test_float16_of_a_class_whose_loss_nobody_knows() -> None:
     """What scales losses knows of none, and gradients are true all the same."""
     config = tiny_clone(AutoConfig.for_model("bert"))
-    model = hfscale.from_config(config, auto_class=AutoModel, dtype=torch.float32, mixed_precision="fp16", seed=0)
+    model = hfscale.from_config(
+        config, auto_class=AutoModel, dtype=torch.float32, mixed_precision="fp16", seed=0
+    )
     batch = {"input_ids": torch.arange(8).view(2, 4)}
     for _ in range(20):  # until the scale of the loss is small enough
-        hfscale.train_step(model, batch, lambda outputs, _: (outputs.pooler_output.square().sum(), 2))
+        hfscale.train_step(
+            model, batch, lambda outputs, _: (outputs.pooler_output.square().sum(), 2)
+        )
         if not hfscale.metrics(model)["step_was_skipped"]:
             break
     norm = float(hfscale.clip_grad_norm_(model, 1e9))

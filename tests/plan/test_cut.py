@@ -18,7 +18,8 @@ def _cut_tensors(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Cut]]:
     shape = draw(st.lists(st.integers(1, 9), min_size=1, max_size=3))
     cuts = []
     for axis in draw(st.sampled_from([(), ("tp",), ("dp_shard",), ("tp", "dp_shard")])):
-        dim, size = draw(st.integers(0, len(shape) - 1)), draw(st.integers(1, 6))
+        dim = draw(st.integers(0, len(shape) - 1))
+        size = draw(st.integers(1, 6))
         parts: tuple[int, ...] = ()
         replicas: tuple[int, ...] = ()
         if axis == "tp" and draw(st.booleans()):
@@ -44,7 +45,8 @@ def test_shares_reassemble(case: tuple[tuple[int, ...], list[Cut]]) -> None:
     shape, cuts = case
     whole = torch.arange(1, prod(shape) + 1).view(shape)
     planned = ParameterPlan("p", shape, whole.dtype, cuts=tuple(cuts))
-    again, entries = torch.zeros_like(whole), []
+    again = torch.zeros_like(whole)
+    entries = []
     for ranks in _ranks(cuts):
         share = planned.take(whole, ranks)
         assert tuple(share.shape) == planned.local_shape(ranks) == cut_shape(shape, cuts, ranks)
@@ -59,7 +61,9 @@ def test_shares_reassemble(case: tuple[tuple[int, ...], list[Cut]]) -> None:
 
 @given(_cut_tensors(), st.randoms(use_true_random=False))
 @settings(deadline=None, max_examples=100)
-def test_a_share_is_written_to_its_place_only(case: tuple[tuple[int, ...], list[Cut]], random: object) -> None:
+def test_a_share_is_written_to_its_place_only(
+    case: tuple[tuple[int, ...], list[Cut]], random: object
+) -> None:
     shape, cuts = case
     whole = torch.arange(1, prod(shape) + 1).view(shape)
     planned = ParameterPlan("p", shape, whole.dtype, cuts=tuple(cuts))
@@ -72,7 +76,8 @@ def test_a_share_is_written_to_its_place_only(case: tuple[tuple[int, ...], list[
 
 @given(st.integers(0, 40), st.integers(1, 9))
 def test_one_part_is_torch_chunk(length: int, size: int) -> None:
-    whole, cut = torch.arange(length), Cut("tp", 0, size)
+    whole = torch.arange(length)
+    cut = Cut("tp", 0, size)
     chunks = list(torch.chunk(whole, size)) if length else []
     chunks += [whole[:0]] * (size - len(chunks))
     for rank, chunk in enumerate(chunks):
@@ -121,8 +126,13 @@ def test_consecutive_ranks_hold_copies_of_one_chunk() -> None:
     assert cut.local_spans(16, 1, lambda replicas: replicas == 2) == [(2, 4), (4, 6)]
     planned = ParameterPlan("p", (16,), torch.int64, cuts=(cut, Cut("dp_shard", 0, 2)))
     assert (planned.replicas, cut.most_replicas) == (2, 2)
-    assert planned.counted({"tp": 2, "dp_shard": 1}) is None  # the first that holds the second heads
-    assert planned.counted({"tp": 1, "dp_shard": 0}) == (0, [(0, 2)])  # of its query and its key only the query
+    assert (
+        planned.counted({"tp": 2, "dp_shard": 1}) is None
+    )  # the first that holds the second heads
+    assert planned.counted({"tp": 1, "dp_shard": 0}) == (
+        0,
+        [(0, 2)],
+    )  # of its query and its key only the query
     assert planned.counted({"tp": 1, "dp_shard": 1}) == (0, [])
     alone = ParameterPlan("p", (16,), torch.int64, cuts=(Cut("tp", 0, 4, replicas=(4,)),))
     assert alone.counted({"tp": 0}) is None

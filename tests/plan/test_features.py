@@ -12,7 +12,12 @@ from hfscale.plan.contents import Feature, PlanContents
 from hfscale.plan.feature_plans import ContextPlan
 
 CONFIG = LlamaConfig(
-    hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=32, pad_token_id=None
+    hidden_size=16,
+    intermediate_size=32,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    vocab_size=32,
+    pad_token_id=None,
 )
 
 

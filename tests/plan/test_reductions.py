@@ -22,7 +22,13 @@ _EMBEDDING = "model.embed_tokens.weight"
     ("changes", "sizes", "name", "steps", "text"),
     [
         ({}, {}, _NORM, [], "complete"),
-        ({}, {"tp_size": 2, "sequence_parallel": True}, _NORM, [Reduction("sum", "tp")], "sum over tp"),
+        (
+            {},
+            {"tp_size": 2, "sequence_parallel": True},
+            _NORM,
+            [Reduction("sum", "tp")],
+            "sum over tp",
+        ),
         (
             {},
             {"tp_size": 4, "dp_shard_size": 2},

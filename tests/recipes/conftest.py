@@ -10,7 +10,9 @@ def saved_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from hfscale.recipes.dataset import train_tokenizer
 
     directory = tmp_path_factory.mktemp("tokenizer")
-    train_tokenizer(["One? Two, of course. system user assistant\n"] * 3, 300).save_pretrained(directory)
+    train_tokenizer(["One? Two, of course. system user assistant\n"] * 3, 300).save_pretrained(
+        directory
+    )
     return directory
 
 

@@ -22,7 +22,8 @@ PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif 
 WITHOUT_MARKERS = "{% for message in messages %}" + TURN + "{% endfor %}" + PROMPT
 # Only the last message keeps its dots: what the messages up to a turn render to is not how all of them begin.
 REWRITES = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] }}{% if loop.last %}...{% endif %}{% endfor %}"
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] }}"
+    "{% if loop.last %}...{% endif %}{% endfor %}"
 )
 MARKS_CONTENT_ALONE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] + '\n' }}"
@@ -39,7 +40,10 @@ def chatml(tokenizer: Any) -> Any:
 
 def labelled(tokenizer: Any, example: Example) -> list[str]:
     """The text of each run of labels."""
-    assert all(label in (IGNORED, token) for token, label in zip(example.input_ids, example.labels, strict=True))
+    assert all(
+        label in (IGNORED, token)
+        for token, label in zip(example.input_ids, example.labels, strict=True)
+    )
     runs: list[list[int]] = [[]]
     for label in example.labels:
         runs[-1].append(label) if label != IGNORED else runs.append([])
@@ -51,8 +55,12 @@ def test_the_plain_template_ends_turns_with_the_end_of_text(tokenizer):
     example = encode_chat(tokenizer, CONVERSATION, "completions", "x")
     assert labelled(tokenizer, example) == ["One.<|endoftext|>", "Two, of course.<|endoftext|>"]
     text = tokenizer.decode(example.input_ids)
-    assert text.startswith("### System:\nBe short.\n\n### User:\nOne?\n\n### Assistant:\nOne.<|endoftext|>\n\n###")
-    prompt = tokenizer.apply_chat_template(CONVERSATION[:2], add_generation_prompt=True)["input_ids"]
+    assert text.startswith(
+        "### System:\nBe short.\n\n### User:\nOne?\n\n### Assistant:\nOne.<|endoftext|>\n\n###"
+    )
+    prompt = tokenizer.apply_chat_template(CONVERSATION[:2], add_generation_prompt=True)[
+        "input_ids"
+    ]
     assert example.input_ids[: len(prompt)] == prompt  # generation continues what was trained on
     assert set(example.labels[: len(prompt)]) == {IGNORED}
 
@@ -81,7 +89,9 @@ def test_everything_or_nothing_has_labels(chatml):
 
 def test_a_template_that_rewrites_earlier_turns_is_refused(chatml):
     chatml.chat_template = REWRITES
-    with pytest.raises(RecipeError, match=r"row:7: the assistant's turn \(message 2\).*data.train_on=all"):
+    with pytest.raises(
+        RecipeError, match=r"row:7: the assistant's turn \(message 2\).*data.train_on=all"
+    ):
         encode_chat(chatml, CONVERSATION, "completions", "row:7")
     assert encode_chat(chatml, CONVERSATION, "all", "row:7").input_ids
 
@@ -89,14 +99,18 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(chatml):
 def test_markers_that_the_tokenizer_loses_are_refused(chatml):
     # Spaces at the ends of tokens are left out of their offsets: the host then marks all that follows.
     chatml.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
-    chatml.chat_template = MARKS_CONTENT_ALONE.replace("{% endgeneration %}", "{{ ' ' }}{% endgeneration %}")
+    chatml.chat_template = MARKS_CONTENT_ALONE.replace(
+        "{% endgeneration %}", "{{ ' ' }}{% endgeneration %}"
+    )
     with pytest.raises(RecipeError, match=r"2 turns of the assistant.* show 1"):
         encode_chat(chatml, CONVERSATION, "completions", "x")
     with pytest.raises(RecipeError, match=r"1 turns of the assistant.* show 1 .*or do not end"):
         encode_chat(chatml, CONVERSATION[:4], "completions", "x")
 
 
-@pytest.mark.parametrize("messages", [None, [], "hello", [{"from": "human", "value": "hello"}], [{"role": "user"}]])
+@pytest.mark.parametrize(
+    "messages", [None, [], "hello", [{"from": "human", "value": "hello"}], [{"role": "user"}]]
+)
 def test_what_is_no_conversation_is_refused(chatml, messages):
     chatml.chat_template = TEMPLATES["chatml"]
     with pytest.raises(RecipeError, match=r"x is no conversation.*data.messages_column"):

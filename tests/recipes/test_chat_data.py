@@ -45,20 +45,29 @@ def test_questions_are_about_public_functions_with_docstrings():
         ("pack.shown", "What does pack.shown do?", "Say it aloud."),
         ("pack.Thing.move", "What does pack.Thing.move do?", "Go."),
     ]
-    assert [name for name, _, _ in questions("pack/part.py", SOURCE)] == ["pack.part.shown", "pack.part.Thing.move"]
+    assert [name for name, _, _ in questions("pack/part.py", SOURCE)] == [
+        "pack.part.shown",
+        "pack.part.Thing.move",
+    ]
     assert list(questions("pack/_part.py", SOURCE)) == list(questions("part.py", "no Python")) == []
 
 
 def test_the_standard_library_answers_questions():
     recipe = {"source": "stdlib-docs", "include": ["json/*"], "validation_fraction": 0.5}
-    found = {document.name: document.columns for part in read(DataRecipe(format="chat", **recipe)) for document in part}
+    found = {
+        document.name: document.columns
+        for part in read(DataRecipe(format="chat", **recipe))
+        for document in part
+    }
     assert found["json/__init__.py:json.dumps"] == {
         "messages": [
             {"role": "user", "content": "What does json.dumps do?"},
             {"role": "assistant", "content": "Serialize ``obj`` to a JSON formatted ``str``."},
         ]
     }
-    first = next(read_documents(DataRecipe(format="completion", prompt_column="question", **recipe)))
+    first = next(
+        read_documents(DataRecipe(format="completion", prompt_column="question", **recipe))
+    )
     assert first.columns.keys() == {"question", "completion"}
     assert first.columns["completion"].startswith(" ")
 
@@ -67,8 +76,13 @@ def _conversations(path: Path, count: int = 40) -> None:
     records = []
     for index in range(count):
         answer = " ".join(["word"] * (1 + index % 7))
-        turns = [{"role": "user", "content": f"Question {index}"}, {"role": "assistant", "content": answer}]
-        records.append({"talk": turns, "text": answer, "prompt": "Question:", "completion": f" {answer}"})
+        turns = [
+            {"role": "user", "content": f"Question {index}"},
+            {"role": "assistant", "content": answer},
+        ]
+        records.append(
+            {"talk": turns, "text": answer, "prompt": "Question:", "completion": f" {answer}"}
+        )
     records[3]["talk"][0]["content"] = "x" * 400  # no room for the answer
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
 
@@ -78,7 +92,12 @@ def _recipe(tmp_path: Path, **changes: Any) -> DataRecipe:
     _conversations(path)
     return DataRecipe(
         **{
-            **{"source": str(path), "messages_column": "talk", "validation_fraction": 0.2, "sequence_length": 96},
+            **{
+                "source": str(path),
+                "messages_column": "talk",
+                "validation_fraction": 0.2,
+                "sequence_length": 96,
+            },
             **changes,
         }
     )
@@ -96,14 +115,19 @@ def test_rows_of_a_chat_data_set(tokenizer, tmp_path, capsys):
     assert len(rows["input_ids"]) < 30  # several to a row
     for name in ("labels", "position_ids"):
         assert [len(row) for row in rows[name]] == [len(row) for row in rows["input_ids"]]
-    for ids, labels, positions in zip(rows["input_ids"], rows["labels"], rows["position_ids"], strict=True):
+    for ids, labels, positions in zip(
+        rows["input_ids"], rows["labels"], rows["position_ids"], strict=True
+    ):
         borders = positions == 0
         assert bool((labels[borders] == IGNORED).all())
         assert tokenizer.decode(ids).count("### User:") == int(borders.sum())
         assert int((labels == tokenizer.eos_token_id).sum()) == int(borders.sum())
     assert 0 < entropy < 3  # of the answers' few words
     again = prepare(recipe, tokenizer, len(tokenizer), tmp_path / "again")
-    assert all(torch.equal(a, b) for a, b in zip(train[:]["input_ids"], again[1][:]["input_ids"], strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(train[:]["input_ids"], again[1][:]["input_ids"], strict=True)
+    )
 
 
 @pytest.mark.parametrize("format", ["completion", "text", "chat"])
@@ -115,7 +139,9 @@ def test_rows_with_one_example_each(tokenizer, tmp_path, format):
     assert len(train) + len(validation) == 40 - dropped
     batch = Rows(train).batch(list(range(len(train))))
     assert bool((batch["labels"][batch["attention_mask"] == 0] == IGNORED).all())
-    counted = tokenizer.decode([label for label in batch["labels"].flatten().tolist() if label != IGNORED])
+    counted = tokenizer.decode(
+        [label for label in batch["labels"].flatten().tolist() if label != IGNORED]
+    )
     assert "Question" not in counted
     assert counted.count("<|endoftext|>") == len(train)
 
@@ -137,9 +163,18 @@ def test_text_may_be_packed_by_document(tokenizer, tmp_path):
             {"format": "chat", "messages_column": "messages", "chat_template": "plain"},
             "messages_column='messages' is not",
         ),
-        ({"format": "completion", "prompt_column": "ask"}, "data.prompt_column='ask' is not in talks.jsonl:0"),
-        ({"format": "text", "text_column": "talk"}, "data.text_column='talk' of talks.jsonl:0 is no text"),
-        ({"format": "chat", "chat_template": "plain", "sequence_length": 8}, "none of the .* examples .* has a label"),
+        (
+            {"format": "completion", "prompt_column": "ask"},
+            "data.prompt_column='ask' is not in talks.jsonl:0",
+        ),
+        (
+            {"format": "text", "text_column": "talk"},
+            "data.text_column='talk' of talks.jsonl:0 is no text",
+        ),
+        (
+            {"format": "chat", "chat_template": "plain", "sequence_length": 8},
+            "none of the .* examples .* has a label",
+        ),
         ({"format": "chat"}, "has none to use by default"),
     ],
 )
@@ -177,7 +212,10 @@ DEMO = Path(__file__).parents[2] / "scripts" / "recipes" / "demo_chat.yaml"
     [
         ("data.format=chats", "data.format='chats' is not known: use text or chat or completion"),
         ("data.train_on=answers", "data.train_on='answers' is not known"),
-        ("data.format=completion", "data.chat_template='plain' has no use with data.format=completion"),
+        (
+            "data.format=completion",
+            "data.chat_template='plain' has no use with data.format=completion",
+        ),
         ("data.source=stdlib", "data.source=stdlib has no records for data.format=chat: use text"),
         ("data.packing=documents", "packing .* impossible value"),
     ],

@@ -14,13 +14,25 @@ from hfscale.recipes.drill import Strike, _report
 TINY = {
     "name": "tiny",
     "parallel": {"dp_shard_size": 2},
-    "data": {"source": "text", "sequence_length": 32, "validation_fraction": 0.3, "validation_sequences": 4},
-    "model": {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
+    "data": {
+        "source": "text",
+        "sequence_length": 32,
+        "validation_fraction": 0.3,
+        "validation_sequences": 4,
+    },
+    "model": {
+        "vocab_size": 300,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+    },
     "training": {"steps": 8, "batch_size": 4, "evaluate_every": 8, "save_every": 2},
 }
 
 
-def test_too_few_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_too_few_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("tiny.yaml").write_text(yaml.safe_dump(TINY))
     assert main(["drill", "tiny.yaml", "--kills", "5"]) == 2
@@ -28,10 +40,17 @@ def test_too_few_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
 
 
 def test_the_report() -> None:
-    strikes = [Strike("rank", 1, 7, 2, 12.0), Strike("stop", 0, 9, 0, 0.1), Strike("all", 0, 11, 0, 14.0)]
+    strikes = [
+        Strike("rank", 1, 7, 2, 12.0),
+        Strike("stop", 0, 9, 0, 0.1),
+        Strike("all", 0, 11, 0, 14.0),
+    ]
     text = _report(strikes, 60, 100, [3, 4], [])
     assert "median 13.0 s, at most 14.0 s" in text
-    assert "medians by kind: rank 12.0 (1), all 14.0 (1), stop 0.1 (1)\nimports alone: 3.0 to 4.0 s" in text
+    assert (
+        "medians by kind: rank 12.0 (1), all 14.0 (1), stop 0.1 (1)\nimports alone: 3.0 to 4.0 s"
+        in text
+    )
     assert "steps lost: median 0, at most 2" in text
     assert "effective time: 60.0%" in text
     assert text.endswith("bit for bit")
@@ -61,7 +80,20 @@ def test_a_run_that_is_struck(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(drill, "KINDS", kinds)
     Path("text").mkdir()
-    words = ["def", "one", "two", "three", "return", "for", "in", "while", "if", "else", "None", "True"]
+    words = [
+        "def",
+        "one",
+        "two",
+        "three",
+        "return",
+        "for",
+        "in",
+        "while",
+        "if",
+        "else",
+        "None",
+        "True",
+    ]
     for number in range(8):
         told = random.Random(number)
         Path("text", f"{number}.txt").write_text(" ".join(told.choice(words) for _ in range(1500)))

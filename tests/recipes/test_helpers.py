@@ -30,25 +30,40 @@ def test_shipped_recipes_fit_their_schema():
 
 
 def test_the_demo_fine_tunes_what_it_pretrained_on_what_it_has_not_seen():
-    first, second = load_recipe(PretrainRecipe, DEMO), load_recipe(FinetuneRecipe, RECIPES / "demo_finetune.yaml")
+    first = load_recipe(PretrainRecipe, DEMO)
+    second = load_recipe(FinetuneRecipe, RECIPES / "demo_finetune.yaml")
     assert second.base == str(first.directory / "checkpoint")
     assert first.data.exclude == second.data.include != []
 
 
 def test_overrides_win():
-    recipe = load_recipe(PretrainRecipe, DEMO, ["training.steps=3", "parallel.tp_size=1", "parallel.dp_shard_size=2"])
+    recipe = load_recipe(
+        PretrainRecipe, DEMO, ["training.steps=3", "parallel.tp_size=1", "parallel.dp_shard_size=2"]
+    )
     assert recipe.training.steps == 3
     assert recipe.parallel == {"tp_size": 1, "dp_shard_size": 2}
 
 
 def test_a_layout_takes_every_field_of_a_pipeline():
-    fields = ["pp_size=2", "pipeline_schedule=zbv", "virtual_stages=2", "num_microbatches=4", "stage_layers=[1,2,3,2]"]
+    fields = [
+        "pp_size=2",
+        "pipeline_schedule=zbv",
+        "virtual_stages=2",
+        "num_microbatches=4",
+        "stage_layers=[1,2,3,2]",
+    ]
     overrides = [f"parallel.{field}" for field in (*fields, "weights_regather=true")]
     layout = ParallelConfig(**load_recipe(PretrainRecipe, DEMO, overrides).parallel)
     assert (layout.size("pp"), layout.size("tp")) == (2, 2)
-    assert (layout.pipeline_schedule, layout.virtual_stages, layout.num_microbatches) == ("zbv", 2, 4)
+    assert (layout.pipeline_schedule, layout.virtual_stages, layout.num_microbatches) == (
+        "zbv",
+        2,
+        4,
+    )
     assert (layout.stage_layers, layout.weights_regather) == ((1, 2, 3, 2), True)
-    recipe = load_recipe(PretrainRecipe, DEMO, ["parallel.pp_size=2", "parallel.pipeline_schedule=1f1b"])
+    recipe = load_recipe(
+        PretrainRecipe, DEMO, ["parallel.pp_size=2", "parallel.pipeline_schedule=1f1b"]
+    )
     assert ParallelConfig(**recipe.parallel).pipeline_schedule == "1f1b"  # which is no number
     assert layout.describe_schedule() == "tp2 x pp2, zbv over 4 stages, 4 microbatches"
     assert ParallelConfig(tp_size=2).describe_schedule() == "tp2"
@@ -61,7 +76,9 @@ def test_the_demo_runs_under_another_name_and_number_of_processes(tmp_path):
     python.chmod(0o755)
     environment = {**os.environ, "PYTHON": str(python), "PROCESSES": "4", "RUN": "mine"}
     demo = RECIPES.parent / "demo.sh"
-    subprocess.run(["bash", str(demo), "parallel.pp_size=2"], env=environment, check=True, capture_output=True)
+    subprocess.run(
+        ["bash", str(demo), "parallel.pp_size=2"], env=environment, check=True, capture_output=True
+    )
     pretrain, finetune, check, summary = log.read_text().splitlines()
     assert pretrain.endswith("demo_pretrain.yaml name=mine-base replace=true parallel.pp_size=2")
     assert finetune.endswith(
@@ -127,7 +144,9 @@ def test_texts_are_read_from_files_records_and_directories(tmp_path):
     (tmp_path / "b.txt").write_text("\n\n".join(texts))
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     for name in ("a.jsonl", "b.txt"):
-        train, validation = read(DataRecipe(source=str(tmp_path / name), text_column="body", validation_fraction=0.2))
+        train, validation = read(
+            DataRecipe(source=str(tmp_path / name), text_column="body", validation_fraction=0.2)
+        )
         assert sorted(document.columns["body"] for document in train + validation) == sorted(texts)
     both = read(DataRecipe(source=str(tmp_path), text_column="body", validation_fraction=0.2))
     assert sum(map(len, both)) == 41
@@ -193,19 +212,24 @@ def test_steps_that_do_not_divide_are_refused():
 @pytest.mark.parametrize("available", [1, 7, 12, 13])
 @pytest.mark.parametrize("batch_world", [1, 2, 4])
 def test_evaluation_visits_every_sequence_once(available, batch_world):
-    ranks = [list(evaluation_steps(available, rank, batch_world, size=3)) for rank in range(batch_world)]
+    ranks = [
+        list(evaluation_steps(available, rank, batch_world, size=3)) for rank in range(batch_world)
+    ]
     assert len({len(steps) for steps in ranks}) == 1
     visited = [row for steps in ranks for rows, counted, _ in steps for row in rows[:counted]]
     assert sorted(visited) == list(range(available))
     for together in zip(*ranks, strict=True):
         counted = [row for rows, count, _ in together for row in rows[:count]]
         assert all(counted == list(everywhere) for _, _, everywhere in together)
-        assert {len(rows) for rows, _, _ in together} == {3}  # as in training, which a pipeline relies on
+        assert {len(rows) for rows, _, _ in together} == {
+            3
+        }  # as in training, which a pipeline relies on
 
 
 def test_the_demo_of_experts_is_a_mixture_that_computes_as_much_as_the_dense_demo():
     recipe = load_recipe(PretrainRecipe, RECIPES / "demo_experts_pretrain.yaml")
-    config, dense = config_of(recipe), config_of(load_recipe(PretrainRecipe, DEMO))
+    config = config_of(recipe)
+    dense = config_of(load_recipe(PretrainRecipe, DEMO))
     assert (config.model_type, dense.model_type) == ("qwen3_moe", "llama")
     assert config.num_experts_per_tok * config.moe_intermediate_size == dense.intermediate_size
     assert ParallelConfig(**recipe.parallel).slices_tokens
@@ -229,12 +253,16 @@ def test_a_family_and_its_options_are_checked(override, message):
 
 @pytest.mark.parametrize(("rank", "waited"), [("0", []), ("3", [6.5])])
 def test_one_rank_after_the_other_says_what_nobody_foresaw(
-    rank: str, waited: list[float], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    rank: str,
+    waited: list[float],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def fail() -> None:
         raise KeyError("colour")
 
-    slept, ended = list[float](), list[int]()
+    slept = list[float]()
+    ended = list[int]()
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setattr("time.sleep", slept.append)
     monkeypatch.setattr("os._exit", ended.append)
@@ -253,8 +281,12 @@ def test_rows_of_a_step_are_moved_to_where_they_run_beside_rows_that_cost_alike(
 
 
 def test_a_row_costs_the_squares_of_its_texts():
-    packed = Dataset.from_dict(packed_rows([Example([1] * length, [1] * length) for length in (5, 3)], 8))
-    apart = Dataset.from_dict(separate_rows([Example([1] * length, [1] * length) for length in (5, 3)]))
+    packed = Dataset.from_dict(
+        packed_rows([Example([1] * length, [1] * length) for length in (5, 3)], 8)
+    )
+    apart = Dataset.from_dict(
+        separate_rows([Example([1] * length, [1] * length) for length in (5, 3)])
+    )
     assert Rows(packed.with_format("torch")).costs(0.5).tolist() == [8 + 0.5 * (25 + 9)]
     assert Rows(apart.with_format("torch")).costs(0.5).tolist() == [5 + 0.5 * 25, 3 + 0.5 * 9]
 
@@ -269,7 +301,9 @@ def test_a_row_costs_the_squares_of_its_texts():
         ("it is damaged", 2),
     ],
 )
-def test_what_the_machine_refuses_may_be_tried_again(why: str, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_machine_refuses_may_be_tried_again(
+    why: str, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail() -> None:
         raise CheckpointError(f"the state could not be written: {why}")
 
@@ -279,7 +313,9 @@ def test_what_the_machine_refuses_may_be_tried_again(why: str, code: int, monkey
     assert ended == [code]
 
 
-def test_memory_that_only_another_machine_has_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_only_another_machine_has_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Memory counts if it is of the run that the disk names, whichever machine has it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(schema, "memory_of", lambda _: tmp_path / "memory")

@@ -29,7 +29,11 @@ def test_slurm(processes: int, nodes: int, gpus: int) -> None:
     text = job_file("slurm", "It's 1", processes, 8, ARGUMENTS)
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
     asked = dict(re.findall(r"(?m)^#SBATCH --([\w-]+)=(.*)$", text))
-    assert (asked["nodes"], asked["gpus-per-node"], asked["ntasks-per-node"]) == (str(nodes), str(gpus), "1")
+    assert (asked["nodes"], asked["gpus-per-node"], asked["ntasks-per-node"]) == (
+        str(nodes),
+        str(gpus),
+        "1",
+    )
     assert asked["job-name"] == "it-s-1"
     bash, flag, line = shlex.split(text.splitlines()[-1])[1:]
     assert (bash, flag) == ("bash", "-c")
@@ -37,7 +41,11 @@ def test_slurm(processes: int, nodes: int, gpus: int) -> None:
     assert (read.num_processes, read.num_machines, read.multi_gpu) == (processes, nodes, True)
     assert (read.training_script, read.training_script_args) == ("hfscale", ["train", *ARGUMENTS])
     if nodes > 1:
-        assert (read.machine_rank, read.main_process_ip, read.main_process_port) == (1, "node-a", 29500)
+        assert (read.machine_rank, read.main_process_ip, read.main_process_port) == (
+            1,
+            "node-a",
+            29500,
+        )
 
 
 def test_kubernetes() -> None:
@@ -50,7 +58,9 @@ def test_kubernetes() -> None:
     assert service["spec"]["clusterIP"] == "None"
     read = _parsed(container["command"][2], JOB_COMPLETION_INDEX="1")
     assert (read.num_processes, read.num_machines, read.machine_rank) == (16, 2, 1)
-    assert read.main_process_ip == f"{job['metadata']['name']}-0.{pod['subdomain']}"  # of pod 0, by the service
+    assert (
+        read.main_process_ip == f"{job['metadata']['name']}-0.{pod['subdomain']}"
+    )  # of pod 0, by the service
     assert service["metadata"]["name"] == pod["subdomain"]
     assert read.training_script_args == ["train", *ARGUMENTS]
 
@@ -62,6 +72,12 @@ def test_processes_that_fill_no_nodes() -> None:
 
 def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    line = ["train", "llama8b_tp8", "base=m/n", "parallel.dp_replicate_size=2", "training.batch_size=64"]
+    line = [
+        "train",
+        "llama8b_tp8",
+        "base=m/n",
+        "parallel.dp_replicate_size=2",
+        "training.batch_size=64",
+    ]
     assert main([*line, "--print-job", "slurm"]) == 0
     assert "#SBATCH --nodes=2" in capsys.readouterr().out

@@ -20,15 +20,39 @@ from hfscale.testing import RankPool
 from .test_recipes import base, losses, small  # noqa: F401  # a fixture
 
 Pools = Callable[[int], RankPool]
-TP2, PP2, DP2, CP2 = {"tp_size": 2}, {"pp_size": 2, "num_microbatches": 2}, {"dp_shard_size": 2}, {"cp_size": 2}
+TP2 = {"tp_size": 2}
+PP2 = {"pp_size": 2, "num_microbatches": 2}
+DP2 = {"dp_shard_size": 2}
+CP2 = {"cp_size": 2}
 
 
-def recipe_of(start: dict[str, Any], name: str, layout: dict[str, Any], changes: dict[str, Any]) -> FinetuneRecipe:
-    training = {"steps": 3, "batch_size": 4, "learning_rate": 5e-3, "log_every": 1, "evaluate_every": 3}
-    data = {"source": start["source"], "sequence_length": 32, "validation_fraction": 0.3, "validation_sequences": 6}
+def recipe_of(
+    start: dict[str, Any], name: str, layout: dict[str, Any], changes: dict[str, Any]
+) -> FinetuneRecipe:
+    training = {
+        "steps": 3,
+        "batch_size": 4,
+        "learning_rate": 5e-3,
+        "log_every": 1,
+        "evaluate_every": 3,
+    }
+    data = {
+        "source": start["source"],
+        "sequence_length": 32,
+        "validation_fraction": 0.3,
+        "validation_sequences": 6,
+    }
     directory = str(Path(start["runs"]) / name)
-    values = {"name": directory, "base": start["base"], "parallel": layout, "training": training, "data": data}
-    made = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(FinetuneRecipe), values, changes))
+    values = {
+        "name": directory,
+        "base": start["base"],
+        "parallel": layout,
+        "training": training,
+        "data": data,
+    }
+    made = OmegaConf.to_object(
+        OmegaConf.merge(OmegaConf.structured(FinetuneRecipe), values, changes)
+    )
     check_values(made)  # type: ignore[arg-type]
     return made  # type: ignore[return-value]
 
@@ -48,9 +72,12 @@ def taught(base: Any, tmp_path: Path) -> dict[str, Any]:  # noqa: F811
     """What a recipe needs, with a teacher of another size."""
     start: dict[str, Any] = base("llama")
     config = small("llama")
-    config.num_hidden_layers, config.intermediate_size = 1, 192
+    config.num_hidden_layers = 1
+    config.intermediate_size = 192
     torch.manual_seed(3)
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path / "teacher")
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(
+        tmp_path / "teacher"
+    )
     return {**start, "teacher": str(tmp_path / "teacher")}
 
 
@@ -75,10 +102,17 @@ def test_a_teacher_stored_or_not(
     expected = losses(taught, "one")
     assert len(expected) == 5
     for layout, its in layouts:
-        written = {"base": taught["teacher"], "parallel": its, "write": str(tmp_path / "stored"), "top_k": 320}
+        written = {
+            "base": taught["teacher"],
+            "parallel": its,
+            "write": str(tmp_path / "stored"),
+            "top_k": 320,
+        }
         pools(2).run(run, taught, "written", layout, {**whole, "teacher": written})
         read = {**whole, "teacher": {"stored": str(tmp_path / "stored"), "beta": 0.3}}
-        pools(2).run(run, taught, "two", layout, {**whole, "teacher": {**whole["teacher"], "parallel": its}})
+        pools(2).run(
+            run, taught, "two", layout, {**whole, "teacher": {**whole["teacher"], "parallel": its}}
+        )
         pools(2).run(run, taught, "read", layout, read)
         for name in ("two", "read"):
             assert losses(taught, name) == pytest.approx(expected, rel=2e-5), name
@@ -106,7 +140,11 @@ def prompts(start: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
     ids=str,
 )
 def test_what_it_generates(
-    pools: Pools, taught: dict[str, Any], tmp_path: Path, layout: dict[str, Any], changes: dict[str, Any]
+    pools: Pools,
+    taught: dict[str, Any],
+    tmp_path: Path,
+    layout: dict[str, Any],
+    changes: dict[str, Any],
 ) -> None:
     changes = {**prompts(taught, tmp_path), **changes, "training": {"batch_size": 8}}
     if "rewards" not in changes:
@@ -116,13 +154,20 @@ def test_what_it_generates(
     for key in ("loss", "grad_norm", *(["reward"] if "rewards" in changes else [])):
         assert len(expected := records(taught, "one", key)) == 3
         assert records(taught, "two", key) == pytest.approx(expected, rel=2e-5, abs=1e-6), key
-    assert {"checkpoint", "recipe.yaml"} <= {each.name for each in (Path(taught["runs"]) / "two").iterdir()}
+    assert {"checkpoint", "recipe.yaml"} <= {
+        each.name for each in (Path(taught["runs"]) / "two").iterdir()
+    }
 
 
 def test_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert exact_match([" a b", [{"role": "assistant", "content": "c"}]], ["a b ", "d"]) == [1.0, 0.0]
+    assert exact_match([" a b", [{"role": "assistant", "content": "c"}]], ["a b ", "d"]) == [
+        1.0,
+        0.0,
+    ]
     assert f1(["a b b", "c", ""], ["b a", "d", "e"]) == [pytest.approx(0.8), 0.0, 0.0]
-    (tmp_path / "my_rewards.py").write_text("def short(completions, **_):\n    return [0.0] * len(completions)\n")
+    (tmp_path / "my_rewards.py").write_text(
+        "def short(completions, **_):\n    return [0.0] * len(completions)\n"
+    )
     monkeypatch.chdir(tmp_path)
     assert reward_of("my_rewards:short")(["a"]) == [0.0]
     for name in ("my_rewards:long", "nothing_here:short", "length"):
@@ -138,10 +183,16 @@ def test_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ({"teacher": {"stored": "b"}, "trl": {"top_k": 3}}, "not what the model generates"),
         ({"teacher": {"base": "a"}, "rewards": ["f1"]}, "are different things to learn from"),
         ({"trl": {"beta": 0.1}}, "which rewards or teacher.base judge"),
-        ({"rewards": ["f1"]}, "data.format=text has no texts without pictures to begin: use chat or"),
+        (
+            {"rewards": ["f1"]},
+            "data.format=text has no texts without pictures to begin: use chat or",
+        ),
         ({"teacher": {"base": "a"}, "data": {"format": "pairs"}}, "to teach on: use text or chat"),
         ({"data": {"format": "prompts"}}, "give rewards"),
-        ({"rewards": ["f1"], "data": {"format": "prompts", "samples": 2}}, "leave them out with rewards"),
+        (
+            {"rewards": ["f1"], "data": {"format": "prompts", "samples": 2}},
+            "leave them out with rewards",
+        ),
         ({"teacher": {"base": "a", "temperature": 0}}, "teacher.temperature=0.0 is invalid"),
     ],
 )

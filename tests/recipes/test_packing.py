@@ -13,7 +13,16 @@ from torch import Tensor
 import hfscale
 from hfscale import ParallelConfig
 from hfscale.recipes.batch_sizes import evaluation_steps
-from hfscale.recipes.rows import IGNORED, Example, Rows, cut, divided, first_fit, packed_rows, separate_rows
+from hfscale.recipes.rows import (
+    IGNORED,
+    Example,
+    Rows,
+    cut,
+    divided,
+    first_fit,
+    packed_rows,
+    separate_rows,
+)
 from hfscale.recipes.run_log import read_metrics
 from hfscale.recipes.schema import PretrainRecipe, TrainingRecipe
 from hfscale.recipes.tasks import TEXT
@@ -59,7 +68,9 @@ def test_each_example_goes_to_the_first_row_with_room():
 
 
 def test_rows_hold_whole_examples_and_positions_restart():
-    columns = packed_rows([Example([5, 6, 7], [IGNORED, 6, 7]), Example([8], [8]), Example([9, 3], [9, 3])], 4)
+    columns = packed_rows(
+        [Example([5, 6, 7], [IGNORED, 6, 7]), Example([8], [8]), Example([9, 3], [9, 3])], 4
+    )
     assert [row.tolist() for row in columns["input_ids"]] == [[5, 6, 7, 8], [9, 3]]
     assert [row.tolist() for row in columns["position_ids"]] == [[0, 1, 2, 0], [0, 1]]
     assert [row.tolist() for row in columns["labels"]] == [[IGNORED, 6, 7, IGNORED], [IGNORED, 3]]
@@ -67,7 +78,9 @@ def test_rows_hold_whole_examples_and_positions_restart():
     assert batch["input_ids"][1].tolist() == [9, 3, 0, 0]
     assert batch["position_ids"][1].tolist() == [0, 1, 0, 0]  # padding sees itself alone
     assert batch["labels"][1].tolist() == [IGNORED, 3, IGNORED, IGNORED]
-    assert as_rows(columns).batch([1])["input_ids"].tolist() == [[9, 3, 0, 0]]  # as long, whatever the layout
+    assert as_rows(columns).batch([1])["input_ids"].tolist() == [
+        [9, 3, 0, 0]
+    ]  # as long, whatever the layout
 
 
 def test_examples_are_cut_and_those_without_a_label_left_out():
@@ -95,7 +108,10 @@ def test_rows_of_their_own_are_padded_on_the_right_and_counted_without_padding()
     text = as_rows({"input_ids": [[1, 2, 3], [4, 5, 6]]})
     assert text.batch([1])["labels"].tolist() == [[4, 5, 6]]
     assert text.labels.tolist() == [2, 2]
-    assert [part["labels"].tolist() for part in divided(text.batch([0, 1]), 1)] == [[[1, 2, 3]], [[4, 5, 6]]]
+    assert [part["labels"].tolist() for part in divided(text.batch([0, 1]), 1)] == [
+        [[1, 2, 3]],
+        [[4, 5, 6]],
+    ]
 
 
 @dataclass
@@ -117,13 +133,20 @@ class ExamplesCase(Case):
         return [shares] * self.steps
 
     def reference_step(self, model: Any, step: list[list[dict[str, Tensor]]]) -> list[Tensor]:
-        examples = self.examples if self.packed else self.examples[: len(LENGTHS) - len(LENGTHS) % (2 * len(step))]
+        examples = (
+            self.examples
+            if self.packed
+            else self.examples[: len(LENGTHS) - len(LENGTHS) % (2 * len(step))]
+        )
         counts = [sum(label != IGNORED for label in example.labels[1:]) for example in examples]
         total = torch.zeros((), dtype=torch.float64)
         for example, count in zip(examples, counts, strict=True):
             if count:
-                ids, labels = torch.tensor([example.input_ids]), torch.tensor([example.labels])
-                part = model(input_ids=ids, labels=labels, use_cache=False).loss * count / sum(counts)
+                ids = torch.tensor([example.input_ids])
+                labels = torch.tensor([example.labels])
+                part = (
+                    model(input_ids=ids, labels=labels, use_cache=False).loss * count / sum(counts)
+                )
                 part.backward()
                 total += part.detach()
         return [total] * len(step)
@@ -169,26 +192,39 @@ def _train(directory: str, layout: dict[str, Any], packed: bool) -> tuple[float,
     layout = dict(layout)
     size = layout.pop("microbatch_size", None)
     recipe.training = TrainingRecipe(
-        steps=3, batch_size=4, microbatch_size=size, log_every=1, evaluate_every=3, learning_rate=0.01
+        steps=3,
+        batch_size=4,
+        microbatch_size=size,
+        log_every=1,
+        evaluate_every=3,
+        learning_rate=0.01,
     )
     model = hfscale.from_config(tiny("llama"), parallel=ParallelConfig(**layout))
-    outcome = RecipeTrainer(model, recipe, as_dataset(make(kept)), as_dataset(make(kept[:7])), None, 4.0).fit()
+    outcome = RecipeTrainer(
+        model, recipe, as_dataset(make(kept)), as_dataset(make(kept[:7])), None, 4.0
+    ).fit()
     return outcome.first_validation_loss, outcome.validation_loss, outcome.tokens
 
 
 @pytest.mark.daily("True-layout3")
 @pytest.mark.parametrize(
-    "layout", [{"dp_shard_size": 2}, {"tp_size": 2}, {"pp_size": 2}, {"pp_size": 2, "microbatch_size": 2}]
+    "layout",
+    [{"dp_shard_size": 2}, {"tp_size": 2}, {"pp_size": 2}, {"pp_size": 2, "microbatch_size": 2}],
 )
 @pytest.mark.parametrize("packed", [True, False])
-def test_curves_do_not_depend_on_the_layout(pools: Pools, tmp_path: Path, layout: dict[str, Any], packed: bool) -> None:
+def test_curves_do_not_depend_on_the_layout(
+    pools: Pools, tmp_path: Path, layout: dict[str, Any], packed: bool
+) -> None:
     expected = _train(str(tmp_path / "one"), {}, packed)
     found, other = pools(2).run(_train, str(tmp_path / "two"), layout, packed)
     assert found == other
     assert found[:2] == pytest.approx(expected[:2], rel=1e-5)
     assert found[2] == expected[2] < 3 * 4 * 14
     assert expected[1] < expected[0]
-    curves = [[r["loss"] for r in read_metrics(tmp_path / name / "metrics.jsonl")[0]] for name in ("one", "two")]
+    curves = [
+        [r["loss"] for r in read_metrics(tmp_path / name / "metrics.jsonl")[0]]
+        for name in ("one", "two")
+    ]
     assert curves[1] == pytest.approx(curves[0], rel=1e-5)
 
 

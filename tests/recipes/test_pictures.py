@@ -27,7 +27,10 @@ from ..sweeps import cases
 Pools = Callable[[int], RankPool]
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
-LAYOUTS: dict[str, dict[str, Any]] = {"tp2": {"tp_size": 2}, "pp2": {"pp_size": 2, "num_microbatches": 2}}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp2": {"tp_size": 2},
+    "pp2": {"pp_size": 2, "num_microbatches": 2},
+}
 
 
 @pytest.fixture(scope="session")
@@ -45,7 +48,11 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def recipe(pictures: Path, name: str, layout: dict[str, Any]) -> FinetuneRecipe:
     values = OmegaConf.load(SCRIPTS / "recipes" / "demo_vision.yaml")
-    source = {"source": str(pictures / "questions.jsonl"), "validation_fraction": 0.4, "validation_sequences": 5}
+    source = {
+        "source": str(pictures / "questions.jsonl"),
+        "validation_fraction": 0.4,
+        "validation_sequences": 5,
+    }
     changes = {
         "name": str(pictures / name),
         "base": str(pictures / "start"),
@@ -85,7 +92,8 @@ def test_numbers_agree(pools: Pools, pictures: Path, name: str) -> None:
     assert any("multi_modal_projector" in name for name in trained)
     assert not any("vision_tower" in name for name in trained)
     before, after = (
-        AutoModelForImageTextToText.from_pretrained(path) for path in (pictures / "start", pictures / "tp2/checkpoint")
+        AutoModelForImageTextToText.from_pretrained(path)
+        for path in (pictures / "start", pictures / "tp2/checkpoint")
     )
     changed = [
         name
@@ -104,12 +112,16 @@ def test_numbers_agree(pools: Pools, pictures: Path, name: str) -> None:
 
 def test_only_the_assistants_words_have_labels(pictures: Path) -> None:
     processor = AutoProcessor.from_pretrained(pictures / "start")
-    data = DataRecipe(source=str(pictures / "questions.jsonl"), format="chat", images_column="images")
+    data = DataRecipe(
+        source=str(pictures / "questions.jsonl"), format="chat", images_column="images"
+    )
     lines = (pictures / "questions.jsonl").read_text().splitlines()
     documents = [Document(str(index), json.loads(line)) for index, line in enumerate(lines[:3])]
     columns = encode_pictures(data, processor, documents, "training")
     for labels, answer in zip(columns["labels"], columns["answer"], strict=True):
-        said = processor.decode([label for label in labels if label != -100], skip_special_tokens=True)
+        said = processor.decode(
+            [label for label in labels if label != -100], skip_special_tokens=True
+        )
         assert said.strip() == answer
     rows = PictureRows(Dataset.from_dict(columns).with_format("torch"), processor)
     first, second = rows.step([0, 1, 2, 0], size=2, counted=3)
@@ -117,7 +129,12 @@ def test_only_the_assistants_words_have_labels(pictures: Path) -> None:
     assert (second["labels"][1] == -100).all()
     assert int((first["labels"][:, 1:] != -100).sum()) == rows.labels[:2].sum()
     with pytest.raises(RecipeError, match=r"x names the picture 'none.png', and there is no file"):
-        encode_pictures(data, processor, [Document("x", {**documents[0].columns, "images": ["none.png"]})], "training")
+        encode_pictures(
+            data,
+            processor,
+            [Document("x", {**documents[0].columns, "images": ["none.png"]})],
+            "training",
+        )
     with pytest.raises(RecipeError, match="x is no conversation with its pictures"):
         encode_pictures(data, processor, [Document("x", {"messages": 3, "images": []})], "training")
 

@@ -23,22 +23,35 @@ from hfscale.testing import RankPool
 
 from .test_recipes import METHODS, base, recipe_for  # noqa: F401
 
-STEPS, STOPPED = 6, 5
-METHODS_HERE = {"full": {}, "lora": {"adapter": {**METHODS["lora"]["adapter"], "lora_dropout": 0.2}}}
+STEPS = 6
+STOPPED = 5
+METHODS_HERE = {
+    "full": {},
+    "lora": {"adapter": {**METHODS["lora"]["adapter"], "lora_dropout": 0.2}},
+}
 
 
 class Stopped(Exception):
     """Stands for whatever ends a job."""
 
 
-def run(start: dict[str, Any], name: str, method: str, layout: dict[str, Any], stop: Any, **training: Any) -> None:
+def run(
+    start: dict[str, Any],
+    name: str,
+    method: str,
+    layout: dict[str, Any],
+    stop: Any,
+    **training: Any,
+) -> None:
     recipe = recipe_for(start, str(Path(start["runs"]) / name), METHODS_HERE[method], layout)
     recipe.training.steps, recipe.training.log_every, recipe.training.save_every = STEPS, 1, 2
     for field, value in training.items():
         setattr(recipe.training, field, value)
     recipe.save_check = stop == "told"
     stepped = Watch.on_step_end
-    torch.manual_seed(int(recipe.training.resume))  # of dropout: as in a process of its own, or in another one
+    torch.manual_seed(
+        int(recipe.training.resume)
+    )  # of dropout: as in a process of its own, or in another one
 
     def stopping(watch: Watch, args: Any, state: Any, *others: Any, **given: Any) -> None:
         if stop == "told" and state.global_step == STOPPED:
@@ -59,7 +72,9 @@ def run(start: dict[str, Any], name: str, method: str, layout: dict[str, Any], s
 def metrics(start: dict[str, Any], name: str) -> list[dict[str, float]]:
     lines = (Path(start["runs"]) / name / "metrics.jsonl").read_text().splitlines()
     kept = ("step", "loss", "lr", "grad_norm", "validation_loss")
-    return [{key: value for key, value in json.loads(line).items() if key in kept} for line in lines]
+    return [
+        {key: value for key, value in json.loads(line).items() if key in kept} for line in lines
+    ]
 
 
 @pytest.mark.slow
@@ -95,7 +110,8 @@ def test_a_run_that_is_told_to_stop_saves_behind_its_step(
     base: Callable[[str], dict[str, Any]],  # noqa: F811
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    start, before = base("llama"), signal.getsignal(signal.SIGTERM)
+    start = base("llama")
+    before = signal.getsignal(signal.SIGTERM)
     run(start, "whole", "lora", {}, False)
     with pytest.raises(SystemExit) as ended:
         run(start, "stopped", "lora", {}, "told")
@@ -131,12 +147,16 @@ def test_an_earlier_run_is_not_replaced_unasked(directory: Path) -> None:
     check_places(recipe())
     check_places(recipe(resume=True))
     (directory / "metrics.jsonl").write_text("{}\n")
-    with pytest.raises(RecipeError, match=r"runs/x has a run already \(metrics.jsonl\): choose another name, or"):
+    with pytest.raises(
+        RecipeError, match=r"runs/x has a run already \(metrics.jsonl\): choose another name, or"
+    ):
         check_places(recipe())
     with pytest.raises(RecipeError, match=r"has metrics.jsonl but no saved state to resume from"):
         check_places(recipe(resume=True))
     (directory / "state" / "checkpoint-2").mkdir(parents=True)
-    with pytest.raises(RecipeError, match=r"go on with it \(training.resume=true\), or replace it \(replace=true\)"):
+    with pytest.raises(
+        RecipeError, match=r"go on with it \(training.resume=true\), or replace it \(replace=true\)"
+    ):
         check_places(recipe())
     asked = recipe()
     asked.replace = True
@@ -146,7 +166,12 @@ def test_an_earlier_run_is_not_replaced_unasked(directory: Path) -> None:
 def test_what_starts_again_must_resume() -> None:
     with pytest.raises(RecipeError, match=r"training.restarts=3 .* without training.resume=true"):
         read_recipe("demo_pretrain", ["training.restarts=3"])
-    assert read_recipe("demo_pretrain", ["training.restarts=3", "training.resume=true"]).training.restarts == 3
+    assert (
+        read_recipe(
+            "demo_pretrain", ["training.restarts=3", "training.resume=true"]
+        ).training.restarts
+        == 3
+    )
 
 
 def test_a_job_that_starts_again_begins_anew_where_nothing_was_saved(
@@ -159,13 +184,16 @@ def test_a_job_that_starts_again_begins_anew_where_nothing_was_saved(
     monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT")  # by a scheduler
     check_places(recipe(resume=True, memory_every=5))
     (directory / "checkpoint").mkdir()
-    with pytest.raises(RecipeError, match=r"has checkpoint, metrics.jsonl but no saved state to resume from"):
+    with pytest.raises(
+        RecipeError, match=r"has checkpoint, metrics.jsonl but no saved state to resume from"
+    ):
         check_places(recipe(resume=True))
 
 
 def test_a_layout_for_the_processes_that_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
     made = recipe()
-    made.parallel, made.fallbacks = {"tp_size": 4}, [{"tp_size": 2}, {}]
+    made.parallel = {"tp_size": 4}
+    made.fallbacks = [{"tp_size": 2}, {}]
     assert layout_of(made).tp_size == 4
     monkeypatch.setenv("RANK", "0")
     for world, size in (("4", 4), ("2", 2), ("1", 1)):
@@ -180,7 +208,10 @@ def test_a_state_goes_on_as_what_it_was(directory: Path) -> None:
     (directory / "state" / "checkpoint-2").mkdir(parents=True)
     OmegaConf.save(OmegaConf.structured(recipe()), directory / "recipe.yaml")
     check_places(recipe(resume=True, save_every=3, log_every=1))
-    with pytest.raises(RecipeError, match=r"with training.learning_rate=0.001, and the recipe has 0.5: use the saved"):
+    with pytest.raises(
+        RecipeError,
+        match=r"with training.learning_rate=0.001, and the recipe has 0.5: use the saved",
+    ):
         check_places(recipe(resume=True, learning_rate=0.5))
     other = FinetuneRecipe(name="x", base="y")
     other.training.resume = True

@@ -36,7 +36,9 @@ LORA = {"method": "lora", "r": 4, "target_modules": "all-linear"}
 
 
 def test_pairs_take_turns_and_those_that_fill_up_do_not_count() -> None:
-    data = Dataset.from_dict({"chosen": [[5, 6, 7], [8]], "rejected": [[9], [3, 4]]}).with_format("torch")
+    data = Dataset.from_dict({"chosen": [[5, 6, 7], [8]], "rejected": [[9], [3, 4]]}).with_format(
+        "torch"
+    )
     first, second = PairRows(data, padding=2).step([0, 1], size=1, counted=1)
     assert first["input_ids"].tolist() == [[5, 6, 7], [9, 2, 2]]
     assert second["input_ids"].tolist() == [[8, 2, 2], [3, 4, 2]]
@@ -86,7 +88,10 @@ def test_a_rejected_text_has_the_words_of_the_chosen_one() -> None:
     [
         ({"format": "classes"}, "data.format=classes need each other"),
         ({"format": "pairs", "classes": ["a"]}, "data.format=classes need each other"),
-        ({"format": "pairs", "source": "stdlib-docs", "packing": True}, "data.packing=true does not go with"),
+        (
+            {"format": "pairs", "source": "stdlib-docs", "packing": True},
+            "data.packing=true does not go with",
+        ),
         ({"format": "pairs", "source": "stdlib"}, "has no records for data.format=pairs: use text"),
     ],
 )
@@ -97,7 +102,9 @@ def test_what_cannot_be_is_refused(values: dict[str, Any], message: str) -> None
 
 
 def test_a_pair_is_never_parted() -> None:
-    recipe = FinetuneRecipe(name="x", base="y", data=DataRecipe(format="pairs"), parallel={"pp_size": 2})
+    recipe = FinetuneRecipe(
+        name="x", base="y", data=DataRecipe(format="pairs"), parallel={"pp_size": 2}
+    )
     recipe.training.batch_size = 8
     assert microbatches_of_step(recipe, 1) == (2, 4)
     recipe.parallel["num_microbatches"] = 4
@@ -114,8 +121,15 @@ def test_a_pair_is_never_parted() -> None:
 def start(saved_tokenizer: Path, tmp_path: Path) -> dict[str, str]:
     """A checkpoint with random weights, and records to make pairs and classes of."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = LlamaConfig(**sizes, vocab_size=320, bos_token_id=1, eos_token_id=0, max_position_embeddings=64)
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    config = LlamaConfig(
+        **sizes, vocab_size=320, bos_token_id=1, eos_token_id=0, max_position_embeddings=64
+    )
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path / "base")
     for file in saved_tokenizer.iterdir():
         (tmp_path / "base" / file.name).write_bytes(file.read_bytes())
@@ -123,13 +137,26 @@ def start(saved_tokenizer: Path, tmp_path: Path) -> dict[str, str]:
         for index in range(24):
             words = [f"word{(index * 7 + place * place) % 23}" for place in range(4 + index % 5)]
             label = ["even", "odd"][index % 2]
-            record = {"chosen": " ".join(words), "rejected": " ".join(words[::-1]), "text": words[0], "label": label}
+            record = {
+                "chosen": " ".join(words),
+                "rejected": " ".join(words[::-1]),
+                "text": words[0],
+                "label": label,
+            }
             stream.write(json.dumps(record) + "\n")
-    return {"base": str(tmp_path / "base"), "source": str(tmp_path / "records.jsonl"), "runs": str(tmp_path / "runs")}
+    return {
+        "base": str(tmp_path / "base"),
+        "source": str(tmp_path / "records.jsonl"),
+        "runs": str(tmp_path / "runs"),
+    }
 
 
 def run(
-    start: dict[str, str], name: str, data: dict[str, Any], layout: dict[str, Any], adapter: dict[str, Any]
+    start: dict[str, str],
+    name: str,
+    data: dict[str, Any],
+    layout: dict[str, Any],
+    adapter: dict[str, Any],
 ) -> None:
     """The run of a recipe, on this rank."""
     os.makedirs(start["runs"], exist_ok=True)
@@ -146,7 +173,13 @@ def run(
         },
         "adapter": adapter,
         "merge": bool(adapter),
-        "training": {"steps": 2, "batch_size": 4, "learning_rate": 5e-3, "log_every": 1, "evaluate_every": 2},
+        "training": {
+            "steps": 2,
+            "batch_size": 4,
+            "learning_rate": 5e-3,
+            "log_every": 1,
+            "evaluate_every": 2,
+        },
     }
     finetune(OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(FinetuneRecipe), values)))  # type: ignore[arg-type]
 
@@ -163,10 +196,17 @@ def numbers(start: dict[str, str], name: str) -> list[float]:
     ("data", "adapter", "layouts"),
     [
         pytest.param({"format": "pairs"}, {}, LAYOUTS, id="pairs"),
-        pytest.param({"format": "classes", "classes": ["even", "odd"]}, LORA, {"pp2": LAYOUTS["pp2"]}, id="classes"),
+        pytest.param(
+            {"format": "classes", "classes": ["even", "odd"]},
+            LORA,
+            {"pp2": LAYOUTS["pp2"]},
+            id="classes",
+        ),
     ],
 )
-def test_numbers_agree(pools: Pools, start: Any, data: Any, adapter: Any, layouts: dict[str, dict[str, Any]]) -> None:
+def test_numbers_agree(
+    pools: Pools, start: Any, data: Any, adapter: Any, layouts: dict[str, dict[str, Any]]
+) -> None:
     run(start, "single", data, {}, adapter)
     expected = numbers(start, "single")
     assert len(expected) == 2 * 2 + 2 + bool(adapter)

@@ -30,10 +30,14 @@ def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_every_shipped_recipe_has_a_name_a_line_and_a_kind(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_shipped_recipe_has_a_name_a_line_and_a_kind(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["train", "--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == sorted(path.stem for path in LIBRARY.glob("*.yaml"))
+    assert [line.split()[0] for line in lines] == sorted(
+        path.stem for path in LIBRARY.glob("*.yaml")
+    )
     for name, text in shipped_recipes().items():
         assert 20 < len(text) < 160, name
         pretrains = name.endswith("pretrain")
@@ -76,7 +80,9 @@ def test_a_recipe_of_no_kind_or_two_is_refused(
         (["demo_pretrain", "--max-memory=40", "steps"], "unrecognized arguments: steps"),
     ],
 )
-def test_mistakes_are_one_message(line: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_one_message(
+    line: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["train", *line]) == 2
     captured = capsys.readouterr()
     assert message in captured.err
@@ -100,12 +106,27 @@ def test_packages_that_are_missing_are_named(
         monkeypatch.setitem(sys.modules, name, None)
     assert main(["train", "--list"]) == 2
     said = capsys.readouterr().err
-    assert "recipes need omegaconf, PyYAML, which the rest of hfscale does not, and which are not installed" in said
+    assert (
+        "recipes need omegaconf, PyYAML, which the rest of hfscale does not, and which are not installed"
+        in said
+    )
     assert 'pip install "hfscale[recipes]"' in said
 
 
 def test_the_launch_line_is_one_of_accelerates(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "demo_pretrain", "--max-memory=40", "name=x y", "training.steps=3", "--print-launch"]) == 0
+    assert (
+        main(
+            [
+                "train",
+                "demo_pretrain",
+                "--max-memory=40",
+                "name=x y",
+                "training.steps=3",
+                "--print-launch",
+            ]
+        )
+        == 0
+    )
     line = capsys.readouterr().out
     assert line == (
         "accelerate launch --multi_gpu --main_process_port 0 --num_processes 2 --num_machines 1 --mixed_precision no "
@@ -119,7 +140,9 @@ def test_the_launch_line_is_one_of_accelerates(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize(("pp_size", "ranks"), [(1, 4), (2, 8)])
-def test_as_many_processes_as_the_layout_needs(monkeypatch: pytest.MonkeyPatch, pp_size: int, ranks: int) -> None:
+def test_as_many_processes_as_the_layout_needs(
+    monkeypatch: pytest.MonkeyPatch, pp_size: int, ranks: int
+) -> None:
     started: list[Any] = []
     monkeypatch.setattr(accelerate_launch, "launch_command", started.append)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -147,18 +170,28 @@ def test_a_rank_that_a_launcher_has_started_runs(monkeypatch: pytest.MonkeyPatch
     assert ran == ["x"]
 
 
-def test_fewer_gpus_than_ranks_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fewer_gpus_than_ranks_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert main(["train", "demo_pretrain"]) == 2
     assert "needs 2 processes and this machine has 1 GPU(s)" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("code", "found", "said"), [(2, 2, ""), (-signal.SIGKILL, 137, "rank 1 was ended by SIGKILL")])
+@pytest.mark.parametrize(
+    ("code", "found", "said"), [(2, 2, ""), (-signal.SIGKILL, 137, "rank 1 was ended by SIGKILL")]
+)
 def test_how_a_rank_ended_is_how_the_command_ends(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], code: int, found: int, said: str
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    code: int,
+    found: int,
+    said: str,
 ) -> None:
     def fail(_: Any) -> None:
-        raise ChildFailedError("hfscale", {1: ProcessFailure(local_rank=1, pid=1, exitcode=code, error_file="absent")})
+        raise ChildFailedError(
+            "hfscale", {1: ProcessFailure(local_rank=1, pid=1, exitcode=code, error_file="absent")}
+        )
 
     monkeypatch.setattr(accelerate_launch, "launch_command", fail)
     assert launch(2, ["demo_pretrain"]) == found
@@ -175,7 +208,9 @@ def test_what_a_rank_refuses_is_said_once_without_the_launcher(tmp_path: Path) -
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     command = [sys.executable, "-m", "hfscale", "train", "recipe.yaml"]
     environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=280)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=environment, timeout=280
+    )
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert "ChildFailedError" not in done.stderr

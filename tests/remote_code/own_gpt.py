@@ -11,8 +11,11 @@ class Config(PreTrainedConfig):
     model_type = "own_gpt"
 
     def __init__(self, dim=64, n_layers=3, n_heads=8, ff_dim=96, vocab_size=97, **kwargs):
-        self.dim, self.n_layers, self.n_heads = dim, n_layers, n_heads
-        self.ff_dim, self.vocab_size = ff_dim, vocab_size
+        self.dim = dim
+        self.n_layers = n_layers
+        self.n_heads = n_heads
+        self.ff_dim = ff_dim
+        self.vocab_size = vocab_size
         super().__init__(**{"tie_word_embeddings": False, **kwargs})
 
 
@@ -28,7 +31,8 @@ class Scale(nn.Module):
 class Mixer(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.dim, self.n_heads = config.dim, config.n_heads
+        self.dim = config.dim
+        self.n_heads = config.n_heads
         self.qkv = nn.Linear(config.dim, 3 * config.dim)
         self.wo = nn.Linear(config.dim, config.dim)
 
@@ -87,7 +91,9 @@ class Decoder(Base):
 
     def forward(self, input_ids, attention_mask=None):
         x = self.tokens(input_ids)
-        seen = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril()[None, None]
+        seen = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril()[
+            None, None
+        ]
         if attention_mask is not None:
             seen = seen & attention_mask[:, None, None].bool()
         mask = torch.zeros(seen.shape, dtype=x.dtype, device=x.device).masked_fill(~seen, -1e9)
@@ -113,5 +119,7 @@ class DecoderForCausalLM(Base, GenerationMixin):
         logits = self.lm_head(self.decoder(input_ids, attention_mask))
         loss = None
         if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+            loss = self.loss_function(
+                logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
+            )
         return CausalLMOutputWithPast(loss=loss, logits=logits)

@@ -10,9 +10,24 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 class Config(PreTrainedConfig):
     model_type = "own_llama"
 
-    def __init__(self, dim=64, n_layers=3, n_heads=8, n_kv_heads=4, ff_dim=96, vocab_size=97, drop_rate=0.0, **kwargs):
-        self.dim, self.n_layers, self.n_heads, self.n_kv_heads = dim, n_layers, n_heads, n_kv_heads
-        self.ff_dim, self.vocab_size, self.drop_rate = ff_dim, vocab_size, drop_rate
+    def __init__(
+        self,
+        dim=64,
+        n_layers=3,
+        n_heads=8,
+        n_kv_heads=4,
+        ff_dim=96,
+        vocab_size=97,
+        drop_rate=0.0,
+        **kwargs,
+    ):
+        self.dim = dim
+        self.n_layers = n_layers
+        self.n_heads = n_heads
+        self.n_kv_heads = n_kv_heads
+        self.ff_dim = ff_dim
+        self.vocab_size = vocab_size
+        self.drop_rate = drop_rate
         super().__init__(**{"tie_word_embeddings": False, **kwargs})
 
 
@@ -29,7 +44,9 @@ class Mixer(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.width = config.dim // config.n_heads
-        self.n_heads, self.n_kv_heads, self.drop_rate = config.n_heads, config.n_kv_heads, config.drop_rate
+        self.n_heads = config.n_heads
+        self.n_kv_heads = config.n_kv_heads
+        self.drop_rate = config.drop_rate
         self.wq = nn.Linear(config.dim, config.n_heads * self.width, bias=False)
         self.wk = nn.Linear(config.dim, config.n_kv_heads * self.width, bias=False)
         self.wv = nn.Linear(config.dim, config.n_kv_heads * self.width, bias=False)
@@ -95,7 +112,9 @@ class Decoder(Base):
 
     def forward(self, input_ids, attention_mask=None):
         x = self.tokens(input_ids)
-        seen = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril()[None, None]
+        seen = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril()[
+            None, None
+        ]
         if attention_mask is not None:
             seen = seen & attention_mask[:, None, None].bool()
         mask = torch.zeros(seen.shape, dtype=x.dtype, device=x.device).masked_fill(~seen, -1e9)
@@ -121,5 +140,7 @@ class DecoderForCausalLM(Base, GenerationMixin):
         logits = self.lm_head(self.decoder(input_ids, attention_mask))
         loss = None
         if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+            loss = self.loss_function(
+                logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
+            )
         return CausalLMOutputWithPast(loss=loss, logits=logits)

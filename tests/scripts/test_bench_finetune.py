@@ -27,14 +27,24 @@ def bench() -> Any:
         sys.modules.pop("bench_finetune", None)
 
 
-def held(weights: int, adapters: int, gradients: int, optimizer: int, activations: int) -> dict[str, int]:
-    kinds = {"weights": weights, "adapters": adapters, "gradients": gradients, "optimizer": optimizer}
+def held(
+    weights: int, adapters: int, gradients: int, optimizer: int, activations: int
+) -> dict[str, int]:
+    kinds = {
+        "weights": weights,
+        "adapters": adapters,
+        "gradients": gradients,
+        "optimizer": optimizer,
+    }
     return {**kinds, "activations": activations, "around the layers": 7}
 
 
 def test_ratios_are_those_of_the_fullest_rank(bench: Any) -> None:
     row = bench.compare(
-        "full, AdamW", "pp2", held(200, 0, 200, 400, 100), [held(90, 0, 90, 180, 60), held(110, 0, 110, 220, 30)]
+        "full, AdamW",
+        "pp2",
+        held(200, 0, 200, 400, 100),
+        [held(90, 0, 90, 180, 60), held(110, 0, 110, 220, 30)],
     )
     assert row["fullest rank / ideal"] == {
         **{"weights": 1.1, "gradients": 1.1, "optimizer": 1.1, "activations": 1.2},
@@ -51,4 +61,6 @@ def test_reasons(bench: Any) -> None:
     assert "gathered input" in bench.reason("tp2, sequence", "activations", lora)
     assert "blocks of 256" in bench.reason("tp2", "optimizer", {"gradients": 1.0, "optimizer": 1.3})
     every = [(layout, kind) for layout in bench.LAYOUTS for kind in lora]
-    assert all(bench.reason(layout, kind, lora) or layout in ("dp_shard2", "ep2") for layout, kind in every)
+    assert all(
+        bench.reason(layout, kind, lora) or layout in ("dp_shard2", "ep2") for layout, kind in every
+    )

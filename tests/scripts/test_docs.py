@@ -17,10 +17,18 @@ from hfscale.train.runtime import Part
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("model_cards/*.md")])
-SOURCES = sorted(path for folder in ("hfscale", "scripts") for path in ROOT.glob(f"{folder}/**/*.py"))
+SOURCES = sorted(
+    path for folder in ("hfscale", "scripts") for path in ROOT.glob(f"{folder}/**/*.py")
+)
 # What scripts write where they are run, and nobody keeps.
-UNKEPT = ("docs/fuzz.md", "scripts/bench/results/one_gpu.json", "scripts/bench/results/finetune_gpu.json")
-_FILE = re.compile(r"(?<![\w./-])((?:hfscale|scripts|tests|docs|model_cards)/[\w./-]*\w\.(?:py|sh|md|yaml|json|png))\b")
+UNKEPT = (
+    "docs/fuzz.md",
+    "scripts/bench/results/one_gpu.json",
+    "scripts/bench/results/finetune_gpu.json",
+)
+_FILE = re.compile(
+    r"(?<![\w./-])((?:hfscale|scripts|tests|docs|model_cards)/[\w./-]*\w\.(?:py|sh|md|yaml|json|png))\b"
+)
 _NAME = re.compile(r"(?<![\w./-])hfscale((?:\.[A-Za-z_]\w*)+)")
 _ROLE = re.compile(r":(?:mod|func|class|data|meth|attr|exc):`~?(\.[\w.]+)`")
 
@@ -55,8 +63,14 @@ def test_sources_name_files_and_modules_that_exist() -> None:
 
 
 def _strange(text: str, source: Path | None = None) -> list[str]:
-    files = [name for name in _FILE.findall(text) if name not in UNKEPT and not (ROOT / name).exists()]
-    names = [f"hfscale{dotted}" for dotted in set(_NAME.findall(text)) if not _is_known(dotted[1:].split("."))]
+    files = [
+        name for name in _FILE.findall(text) if name not in UNKEPT and not (ROOT / name).exists()
+    ]
+    names = [
+        f"hfscale{dotted}"
+        for dotted in set(_NAME.findall(text))
+        if not _is_known(dotted[1:].split("."))
+    ]
     if source is not None and source.is_relative_to(ROOT / "hfscale"):
         package = list(source.relative_to(ROOT / "hfscale").parts[:-1])
         for name in _ROLE.findall(text):
@@ -137,7 +151,9 @@ def test_generated_parts_are_current() -> None:
     assert (ROOT / "docs" / "api.md").read_text() == api_table.page(), "run make docs"
     assert (ROOT / "docs" / "reference.md").read_text() == api_table.reference(), "run make docs"
     assert (ROOT / "docs" / "papers.md").read_text() == papers.page(), "run make docs"
-    assert (ROOT / "docs" / "tested-versions.md").read_text() == tested_versions.page(), "run make docs"
+    assert (ROOT / "docs" / "tested-versions.md").read_text() == tested_versions.page(), (
+        "run make docs"
+    )
     listed = re.findall(r"(?m)^\| \[(\S+)\]", (ROOT / "docs" / "architecture.md").read_text())
     assert listed == [room.name for room in architecture.find_rooms()], "run make docs"
 
@@ -153,9 +169,14 @@ def test_imports_point_down() -> None:
 
 def test_decisions_are_numbered() -> None:
     text = (ROOT / "docs" / "decisions.md").read_text()
-    numbers = [int(number) for number in re.findall(r'(?m)^- <a id="d(\d+)"></a>\*\*D\1\*\*, \d{4}-\d\d-\d\d\. ', text)]
+    numbers = [
+        int(number)
+        for number in re.findall(r'(?m)^- <a id="d(\d+)"></a>\*\*D\1\*\*, \d{4}-\d\d-\d\d\. ', text)
+    ]
     topics = text.partition("\n## ")[2]
-    assert len(numbers) == len(re.findall(r"(?m)^- ", topics)), "a decision begins like the others: number, date, words"
+    assert len(numbers) == len(re.findall(r"(?m)^- ", topics)), (
+        "a decision begins like the others: number, date, words"
+    )
     assert len(numbers) == len(set(numbers))
     listed = re.findall(r"(?m)^- \[(.*)\]\(#.*\): ", text.partition("\n## ")[0])
     assert listed == re.findall(r"(?m)^## (.*)$", text)

@@ -29,7 +29,10 @@ from ..tiny_models import tiny
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/*.md")])
 _BLOCK = re.compile(r"(?ms)^(<!-- not run: [^\n]+ -->\n)?```python\n(.*?)^```")
-_RUN_ELSEWHERE = {"quickstart.md", "tutorial.md"}  # tests/scripts/test_docs_site.py, as they are printed
+_RUN_ELSEWHERE = {
+    "quickstart.md",
+    "tutorial.md",
+}  # tests/scripts/test_docs_site.py, as they are printed
 _MODELS = {page.name for page in PAGES if page.name.startswith("model-")}
 _LONG = {"finetuning.md", "testing.md"} | _MODELS - {"model-llama-8b.md"}
 
@@ -53,7 +56,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 def blocks(page: Path) -> list[str]:
     """A line of dots stands for a step."""
     code = [code for skipped, code in _BLOCK.findall(page.read_text()) if not skipped]
-    return [re.sub(r"(?m)^( *)\.\.\.", r"\1hfscale.train_step(model, batch)", block) for block in code]
+    return [
+        re.sub(r"(?m)^( *)\.\.\.", r"\1hfscale.train_step(model, batch)", block) for block in code
+    ]
 
 
 def config_of(page: str) -> Any:
@@ -67,7 +72,8 @@ def rows(count: int = 8, width: int = 8) -> dict[str, torch.Tensor]:
 
 def context(directory: Path, layout: dict[str, Any], config: Any) -> dict[str, Any]:
     """What pages take for known."""
-    parallel, batch = ParallelConfig(**layout), rows()
+    parallel = ParallelConfig(**layout)
+    batch = rows()
     model = hfscale.from_config(config, parallel=parallel, dtype=torch.float32, seed=0).train()
     optimizer = hfscale.create_optimizer(model, "adamw_torch", lr=1e-3)
     return {
@@ -78,14 +84,18 @@ def context(directory: Path, layout: dict[str, Any], config: Any) -> dict[str, A
         "config": config,
         "parallel": parallel,
         "batch": batch,
-        "loader": torch.utils.data.DataLoader([{name: value[0] for name, value in batch.items()}] * 4, batch_size=2),
+        "loader": torch.utils.data.DataLoader(
+            [{name: value[0] for name, value in batch.items()}] * 4, batch_size=2
+        ),
         "few_batches": [batch],
         "batch_of": lambda step: batch,
         "optimizer": optimizer,
         "scheduler": torch.optim.lr_scheduler.ConstantLR(optimizer),
         "steps": 502,
         "step": 500,
-        "args": TrainingArguments(str(directory / "trainer"), max_steps=1, report_to=[], use_cpu=True),
+        "args": TrainingArguments(
+            str(directory / "trainer"), max_steps=1, report_to=[], use_cpu=True
+        ),
         "train": [{name: value[0] for name, value in batch.items()}] * 8,
         "advantages": torch.ones(1),
         "ids": batch["input_ids"],
@@ -98,21 +108,28 @@ def context(directory: Path, layout: dict[str, Any], config: Any) -> dict[str, A
     }
 
 
-def run_page(name: str, code: list[str], checkpoint: str, directory: str, layout: dict[str, Any]) -> None:
+def run_page(
+    name: str, code: list[str], checkpoint: str, directory: str, layout: dict[str, Any]
+) -> None:
     """On every rank; what pages build is tiny and has ``layout``."""
-    stock, estimate = hfscale.from_pretrained, hfscale.estimate
+    stock = hfscale.from_pretrained
+    estimate = hfscale.estimate
     config = LlamaConfig(num_hidden_layers=8)  # of which no weights are made
 
     def from_pretrained(path: Any, *args: Any, **given: Any) -> Any:
         assert not args
         assert isinstance(given.get("parallel"), ParallelConfig)
-        return stock(checkpoint if isinstance(path, str) else path, **{**given, "parallel": ParallelConfig(**layout)})
+        return stock(
+            checkpoint if isinstance(path, str) else path,
+            **{**given, "parallel": ParallelConfig(**layout)},
+        )
 
     def estimated(path: Any, *args: Any, **given: Any) -> Any:
         return estimate(config if isinstance(path, str) else path, *args, **given)
 
     before = Path.cwd()
-    hfscale.from_pretrained, hfscale.estimate = from_pretrained, estimated
+    hfscale.from_pretrained = from_pretrained
+    hfscale.estimate = estimated
     os.chdir(directory)
     try:
         AcceleratorState._reset_state(reset_partial_state=True)
@@ -127,7 +144,8 @@ def run_page(name: str, code: list[str], checkpoint: str, directory: str, layout
                 known["scheduler"] = torch.optim.lr_scheduler.ConstantLR(known["optimizer"])
             exec(compile(block, name, "exec"), known)
     finally:
-        hfscale.from_pretrained, hfscale.estimate = stock, estimate
+        hfscale.from_pretrained = stock
+        hfscale.estimate = estimate
         os.chdir(before)
 
 

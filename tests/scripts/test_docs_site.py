@@ -21,7 +21,9 @@ ROOT = Path(__file__).parents[2]
 
 def _pages(entries: list[Any]) -> list[str]:
     values = [value for entry in entries for value in entry.values()]
-    return [page for value in values for page in ([value] if isinstance(value, str) else _pages(value))]
+    return [
+        page for value in values for page in ([value] if isinstance(value, str) else _pages(value))
+    ]
 
 
 def test_every_page_is_in_the_navigation_once() -> None:
@@ -42,7 +44,10 @@ def test_links_of_the_readme_lead_on_from_the_first_page() -> None:
     links = re.findall(r"\]\(([^)\s]+)\)", (ROOT / "README.md").read_text())
     seen = [docs_site.seen_from_docs(link) for link in links]
     assert "tutorial.md" in seen
-    assert all(docs_site.leads_out(link) or (ROOT / "docs" / link.partition("#")[0]).exists() for link in seen)
+    assert all(
+        docs_site.leads_out(link) or (ROOT / "docs" / link.partition("#")[0]).exists()
+        for link in seen
+    )
 
 
 def test_links_out_of_the_site_become_words() -> None:
@@ -56,10 +61,14 @@ def test_links_out_of_the_site_become_words() -> None:
 def _run_tutorial(directory: str, layout: dict[str, str]) -> None:
     """Its script as it is, with fewer steps."""
     page = (ROOT / "docs" / "tutorial.md").read_text()
-    (script,) = (block for block in re.findall(r"(?ms)^```python\n(.*?)^```", page) if "STEPS" in block)
+    (script,) = (
+        block for block in re.findall(r"(?ms)^```python\n(.*?)^```", page) if "STEPS" in block
+    )
     assert "STEPS, BATCH, LENGTH = 60," in script
     assert "% 20 == 0" in script
-    short = script.replace("STEPS, BATCH, LENGTH = 60,", "STEPS, BATCH, LENGTH = 2,").replace("% 20 == 0", "% 1 == 0")
+    short = script.replace("STEPS, BATCH, LENGTH = 60,", "STEPS, BATCH, LENGTH = 2,").replace(
+        "% 20 == 0", "% 1 == 0"
+    )
     before = Path.cwd()
     os.environ.update(layout)
     os.chdir(directory)
@@ -72,7 +81,10 @@ def _run_tutorial(directory: str, layout: dict[str, str]) -> None:
 
 
 def test_the_tutorial_does_what_it_says(
-    pools: Callable[[int], RankPool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    pools: Callable[[int], RankPool],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
 ) -> None:
     """One process; two tensor ranks; and two stages that go on from a state of theirs: the same losses and weights."""
     for name in ("RANK", "WORLD_SIZE"):
@@ -94,9 +106,18 @@ def test_the_tutorial_does_what_it_says(
 def _run_quickstart(directory: str, stock: bool) -> list[dict[str, float]]:
     """The page's script with fewer steps, or the stock one that the page's diff says it was."""
     page = (ROOT / "docs" / "quickstart.md").read_text()
-    (script,) = (block for block in re.findall(r"(?ms)^```python\n(.*?)^```", page) if "trainer.train()" in block)
+    (script,) = (
+        block
+        for block in re.findall(r"(?ms)^```python\n(.*?)^```", page)
+        if "trainer.train()" in block
+    )
     before, after = re.findall(r"(?m)^[-+](trainer = .*)$", page)
-    assert script.count(after) == script.count("import hfscale\n") == script.count("max_steps=30, ") == 1
+    assert (
+        script.count(after)
+        == script.count("import hfscale\n")
+        == script.count("max_steps=30, ")
+        == 1
+    )
     if stock:
         script = script.replace(after, "from transformers import Trainer\n" + before)
     short = script.replace("max_steps=30, ", "max_steps=2, ").replace(

@@ -12,11 +12,17 @@ Pools = Callable[[int], RankPool]
 
 # A dense one under every layout; under the data axes, two types in separate modules and in one.
 @pytest.mark.daily("qwen3-True")
-@pytest.mark.parametrize(("family", "all_columns"), [("qwen3", True), ("ernie4_5_moe", False), ("olmo_hybrid", False)])
+@pytest.mark.parametrize(
+    ("family", "all_columns"), [("qwen3", True), ("ernie4_5_moe", False), ("olmo_hybrid", False)]
+)
 def test_a_family_in_bfloat16(pools: Pools, family: str, all_columns: bool) -> None:
     from dtype_sweep import COLUMNS, judge
 
-    columns = {name: column for name, column in COLUMNS.items() if all_columns or name.endswith("dp_shard2")}
+    columns = {
+        name: column
+        for name, column in COLUMNS.items()
+        if all_columns or name.endswith("dp_shard2")
+    }
     judged = judge(family, pools(2), columns)
     assert judged is not None
     assert set(judged[0]) == {"equal"}, judged

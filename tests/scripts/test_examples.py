@@ -34,8 +34,11 @@ def run_example(name: str, directory: str) -> str:
     source = (EXAMPLES / f"{name}.py").read_text()
     short, found = re.subn(r"(?m)^STEPS = \d+$", "STEPS = 2", source)
     assert found == 1
-    Path(directory, f"{name}-{os.getpid()}.py").write_text(short.replace("LENGTH = 4096", "LENGTH = 64"))
-    before, printed = Path.cwd(), io.StringIO()
+    Path(directory, f"{name}-{os.getpid()}.py").write_text(
+        short.replace("LENGTH = 4096", "LENGTH = 64")
+    )
+    before = Path.cwd()
+    printed = io.StringIO()
     AcceleratorState._reset_state(reset_partial_state=True)
     sys.path.insert(0, str(EXAMPLES))
     os.chdir(directory)
@@ -51,9 +54,12 @@ def run_example(name: str, directory: str) -> str:
 
 @pytest.mark.daily("moe", "embed", "qlora")
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOWER else []) for name in NAMES]
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] if name in SLOWER else []) for name in NAMES],
 )
-def test_an_example_trains_over_two_ranks(pools: Callable[[int], RankPool], name: str, tmp_path: Path) -> None:
+def test_an_example_trains_over_two_ranks(
+    pools: Callable[[int], RankPool], name: str, tmp_path: Path
+) -> None:
     first, second = pools(2).run(run_example, name, str(tmp_path))
     losses = [float(number) for number in re.findall(r"loss'?:? '?(-?[\d.]+)", first)]
     assert losses, first
@@ -94,9 +100,15 @@ def test_every_example_is_on_the_page_of_tasks() -> None:
 
 
 def test_code_on_the_page_is_the_examples_own() -> None:
-    pages = [(EXAMPLES.parents[1] / "docs" / f"{name}.md").read_text() for name in ("tasks", "grpo", "distillation")]
+    pages = [
+        (EXAMPLES.parents[1] / "docs" / f"{name}.md").read_text()
+        for name in ("tasks", "grpo", "distillation")
+    ]
     page = "".join(pages)
-    shown = re.findall(r"(?ms)^<!-- not run: lines of scripts/examples/(\w+)\.py, [^\n]*\n```python\n(.*?)^```", page)
+    shown = re.findall(
+        r"(?ms)^<!-- not run: lines of scripts/examples/(\w+)\.py, [^\n]*\n```python\n(.*?)^```",
+        page,
+    )
     assert sorted(name for name, _ in shown) == NAMES
     for name, code in shown:
         lines = {line.strip() for line in (EXAMPLES / f"{name}.py").read_text().splitlines()}

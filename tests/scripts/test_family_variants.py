@@ -7,7 +7,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 
 def test_families_meet_all_pairs_between_them() -> None:
-    met = {pair for family in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES for pair in islice(pairs(family), PICKS)}
+    met = {
+        pair
+        for family in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        for pair in islice(pairs(family), PICKS)
+    }
     assert len(met) >= 0.9 * len(OPTIONS) * len(CONFIGS)
     assert {option for option, _ in met} == set(OPTIONS)
     assert {config for _, config in met} == set(CONFIGS)

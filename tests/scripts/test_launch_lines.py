@@ -13,7 +13,9 @@ PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("scripts
 LINES = [
     pytest.param(page, line, id=f"{page.stem}-{number}")
     for page in PAGES
-    for number, line in enumerate(re.findall(r"(?m)^ +.*?\b(accelerate launch --.*?)['\"]?$", page.read_text()))
+    for number, line in enumerate(
+        re.findall(r"(?m)^ +.*?\b(accelerate launch --.*?)['\"]?$", page.read_text())
+    )
 ]
 SHELL = {
     "SLURM_NNODES": "2",
@@ -28,12 +30,21 @@ SHELL = {
 @pytest.mark.parametrize(("page", "line"), LINES)
 def test_accelerate_understands(page: Path, line: str) -> None:
     words = subprocess.run(
-        ["bash", "-c", f"printf '%s\\n' {line}"], capture_output=True, text=True, check=True, env=SHELL
+        ["bash", "-c", f"printf '%s\\n' {line}"],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=SHELL,
     ).stdout.splitlines()
     read = launch_command_parser().parse_args(words[2:])
     assert read.training_script.endswith((".py", "hfscale", "...")) or read.module
     if read.num_machines is not None and read.num_machines > 1:
-        assert (read.num_machines, read.num_processes, read.machine_rank, read.main_process_port) == (2, 16, 1, 29500)
+        assert (
+            read.num_machines,
+            read.num_processes,
+            read.machine_rank,
+            read.main_process_port,
+        ) == (2, 16, 1, 29500)
         assert read.main_process_ip in ("node-a", "train-0.train")
     if read.num_processes is not None and read.num_processes > 1:
         assert read.multi_gpu  # or accelerate would start one process on machines without GPUs
@@ -44,7 +55,9 @@ def test_accelerate_understands(page: Path, line: str) -> None:
 
 def test_hf_jobs_understands() -> None:
     cli = pytest.importorskip("huggingface_hub.cli.hf")
-    (line,) = re.findall(r"(?m)^    (hf jobs run .*)$", (ROOT / "docs" / "launching.md").read_text())
+    (line,) = re.findall(
+        r"(?m)^    (hf jobs run .*)$", (ROOT / "docs" / "launching.md").read_text()
+    )
     words = shlex.split(line)[1:]
     context = cli.app.make_context("hf", words)
     run = cli.app.get_command(context, "jobs").get_command(context, "run")

@@ -14,7 +14,12 @@ from hfscale.testing import RankPool
 from ..sweeps import cases
 
 FOUND = json.loads(RESULTS.read_text())
-CELLS = [(model, lever, axis) for model, found in FOUND.items() for lever, axes in found.items() for axis in axes]
+CELLS = [
+    (model, lever, axis)
+    for model, found in FOUND.items()
+    for lever, axes in found.items()
+    for axis in axes
+]
 DAILY = [
     ("llama 256", 'recompute=["mlp"]', "tp"),
     ("llama 256", "gradient_compression", "dp_replicate"),
@@ -41,14 +46,20 @@ def test_they_are_written() -> None:
 
 
 @pytest.mark.daily("gpt2-pp, 1f1b", "llama-tp")
-@pytest.mark.parametrize(("model", "axis"), [("llama", "tp"), ("mixture", "dp_shard"), ("gpt2", "pp, 1f1b")])
-def test_scores_of_eager_attention_are_counted(pools: Callable[[int], RankPool], model: str, axis: str) -> None:
+@pytest.mark.parametrize(
+    ("model", "axis"), [("llama", "tp"), ("mixture", "dp_shard"), ("gpt2", "pp, 1f1b")]
+)
+def test_scores_of_eager_attention_are_counted(
+    pools: Callable[[int], RankPool], model: str, axis: str
+) -> None:
     total, kept = ratios(pools(2), case_of({"attention": "eager"}, AXES[axis], SMALL[model]))
     assert total == pytest.approx(1, abs=0.03)
     assert kept == pytest.approx(1, abs=0.03)
 
 
-@pytest.mark.daily("gpt2 256-offload_activations-pp, 1f1b", "llama 256-gradient_compression-dp_replicate")
+@pytest.mark.daily(
+    "gpt2 256-offload_activations-pp, 1f1b", "llama 256-gradient_compression-dp_replicate"
+)
 @pytest.mark.parametrize(
     ("model", "lever", "axis"),
     cases(

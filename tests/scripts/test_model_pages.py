@@ -16,14 +16,19 @@ def test_a_page_begins_with_a_script_and_shows_what_commands_print(page: Path) -
     text = page.read_text()
     assert text.index("```python") < 600
     script = model_pages.SCRIPT.search(text)
-    two, one = script[3].splitlines(), script[5].splitlines()
+    two = script[3].splitlines()
+    one = script[5].splitlines()
     assert len(two) == len(one) == 3
     for line, other in zip(two, one, strict=True):
         assert line.startswith("step ")
         assert [float(x) for x in NUMBER.findall(line)] == pytest.approx(
             [float(x) for x in NUMBER.findall(other)], abs=2e-4
         )
-    shown = [line for block in model_pages.COMMANDS.findall(text) for line in block.replace("\\\n", " ").splitlines()]
+    shown = [
+        line
+        for block in model_pages.COMMANDS.findall(text)
+        for line in block.replace("\\\n", " ").splitlines()
+    ]
     asked = [index for index, line in enumerate(shown) if line.startswith("$ hfscale ")]
     assert asked
     for index in asked:

@@ -14,7 +14,9 @@ NOTEBOOKS = sorted(ROOT.glob("scripts/notebooks/*.ipynb"))
 
 
 def cells(notebook: Path) -> list[dict[str, object]]:
-    return [cell for cell in json.loads(notebook.read_text())["cells"] if cell["cell_type"] == "code"]
+    return [
+        cell for cell in json.loads(notebook.read_text())["cells"] if cell["cell_type"] == "code"
+    ]
 
 
 @pytest.mark.slow
@@ -25,10 +27,16 @@ def test_a_notebook_runs(notebook: Path, tmp_path: Path) -> None:
     given = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         given.pop(name, None)
-    run = subprocess.run([sys.executable, "cells.py"], cwd=tmp_path, env=given, capture_output=True, text=True)
+    run = subprocess.run(
+        [sys.executable, "cells.py"], cwd=tmp_path, env=given, capture_output=True, text=True
+    )
     assert run.returncode == 0, run.stderr
-    shown = "".join(text for cell in cells(notebook) for output in cell["outputs"] for text in output["text"])
-    for line in re.findall(r"(?m)^(?:step \d+: loss \d\.\d\d\d|weights and optimizer .*|equal to rounding)", shown):
+    shown = "".join(
+        text for cell in cells(notebook) for output in cell["outputs"] for text in output["text"]
+    )
+    for line in re.findall(
+        r"(?m)^(?:step \d+: loss \d\.\d\d\d|weights and optimizer .*|equal to rounding)", shown
+    ):
         assert line in run.stdout
 
 

@@ -18,7 +18,9 @@ def test_a_page_shows_the_changed_lines_and_equal_numbers(example: Example) -> N
     rows = re.findall(r"(?m)^\| (?:\d+|evaluation[^|]*) \| (.*) \|$", text)
     assert len(rows) >= official_examples.STEPS
     for row in rows:
-        stock, *others = ([float(number) for number in cell.split(", ")] for cell in row.split(" | "))
+        stock, *others = (
+            [float(number) for number in cell.split(", ")] for cell in row.split(" | ")
+        )
         assert others
         for other in others:
             assert other == pytest.approx(stock, abs=2e-4)

@@ -26,7 +26,9 @@ REFUSAL = Refusal("trl", ("tp2",), "prompt", "P_TUNING is not supported", "promp
         ({"words": f"AssertionError: {REFUSED}"}, "tp2", False),
     ],
 )
-def test_a_refusal_excuses_its_own_words_alone(changes: dict[str, str], layout: str, excused: bool) -> None:
+def test_a_refusal_excuses_its_own_words_alone(
+    changes: dict[str, str], layout: str, excused: bool
+) -> None:
     outcome = Outcome(**{"id": "test_prompt", "outcome": "failed", "words": REFUSED, **changes})
     judgement = judge("trl", layout, [outcome], [REFUSAL])
     assert bool(judgement.refused) == excused
@@ -64,7 +66,10 @@ def test_counts_are_of_known_suites() -> None:
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        ("trl-internal-testing/tiny-Qwen2ForSequenceClassification-2.5", "Qwen2ForSequenceClassification"),
+        (
+            "trl-internal-testing/tiny-Qwen2ForSequenceClassification-2.5",
+            "Qwen2ForSequenceClassification",
+        ),
         ("peft-internal-testing/tiny-random-gpt2", "GPT2LMHeadModel"),
         ("peft-internal-testing/opt-125m", "OPTForCausalLM"),
         ("peft-internal-testing/tiny-OPTForCausalLM-lora", None),
@@ -85,7 +90,9 @@ def test_an_id_says_its_class(name: str, kind: str | None) -> None:
         ("unpaired_preference", {"prompt", "completion", "label"}),
     ],
 )
-def test_rows_have_the_columns_that_their_configuration_says(form: str, kind: str, columns: set[str]) -> None:
+def test_rows_have_the_columns_that_their_configuration_says(
+    form: str, kind: str, columns: set[str]
+) -> None:
     made = make_rows("trl-internal-testing/zen", f"{form}_{kind}")
     assert set(made["train"].column_names) == columns
     assert len(made["train"]) == TRAIN

@@ -38,7 +38,9 @@ def test_a_sample_of_the_table_is_proved_again(sample: tuple[Facts, dict[str, st
 def test_what_the_table_does_not_say_is_found(sample: tuple[Facts, dict[str, str]]) -> None:
     facts = copy.deepcopy(sample[0])
     changed = next(
-        answers for answers in facts.proved["GPT2LMHeadModel"].values() if "passage transformer.h" in answers
+        answers
+        for answers in facts.proved["GPT2LMHeadModel"].values()
+        if "passage transformer.h" in answers
     )
     changed["passage transformer.h"]["returns"] = 7
     changed["another question"] = True
@@ -67,8 +69,12 @@ def test_it_is_read_as_it_is_written(sample: tuple[Facts, dict[str, str]]) -> No
 def test_plans_of_its_families_run_nothing(
     family: str, layout: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(proofs, "prove", lambda question, *_, **__: pytest.fail(f"{question} is not in the table"))
+    monkeypatch.setattr(
+        proofs, "prove", lambda question, *_, **__: pytest.fail(f"{question} is not in the table")
+    )
     auto_class = AutoModelForSeq2SeqLM if family == "t5" else AutoModelForCausalLM
-    config = AutoConfig.for_model(family, **({"decoder_start_token_id": 0} if family == "t5" else {}))
+    config = AutoConfig.for_model(
+        family, **({"decoder_start_token_id": 0} if family == "t5" else {})
+    )
     with suppress(hfscale.PlanError):
         hfscale.plan(config, hfscale.ParallelConfig(**layout), auto_class=auto_class)

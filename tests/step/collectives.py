@@ -43,10 +43,22 @@ class _Slow:
     """Work whose result appears at ``wait()``, or with somebody else's: until then the output is full of NaN."""
 
     def __init__(
-        self, name: str, source: Tensor, target: Tensor | None, hidden: Tensor | None, works: list[Any]
+        self,
+        name: str,
+        source: Tensor,
+        target: Tensor | None,
+        hidden: Tensor | None,
+        works: list[Any],
     ) -> None:
-        self.name, self.source, self.target, self.hidden, self.works = name, source, target, hidden, works
-        shared = target is not None and target.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
+        self.name = name
+        self.source = source
+        self.target = target
+        self.hidden = hidden
+        self.works = works
+        shared = (
+            target is not None
+            and target.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
+        )
         self.before = None if shared else source.clone()
         self.ended = False
         if target is not None:
@@ -67,7 +79,9 @@ class _Slow:
         if self.before is not None and not torch.equal(self.source, self.before):
             raise RaceError(f"{self.name}: its input was changed before it had been sent")
         if self.target is not None and self.hidden is not None:
-            if not torch.equal(_bits(self.target), _bits(torch.full_like(self.target, _mark(self.target)))):
+            if not torch.equal(
+                _bits(self.target), _bits(torch.full_like(self.target, _mark(self.target)))
+            ):
                 raise RaceError(f"{self.name}: its output was written to before it had arrived")
             self.target.detach().copy_(self.hidden)
 
@@ -85,11 +99,14 @@ class Races:
             bound = signature.bind(*args, **kwargs)
             if not bound.arguments.get("async_op"):
                 return function(*args, **kwargs)
-            source, target = bound.arguments[into], bound.arguments[out]
+            source = bound.arguments[into]
+            target = bound.arguments[out]
             sent = source.detach().clone()
             hidden = sent if into == out else torch.empty_like(target)
             bound.arguments.update({into: sent, out: hidden})
-            return self._keep(_Slow(name, source, target, hidden, [function(*bound.args, **bound.kwargs)]))
+            return self._keep(
+                _Slow(name, source, target, hidden, [function(*bound.args, **bound.kwargs)])
+            )
 
         return run
 
@@ -97,7 +114,8 @@ class Races:
         def run(operations: list[Any]) -> list[Any]:
             works = []
             for given in operations:
-                sends, hidden = given.op is dist.isend, given.tensor.detach().clone()
+                sends = given.op is dist.isend
+                hidden = given.tensor.detach().clone()
                 started = function([dist.P2POp(given.op, hidden, given.peer, given.group)])
                 name, target = ("isend", None) if sends else ("irecv", given.tensor)
                 works.append(self._keep(_Slow(name, given.tensor, target, hidden, started)))
@@ -113,7 +131,11 @@ class Races:
 
     def wait_for(self, slow: _Slow) -> None:
         """End ``slow``, and of the others that nobody sends from a rank still to come, some, in any order."""
-        others = [other for other in self.open if other is not slow and other.name not in ("isend", "irecv")]
+        others = [
+            other
+            for other in self.open
+            if other is not slow and other.name not in ("isend", "irecv")
+        ]
         ending = [*self.random.sample(others, self.random.randint(0, len(others))), slow]
         self.random.shuffle(ending)
         for one in ending:
@@ -130,7 +152,11 @@ def races(seed: int) -> Iterator[Races]:
         RaceError: a collective's tensors were changed while it was under way, or it was never waited for.
     """
     found = Races(seed)
-    before = {name: getattr(dist, name) for name in (*_COLLECTIVES, "batch_isend_irecv") if hasattr(dist, name)}
+    before = {
+        name: getattr(dist, name)
+        for name in (*_COLLECTIVES, "batch_isend_irecv")
+        if hasattr(dist, name)
+    }
     aliases = {name: getattr(collectives, name) for name in ("_all_gather", "_reduce_scatter")}
     for name in before.keys() & _COLLECTIVES.keys():
         setattr(dist, name, found.collective(name, before[name]))
@@ -149,11 +175,19 @@ def races(seed: int) -> Iterator[Races]:
 
 
 def _mark(x: Tensor) -> Any:
-    return float("nan") if x.is_floating_point() else (True if x.dtype == torch.bool else torch.iinfo(x.dtype).max)
+    return (
+        float("nan")
+        if x.is_floating_point()
+        else (True if x.dtype == torch.bool else torch.iinfo(x.dtype).max)
+    )
 
 
 def _bits(x: Tensor) -> Tensor:
-    return x.detach().contiguous().view(torch.uint8) if x.ndim else x.detach().view(1).view(torch.uint8)
+    return (
+        x.detach().contiguous().view(torch.uint8)
+        if x.ndim
+        else x.detach().view(1).view(torch.uint8)
+    )
 
 
 class _Strict(TorchDispatchMode):
@@ -161,8 +195,12 @@ class _Strict(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
-            for tensor in (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)):
-                assert tensor.is_contiguous(), f"{func}: {tuple(tensor.shape)} with strides {tensor.stride()}"
+            for tensor in (
+                leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)
+            ):
+                assert tensor.is_contiguous(), (
+                    f"{func}: {tuple(tensor.shape)} with strides {tensor.stride()}"
+                )
                 assert tensor.dtype in DTYPES, f"{func}: {tensor.dtype}"
         return func(*args, **(kwargs or {}))
 
@@ -177,7 +215,8 @@ def strict() -> Iterator[None]:
 @contextmanager
 def backward_on_a_thread() -> Iterator[Counter[str]]:
     """Within: every backward pass runs on a fresh thread, as it does for tensors on GPUs."""
-    names, used = ("backward", "grad"), Counter[str]()
+    names = ("backward", "grad")
+    used = Counter[str]()
     before = {name: getattr(torch.autograd, name) for name in names}
 
     def elsewhere(name: str) -> Callable[..., Any]:

@@ -16,7 +16,10 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
+from torch.utils.backend_registration import (
+    _DummyBackendModule,
+    _setup_privateuseone_for_python_backend,
+)
 
 from hfscale.distributed import process_groups
 
@@ -63,7 +66,11 @@ def computed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs)
     if away and func.namespace == "aten" and name not in MOVING:
         strict = name.startswith(STRICT)
-        mixed = [tensor for tensor in given if (tensor.ndim or strict) and not isinstance(tensor, Elsewhere)]
+        mixed = [
+            tensor
+            for tensor in given
+            if (tensor.ndim or strict) and not isinstance(tensor, Elsewhere)
+        ]
         if mixed:
             raise RuntimeError(f"{func} is given tensors on {NAME} and on {mixed[0].device}")
     returns = target.type == NAME if target is not None else name != "_local_scalar_dense"
@@ -73,7 +80,9 @@ def computed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     found = func(*args, **kwargs)
     same = {id(tensor.here): tensor for tensor in given if isinstance(tensor, Elsewhere)}
     wrap = Elsewhere if returns else lambda tensor: tensor
-    return tree_map_only(Tensor, lambda tensor: same[id(tensor)] if id(tensor) in same else wrap(tensor), found)
+    return tree_map_only(
+        Tensor, lambda tensor: same[id(tensor)] if id(tensor) in same else wrap(tensor), found
+    )
 
 
 class _Operators(TorchDispatchMode):
@@ -89,7 +98,11 @@ class _Functions(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         device = kwargs.get("device")
-        if func in (torch.tensor, torch.as_tensor) and device is not None and torch.device(device).type == NAME:
+        if (
+            func in (torch.tensor, torch.as_tensor)
+            and device is not None
+            and torch.device(device).type == NAME
+        ):
             return func(*args, **kwargs | {"device": "cpu"}).to(device)
         if func in (Tensor.tolist, Tensor.data_ptr) and isinstance(args[0], Elsewhere):
             return func(args[0].here)
@@ -113,10 +126,16 @@ def _narrowed(operator: Any) -> Any:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         def cast(tensor: Tensor) -> Tensor:
-            return tensor.to(torch.get_autocast_dtype(NAME)) if tensor.dtype == torch.float32 else tensor
+            return (
+                tensor.to(torch.get_autocast_dtype(NAME))
+                if tensor.dtype == torch.float32
+                else tensor
+            )
 
         with torch.autocast(NAME, enabled=False):
-            return operator(*tree_map_only(Tensor, cast, args), **tree_map_only(Tensor, cast, kwargs))
+            return operator(
+                *tree_map_only(Tensor, cast, args), **tree_map_only(Tensor, cast, kwargs)
+            )
 
     return run
 
@@ -177,7 +196,10 @@ def elsewhere() -> Iterator[torch.device]:
     device = torch.device(NAME, 0)
     with ExitStack() as stack:
         stack.enter_context(patch.object(process_groups, "own_device", lambda: device))
-        for name in ("alloc_storage", "free_storage"):  # of gathered weights: there is no storage here
+        for name in (
+            "alloc_storage",
+            "free_storage",
+        ):  # of gathered weights: there is no storage here
             stack.enter_context(patch.object(_fsdp_param, name, lambda tensor: None))
         stack.enter_context(_Operators())
         stack.enter_context(_Functions())

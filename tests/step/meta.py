@@ -97,7 +97,9 @@ class _Operators(SimulatedRank):
         elif any(tensor.device == GPU for tensor in tensors):
             if any(tensor.ndim and tensor.device != GPU for tensor in tensors):
                 self.seen.faults.append(f"{func} of tensors on the GPU and on the CPU: {_caller()}")
-            if name in WAITING or (name == "index" and any(i.dtype == torch.bool for i in _tensors(args[1]))):
+            if name in WAITING or (
+                name == "index" and any(i.dtype == torch.bool for i in _tensors(args[1]))
+            ):
                 self._note_look(name)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
@@ -107,23 +109,29 @@ class _Operators(SimulatedRank):
 
     def _note_copy(self, name: str, args: Any, kwargs: Any) -> None:
         into = name == "copy_"
-        source, target = args[into], args[0].device if into else kwargs.get("device") or args[0].device
+        source = args[into]
+        target = args[0].device if into else kwargs.get("device") or args[0].device
         waits = not (kwargs.get("non_blocking") or (into and len(args) > 2 and args[2]))
         if source.device == target:
             return
         # What is written into memory that is there, pinned, comes later; what comes from the device otherwise, now.
-        if (waits and (source.numel() or source.device == GPU)) or (source.device == GPU and not into):
+        if (waits and (source.numel() or source.device == GPU)) or (
+            source.device == GPU and not into
+        ):
             self._note_look(name)
 
     def _note_collective(self, func: Any, name: str, args: Any, tensors: list[Tensor]) -> None:
-        group, axis = group_of(args), HOST
+        group = group_of(args)
+        axis = HOST
         if any(tensor.device == GPU for tensor in tensors):
             axis = OTHERS if group is None else self._axes.get(group.group_name, OTHERS)
             self.seen.order.append(name)
             for tensor in tensors:
                 if tensor.device != GPU or not tensor.is_contiguous() or tensor.dtype not in DTYPES:
                     strides = tensor.stride()
-                    self.seen.faults.append(f"{func} of {tensor.dtype} on {tensor.device}, {strides}: {_caller()}")
+                    self.seen.faults.append(
+                        f"{func} of {tensor.dtype} on {tensor.device}, {strides}: {_caller()}"
+                    )
         given = _tensors(args[1] if name.startswith(INPUT_SECOND) else args[0])
         self.seen.sent[axis] += sum(tensor.numel() * tensor.element_size() for tensor in given)
 

@@ -22,7 +22,8 @@ from hfscale.features.fp8 import part as eight_bits
 from hfscale.features.memory import stored
 
 Clock = dict["Stream", int]
-_TO, _EMPTY_LIKE = Tensor.to, torch.empty_like
+_TO = Tensor.to
+_EMPTY_LIKE = torch.empty_like
 
 
 class Event:
@@ -66,8 +67,13 @@ class _Used:
     """A piece of memory that several streams have used."""
 
     def __init__(self, tensor: Tensor, home: Stream) -> None:
-        self.reference, self.home = StorageWeakRef(tensor.untyped_storage()), home
-        self.shape, self.uses, self.recorded = tuple(tensor.shape), dict[Stream, tuple[int, str]](), set[Stream]()
+        self.reference = StorageWeakRef(tensor.untyped_storage())
+        self.home = home
+        self.shape, self.uses, self.recorded = (
+            tuple(tensor.shape),
+            dict[Stream, tuple[int, str]](),
+            set[Stream](),
+        )
 
 
 class Lifetimes(TorchDispatchMode):
@@ -92,7 +98,9 @@ class Lifetimes(TorchDispatchMode):
             self._use(tensor, stream, str(func))
         found = func(*args, **(kwargs or {}))
         for tensor in _tensors(found):
-            self._home.setdefault(tensor.untyped_storage()._cdata, (StorageWeakRef(tensor.untyped_storage()), stream))
+            self._home.setdefault(
+                tensor.untyped_storage()._cdata, (StorageWeakRef(tensor.untyped_storage()), stream)
+            )
         return found
 
     def record(self, tensor: Tensor, stream: Any = None) -> None:
@@ -129,7 +137,9 @@ class Lifetimes(TorchDispatchMode):
                 del self._used[key]
                 for other, (moment, what) in used.uses.items():
                     if other not in used.recorded and stream.seen.get(other, 0) < moment:
-                        self.faults.append(f"{what} of {used.shape}: given back before its stream was waited for")
+                        self.faults.append(
+                            f"{what} of {used.shape}: given back before its stream was waited for"
+                        )
 
 
 def _to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -151,7 +161,8 @@ def _tensors(values: Any) -> list[Tensor]:
 @contextmanager
 def lifetimes() -> Iterator[Lifetimes]:
     """Within: streams of FSDP2 and of offloading are told apart on the CPU, and memory is followed between them."""
-    seen, current = Lifetimes(), [Stream()]
+    seen = Lifetimes()
+    current = [Stream()]
 
     @contextmanager
     def within(stream: Stream | None) -> Iterator[None]:
@@ -170,7 +181,9 @@ def lifetimes() -> Iterator[Lifetimes]:
         for module in (torch_fsdp, eight_bits, stored):
             stack.enter_context(patch.object(module, "keep_for_stream", seen.record))
         stack.enter_context(patch.object(stored, "is_accelerator", lambda _: True))
-        stack.enter_context(patch.object(stored, "buffers_of", cache(stored.buffers_of.__wrapped__)))
+        stack.enter_context(
+            patch.object(stored, "buffers_of", cache(stored.buffers_of.__wrapped__))
+        )
         stack.enter_context(patch.object(torch, "empty_like", _empty_like))
         stack.enter_context(seen)
         yield seen

@@ -21,18 +21,22 @@ from hfscale.train.runtime.shards import local_tensor
 from ..tiny_models import tiny
 
 Pools = Callable[[int], RankPool]
-MICROBATCHES, ROWS = 2, 11
+MICROBATCHES = 2
+ROWS = 11
 
 
 def test_no_bin_costs_more_than_the_bound() -> None:
     draw = random.Random(0)
     for _ in range(50):
-        bins, costs = draw.randint(1, 8), [draw.lognormvariate(0, 1.5) for _ in range(draw.randint(1, 60))]
+        bins = draw.randint(1, 8)
+        costs = [draw.lognormvariate(0, 1.5) for _ in range(draw.randint(1, 60))]
         found = share_by_cost(costs, bins)
         assert sorted(item for items in found for item in items) == list(range(len(costs)))
         loads = [sum(costs[item] for item in items) for items in found]
         least = max(max(costs), sum(costs) / bins)
-        assert max(loads) <= least + max(costs) * (1 - 1 / bins) + 1e-9  # Graham's bound of any list
+        assert (
+            max(loads) <= least + max(costs) * (1 - 1 / bins) + 1e-9
+        )  # Graham's bound of any list
         assert len(costs) < bins or min(loads) > 0
     assert share_by_cost([5, 4, 3, 3, 3], 2) == [[0, 3], [1, 2, 4]]
 
@@ -57,36 +61,54 @@ def train(layout: dict[str, Any], seed: int, by_cost: bool) -> dict[str, Tensor]
         tiny("llama", vocab_size=67), parallel=ParallelConfig(**layout), seed=1, dtype=torch.float64
     ).train()
     runtime = runtime_of(model)
-    world, rank = runtime.mesh.batch_world, runtime.mesh.batch_rank
+    world = runtime.mesh.batch_world
+    rank = runtime.mesh.batch_rank
     optimizer = hfscale.create_optimizer(model, "sgd", lr=0.1, momentum=0.9)
     found: dict[str, Tensor] = {}
     lengths = [len(row) for row in rows]
-    sampler: Any = hfscale.balanced_batches(model, lengths, ROWS, MICROBATCHES, padded=seed != 1, shuffle=False)
+    sampler: Any = hfscale.balanced_batches(
+        model, lengths, ROWS, MICROBATCHES, padded=seed != 1, shuffle=False
+    )
     if not by_cost:
-        starts = [step * ROWS + bin for step in range(2) for bin in range(rank, world * MICROBATCHES, world)]
-        sampler = [list(range(start, (start // ROWS + 1) * ROWS, world * MICROBATCHES)) for start in starts]
+        starts = [
+            step * ROWS + bin
+            for step in range(2)
+            for bin in range(rank, world * MICROBATCHES, world)
+        ]
+        sampler = [
+            list(range(start, (start // ROWS + 1) * ROWS, world * MICROBATCHES)) for start in starts
+        ]
     loader = DataLoader(rows, batch_sampler=sampler, collate_fn=collated)  # type: ignore[arg-type]
     if by_cost:
         model, loader = Accelerator().prepare(model, loader)
     batches = iter(loader)
     for step in range(2):
         optimizer.zero_grad()
-        found[f"loss {step}"] = hfscale.train_step(model, [next(batches) for _ in range(MICROBATCHES)])
+        found[f"loss {step}"] = hfscale.train_step(
+            model, [next(batches) for _ in range(MICROBATCHES)]
+        )
         for planned, parameter in runtime.parameters():
             assert parameter.grad is not None
             found[f"{planned.name} grad {step}"] = local_tensor(parameter.grad).clone()
         optimizer.step()
     assert next(batches, None) is None
-    weights = {planned.name: local_tensor(parameter.detach()).clone() for planned, parameter in runtime.parameters()}
+    weights = {
+        planned.name: local_tensor(parameter.detach()).clone()
+        for planned, parameter in runtime.parameters()
+    }
     return found | weights
 
 
 @pytest.mark.daily("layout0-0")
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("layout", [{"dp_shard_size": 2}, {"pp_size": 2}, {"tp_size": 2, "dp_replicate_size": 2}])
+@pytest.mark.parametrize(
+    "layout", [{"dp_shard_size": 2}, {"pp_size": 2}, {"tp_size": 2, "dp_replicate_size": 2}]
+)
 def test_a_step_is_the_same(pools: Pools, layout: dict[str, Any], seed: int) -> None:
     ranks = ParallelConfig(**layout).total_size
-    for plain, balanced in zip(*(pools(ranks).run(train, layout, seed, how) for how in (False, True)), strict=True):
+    for plain, balanced in zip(
+        *(pools(ranks).run(train, layout, seed, how) for how in (False, True)), strict=True
+    ):
         assert plain.keys() == balanced.keys()
         for name, value in plain.items():
             torch.testing.assert_close(balanced[name], value, rtol=0, atol=1e-12)

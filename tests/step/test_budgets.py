@@ -22,7 +22,18 @@ from hfscale.train.guards.structure import Structure
 from ..tiny_models import tiny
 
 Pools = Callable[[int], RankPool]
-LOOKS = {"item", "tolist", "__bool__", "__int__", "__float__", "__index__", "nonzero", "cpu", "numpy", "equal"}
+LOOKS = {
+    "item",
+    "tolist",
+    "__bool__",
+    "__int__",
+    "__float__",
+    "__index__",
+    "nonzero",
+    "cpu",
+    "numpy",
+    "equal",
+}
 EXTRA = 60  # launches of a step and of clipping, more than stock's forward and backward pass
 IDS = torch.arange(4 * 24).view(4, 24) % 61 + 3
 BATCH = {"input_ids": IDS, "labels": IDS}
@@ -36,7 +47,8 @@ class Looks(TorchFunctionMode):
         self.seen: Counter[str] = Counter()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name, kwargs = getattr(func, "__name__", "?"), kwargs or {}
+        name = getattr(func, "__name__", "?")
+        kwargs = kwargs or {}
         copies = name in ("tensor", "as_tensor") and kwargs.get("device") is not None
         if name in LOOKS or copies:
             self.seen[name] += 1
@@ -67,7 +79,10 @@ def launches(call: Callable[[], Any]) -> int:
 @pytest.mark.parametrize("layers", [1, 4])
 def test_launches_beside_stock(layers: int) -> None:
     config = tiny("llama", num_hidden_layers=layers)
-    stock, ours = AutoModelForCausalLM.from_config(config).train(), hfscale.from_config(config).train()
+    stock, ours = (
+        AutoModelForCausalLM.from_config(config).train(),
+        hfscale.from_config(config).train(),
+    )
     theirs = launches(lambda: stock(**BATCH).loss.backward())
 
     def step() -> None:
@@ -89,7 +104,9 @@ def test_launches_of_clipping_do_not_grow() -> None:
 def looks(layout: dict[str, int], microbatches: int) -> Counter[str]:
     config = tiny("llama", num_hidden_layers=4, tie_word_embeddings=True)
     model = hfscale.from_config(config, parallel=ParallelConfig(**layout)).train()
-    for _ in range(2):  # the first step also agrees on the random stream, and what travels between stages
+    for _ in range(
+        2
+    ):  # the first step also agrees on the random stream, and what travels between stages
         with Looks() as counted:
             hfscale.train_step(model, [BATCH] * microbatches)
             hfscale.clip_grad_norm_(model, 1.0)
@@ -108,8 +125,12 @@ def test_one_look_at_a_step(pools: Pools, layout: dict[str, int]) -> None:
 
 
 def checks_of_a_step(microbatches: int) -> int:
-    model = hfscale.from_config(tiny("llama"), parallel=ParallelConfig(tp_size=2), dtype=torch.float64).train()
-    with mock.patch.object(Structure, "check", autospec=True, side_effect=Structure.check) as checked:
+    model = hfscale.from_config(
+        tiny("llama"), parallel=ParallelConfig(tp_size=2), dtype=torch.float64
+    ).train()
+    with mock.patch.object(
+        Structure, "check", autospec=True, side_effect=Structure.check
+    ) as checked:
         hfscale.train_step(model, [BATCH] * microbatches)
     return checked.call_count
 

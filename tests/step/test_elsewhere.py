@@ -35,7 +35,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "lora": {"lora": True},
 }
 CASES = [("one", option) for option in OPTIONS] + [
-    (layout, option) for layout in LAYOUTS for option in ("plain", "bf16", "fp16") if layout != "one"
+    (layout, option)
+    for layout in LAYOUTS
+    for option in ("plain", "bf16", "fp16")
+    if layout != "one"
 ]
 CASES.remove(("pipedream", "fp16"))  # which is refused
 DAILY = [("one", "fp16"), ("one", "lora"), ("one", "offload_optimizer")]
@@ -52,13 +55,16 @@ def started() -> Iterator[Started]:
 
 
 def _steps(layout: ParallelConfig, mixture: bool, options: dict[str, Any]) -> Found:
-    config = qwen3_moe(num_hidden_layers=2) if mixture else tiny("llama", num_hidden_layers=2 * layout.pp_size)
-    given = {"dtype": torch.float64, **options}
-    packed, lora = given.pop("packed", False), given.pop("lora", False)
-    optimizer, rounding = (
-        given.pop("optimizer", "adamw_torch" if given["dtype"] == torch.float64 else "sgd"),
-        given.pop("stochastic_rounding", False),
+    config = (
+        qwen3_moe(num_hidden_layers=2)
+        if mixture
+        else tiny("llama", num_hidden_layers=2 * layout.pp_size)
     )
+    given = {"dtype": torch.float64, **options}
+    packed = given.pop("packed", False)
+    lora = given.pop("lora", False)
+    optimizer = given.pop("optimizer", "adamw_torch" if given["dtype"] == torch.float64 else "sgd")
+    rounding = given.pop("stochastic_rounding", False)
     torch.manual_seed(0)
     model = hfscale.from_config(config, parallel=layout, **given)
     if lora:
@@ -66,7 +72,9 @@ def _steps(layout: ParallelConfig, mixture: bool, options: dict[str, Any]) -> Fo
 
         model = hfscale.get_peft_model(model, LoraConfig(target_modules=["q_proj", "down_proj"]))
     model.train()
-    made = hfscale.create_optimizer(model, optimizer, lr=0.01, **({"stochastic_rounding": True} if rounding else {}))
+    made = hfscale.create_optimizer(
+        model, optimizer, lr=0.01, **({"stochastic_rounding": True} if rounding else {})
+    )
     generator = torch.Generator().manual_seed(hfscale.batch_rank(model))
     found: Found = {}
     for step in range(2):
@@ -81,7 +89,9 @@ def _steps(layout: ParallelConfig, mixture: bool, options: dict[str, Any]) -> Fo
                 found[f"{planned.name} {step}"] = local_tensor(parameter.grad).clone()
         made.step()
         made.zero_grad()
-    found |= {planned.name: local_tensor(p.detach()) for planned, p in runtime_of(model).parameters()}
+    found |= {
+        planned.name: local_tensor(p.detach()) for planned, p in runtime_of(model).parameters()
+    }
     found["evaluated"] = hfscale.eval_step(model, batch)
     return found
 
@@ -90,7 +100,11 @@ def _twice(layout: ParallelConfig, mixture: bool, options: dict[str, Any]) -> li
     expected = _steps(layout, mixture, options)
     with elsewhere():
         found = _steps(layout, mixture, options)
-        strange = [f"{name} is on {tensor.device}" for name, tensor in found.items() if tensor.device.type != NAME]
+        strange = [
+            f"{name} is on {tensor.device}"
+            for name, tensor in found.items()
+            if tensor.device.type != NAME
+        ]
         found = {name: tensor.cpu() for name, tensor in found.items()}
     strange += [f"{name} is missing" for name in found.keys() ^ expected.keys()]
     tolerance = 1e-12 if options.get("dtype", torch.float64) == torch.float64 else 0.02
@@ -98,7 +112,11 @@ def _twice(layout: ParallelConfig, mixture: bool, options: dict[str, Any]) -> li
         f"{name}: {float((found[name].double() - expected[name].double()).abs().max())}"
         for name in found.keys() & expected.keys()
         if not torch.allclose(
-            found[name].double(), expected[name].double(), rtol=tolerance, atol=tolerance, equal_nan=True
+            found[name].double(),
+            expected[name].double(),
+            rtol=tolerance,
+            atol=tolerance,
+            equal_nan=True,
         )
     ]
     return strange
@@ -106,7 +124,9 @@ def _twice(layout: ParallelConfig, mixture: bool, options: dict[str, Any]) -> li
 
 @pytest.mark.daily("shard2-fp16", "1f1b-bf16")
 @pytest.mark.parametrize(("layout", "option"), cases(CASES, daily=DAILY))
-def test_steps_compute_what_they_compute_on_the_cpu(started: Started, layout: str, option: str) -> None:
+def test_steps_compute_what_they_compute_on_the_cpu(
+    started: Started, layout: str, option: str
+) -> None:
     parallel = ParallelConfig(**LAYOUTS[layout])
     given = (parallel, "ep2" in layout, OPTIONS[option])
     assert started(parallel.total_size).run(_twice, *given) == [[]] * parallel.total_size
@@ -116,12 +136,17 @@ def _divisors() -> list[float]:
     with elsewhere() as device:
         given = ((5.0, True), (0.0, False), (0.0, True), (-1.0, False), (torch.inf, False))
         count = torch.tensor(7, device=device)
-        return [float(_divisor(torch.tensor([each], device=device), count, alone)) for each, alone in given]
+        return [
+            float(_divisor(torch.tensor([each], device=device), count, alone))
+            for each, alone in given
+        ]
 
 
 def test_divisors_that_the_host_does_not_see(started: Started) -> None:
     """What it would refuse is nan."""
-    assert started(1).run(_divisors) == [pytest.approx([5, 1, torch.nan, torch.nan, torch.nan], nan_ok=True)]
+    assert started(1).run(_divisors) == [
+        pytest.approx([5, 1, torch.nan, torch.nan, torch.nan], nan_ok=True)
+    ]
 
 
 def _mixes() -> list[str]:

@@ -17,16 +17,30 @@ from hfscale.train.runtime.batches import Counts
 from ..tiny_models import tiny
 from .meta import GPU, Seen, pretended_gpus, watched
 
-B, S, H, LAYERS, EXPERTS, ROUTES = 2, 32, 64, 2, 8, 2
+B = 2
+S = 32
+H = 64
+LAYERS = 2
+EXPERTS = 8
+ROUTES = 2
 ACTIVATION = B * S * H * 2  # bytes of one microbatch's, in bfloat16
 
 
 def _config(mixture: bool) -> PreTrainedConfig:
-    sizes: dict[str, Any] = {"hidden_size": H, "num_hidden_layers": LAYERS, "num_attention_heads": 8}
+    sizes: dict[str, Any] = {
+        "hidden_size": H,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 8,
+    }
     sizes |= {"intermediate_size": 128, "num_key_value_heads": 2, "vocab_size": 512}
     if not mixture:
         return tiny("llama", **sizes)
-    sizes |= {"moe_intermediate_size": 32, "num_experts": EXPERTS, "num_experts_per_tok": ROUTES, "head_dim": 8}
+    sizes |= {
+        "moe_intermediate_size": 32,
+        "num_experts": EXPERTS,
+        "num_experts_per_tok": ROUTES,
+        "head_dim": 8,
+    }
     return Qwen3MoeConfig(**sizes)
 
 
@@ -35,7 +49,10 @@ def _zeros(found: torch.Tensor) -> torch.Tensor:
 
 
 def _step(
-    layout: ParallelConfig, microbatches: int = 1, mixture: bool = False, answer: tuple[int, ...] | None = None
+    layout: ParallelConfig,
+    microbatches: int = 1,
+    mixture: bool = False,
+    answer: tuple[int, ...] | None = None,
 ) -> Seen:
     """A step and clipping on the first rank.
 
@@ -44,11 +61,17 @@ def _step(
     """
     with pretended_gpus(layout.total_size):
         model = hfscale.from_config(_config(mixture), parallel=layout, dtype=torch.bfloat16).train()
-        runtime_of(model).part(RandomStreams).agreed = True  # once in a run; reads the state of a generator
+        runtime_of(model).part(
+            RandomStreams
+        ).agreed = True  # once in a run; reads the state of a generator
         ids = torch.arange(microbatches * B * S).view(microbatches, B, S) % 500 + 3
         ids = ids if answer is None else ids.to(GPU)
-        routes = [B * S * ROUTES // EXPERTS // (8 if layout.size("tp") == 8 else 1)]  # of a rank to each expert
-        with watched(model, lambda found: torch.tensor(answer or routes * found.numel()).view_as(found)) as seen:
+        routes = [
+            B * S * ROUTES // EXPERTS // (8 if layout.size("tp") == 8 else 1)
+        ]  # of a rank to each expert
+        with watched(
+            model, lambda found: torch.tensor(answer or routes * found.numel()).view_as(found)
+        ) as seen:
             loss = hfscale.train_step(model, [{"input_ids": one, "labels": one} for one in ids])
             norm = hfscale.clip_grad_norm_(model, 1.0)
         assert loss.device == norm.device == GPU
@@ -85,12 +108,16 @@ def test_sequence_parallel() -> None:
 @pytest.mark.daily("exchanged-1")
 @pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize(
-    "layout", [{"tp_size": 8, "ep_size": 8}, {"tp_size": 2, "ep_size": 2}], ids=["exchanged", "summed"]
+    "layout",
+    [{"tp_size": 8, "ep_size": 8}, {"tp_size": 2, "ep_size": 2}],
+    ids=["exchanged", "summed"],
 )
 def test_mixtures_look_once_a_pass(layout: dict[str, int], microbatches: int) -> None:
     seen = _step(ParallelConfig(**layout), microbatches, mixture=True)
     assert {name for name, _ in seen.looks} == {"_to_copy"}
-    assert {where.partition(":")[0] for _, where in seen.looks} == {"hfscale/parallel/experts/dispatch.py"}
+    assert {where.partition(":")[0] for _, where in seen.looks} == {
+        "hfscale/parallel/experts/dispatch.py"
+    }
     assert seen.looks.total() == microbatches * LAYERS
 
 
@@ -118,11 +145,22 @@ def test_context_ranks_with_packed_rows(method: str, family: str, where: str, lo
     sizes: dict[str, Any] = {"sliding_window": 7} if family == "mistral" else {}
     with pretended_gpus(4):
         layout = ParallelConfig(cp_size=4, cp_method=method)
-        model = hfscale.from_config(tiny(family, **sizes), parallel=layout, dtype=torch.bfloat16).train()
+        model = hfscale.from_config(
+            tiny(family, **sizes), parallel=layout, dtype=torch.bfloat16
+        ).train()
         runtime_of(model).part(RandomStreams).agreed = True
-        ids, positions = torch.ones(B, S, dtype=torch.long), torch.cat((torch.arange(11), torch.arange(S - 11)))
-        batch = {"input_ids": ids, "labels": ids, "position_ids": positions.expand(B, -1).contiguous()}
-        batches = [batch, batch] if where == "on the host" else [{k: v.to(GPU) for k, v in batch.items()}] * 2
+        ids = torch.ones(B, S, dtype=torch.long)
+        positions = torch.cat((torch.arange(11), torch.arange(S - 11)))
+        batch = {
+            "input_ids": ids,
+            "labels": ids,
+            "position_ids": positions.expand(B, -1).contiguous(),
+        }
+        batches = (
+            [batch, batch]
+            if where == "on the host"
+            else [{k: v.to(GPU) for k, v in batch.items()}] * 2
+        )
         with watched(model, _in_documents) as seen:
             hfscale.train_step(model, batches)
     here = [where for _, where in seen.looks.elements() if "/parallel/context/" in where]
@@ -163,20 +201,29 @@ def _rows_of_loss(outputs: Any, batch: Any) -> tuple[torch.Tensor, float]:
 
 
 @pytest.mark.daily("fp16", "num_items_on_device")
-@pytest.mark.parametrize("case", ["fp16", "num_items_in_batch", "num_items_on_device", "loss_fn", "expert_load"])
+@pytest.mark.parametrize(
+    "case", ["fp16", "num_items_in_batch", "num_items_on_device", "loss_fn", "expert_load"]
+)
 def test_one_look_at_most(case: str) -> None:
     """fp16 asks whether a gradient overflowed, and a report of experts is read; numbers from the host are filled in."""
     ids = torch.arange(2 * B * S).view(2, B, S) % 500 + 3
     batches = [{"input_ids": one, "labels": one} for one in ids]
-    options: dict[str, Any] = {"fp16": {"mixed_precision": "fp16"}, "expert_load": {"routing": RoutingConfig()}}
+    options: dict[str, Any] = {
+        "fp16": {"mixed_precision": "fp16"},
+        "expert_load": {"routing": RoutingConfig()},
+    }
     given: dict[str, Any] = {
         "num_items_in_batch": {"num_items_in_batch": [3, 5]},
-        "num_items_on_device": {"num_items_in_batch": [torch.ones((), device=GPU), torch.ones(1, device=GPU)]},
+        "num_items_on_device": {
+            "num_items_in_batch": [torch.ones((), device=GPU), torch.ones(1, device=GPU)]
+        },
         "loss_fn": {"loss_fn": _rows_of_loss},
     }
     with pretended_gpus(2):
         layout = ParallelConfig(tp_size=2)
-        model = hfscale.from_config(_config(case == "expert_load"), parallel=layout, **options.get(case, {})).train()
+        model = hfscale.from_config(
+            _config(case == "expert_load"), parallel=layout, **options.get(case, {})
+        ).train()
         runtime_of(model).part(RandomStreams).agreed = True
         if case == "expert_load":
             with watched(model, _zeros) as seen:
@@ -196,12 +243,17 @@ def test_stages(microbatches: int) -> None:
     assert seen.calls["stages"] == {"send": microbatches, "recv": microbatches}
     assert seen.sent["stages"] == 2 * microbatches * ACTIVATION
     assert seen.calls["pp"] == {"allreduce": 2}  # the loss, the norm
-    assert seen.calls["host"] == {"allgather": 1, "send": 1}  # in the first step a stage says what it will send
+    assert seen.calls["host"] == {
+        "allgather": 1,
+        "send": 1,
+    }  # in the first step a stage says what it will send
 
 
 def test_batches_on_the_device_are_looked_at_once() -> None:
     seen = _step(ParallelConfig(tp_size=2), 4, answer=Counts(B * (S - 1), 0, 0, 0, 0) * 4)
-    assert [where.partition(":")[0] for _, where in seen.looks.elements()] == ["hfscale/train/runtime/batches.py"]
+    assert [where.partition(":")[0] for _, where in seen.looks.elements()] == [
+        "hfscale/train/runtime/batches.py"
+    ]
 
 
 def _faults(call: Any) -> Seen:

@@ -11,7 +11,12 @@ from transformers import MixtralConfig
 
 import hfscale
 from hfscale import ParallelConfig
-from hfscale.distributed.ops.collectives import all_to_all, start_all_gather, start_all_reduce, start_reduce_scatter
+from hfscale.distributed.ops.collectives import (
+    all_to_all,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+)
 from hfscale.testing import RankPool
 from hfscale.train.runtime import local_tensor, runtime_of
 
@@ -35,9 +40,16 @@ ASYNCHRONOUS = {
 def _step(layout: ParallelConfig, rows: int) -> dict[str, torch.Tensor]:
     config: Any = tiny("llama", num_hidden_layers=4, mlp_bias=True)
     if layout.size("ep") > 1:
-        sizes = {name: getattr(config, name) for name in ("hidden_size", "num_hidden_layers", "vocab_size")}
+        sizes = {
+            name: getattr(config, name)
+            for name in ("hidden_size", "num_hidden_layers", "vocab_size")
+        }
         config = MixtralConfig(
-            **sizes, intermediate_size=24, num_attention_heads=4, num_key_value_heads=2, num_local_experts=4
+            **sizes,
+            intermediate_size=24,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            num_local_experts=4,
         )
     model = hfscale.from_config(config, parallel=layout, dtype=torch.float32).train()
     generator = torch.Generator().manual_seed(3 + hfscale.batch_rank(model))
@@ -47,7 +59,11 @@ def _step(layout: ParallelConfig, rows: int) -> dict[str, torch.Tensor]:
     return {
         "loss": loss,
         "norm": norm,
-        **{p.name: local_tensor(x.grad).clone() for p, x in runtime_of(model).parameters() if x.grad is not None},
+        **{
+            p.name: local_tensor(x.grad).clone()
+            for p, x in runtime_of(model).parameters()
+            if x.grad is not None
+        },
     }
 
 
@@ -75,20 +91,27 @@ ONE = ("tp2", "sequence", "regather", "ep2")
 @pytest.mark.daily("ep2, tp2-2", "zbv-2")
 @pytest.mark.parametrize(
     ("layout", "rows"),
-    pairs(LAYOUTS, (1, 2), daily=[*((at, 1) for at in ONE), *((at, 2) for at in LAYOUTS if at not in ONE)]),
+    pairs(
+        LAYOUTS,
+        (1, 2),
+        daily=[*((at, 1) for at in ONE), *((at, 2) for at in LAYOUTS if at not in ONE)],
+    ),
 )
 def test_a_step_does_not_race(pools: Pools, layout: str, rows: int) -> None:
     parallel = ParallelConfig(**LAYOUTS[layout])
     for seen, threads in pools(parallel.total_size).run(_steps, parallel, rows):
         names = {name.replace("_into_tensor", "").replace("_tensor", "") for name in seen}
-        names = {name.removesuffix("_single") if name != "all_to_all_single" else name for name in names}
+        names = {
+            name.removesuffix("_single") if name != "all_to_all_single" else name for name in names
+        }
         assert names >= ASYNCHRONOUS.get(layout, set()), seen
         assert threads.total() >= 3
 
 
 def _found() -> list[str]:
     """Mistakes that the guards are for."""
-    group, found = dist.group.WORLD, []
+    group = dist.group.WORLD
+    found = []
 
     def caught(make: Callable[[], Any], error: type[BaseException] = RaceError) -> None:
         with pytest.raises(error) as info:

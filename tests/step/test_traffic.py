@@ -26,7 +26,10 @@ from hfscale.testing import RankPool, Traffic, count_traffic
 from ..tiny_models import tiny
 
 Pools = Callable[[int], RankPool]
-B, S, H, LAYERS = 3, 10, 32, 2
+B = 3
+S = 10
+H = 32
+LAYERS = 2
 AGREEMENT = 4 * 8  # ranks with one batch compare their number of microbatches, shapes and contents
 
 
@@ -47,7 +50,12 @@ def count(path: str, microbatches: int, checkpointing: bool) -> Traffic:
 @pytest.mark.parametrize(("family", "shared"), [("llama", []), ("gpt2", [H, H]), ("qwen3", [8, 8])])
 @pytest.mark.parametrize(("microbatches", "checkpointing"), [(1, False), (3, False), (1, True)])
 def test_tensor_parallel_step(
-    pools: Pools, tmp_path: Path, family: str, shared: list[int], microbatches: int, checkpointing: bool
+    pools: Pools,
+    tmp_path: Path,
+    family: str,
+    shared: list[int],
+    microbatches: int,
+    checkpointing: bool,
 ) -> None:
     AutoModelForCausalLM.from_config(tiny(family), dtype=torch.float32).save_pretrained(tmp_path)
     for traffic in pools(2).run(count, str(tmp_path), microbatches, checkpointing):
@@ -81,7 +89,9 @@ def count_stages(layout: ParallelConfig, microbatches: int, frozen: str = "") ->
         parameter.requires_grad_(not any(part in name for part in frozen.split()))
     ids = torch.arange(B * S).view(B, S)
     batch = [{"input_ids": ids, "labels": ids}] * microbatches
-    hfscale.train_step(model, batch)  # in the first step a stage also tells the next one what it sends
+    hfscale.train_step(
+        model, batch
+    )  # in the first step a stage also tells the next one what it sends
     with count_traffic() as traffic:
         hfscale.train_step(model, batch)
     return traffic
@@ -94,17 +104,29 @@ STREAM = B * S * H * 4
 @pytest.mark.parametrize("microbatches", [4, 8])
 @pytest.mark.parametrize(
     ("schedule", "pp_size", "edges"),
-    [("1f1b", 2, [1, 1]), ("gpipe", 4, [1, 2, 2, 1]), ("1f1b", 4, [1, 2, 2, 1]), ("zbv", 2, [2, 2])],
+    [
+        ("1f1b", 2, [1, 1]),
+        ("gpipe", 4, [1, 2, 2, 1]),
+        ("1f1b", 4, [1, 2, 2, 1]),
+        ("zbv", 2, [2, 2]),
+    ],
 )
-def test_streams_between_stages(pools: Pools, schedule: str, pp_size: int, edges: list[int], microbatches: int) -> None:
+def test_streams_between_stages(
+    pools: Pools, schedule: str, pp_size: int, edges: list[int], microbatches: int
+) -> None:
     virtual = 2 if schedule == "zbv" else 1
     layout = ParallelConfig(pp_size=pp_size, pipeline_schedule=schedule, virtual_stages=virtual)
-    for traffic, own in zip(pools(pp_size).run(count_stages, layout, microbatches), edges, strict=True):
+    for traffic, own in zip(
+        pools(pp_size).run(count_stages, layout, microbatches), edges, strict=True
+    ):
         # At each edge to another rank, the stream of every microbatch goes one way and its gradient the other.
         streams = {"send": microbatches * own, "recv": microbatches * own}
         assert traffic.calls == {**streams, "allgather": 1, "allreduce": 1}
         scalars = {"allgather": AGREEMENT + 8 * (1 + pp_size * virtual), "allreduce": 4}
-        assert traffic.payload == {**{name: number * STREAM for name, number in streams.items()}, **scalars}
+        assert traffic.payload == {
+            **{name: number * STREAM for name, number in streams.items()},
+            **scalars,
+        }
 
 
 def test_no_gradient_goes_to_stages_that_do_not_train(pools: Pools) -> None:
@@ -118,9 +140,13 @@ def test_no_gradient_goes_to_stages_that_do_not_train(pools: Pools) -> None:
 @pytest.mark.daily("5-False")
 @pytest.mark.parametrize("regather", [False, True])
 @pytest.mark.parametrize("microbatches", [2, 5])
-def test_sharded_stages_gather_and_reduce_once(pools: Pools, microbatches: int, regather: bool) -> None:
+def test_sharded_stages_gather_and_reduce_once(
+    pools: Pools, microbatches: int, regather: bool
+) -> None:
     layout = ParallelConfig(pp_size=2, dp_shard_size=2, weights_regather=regather)
-    layers, rest = 2, 1  # of one stage: what is gathered at once
+    # of one stage: what is gathered at once
+    layers = 2
+    rest = 1
     for traffic in pools(4).run(count_stages, layout, microbatches):
         assert traffic.calls["reduce_scatter"] == layers + rest
         gathers = layers * 2 * microbatches + rest if regather else layers + rest
@@ -132,7 +158,8 @@ def test_sharded_stages_gather_and_reduce_once(pools: Pools, microbatches: int, 
 def count_reductions(layout: ParallelConfig, microbatches: int) -> tuple[Traffic, list[int], int]:
     """Traffic of a step, entries of gradients that wait to be reduced before each forward pass, and of the model."""
     model = hfscale.from_config(tiny("llama", num_hidden_layers=4), parallel=layout).train()
-    ids, waiting = torch.arange(B * S).view(B, S), []
+    ids = torch.arange(B * S).view(B, S)
+    waiting = []
     numbers = sum(parameter.numel() for parameter in model.parameters())  # of whole tensors
 
     def note(*_: object) -> None:
@@ -154,19 +181,25 @@ def count_reductions(layout: ParallelConfig, microbatches: int) -> tuple[Traffic
 @pytest.mark.daily("True")
 @pytest.mark.parametrize("each", [False, True])
 def test_what_waits_to_be_reduced(pools: Pools, each: bool) -> None:
-    layers, rest, microbatches = 4, 1, 3
+    layers = 4
+    rest = 1
+    microbatches = 3
     layout = ParallelConfig(dp_shard_size=2, reduce_each_microbatch=each)
     for traffic, waiting, numbers in pools(2).run(count_reductions, layout, microbatches):
         assert traffic.calls["reduce_scatter"] == (layers + rest) * (microbatches if each else 1)
         assert waiting == ([0] * 4 if each else [0, numbers, numbers, 0])
         one = numbers * 4
-        assert traffic.payload["reduce_scatter"] == pytest.approx(one * (microbatches if each else 1), rel=0.02)
+        assert traffic.payload["reduce_scatter"] == pytest.approx(
+            one * (microbatches if each else 1), rel=0.02
+        )
 
 
 @pytest.mark.daily("True")
 @pytest.mark.parametrize("each", [False, True])
 def test_what_waits_to_be_reduced_on_stages(pools: Pools, each: bool) -> None:
-    layers, rest, microbatches = 2, 1, 4
+    layers = 2
+    rest = 1
+    microbatches = 4
     layout = ParallelConfig(pp_size=2, dp_shard_size=2, reduce_each_microbatch=each)
     first, _, last, _ = pools(4).run(count_reductions, layout, microbatches)
     for traffic, _, _ in (first, last):

@@ -8,15 +8,21 @@ from hfscale.testing.differences import gradient_difference
 ROUNDING = 2.0**-52
 
 
-def apart(wanted: list[float], found: list[float], largest: float = 1.0, loss: float = 1.0) -> float:
+def apart(
+    wanted: list[float], found: list[float], largest: float = 1.0, loss: float = 1.0
+) -> float:
     whole = torch.tensor(wanted, dtype=torch.float64)
-    return gradient_difference(torch.tensor(found, dtype=torch.float64), whole, whole, largest, loss)
+    return gradient_difference(
+        torch.tensor(found, dtype=torch.float64), whole, whole, largest, loss
+    )
 
 
 def test_rounding_is_no_difference_where_the_truth_is_zero() -> None:
     assert apart([2 * ROUNDING, 0.0], [-3 * ROUNDING, ROUNDING]) == 0.0
     assert apart([], []) == 0.0
-    small = [1e-3 * ROUNDING]  # a loss of 1 is a sum of numbers like it, whatever is left of its gradient
+    small = [
+        1e-3 * ROUNDING
+    ]  # a loss of 1 is a sum of numbers like it, whatever is left of its gradient
     assert apart(small, [3 * ROUNDING], largest=1e-2) == 0.0
 
 

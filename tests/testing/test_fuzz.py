@@ -34,7 +34,9 @@ def test_a_draw_follows_from_seed_and_index_and_can_be_read_back() -> None:
 def test_draws_reach_every_axis() -> None:
     draws = [choose(0, index) for index in range(250)]
     drawn = {name for draw in draws for name in draw.layout}
-    options = {f.name for f in fields(ParallelConfig) if not f.name.endswith(("_handler", "_backend"))}
+    options = {
+        f.name for f in fields(ParallelConfig) if not f.name.endswith(("_handler", "_backend"))
+    }
     # one that hfscale does not run
     assert options - drawn == {"sp_size"}
     usual = Draw("llama")
@@ -47,7 +49,9 @@ def test_draws_of_what_is_kept_cross_projections_with_adapters() -> None:
     draws = [choose_crossing(3, index) for index in range(60)]
     assert [read(draw.write()) for draw in draws] == draws
     assert {draw.steps for draw in draws} == {3}
-    again = [draw for draw in draws if draw.layout.get("sequence_regather") and draw.peft is not None]
+    again = [
+        draw for draw in draws if draw.layout.get("sequence_regather") and draw.peft is not None
+    ]
     in_the_layer = {family for family, _ in PROJECTIONS["in the layer"]}
     assert in_the_layer & {draw.family for draw in again}
     assert {draw.family for draw in draws} - in_the_layer
@@ -58,8 +62,14 @@ def test_draws_of_what_is_kept_cross_projections_with_adapters() -> None:
     ("fails", "smallest"),
     [
         (lambda d: d.layout.get("tp_size", 1) > 1, {"layout": {"tp_size": 2}}),
-        (lambda d: "sliding_window" in d.config and d.rows > 1, {"config": {"sliding_window": 4}, "rows": 2}),
-        (lambda d: d.peft is not None and d.family == "opt", {"family": "opt", "peft": {"target_modules": ["fc1"]}}),
+        (
+            lambda d: "sliding_window" in d.config and d.rows > 1,
+            {"config": {"sliding_window": 4}, "rows": 2},
+        ),
+        (
+            lambda d: d.peft is not None and d.family == "opt",
+            {"family": "opt", "peft": {"target_modules": ["fc1"]}},
+        ),
     ],
 )
 def test_what_fails_is_made_small(fails: Callable[[Draw], bool], smallest: dict[str, Any]) -> None:
@@ -79,9 +89,14 @@ def test_another_failure_is_not_the_same() -> None:
 
 
 def test_ranks_are_compared_with_one_process_and_with_each_other() -> None:
-    draw, equal = Draw("llama"), {"worst": {"loss": [0.5, 1e-16, ""]}, "losses": [1.0], "sums": {"a {}": "x"}}
+    draw = Draw("llama")
+    equal = {"worst": {"loss": [0.5, 1e-16, ""]}, "losses": [1.0], "sums": {"a {}": "x"}}
     assert compared(draw, [equal, equal]).outcome == "equal"
-    for change in ({"worst": {"loss": [2.0, 1e-3, "step 0"]}}, {"losses": [2.0]}, {"sums": {"a {}": "y"}}):
+    for change in (
+        {"worst": {"loss": [2.0, 1e-3, "step 0"]}},
+        {"losses": [2.0]},
+        {"sums": {"a {}": "y"}},
+    ):
         assert compared(draw, [equal, {**equal, **change}]).outcome == "wrong"
 
 
@@ -91,7 +106,8 @@ def worst(draw: Draw, kind: str, found: float, narrow: float | None = None) -> f
     Args:
         narrow: of stock code in the draw's type, which is off by 1e-7 in the other.
     """
-    ones, wanted = torch.ones(4, dtype=torch.float64), torch.full((4,), 3e-16, dtype=torch.float64)
+    ones = torch.ones(4, dtype=torch.float64)
+    wanted = torch.full((4,), 3e-16, dtype=torch.float64)
     values = {"big": ones, "zero": wanted}
     record = Record([Step([[1.0]], values, 1.0, values)])
     if narrow is not None:
@@ -129,7 +145,9 @@ def test_experts_in_few_bits_are_those_of_one_process(tmp_path: Path) -> None:
     draw = Draw("qwen3_moe", wide, 1, dtype="float32", quantize="fp4", peft=None)
     make_start(draw, tmp_path)
     stock = load(draw, tmp_path, torch.float32)
-    ours = hfscale.from_pretrained(str(tmp_path / "start"), dtype=torch.float32, **quantization(draw))
+    ours = hfscale.from_pretrained(
+        str(tmp_path / "start"), dtype=torch.float32, **quantization(draw)
+    )
     for name in ("gate_up_proj", "down_proj"):
         experts = stock.model.layers[0].mlp.experts.get_parameter(name)
         assert torch.equal(dequantized(ours.model.layers[0].mlp.experts, name), experts)
@@ -149,14 +167,27 @@ def test_experts_in_few_bits_are_those_of_one_process(tmp_path: Path) -> None:
 def test_draws_are_equal_or_refused(seed: int, draws: int, kind: tuple[str, ...]) -> None:
     """In a process of their own, which forks while no thread runs; a few (1,000 in make test-all)."""
     script = Path(__file__).parents[2] / "scripts" / "layout_fuzz.py"
-    command = [sys.executable, str(script), "--seed", str(seed), "--draws", str(draws), "--jobs", "2", *kind]
+    command = [
+        sys.executable,
+        str(script),
+        "--seed",
+        str(seed),
+        "--draws",
+        str(draws),
+        "--jobs",
+        "2",
+        *kind,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout or done.stderr
     print(done.stdout)
 
 
 def test_the_page_counts_every_draw() -> None:
-    judged = [(Draw("llama", layout={"tp_size": 2}), Verdict("equal")), (Draw("opt"), Verdict("refused", "plan: no"))]
+    judged = [
+        (Draw("llama", layout={"tp_size": 2}), Verdict("equal")),
+        (Draw("opt"), Verdict("refused", "plan: no")),
+    ]
     text = page(judged, 5)
     assert "Seed 5, 2 draws: 1 equal, 1 refused" in text
     assert "| tp | 1 | 0 |" in text

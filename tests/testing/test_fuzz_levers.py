@@ -15,7 +15,9 @@ from tests.fuzz.reference import Record, Step
 
 def factors(steps: list[Tensor], forgets: bool = False) -> list[Tensor]:
     """Gradients of rank 2 with error feedback; or without it."""
-    factor, error, found = torch.randn(6, 2, dtype=torch.float64), torch.zeros_like(steps[0]), []
+    factor = torch.randn(6, 2, dtype=torch.float64)
+    error = torch.zeros_like(steps[0])
+    found = []
     for gradient in steps:
         left = torch.linalg.qr((gradient + error) @ factor)[0]
         factor = (gradient + error).T @ left
@@ -39,7 +41,10 @@ def test_factors_are_told_from_anything_else() -> None:
     assert worst(steps, [2 * each for each in found]) > 1e-3
     assert worst(steps, [each * 0 for each in found]) > 1e-3
     assert worst(steps, [gradient + 1e-6 for gradient in steps]) > EXACT
-    both = [one + other for one, other in zip(found, factors([each.flip(0) for each in steps]), strict=True)]
+    both = [
+        one + other
+        for one, other in zip(found, factors([each.flip(0) for each in steps]), strict=True)
+    ]
     assert worst(steps, both) > 1e-3
     assert worst(steps, both, terms=2) <= EXACT
     assert worst(steps, [gradient * 1.01 for gradient in steps], terms=2) > 1e-3
@@ -48,7 +53,8 @@ def test_factors_are_told_from_anything_else() -> None:
 def test_a_loss_scale_is_that_of_a_grad_scaler() -> None:
     how: dict[str, Any] = {"init_scale": 2.0**20, "growth_interval": 2, "backoff_factor": 0.25}
     draw = Draw("llama", dtype="float32", mixed_precision="fp16", loss_scaling=how)
-    ours, theirs = LossScale(draw), torch.amp.GradScaler("cpu", **how)
+    ours = LossScale(draw)
+    theirs = torch.amp.GradScaler("cpu", **how)
     for overflows in (True, False, False, False):
         weights = [nn.Parameter(torch.zeros(3)) for _ in range(2)]
         optimizer = torch.optim.SGD(weights, lr=1.0)
@@ -64,7 +70,9 @@ def test_a_loss_scale_is_that_of_a_grad_scaler() -> None:
 
 
 def test_an_overflow_at_a_scale_that_fits_is_stock_codes() -> None:
-    draw = Draw("llama", dtype="float32", mixed_precision="fp16", loss_scaling={"init_scale": 256.0})
+    draw = Draw(
+        "llama", dtype="float32", mixed_precision="fp16", loss_scaling={"init_scale": 256.0}
+    )
     weight = nn.Parameter(torch.zeros(1))
     weight.grad = torch.full((1,), float("inf"))
     with pytest.raises(ArithmeticError, match="overflow float16 at a loss scale of 256"):
@@ -83,9 +91,17 @@ def test_what_rounds_is_known() -> None:
 
 
 def test_what_is_rounded_backward_has_an_exact_loss() -> None:
-    draw, one = Draw("llama", memory={"compress_activations": "1B"}), torch.ones(1)
-    record = Record([Step([[1.0]], {"w": one}, 1.0, {"w": one})], [Step([[1.0]], {"w": 1.01 * one}, 1.01, {"w": one})])
-    for kind, found, right in (("loss", 1 + 1e-8, False), ("loss", 1 + 1e-12, True), ("norm", 1.02, True)):
+    draw = Draw("llama", memory={"compress_activations": "1B"})
+    one = torch.ones(1)
+    record = Record(
+        [Step([[1.0]], {"w": one}, 1.0, {"w": one})],
+        [Step([[1.0]], {"w": 1.01 * one}, 1.01, {"w": one})],
+    )
+    for kind, found, right in (
+        ("loss", 1 + 1e-8, False),
+        ("loss", 1 + 1e-12, True),
+        ("norm", 1.02, True),
+    ):
         yardstick = Yardstick(draw, record, aligned=True, mixture=False)
         yardstick.scalar(kind, 0, found, 1.0, 1.01)
         assert (yardstick.worst.ratios[kind][0] <= 1) == right
@@ -94,7 +110,8 @@ def test_what_is_rounded_backward_has_an_exact_loss() -> None:
 
 def test_a_norm_may_be_off_by_as_much_as_stock_codes_gradients() -> None:
     """Where they are off, their norm is right by luck alone."""
-    draw, exact = Draw("llama", dtype="float32", mixed_precision="fp8"), torch.tensor([1.0, 0.0])
+    draw = Draw("llama", dtype="float32", mixed_precision="fp8")
+    exact = torch.tensor([1.0, 0.0])
     for narrow, right in ((torch.tensor([0.9, 0.43589]), True), (torch.tensor([1.0, 1e-3]), False)):
         steps = [[Step([[1.0]], {"w": each}, 1.0, {"w": each})] for each in (exact, narrow)]
         yardstick = Yardstick(draw, Record(*steps), aligned=True, mixture=False)

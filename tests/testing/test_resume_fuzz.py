@@ -19,7 +19,14 @@ def test_draws_follow_from_seed_and_index() -> None:
     assert draws == [choose_resume(5, index) for index in range(30)]
     assert {draw.kind for draw in draws} == set(KINDS)
     axes = {name for draw in draws for name in (*draw.first, *draw.second)}
-    assert axes >= {"tp_size", "pp_size", "dp_shard_size", "dp_replicate_size", "cp_size", "ep_size"}
+    assert axes >= {
+        "tp_size",
+        "pp_size",
+        "dp_shard_size",
+        "dp_replicate_size",
+        "cp_size",
+        "ep_size",
+    }
     assert all(draw.first != draw.second for draw in draws if not draw.levers)
 
 
@@ -31,7 +38,9 @@ def test_levers_are_drawn_in_layouts_that_they_fit() -> None:
         assert ("gradient_compression" in draw.levers) == ("gradient_compression" in draw.first)
         assert draw.first == draw.second or draw.kind != "mixture" or are_exact(draw.levers)
     for same in (True, False):
-        assert {name for draw in draws for name in draw.levers if (draw.first == draw.second) == same} == set(LEVERS)
+        assert {
+            name for draw in draws for name in draw.levers if (draw.first == draw.second) == same
+        } == set(LEVERS)
 
 
 def told(loss: float, weight: float, start: int = 0, scale: float = 8.0) -> dict[str, Any]:
@@ -68,7 +77,9 @@ def test_killed_runs_go_on_in_other_layouts(tmp_path: Path) -> None:
         for index in range(10):
             draw = choose_resume(17, index)
             (tmp_path / str(index)).mkdir()
-            assert not (problem := judge_resume(draw, tmp_path / str(index), pools)), f"{draw.write()}: {problem}"
+            assert not (problem := judge_resume(draw, tmp_path / str(index), pools)), (
+                f"{draw.write()}: {problem}"
+            )
     finally:
         for pool in pools.values():
             pool.close()

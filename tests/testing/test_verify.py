@@ -36,12 +36,22 @@ BIG = LlamaConfig(
 def test_a_clone_keeps_the_switches_and_loses_the_size() -> None:
     clone = tiny_clone(BIG, attention_bias=True)
     assert type(clone) is LlamaConfig
-    assert (clone.num_attention_heads, clone.num_key_value_heads, clone.num_hidden_layers) == (4, 2, 2)
-    assert (clone.attention_dropout, clone.attention_bias, clone.eos_token_id) == (0.0, True, [66, 66])
+    assert (clone.num_attention_heads, clone.num_key_value_heads, clone.num_hidden_layers) == (
+        4,
+        2,
+        2,
+    )
+    assert (clone.attention_dropout, clone.attention_bias, clone.eos_token_id) == (
+        0.0,
+        True,
+        [66, 66],
+    )
     assert sum(p.numel() for p in AutoModelForCausalLM.from_config(clone).parameters()) < 50_000
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3", "gemma2", "opt", "gptj", "bloom", "mixtral"])
+@pytest.mark.parametrize(
+    "family", ["llama", "gpt2", "qwen3", "gemma2", "opt", "gptj", "bloom", "mixtral"]
+)
 def test_clones_of_default_configs_build(family: str) -> None:
     model = AutoModelForCausalLM.from_config(tiny_clone(AutoConfig.for_model(family)))
     assert sum(p.numel() for p in model.parameters()) < 200_000
@@ -51,12 +61,19 @@ def test_clones_of_default_configs_build(family: str) -> None:
 def test_a_clone_computes_again_what_its_class_computes(family: str) -> None:
     clone = tiny_clone(AutoConfig.for_model(family))
     for config in (clone, tiny_clone(clone)):
-        assert (config.head_dim, config.qk_head_dim) == (config.qk_rope_head_dim, config.qk_rope_head_dim * 2)
+        assert (config.head_dim, config.qk_head_dim) == (
+            config.qk_rope_head_dim,
+            config.qk_rope_head_dim * 2,
+        )
 
 
 def test_large_layouts_are_scaled_down() -> None:
-    assert verify.scale_down(ParallelConfig(tp_size=2, dp_shard_size=4)) == ParallelConfig(tp_size=2, dp_shard_size=4)
-    assert verify.scale_down(ParallelConfig(tp_size=8, dp_shard_size=4)) == ParallelConfig(tp_size=2, dp_shard_size=2)
+    assert verify.scale_down(ParallelConfig(tp_size=2, dp_shard_size=4)) == ParallelConfig(
+        tp_size=2, dp_shard_size=4
+    )
+    assert verify.scale_down(ParallelConfig(tp_size=8, dp_shard_size=4)) == ParallelConfig(
+        tp_size=2, dp_shard_size=2
+    )
 
 
 def test_pipelines_are_scaled_down() -> None:
@@ -88,8 +105,16 @@ def test_a_file_keeps_its_ranks_and_microbatches(tmp_path: Path) -> None:
 PIPELINES = {
     "zbv": (["--schedule", "zbv", "--microbatches", "5"], "zbv, 4 stages of 1, 1, 1, 1 layers", 5),
     "uneven": (["--stage-layers", "30,50"], "1f1b, 2 stages of 1, 2 layers", 4),
-    "dualpipev": (["--schedule", "dualpipev", "--microbatches", "64"], "dualpipev, 4 stages of 1, 1, 1, 1 layers", 4),
-    "file": (["--schedule", "mine.csv", "--virtual-stages", "2"], "mine.csv, 4 stages of 1, 1, 1, 1 layers", 4),
+    "dualpipev": (
+        ["--schedule", "dualpipev", "--microbatches", "64"],
+        "dualpipev, 4 stages of 1, 1, 1, 1 layers",
+        4,
+    ),
+    "file": (
+        ["--schedule", "mine.csv", "--virtual-stages", "2"],
+        "mine.csv, 4 stages of 1, 1, 1, 1 layers",
+        4,
+    ),
 }
 
 
@@ -108,7 +133,9 @@ def test_the_command_on_stages(
     monkeypatch.setattr(verify, "RankPool", lambda world: nullcontext(pools(world)))
     measured: list[Case] = []
     monkeypatch.setattr(
-        verify, "measure_parity", lambda case, *rest: (measured.append(case), measure_parity(case, *rest))[1]
+        verify,
+        "measure_parity",
+        lambda case, *rest: (measured.append(case), measure_parity(case, *rest))[1],
     )
     BIG.save_pretrained(tmp_path)
     assert main(["verify", str(tmp_path), "--pp", "2", *flags]) == 0
@@ -120,7 +147,9 @@ def test_the_command_on_stages(
     assert [case.accumulation for case in measured] == [microbatches]
 
 
-def test_schedules_that_are_not_one_process_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_schedules_that_are_not_one_process_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     BIG.save_pretrained(tmp_path)
     assert main(["verify", str(tmp_path), "--pp", "2", "--schedule", "pipedream_2bw"]) == 2
     message = capsys.readouterr().err

@@ -19,13 +19,18 @@ Pools = Callable[[int], RankPool]
 
 @pytest.fixture
 def run(
-    pools: Pools, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    pools: Pools,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Callable[..., tuple[int, str, list[Case]]]:
     """One command line over a family: exit code, what was printed, what was measured."""
     monkeypatch.setattr(verify, "RankPool", lambda world: nullcontext(pools(world)))
     measured: list[Case] = []
     monkeypatch.setattr(
-        verify, "measure_parity", lambda case, *rest: (measured.append(case), measure_parity(case, *rest))[1]
+        verify,
+        "measure_parity",
+        lambda case, *rest: (measured.append(case), measure_parity(case, *rest))[1],
     )
 
     def command(family: str, *flags: str, **changes: Any) -> tuple[int, str, list[Case]]:
@@ -43,7 +48,11 @@ def run(
 
 CLASSES: list[tuple[str, str, dict[str, Any]]] = [
     ("bert", "AutoModelForSequenceClassification", {}),
-    ("roberta", "AutoModelForTokenClassification", {"num_labels": 1, "problem_type": "multi_label_classification"}),
+    (
+        "roberta",
+        "AutoModelForTokenClassification",
+        {"num_labels": 1, "problem_type": "multi_label_classification"},
+    ),
     ("bert", "AutoModelForMaskedLM", {}),
     ("llama", "AutoModelForSequenceClassification", {}),
     ("t5", "AutoModelForSeq2SeqLM", {}),
@@ -53,7 +62,9 @@ CLASSES: list[tuple[str, str, dict[str, Any]]] = [
 
 
 @pytest.mark.daily("bert-AutoModelForMaskedLM-{}", "vit-AutoModelForImageClassification-{}")
-@pytest.mark.parametrize(("family", "auto_class", "changes"), CLASSES, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(
+    ("family", "auto_class", "changes"), CLASSES, ids=lambda value: str(value)[:40]
+)
 def test_the_class_asked_for_is_the_one_compared(
     run: Any, family: str, auto_class: str, changes: dict[str, Any]
 ) -> None:
@@ -67,11 +78,23 @@ def test_the_class_asked_for_is_the_one_compared(
 @pytest.mark.parametrize(
     ("family", "flags", "says"),
     [
-        ("llama", ["--auto-class", "AutoModelForFoo"], "--auto-class AutoModelForFoo is not one of transformers' Auto"),
-        ("bert", ["--auto-class", "AutoModelForQuestionAnswering"], "knows of no batch for this one. Compare it in"),
+        (
+            "llama",
+            ["--auto-class", "AutoModelForFoo"],
+            "--auto-class AutoModelForFoo is not one of transformers' Auto",
+        ),
+        (
+            "bert",
+            ["--auto-class", "AutoModelForQuestionAnswering"],
+            "knows of no batch for this one. Compare it in",
+        ),
         ("t5", [], "AutoModelForCausalLM cannot build a 't5' model"),
         ("llava", [], "AutoModelForCausalLM cannot build a 'llava' model"),
-        ("llama", ["--lora", "q_proj,vproj"], "target_modules names 'vproj', which matches nothing in the model"),
+        (
+            "llama",
+            ["--lora", "q_proj,vproj"],
+            "target_modules names 'vproj', which matches nothing in the model",
+        ),
         ("llama", ["--dtype", "bfloat16"], "--dtype bfloat16: verify compares in float64"),
         (
             "bart",
@@ -80,7 +103,9 @@ def test_the_class_asked_for_is_the_one_compared(
         ),
     ],
 )
-def test_what_cannot_be_compared_is_refused(run: Any, family: str, flags: list[str], says: str) -> None:
+def test_what_cannot_be_compared_is_refused(
+    run: Any, family: str, flags: list[str], says: str
+) -> None:
     code, printed, measured = run(family, *flags)
     assert code == 2
     assert says in printed
@@ -88,7 +113,9 @@ def test_what_cannot_be_compared_is_refused(run: Any, family: str, flags: list[s
     assert not measured
 
 
-def test_code_that_comes_with_a_model_may_run(run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_code_that_comes_with_a_model_may_run(
+    run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_checkpoint(tmp_path / "own", "own_llama")
     code = main(["verify", str(tmp_path / "own"), "--tp", "2", "--trust-remote-code"])
     printed = capsys.readouterr()
@@ -99,5 +126,8 @@ def test_code_that_comes_with_a_model_may_run(run: Any, tmp_path: Path, capsys: 
 def test_what_stock_cannot_train_is_said() -> None:
     config = tiny_clone(LlamaConfig())
     config.hidden_act = "nothing"
-    with pytest.raises(verify.ConfigError, match=r"cannot be trained by stock transformers .* nothing to compare with"):
+    with pytest.raises(
+        verify.ConfigError,
+        match=r"cannot be trained by stock transformers .* nothing to compare with",
+    ):
         verify.check_stock(Case(config))

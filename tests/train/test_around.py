@@ -30,7 +30,8 @@ class Scaled(nn.Module):
 
     def __init__(self, model: Any) -> None:
         super().__init__()
-        self.model, self.config = model, model.config
+        self.model = model
+        self.config = model.config
         self.offset = nn.Parameter(torch.full((32,), 0.1, dtype=torch.float64))
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None, **rest: Any) -> Any:
@@ -39,10 +40,16 @@ class Scaled(nn.Module):
 
 
 def prompt(kind: Any) -> Callable[[Any], Any]:
-    return lambda model: peft.get_peft_model(model, kind(num_virtual_tokens=3, task_type="CAUSAL_LM"))
+    return lambda model: peft.get_peft_model(
+        model, kind(num_virtual_tokens=3, task_type="CAUSAL_LM")
+    )
 
 
-WRAPPERS = {"prompt": prompt(peft.PromptTuningConfig), "prefix": prompt(peft.PrefixTuningConfig), "module": Scaled}
+WRAPPERS = {
+    "prompt": prompt(peft.PromptTuningConfig),
+    "prefix": prompt(peft.PrefixTuningConfig),
+    "module": Scaled,
+}
 
 
 def wrapped(model: Any, kind: str) -> Any:
@@ -61,18 +68,28 @@ def stock() -> Any:
 @pytest.mark.parametrize("kind", WRAPPERS)
 def test_it_trains_in_one_process_as_stock_does(kind: str) -> None:
     model = stock()
-    models = [wrapped(copy.deepcopy(model), kind), wrapped(hfscale.parallelize(model, ParallelConfig()), kind)]
-    optimizers = [torch.optim.SGD([p for p in each.parameters() if p.requires_grad], lr=0.5) for each in models]
+    models = [
+        wrapped(copy.deepcopy(model), kind),
+        wrapped(hfscale.parallelize(model, ParallelConfig()), kind),
+    ]
+    optimizers = [
+        torch.optim.SGD([p for p in each.parameters() if p.requires_grad], lr=0.5)
+        for each in models
+    ]
     for _ in range(3):
         with keep_float64():  # stock rotary embeddings are in 32 bits
             loss = models[0](**BATCH).loss
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(models[0].parameters(), 0.01)
         with keep_float64():
-            held, trained = (float(step(models[1], BATCH)) for step in (hfscale.eval_step, hfscale.train_step))
+            held, trained = (
+                float(step(models[1], BATCH)) for step in (hfscale.eval_step, hfscale.train_step)
+            )
         assert trained == pytest.approx(float(loss.detach()), rel=1e-7)
         assert held == pytest.approx(float(loss.detach()), rel=1e-7)
-        assert float(hfscale.clip_grad_norm_(models[1], 0.01)) == pytest.approx(float(norm), rel=1e-6)
+        assert float(hfscale.clip_grad_norm_(models[1], 0.01)) == pytest.approx(
+            float(norm), rel=1e-6
+        )
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -85,7 +102,9 @@ def test_saves_that_would_leave_it_out_are_refused(tmp_path: Path) -> None:
     model = wrapped(hfscale.parallelize(stock(), ParallelConfig()), "module")
     optimizer = hfscale.create_optimizer(model, "adamw_torch", lr=0.1)
     assert any(model.offset is held for group in optimizer.param_groups for held in group["params"])
-    with pytest.raises(ConfigError, match=r"would leave out what trains in it, or around it, since then \(offset\)"):
+    with pytest.raises(
+        ConfigError, match=r"would leave out what trains in it, or around it, since then \(offset\)"
+    ):
         hfscale.save_pretrained(model, tmp_path / "out")
     model.offset.requires_grad_(False)
     hfscale.save_pretrained(model, tmp_path / "out")

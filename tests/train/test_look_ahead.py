@@ -38,7 +38,11 @@ def test_documents(padded: bool) -> None:
 
 
 def test_more_depths_than_tokens() -> None:
-    short = {"input_ids": ROW[:, :1], "labels": ROW[:, :1], "position_ids": torch.zeros(1, 1, dtype=torch.int64)}
+    short = {
+        "input_ids": ROW[:, :1],
+        "labels": ROW[:, :1],
+        "position_ids": torch.zeros(1, 1, dtype=torch.int64),
+    }
     ahead = look_ahead(short, 3, 1)
     assert ahead[IDS].tolist() == [[[0]] * 3]
     assert ahead[TARGETS].tolist() == [[[-100]] * 3]

@@ -22,7 +22,9 @@ from ..sweeps import pairs
 from ..tiny_models import tiny
 
 Pools = Callable[[int], RankPool]
-TP2, PP2, DP2 = {"tp_size": 2}, {"pp_size": 2}, {"dp_shard_size": 2}
+TP2 = {"tp_size": 2}
+PP2 = {"pp_size": 2}
+DP2 = {"dp_shard_size": 2}
 Layout = dict[str, int]
 
 
@@ -38,7 +40,12 @@ class Rows(Dataset):
 
 
 def script(
-    path: str, layout: Layout | None, steps: int | None, accumulate: int = 1, stop: str = "", resume: str = ""
+    path: str,
+    layout: Layout | None,
+    steps: int | None,
+    accumulate: int = 1,
+    stop: str = "",
+    resume: str = "",
 ) -> list[tuple[Any, ...]]:
     """Two epochs of six steps; with ``steps`` the schedule is counted in steps of all processes, else in batches.
 
@@ -55,21 +62,30 @@ def script(
     if layout is None:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
     else:
-        model = hfscale.from_pretrained(path, parallel=ParallelConfig(**layout), dtype=torch.float64)
+        model = hfscale.from_pretrained(
+            path, parallel=ParallelConfig(**layout), dtype=torch.float64
+        )
     rows = 4 // accelerator.num_processes
     loader = DataLoader(Rows(24 * accumulate, 1), shuffle=True, batch_size=rows)
     held_out = DataLoader(Rows(10, 2), batch_size=1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    length = 2 * math.ceil(len(loader) / accumulate) if steps is None else steps * accelerator.num_processes
+    length = (
+        2 * math.ceil(len(loader) / accumulate)
+        if steps is None
+        else steps * accelerator.num_processes
+    )
     scheduler = get_scheduler("linear", optimizer, 2 * accelerator.num_processes, length)
-    model, optimizer, loader, held_out, scheduler = accelerator.prepare(model, optimizer, loader, held_out, scheduler)
+    model, optimizer, loader, held_out, scheduler = accelerator.prepare(
+        model, optimizer, loader, held_out, scheduler
+    )
     logged: list[tuple[Any, ...]] = [(accelerator.num_processes * rows * accumulate, len(loader))]
     done = 4 if resume else 0
     if resume:
         accelerator.load_state(resume)
     for epoch in range(2):
         model.train()
-        loss_sum, batches = torch.zeros((), dtype=torch.float64), loader
+        loss_sum = torch.zeros((), dtype=torch.float64)
+        batches = loader
         if done and epoch == 0:
             batches = accelerator.skip_first_batches(loader, done * accumulate)
         for batch in batches:
@@ -80,7 +96,11 @@ def script(
                     loss = model(**batch).loss
                     accelerator.backward(loss)
                 loss_sum += loss.detach()
-                norm = accelerator.clip_grad_norm_(model.parameters(), 1.0) if accelerator.sync_gradients else None
+                norm = (
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                    if accelerator.sync_gradients
+                    else None
+                )
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
@@ -122,7 +142,8 @@ LAYOUTS = {"tp2": (TP2, 2), "shard2": (DP2, 2), "pp2": (PP2, 1)}
 
 @pytest.mark.daily("pp2-epochs")
 @pytest.mark.parametrize(
-    ("layout", "steps"), pairs(LAYOUTS, LENGTHS, daily=[("tp2", "epochs"), ("shard2", "steps"), ("pp2", "epochs")])
+    ("layout", "steps"),
+    pairs(LAYOUTS, LENGTHS, daily=[("tp2", "epochs"), ("shard2", "steps"), ("pp2", "epochs")]),
 )
 def test_logs_equal_one_process(pools: Pools, path: str, layout: str, steps: str) -> None:
     """Schedules (trap T34), norms, losses of training and perplexity, in the order that one process shuffles."""
@@ -151,7 +172,11 @@ def counted(path: str) -> tuple[list[Any], list[str]]:
         warnings.simplefilter("always")
         accelerator.prepare(model)
     found += [accelerator.num_processes, accelerator.process_index]
-    found += [accelerator.is_main_process, accelerator.is_local_main_process, accelerator.is_last_process]
+    found += [
+        accelerator.is_main_process,
+        accelerator.is_local_main_process,
+        accelerator.is_last_process,
+    ]
     return found, [str(each.message) for each in given]
 
 
@@ -160,16 +185,23 @@ def test_processes_are_distinct_batches(pools: Pools, path: str) -> None:
     (first, said), (second, unsaid) = pools(2).run(counted, path)
     assert first == [1, 0, 1, 0, True, True, False]
     assert second == [1, 0, 1, 0, False, False, True]
-    assert ["read as 2 before this model was built, and with tp2 it is 1" in each for each in said] == [True]
+    assert [
+        "read as 2 before this model was built, and with tp2 it is 1" in each for each in said
+    ] == [True]
     assert unsaid == []
 
 
 def test_a_schedule_that_cannot_change_its_count_is_refused() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    cycle = BatchScheduler(torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=5), [], lambda: 2, True)
+    cycle = BatchScheduler(
+        torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=5), [], lambda: 2, True
+    )
     optimizer.step()
     for _ in range(3):
         cycle.step()  # the sixth step would be one too many
     other = BatchScheduler(torch.optim.lr_scheduler.StepLR(optimizer, 4), [], lambda: 1, True)
-    with pytest.raises(CheckpointError, match="counts 2 distinct batches in an optimizer step, and this layout has 1"):
+    with pytest.raises(
+        CheckpointError,
+        match="counts 2 distinct batches in an optimizer step, and this layout has 1",
+    ):
         other.load_state_dict(cycle.state_dict())

@@ -19,7 +19,10 @@ from ..tiny_models import tiny
 def told(late: list[float]) -> Any:
     """Steps of a second, in each of which a rank comes to a collective so late."""
     starts = [float(step - len(late)) for step in range(len(late) + 1)]
-    calls = [(("g", 0, number), start + each) for number, (start, each) in enumerate(zip(starts, late, strict=False))]
+    calls = [
+        (("g", 0, number), start + each)
+        for number, (start, each) in enumerate(zip(starts, late, strict=False))
+    ]
     return starts, calls, []
 
 
@@ -28,7 +31,10 @@ def test_the_rank_that_comes_last_is_slow() -> None:
     assert step == pytest.approx(1)
     assert works == pytest.approx([0.4, 0.4, 1.0])
     found = in_a_line(step, works)
-    assert found == "rank 2 works 1 s on a step, 2.5x the median of the others, who wait 0.6 s of 1 s for it"
+    assert (
+        found
+        == "rank 2 works 1 s on a step, 2.5x the median of the others, who wait 0.6 s of 1 s for it"
+    )
 
 
 def test_one_long_step_names_nobody() -> None:
@@ -63,7 +69,10 @@ def trained(layout: ParallelConfig, slow: int) -> dict[str, float]:
     return hfscale.metrics(model)
 
 
-SLOW = [pytest.param(axis, marks=pytest.mark.slow) for axis in ("tp_size", "pp_size", "dp_replicate_size")]
+SLOW = [
+    pytest.param(axis, marks=pytest.mark.slow)
+    for axis in ("tp_size", "pp_size", "dp_replicate_size")
+]
 
 
 @pytest.mark.parametrize("axis", ["dp_shard_size", *SLOW])

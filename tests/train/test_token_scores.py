@@ -20,12 +20,17 @@ Layout = dict[str, Any]
 FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 TEMPERATURE = 0.7
 WHOLE = [
-    *({"tp_size": 2}, {"tp_size": 2, "sequence_parallel": True}, {"dp_shard_size": 2}, {"cp_size": 2}),
+    {"tp_size": 2},
+    {"tp_size": 2, "sequence_parallel": True},
+    {"dp_shard_size": 2},
+    {"cp_size": 2},
     {"tp_size": 2, "dp_shard_size": 2},
 ]
 STAGES: list[Layout] = [
-    *({"pp_size": 2}, {"pp_size": 2, "pipeline_schedule": "zbv", "virtual_stages": 2}),
-    *({"pp_size": 2, "tp_size": 2}, {"pp_size": 2, "dp_shard_size": 2}),
+    {"pp_size": 2},
+    {"pp_size": 2, "pipeline_schedule": "zbv", "virtual_stages": 2},
+    {"pp_size": 2, "tp_size": 2},
+    {"pp_size": 2, "dp_shard_size": 2},
 ]
 
 
@@ -33,15 +38,20 @@ def rows(place: int, count: int = 3) -> dict[str, Tensor]:
     """One batch: padding, labels that are masked, and one row without any."""
     generator = torch.Generator().manual_seed(place)
     ids = torch.randint(3, 67, (count, 9), generator=generator)
-    mask, labels = torch.ones_like(ids), ids.clone()
+    mask = torch.ones_like(ids)
+    labels = ids.clone()
     mask[0, 6:], labels[0, 6:], labels[1, :4], labels[2] = 0, -100, -100, -100
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
 def expected_scores(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits / TEMPERATURE
+    logits = (
+        model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        / TEMPERATURE
+    )
     wanted = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)
-    log_p, valid = logits.log_softmax(-1), wanted != -100
+    log_p = logits.log_softmax(-1)
+    valid = wanted != -100
     found = {
         "log_probs": log_p.gather(-1, wanted.clamp(min=0).unsqueeze(-1)).squeeze(-1),
         "entropy": -(log_p.exp() * log_p).sum(-1),
@@ -59,8 +69,11 @@ def loss_of(log_probs: Tensor, entropy: Tensor) -> Tensor:
 
 
 def score_and_step(path: str, out: str, layout: Layout) -> dict[str, Any]:
-    model = hfscale.from_pretrained(path, parallel=ParallelConfig(**layout), dtype=torch.float64).train()
-    place, staged = hfscale.batch_rank(model), "pp_size" in layout
+    model = hfscale.from_pretrained(
+        path, parallel=ParallelConfig(**layout), dtype=torch.float64
+    ).train()
+    place = hfscale.batch_rank(model)
+    staged = "pp_size" in layout
     batches = [rows(place + 10 * number) for number in range(4)]
     with torch.no_grad():
         seen = hfscale.token_scores(model, batches[0], temperature=TEMPERATURE)
@@ -81,30 +94,46 @@ def score_and_step(path: str, out: str, layout: Layout) -> dict[str, Any]:
     norm = hfscale.clip_grad_norm_(model, 1e9)
     optimizer.step()
     hfscale.save_pretrained(model, out)
-    return {"seen": {name: getattr(seen, name) for name in FIELDS}, "place": place, "loss": loss, "norm": norm}
+    return {
+        "seen": {name: getattr(seen, name) for name in FIELDS},
+        "place": place,
+        "loss": loss,
+        "norm": norm,
+    }
 
 
 @pytest.mark.daily("layout8", "layout2")
 @pytest.mark.parametrize("layout", [*WHOLE, *STAGES])
 def test_scores_and_losses_equal_one_process(pools: Pools, layout: Layout, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    config = tiny("llama", num_hidden_layers=4, vocab_size=67, tie_word_embeddings="pp_size" in layout)
+    config = tiny(
+        "llama", num_hidden_layers=4, vocab_size=67, tie_word_embeddings="pp_size" in layout
+    )
     stock = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
     stock.save_pretrained(tmp_path / "start")
     parallel = ParallelConfig(**layout)
-    found = pools(parallel.total_size).run(score_and_step, str(tmp_path / "start"), str(tmp_path / "out"), layout)
+    found = pools(parallel.total_size).run(
+        score_and_step, str(tmp_path / "start"), str(tmp_path / "out"), layout
+    )
 
     losses = []
     for place in range(parallel.batch_world):
         parts = [expected_scores(stock, rows(place + 10 * number)) for number in range(4)]
-        losses.append(sum(loss_of(part["log_probs"], part["entropy"]) * (i + 1) for i, part in enumerate(parts)))
+        losses.append(
+            sum(
+                loss_of(part["log_probs"], part["entropy"]) * (i + 1)
+                for i, part in enumerate(parts)
+            )
+        )
     (sum(losses) / len(losses)).backward()
     norm = torch.nn.utils.clip_grad_norm_(stock.parameters(), 1e9)
     for result in found:
         with torch.no_grad():
             whole = expected_scores(stock, rows(result["place"]))
         for name in FIELDS:
-            torch.testing.assert_close(result["seen"][name], whole[name], rtol=1e-10, atol=1e-10, msg=name)
+            torch.testing.assert_close(
+                result["seen"][name], whole[name], rtol=1e-10, atol=1e-10, msg=name
+            )
         mean = sum(losses) / len(losses) if "pp_size" in layout else losses[result["place"]]
         torch.testing.assert_close(result["loss"], mean.detach(), rtol=1e-9, atol=1e-9)
         torch.testing.assert_close(result["norm"], norm, rtol=1e-6, atol=0)

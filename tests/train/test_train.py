@@ -19,10 +19,14 @@ from ..tiny_models import tiny
 
 Pools = Callable[[int], RankPool]
 IDS = torch.randint(3, 67, (4, 12), generator=torch.Generator().manual_seed(1))
-TP2, SHARD2, BOTH = {"tp_size": 2}, {"dp_shard_size": 2}, {"tp_size": 2, "dp_shard_size": 2}
+TP2 = {"tp_size": 2}
+SHARD2 = {"dp_shard_size": 2}
+BOTH = {"tp_size": 2, "dp_shard_size": 2}
 
 
-def save(path: Path, family: str = "llama", dtype: torch.dtype = torch.float32, **changes: Any) -> str:
+def save(
+    path: Path, family: str = "llama", dtype: torch.dtype = torch.float32, **changes: Any
+) -> str:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(tiny(family, **changes), dtype=dtype)
     with torch.no_grad():
@@ -50,7 +54,12 @@ def look(path: str, layout: dict[str, int]) -> dict[str, Any]:
     greedy = model.generate(IDS[:1], do_sample=False, max_new_tokens=8, pad_token_id=0)
     return {
         "logits": [plain, labelled.logits, as_tuple[1]],
-        "losses": [labelled.loss, as_tuple[0], training.loss.detach(), hfscale.eval_step(model, label(IDS))],
+        "losses": [
+            labelled.loss,
+            as_tuple[0],
+            training.loss.detach(),
+            hfscale.eval_step(model, label(IDS)),
+        ],
         "sampled": sampled.tolist(),
         "greedy": greedy.tolist(),
     }
@@ -63,7 +72,9 @@ def label(ids: torch.Tensor) -> dict[str, torch.Tensor]:
 @pytest.mark.daily("gpt2-layout1", "llama-layout0")
 @pytest.mark.parametrize("layout", [{}, TP2, BOTH])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_outputs_are_the_stock_ones(pools: Pools, tmp_path: Path, family: str, layout: dict[str, int]) -> None:
+def test_outputs_are_the_stock_ones(
+    pools: Pools, tmp_path: Path, family: str, layout: dict[str, int]
+) -> None:
     path = save(tmp_path, family)
     stock = AutoModelForCausalLM.from_pretrained(path)
     with torch.no_grad():
@@ -83,7 +94,9 @@ def test_outputs_are_the_stock_ones(pools: Pools, tmp_path: Path, family: str, l
 
 def raw_loop(path: str, layout: dict[str, int], steps: int) -> dict[str, torch.Tensor]:
     """The plain PyTorch loop, with accumulation by hand."""
-    model = hfscale.from_pretrained(path, parallel=ParallelConfig(**layout), dtype=torch.float64).train()
+    model = hfscale.from_pretrained(
+        path, parallel=ParallelConfig(**layout), dtype=torch.float64
+    ).train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     per_rank = len(IDS) // hfscale.batch_world(model)
     mine = IDS[per_rank * hfscale.batch_rank(model) :][:per_rank]
@@ -102,7 +115,9 @@ def raw_loop(path: str, layout: dict[str, int], steps: int) -> dict[str, torch.T
 @pytest.mark.daily("qwen3-layout1")
 @pytest.mark.parametrize("layout", [TP2, SHARD2, BOTH, {"tp_size": 2, "dp_replicate_size": 2}])
 @pytest.mark.parametrize("family", ["gpt2", "qwen3"])
-def test_a_plain_backward_loop(pools: Pools, tmp_path: Path, family: str, layout: dict[str, int]) -> None:
+def test_a_plain_backward_loop(
+    pools: Pools, tmp_path: Path, family: str, layout: dict[str, int]
+) -> None:
     path = save(tmp_path, family)
     stock = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).train()
     optimizer = torch.optim.SGD(stock.parameters(), lr=0.3)
@@ -120,15 +135,22 @@ def test_a_plain_backward_loop(pools: Pools, tmp_path: Path, family: str, layout
 
 
 def low_precision(path: str, layout: dict[str, int], dtype: str, mixed: str) -> dict[str, Any]:
-    kwargs = {"parallel": ParallelConfig(**layout), "dtype": getattr(torch, dtype), "mixed_precision": mixed}
+    kwargs = {
+        "parallel": ParallelConfig(**layout),
+        "dtype": getattr(torch, dtype),
+        "mixed_precision": mixed,
+    }
     model = hfscale.from_pretrained(path, **kwargs).train()
     before = [local_tensor(p.detach()).clone() for p in model.parameters()]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     per_rank = len(IDS) // hfscale.batch_world(model)
     mine = IDS[per_rank * hfscale.batch_rank(model) :][:per_rank]
     seen: list[torch.dtype] = []
-    model.model.layers[0].mlp.up_proj.register_forward_hook(lambda m, a, output: seen.append(output.dtype))
-    losses, norms = [], []
+    model.model.layers[0].mlp.up_proj.register_forward_hook(
+        lambda m, a, output: seen.append(output.dtype)
+    )
+    losses = []
+    norms = []
     for _ in range(4):
         losses.append(hfscale.train_step(model, label(mine)).item())
         norms.append(hfscale.clip_grad_norm_(model, 1.0).item())
@@ -140,17 +162,25 @@ def low_precision(path: str, layout: dict[str, int], dtype: str, mixed: str) -> 
         "norms": norms,
         "weights": {str(p.dtype) for p in model.parameters()},
         "computed": {str(dtype) for dtype in seen},
-        "moved": all(not torch.equal(a, b) for a, b in zip(before, after, strict=True) if a.numel()),
+        "moved": all(
+            not torch.equal(a, b) for a, b in zip(before, after, strict=True) if a.numel()
+        ),
     }
 
 
 @pytest.mark.daily("float32-bf16-layout1", "bfloat16-no-layout0")
 @pytest.mark.parametrize("layout", [TP2, SHARD2, BOTH])
-@pytest.mark.parametrize(("dtype", "mixed"), [("bfloat16", "no"), ("float32", "bf16"), ("float32", "no")])
-def test_precisions(pools: Pools, tmp_path: Path, layout: dict[str, int], dtype: str, mixed: str) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "mixed"), [("bfloat16", "no"), ("float32", "bf16"), ("float32", "no")]
+)
+def test_precisions(
+    pools: Pools, tmp_path: Path, layout: dict[str, int], dtype: str, mixed: str
+) -> None:
     path = save(tmp_path)
     exact = low_precision(path, {}, "float32", "no")
-    found = pools(ParallelConfig(**layout).total_size).run(low_precision, path, layout, dtype, mixed)
+    found = pools(ParallelConfig(**layout).total_size).run(
+        low_precision, path, layout, dtype, mixed
+    )
     low = dtype == "bfloat16" or mixed == "bf16"
     for result in found:
         assert result["weights"] == {f"torch.{dtype}"}
@@ -164,7 +194,9 @@ def test_precisions(pools: Pools, tmp_path: Path, layout: dict[str, int], dtype:
 
 def replicas(path: str, layout: dict[str, int]) -> dict[str, torch.Tensor]:
     """Parameters that every tensor rank holds whole, after some steps with dropout."""
-    model = hfscale.from_pretrained(path, parallel=ParallelConfig(**layout), dtype=torch.bfloat16).train()
+    model = hfscale.from_pretrained(
+        path, parallel=ParallelConfig(**layout), dtype=torch.bfloat16
+    ).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for _ in range(5):
         hfscale.train_step(model, label(IDS))
@@ -172,14 +204,20 @@ def replicas(path: str, layout: dict[str, int]) -> dict[str, torch.Tensor]:
         optimizer.step()
         optimizer.zero_grad()
     parameters = runtime_of(model).parameters()
-    return {planned.name: parameter.detach() for planned, parameter in parameters if planned.cut_over("tp") is None}
+    return {
+        planned.name: parameter.detach()
+        for planned, parameter in parameters
+        if planned.cut_over("tp") is None
+    }
 
 
 @pytest.mark.daily("qwen3")
 @pytest.mark.parametrize("family", ["gpt2", "qwen3", "llama"])
 def test_replicas_stay_bit_equal(pools: Pools, tmp_path: Path, family: str) -> None:
     """Trap T6."""
-    changes = {"resid_pdrop": 0.2, "attn_pdrop": 0.2} if family == "gpt2" else {"attention_dropout": 0.2}
+    changes = (
+        {"resid_pdrop": 0.2, "attn_pdrop": 0.2} if family == "gpt2" else {"attention_dropout": 0.2}
+    )
     first, second = pools(2).run(replicas, save(tmp_path, family, **changes), TP2)
     assert first.keys() == second.keys()
     assert any("norm" in name or "ln_" in name for name in first)
@@ -200,7 +238,9 @@ def test_norm_types(pools: Pools, tmp_path: Path, norm_type: float) -> None:
     path = save(tmp_path, tie_word_embeddings=True)
     stock = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
     stock(**label(IDS)).loss.backward()
-    expected = [torch.nn.utils.clip_grad_norm_(stock.parameters(), 0.1, norm_type).item() for _ in range(2)]
+    expected = [
+        torch.nn.utils.clip_grad_norm_(stock.parameters(), 0.1, norm_type).item() for _ in range(2)
+    ]
     for found in pools(4).run(norm_types, path, BOTH, norm_type):
         assert found == pytest.approx(expected, rel=1e-6)
         assert found[1] == pytest.approx(0.1, rel=1e-4)
@@ -210,14 +250,18 @@ def test_no_valid_label_at_all(tmp_path: Path) -> None:
     model = hfscale.from_pretrained(save(tmp_path))
     loss = hfscale.train_step(model, {"input_ids": IDS, "labels": torch.full_like(IDS, -100)})
     assert loss.item() == 0.0
-    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in model.parameters())
+    assert all(
+        parameter.grad is not None and not parameter.grad.any() for parameter in model.parameters()
+    )
 
 
 def test_shifted_labels_of_the_caller(tmp_path: Path) -> None:
     model = hfscale.from_pretrained(save(tmp_path))
     shifted = torch.nn.functional.pad(IDS, (0, 1), value=-100)[:, 1:]
     plain = hfscale.train_step(model, label(IDS))
-    assert hfscale.train_step(model, {**label(IDS), "shift_labels": shifted}).item() == pytest.approx(plain.item())
+    assert hfscale.train_step(
+        model, {**label(IDS), "shift_labels": shifted}
+    ).item() == pytest.approx(plain.item())
 
 
 def test_gradients_accumulate_between_steps(tmp_path: Path) -> None:
@@ -229,7 +273,9 @@ def test_gradients_accumulate_between_steps(tmp_path: Path) -> None:
 
 
 def attention_weights(path: str) -> str:
-    model = hfscale.from_pretrained(path, parallel=ParallelConfig(**TP2), attn_implementation="eager")
+    model = hfscale.from_pretrained(
+        path, parallel=ParallelConfig(**TP2), attn_implementation="eager"
+    )
     with pytest.raises(ConfigError) as caught:
         model(input_ids=IDS, output_attentions=True)
     return str(caught.value)
@@ -242,7 +288,8 @@ def test_attention_weights_of_some_heads_are_not_handed_out(pools: Pools, tmp_pa
 
 def _after_evaluation() -> tuple[list[bool], bool]:
     """Whether an evaluation before it changes a step's gradients, parameter by parameter; and what parameters are."""
-    found, shards = [], []
+    found = []
+    shards = []
     for evaluates in (False, True):
         layout = ParallelConfig(tp_size=2, dp_shard_size=2, sequence_parallel=True)
         model = hfscale.from_config(tiny("llama"), parallel=layout, dtype=torch.float64).train()
@@ -280,13 +327,20 @@ def test_a_router_loss_is_not_counted_per_microbatch() -> None:
 def classify(path: str, layout: dict[str, int]) -> list[float]:
     torch.manual_seed(0)
     model = hfscale.from_pretrained(
-        path, parallel=ParallelConfig(**layout), auto_class=AutoModelForSequenceClassification, dtype=torch.float64
+        path,
+        parallel=ParallelConfig(**layout),
+        auto_class=AutoModelForSequenceClassification,
+        dtype=torch.float64,
     )
     with torch.no_grad():
         local_tensor(model.score.weight).fill_(0.01)
     loss = model(input_ids=IDS, labels=torch.tensor([0, 1, 1, 0])).loss
     loss.backward()
-    found = [loss.item(), model.model.norm.weight.grad.norm().item(), hfscale.clip_grad_norm_(model, 1.0).item()]
+    found = [
+        loss.item(),
+        model.model.norm.weight.grad.norm().item(),
+        hfscale.clip_grad_norm_(model, 1.0).item(),
+    ]
     model.zero_grad()
     step = hfscale.train_step(model, {"input_ids": IDS, "labels": torch.tensor([0, 1, 1, 0])})
     return [*found, step.item(), model.model.norm.weight.grad.norm().item()]
@@ -304,7 +358,9 @@ def test_another_head(pools: Pools, tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_clipping_multiplies_by_a_factor_that_is_not_rounded(dtype: torch.dtype) -> None:
     model = hfscale.from_config(tiny("llama"), dtype=dtype).train()
-    hfscale.train_step(model, {"input_ids": torch.arange(24).view(2, 12), "labels": torch.arange(24).view(2, 12)})
+    hfscale.train_step(
+        model, {"input_ids": torch.arange(24).view(2, 12), "labels": torch.arange(24).view(2, 12)}
+    )
     before = {name: parameter.grad.double() for name, parameter in model.named_parameters()}
     factor = 0.3337 / (hfscale.clip_grad_norm_(model, 0.3337).double() + 1e-6)
     assert factor < 1

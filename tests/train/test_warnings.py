@@ -64,7 +64,9 @@ def told_on(layout: dict[str, int], batches_of_ranks: list[Batch]) -> list[str]:
     logged: list[str] = []
     model = hfscale.from_config(tiny("llama"), parallel=ParallelConfig(**layout))
     batches._tell_once.cache_clear()
-    kept, batches._tell_once = batches._tell_once, logged.append  # type: ignore[assignment]
+    # type: ignore[assignment]
+    kept = batches._tell_once
+    batches._tell_once = logged.append
     try:
         hfscale.train_step(model, batches_of_ranks[hfscale.batch_rank(model)])
     finally:

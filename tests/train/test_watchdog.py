@@ -50,7 +50,9 @@ def hangs(mark: Path) -> None:
 
 
 def hang(layout: dict[str, Any], late: int, mark: str) -> str:
-    model = hfscale.from_config(tiny("llama", num_hidden_layers=2), parallel=ParallelConfig(**layout)).train()
+    model = hfscale.from_config(
+        tiny("llama", num_hidden_layers=2), parallel=ParallelConfig(**layout)
+    ).train()
     ids = torch.arange(16).view(2, 8)
     screen = Screen(Path(mark))
     with redirect_stderr(screen):
@@ -69,17 +71,31 @@ def hang(layout: dict[str, Any], late: int, mark: str) -> str:
     ("layout", "late", "waits"),
     [
         ({"tp_size": 2}, 1, r"all_reduce of Float \[\[?.*\] over tp \(all ranks\)"),
-        ({"pp_size": 2, "num_microbatches": 2}, 1, r"recv from rank 1 over pp, 1 to 0 \(all ranks\)"),
-        ({"pp_size": 2, "num_microbatches": 2}, 0, r"recv from rank 0 over pp, 0 to 1 \(all ranks\)"),
+        (
+            {"pp_size": 2, "num_microbatches": 2},
+            1,
+            r"recv from rank 1 over pp, 1 to 0 \(all ranks\)",
+        ),
+        (
+            {"pp_size": 2, "num_microbatches": 2},
+            0,
+            r"recv from rank 0 over pp, 0 to 1 \(all ranks\)",
+        ),
     ],
     ids=["tp", "last-stage", "first-stage"],
 )
-def test_who_waits_for_whom(pools: Pools, tmp_path: Path, layout: dict[str, Any], late: int, waits: str) -> None:
+def test_who_waits_for_whom(
+    pools: Pools, tmp_path: Path, layout: dict[str, Any], late: int, waits: str
+) -> None:
     told = pools(2).run(hang, layout, late, str(tmp_path / "mark"))[1 - late]
-    head = "[hfscale watchdog] ranks have waited for more than 0.5 s. Look at those that do not wait"
+    head = (
+        "[hfscale watchdog] ranks have waited for more than 0.5 s. Look at those that do not wait"
+    )
     found = next(report.splitlines() for report in told.split(head) if is_seen(report))
     (waiting,) = (line for line in found if line.startswith(f"  rank {1 - late}: waits in "))
-    assert re.search(rf"{waits}, for \d+ s, at test_watchdog.py:\d+ in hang, in hfscale/", waiting), waiting
+    assert re.search(
+        rf"{waits}, for \d+ s, at test_watchdog.py:\d+ in hang, in hfscale/", waiting
+    ), waiting
     assert any(line.startswith(f"  rank {late}: ") and is_seen(line) for line in found)
 
 
@@ -91,7 +107,10 @@ def test_words() -> None:
     ]
     seen += seen[:1]
     told = report(seen, {2}, 5.0).splitlines()
-    assert told[1] == "  ranks 0, 3: waits in all_gather over ep (all ranks), for 9 s, at train.py:8 in main"
+    assert (
+        told[1]
+        == "  ranks 0, 3: waits in all_gather over ep (all ranks), for 9 s, at train.py:8 in main"
+    )
     assert told[2].startswith("  rank 1: gives no sign of life: the process is gone")
     assert told[3].startswith("  rank 2: gives no sign of life")
     assert told[3].endswith("it was last at x.py:1 in f")
@@ -105,7 +124,9 @@ def test_patience_is_a_time() -> None:
     assert not [thread for thread in threading.enumerate() if thread.name == "hfscale-watchdog"]
 
 
-def _recorded(call: str, seconds: float, group: str = "5", state: str = "completed", **more: Any) -> dict[str, Any]:
+def _recorded(
+    call: str, seconds: float, group: str = "5", state: str = "completed", **more: Any
+) -> dict[str, Any]:
     """An entry of NCCL's flight recorder, of a call some seconds ago."""
     return {
         "profiling_name": f"nccl:{call}",
@@ -121,7 +142,10 @@ def _recorded(call: str, seconds: float, group: str = "5", state: str = "complet
     }
 
 
-_HALVES = [_recorded("send 0->1", 400, state="scheduled"), _recorded("recv 0<-1", 400, state="scheduled")]
+_HALVES = [
+    _recorded("send 0->1", 400, state="scheduled"),
+    _recorded("recv 0<-1", 400, state="scheduled"),
+]
 _WAITS = _recorded("all_reduce", 9, group="2", state="started")
 _ALONE = _recorded("recv 0<-1", 5, state="scheduled")
 _BOTH = [("all_reduce", "Float [4]"), ("recv 0<-1", "Float [4]")]
@@ -133,7 +157,12 @@ _BOTH = [("all_reduce", "Float [4]"), ("recv 0<-1", "Float [4]")]
         ([*_HALVES, _recorded("coalesced", 400), _recorded("all_reduce", 1, group="2")], []),
         # a pause between two steps, then a batch under way: its halves have no state of their own
         (
-            [*_HALVES, _recorded("coalesced", 400), *_HALVES[:1], _recorded("coalesced", 30, state="started")],
+            [
+                *_HALVES,
+                _recorded("coalesced", 400),
+                *_HALVES[:1],
+                _recorded("coalesced", 30, state="started"),
+            ],
             [("send 0->1", "Float [4]"), ("coalesced", "")],
         ),
         # another group's batch says nothing of this one's

@@ -84,12 +84,18 @@ def empty_model(directory: Path, trusted: bool) -> Any:
     """Return a full meta model of the class that the config in ``directory`` names; LookupError without one."""
     config = AutoConfig.from_pretrained(directory, trust_remote_code=trusted)
     name = (config.architectures or [""])[0]
-    kind, extra = getattr(transformers, name, None), dict[str, Any]()
+    kind = getattr(transformers, name, None)
+    extra = dict[str, Any]()
     if kind is None:
-        auto = [auto for auto, path in (getattr(config, "auto_map", None) or {}).items() if path.endswith(f".{name}")]
+        auto = [
+            auto
+            for auto, path in (getattr(config, "auto_map", None) or {}).items()
+            if path.endswith(f".{name}")
+        ]
         if not auto:
             raise LookupError(f"transformers has no class {name!r}")
-        kind, extra = getattr(transformers, auto[0]), {"trust_remote_code": trusted}
+        kind = getattr(transformers, auto[0])
+        extra = {"trust_remote_code": trusted}
     with torch.device("meta"):
         return from_config(kind, config, **extra)
 
@@ -107,7 +113,10 @@ def is_distributed_by_host(model: nn.Module) -> str | None:
 
 def has_causal_loss(model: Any) -> bool:
     """Return whether a model's loss function is that of causal language models, regardless of the class's name."""
-    return LOSS_MAPPING.get(getattr(model, "loss_type", None) or "ForCausalLM") is LOSS_MAPPING["ForCausalLM"]
+    return (
+        LOSS_MAPPING.get(getattr(model, "loss_type", None) or "ForCausalLM")
+        is LOSS_MAPPING["ForCausalLM"]
+    )
 
 
 def loss_replaced(model: Any, loss: Callable[..., Any]) -> AbstractContextManager[None]:
@@ -152,11 +161,15 @@ def made_or_explained(source: str) -> Iterator[None]:
     try:
         yield
     except ArithmeticError as error:  # division by a size of 0
-        raise ConfigError(f"no config could be made of {source}: one of its sizes is 0 ({error})") from error
+        raise ConfigError(
+            f"no config could be made of {source}: one of its sizes is 0 ({error})"
+        ) from error
     except StrictDataclassError as error:
         reason = str(error).strip().splitlines()[-1].strip()
         kind, _, words = reason.partition(": ")
-        raise ConfigError(f"{source} is invalid: {words if kind.endswith('Error') else reason}") from error
+        raise ConfigError(
+            f"{source} is invalid: {words if kind.endswith('Error') else reason}"
+        ) from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise ConfigError(f"no config could be read from {source}: {reason}") from error
@@ -176,11 +189,15 @@ def built_or_explained(auto_class: Any, config: Any, *others: type[Exception]) -
                 f"no {config.model_type!r} model can be built of this config and these arguments: "
                 f"{type(error).__name__}: {reason}"
             ) from error
-        built = {name: classes_by_config(getattr(transformers, name)) or () for name in auto_classes()}
+        built = {
+            name: classes_by_config(getattr(transformers, name)) or () for name in auto_classes()
+        }
         fitting = [name for name, kinds in built.items() if type(config) in kinds]
         use = f"the Auto class {', '.join(fitting)}" if fitting else "another Auto class"
         kind = getattr(auto_class, "__name__", auto_class)
-        raise ConfigError(f"{kind} cannot build a {config.model_type!r} model: use {use}") from error
+        raise ConfigError(
+            f"{kind} cannot build a {config.model_type!r} model: use {use}"
+        ) from error
 
 
 def auto_classes() -> list[str]:

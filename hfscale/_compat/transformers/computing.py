@@ -36,7 +36,9 @@ MakeMask = Callable[..., Any]
 _READS_ALL = ("eager",)
 """Implementations that hide a key by a large negative number: if all keys of a query are hidden, none is."""
 within_packing = ContextVar("whether a packing() that knows the documents is active", default=False)
-documents_here: ContextVar[Tensor | None] = ContextVar("its document of each token, [1 or b, s]", default=None)
+documents_here: ContextVar[Tensor | None] = ContextVar(
+    "its document of each token, [1 or b, s]", default=None
+)
 encoder_outputs: Callable[[Tensor], Any] = BaseModelOutput
 """Return an encoder's hidden states in the form in which an encoder-decoder takes them instead of running its own."""
 
@@ -74,8 +76,17 @@ def answer(prefix: str, host: str, attend: Attend, make_mask: MakeMask = _stock_
     """Register ``attend`` and ``make_mask`` in front of the implementation ``host``; return the name of both."""
     name = f"{prefix}{host}"
 
-    def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any):  # type: ignore[no-untyped-def]
-        return attend(_function_of(host, module), module, query, key, value, attention_mask, **kwargs)
+    def attention(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any,
+        **kwargs: Any,
+    ) -> Any:
+        return attend(
+            _function_of(host, module), module, query, key, value, attention_mask, **kwargs
+        )
 
     def mask(*args: Any, **kwargs: Any) -> Any:
         return make_mask(ALL_MASK_ATTENTION_FUNCTIONS[host], host in _READS_ALL, *args, **kwargs)
@@ -88,7 +99,10 @@ def answer(prefix: str, host: str, attend: Attend, make_mask: MakeMask = _stock_
 def _function_of(host: str, module: nn.Module) -> Callable[..., Any]:
     """Return the stock attention function; the eager one is in the file of the module's class, or of a base class."""
     files = (sys.modules.get(kind.__module__) for kind in type(module).__mro__)
-    eager: Any = next((f for file in files if (f := getattr(file, "eager_attention_forward", None)) is not None), None)
+    eager: Any = next(
+        (f for file in files if (f := getattr(file, "eager_attention_forward", None)) is not None),
+        None,
+    )
     return ALL_ATTENTION_FUNCTIONS.get_interface(host, eager)
 
 
@@ -114,15 +128,21 @@ def masks_made_here(kind: type) -> Iterator[None]:
     """
     prepared = masking_utils._preprocess_mask_arguments
 
-    def unless_made(config: Any, inputs_embeds: Tensor, attention_mask: Any, *args: Any, **kwargs: Any) -> Any:
+    def unless_made(
+        config: Any, inputs_embeds: Tensor, attention_mask: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         if not isinstance(attention_mask, kind):
             return prepared(config, inputs_embeds, attention_mask, *args, **kwargs)
-        of_four_dims = torch.empty(1, 1, 1, 1, device="meta")  # which transformers takes for a ready-made mask
+        of_four_dims = torch.empty(
+            1, 1, 1, 1, device="meta"
+        )  # which transformers takes for a ready-made mask
         leaves, _, *rest = prepared(config, inputs_embeds, of_four_dims, *args, **kwargs)
         return leaves, attention_mask, *rest
 
     with (
-        attribute_replaced(masking_utils, "find_packed_sequence_indices", lambda position_ids: None),
+        attribute_replaced(
+            masking_utils, "find_packed_sequence_indices", lambda position_ids: None
+        ),
         attribute_replaced(masking_utils, "_preprocess_mask_arguments", unless_made),
     ):
         yield
@@ -149,7 +169,14 @@ def position_counter(model: nn.Module) -> Callable[[Mapping[str, Any]], Tensor |
     """
     takes_positions = takes_argument(model, "position_ids")
     names = {name: f"create_position_ids_from_{name}" for name in ("input_ids", "inputs_embeds")}
-    own = next((module for module in model.modules() if all(hasattr(module, name) for name in names.values())), None)
+    own = next(
+        (
+            module
+            for module in model.modules()
+            if all(hasattr(module, name) for name in names.values())
+        ),
+        None,
+    )
     # Where positions have axes of pictures, transformers counts them for every row.
     by_axes = any(hasattr(module, "mrope_section") for module in model.modules())
 
@@ -183,9 +210,11 @@ def told_apart_by(batch: Mapping[str, Any]) -> str:
     text; ``"axes"``, positions in time, height and width, in which transformers looks for no documents; ``"mask"``, a
     mask ``[b, h, s, s]`` without positions; or nothing where there is no such argument.
     """
-    positions, mask = batch.get("position_ids"), batch.get("attention_mask")
+    positions = batch.get("position_ids")
+    mask = batch.get("attention_mask")
     if isinstance(positions, Tensor):
-        tokens, kind = positions.shape[-1], "axes" if text_positions(positions) is None else "positions"
+        tokens = positions.shape[-1]
+        kind = "axes" if text_positions(positions) is None else "positions"
         return kind if tokens > 1 and positions.ndim in (2, 3) else ""
     square = isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[-1] == mask.shape[-2] > 1
     return "mask" if square else ""
@@ -193,13 +222,17 @@ def told_apart_by(batch: Mapping[str, Any]) -> str:
 
 def holds_documents(batch: Mapping[str, Any]) -> Tensor | None:
     """Return a flag that says whether some row holds several documents; ``None`` where none can."""
-    kind, positions, mask = told_apart_by(batch), batch.get("position_ids"), batch.get("attention_mask")
+    kind = told_apart_by(batch)
+    positions = batch.get("position_ids")
+    mask = batch.get("attention_mask")
     if kind == "mask":
         mask = cast(Tensor, mask)
         seen = mask > -1.0 if mask.is_floating_point() else mask != 0
         itself, before, after = (seen.diagonal(offset, -2, -1) for offset in (0, -1, 1))
         return (itself[..., 1:] & itself[..., :-1] & ~before & ~after).any()
-    if kind == "axes":  # time never runs back within a document, and no two of its tokens are at one place
+    if (
+        kind == "axes"
+    ):  # time never runs back within a document, and no two of its tokens are at one place
         positions = cast(Tensor, positions)
         steps = positions.diff(dim=-1)
         begins = (steps[0] < 0) | (steps == 0).all(0)
@@ -207,7 +240,11 @@ def holds_documents(batch: Mapping[str, Any]) -> Tensor | None:
             attended = mask[:, -positions.shape[-1] :].to(begins.device) != 0
             begins = begins & attended[:, 1:] & attended[:, :-1]
         return begins.any()
-    return begins_anew(cast(Tensor, text_positions(cast(Tensor, positions))), mask).any() if kind else None
+    return (
+        begins_anew(cast(Tensor, text_positions(cast(Tensor, positions))), mask).any()
+        if kind
+        else None
+    )
 
 
 @contextmanager
@@ -219,7 +256,8 @@ def packing(restarts: bool | None, batch: Mapping[str, Any]) -> Iterator[None]:
     if restarts is None:
         yield
         return
-    look, masks = masking_utils.find_packed_sequence_indices, masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
+    look = masking_utils.find_packed_sequence_indices
+    masks = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
     given = batch.get("position_ids") is not None
 
     def known(position_ids: Tensor) -> Tensor | None:
@@ -228,7 +266,8 @@ def packing(restarts: bool | None, batch: Mapping[str, Any]) -> Iterator[None]:
         return look(position_ids) if other else None
 
     made = _DocumentMasks(masks, batch) if restarts else None
-    token, documents = within_packing.set(True), documents_here.set(None if made is None else made.documents)
+    token = within_packing.set(True)
+    documents = documents_here.set(None if made is None else made.documents)
     try:
         with (
             attribute_replaced(masking_utils, "find_packed_sequence_indices", known),
@@ -254,14 +293,21 @@ class _DocumentMasks:
         return getattr(self._masks, name)
 
     def __getitem__(self, implementation: str) -> Callable[..., Any]:
-        made, tokens = self._masks[implementation], self._positions.shape[-1]
+        made = self._masks[implementation]
+        tokens = self._positions.shape[-1]
 
-        def by_document(*, batch_size: int, q_length: int, kv_length: int, mask_function: Any, **kwargs: Any) -> Any:
+        def by_document(
+            *, batch_size: int, q_length: int, kv_length: int, mask_function: Any, **kwargs: Any
+        ) -> Any:
             if q_length == kv_length == tokens:
                 mask_function = keep_documents_apart(
-                    mask_function, self._positions.expand(batch_size, -1), self.documents.expand(batch_size, -1)
+                    mask_function,
+                    self._positions.expand(batch_size, -1),
+                    self.documents.expand(batch_size, -1),
                 )
-                kwargs |= {name: False for name in kwargs if name.endswith("_skip")}  # the mask has to be made
+                kwargs |= {
+                    name: False for name in kwargs if name.endswith("_skip")
+                }  # the mask has to be made
             kwargs |= {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length}
             return made(mask_function=mask_function, **kwargs)
 
@@ -280,7 +326,9 @@ def recomputes(model: Any) -> bool:
     return any(vars(module).get("gradient_checkpointing", False) for module in model.modules())
 
 
-def without_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def without_cache(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return a layer's arguments, also by position, without the key/value cache: recomputation would fill it again."""
     emptied = {
         name: None
@@ -288,11 +336,18 @@ def without_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[
         if isinstance(value, Cache) or (name in CACHES and value is not None)
     }
     off = {"use_cache": False} if kwargs.get("use_cache") else {}
-    return tuple(None if isinstance(arg, Cache) else arg for arg in args), {**kwargs, **emptied, **off}
+    return tuple(None if isinstance(arg, Cache) else arg for arg in args), {
+        **kwargs,
+        **emptied,
+        **off,
+    }
 
 
 def enable_checkpointing(model: Any, **kwargs: Any) -> None:
     """Recompute activations in the backward pass, layer by layer, without re-entering autograd."""
     # Renamed in 5.2x, with a warning about the old name.
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable = (
+        getattr(model, "activation_checkpointing_enable", None)
+        or model.gradient_checkpointing_enable
+    )
     enable({"use_reentrant": False, **kwargs})

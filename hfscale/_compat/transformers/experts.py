@@ -10,7 +10,9 @@ _RECORD_PROBABILITIES = ("Gemma4TextRouter", "DiffusionGemmaTextRouter")
 
 def use_eager_experts(model: nn.Module) -> None:
     """Let mixtures of experts run the stock classes' eager code, since grouped matrix products do not take float64."""
-    configs: dict[int, Any] = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
+    configs: dict[int, Any] = {
+        id(m.config): m.config for m in model.modules() if hasattr(m, "config")
+    }
     for config in configs.values():
         if getattr(config, "_experts_implementation", None) is not None:
             compute_eagerly(config)
@@ -28,7 +30,9 @@ def apply_gate(experts: Any, both: Tensor) -> Tensor:
 
 def runs_grouped_products(experts: Any) -> bool:
     """Return whether a stock module of experts calls torch's grouped matrix product."""
-    return getattr(getattr(experts, "config", None), "_experts_implementation", None) == "grouped_mm"
+    return (
+        getattr(getattr(experts, "config", None), "_experts_implementation", None) == "grouped_mm"
+    )
 
 
 def router_logits(model: nn.Module) -> dict[type[nn.Module], int]:

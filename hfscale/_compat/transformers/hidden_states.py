@@ -10,7 +10,9 @@ def hidden_states_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return args[0] if args else kwargs.get(_NAME)
 
 
-def with_hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any], states: Any) -> tuple[Any, dict[str, Any]]:
+def with_hidden_states(
+    args: tuple[Any, ...], kwargs: dict[str, Any], states: Any
+) -> tuple[Any, dict[str, Any]]:
     """Return the arguments of a call with ``states`` as hidden states."""
     return ((states, *args[1:]), kwargs) if args else (args, {**kwargs, _NAME: states})
 

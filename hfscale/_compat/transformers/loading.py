@@ -43,7 +43,9 @@ def loading_through(
     report: dict[str, Any] = {}
     original = PreTrainedModel.__dict__["_load_pretrained_model"]
 
-    def load(model: Any, state_dict: Any, files: Any, load_config: Any, *args: Any, **kwargs: Any) -> Any:
+    def load(
+        model: Any, state_dict: Any, files: Any, load_config: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         if state_dict is not None or not files or not str(files[0]).endswith(".safetensors"):
             raise CheckpointError(
                 f"hfscale loads safetensors checkpoints, and {load_config.pretrained_model_name_or_path!r} has "
@@ -52,9 +54,13 @@ def loading_through(
             )
         shown = prepare(model, load_config.weight_mapping or [], files, load_config.hf_quantizer)
         report["model"], report["ties"] = model, model.all_tied_weights_keys
-        named = {name: (name_of_tie(name), name_of_tie(first)) for name, first in report["ties"].items()}
+        named = {
+            name: (name_of_tie(name), name_of_tie(first)) for name, first in report["ties"].items()
+        }
         model.all_tied_weights_keys = {
-            name: first for name, (here, first) in named.items() if here == name and first not in (None, name)
+            name: first
+            for name, (here, first) in named.items()
+            if here == name and first not in (None, name)
         }
         model.initialize_weights = lambda: initialize(model)
         info, index = original.__func__(model, shown, None, load_config, *args, **kwargs)
@@ -81,26 +87,37 @@ def loading_through(
 @cache
 def loading_arguments() -> frozenset[str]:
     """Return arguments of ``from_pretrained`` and ``from_config`` that are no fields of a config, by their source."""
-    names, takers = set[str](), (PreTrainedModel, _BaseAutoModelClass)
+    names = set[str]()
+    takers = (PreTrainedModel, _BaseAutoModelClass)
     for taker, name in product(takers, ("from_pretrained", "from_config", "_from_config")):
         if (method := getattr(taker, name, None)) is not None:
             source = inspect.getsource(method)
             names.update(re.findall(r'kwargs\.(?:pop|get)\(\s*"(\w+)"', source))
             names.update(re.findall(r'"(\w+)" in kwargs', source))
-            names.update(re.findall(r'"(\w+)"', "".join(re.findall(r"for name in \[(.*?)\]", source))))
+            names.update(
+                re.findall(r'"(\w+)"', "".join(re.findall(r"for name in \[(.*?)\]", source)))
+            )
             names.update(inspect.signature(method).parameters)
     return frozenset(names)
 
 
 def quantizes(model: Any, config: Any) -> Callable[[str], bool]:
     """Return a predicate: whether transformers' bitsandbytes quantizer, given ``config``, quantizes a module."""
-    kept = HfQuantizer.get_modules_to_not_convert(model, config.llm_int8_skip_modules, model._keep_in_fp32_modules)
+    kept = HfQuantizer.get_modules_to_not_convert(
+        model, config.llm_int8_skip_modules, model._keep_in_fp32_modules
+    )
     return lambda name: bool(should_convert_module(name, kept))
 
 
 def forget_quantization(model: Any) -> None:
     """Remove transformers' marks of quantization from a model that is not quantized any more."""
-    for name in ("hf_quantizer", "quantization_method", "is_loaded_in_4bit", "is_loaded_in_8bit", "is_quantized"):
+    for name in (
+        "hf_quantizer",
+        "quantization_method",
+        "is_loaded_in_4bit",
+        "is_loaded_in_8bit",
+        "is_quantized",
+    ):
         model.__dict__.pop(name, None)
     for config in {id(c): c for c in (model.config, model.config.get_text_config())}.values():
         config.__dict__.pop("quantization_config", None)
@@ -132,7 +149,9 @@ def initializations(model: Any) -> Iterator[tuple[str, nn.Module, Callable[[], N
         yield name, module, partial(initialize, module, owner)
 
 
-def _children_first(module: nn.Module, name: str, owner: Any) -> Iterator[tuple[str, nn.Module, Any]]:
+def _children_first(
+    module: nn.Module, name: str, owner: Any
+) -> Iterator[tuple[str, nn.Module, Any]]:
     """Yield ``(name, module, innermost model around it)``, children before parents."""
     owner = module if isinstance(module, PreTrainedModel) else owner
     for key, child in module.named_children():
@@ -148,7 +167,9 @@ def construct(model: Any, kinds: Collection[type[nn.Module]]) -> Any:
     with ExitStack() as stack:
         stack.enter_context(attribute_replaced(PreTrainedModel, "init_weights", lambda _: None))
         for kind in kinds:
-            stack.enter_context(attribute_replaced(kind, "__init__", _over_memory(kind.__init__, kinds)))
+            stack.enter_context(
+                attribute_replaced(kind, "__init__", _over_memory(kind.__init__, kinds))
+            )
         made = empty_copy(model)
     for module in made.modules():
         for name, buffer in own_buffers(module).items() if type(module) in kinds else ():
@@ -158,7 +179,9 @@ def construct(model: Any, kinds: Collection[type[nn.Module]]) -> Any:
     return made
 
 
-def _over_memory(constructor: Callable[..., None], kinds: Collection[type[nn.Module]]) -> Callable[..., None]:
+def _over_memory(
+    constructor: Callable[..., None], kinds: Collection[type[nn.Module]]
+) -> Callable[..., None]:
     @wraps(constructor)
     def construct_really(module: nn.Module, *args: Any, **kwargs: Any) -> None:
         with torch.device("cpu"):

@@ -49,7 +49,12 @@ class PredictionLayer(MtpLayer):
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:  # type: ignore[override]
         """Return hidden states ``[b, s, h]``; other arguments are those of the model's own layers."""
-        given = {"attention_mask": None, "position_ids": None, "position_embeddings": None, **kwargs}
+        given = {
+            "attention_mask": None,
+            "position_ids": None,
+            "position_embeddings": None,
+            **kwargs,
+        }
         embeds, previous = hidden_states.chunk(2, -1)
         return super().forward(embeds, previous, **{**given, **_NO_CACHE})
 
@@ -75,15 +80,26 @@ class StoredNames:
         """Return stored key -> name in the model of a checkpoint's tensors of these layers, before the conversions of
         experts and the like, or ``None`` for a copy of another tensor; remember the checkpoint's prefixes.
         """
-        first, count = model.config.get_text_config().num_hidden_layers, prediction_depths(model.config)
+        first = model.config.get_text_config().num_hidden_layers
+        count = prediction_depths(model.config)
         numbers = "|".join(str(first + depth) for depth in range(count))
         found: dict[str, str | None] = {}
         for key in filter(re.compile(rf"(.*\.)?(layers\.({numbers})|mtp)\..*").fullmatch, keys):
             part = _PART.fullmatch(rename_source_key(key, self._renamings, [])[0])
             if copy := _COPY.fullmatch(key):
-                module = model.get_input_embeddings() if copy[1] == "embed_tokens" else model.get_output_embeddings()
-                owner = next(name for name, parameter in model.named_parameters() if parameter is module.weight)
-                self.copies.setdefault(model.all_tied_weights_keys.get(owner, owner), []).append(key)
+                module = (
+                    model.get_input_embeddings()
+                    if copy[1] == "embed_tokens"
+                    else model.get_output_embeddings()
+                )
+                owner = next(
+                    name
+                    for name, parameter in model.named_parameters()
+                    if parameter is module.weight
+                )
+                self.copies.setdefault(model.all_tied_weights_keys.get(owner, owner), []).append(
+                    key
+                )
                 found[key] = None
             elif part is not None and int(part[1]) < count:
                 prefix = f"{PREDICTION}.layers.{part[1]}.{part[2]}."
@@ -97,9 +113,13 @@ def prediction_depths(config: Any) -> int:
     depths = getattr(config.get_text_config(), "num_mtp_layers", None)
     try:
         if not depths:
-            raise ValueError("its config has no num_nextn_predict_layers above 0 that transformers knows")
+            raise ValueError(
+                "its config has no num_nextn_predict_layers above 0 that transformers knows"
+            )
         if not hasattr(_Host, "get_weight_conversions"):
-            raise ValueError("this version of transformers does not name the stored tensors of such layers")
+            raise ValueError(
+                "this version of transformers does not name the stored tensors of such layers"
+            )
         if hasattr(config.get_mtp_config(), "chain_hidden_post_norm"):
             raise ValueError("its layers share a norm behind them")
     except ValueError as error:
@@ -112,7 +132,9 @@ def prediction_depths(config: Any) -> int:
 
 def attach_prediction(model: Any) -> None:
     """Add multi-token-prediction layers on the meta device to a new stock model."""
-    depths, decoder, lookup = prediction_depths(model.config), model.get_decoder(), model.get_input_embeddings()
+    depths = prediction_depths(model.config)
+    decoder = model.get_decoder()
+    lookup = model.get_input_embeddings()
     with torch.device("meta"), local_torch_dtype(model.dtype), no_init_weights():
         host = _Host(model, depths)
     with attribute_replaced(model, "_weight_conversions", []):
@@ -121,7 +143,9 @@ def attach_prediction(model: Any) -> None:
     added.layers, (tokens, width) = host.layers, lookup.weight.shape
     for depth, layer in enumerate(host.layers):
         layer.__class__ = PredictionLayer
-        layer.rope = {"layer_type": host.config.layer_types[depth]} if host.has_per_layer_rope else {}
+        layer.rope = (
+            {"layer_type": host.config.layer_types[depth]} if host.has_per_layer_rope else {}
+        )
     added.embed_tokens = nn.Embedding(tokens, width, lookup.padding_idx, device="meta")
     added.embed_tokens.weight = lookup.weight
     model.add_module(PREDICTION, added)
@@ -131,7 +155,9 @@ def attach_prediction(model: Any) -> None:
     prefixes = {}
     for depth, part in ((depth, part) for depth in range(depths) for part in _APART):
         numbered = f"{names[id(decoder.layers)]}.{len(decoder.layers) + depth}.{_BY_NUMBER[part]}"
-        prefixes[f"{PREDICTION}.layers.{depth}.{part}."] = f"mtp.{_APART[part]}" if apart else numbered
+        prefixes[f"{PREDICTION}.layers.{depth}.{part}."] = (
+            f"mtp.{_APART[part]}" if apart else numbered
+        )
     model._hfscale_stored_names = StoredNames(prefixes, renamings)
 
 

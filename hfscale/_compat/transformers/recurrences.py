@@ -35,7 +35,9 @@ Named = Mapping[str, Any]
 class Scan:
     """Describe a scan over tokens whose state is linear in the state that it begins with."""
 
-    tokens: Mapping[str, int]  # argument -> along which dim its tokens lie, which is that of the output
+    tokens: Mapping[
+        str, int
+    ]  # argument -> along which dim its tokens lie, which is that of the output
     output: str  # the argument whose shape the output has
     final: str  # the argument that asks for the final state, which is returned beside the output
     shape: Callable[[Named], tuple[int, ...]]  # of the state
@@ -61,14 +63,20 @@ def _mamba_makes(given: Named) -> Tensor:
     wide = torch.promote_types(x.dtype, torch.float32)
     steps = _mamba_steps(given, wide)
     total = steps.cumsum(-1)
-    left = torch.exp(given["A"].to(wide)[None, :, None] * (total[..., -1:] - total)[..., None])  # [b, d, s, n]
+    left = torch.exp(
+        given["A"].to(wide)[None, :, None] * (total[..., -1:] - total)[..., None]
+    )  # [b, d, s, n]
     return torch.einsum("bdsn,bds,bns->bdn", left, steps * x.to(wide), given["B"].to(wide))
 
 
 def _mamba_adds(given: Named, state: Tensor) -> tuple[Tensor, Tensor]:
     """Let ``state [b, d, n]`` decay and be read as in ``mamba_selective_scan`` (Gu and Dao 2023, equation 2)."""
-    c, gate, total = given["C"], given.get("z"), _mamba_steps(given, state.dtype).cumsum(-1)
-    there = torch.exp(given["A"].to(state.dtype)[None, :, None] * total[..., None]) * state[:, :, None]  # [b, d, s, n]
+    c = given["C"]
+    gate = given.get("z")
+    total = _mamba_steps(given, state.dtype).cumsum(-1)
+    there = (
+        torch.exp(given["A"].to(state.dtype)[None, :, None] * total[..., None]) * state[:, :, None]
+    )  # [b, d, s, n]
     read = torch.einsum("bdsn,bns->bds", there, c.to(state.dtype))
     return (read if gate is None else read * F.silu(gate)), there[:, :, -1]
 
@@ -77,7 +85,12 @@ _DELTA = Scan(
     dict.fromkeys(("query", "key", "value", "g", "beta"), 1),
     "value",
     "output_final_state",
-    lambda given: (len(given["key"]), given["value"].shape[2], given["key"].shape[3], given["value"].shape[3]),
+    lambda given: (
+        len(given["key"]),
+        given["value"].shape[2],
+        given["key"].shape[3],
+        given["value"].shape[3],
+    ),
     "initial_state",
     pairs=True,
 )
@@ -88,7 +101,11 @@ SCANS: dict[str, Scan] = {
         dict.fromkeys(("hidden_states", "dt", "B", "C", "z"), 1),
         "hidden_states",
         "return_final_states",
-        lambda given: (*given["hidden_states"].shape[::2], given["hidden_states"].shape[3], given["B"].shape[3]),
+        lambda given: (
+            *given["hidden_states"].shape[::2],
+            given["hidden_states"].shape[3],
+            given["B"].shape[3],
+        ),
         "initial_states",
     ),
     "mamba_selective_scan": Scan(
@@ -112,9 +129,12 @@ def reads_by_functions(module: nn.Module) -> bool:
     return not {CONVOLUTION, *SCANS}.isdisjoint(getattr(code, "co_names", ()))
 
 
-def functions_replaced(kind: type, replace: Callable[[str, Any], Any]) -> AbstractContextManager[Any]:
+def functions_replaced(
+    kind: type, replace: Callable[[str, Any], Any]
+) -> AbstractContextManager[Any]:
     """Let such functions in the file of the class ``kind`` be ``replace(name, function)`` inside the `with` block."""
-    file, stack = sys.modules[kind.__module__], ExitStack()
+    file = sys.modules[kind.__module__]
+    stack = ExitStack()
     for name in (CONVOLUTION, *SCANS):
         if hasattr(file, name):
             stack.enter_context(attribute_replaced(file, name, replace(name, getattr(file, name))))
@@ -128,5 +148,7 @@ def functions_replaced(kind: type, replace: Callable[[str, Any], Any]) -> Abstra
 def without_states(args: tuple[Any, ...], kwargs: Named) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return a mixer's arguments without a cache, whose states are those of one document."""
     return tuple(None if isinstance(arg, Cache) else arg for arg in args), {
-        name: None if isinstance(arg, Cache) else arg for name, arg in kwargs.items() if name not in _BORDERS
+        name: None if isinstance(arg, Cache) else arg
+        for name, arg in kwargs.items()
+        if name not in _BORDERS
     }

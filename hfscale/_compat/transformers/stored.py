@@ -38,8 +38,12 @@ class Merge:
     """
 
     source: int  # index of this tensor among the converter's sources: a gate projection, say, before an up projection
-    stack: int | None  # the new dim along which the tensors of one source are stacked; ``None``: they are not
-    join: int | None  # the dim along which the sources are then concatenated; ``None`` for one source
+    stack: (
+        int | None
+    )  # the new dim along which the tensors of one source are stacked; ``None``: they are not
+    join: (
+        int | None
+    )  # the dim along which the sources are then concatenated; ``None`` for one source
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,9 @@ class Destination:
     merge: Merge | None = None  # the converter, if it changes neither values nor their order
 
 
-def checkpoint_targets(model: Any, keys: list[str], weight_mapping: list[Any]) -> dict[str, Destination]:
+def checkpoint_targets(
+    model: Any, keys: list[str], weight_mapping: list[Any]
+) -> dict[str, Destination]:
     """Return stored key -> destination, in transformers' order. Entries of ``weight_mapping`` that these keys use are
     marked as used: transformers saves through those, and a rank with one stage's keys has to save every stage's.
     """
@@ -72,7 +78,9 @@ def loaded_conversions(model: Any) -> list[Any] | None:
 def loaded_targets(model: Any, keys: list[str], names: Collection[str]) -> dict[str, Destination]:
     """Return the destinations, among ``names``, of the keys of the checkpoint that ``model`` came from or went to."""
     used = loaded_conversions(model)
-    used = copy.deepcopy(get_model_conversion_mapping(model, add_legacy=False) if used is None else used)
+    used = copy.deepcopy(
+        get_model_conversion_mapping(model, add_legacy=False) if used is None else used
+    )
     return _destinations(keys, used, model.base_model_prefix, dict.fromkeys(names, True))
 
 
@@ -81,9 +89,13 @@ def _destinations(
 ) -> dict[str, Destination]:
     renamings = [entry for entry in weight_mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in weight_mapping if isinstance(entry, WeightConverter)]
-    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    by_pattern = {
+        pattern: converter for converter in converters for pattern in converter.source_patterns
+    }
     result = {}
-    for key in sorted(keys, key=dot_natural_key):  # transformers' order, which some entries depend on
+    for key in sorted(
+        keys, key=dot_natural_key
+    ):  # transformers' order, which some entries depend on
         target, pattern = rename_source_key(key, renamings, converters, prefix, expected)
         if target not in expected and key in expected:
             target, pattern = rename_source_key(key, [], [], prefix, expected)
@@ -99,7 +111,11 @@ def _destinations(
 
 def _merge(converter: WeightConverter, pattern: str) -> Merge | None:
     kinds = [type(operation) for operation in converter.operations]
-    dims = {type(operation): operation.dim for operation in converter.operations if hasattr(operation, "dim")}
+    dims = {
+        type(operation): operation.dim
+        for operation in converter.operations
+        if hasattr(operation, "dim")
+    }
     sources = converter.source_patterns
     known = kinds in ([Concatenate], [MergeModulelist, Concatenate]) or (
         kinds == [MergeModulelist] and len(sources) < 2
@@ -149,7 +165,9 @@ class AsStored:
         for name, tensor in contents.items():
             self.layout.update(self.made_of(name, tensor))
         expected = self._names.of(expected)
-        if {name: t.shape for name, t in expected.items()} != {name: t.shape for name, t in self.layout.items()}:
+        if {name: t.shape for name, t in expected.items()} != {
+            name: t.shape for name, t in self.layout.items()
+        }:
             odd = sorted(set(expected) ^ set(self.layout))
             raise CheckpointError(
                 f"transformers stores several parameters of {class_name(model)} as one ({', '.join(odd[:4])}), "
@@ -179,7 +197,8 @@ class AsStored:
     @contextmanager
     def _reverting(self) -> Iterator[None]:
         """Let transformers find the conversions, and the shapes of full tensors, on the model in the ``with`` block."""
-        model, known = self._model, self._whole
+        model = self._model
+        known = self._whole
 
         def get_parameter(name: str) -> Any:
             return known[name] if name in known else type(model).get_parameter(model, name)
@@ -196,18 +215,28 @@ def _together(
 ) -> tuple[dict[str, tuple[str, ...]], dict[str, str]]:
     """Map tensors to those stored with them, itself included, in order; and those that nothing changes to names."""
     renamed: dict[str, str] = {}
-    converters = [entry.reverse_transform() for entry in conversions[::-1] if isinstance(entry, WeightConverter)]
+    converters = [
+        entry.reverse_transform()
+        for entry in conversions[::-1]
+        if isinstance(entry, WeightConverter)
+    ]
     known: dict[str, list[str]] = {}
     for name, tensor in contents.items():
         found = ((entry, *entry.rename_source_key(name)) for entry in converters)
-        entry, key, pattern = next((match for match in found if match[2] is not None), (None, name, None))
+        entry, key, pattern = next(
+            (match for match in found if match[2] is not None), (None, name, None)
+        )
         several = entry is not None and len(entry.source_patterns) > 1 and pattern is not None
-        keys = [f"{key} of all"] if several else list(revert_weight_conversion(model, {name: tensor}))
+        keys = (
+            [f"{key} of all"] if several else list(revert_weight_conversion(model, {name: tensor}))
+        )
         if entry is None and len(keys) == 1:
             renamed[name] = keys[0]
         for stored in keys:
             known.setdefault(stored, []).append(name)
-    return {name: tuple(names) for names in known.values() if len(names) > 1 for name in names}, renamed
+    return {
+        name: tuple(names) for names in known.values() if len(names) > 1 for name in names
+    }, renamed
 
 
 def _after_another(
@@ -219,10 +248,18 @@ def _after_another(
     for name, tensor in alone.items():
         if expected.issuperset(revert_weight_conversion(model, {name: tensor})):
             continue
-        layer, leaf = re.sub(r"(.*\.\d+\.).*", r"\1", name), name.rpartition(".")[2]
-        others = (other for other in alone if other.startswith(layer) and other.endswith(f".{leaf}") and other != name)
+        layer = re.sub(r"(.*\.\d+\.).*", r"\1", name)
+        leaf = name.rpartition(".")[2]
+        others = (
+            other
+            for other in alone
+            if other.startswith(layer) and other.endswith(f".{leaf}") and other != name
+        )
         pairs = ({other: alone[other], name: tensor} for other in others if other not in found)
-        pair = next((pair for pair in pairs if expected.issuperset(revert_weight_conversion(model, pair))), {})
+        pair = next(
+            (pair for pair in pairs if expected.issuperset(revert_weight_conversion(model, pair))),
+            {},
+        )
         found |= dict.fromkeys(pair, tuple(pair))
     return found
 
@@ -245,7 +282,9 @@ def write_configs(model: Any, directory: Path) -> None:
     config = model.config
     config.architectures = [stock_class(model).__name__]
     config.save_pretrained(directory)
-    if getattr(model, "_auto_class", None) is not None:  # code of a class that came with its checkpoint
+    if (
+        getattr(model, "_auto_class", None) is not None
+    ):  # code of a class that came with its checkpoint
         custom_object_save(model, directory, config=config)
     if model.can_generate() and getattr(model, "generation_config", None) is not None:
         model.generation_config.save_pretrained(directory)

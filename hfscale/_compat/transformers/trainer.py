@@ -51,7 +51,9 @@ class TrainerHooks(_Mixin):
         if checkpoint is not None:
             self.read_state(Path(checkpoint))
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str, model: nn.Module | None = None
+    ) -> None:
         self.read_weights(Path(resume_from_checkpoint))
 
     def _load_best_model(self) -> None:
@@ -60,12 +62,17 @@ class TrainerHooks(_Mixin):
     _aside: Path | None = None  # the parent directory of the checkpoint during a save
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        target = Path(self._get_output_dir(trial)) / f"{_trainer.PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        target = (
+            Path(self._get_output_dir(trial))
+            / f"{_trainer.PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        )
         self._write_aside(self.written_aside(target), model, trial)
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(target))
 
-    def _write_aside(self, aside: AbstractContextManager[Path], model: nn.Module, trial: Any) -> None:
+    def _write_aside(
+        self, aside: AbstractContextManager[Path], model: nn.Module, trial: Any
+    ) -> None:
         with aside as directory, attribute_replaced(self, "_aside", directory):
             super()._save_checkpoint(model, trial)
 
@@ -73,7 +80,9 @@ class TrainerHooks(_Mixin):
         self, tr_loss: Any, grad_norm: Any, model: Any, trial: Any, *rest: Any, **more: Any
     ) -> None:
         super()._maybe_log_save_evaluate(tr_loss, grad_norm, model, trial, *rest, **more)
-        if (kept := self.kept_in_memory()) is not None:  # behind what other callbacks see of the step
+        if (
+            kept := self.kept_in_memory()
+        ) is not None:  # behind what other callbacks see of the step
             self._write_aside(kept, model, trial)
 
     def _get_output_dir(self, trial: Any) -> str:
@@ -148,13 +157,18 @@ def read_random_states(checkpoint: Path) -> dict[str, Any] | None:
 
 def has_stock_loss(trainer: Any) -> bool:
     """Return whether the loss is the model's own, computed as ``transformers.Trainer`` does."""
-    return type(trainer).compute_loss is transformers.Trainer.compute_loss and trainer.compute_loss_func is None
+    return (
+        type(trainer).compute_loss is transformers.Trainer.compute_loss
+        and trainer.compute_loss_func is None
+    )
 
 
 def has_own_prediction_step(trainer: Any) -> bool:
     """Return whether a class other than ``transformers.Trainer`` has a prediction step, as ``Seq2SeqTrainer``."""
     kinds = [kind for kind in type(trainer).__mro__ if "prediction_step" in vars(kind)]
-    return any(kind is not transformers.Trainer and not issubclass(kind, TrainerHooks) for kind in kinds)
+    return any(
+        kind is not transformers.Trainer and not issubclass(kind, TrainerHooks) for kind in kinds
+    )
 
 
 def labels_of_step(trainer: Any, batches: Any) -> Any:
@@ -167,5 +181,7 @@ def labels_of_step(trainer: Any, batches: Any) -> Any:
 def prepared(trainer: Any, inputs: Any) -> Any:
     """Return a batch as a subclass prepares it; otherwise as the loader gave it, on the CPU."""
     known = (TrainerHooks, transformers.Trainer)
-    own = any("_prepare_inputs" in vars(kind) for kind in type(trainer).__mro__ if kind not in known)
+    own = any(
+        "_prepare_inputs" in vars(kind) for kind in type(trainer).__mro__ if kind not in known
+    )
     return trainer._prepare_inputs(inputs) if own else inputs

@@ -97,7 +97,9 @@ def packed(codes: Tensor, along: Along, kind: torch.dtype) -> Tensor:
         return (codes[..., ::2] | codes[..., 1::2] << 4).to(torch.uint8).view(kind)
     bits = 32 * along.words // along.entries
     length = -(-codes.shape[-1] * bits // 32)
-    stream = torch.nn.functional.pad(codes.long() + (1 << bits - 1), (0, -codes.shape[-1] % along.entries))
+    stream = torch.nn.functional.pad(
+        codes.long() + (1 << bits - 1), (0, -codes.shape[-1] % along.entries)
+    )
     units = stream.unflatten(-1, (-1, along.entries))
     words = units.new_zeros((*units.shape[:-1], along.words + 1))
     for entry in range(along.entries):
@@ -111,8 +113,11 @@ def packed(codes: Tensor, along: Along, kind: torch.dtype) -> Tensor:
 
 def _unpacked(packed: Tensor, bits: int, words: int) -> Tensor:
     missing = -packed.shape[-1] % words  # the last unit of a row may be cut short
-    units = torch.nn.functional.pad(packed, (0, missing)).unflatten(-1, (-1, words)).long() & 0xFFFFFFFF
+    units = (
+        torch.nn.functional.pad(packed, (0, missing)).unflatten(-1, (-1, words)).long() & 0xFFFFFFFF
+    )
     starts = torch.arange(32 * words // bits, device=packed.device) * bits
-    first, shift = starts // 32, starts % 32
+    first = starts // 32
+    shift = starts % 32
     pairs = units[..., first] | units[..., (first + 1).clamp(max=words - 1)] << 32
     return ((pairs >> shift & (1 << bits) - 1) - (1 << bits - 1)).flatten(-2)

@@ -43,9 +43,14 @@ class QuantizedAgain:
     """Quantize tensors of a plain checkpoint as those in ``directory``, which have ``form``; without one, keep them."""
 
     def __init__(self, directory: Path | None = None, form: StoredForm | None = None) -> None:
-        self.form, self._stored = form, open_tensors(sorted(directory.glob("*.safetensors")) if directory else ())
+        self.form, self._stored = (
+            form,
+            open_tensors(sorted(directory.glob("*.safetensors")) if directory else ()),
+        )
         plain = {} if form is None else as_plain(self._stored, form)
-        self._weights = {key: tensor for key, tensor in plain.items() if isinstance(tensor, DequantizedOnDisk)}
+        self._weights = {
+            key: tensor for key, tensor in plain.items() if isinstance(tensor, DequantizedOnDisk)
+        }
 
     def layout(self, plain: Mapping[str, Any]) -> dict[str, Shaped]:
         """Return the shape and dtype of all to be written; raise :class:`CheckpointError` if names differ."""
@@ -96,15 +101,21 @@ def encode(weight: DequantizedOnDisk, value: Tensor) -> dict[str, Tensor]:
             f"a weight of shape {weight.shape} is now {tuple(value.shape)}: save it without quantization="
         )
     parts = weight.parts
-    made = {name: torch.empty(parts[name].source.shape, dtype=parts[name].source.dtype) for name in _OWN & parts.keys()}
+    made = {
+        name: torch.empty(parts[name].source.shape, dtype=parts[name].source.dtype)
+        for name in _OWN & parts.keys()
+    }
     stored = value.transpose(-1, -2) if weight.transposed else value
     matrices = stored.reshape(-1, *stored.shape[-2:])
     rows, columns = matrices.shape[1:]
     unit = lcm(*(min(parts[name].rows.entries, rows) for name in made))
     step = max(1, _ENTRIES // (columns * unit)) * unit
-    whole: Tensor | None = None  # a new scale, if scales of blocks would no longer fit into 8 bits under the old one
+    whole: Tensor | None = (
+        None  # a new scale, if scales of blocks would no longer fit into 8 bits under the old one
+    )
     if "whole" in parts:
-        most, old = value.abs().max().float(), parts["whole"].source[...].float()
+        most = value.abs().max().float()
+        old = parts["whole"].source[...].float()
         if not (most / _E2M1 * old <= _FLOAT8 * 1.03).all():  # what is rounded to the largest scale
             whole = (_FLOAT8 * _E2M1 / most).expand_as(old).clone()
             made["whole"] = whole.view(parts["whole"].source.shape)
@@ -114,13 +125,18 @@ def encode(weight: DequantizedOnDisk, value: Tensor) -> dict[str, Tensor]:
             spans = (*((place, place + 1) for place in index), span, (0, columns))
             for name, words in _encode_rows(weight, spans, matrix[slice(*span)], whole).items():
                 box = parts[name].box(spans)
-                made[name][tuple(slice(*edges) for edges in box)] = words.view([stop - start for start, stop in box])
+                made[name][tuple(slice(*edges) for edges in box)] = words.view(
+                    [stop - start for start, stop in box]
+                )
     return made
 
 
-def _encode_rows(weight: DequantizedOnDisk, spans: Box, now: Tensor, whole: Tensor | None) -> dict[str, Tensor]:
+def _encode_rows(
+    weight: DequantizedOnDisk, spans: Box, now: Tensor, whole: Tensor | None
+) -> dict[str, Tensor]:
     """Return the stored words of the rows ``spans`` with values ``now``, by part; ``whole``: with one new scale."""
-    parts, columns = weight.parts, now.shape[1]
+    parts = weight.parts
+    columns = now.shape[1]
     scales = parts["scales"]
     words = {name: parts[name].source.read(parts[name].box(spans)) for name in _OWN & parts.keys()}
     found = {name: part.read(spans) for name, part in parts.items()}
@@ -128,7 +144,8 @@ def _encode_rows(weight: DequantizedOnDisk, spans: Box, now: Tensor, whole: Tens
     same = weight.arithmetic(read, now.dtype) == now
     if weight.if_merged is not None:
         same |= weight.if_merged(read, now.dtype) == now
-    height, width = min(scales.rows.entries, len(now)), min(scales.columns.entries, columns)
+    height = min(scales.rows.entries, len(now))
+    width = min(scales.columns.entries, columns)
     kept = _blocks(same, height, width, True).all(3).all(1)
     kept &= whole is None
     if kept.all():
@@ -140,25 +157,39 @@ def _encode_rows(weight: DequantizedOnDisk, spans: Box, now: Tensor, whole: Tens
     old = Codes(
         _blocks(read["values"], height, width),
         words["scales"].view(words["scales"].shape[-2:]),
-        _blocks(read["zeros"].expand(now.shape), height, width)[:, 0, :, 0] if "zeros" in read else None,
+        _blocks(read["zeros"].expand(now.shape), height, width)[:, 0, :, 0]
+        if "zeros" in read
+        else None,
     )
-    new = _quantized(weight, _blocks(now.float(), height, width), old, read.get("whole") if whole is None else whole)
+    new = _quantized(
+        weight,
+        _blocks(now.float(), height, width),
+        old,
+        read.get("whole") if whole is None else whole,
+    )
     codes = torch.where(kept[:, None, :, None], _bytes(old.values), _bytes(new.values))
     codes = codes.flatten(2).flatten(0, 1)[: len(now), :columns]
     result = {
-        "values": _words(codes.view(old.values.dtype), parts["values"].columns, words["values"].dtype),
+        "values": _words(
+            codes.view(old.values.dtype), parts["values"].columns, words["values"].dtype
+        ),
         "scales": torch.where(kept, _bytes(old.scales), _bytes(new.scales)).view(old.scales.dtype),
     }
     if old.zeros is not None and new.zeros is not None:
         zeros = torch.where(kept, old.zeros, new.zeros.to(old.zeros.dtype))
-        zeros = zeros if parts["zeros"].rows.unpack is None else zeros.repeat_interleave(height, 0)[: len(now)]
+        zeros = (
+            zeros
+            if parts["zeros"].rows.unpack is None
+            else zeros.repeat_interleave(height, 0)[: len(now)]
+        )
         result["zeros"] = _words(zeros.T, parts["zeros"].rows, words["zeros"].dtype).T.contiguous()
     return result
 
 
 def _blocks(tensor: Tensor, height: int, width: int, fill: bool = False) -> Tensor:
     """Return a matrix as blocks ``[rows, height, columns, width]``, filled up at its lower and right edge."""
-    down, across = -tensor.shape[0] % height, -tensor.shape[1] % width
+    down = -tensor.shape[0] % height
+    across = -tensor.shape[1] % width
     whole = tensor
     if down or across:
         whole = tensor.new_full((tensor.shape[0] + down, tensor.shape[1] + across), fill)
@@ -166,7 +197,9 @@ def _blocks(tensor: Tensor, height: int, width: int, fill: bool = False) -> Tens
     return whole.unflatten(1, (-1, width)).unflatten(0, (-1, height))
 
 
-def _quantized(weight: DequantizedOnDisk, blocks: Tensor, like: Codes, whole: Tensor | None) -> Codes:
+def _quantized(
+    weight: DequantizedOnDisk, blocks: Tensor, like: Codes, whole: Tensor | None
+) -> Codes:
     """Quantize blocks ``[rows, height, columns, width]`` of float32 values, to the types of ``like``."""
     most = blocks.abs().amax((1, 3))
     if like.values.dtype.is_floating_point:
@@ -184,12 +217,14 @@ def _quantized(weight: DequantizedOnDisk, blocks: Tensor, like: Codes, whole: Te
 
 def _float8(blocks: Tensor, most: Tensor, like: Codes) -> Codes:
     """Quantize to 8-bit floating point, as the host's quantizer does on a GPU."""
-    top, kind = torch.finfo(like.values.dtype).max, like.scales.dtype
+    top = torch.finfo(like.values.dtype).max
+    kind = like.scales.dtype
     factor = torch.where(most > 0, top / torch.where(most > 0, most, 1.0), 1.0)
     scales = (1.0 / factor).to(torch.float32)
     if kind in (torch.uint8, torch.float8_e8m0fnu):
         exponents = scales.clamp(min=torch.finfo(torch.float32).tiny).log2().ceil()
-        factor, scales = (-exponents).exp2(), _power(exponents, kind)
+        factor = (-exponents).exp2()
+        scales = _power(exponents, kind)
     elif kind != torch.float32:
         scales = scales.to(kind)
         factor = 1.0 / scales.float()
@@ -200,13 +235,19 @@ def _float8(blocks: Tensor, most: Tensor, like: Codes) -> Codes:
 def _integers(blocks: Tensor, most: Tensor, top: int, like: Codes) -> Codes:
     """Quantize to whole numbers from ``-top`` to ``top - 1``, as compressed-tensors does."""
     if like.zeros is None:
-        scales, zeros = most / (top - 0.5), torch.zeros_like(most)
+        scales = most / (top - 0.5)
+        zeros = torch.zeros_like(most)
     else:
-        least, greatest = blocks.amin((1, 3)).clamp(max=0), blocks.amax((1, 3)).clamp(min=0)
+        least = blocks.amin((1, 3)).clamp(max=0)
+        greatest = blocks.amax((1, 3)).clamp(min=0)
         scales = (greatest - least) / (2 * top - 1)
         zeros = (-top - least / torch.where(scales > 0, scales, 1.0)).round().clamp(-top, top - 1)
     scales = torch.where(scales > 0, scales, 1.0).to(like.scales.dtype)
-    codes = (blocks / scales.float()[:, None, :, None] + zeros[:, None, :, None]).round().clamp(-top, top - 1)
+    codes = (
+        (blocks / scales.float()[:, None, :, None] + zeros[:, None, :, None])
+        .round()
+        .clamp(-top, top - 1)
+    )
     return Codes(codes.to(like.values.dtype), scales, None if like.zeros is None else zeros)
 
 

@@ -42,22 +42,28 @@ class Form:
 
 
 def _fp8(key: str, found: Found, scheme: Scheme) -> DequantizedOnDisk:
-    values, scales = found["values"], _matrices(found["scales"], found["values"])
+    values = found["values"]
+    scales = _matrices(found["scales"], found["values"])
     packed = values.dtype in (torch.int8, torch.uint8)
     columns = arithmetic.two_per_byte() if packed else Along()
     shape = (*values.shape[:-1], values.shape[-1] * columns.entries)
-    parts = {"values": StoredPart(values, columns=columns), "scales": _grid(key, scales, shape, scheme.block)}
+    parts = {
+        "values": StoredPart(values, columns=columns),
+        "scales": _grid(key, scales, shape, scheme.block),
+    }
     return DequantizedOnDisk(shape, parts, arithmetic.blocks_in_float32)
 
 
 def _table(key: str, found: Found, scheme: Scheme) -> DequantizedOnDisk:
-    values, scales = found["values"], _matrices(found["scales"], found["values"])
+    values = found["values"]
+    scales = _matrices(found["scales"], found["values"])
     parts = {"values": StoredPart(values), "scales": _grid(key, scales, values.shape)}
     return DequantizedOnDisk(values.shape, parts, arithmetic.rows_of_a_table)
 
 
 def _mxfp4(key: str, found: Found, scheme: Scheme) -> DequantizedOnDisk:
-    values, scales = found["values"], found["scales"]
+    values = found["values"]
+    scales = found["scales"]
     experts, rows, groups, size = values.shape
     flat = values.viewed((experts, rows, groups * size))
     parts = {
@@ -82,13 +88,19 @@ def _plain_codes(key: str, found: Found, scheme: Scheme) -> DequantizedOnDisk:
 
 
 def _packed(key: str, found: Found, scheme: Scheme) -> DequantizedOnDisk:
-    values, scales = found["values"], found["scales"]
+    values = found["values"]
+    scales = found["scales"]
     if values.dtype == torch.uint8:
         shape = (values.shape[0], 2 * values.shape[1])
         parts = {"values": StoredPart(values, columns=arithmetic.two_per_byte())}
-        parts |= {n: _grid(key, _matrices(found[n], values), shape) for n in ("scales", "whole") if n in found}
+        parts |= {
+            n: _grid(key, _matrices(found[n], values), shape)
+            for n in ("scales", "whole")
+            if n in found
+        }
         return DequantizedOnDisk(shape, parts, arithmetic.scaled_twice)
-    bits, length = scheme.bits, scheme.group and scales.shape[-1] * scheme.group
+    bits = scheme.bits
+    length = scheme.group and scales.shape[-1] * scheme.group
     shape = (values.shape[0], length or int(found["shape"][...][-1]))
     packed = arithmetic.packed_in_int32(bits)
     if values.shape[1] != -(-shape[1] * bits // 32):
@@ -96,15 +108,28 @@ def _packed(key: str, found: Found, scheme: Scheme) -> DequantizedOnDisk:
             f"{key} has {values.shape[1]} words per row for {shape[1]} numbers of {bits} bits, so its config describes "
             "another weight: download the checkpoint again, or mend quantization_config in its config.json"
         )
-    parts = {"values": StoredPart(values, columns=packed), "scales": _grid(key, _matrices(scales, values), shape)}
+    parts = {
+        "values": StoredPart(values, columns=packed),
+        "scales": _grid(key, _matrices(scales, values), shape),
+    }
     if "zeros" in found:
         zeros = _matrices(found["zeros"], values)
         parts["zeros"] = StoredPart(zeros, rows=packed, columns=parts["scales"].columns)
     return DequantizedOnDisk(shape, parts, arithmetic.in_type_of_scales)
 
 
-_STATIC = {".input_scale": None, ".input_global_scale": None, ".input_zero_point": None, ".output_scale": None}
-_COMPRESSED = {".weight_zero_point": "zeros", ".weight_global_scale": "whole", ".weight_shape": "shape", **_STATIC}
+_STATIC = {
+    ".input_scale": None,
+    ".input_global_scale": None,
+    ".input_zero_point": None,
+    ".output_scale": None,
+}
+_COMPRESSED = {
+    ".weight_zero_point": "zeros",
+    ".weight_global_scale": "whole",
+    ".weight_shape": "shape",
+    **_STATIC,
+}
 _ACTIVATIONS = {".activation_scale": None, ".input_scale": None}
 FORMS: dict[str, tuple[Form, ...]] = {
     "fp8": (
@@ -143,7 +168,11 @@ def as_plain(stored: Mapping[str, TensorOnDisk], described: StoredForm) -> dict[
             values = stored.get(base + form.values)
             if base == name or values is None or values.dtype not in _CODES:
                 continue
-            beside = {part: stored[base + end] for end, part in form.beside.items() if part and base + end in stored}
+            beside = {
+                part: stored[base + end]
+                for end, part in form.beside.items()
+                if part and base + end in stored
+            }
             found = {"values": values, "scales": stored[name], **beside}
             if f"{base}.weight_g_idx" in stored:
                 raise CheckpointError(
@@ -151,14 +180,19 @@ def as_plain(stored: Mapping[str, TensorOnDisk], described: StoredForm) -> dict[
                     "undoes: use a checkpoint that was quantized without actorder"
                 )
             weight = form.make(base, found, described.scheme(base))
-            weight.stored_as = {name: ("scales", stored[name]), base + form.values: ("values", values)}
+            weight.stored_as = {
+                name: ("scales", stored[name]),
+                base + form.values: ("values", values),
+            }
             others = {base + end: part for end, part in form.beside.items() if base + end in stored}
             weight.stored_as |= {other: (part, stored[other]) for other, part in others.items()}
             weights[base + form.shown] = weight
             used |= {name, base + form.values, *(base + end for end in form.beside)}
             break
     rest = {name: tensor for name, tensor in stored.items() if name not in used}
-    lost = next((name for name, t in rest.items() if t.dtype in _CODES and name.endswith(_PACKED)), None)
+    lost = next(
+        (name for name, t in rest.items() if t.dtype in _CODES and name.endswith(_PACKED)), None
+    )
     if lost is not None:
         raise CheckpointError(
             f"{lost} is stored in {str(rest[lost].dtype).removeprefix('torch.')} and has no scales beside it as "
@@ -175,7 +209,9 @@ def in_the_file(key: str, tensor: TensorOnDisk) -> dict[str, TensorOnDisk]:
 
 
 def load_weights_as(
-    stored: Mapping[str, TensorOnDisk], targets: Mapping[str, Destination], dtypes: Mapping[str, torch.dtype]
+    stored: Mapping[str, TensorOnDisk],
+    targets: Mapping[str, Destination],
+    dtypes: Mapping[str, torch.dtype],
 ) -> None:
     """Let quantized weights be read in the dtypes of the parameters that they load into, with the host's arithmetic."""
     for key, tensor in stored.items():
@@ -190,11 +226,17 @@ def _matrices(tensor: TensorOnDisk, values: TensorOnDisk) -> TensorOnDisk:
     if not missing:
         return tensor
     # One per row, or one in all, or one per matrix
-    shape = (*tensor.shape, *(1,) * missing) if tensor.shape[:1] == values.shape[:1] else (1,) * missing + tensor.shape
+    shape = (
+        (*tensor.shape, *(1,) * missing)
+        if tensor.shape[:1] == values.shape[:1]
+        else (1,) * missing + tensor.shape
+    )
     return tensor.viewed(shape)
 
 
-def _grid(key: str, scales: TensorOnDisk, shape: tuple[int, ...], block: tuple[int, int] | None = None) -> StoredPart:
+def _grid(
+    key: str, scales: TensorOnDisk, shape: tuple[int, ...], block: tuple[int, int] | None = None
+) -> StoredPart:
     """Return scales of blocks: of ``block`` if their number fits, else of the size that divides the weight."""
     along = []
     for dim, size, wanted in zip((-2, -1), shape[-2:], block or (0, 0), strict=True):

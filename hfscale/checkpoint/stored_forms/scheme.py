@@ -16,8 +16,15 @@ from ...plan.quantized import AS_STORED
 READ = ("fp8", "mxfp8", "mxfp4", "compressed-tensors")
 """The host's names of the methods whose weights are read as plain values."""
 _FORMATS = {
-    *("dense", "naive-quantized", "float-quantized", "int-quantized", "pack-quantized"),
-    *("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized", "mixed-precision"),
+    "dense",
+    "naive-quantized",
+    "float-quantized",
+    "int-quantized",
+    "pack-quantized",
+    "nvfp4-pack-quantized",
+    "mxfp4-pack-quantized",
+    "mxfp8-quantized",
+    "mixed-precision",
 }
 
 
@@ -53,7 +60,9 @@ class StoredForm:
         block = weights.get("block_structure")
         return Scheme(
             bits=weights.get("num_bits") or 8,
-            group=weights.get("group_size") or 0 if weights.get("strategy") in ("group", "tensor_group") else 0,
+            group=weights.get("group_size") or 0
+            if weights.get("strategy") in ("group", "tensor_group")
+            else 0,
             block=(block[0], block[1]) if block and weights.get("strategy") == "block" else None,
         )
 
@@ -61,13 +70,16 @@ class StoredForm:
         """Return the bytes of a value of the weight ``name``, with its share of scales; 0: stored plain, it says."""
         if self.method == "mxfp4":
             return 0.5 + 1 / 32 if ".experts." in name else 0.0
-        scheme, names = self.scheme(name), {name, name.replace(".experts.", ".experts.0.")}
+        scheme = self.scheme(name)
+        names = {name, name.replace(".experts.", ".experts.0.")}
         kept = self.values.get("modules_to_not_convert") or self.values.get("ignore") or ()
         if any(_names(pattern, each.removesuffix(".weight")) for pattern in kept for each in names):
             return 0.0
         if self.method != "compressed-tensors":
             return 1 + (1 / 32 if self.method == "mxfp8" else 4 / prod(scheme.block or shape[-2:]))
-        return scheme.bits / 8 + 2 / (prod(scheme.block) if scheme.block else scheme.group or shape[-1])
+        return scheme.bits / 8 + 2 / (
+            prod(scheme.block) if scheme.block else scheme.group or shape[-1]
+        )
 
 
 def _names(pattern: str, name: str) -> bool:
@@ -105,7 +117,10 @@ def form_in(directory: Path) -> StoredForm | None:
     """Return the form of the quantized weights of a checkpoint in a directory; ``None``: there are none."""
     file = directory / "config.json"
     config = json.loads(file.read_bytes()) if file.exists() else {}
-    return _form(config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config"))
+    return _form(
+        config.get("quantization_config")
+        or (config.get("text_config") or {}).get("quantization_config")
+    )
 
 
 def describe_form(directory: Path, form: StoredForm | None) -> None:
@@ -119,7 +134,11 @@ def describe_form(directory: Path, form: StoredForm | None) -> None:
 
 
 def _form(values: Mapping[str, Any] | None) -> StoredForm | None:
-    return None if values is None or why_not_read(values) else StoredForm(values["quant_method"], values)
+    return (
+        None
+        if values is None or why_not_read(values)
+        else StoredForm(values["quant_method"], values)
+    )
 
 
 def check_asked_form(config: Any, given: Any) -> Any:
@@ -132,7 +151,11 @@ def check_asked_form(config: Any, given: Any) -> Any:
     found = None if values is None else values["quant_method"]
     asked = _method(given) or found
     if found != asked or found not in READ:
-        shown = "'as_stored'" if given == AS_STORED else f"{type(given).__name__}({'' if kept else 'dequantize=True'})"
+        shown = (
+            "'as_stored'"
+            if given == AS_STORED
+            else f"{type(given).__name__}({'' if kept else 'dequantize=True'})"
+        )
         raise ConfigError(
             f"quantization_config={shown} is for a checkpoint stored in {asked or ', '.join(READ)}, and this one is "
             f"{f'in {found}' if found else 'not quantized'}: leave it out"
@@ -148,7 +171,14 @@ def _method(given: Any) -> Any:
 def description(config: Any) -> dict[str, Any] | None:
     """Return what a model's config says of quantized weights, with a ``quant_method``; ``None``: nothing."""
     holders = (config, config.get_text_config(decoder=True))
-    found = next((h.quantization_config for h in holders if getattr(h, "quantization_config", None) is not None), None)
+    found = next(
+        (
+            h.quantization_config
+            for h in holders
+            if getattr(h, "quantization_config", None) is not None
+        ),
+        None,
+    )
     if found is None:
         return None
     values = dict(found if isinstance(found, dict) else found.to_dict())
@@ -168,11 +198,16 @@ def why_not_read(values: Mapping[str, Any]) -> str | None:
         reason = f"it is quantized ({method}) already, and hfscale reads {', '.join(READ)}"
     elif method == "compressed-tensors":
         unknown = ", ".join(sorted(formats - _FORMATS)) or ("" if groups else "nothing")
-        sparse, rotated = values.get("sparsity_config") or {}, values.get("transform_config") or {}
+        sparse = values.get("sparsity_config") or {}
+        rotated = values.get("transform_config") or {}
         if unknown:
             reason = f"it is quantized (compressed-tensors, {unknown}) already, which hfscale does not read"
         elif sparse.get("format", "dense") != "dense":
-            reason = "its quantized weights are sparse (sparsity_config), which hfscale does not read"
+            reason = (
+                "its quantized weights are sparse (sparsity_config), which hfscale does not read"
+            )
         elif rotated:
-            reason = "its quantized weights are rotated (transform_config), which hfscale does not undo"
+            reason = (
+                "its quantized weights are rotated (transform_config), which hfscale does not undo"
+            )
     return f"{reason}: {_INSTEAD}" if reason else None

@@ -17,7 +17,13 @@ from huggingface_hub.errors import HfHubHTTPError
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.utils import logging
 
 from ..._compat.transformers.classes import class_name, is_distributed_by_host
@@ -32,8 +38,15 @@ from .moe_targets import DENSE, INTERMEDIATE_DIM, ExpertWeight, find_family
 
 _BAR_AFTER_SECONDS = 2.0
 TOKENIZER_FILES = (
-    *("tokenizer*", "vocab.*", "merges.txt", "*.tiktoken", "*.model", "tekken.json"),
-    *("special_tokens_map.json", "added_tokens.json", "chat_template*"),
+    "tokenizer*",
+    "vocab.*",
+    "merges.txt",
+    "*.tiktoken",
+    "*.model",
+    "tekken.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
 )
 """Patterns of a tokenizer's files in a checkpoint."""
 _GENERATION = "generation_config.json"
@@ -73,7 +86,9 @@ def _in_memory(model: Any) -> WholeModel:
     if any(tensor.is_meta for tensor in tensors.values()):
         reason = "it has no weights (meta device)"
     if reason:
-        raise ConfigError(f"this {kind} is not a full model in memory ({reason}): save it, and give the directory")
+        raise ConfigError(
+            f"this {kind} is not a full model in memory ({reason}): save it, and give the directory"
+        )
     return WholeModel(model.config, tensors, getattr(model, "generation_config", None), None)
 
 
@@ -90,10 +105,14 @@ def _on_disk(source: str | os.PathLike[str]) -> WholeModel:
             ) from error
     finish_move(directory)
     if not (directory / "config.json").is_file():
-        raise CheckpointError(f"{source} has no config.json: give the directory of a Hugging Face checkpoint")
+        raise CheckpointError(
+            f"{source} has no config.json: give the directory of a Hugging Face checkpoint"
+        )
     config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
     tensors = open_tensors(_weight_files(directory))
-    generation = GenerationConfig.from_pretrained(directory) if (directory / _GENERATION).is_file() else None
+    generation = (
+        GenerationConfig.from_pretrained(directory) if (directory / _GENERATION).is_file() else None
+    )
     return WholeModel(config, tensors, generation, directory)
 
 
@@ -118,7 +137,9 @@ class Variation:
     """
 
     noise: float = 0.0  # standard deviation of the noise on each weight, relative to that of the weight's matrix
-    reinitialize: float = 0.0  # fraction of the channels that are redrawn, different ones in each expert
+    reinitialize: float = (
+        0.0  # fraction of the channels that are redrawn, different ones in each expert
+    )
     seed: int = 0  # of both, and of the router
 
     def __post_init__(self) -> None:
@@ -151,17 +172,27 @@ class Variation:
         if len(channels):
             replaced = weight.index_select(dim, channels).to(precise)
             deviation, mean = (float(value) for value in torch.std_mean(replaced, correction=0))
-            varied.index_copy_(dim, channels, replaced.normal_(mean, deviation, generator=generator).to(weight.dtype))
+            varied.index_copy_(
+                dim,
+                channels,
+                replaced.normal_(mean, deviation, generator=generator).to(weight.dtype),
+            )
         return varied
 
 
 class Upcycling:
     """Convert a dense model to the mixture ``model``, on the meta device; :class:`CheckpointError` if they misfit."""
 
-    def __init__(self, dense: WholeModel, config: PreTrainedConfig, every: int, variation: Variation) -> None:
-        self.dense, self.config, self.variation = dense, config, variation
+    def __init__(
+        self, dense: WholeModel, config: PreTrainedConfig, every: int, variation: Variation
+    ) -> None:
+        self.dense = dense
+        self.config = config
+        self.variation = variation
         self.family = find_family(dense.config)
-        self.layers = range(every - 1, dense.config.num_hidden_layers, every)  # that become mixtures
+        self.layers = range(
+            every - 1, dense.config.num_hidden_layers, every
+        )  # that become mixtures
         self.num_experts: int = getattr(config, self.family.count_field)
         with torch.device("meta"):
             before = AutoModelForCausalLM.from_config(dense.config)
@@ -174,7 +205,9 @@ class Upcycling:
                 "the experts of a layer are one tensor in transformers: load it with one dtype and save it again"
             )
         self.dtype: torch.dtype = types.pop()  # of experts and routers
-        self.model.config.dtype = self.dtype  # the config of a model in memory may be older than its weights
+        self.model.config.dtype = (
+            self.dtype
+        )  # the config of a model in memory may be older than its weights
         if dense.generation is not None:
             self.model.generation_config = dense.generation
 
@@ -190,7 +223,9 @@ class Upcycling:
     def with_progress(self) -> Iterator[tuple[str, Tensor]]:
         """Yield :meth:`tensors`, under a progress bar if it takes long."""
         hidden = not logging.is_progress_bar_enabled()
-        with tqdm(desc="upcycle", unit="B", unit_scale=True, delay=_BAR_AFTER_SECONDS, disable=hidden) as bar:
+        with tqdm(
+            desc="upcycle", unit="B", unit_scale=True, delay=_BAR_AFTER_SECONDS, disable=hidden
+        ) as bar:
             for name, tensor in self.tensors():
                 yield name, tensor
                 bar.update(tensor.nbytes)
@@ -204,13 +239,20 @@ class Upcycling:
         for layer in self.layers:
             yield from self._gates(layer)
             for weight in self.family.weights:
-                yield from self._apart(layer, weight) if "{expert}" in weight.name else self._stacked(layer, weight)
+                yield from (
+                    self._apart(layer, weight)
+                    if "{expert}" in weight.name
+                    else self._stacked(layer, weight)
+                )
 
     def _gates(self, layer: int) -> Iterator[tuple[str, Tensor]]:
         """Yield a random router: equal scores would send every token to the first experts, and leave them equal."""
         router = torch.empty(self.num_experts, self.config.hidden_size, dtype=self.dtype)
         generator = self.variation.generator(f"{layer}/router")
-        yield _prefix(layer) + self.family.router, router.normal_(0, self.config.initializer_range, generator=generator)
+        yield (
+            _prefix(layer) + self.family.router,
+            router.normal_(0, self.config.initializer_range, generator=generator),
+        )
         if self.family.shared:
             yield _prefix(layer) + self.family.shared.gate, torch.zeros_like(router[:1])
 
@@ -220,16 +262,24 @@ class Upcycling:
         if self.family.shared:
             yield _prefix(layer) + self.family.shared.name.format(projection=projection), dense
         for expert in range(self.num_experts):
-            yield _prefix(layer) + weight.name.format(expert=expert), self._expert(dense, projection, layer, expert)
+            yield (
+                _prefix(layer) + weight.name.format(expert=expert),
+                self._expert(dense, projection, layer, expert),
+            )
 
     def _stacked(self, layer: int, weight: ExpertWeight) -> Iterator[tuple[str, Tensor]]:
-        whole, row = torch.empty(0), 0
+        whole = torch.empty(0)
+        row = 0
         for projection in weight.parts:
             dense = self._read(_prefix(layer) + DENSE.format(projection=projection))
             if row == 0:
-                whole = dense.new_empty(self.num_experts, len(weight.parts) * len(dense), dense.shape[1])
+                whole = dense.new_empty(
+                    self.num_experts, len(weight.parts) * len(dense), dense.shape[1]
+                )
             for expert in range(self.num_experts):
-                whole[expert, row : row + len(dense)] = self._expert(dense, projection, layer, expert)
+                whole[expert, row : row + len(dense)] = self._expert(
+                    dense, projection, layer, expert
+                )
             row += len(dense)
         yield _prefix(layer) + weight.name, whole
 
@@ -242,7 +292,11 @@ class Upcycling:
 
     def _projections(self) -> set[str]:
         """Return the names of the dense tensors that become experts."""
-        return {_prefix(layer) + DENSE.format(projection=p) for layer in self.layers for p in INTERMEDIATE_DIM}
+        return {
+            _prefix(layer) + DENSE.format(projection=p)
+            for layer in self.layers
+            for p in INTERMEDIATE_DIM
+        }
 
 
 def _prefix(layer: int) -> str:
@@ -255,7 +309,8 @@ def _names_as_found(model: PreTrainedModel, dense: WholeModel) -> dict[str, str]
     for tied, owner in model.all_tied_weights_keys.items():
         others.setdefault(owner, []).append(tied)
         others.setdefault(tied, []).append(owner)
-    found, missing = {}, []
+    found = {}
+    missing = []
     for name, parameter in model.named_parameters():
         there = [alias for alias in (name, *others.get(name, [])) if alias in dense.tensors]
         if not there:

@@ -21,7 +21,11 @@ _OF_THE_FILE = ("architectures", "auto_map", "model_type", "transformers_version
 DENSE = "mlp.{projection}_proj.weight"
 """Name in a layer of the MLP's ``gate``, ``up`` or ``down`` projection, in every dense family below."""
 
-INTERMEDIATE_DIM = {"gate": 0, "up": 0, "down": 1}  # the dim of each projection's weight that has the MLP's width
+INTERMEDIATE_DIM = {
+    "gate": 0,
+    "up": 0,
+    "down": 1,
+}  # the dim of each projection's weight that has the MLP's width
 
 
 @dataclass(frozen=True)
@@ -56,11 +60,15 @@ class Family:
     count_field: str  # the target's field with the number of experts
     width_field: str = "intermediate_size"  # the target's field with the width of one expert
     fixed: Mapping[str, Any] = field(default_factory=dict)  # further fields, as ``norm_topk_prob``
-    every_field: str | None = None  # the target's field that makes every n-th layer a mixture; ``None``: all are
+    every_field: str | None = (
+        None  # the target's field that makes every n-th layer a mixture; ``None``: all are
+    )
     # fields that only the dense family has, and the values with which they have no effect; ``None``: any
     neutral: Mapping[str, tuple[Any, ...] | None] = field(default_factory=dict)
     kept: tuple[str, ...] = ()  # fields that the target reads without declaring them
-    one_window: bool = False  # whether the target has one sliding window for all layers, whatever their types
+    one_window: bool = (
+        False  # whether the target has one sliding window for all layers, whatever their types
+    )
     shared: SharedExpert | None = None  # the target's shared expert
 
 
@@ -101,7 +109,9 @@ _QWEN2_MOE = replace(
     every_field="decoder_sparse_step",
     fixed={"norm_topk_prob": True, "qkv_bias": True},
     shared=SharedExpert(
-        "mlp.shared_expert.{projection}_proj.weight", "mlp.shared_expert_gate.weight", "shared_expert_intermediate_size"
+        "mlp.shared_expert.{projection}_proj.weight",
+        "mlp.shared_expert_gate.weight",
+        "shared_expert_intermediate_size",
     ),
 )
 _GRANITEMOE = Family(
@@ -116,7 +126,9 @@ _GRANITEMOE = Family(
 )
 
 FAMILIES: dict[str, Family] = {
-    "llama": replace(_MIXTRAL, neutral={"mlp_bias": (False,), "attention_bias": (False,), "pretraining_tp": None}),
+    "llama": replace(
+        _MIXTRAL, neutral={"mlp_bias": (False,), "attention_bias": (False,), "pretraining_tp": None}
+    ),
     "mistral": _MIXTRAL,
     "qwen2": _QWEN2_MOE,
     "qwen3": _QWEN3_MOE,
@@ -141,7 +153,10 @@ def find_family(config: PreTrainedConfig) -> Family:
     known = ", ".join(f"{dense} -> {family.target}" for dense, family in FAMILIES.items())
     if kind in REFUSED:
         why = REFUSED[kind]
-    elif any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
+    elif any(
+        getattr(config, name, None)
+        for name in ("num_experts", "num_local_experts", "n_routed_experts")
+    ):
         why = "it is a mixture of experts already"
     else:
         why = "hfscale knows no mixture of experts with its layers"
@@ -151,7 +166,9 @@ def find_family(config: PreTrainedConfig) -> Family:
     )
 
 
-def upcycled_config(config: PreTrainedConfig, *, num_experts: int, top_k: int, every: int) -> PreTrainedConfig:
+def upcycled_config(
+    config: PreTrainedConfig, *, num_experts: int, top_k: int, every: int
+) -> PreTrainedConfig:
     """Return the target's config: common fields are copied, the rest is translated; refuse with every reason."""
     family = find_family(config)
     problems = _arguments(config, family, num_experts, top_k, every)
@@ -162,20 +179,29 @@ def upcycled_config(config: PreTrainedConfig, *, num_experts: int, top_k: int, e
             "with dtype='bfloat16' or dequantize() it, save it, and upcycle that"
         )
     kind = CONFIG_MAPPING[family.target]
-    ours, theirs = _fields(type(config)), _fields(kind)
+    ours = _fields(type(config))
+    theirs = _fields(kind)
     carried = {}
     for name, value in values.items():
         if name in _OF_THE_FILE or name == "quantization_config":
             continue
         if name in family.kept or (name in ours) == (name in theirs):
             carried[name] = value
-        elif name in ours and (allowed := family.neutral.get(name, ())) is not None and value not in allowed:
+        elif (
+            name in ours
+            and (allowed := family.neutral.get(name, ())) is not None
+            and value not in allowed
+        ):
             without = f"with {name}={allowed[0]!r}" if allowed else "without it"
-            problems.append(f"{name}={value!r} does not fit a {family.target} config: upcycle a model {without}")
+            problems.append(
+                f"{name}={value!r} does not fit a {family.target} config: upcycle a model {without}"
+            )
     if family.one_window:
         carried.update(_one_window(config, family, problems))
     if problems:
-        raise ConfigError(f"this {config.model_type!r} model cannot be upcycled: " + "; ".join(problems))
+        raise ConfigError(
+            f"this {config.model_type!r} model cannot be upcycled: " + "; ".join(problems)
+        )
     width = config.intermediate_size
     carried.update({"intermediate_size": width, family.width_field: width, **family.fixed})
     carried.update({family.count_field: num_experts, "num_experts_per_tok": top_k})
@@ -191,12 +217,18 @@ def _fields(kind: type[PreTrainedConfig]) -> set[str]:
     return set(kind().to_dict())
 
 
-def _arguments(config: PreTrainedConfig, family: Family, num_experts: int, top_k: int, every: int) -> list[str]:
+def _arguments(
+    config: PreTrainedConfig, family: Family, num_experts: int, top_k: int, every: int
+) -> list[str]:
     problems = []
     if not 1 <= top_k <= num_experts:
-        problems.append(f"top_k={top_k} of num_experts={num_experts} is invalid: use 1 to {num_experts}")
+        problems.append(
+            f"top_k={top_k} of num_experts={num_experts} is invalid: use 1 to {num_experts}"
+        )
     if not 1 <= every <= config.num_hidden_layers:
-        problems.append(f"every={every} is invalid with {config.num_hidden_layers} layers: use at most that")
+        problems.append(
+            f"every={every} is invalid with {config.num_hidden_layers} layers: use at most that"
+        )
     elif every != 1 and family.every_field is None:
         problems.append(
             f"every={every} leaves layers dense, and in a {family.target} model every layer is a mixture: use every=1"
@@ -213,4 +245,7 @@ def _one_window(config: Any, family: Family, problems: list[str]) -> dict[str, A
             "layers: set layer_types alike (which changes what the model computes), or use_sliding_window=False"
         )
     slides = kinds == {"sliding_attention"}
-    return {"use_sliding_window": slides, "sliding_window": config.sliding_window if slides else None}
+    return {
+        "use_sliding_window": slides,
+        "sliding_window": config.sliding_window if slides else None,
+    }

@@ -79,7 +79,9 @@ def upcycle(
 def _in_memory(job: Upcycling) -> Any:
     """Return the model in memory; equal experts share memory until transformers stacks them."""
     tensors = dict(job.with_progress())
-    model = type(job.model).from_pretrained(None, config=job.config, state_dict=tensors, dtype=job.dtype)
+    model = type(job.model).from_pretrained(
+        None, config=job.config, state_dict=tensors, dtype=job.dtype
+    )
     model.generation_config = job.model.generation_config
     return model
 
@@ -92,14 +94,21 @@ def _write(job: Upcycling, target: Path, max_shard_size: str | int) -> Path:
             "training is launched"
         )
     if source is not None and target.resolve() == source.resolve():
-        raise ConfigError(f"{target} holds the dense model, which would be overwritten: name another")
+        raise ConfigError(
+            f"{target} holds the dense model, which would be overwritten: name another"
+        )
     with atomic_directory(target, stale=STALE) as staging:
         writer = CheckpointWriter(staging.path, job.contents(), max_shard_size)
         for name, tensor in job.with_progress():
             writer.add(name, tensor)
         write_configs(job.model, staging.path)
         if source is not None:
-            for file in (file for pattern in TOKENIZER_FILES for file in source.glob(pattern) if file.is_file()):
+            for file in (
+                file
+                for pattern in TOKENIZER_FILES
+                for file in source.glob(pattern)
+                if file.is_file()
+            ):
                 shutil.copyfile(file, staging.path / file.name)
         writer.finish()
     return target

@@ -32,7 +32,9 @@ def examine(recipe: AnyRecipe) -> list[Finding]:
     plans: list[Plan] = []
     found += _tried("plan", lambda: _planned(recipe, layout, plans))
     for planned in plans:
-        trained = describe_coverage(planned).splitlines() if planned.adapters else ["all parameters"]
+        trained = (
+            describe_coverage(planned).splitlines() if planned.adapters else ["all parameters"]
+        )
         found += [Finding("trains", "ok", line) for line in trained]
         found += _tried("memory", lambda plan=planned: [_memory(recipe, layout, plan)])  # type: ignore[misc]
     return found
@@ -46,8 +48,12 @@ def _tried(about: str, look: Callable[[], list[Finding]]) -> list[Finding]:
 
 
 def _ranks(layout: ParallelConfig) -> Finding:
-    axes = ", ".join(f"{axis} {layout.asked(axis)}" for axis in AXES if layout.asked(axis) > 1) or "one on every axis"
-    processes, gpus = layout.total_size, accelerators().device_count()
+    axes = (
+        ", ".join(f"{axis} {layout.asked(axis)}" for axis in AXES if layout.asked(axis) > 1)
+        or "one on every axis"
+    )
+    processes = layout.total_size
+    gpus = accelerators().device_count()
     text = f"{processes} process(es): {axes}"
     if 0 < gpus < processes:
         text += f"; this machine has {gpus} GPU(s): several machines, or a smaller layout"
@@ -79,26 +85,38 @@ def _planned(recipe: AnyRecipe, layout: ParallelConfig, plans: list[Plan]) -> li
     source: Any
     if isinstance(recipe, FinetuneRecipe):
         source = recipe.base
-        options |= {"quantization_config": quantization_of(recipe), "peft_config": adapter_of(recipe)}
+        options |= {
+            "quantization_config": quantization_of(recipe),
+            "peft_config": adapter_of(recipe),
+        }
         options |= model_options(recipe.data, None)
     else:
         source = config_of(recipe)
-    planned = hfscale.plan(source, layout, **{name: value for name, value in options.items() if value is not None})
+    planned = hfscale.plan(
+        source, layout, **{name: value for name, value in options.items() if value is not None}
+    )
     plans.append(planned)
     if planned.no_step:
         return [Finding("plan", "problem", f"train_step cannot run it: {planned.no_step}")]
     count = sum(torch.Size(parameter.shape).numel() for parameter in planned.owned())
-    return [Finding("plan", "ok", f"{planned.family}, {count:,} parameters, fits {layout.describe()}")]
+    return [
+        Finding("plan", "ok", f"{planned.family}, {count:,} parameters, fits {layout.describe()}")
+    ]
 
 
 def _memory(recipe: AnyRecipe, layout: ParallelConfig, plan: Plan) -> Finding:
     training = recipe.training
     expected = hfscale.memory_estimate(
-        plan, training.optimizer, mixed_precision=training.mixed_precision, **of_one_microbatch(recipe, layout)
+        plan,
+        training.optimizer,
+        mixed_precision=training.mixed_precision,
+        **of_one_microbatch(recipe, layout),
     )
     kinds = ", ".join(f"{name} {human(size)}" for name, size in expected.kinds.items() if size)
     text = f"predicted peak of the rank with most: {human(expected.total)} ({kinds})"
-    gpu = accelerators().get_device_properties(0).total_memory if accelerators().is_available() else 0
+    gpu = (
+        accelerators().get_device_properties(0).total_memory if accelerators().is_available() else 0
+    )
     if 0 < gpu < expected.total:
         text += f"; a GPU has {human(gpu)}: more ranks, smaller microbatches, recomputation"
         return Finding("memory", "problem", text)

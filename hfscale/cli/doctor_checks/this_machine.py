@@ -19,7 +19,12 @@ from ..bench_collectives import MeasurementError, run_ranks
 from . import Finding
 
 _ALSO = ("bitsandbytes", "trl", "datasets")
-_TOLD = ("ACCELERATE_USE_CPU", "ACCELERATE_MIXED_PRECISION", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+_TOLD = (
+    "ACCELERATE_USE_CPU",
+    "ACCELERATE_MIXED_PRECISION",
+    "OMP_NUM_THREADS",
+    "CUDA_VISIBLE_DEVICES",
+)
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _LAYOUT = "PARALLELISM_CONFIG_"
 _ONE_PROCESS = ("NO", "MULTI_CPU")
@@ -31,7 +36,11 @@ def versions() -> list[Finding]:
         asked = [Requirement(text) for text in metadata.requires("hfscale") or ()]
     except metadata.PackageNotFoundError:  # run from its sources
         asked = []
-    needed = [each for each in asked if "tested" not in str(each.marker) and (not each.marker or each.name in _ALSO)]
+    needed = [
+        each
+        for each in asked
+        if "tested" not in str(each.marker) and (not each.marker or each.name in _ALSO)
+    ]
     known = {each.name: each for each in needed or [Requirement("torch")]}
     newer = untested()
     return [_version(each, newer.get(each.name)) for each in known.values()]
@@ -56,7 +65,13 @@ def _version(asked: Requirement, newer: str | None) -> Finding:
 def devices() -> list[Finding]:
     """Return the GPUs, or the number of cores, and the backends for collectives."""
     carried = [name for name in ("nccl", "gloo", "mpi") if getattr(dist, f"is_{name}_available")()]
-    found = [Finding("backends", "ok" if "gloo" in carried else "problem", ", ".join(carried) or "none: another torch")]
+    found = [
+        Finding(
+            "backends",
+            "ok" if "gloo" in carried else "problem",
+            ", ".join(carried) or "none: another torch",
+        )
+    ]
     gpus = accelerators().device_count()
     if not gpus:
         text = f"none: ranks are processes over gloo, on {os.cpu_count()} cores; set OMP_NUM_THREADS=1 for several"
@@ -64,7 +79,11 @@ def devices() -> list[Finding]:
     one = accelerators().get_device_properties(0)
     text = f"{gpus} x {one.name}, {one.total_memory / 1e9:.0f} GB each"
     if "nccl" not in carried:
-        found.append(Finding("GPUs", "problem", "torch has no NCCL: install a build of torch for CUDA on Linux"))
+        found.append(
+            Finding(
+                "GPUs", "problem", "torch has no NCCL: install a build of torch for CUDA on Linux"
+            )
+        )
     if not any("expandable_segments" in os.environ.get(name, "") for name in _ALLOCATOR):
         text = f"mixtures and ragged batches leave gaps between tensors: set {_ALLOCATOR[0]}=expandable_segments:True"
         found.append(Finding("GPU memory", "note", text))
@@ -91,9 +110,17 @@ def collectives() -> Finding:
     except MeasurementError as error:
         return Finding("collectives", "problem", f"{error}; NCCL_DEBUG=INFO says more of GPUs")
     if total != world * (world - 1) / 2:
-        return Finding("collectives", "problem", f"{world} ranks summed up their numbers to {total}: check the network")
+        return Finding(
+            "collectives",
+            "problem",
+            f"{world} ranks summed up their numbers to {total}: check the network",
+        )
     over = "NCCL" if world <= accelerators().device_count() else "gloo"
-    return Finding("collectives", "ok", f"{world} ranks talk over {over}; hfscale bench collectives says how fast")
+    return Finding(
+        "collectives",
+        "ok",
+        f"{world} ranks talk over {over}; hfscale bench collectives says how fast",
+    )
 
 
 def sum_of_ranks(device: torch.device) -> float:
@@ -107,7 +134,8 @@ def accelerate_config(path: Path | None = None) -> Finding:
     """Check the config file with defaults of ``accelerate launch``; ``path``: by default Accelerate's own."""
     from accelerate.commands.config.config_args import default_config_file
 
-    file, about = Path(default_config_file) if path is None else path, "accelerate"
+    file = Path(default_config_file) if path is None else path
+    about = "accelerate"
     if not file.is_file():
         return Finding(about, "ok", "no config file: launch lines say all")
     try:
@@ -115,7 +143,8 @@ def accelerate_config(path: Path | None = None) -> Finding:
     except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
         return Finding(about, "problem", f"{file} cannot be read: {str(error).splitlines()[0]}")
     told = told if isinstance(told, Mapping) else {}
-    kind, count = str(told.get("distributed_type", "NO")), int(told.get("num_processes") or 1)
+    kind = str(told.get("distributed_type", "NO"))
+    count = int(told.get("num_processes") or 1)
     if (kind in _ONE_PROCESS or told.get("use_cpu")) and count > 1:
         return Finding(
             about,

@@ -27,7 +27,8 @@ def run_schedule(arguments: argparse.Namespace) -> None:
     actions, schedule, microbatches = _asked(arguments, measured)
     if measured:
         actions = _as_measured(actions, measured)
-    costs, transfer = measured_costs(measured) if measured else DEFAULT_COSTS, arguments.transfer or 0.0
+    costs = measured_costs(measured) if measured else DEFAULT_COSTS
+    transfer = arguments.transfer or 0.0
     if transfer < 0:
         raise ConfigError(f"--transfer must be a time of at least 0, got {transfer}")
     costs = replace(costs, communication=transfer * costs.forward)
@@ -37,14 +38,23 @@ def run_schedule(arguments: argparse.Namespace) -> None:
         planned = replace(planned, unit=measured.unit)
         ranks = measured.num_ranks
         if ranks != planned.num_ranks:
-            raise ConfigError(f"{arguments.trace} has {ranks} ranks and the plan {planned.num_ranks}: use --pp {ranks}")
-        name, count = measured.name or schedule, measured.microbatches or microbatches
-        shown = [("planned", planned), ("measured", replace(measured, name=name, microbatches=count))]
+            raise ConfigError(
+                f"{arguments.trace} has {ranks} ranks and the plan {planned.num_ranks}: use --pp {ranks}"
+            )
+        name = measured.name or schedule
+        count = measured.microbatches or microbatches
+        shown = [
+            ("planned", planned),
+            ("measured", replace(measured, name=name, microbatches=count)),
+        ]
     _write(arguments, actions, planned, shown)
 
 
 def _write(
-    arguments: argparse.Namespace, planned_order: Order, planned: Timeline, shown: list[tuple[str, Timeline]]
+    arguments: argparse.Namespace,
+    planned_order: Order,
+    planned: Timeline,
+    shown: list[tuple[str, Timeline]],
 ) -> None:
     """Write the requested files, and print the timelines to the terminal."""
     if arguments.out:  # first: it may refuse
@@ -83,13 +93,17 @@ def _measured(trace: Path | None, step: int | None) -> Timeline | None:
     """Return the step to draw of a recorded run."""
     if trace is None:
         if step is not None:
-            raise ConfigError(f"--step {step} chooses from a recorded run: give its --trace as well")
+            raise ConfigError(
+                f"--step {step} chooses from a recorded run: give its --trace as well"
+            )
         return None
     runs = read_runs(trace)
     if step is None:
         return last_whole_step(runs)
     if step - 1 not in runs:
-        raise ConfigError(f"--step {step} is not in {trace}: use one of {', '.join(str(run + 1) for run in runs)}")
+        raise ConfigError(
+            f"--step {step} is not in {trace}: use one of {', '.join(str(run + 1) for run in runs)}"
+        )
     return runs[step - 1]
 
 
@@ -97,10 +111,16 @@ def _as_measured(planned: Order, measured: Timeline) -> Order:
     """Add a run's updates to the order, and leave out backward passes if the run has none."""
     kinds = {span.action.kind for _, span in measured.spans()}
     if kinds == {"forward"}:
-        return tuple(tuple(a._replace(paired=False) for a in row if a.kind == "forward") for row in planned)
-    if len(planned) != measured.num_ranks or any(action.kind == "update" for row in planned for action in row):
+        return tuple(
+            tuple(a._replace(paired=False) for a in row if a.kind == "forward") for row in planned
+        )
+    if len(planned) != measured.num_ranks or any(
+        action.kind == "update" for row in planned for action in row
+    ):
         return planned
-    updates = [[span.action for span in spans if span.action.kind == "update"] for spans in measured.ranks]
+    updates = [
+        [span.action for span in spans if span.action.kind == "update"] for spans in measured.ranks
+    ]
     return tuple((*row, *after) for row, after in zip(planned, updates, strict=True))
 
 
@@ -115,14 +135,18 @@ def measured_costs(timeline: Timeline) -> Costs:
         )
     forward = sum(lengths["forward"]) / len(lengths["forward"])
     own = {kind: sum(lengths[kind]) / len(lengths[kind]) for kind in KINDS if lengths[kind]}
-    costs: dict[str, Any] = {str(kind): own.get(kind, DEFAULT_COSTS.of(kind) * forward) for kind in KINDS}
+    costs: dict[str, Any] = {
+        str(kind): own.get(kind, DEFAULT_COSTS.of(kind) * forward) for kind in KINDS
+    }
     return Costs(**costs)
 
 
 def _asked(arguments: argparse.Namespace, measured: Timeline | None) -> tuple[Order, str, int]:
     """Return the order asked for, completed from the recorded run or CSV file, its schedule, and its microbatches."""
     known = measured is not None and (measured.name in SCHEDULES or measured.name.endswith(".csv"))
-    schedule = spelled(arguments.schedule or "") or (measured.name if measured and known else "1f1b")
+    schedule = spelled(arguments.schedule or "") or (
+        measured.name if measured and known else "1f1b"
+    )
     runs = [measured] if measured else []
     if schedule.endswith(".csv"):
         runs.append(simulate(read_csv(Path(schedule))))
@@ -133,7 +157,9 @@ def _asked(arguments: argparse.Namespace, measured: Timeline | None) -> tuple[Or
     ranks = size(arguments.pp, "num_ranks")
     if not ranks:
         raise ConfigError("--pp is missing: say how many pipeline ranks, as in --pp 4")
-    microbatches = size(arguments.microbatches, "num_microbatches", 2 * ranks)  # as in plans, and in runs
+    microbatches = size(
+        arguments.microbatches, "num_microbatches", 2 * ranks
+    )  # as in plans, and in runs
     virtual = size(arguments.virtual_stages, "virtual_stages", default_virtual_stages(schedule))
     steps = arguments.steps or _steps(schedule, microbatches, measured)
     return order(schedule, ranks, microbatches, virtual, steps), schedule, microbatches
@@ -142,12 +168,16 @@ def _asked(arguments: argparse.Namespace, measured: Timeline | None) -> tuple[Or
 def _steps(schedule: str, microbatches: int, measured: Timeline | None) -> int:
     """Return the number of steps to draw: those of a recorded run without flushes, or enough to see them overlap."""
     if measured and schedule in ASYNCHRONOUS:
-        run = 1 + max(span.action.microbatch for _, span in measured.spans() if span.action.kind == "forward")
+        run = 1 + max(
+            span.action.microbatch for _, span in measured.spans() if span.action.kind == "forward"
+        )
         return max(1, run // microbatches)
     return 3 if schedule == "pipedream_2bw" else 1
 
 
-def render(timelines: Sequence[tuple[str, Timeline]], width: int = 100, colour: bool = False) -> str:
+def render(
+    timelines: Sequence[tuple[str, Timeline]], width: int = 100, colour: bool = False
+) -> str:
     """Render ``(heading, timeline)`` pairs, all in one unit, below each other on one time scale of ``width`` columns.
 
     Without colour a box is a letter (F forward, B backward, I and W its two halves, U update), the microbatch where it
@@ -156,7 +186,8 @@ def render(timelines: Sequence[tuple[str, Timeline]], width: int = 100, colour: 
     margin = len(f"rank {max(timeline.num_ranks for _, timeline in timelines) - 1} ")
     horizon = max(timeline.end for _, timeline in timelines)
     room = max(width - margin, 20)
-    forward, scale = forward_length(timelines[0][1]), room / horizon
+    forward = forward_length(timelines[0][1])
+    scale = room / horizon
     if forward:  # an integer number of columns for it where there is room for that
         columns = min(scale * forward, float(_WIDEST_FORWARD))
         scale = (int(columns) if columns >= 1 else columns) / forward
@@ -164,7 +195,9 @@ def render(timelines: Sequence[tuple[str, Timeline]], width: int = 100, colour: 
     for heading, timeline in timelines:
         lines.append(f"{heading}: {title(timeline)}" if heading else title(timeline))
         for rank, spans in enumerate(timeline.ranks):
-            lines.append(f"rank {rank}".ljust(margin) + _row(spans, scale, round(horizon * scale), colour))
+            lines.append(
+                f"rank {rank}".ljust(margin) + _row(spans, scale, round(horizon * scale), colour)
+            )
         lines.append("")
     return "\n".join([*lines, _legend(shown_kinds(timelines), colour, has_later_stages(timelines))])
 
@@ -173,7 +206,8 @@ def _row(spans: tuple[Span, ...], scale: float, columns: int, colour: bool) -> s
     chunks = sorted({span.action.stage for span in spans})
     cells = [" " if colour else "."] * columns
     for span in spans:
-        first, last = round(span.start * scale), round(span.end * scale)
+        first = round(span.start * scale)
+        last = round(span.end * scale)
         if last <= first:
             continue
         cells[first:last] = _box(span, last - first, colour, bool(chunks.index(span.action.stage)))
@@ -181,7 +215,8 @@ def _row(spans: tuple[Span, ...], scale: float, columns: int, colour: bool) -> s
 
 
 def _box(span: Span, columns: int, colour: bool, later: bool) -> list[str]:
-    letter, number = LOOKS[span.action.kind].letter, str(span.action.microbatch)
+    letter = LOOKS[span.action.kind].letter
+    number = str(span.action.microbatch)
     if not colour:
         text = letter + number if len(number) < columns else letter
         return list(text.ljust(columns, "-"))
@@ -196,6 +231,11 @@ def _box(span: Span, columns: int, colour: bool, later: bool) -> list[str]:
 
 def _legend(shown: Sequence[Kind], colour: bool, later: bool) -> str:
     if colour:
-        parts = [f"\x1b[48;5;{LOOKS[kind].backgrounds[0]}m  \x1b[0m {LOOKS[kind].label}" for kind in shown]
-        return "   ".join([*parts, *(["lighter: a rank's later stages"] if later else []), "blank: idle"])
+        parts = [
+            f"\x1b[48;5;{LOOKS[kind].backgrounds[0]}m  \x1b[0m {LOOKS[kind].label}"
+            for kind in shown
+        ]
+        return "   ".join(
+            [*parts, *(["lighter: a rank's later stages"] if later else []), "blank: idle"]
+        )
     return "   ".join([*(f"{LOOKS[kind].letter} {LOOKS[kind].label}" for kind in shown), ". idle"])

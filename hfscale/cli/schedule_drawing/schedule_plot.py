@@ -16,7 +16,9 @@ class Look(NamedTuple):
     label: str
     colour: str
     letter: str
-    backgrounds: tuple[int, int]  # of the terminal's 256 colours: of a rank's first stage, and of its later ones
+    backgrounds: tuple[
+        int, int
+    ]  # of the terminal's 256 colours: of a rank's first stage, and of its later ones
 
 
 LOOKS: dict[Kind, Look] = {
@@ -28,7 +30,8 @@ LOOKS: dict[Kind, Look] = {
 }
 IDLE = "#e9e9ec"
 _SUFFIXES = (".png", ".svg")
-_ROW_INCHES, _INCHES_PER_FORWARD = 0.40, 0.27
+_ROW_INCHES = 0.40
+_INCHES_PER_FORWARD = 0.27
 _EDGE = "#ffffff"
 
 
@@ -41,7 +44,9 @@ def title(timeline: Timeline) -> str:
     parts.append(f"bubble {100 * timeline.bubble:.1f} % of the work")
     if timeline.span_bubble < timeline.bubble - 1e-3:
         parts.append(f"{100 * max(timeline.span_bubble, 0):.1f} % as a rank sees it")
-    updates = {span.action.microbatch for _, span in timeline.spans() if span.action.kind == "update"}
+    updates = {
+        span.action.microbatch for _, span in timeline.spans() if span.action.kind == "update"
+    }
     if len(updates) > 1 and (steady := timeline.steady_idle) is not None:
         parts.append(f"idle {100 * max(steady, 0):.1f} % once filled")
     return ", ".join(parts)
@@ -66,21 +71,31 @@ def draw(path: Path, timelines: Sequence[tuple[str, Timeline]]) -> None:
     unit = forward_length(timelines[0][1]) or 1.0
     width = min(max(horizon / unit * _INCHES_PER_FORWARD, 8.0), 48.0) + 0.9
     heights = [_ROW_INCHES * timeline.num_ranks for _, timeline in timelines]
-    head, gap, foot = 0.42, 0.42, 0.85
+    head = 0.42
+    gap = 0.42
+    foot = 0.85
     height = sum(heights) + head * len(heights) + gap * (len(heights) - 1) + foot
     figure: Any = Figure(figsize=(width, height), facecolor="white")
     top = height
     for (heading, timeline), rows in zip(timelines, heights, strict=True):
         top -= head
-        axes = figure.add_axes((0.75 / width, (top - rows) / height, (width - 0.9) / width, rows / height))
+        axes = figure.add_axes(
+            (0.75 / width, (top - rows) / height, (width - 0.9) / width, rows / height)
+        )
         _draw_one(axes, timeline, horizon, (width - 0.9) / horizon)
         label = f"{heading}: {title(timeline)}" if heading else title(timeline)
         axes.set_title(label, loc="left", fontsize=10.5, pad=6, color="#222222")
         top -= rows + gap
-    axes.set_xlabel("seconds" if timeline.unit == "s" else f"time in {timeline.unit}", fontsize=8.5, color="#444444")
+    axes.set_xlabel(
+        "seconds" if timeline.unit == "s" else f"time in {timeline.unit}",
+        fontsize=8.5,
+        color="#444444",
+    )
     _legend(figure, timelines, width, height)
     with matplotlib.rc_context({"svg.hashsalt": "hfscale", "svg.fonttype": "none"}):
-        figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix.lower() == ".svg" else {})
+        figure.savefig(
+            path, dpi=150, metadata={"Date": None} if path.suffix.lower() == ".svg" else {}
+        )
 
 
 def _draw_one(axes: Any, timeline: Timeline, horizon: float, inches: float) -> None:
@@ -88,23 +103,42 @@ def _draw_one(axes: Any, timeline: Timeline, horizon: float, inches: float) -> N
     from matplotlib.patches import Rectangle
 
     for rank, spans in enumerate(timeline.ranks):
-        axes.add_patch(Rectangle((timeline.start, rank - 0.46), timeline.makespan, 0.92, facecolor=IDLE, linewidth=0))
+        axes.add_patch(
+            Rectangle(
+                (timeline.start, rank - 0.46), timeline.makespan, 0.92, facecolor=IDLE, linewidth=0
+            )
+        )
         chunks = sorted({span.action.stage for span in spans})
         for span in spans:
-            face = _shade(LOOKS[span.action.kind].colour, chunks.index(span.action.stage), len(chunks))
+            face = _shade(
+                LOOKS[span.action.kind].colour, chunks.index(span.action.stage), len(chunks)
+            )
             wide = (span.end - span.start) * inches
             thin = 0.35 if wide < 0.05 else 0.8
             if wide < 0.012:  # an instant: a mark that can still be seen
-                axes.plot([span.start] * 2, [rank - 0.46, rank + 0.46], color=face, linewidth=1.8, zorder=3)
+                axes.plot(
+                    [span.start] * 2,
+                    [rank - 0.46, rank + 0.46],
+                    color=face,
+                    linewidth=1.8,
+                    zorder=3,
+                )
                 continue
             box = Rectangle(
-                (span.start, rank - 0.46), span.end - span.start, 0.92, facecolor=face, edgecolor=_EDGE, linewidth=thin
+                (span.start, rank - 0.46),
+                span.end - span.start,
+                0.92,
+                facecolor=face,
+                edgecolor=_EDGE,
+                linewidth=thin,
             )
             axes.add_patch(box)
             _number(axes, span, rank, face, wide)
     axes.set_xlim(0, horizon)
     axes.set_ylim(timeline.num_ranks - 0.5, -0.5)
-    axes.set_yticks(range(timeline.num_ranks), [f"rank {rank}" for rank in range(timeline.num_ranks)])
+    axes.set_yticks(
+        range(timeline.num_ranks), [f"rank {rank}" for rank in range(timeline.num_ranks)]
+    )
     axes.tick_params(axis="both", labelsize=8.5, length=0, colors="#444444")
     axes.tick_params(axis="x", length=3, color="#aaaaaa")
     axes.spines[:].set_visible(False)
@@ -116,15 +150,34 @@ def _number(axes: Any, span: Span, rank: int, face: str, wide: float) -> None:
     if size >= 4.5 and span.action.kind != "update":
         middle, (red, green, blue) = (span.start + span.end) / 2, _rgb(face)
         ink = "#1a1a1a" if 0.299 * red + 0.587 * green + 0.114 * blue > 150 else "#ffffff"
-        axes.text(middle, rank, text, ha="center", va="center_baseline", fontsize=size, color=ink, zorder=4)
+        axes.text(
+            middle,
+            rank,
+            text,
+            ha="center",
+            va="center_baseline",
+            fontsize=size,
+            color=ink,
+            zorder=4,
+        )
 
 
-def _legend(figure: Any, timelines: Sequence[tuple[str, Timeline]], width: float, height: float) -> None:
+def _legend(
+    figure: Any, timelines: Sequence[tuple[str, Timeline]], width: float, height: float
+) -> None:
     from matplotlib.patches import Patch
 
-    shown = [Patch(facecolor=LOOKS[kind].colour, label=LOOKS[kind].label) for kind in shown_kinds(timelines)]
+    shown = [
+        Patch(facecolor=LOOKS[kind].colour, label=LOOKS[kind].label)
+        for kind in shown_kinds(timelines)
+    ]
     if has_later_stages(timelines):
-        shown.append(Patch(facecolor=_shade(LOOKS["forward"].colour, 1, 2), label="lighter: a rank's later stages"))
+        shown.append(
+            Patch(
+                facecolor=_shade(LOOKS["forward"].colour, 1, 2),
+                label="lighter: a rank's later stages",
+            )
+        )
     shown.append(Patch(facecolor=IDLE, label="idle"))
     figure.legend(
         handles=shown,
@@ -140,7 +193,9 @@ def _legend(figure: Any, timelines: Sequence[tuple[str, Timeline]], width: float
 
 def forward_length(timeline: Timeline) -> float:
     """Return the median duration of a forward pass; 0 if there is none."""
-    lengths = sorted(span.end - span.start for _, span in timeline.spans() if span.action.kind == "forward")
+    lengths = sorted(
+        span.end - span.start for _, span in timeline.spans() if span.action.kind == "forward"
+    )
     return lengths[len(lengths) // 2] if lengths else 0.0
 
 
@@ -152,7 +207,11 @@ def shown_kinds(timelines: Sequence[tuple[str, Timeline]]) -> list[Kind]:
 
 def has_later_stages(timelines: Sequence[tuple[str, Timeline]]) -> bool:
     """Return whether a rank has several stages."""
-    return any(len({span.action.stage for span in row}) > 1 for _, timeline in timelines for row in timeline.ranks)
+    return any(
+        len({span.action.stage for span in row}) > 1
+        for _, timeline in timelines
+        for row in timeline.ranks
+    )
 
 
 def _shade(colour: str, chunk: int, chunks: int) -> str:

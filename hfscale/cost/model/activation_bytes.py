@@ -16,7 +16,14 @@ from math import ceil, prod
 
 from ...errors import ConfigError
 from ...plan import Plan
-from ...plan.feature_plans import BYTES, ContextPlan, compressed, heads_with_scores, offloaded, recomputed
+from ...plan.feature_plans import (
+    BYTES,
+    ContextPlan,
+    compressed,
+    heads_with_scores,
+    offloaded,
+    recomputed,
+)
 from ...plan.table import human
 from .layer_bytes import layer_bytes, sequence_ranks, stream_width, types_of
 from .situation import LayerBytes, Situation, Types
@@ -45,23 +52,33 @@ class Activations:
     again: int
     passing: int
     in_norm: int
-    last: int  # of those kept, what is there while the first layer runs backward, the last that does
+    last: (
+        int  # of those kept, what is there while the first layer runs backward, the last that does
+    )
     on_host: int
     notes: list[str]
 
 
 def activation_bytes(plan: Plan, situation: Situation) -> Activations:
     """Return the activation bytes of a rank."""
-    held, types = layers_held(plan, situation), types_of(plan, situation.mixed)
+    held = layers_held(plan, situation)
+    types = types_of(plan, situation.mixed)
     chosen = frozenset(plan.layers if situation.all_recomputed else recomputed(plan).layers)
     if recomputed(plan).budget is not None and not situation.all_recomputed:
-        chosen = layers_to_recompute(plan, situation) if situation.chosen is None else situation.chosen
-    tokens, total, away, notes = situation.tokens, 0.0, 0, list[str]()
+        chosen = (
+            layers_to_recompute(plan, situation) if situation.chosen is None else situation.chosen
+        )
+    tokens = situation.tokens
+    total = 0.0
+    away = 0
+    notes = list[str]()
     for each in held:
         total += each.in_flight * tokens * each.kept(chosen)
     if offloaded(plan).activations is not None:
         total, away = _on_host(held, chosen, tokens)
-        notes = [f"on the host: {human(away)} of activations; at most two layers' are on the device"]
+        notes = [
+            f"on the host: {human(away)} of activations; at most two layers' are on the device"
+        ]
     total += _ends(plan, situation, types, held, chosen)
     last = total if away or not held else tokens * held[0].kept(chosen)
     before, behind, in_norm = _around_layers(plan, situation, types)
@@ -69,18 +86,34 @@ def activation_bytes(plan: Plan, situation: Situation) -> Activations:
     again += max((each.bytes.again for each in held), default=0.0)
     passing = max((each.bytes.passing for each in held), default=0.0)
     notes += _notes(plan, situation, held, chosen)
-    again, passing = ceil(tokens * again), ceil(tokens * passing)
+    again = ceil(tokens * again)
+    passing = ceil(tokens * passing)
     return Activations(
-        ceil(total + before), ceil(behind), again, passing, ceil(in_norm), ceil(last + before), away, notes
+        ceil(total + before),
+        ceil(behind),
+        again,
+        passing,
+        ceil(in_norm),
+        ceil(last + before),
+        away,
+        notes,
     )
 
 
-def _notes(plan: Plan, situation: Situation, held: Sequence[LayerHeld], chosen: frozenset[str]) -> list[str]:
-    again, counted = recomputed(plan), all(each.bytes.counted for each in held)
-    how = "counted for this kind of layer" if counted else "an upper estimate from the shapes of the layers"
+def _notes(
+    plan: Plan, situation: Situation, held: Sequence[LayerHeld], chosen: frozenset[str]
+) -> list[str]:
+    again = recomputed(plan)
+    counted = all(each.bytes.counted for each in held)
+    how = (
+        "counted for this kind of layer"
+        if counted
+        else "an upper estimate from the shapes of the layers"
+    )
     scores = "scores of attention are not kept"
     if counted and situation.measured is not None:
-        how, scores = "counted on the model's own layers", "fused attention keeps no scores"
+        how = "counted on the model's own layers"
+        scores = "fused attention keeps no scores"
     if heads := heads_with_scores(plan):
         scores = f"eager attention keeps scores of {heads} heads over sequences of {situation.length:,} tokens"
     notes = [f"activations: {how}, of {situation.tokens:,} tokens a microbatch; {scores}"]
@@ -88,7 +121,9 @@ def _notes(plan: Plan, situation: Situation, held: Sequence[LayerHeld], chosen: 
         notes.append("what layers keep is counted in 8 bits")
     if again.keep:
         notes.append("results of operators that recomputed layers keep are not counted")
-    if not again.tile and any(not counted or not name.endswith((".self_attn", ".mlp")) for name in again.modules):
+    if not again.tile and any(
+        not counted or not name.endswith((".self_attn", ".mlp")) for name in again.modules
+    ):
         notes.append("what modules that are recomputed by themselves do not keep is not deducted")
     if chosen:
         share = f"{sum(each.name in chosen for each in held)} of {len(held)} layers"
@@ -98,14 +133,20 @@ def _notes(plan: Plan, situation: Situation, held: Sequence[LayerHeld], chosen: 
 
 def _around_layers(plan: Plan, situation: Situation, types: Types) -> tuple[float, float, float]:
     """Return the bytes kept before the first layer and after the last, and those in the final norm meanwhile."""
-    before, behind, in_norm, seen = 0.0, 0.0, 0.0, situation.measured
+    before = 0.0
+    behind = 0.0
+    in_norm = 0.0
+    seen = situation.measured
     for index, in_flight, _ in _stages(plan, situation):
         one = in_flight * situation.tokens
         if seen is not None:
             before += one * (seen.shared + seen.before * (index == 0))
         if plan.stages is None or index == len(plan.stages.stages) - 1:
-            kept, in_norm = _behind(plan, types, situation.trained) if seen is None else (seen.behind, 0.0)
-            behind, in_norm = behind + one * kept, situation.tokens * in_norm
+            kept, in_norm = (
+                _behind(plan, types, situation.trained) if seen is None else (seen.behind, 0.0)
+            )
+            behind = behind + one * kept
+            in_norm = situation.tokens * in_norm
     return before, behind, in_norm
 
 
@@ -114,19 +155,39 @@ def _behind(plan: Plan, types: Types, trained: Collection[str]) -> tuple[float, 
     if not plan.layers:
         return 0.0, 0.0
     width = stream_width(plan, plan.layers[-1])
-    norms = [name for name in around_layers(plan) if not is_matrix(plan, name) and name.endswith("weight")]
-    again, wide = recomputed(plan).modules, max(4, types.size)
+    norms = [
+        name
+        for name in around_layers(plan)
+        if not is_matrix(plan, name) and name.endswith("weight")
+    ]
+    again = recomputed(plan).modules
+    wide = max(4, types.size)
     whole = [name for name in norms if name.rpartition(".")[0] not in again]
-    normed = types.stream * (len(norms) - len(whole)) + sum(wide + types.stream * (name in trained) for name in whole)
-    return width * (normed / sequence_ranks(plan) + types.stream), width * 6 * wide * bool(whole) / sequence_ranks(plan)
+    normed = types.stream * (len(norms) - len(whole)) + sum(
+        wide + types.stream * (name in trained) for name in whole
+    )
+    return width * (normed / sequence_ranks(plan) + types.stream), width * 6 * wide * bool(
+        whole
+    ) / sequence_ranks(plan)
 
 
-def _ends(plan: Plan, situation: Situation, types: Types, held: Sequence[LayerHeld], chosen: frozenset[str]) -> float:
+def _ends(
+    plan: Plan,
+    situation: Situation,
+    types: Types,
+    held: Sequence[LayerHeld],
+    chosen: frozenset[str],
+) -> float:
     """Return the bytes of hidden states that stages receive and send, unless they are kept here already."""
-    as_they_are, measured = set[str](), situation.measured is not None  # counted bytes contain a layer's input
+    # counted bytes contain a layer's input
+    as_they_are = set[str]()
+    measured = situation.measured is not None
     if offloaded(plan).activations is None and compressed(plan) is None:
-        as_they_are = {e.name for e in held if measured or not e.bytes.counted or e.bytes.as_input} | chosen
-    total, stages = 0.0, {index: (in_flight, names) for index, in_flight, names in _stages(plan, situation)}
+        as_they_are = {
+            e.name for e in held if measured or not e.bytes.counted or e.bytes.as_input
+        } | chosen
+    total = 0.0
+    stages = {index: (in_flight, names) for index, in_flight, names in _stages(plan, situation)}
     for index, (in_flight, names) in stages.items():
         if names and plan.stages is not None:
             sends = index < len(plan.stages.stages) - 1 and index + 1 not in stages
@@ -140,21 +201,26 @@ def _on_host(held: Sequence[LayerHeld], chosen: frozenset[str], tokens: int) -> 
     """Return the bytes on the device in backward (a layer and the next one), and those waiting on the host."""
     one = [tokens * each.kept(chosen) for each in held]
     layers = sum(each.in_flight * size for each, size in zip(held, one, strict=True))
-    pieces = (tokens * (each.bytes.stream if each.name in chosen else each.bytes.piece) for each in held)
+    pieces = (
+        tokens * (each.bytes.stream if each.name in chosen else each.bytes.piece) for each in held
+    )
     read = max(pieces, default=0.0) if len(held) < 3 else 0.0  # of three, two are there whole later
     return min(2, len(held) - 1) * max(one, default=0.0) + read, ceil(layers)
 
 
 def layers_to_recompute(plan: Plan, situation: Situation) -> frozenset[str]:
     """Choose the fewest layers of a pipeline rank to recompute to fit the budget, the cheapest per byte saved first."""
-    planned, tokens = recomputed(plan), situation.tokens
+    planned = recomputed(plan)
+    tokens = situation.tokens
     assert planned.budget is not None
     held = layers_held(plan, situation)
     chosen = set[str]()
 
     def kept() -> float:
         total = sum(each.in_flight * each.kept(chosen) for each in held)
-        return tokens * (total + max((each.again for each in held if each.name in chosen), default=0.0))
+        return tokens * (
+            total + max((each.again for each in held if each.name in chosen), default=0.0)
+        )
 
     def cost(each: LayerHeld) -> float:
         return _flops(plan, each.name, situation) / max(each.bytes.kept - each.bytes.stream, 1e-9)
@@ -183,7 +249,9 @@ def layers_held(plan: Plan, situation: Situation) -> list[LayerHeld]:
                 found.append(LayerHeld(name, whole, in_flight, whole.kept - whole.as_input))
             else:  # what is computed again keeps it as it is, and reads a copy of the input
                 held = _layer(plan, name, replace(plain, kept=BYTES), situation)
-                found.append(LayerHeld(name, replace(held, again=whole.again), in_flight, whole.kept))
+                found.append(
+                    LayerHeld(name, replace(held, again=whole.again), in_flight, whole.kept)
+                )
     return found
 
 
@@ -205,7 +273,11 @@ def _layer(plan: Plan, layer: str, types: Types, situation: Situation) -> LayerB
         return seen
     first = layer == plan.layers[0]
     if first:  # of a layer behind it the input needs a gradient
-        looked_up = (name for name in around_layers(plan) if is_matrix(plan, name) and name != f"{plan.head}.weight")
+        looked_up = (
+            name
+            for name in around_layers(plan)
+            if is_matrix(plan, name) and name != f"{plan.head}.weight"
+        )
         first = not any(name in situation.trained for name in looked_up)
     found = layer_bytes(plan, layer, situation, types, first=first)
     context = plan.feature(ContextPlan)
@@ -223,7 +295,9 @@ def around_layers(plan: Plan) -> list[str]:
 def trained_names(plan: Plan) -> frozenset[str]:
     """Return the parameters that train by default: adapters, or all that are not quantized."""
     adapters = frozenset(adapter.name for adapter in plan.adapters)
-    quantized = frozenset(plan.quantized.weights) if plan.quantized is not None else frozenset[str]()
+    quantized = (
+        frozenset(plan.quantized.weights) if plan.quantized is not None else frozenset[str]()
+    )
     return adapters or frozenset(p.name for p in plan.owned()) - quantized
 
 
@@ -242,7 +316,9 @@ def _flops(plan: Plan, layer: str, situation: Situation) -> float:
     total = 0.0
     for planned in plan.owned():
         if planned.name.startswith(f"{layer}.") and len(planned.shape) > 1:
-            count = next((e.count for e in plan.mixtures if planned.name.startswith(f"{e.name}.")), None)
+            count = next(
+                (e.count for e in plan.mixtures if planned.name.startswith(f"{e.name}.")), None
+            )
             share = 1.0 if count is None else min(situation.routes or count, count) / count
             total += 2 * share * prod(planned.shape)
     return total

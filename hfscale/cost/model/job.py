@@ -7,7 +7,13 @@ from math import prod
 from ..._compat.peft import LORA_A
 from ...config.parallel import ParallelConfig
 from ...plan import Plan
-from ...plan.feature_plans import ContextPlan, gathered_in_8_bits, offloaded, recomputed, weights_in_8_bits
+from ...plan.feature_plans import (
+    ContextPlan,
+    gathered_in_8_bits,
+    offloaded,
+    recomputed,
+    weights_in_8_bits,
+)
 from .activation_bytes import has_head, is_matrix, layers_held, trained_names
 from .layer_bytes import types_of, widest
 from .llama_bytes import method_of, replicas
@@ -25,26 +31,36 @@ class Job:
     sequence: int  # tokens of a sequence
     batch: int  # sequences of one microbatch
     microbatches: int  # of one batch rank in a step
-    gathers: bool = False  # whether weights are gathered for every microbatch, in both passes (ZeRO-3)
+    gathers: bool = (
+        False  # whether weights are gathered for every microbatch, in both passes (ZeRO-3)
+    )
     sequence_parallel: bool = False  # whether norms and residuals are cut over the tensor ranks
     # Values that a layer's collectives send and receive for each of the stream's, over all of its passes: 8 for two
     # gathers and two scatters in each direction, 10 where the backward pass gathers inputs again.
     exchanged: float = 8
     recompute: float = 0.0  # fraction of the layers that the backward pass computes again
-    elementwise: bool = False  # whether it computes all but products and attention again in all layers
-    attention_again: bool = False  # whether it computes attention between its projections again in all layers
+    elementwise: bool = (
+        False  # whether it computes all but products and attention again in all layers
+    )
+    attention_again: bool = (
+        False  # whether it computes attention between its projections again in all layers
+    )
     tile: int = 0  # tokens of a tile, in which norms and MLPs run once more; 0: they run whole
     eight: float = 0.0  # fraction of the layers' weights whose products are in 8 bits
     method: str = "gather"  # how context ranks exchange keys and values
     replicas: float = 1.0  # context ranks that have each key head, where they exchange heads
     causal: bool = True  # whether attention leaves out what comes later
     adapted: float = 0.0  # values per token and layer that products with adapters read and give
-    trained: float = 1.0  # fraction of the weights that train; the others have no gradient of their own
+    trained: float = (
+        1.0  # fraction of the weights that train; the others have no gradient of their own
+    )
     value_bytes: float = 2  # of a value of the stream between the blocks
     gradient_bytes: float = 4  # of a gradient as ranks exchange it
     gathered_bytes: float = 2  # of a weight as data ranks gather it
     unpacked: float = 0.0  # bytes moved for every weight of a quantized base, to have it in 16 bits in both passes
-    offloaded: float = 0.0  # bytes to the host and from it beside a step's passes: activations, or shards
+    offloaded: float = (
+        0.0  # bytes to the host and from it beside a step's passes: activations, or shards
+    )
     steps_on_host: bool = False  # whether the optimizer steps in the host's memory
 
     @property
@@ -73,9 +89,13 @@ class Job:
 
     def with_host(self, what: Collection[str], activations: float, entries: float) -> "Job":
         """Return the job with ``activations`` bytes and a shard of ``entries`` weights offloaded to the host."""
-        shards = self.gradient_bytes * ((2 * self.microbatches if self.gathers else 1) + self.trained)
+        shards = self.gradient_bytes * (
+            (2 * self.microbatches if self.gathers else 1) + self.trained
+        )
         moved = activations * ("activations" in what) + shards * entries * ("parameters" in what)
-        return replace(self, offloaded=moved, steps_on_host="optimizer" in what or "parameters" in what)
+        return replace(
+            self, offloaded=moved, steps_on_host="optimizer" in what or "parameters" in what
+        )
 
 
 @dataclass(frozen=True)
@@ -91,7 +111,9 @@ class Place:
     forward: int = 0  # how many of its stages hand their output to another rank
     backward: int = 0  # likewise gradients
     trained: float = 1.0  # fraction of all these that trains
-    partial: float = 0.0  # bytes of gradients on this rank that are summed over its tensor ranks, once in a step
+    partial: float = (
+        0.0  # bytes of gradients on this rank that are summed over its tensor ranks, once in a step
+    )
 
     @property
     def ends(self) -> int:
@@ -106,12 +128,17 @@ class Place:
 
 def job_of(plan: Plan, *, sequence: int, batch: int, microbatches: int, mixed: str = "no") -> Job:
     """Return the job of a plan's step under a ``mixed`` precision."""
-    layout, again = plan.layout, recomputed(plan)
-    count, in_layers = max(1, len(plan.layers)), tuple(f"{layer}." for layer in plan.layers)
+    layout = plan.layout
+    again = recomputed(plan)
+    count = max(1, len(plan.layers))
+    in_layers = tuple(f"{layer}." for layer in plan.layers)
     fraction = len(again.layers) / count if again.budget is None else 0.5
-    entries, context = matrix_entries(plan), plan.feature(ContextPlan)
+    entries = matrix_entries(plan)
+    context = plan.feature(ContextPlan)
     inside = {name: size for name, size in entries.items() if name.startswith(in_layers)}
-    trains = sum(entries.get(name, 0) for name in trained_names(plan)) / max(1, sum(entries.values()))
+    trains = sum(entries.get(name, 0) for name in trained_names(plan)) / max(
+        1, sum(entries.values())
+    )
     return Job(
         layout,
         sequence,
@@ -124,10 +151,14 @@ def job_of(plan: Plan, *, sequence: int, batch: int, microbatches: int, mixed: s
         elementwise=again.elementwise,
         attention_again=again.attention,
         tile=again.tile,
-        eight=sum(inside[name] for name in weights_in_8_bits(plan) & inside.keys()) / max(1, sum(inside.values())),
+        eight=sum(inside[name] for name in weights_in_8_bits(plan) & inside.keys())
+        / max(1, sum(inside.values())),
         method="gather" if context is None else method_of(context, layout.cp),
         replicas=replicas(plan),
-        adapted=sum(sum(plan.by_name[a.base].shape[-2:]) for a in plan.adapters if a.kept_in == LORA_A) / count,
+        adapted=sum(
+            sum(plan.by_name[a.base].shape[-2:]) for a in plan.adapters if a.kept_in == LORA_A
+        )
+        / count,
         trained=trains,
         value_bytes=types_of(plan).size if mixed == "no" else 2,
         gradient_bytes=2 if layout.gradient_compression in ("bf16", "fp16") else widest(plan),
@@ -143,29 +174,47 @@ def matrix_entries(plan: Plan) -> dict[str, int]:
 
 def _gathered_bytes(plan: Plan, mixed: bool) -> float:
     """Return the bytes of a weight as data ranks gather it: in the compute dtype, in 8 bits, or packed."""
-    packed, size = frozenset[str](), 0.0
+    packed = frozenset[str]()
+    size = 0.0
     if plan.quantized is not None:
-        packed, size = frozenset(plan.quantized.weights), plan.quantized.size or _PACKED[plan.quantized.bits]
+        packed = frozenset(plan.quantized.weights)
+        size = plan.quantized.size or _PACKED[plan.quantized.bits]
     types = {p.name: 2 if mixed else p.dtype.itemsize for p in plan.owned()}
     types |= dict.fromkeys(gathered_in_8_bits(plan), 1)
     entries = matrix_entries(plan)
-    found = sum(count * (size if name in packed else types[name]) for name, count in entries.items())
+    found = sum(
+        count * (size if name in packed else types[name]) for name, count in entries.items()
+    )
     return found / max(1, sum(entries.values()))
 
 
 def with_host_of(plan: Plan, job: Job) -> Job:
     """Return the job with the host traffic of the pipeline rank that has most."""
-    on_host, ranks = offloaded(plan), range(plan.layout.pp)
-    what = {"parameters"} if on_host.parameters else {"optimizer"} if on_host.optimizer else set[str]()
+    on_host = offloaded(plan)
+    ranks = range(plan.layout.pp)
+    what = (
+        {"parameters"} if on_host.parameters else {"optimizer"} if on_host.optimizer else set[str]()
+    )
     activations = 0.0
     if on_host.activations is not None:
-        again, names = recomputed(plan).layers, frozenset(p.name for p in plan.owned())
-        for held in (layers_held(plan, Situation(round(job.tokens), rank, trained=names)) for rank in ranks):
-            kept = sum(each.bytes.stream if each.name in again else each.bytes.kept for each in held)
+        again = recomputed(plan).layers
+        names = frozenset(p.name for p in plan.owned())
+        for held in (
+            layers_held(plan, Situation(round(job.tokens), rank, trained=names)) for rank in ranks
+        ):
+            kept = sum(
+                each.bytes.stream if each.name in again else each.bytes.kept for each in held
+            )
             activations = max(activations, 2 * kept * job.tokens * job.microbatches)
         what |= {"activations"}
-    local = [[plan.by_name[name].local_shape({}) for name in plan.local_names(rank)] for rank in ranks]
-    return job.with_host(what, activations, max(sum(map(prod, shapes)) for shapes in local)) if what else job
+    local = [
+        [plan.by_name[name].local_shape({}) for name in plan.local_names(rank)] for rank in ranks
+    ]
+    return (
+        job.with_host(what, activations, max(sum(map(prod, shapes)) for shapes in local))
+        if what
+        else job
+    )
 
 
 def places_of(plan: Plan) -> list[Place]:
@@ -177,8 +226,11 @@ def _place(plan: Plan, rank: int) -> Place:
     home = (0,) if plan.stages is None else plan.stages.ranks
     own = [stage for stage, where in enumerate(home) if where == rank]
     here = {name: prod(plan.by_name[name].model_shape({})) for name in plan.local_names(rank)}
-    mixtures, layers = tuple(f"{each.name}." for each in plan.mixtures), tuple(f"{layer}." for layer in plan.layers)
-    spread, in_layers = (sum(here[n] for n in here if n.startswith(parts)) for parts in (mixtures, layers))
+    mixtures = tuple(f"{each.name}." for each in plan.mixtures)
+    layers = tuple(f"{layer}." for layer in plan.layers)
+    spread, in_layers = (
+        sum(here[n] for n in here if n.startswith(parts)) for parts in (mixtures, layers)
+    )
     trained = {name: here[name] for name in trained_names(plan) & here.keys()}
     summed = [plan.by_name[name] for name in trained if "tp" in plan.by_name[name].partial]
     return Place(

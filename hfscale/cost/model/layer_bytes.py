@@ -45,12 +45,16 @@ from .situation import LayerBytes, Situation, Types, own_parameters
 
 def types_of(plan: Plan, mixed: str = "no") -> Types:
     """Return the sizes of the types that the plan's model and its adapters compute in under a ``mixed_precision``."""
-    size = next((p.dtype.itemsize for p in plan.owned() if p.name.startswith(plan.layers[:1])), widest(plan))
+    size = next(
+        (p.dtype.itemsize for p in plan.owned() if p.name.startswith(plan.layers[:1])), widest(plan)
+    )
     if mixed == "bf16_params" or (mixed != "no" and plan.layout.data_world > 1):
         return Types(2, 2)
     if mixed != "no" and size == 4:  # autocast leaves 64 bits alone, and 16 are what it computes in
         return Types(2, 2, autocasts=size)
-    return Types(size, max((plan.by_name[a.name].dtype.itemsize for a in plan.adapters), default=size))
+    return Types(
+        size, max((plan.by_name[a.name].dtype.itemsize for a in plan.adapters), default=size)
+    )
 
 
 def widest(plan: Plan) -> int:
@@ -63,20 +67,29 @@ def sequence_ranks(plan: Plan) -> int:
     return plan.layout.tp if plan.sequence_regions else 1
 
 
-def layer_bytes(plan: Plan, layer: str, situation: Situation, types: Types, *, first: bool = False) -> LayerBytes:
+def layer_bytes(
+    plan: Plan, layer: str, situation: Situation, types: Types, *, first: bool = False
+) -> LayerBytes:
     """Return the activation bytes per token of ``layer``; ``first``: whether nothing before it trains."""
-    hidden, sequence = stream_width(plan, layer), sequence_ranks(plan)
+    hidden = stream_width(plan, layer)
+    sequence = sequence_ranks(plan)
     stream = types.as_kept(types.stream) * hidden / sequence
     roles = _llama_roles(plan, layer)
     if roles is None:
-        cut = sum(block.name.startswith(f"{layer}.") for block in plan.blocks) > 1  # and not attention or MLP alone
+        cut = (
+            sum(block.name.startswith(f"{layer}.") for block in plan.blocks) > 1
+        )  # and not attention or MLP alone
         ranks = plan.layout.tp if cut else 1
         scores = score_bytes(types) * situation.length * heads_with_scores(plan) / ranks
-        return LayerBytes(_at_most(plan, layer, situation, types) + scores, stream, False, passing=stream)
+        return LayerBytes(
+            _at_most(plan, layer, situation, types) + scores, stream, False, passing=stream
+        )
     found = Llama(plan, roles, hidden, sequence, situation, types)
     blocks, again = found.blocks()
     as_input = stream if types.kept is None and found.keeps_input(first) else 0.0
-    return LayerBytes(found.norms(first) + blocks, stream, True, again, as_input, found.piece(), found.passing())
+    return LayerBytes(
+        found.norms(first) + blocks, stream, True, again, as_input, found.piece(), found.passing()
+    )
 
 
 def is_known(plan: Plan, layer: str) -> bool:
@@ -94,10 +107,16 @@ def stream_width(plan: Plan, layer: str) -> int:
 def _llama_roles(plan: Plan, layer: str) -> dict[str, ParameterPlan] | None:
     """Return the parameters of a LLaMA layer by name; ``None`` for any other layer."""
     owned = own_parameters(plan, layer)
-    expected = {f"{layer}.self_attn.{name}.weight": name for name in (*ATTENTION, "q_norm", "k_norm")}
+    expected = {
+        f"{layer}.self_attn.{name}.weight": name for name in (*ATTENTION, "q_norm", "k_norm")
+    }
     expected |= {f"{layer}.mlp.{name}.weight": name for name in MLP}
-    expected |= {f"{layer}.{name}.weight": name for name in ("input_layernorm", "post_attention_layernorm")}
-    biases = {name.removesuffix("weight") + "bias" for name, role in expected.items() if "proj" in role}
+    expected |= {
+        f"{layer}.{name}.weight": name for name in ("input_layernorm", "post_attention_layernorm")
+    }
+    biases = {
+        name.removesuffix("weight") + "bias" for name, role in expected.items() if "proj" in role
+    }
     found = {expected[p.name]: p for p in owned if p.name in expected}
     known = all(p.name in expected or p.name in biases for p in owned)
     return found if known and set(expected.values()) - set(found) <= {"q_norm", "k_norm"} else None
@@ -109,13 +128,17 @@ def _at_most(plan: Plan, layer: str, situation: Situation, types: Types) -> floa
     often = min(situation.routes or count, count)
     experts = tuple(f"{e.name}." for e in plan.mixtures)
     tensor = plan.layout.tp if plan.layout.slices_tokens else 1
-    values, wide = 2.0 * stream_width(plan, layer) * types.stream / types.size, 0.0
+    values = 2.0 * stream_width(plan, layer) * types.stream / types.size
+    wide = 0.0
     for planned in own_parameters(plan, layer):
-        local, inside = planned.model_shape(situation.ranks), planned.name.startswith(experts)
+        local = planned.model_shape(situation.ranks)
+        inside = planned.name.startswith(experts)
         if len(local) >= 3 and inside:
             values += often * 2 * sum(local[-2:]) / tensor
         elif len(local) == 2:
-            values += (often / count if inside else 1) * (2 * sum(local) + min(local))  # whichever is the output
+            values += (often / count if inside else 1) * (
+                2 * sum(local) + min(local)
+            )  # whichever is the output
         elif len(local) == 1 and planned.name.endswith("weight"):
             wide += 4 * local[0]  # norms compute in 32 bits
     between = 0  # adapters' factors, and copies of inputs in another type
@@ -124,7 +147,11 @@ def _at_most(plan: Plan, layer: str, situation: Situation, types: Types) -> floa
             between += prod(adapter.shape) // max(adapter.shape)
             if types.adapters != types.size:
                 between += plan.by_name[adapter.base].model_shape(situation.ranks)[-1]
-    return types.as_kept(types.size) * values + types.as_kept(max(4, types.size)) * wide + types.adapters * between
+    return (
+        types.as_kept(types.size) * values
+        + types.as_kept(max(4, types.size)) * wide
+        + types.adapters * between
+    )
 
 
 def cp_buffer_bytes(plan: Plan, kv: float, q: float, tokens: int, own: int) -> float:

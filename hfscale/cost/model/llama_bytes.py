@@ -30,7 +30,11 @@ class Llama:
     def scores(self) -> float:
         """Scores per token, if attention keeps them."""
         part = self._out("q_proj") / self.roles["q_proj"].shape[0]
-        return self.situation.length * part * (heads_with_scores(self.plan) * (not self.again.attention))
+        return (
+            self.situation.length
+            * part
+            * (heads_with_scores(self.plan) * (not self.again.attention))
+        )
 
     @cached_property
     def ranks_of_adapters(self) -> Counter[str]:
@@ -43,16 +47,23 @@ class Llama:
 
     def keeps_input(self, first: bool) -> bool:
         """Return whether the first norm keeps the layer's input unchanged, without a copy in 32 bits."""
-        return self.again.elementwise or (self.types.stream >= 4 and (not first or self._trains("input_layernorm")))
+        return self.again.elementwise or (
+            self.types.stream >= 4 and (not first or self._trains("input_layernorm"))
+        )
 
     def norms(self, first: bool) -> float:
         """Return the bytes that both norms keep, their inputs and normed inputs, per token of the full sequence."""
-        if self.again.elementwise:  # the layer's input, and what the first block returns, which is in its type
-            kept = self._kept(self.hidden, self.types.stream) + self._kept(self.hidden, self.types.size)
+        if (
+            self.again.elementwise
+        ):  # the layer's input, and what the first block returns, which is in its type
+            kept = self._kept(self.hidden, self.types.stream) + self._kept(
+                self.hidden, self.types.size
+            )
             return kept / self.sequence
         total = 0.0
         for number, name in enumerate(("input_layernorm", "post_attention_layernorm")):
-            trains, wide = self._trains(name), max(4, self.types.size)
+            trains = self._trains(name)
+            wide = max(4, self.types.size)
             needed = trains or number > 0 or not first
             normed = self._kept(self.hidden, self.types.stream) * trains
             total += (self._kept(self.hidden, wide) + wide) * needed + normed
@@ -62,23 +73,31 @@ class Llama:
         """Return the bytes that the blocks keep, and the most that one recomputed by itself keeps meanwhile."""
         if self.again.elementwise:
             return self._needed(), self._made_at_once()
-        total, again = 0.0, 0.0
+        total = 0.0
+        again = 0.0
         inner = self._out("gate_proj")
-        mlp = 3 * self._kept(inner, self.types.size) + self._read(inner, ("down_proj",)) + self._read_stream(MLP[:2])
+        mlp = (
+            3 * self._kept(inner, self.types.size)
+            + self._read(inner, ("down_proj",))
+            + self._read_stream(MLP[:2])
+        )
         blocks = ("o_proj", self._attention(), ATTENTION[:3]), ("down_proj", mlp, MLP[:2])
         for output, kept, readers in blocks:
             if self._is_alone(output):
                 given = self._kept(self.hidden, self.types.stream)
                 shared = 0.0 if self.types.autocasts else min(given, self._read_stream(readers))
-                total, again = total + given, max(again, kept - shared)
+                total = total + given
+                again = max(again, kept - shared)
             else:
                 total += kept
         return total, again
 
     def _needed(self) -> float:
         """Return the bytes that the blocks keep where all but products and attention is computed again."""
-        size, inner = self.types.size, self._out("gate_proj")
-        queries, keys = self._out("q_proj"), self._out("k_proj")
+        size = self.types.size
+        inner = self._out("gate_proj")
+        queries = self._out("q_proj")
+        keys = self._out("k_proj")
         total = 2 * self._kept(queries, size) + 2 * self._kept(keys * replicas(self.plan), size)
         total += self._kept(self.scores, size) + 2 * self._kept(inner, size) * (not self.again.tile)
         total += max(4, size) * self._heads(queries) * (not self.scores)
@@ -89,30 +108,38 @@ class Llama:
             trains, adapted = self._adapted(readers)
             if self.sequence > 1 and not self.plan.layout.sequence_regather:
                 total += self._kept(self.hidden, self.types.stream) * (trains or bool(adapted))
-        return total + sum(self._kept(rank, self.types.adapters) for rank in self._adapted(inputs)[1])
+        return total + sum(
+            self._kept(rank, self.types.adapters) for rank in self._adapted(inputs)[1]
+        )
 
     def _made_at_once(self) -> float:
         """Return the most bytes computed again at once: an activation, and its product with what is up."""
         if self.again.tile:  # of the MLP its input, and one tile
-            return self._kept(self.hidden, self.types.size) + self._tile * 4 * self._out("gate_proj") * self.types.size
+            return (
+                self._kept(self.hidden, self.types.size)
+                + self._tile * 4 * self._out("gate_proj") * self.types.size
+            )
         trains, adapted = self._adapted(("down_proj",))
         product = self.types.adapters * bool(adapted) or self.types.size * trains
         return self._out("gate_proj") * (self.types.size + product)
 
     def piece(self) -> float:
         """Return the bytes per token read by the operation that reads most: the product in the MLP, or attention."""
-        size, found = self.types.size, [self._kept(self.hidden, self.types.stream)]
+        size = self.types.size
+        found = [self._kept(self.hidden, self.types.stream)]
         if not self._is_alone("down_proj"):
             found.append(2 * self._kept(self._out("gate_proj"), size))
         if not self.again.attention and not self._is_alone("o_proj"):
-            queries, keys = self._out("q_proj"), self._out("k_proj") * replicas(self.plan)
+            queries = self._out("q_proj")
+            keys = self._out("k_proj") * replicas(self.plan)
             found.append(2 * self._kept(queries, size) + 2 * self._kept(keys, size))
             found.append(self._kept(self.scores, size) + self._kept(queries, size))
         return max(found)
 
     def passing(self) -> float:
         """Return the bytes per token of gradients: of the layer's output, and of both factors of the MLP, or a tile."""
-        part, stream = self._tile, self.hidden * self.types.stream / self.sequence
+        part = self._tile
+        stream = self.hidden * self.types.stream / self.sequence
         return (2 - part) * stream + part * 2 * self._out("gate_proj") * self.types.size
 
     @property
@@ -137,24 +164,35 @@ class Llama:
 
     def _attention(self) -> float:
         size = self.types.size
-        queries, keys = self._out("q_proj"), self._out("k_proj")
-        read = queries if self.scores else keys * replicas(self.plan)  # eager attention repeats keys and values
+        queries = self._out("q_proj")
+        keys = self._out("k_proj")
+        read = (
+            queries if self.scores else keys * replicas(self.plan)
+        )  # eager attention repeats keys and values
         total = self._kept(queries, size) + 2 * self._kept(read, size)
         total += self._kept(self.scores, score_bytes(self.types))
-        total += max(4, size) * self._heads(queries) * (not self.scores and not self.again.attention)
+        total += (
+            max(4, size) * self._heads(queries) * (not self.scores and not self.again.attention)
+        )
         for name in ("q_norm", "k_norm"):
             if name in self.roles:
                 width = self._out(f"{name[0]}_proj")
-                total += self._kept(width, max(4, size)) + self._kept(width, size) * self._trains(name)
+                total += self._kept(width, max(4, size)) + self._kept(width, size) * self._trains(
+                    name
+                )
         if self.scores or self.again.attention:  # nothing but what the output projection keeps
             total += self._read(queries, ("o_proj",))
         else:  # SDPA keeps its result anyway, and an adapter's copy of it comes on top
-            total += self._kept(queries, size) + self._read(queries, ("o_proj",), kept=not shares_heads(self.plan))
+            total += self._kept(queries, size) + self._read(
+                queries, ("o_proj",), kept=not shares_heads(self.plan)
+            )
         return total + self._read_stream(ATTENTION[:3])
 
     def _kept(self, values: float, size: float) -> float:
         """Return the bytes of ``values`` values per token; small tensors are kept as they are."""
-        return values * (size if values * FEW <= self.hidden / self.sequence else self.types.as_kept(size))
+        return values * (
+            size if values * FEW <= self.hidden / self.sequence else self.types.as_kept(size)
+        )
 
     def _heads(self, queries: int) -> float:
         context = self.plan.feature(ContextPlan)
@@ -170,7 +208,9 @@ class Llama:
         """Return the bytes that projections keep of a norm's output: only this rank's shard if it is gathered again."""
         if self.sequence > 1 and self.plan.layout.sequence_regather:
             trains, adapted = self._adapted(readers)
-            size = self.types.stream if adapted else self.types.size  # dropout may come before the cast
+            size = (
+                self.types.stream if adapted else self.types.size
+            )  # dropout may come before the cast
             own = self._kept(self.hidden, size) / self.sequence * (trains or bool(adapted))
             return own + sum(self._kept(rank, self.types.adapters) for rank in adapted)
         if not self.types.autocasts:

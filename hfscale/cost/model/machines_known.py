@@ -19,10 +19,14 @@ _FITTED = (
     "seconds: estimated, with constants fitted on steps of hfscale on one H100 and one H200 (torch 2.11, transformers "
     "5.23); what ranks exchange as in runs of other code on H100s, since hfscale was not measured on several GPUs"
 )
-FITS, TIGHT, DOES_NOT_FIT = "fits", "tight", "does not fit"
+FITS = "fits"
+TIGHT = "tight"
+DOES_NOT_FIT = "does not fit"
 CONSTANTS = Path(__file__).parent / "constants.json"
 _FOLDER = Path(__file__).parent / "machines"
-_BUDGET = 0.875  # of the memory: all public runs that were measured above it were 2.7 to 9.3 times slow
+_BUDGET = (
+    0.875  # of the memory: all public runs that were measured above it were 2.7 to 9.3 times slow
+)
 _LEAST = ("flops", "memory_bandwidth", "memory", "link_bandwidth", "nic_bandwidth")
 
 
@@ -39,8 +43,12 @@ class Machine:
     ranks_per_node: int = 8
     host_bandwidth: float = 32e9  # to the host's memory
     flops_8: float | None = None  # likewise of products in 8 bits, where it has them
-    products: float | None = None  # fraction of flops that large products reach, where runs told; else the constants'
-    measured: bool = False  # whether steps of hfscale on it are among those that the constants were fitted on
+    products: float | None = (
+        None  # fraction of flops that large products reach, where runs told; else the constants'
+    )
+    measured: bool = (
+        False  # whether steps of hfscale on it are among those that the constants were fitted on
+    )
     title: str = ""  # for people
     sources: tuple[str, ...] = ()  # where the numbers are from
 
@@ -83,8 +91,12 @@ def find_machine(hardware: str | Machine) -> Machine:
     if isinstance(hardware, Machine):
         return hardware
     if not isinstance(hardware, str):
-        raise ConfigError(f"hardware={hardware!r} is unknown: use one of {', '.join(machine_names())}")
-    name = hardware.lower().removesuffix(".json") if hardware.lower() in machine_names() else hardware
+        raise ConfigError(
+            f"hardware={hardware!r} is unknown: use one of {', '.join(machine_names())}"
+        )
+    name = (
+        hardware.lower().removesuffix(".json") if hardware.lower() in machine_names() else hardware
+    )
     path = _FOLDER / f"{name}.json" if name in machine_names() else Path(hardware)
     if not path.is_file():
         near = get_close_matches(hardware.lower(), machine_names(), n=1, cutoff=0.0)
@@ -95,11 +107,15 @@ def find_machine(hardware: str | Machine) -> Machine:
     try:
         found = json.loads(path.read_text())
     except ValueError as error:
-        raise ConfigError(f"{path} is no JSON file as `hfscale calibrate --out FILE` writes it: {error}") from None
+        raise ConfigError(
+            f"{path} is no JSON file as `hfscale calibrate --out FILE` writes it: {error}"
+        ) from None
     data: dict[str, Any] = found if isinstance(found, dict) else {}
     wrong = [key for key in _LEAST if not isinstance(data.get(key), int | float) or data[key] <= 0]
     if wrong:
-        raise ConfigError(f"{path} describes no machine: {', '.join(wrong)} must be positive numbers")
+        raise ConfigError(
+            f"{path} describes no machine: {', '.join(wrong)} must be positive numbers"
+        )
     given = {field.name: data[field.name] for field in fields(Machine) if field.name in data}
     given |= {"sources": tuple(data.get("sources", ())), "name": str(data.get("name", path.stem))}
     return Machine(**given)
@@ -115,11 +131,17 @@ class Constants:
     elementwise: float  # bytes moved between the products, over those that the time model counts
     loss_bytes: float  # bytes moved for every logit, forward and backward
     link: float  # fraction of the link's bandwidth that a layer's collectives reach where nothing hides them
-    far_nic: float  # fraction of the network's that they reach where tensor ranks are on several nodes
+    far_nic: (
+        float  # fraction of the network's that they reach where tensor ranks are on several nodes
+    )
     far_latency: float  # seconds per tensor rank that a layer waits besides, there
-    data_link: float  # fraction of the link's bandwidth that collectives of gradients reach within a node
+    data_link: (
+        float  # fraction of the link's bandwidth that collectives of gradients reach within a node
+    )
     nic: float  # fraction of the network's bandwidth
-    spread: float  # by how much more a collective of gradients takes for every doubling of the nodes
+    spread: (
+        float  # by how much more a collective of gradients takes for every doubling of the nodes
+    )
     hidden: float  # seconds of gradients' all-reduce that a second of backward pass hides
     hidden_shards: float  # likewise where gradients are scattered and weights gathered again (ZeRO)
     latency: float  # seconds per data rank of a step's all-reduces
@@ -157,12 +179,16 @@ def evidence(hardware: str | Machine) -> tuple[str, str]:
         source = "as its vendor says; nothing was measured on it (hfscale calibrate does)"
     rates = f"{machine.rates}; {source}"
     calibrated = constants_of(hardware) != fitted()
-    return rates, "seconds: estimated, with the constants of its calibration" if calibrated else _FITTED
+    return (
+        rates,
+        "seconds: estimated, with the constants of its calibration" if calibrated else _FITTED,
+    )
 
 
 def read_constants(path: Path) -> Constants:
     """Read the constants under ``"time"`` in a file, or raise :class:`ConfigError`."""
-    found, names = json.loads(path.read_text()).get("time", {}), [field.name for field in fields(Constants)]
+    found = json.loads(path.read_text()).get("time", {})
+    names = [field.name for field in fields(Constants)]
     missing = [name for name in names if name not in found]
     if missing:
         raise ConfigError(f"{path} lacks {', '.join(missing)}")

@@ -36,7 +36,14 @@ from ...plan.cut import Cut, cut_shape
 from ...plan.feature_plans import gathered_in_8_bits, offloaded, recomputed, weights_in_8_bits
 from ...plan.quantized import BLOCK, OUTER_BLOCK, packed_scale_bytes
 from ...plan.table import human
-from .activation_bytes import Activations, activation_bytes, around_layers, has_head, is_matrix, trained_names
+from .activation_bytes import (
+    Activations,
+    activation_bytes,
+    around_layers,
+    has_head,
+    is_matrix,
+    trained_names,
+)
 from .layer_bytes import cp_buffer_bytes, stream_width, types_of
 from .optimizer_bytes import optimizer_bytes
 from .situation import Situation
@@ -44,7 +51,12 @@ from .situation import Situation
 OVERHEAD = 0.3 * 2**30  # what libraries and collectives take beside torch's tensors
 _FRAGMENTS = 1.1  # of activations: what an allocator needs for them, in the public runs
 _DATA = ("dp_shard", "edp_shard")
-_BESIDE = ("on_host", "again", "apart", "notes")  # fields of an estimate that are no kind of bytes on the device
+_BESIDE = (
+    "on_host",
+    "again",
+    "apart",
+    "notes",
+)  # fields of an estimate that are no kind of bytes on the device
 _CODE = 4 * 16  # bytes of the table of 4-bit values, one per weight
 _OUTER_CODE = 4 * 256
 
@@ -62,7 +74,9 @@ class MemoryEstimate:
     adapters: int
     gradients: int  # of the parameters that train
     optimizer: int  # its state, once there has been a step
-    activations: int  # what is kept for the backward pass, of all microbatches that are in flight at once
+    activations: (
+        int  # what is kept for the backward pass, of all microbatches that are in flight at once
+    )
     backward: int  # gradients of activations, at the most of one layer, or of the final norm
     gathered: int  # whole weights of one layer and of what is around the layers, where data ranks shard them
     exchanged: int  # keys and values of other context ranks, or what attention sends of its own, a layer at a time
@@ -75,7 +89,9 @@ class MemoryEstimate:
     @property
     def kinds(self) -> dict[str, int]:
         """Bytes on the device by kind."""
-        return {each.name: getattr(self, each.name) for each in fields(self) if each.name not in _BESIDE}
+        return {
+            each.name: getattr(self, each.name) for each in fields(self) if each.name not in _BESIDE
+        }
 
     @property
     def total(self) -> int:
@@ -106,29 +122,39 @@ def estimate_memory(
     options: Mapping[str, Any] | None = None,  # its own that change its state
     tokens: int = 2048,  # of one microbatch of one batch rank; context ranks share them
     mixed_precision: str = "no",
-    trained: Collection[str] | None = None,  # parameters that train; by default adapters, or all that is not quantized
-    chunk_rows: int | None = None,  # rows of one chunk of the loss; by default a quarter of the tokens
+    trained: Collection[str]
+    | None = None,  # parameters that train; by default adapters, or all that is not quantized
+    chunk_rows: int
+    | None = None,  # rows of one chunk of the loss; by default a quarter of the tokens
     fused: bool = False,  # whether kernels of a GPU turn logits into their gradient, in place
     apart: bool = False,  # whether gradients are made while activations go: one microbatch, and none left of the last
     **further: Any,  # fields of Situation
 ) -> MemoryEstimate:
     """Estimate the bytes that one rank holds in training."""
-    here, adapters = dict(ranks or {}), {adapter.name for adapter in plan.adapters}
+    here = dict(ranks or {})
+    adapters = {adapter.name for adapter in plan.adapters}
     held = [plan.by_name[name] for name in plan.local_names(pp_rank)]
     chosen = frozenset(trained_names(plan) if trained is None else trained)
     training = [planned for planned in held if planned.name in chosen]
     further |= {"mixed": mixed_precision, "trained": chosen}
     situation = Situation(ceil(tokens / plan.layout.cp), pp_rank, here, **further)
     of_activations = activation_bytes(plan, situation)
-    kept, notes = of_activations.kept, of_activations.notes
+    kept = of_activations.kept
+    notes = of_activations.notes
     stacks = [each.name for each in plan.mixtures]
     state = optimizer_bytes(training, here, optimizer, options, plan.layers, stacks, plan.lookup)
     on_host = state * offloaded(plan).optimizer
     if offloaded(plan).optimizer:
-        notes += [f"on the host: the optimizer's state of {human(state)}, and two buffers of the largest parameter"]
-    trains, (older, waiting) = sum(weight_bytes(plan, p, here) for p in training), _under_way(plan, pp_rank)
+        notes += [
+            f"on the host: the optimizer's state of {human(state)}, and two buffers of the largest parameter"
+        ]
+    trains, (older, waiting) = (
+        sum(weight_bytes(plan, p, here) for p in training),
+        _under_way(plan, pp_rank),
+    )
     found = MemoryEstimate(
-        weights=sum(weight_bytes(plan, p, here) for p in held if p.name not in adapters) + older * trains,
+        weights=sum(weight_bytes(plan, p, here) for p in held if p.name not in adapters)
+        + older * trains,
         adapters=sum(weight_bytes(plan, p, here) for p in held if p.name in adapters),
         gradients=waiting * trains + _left_out_bytes(plan, training, here, mixed_precision != "no"),
         optimizer=state - on_host,
@@ -141,17 +167,25 @@ def estimate_memory(
         again=of_activations.again,
         notes=tuple(notes),
     )
-    found = replace(found, apart=_apart(plan, situation, of_activations, found, training if apart else []))
+    found = replace(
+        found, apart=_apart(plan, situation, of_activations, found, training if apart else [])
+    )
     if not offloaded(plan).parameters:
         return found
     shards = ("weights", "adapters", "gradients", "optimizer")
     away = sum(found.kinds[kind] for kind in shards)
     notes += [f"on the host: shards, gradients and optimizer of {human(away)}"]
-    return replace(found, **dict.fromkeys(shards, 0), on_host=found.on_host + away, notes=tuple(notes))
+    return replace(
+        found, **dict.fromkeys(shards, 0), on_host=found.on_host + away, notes=tuple(notes)
+    )
 
 
 def _apart(
-    plan: Plan, situation: Situation, found: Activations, all_kinds: MemoryEstimate, training: Iterable[ParameterPlan]
+    plan: Plan,
+    situation: Situation,
+    found: Activations,
+    all_kinds: MemoryEstimate,
+    training: Iterable[ParameterPlan],
 ) -> int:
     """Return the bytes that are not there while most is; ``training`` has no gradients before the step."""
     made = [] if offloaded(plan).parameters else training
@@ -179,7 +213,8 @@ def _looked_up(plan: Plan, pp_rank: int) -> set[str]:
 
 def _under_way(plan: Plan, pp_rank: int) -> tuple[int, int]:
     """Return the number of older versions of trained weights, and of gradients (Narayanan et al. 2019, 2021)."""
-    layout, schedule = plan.layout, plan.layout.pipeline_schedule
+    layout = plan.layout
+    schedule = plan.layout.pipeline_schedule
     if layout.pp == 1 or schedule not in ASYNCHRONOUS:
         return 0, 1
     behind = layout.pp - 1 - pp_rank
@@ -187,11 +222,14 @@ def _under_way(plan: Plan, pp_rank: int) -> tuple[int, int]:
     return (behind, 1) if schedule == "pipedream" else (min(behind, 1), 2)
 
 
-def _left_out_bytes(plan: Plan, training: Iterable[ParameterPlan], ranks: dict[str, int], mixed: bool) -> int:
+def _left_out_bytes(
+    plan: Plan, training: Iterable[ParameterPlan], ranks: dict[str, int], mixed: bool
+) -> int:
     """Return the bytes of PowerSGD's error feedback, in 32 bits at least, and of its factors."""
     if plan.layout.gradient_compression != "powersgd":
         return 0
-    total, rank = 0, int(plan.layout.powersgd_rank or 1)
+    total = 0
+    rank = int(plan.layout.powersgd_rank or 1)
     for planned in training:
         spread = any(cut.axis == "ep" for cut in planned.cuts)
         size = _padded(planned.shape, planned.cuts, ranks)
@@ -203,7 +241,9 @@ def _left_out_bytes(plan: Plan, training: Iterable[ParameterPlan], ranks: dict[s
     return total
 
 
-def weight_bytes(plan: Plan, planned: ParameterPlan, ranks: dict[str, int], axes: Collection[str] = ()) -> int:
+def weight_bytes(
+    plan: Plan, planned: ParameterPlan, ranks: dict[str, int], axes: Collection[str] = ()
+) -> int:
     """Return a parameter's bytes on the rank at ``ranks``, unsharded over ``axes``; data shards are padded alike."""
     cuts = [cut for cut in planned.cuts if cut.axis not in axes]
     if plan.quantized is not None and planned.name in plan.quantized.weights:
@@ -219,10 +259,12 @@ def _padded(shape: Sequence[int], cuts: Sequence[Cut], ranks: dict[str, int]) ->
 def _quantized_bytes(plan: Plan, planned: ParameterPlan, ranks: dict[str, int]) -> int:
     """Return the packed bytes and scales of this rank's shard; data ranks hold rows of equal size."""
     assert plan.quantized is not None
-    transposed, double = planned.name in plan.quantized.transposed, plan.quantized.double
+    transposed = planned.name in plan.quantized.transposed
+    double = plan.quantized.double
     sharded = plan.layout.data_world > 1
     local = _padded(planned.shape, planned.cuts, ranks) if sharded else planned.local_shape(ranks)
-    matrices, values = prod(local[:-2]), prod(local[-2:])
+    matrices = prod(local[:-2])
+    values = prod(local[-2:])
     if plan.quantized.as_stored:
         return ceil(matrices * values * plan.quantized.size)
     if plan.quantized.bits == 8:
@@ -240,24 +282,36 @@ def _copied(plan: Plan, held: Sequence[ParameterPlan], situation: Situation) -> 
     all_cast = situation.mixed == "bf16_params"
     looked_up = _looked_up(plan, situation.pp_rank)
     packed = frozenset(plan.quantized.weights) if plan.quantized is not None else frozenset[str]()
-    left = packed if all_cast else looked_up | packed | weights_in_8_bits(plan)  # those in 8 bits are made again
-    copied = [p for p in held if (all_cast or len(p.shape) > 1) and p.dtype.itemsize == 4 and p.name not in left]
-    mixtures, total = tuple(f"{each.name}." for each in plan.mixtures), 0
+    left = (
+        packed if all_cast else looked_up | packed | weights_in_8_bits(plan)
+    )  # those in 8 bits are made again
+    copied = [
+        p
+        for p in held
+        if (all_cast or len(p.shape) > 1) and p.dtype.itemsize == 4 and p.name not in left
+    ]
+    mixtures = tuple(f"{each.name}." for each in plan.mixtures)
+    total = 0
     for planned in copied:
         count = situation.held_by(planned.stage)
         # The host casts stacked weights of a mixture that nobody described in every pass.
         if all_cast or len(planned.shape) == 2 or planned.name.startswith(mixtures):
-            count = min(count, {"pipedream": count, "pipedream_2bw": 2}.get(str(plan.layout.pipeline_schedule), 1))
+            count = min(
+                count,
+                {"pipedream": count, "pipedream_2bw": 2}.get(str(plan.layout.pipeline_schedule), 1),
+            )
         total += 2 * prod(planned.local_shape(situation.ranks)) * count
     return total
 
 
 def _gathered(plan: Plan, held: Sequence[ParameterPlan], situation: Situation) -> int:
     """Return the bytes of gathered weights: those outside the layers and the largest layer, or all if none is freed."""
-    layout, mixed = plan.layout, situation.mixed != "no"
+    layout = plan.layout
+    mixed = situation.mixed != "no"
     if layout.data_world == 1:
         return _copied(plan, held, situation) if mixed else 0
-    by_layer, eight = Counter[str](), gathered_in_8_bits(plan)
+    by_layer = Counter[str]()
+    eight = gathered_in_8_bits(plan)
     for planned in held:
         layer = next((name for name in plan.layers if planned.name.startswith(f"{name}.")), "")
         size = weight_bytes(plan, planned, situation.ranks, _DATA)
@@ -276,10 +330,16 @@ def _exchanged(plan: Plan, situation: Situation, tokens: int) -> int:
     if not plan.layers or plan.layout.cp == 1:
         return 0
     size = types_of(plan, situation.mixed).size
-    layer = next((name for name in plan.layers if plan.is_local(situation.pp_rank, name)), plan.layers[0])
+    layer = next(
+        (name for name in plan.layers if plan.is_local(situation.pp_rank, name)), plan.layers[0]
+    )
     wide = stream_width(plan, layer)
-    found = {name: plan.by_name.get(f"{layer}.self_attn.{name}_proj.weight") for name in ("q", "k", "v")}
-    q, k, v = (wide if each is None else each.model_shape(situation.ranks)[0] for each in found.values())
+    found = {
+        name: plan.by_name.get(f"{layer}.self_attn.{name}_proj.weight") for name in ("q", "k", "v")
+    }
+    q, k, v = (
+        wide if each is None else each.model_shape(situation.ranks)[0] for each in found.values()
+    )
     return ceil(cp_buffer_bytes(plan, size * (k + v), size * q, tokens, situation.tokens))
 
 

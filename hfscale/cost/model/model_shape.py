@@ -73,7 +73,11 @@ class ModelShape:
 
     def _dense(self, width: int) -> int:
         """Return the entries of attention, an MLP of the given width, and the router."""
-        return self.attention_weights + self._matrices * self.hidden * width + self.hidden * self.experts
+        return (
+            self.attention_weights
+            + self._matrices * self.hidden * width
+            + self.hidden * self.experts
+        )
 
 
 def shape_of(config: Any) -> ModelShape:
@@ -114,7 +118,9 @@ def _first(config: Any, *names: str) -> int:
 def shape_of_plan(plan: Plan, config: Any = None) -> ModelShape:
     """Return the shape of a plan's decoder, with the mean number of weights per layer; ``config`` has heads' widths."""
     if not plan.layers:
-        raise ConfigError(f"a {plan.family!r} model has no layers that hfscale knows: its times cannot be estimated")
+        raise ConfigError(
+            f"a {plan.family!r} model has no layers that hfscale knows: its times cannot be estimated"
+        )
     found = shape_of(config) if config is not None else _guessed(plan)
     names = [name for name, _, _ in _matrices(plan)]
     gated = any(name.endswith((".w3.weight", ".wi_1.weight")) for name in names)
@@ -122,7 +128,9 @@ def shape_of_plan(plan: Plan, config: Any = None) -> ModelShape:
     found = replace(found, layers=len(plan.layers), gated=gated)
     if plan.mixtures and not found.experts:  # under a name that no other config gives them
         found = replace(found, experts=plan.mixtures[0].count, routed=found.routed or 1)
-    rows = found.hidden * (3 if found.gated else 2) * len(plan.layers)  # entries that one more of width is
+    rows = (
+        found.hidden * (3 if found.gated else 2) * len(plan.layers)
+    )  # entries that one more of width is
     matrices = list(_matrices(plan, found.experts))
     dense = sum(entries for _, entries, spread in matrices if not spread)
     spread = sum(entries for _, entries, spread in matrices if spread)
@@ -130,7 +138,11 @@ def shape_of_plan(plan: Plan, config: Any = None) -> ModelShape:
         found = replace(found, queries=0, keys=0)
     rest = dense - len(plan.layers) * (found.attention_weights + found.hidden * found.experts)
     if spread:
-        return replace(found, ffn=max(1, round(spread / rows / found.experts)), shared=max(0, round(rest / rows)))
+        return replace(
+            found,
+            ffn=max(1, round(spread / rows / found.experts)),
+            shared=max(0, round(rest / rows)),
+        )
     return replace(found, ffn=max(1, round(rest / rows)), experts=0, routed=0)
 
 
@@ -140,15 +152,26 @@ def _matrices(plan: Plan, experts: int = 0) -> Iterator[tuple[str, int, bool]]:
     mixtures = tuple(f"{mixture.name}." for mixture in plan.mixtures)
     layers = tuple(f"{layer}." for layer in plan.layers)
     for planned in plan.owned():
-        if len(planned.shape) > 1 and planned.name.startswith(layers) and planned.name not in adapters:
+        if (
+            len(planned.shape) > 1
+            and planned.name.startswith(layers)
+            and planned.name not in adapters
+        ):
             stacked = len(planned.shape) > 2 and planned.shape[0] == experts
-            yield planned.name, prod(planned.shape), stacked or (bool(mixtures) and planned.name.startswith(mixtures))
+            yield (
+                planned.name,
+                prod(planned.shape),
+                stacked or (bool(mixtures) and planned.name.startswith(mixtures)),
+            )
 
 
 def _guessed(plan: Plan) -> ModelShape:
     hidden = stream_width(plan, plan.layers[0])
     head = plan.by_name.get(f"{plan.head}.weight")
-    by_end = {planned.name.rpartition(".weight")[0].rpartition(".")[2]: planned for planned in plan.owned()}
+    by_end = {
+        planned.name.rpartition(".weight")[0].rpartition(".")[2]: planned
+        for planned in plan.owned()
+    }
     queries, keys = (by_end.get(name) for name in ("q_proj", "k_proj"))
     width = queries.shape[0] if queries is not None else hidden
     mixture = plan.mixtures[0].count if plan.mixtures else 0

@@ -20,7 +20,9 @@ from ...plan.parameter import ParameterPlan
 from ...plan.quantized import flat_blocks_align
 
 BLOCK = 256  # entries that share a scale in bitsandbytes' 8-bit states
-WIDE_EMBEDDINGS = "embeddings_in_32_bits"  # the option that keeps states of embeddings wide, as HF Trainer does
+WIDE_EMBEDDINGS = (
+    "embeddings_in_32_bits"  # the option that keeps states of embeddings wide, as HF Trainer does
+)
 MIN_8BIT_SIZE = 4096  # bitsandbytes' default: states of tensors with fewer entries have 32 bits
 _MOMENTS = {"AdamW": (2, 2), "Adam": (2, 2), "AdEMAMix": (3, 2), "Lion": (1, 1), "RMSprop": (1, 1)}
 # bitsandbytes' classes -> moments per entry, and tables of 8-bit values
@@ -45,7 +47,9 @@ _BITSANDBYTES_NAMES = {
     "RMSprop": ("rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit"),
 }
 BITSANDBYTES = {
-    name: BitsAndBytesOptimizer(stock, 8 if name.endswith("_8bit") else 32, name.startswith("paged_"))
+    name: BitsAndBytesOptimizer(
+        stock, 8 if name.endswith("_8bit") else 32, name.startswith("paged_")
+    )
     for stock, names in _BITSANDBYTES_NAMES.items()
     for name in names
 }
@@ -72,20 +76,32 @@ def optimizer_bytes(
     """
     given = dict(options or {})
     if given.get("stochastic_rounding"):  # steps copies in 32 bits
-        trained = [replace(p, dtype=torch.float32) if p.dtype == torch.bfloat16 else p for p in trained]
+        trained = [
+            replace(p, dtype=torch.float32) if p.dtype == torch.bfloat16 else p for p in trained
+        ]
     if name in BITSANDBYTES:
         return _bitsandbytes_bytes(trained, ranks, BITSANDBYTES[name], given, f"{lookup}.weight")
     if name == "adafactor":
         return sum(_adafactor_bytes(planned, ranks, given) for planned in trained)
     if name == "muon":
-        inside, chosen = tuple(f"{layer}." for layer in layers), stacks if given.get("experts") else ()
+        inside = tuple(f"{layer}." for layer in layers)
+        chosen = stacks if given.get("experts") else ()
         return sum(_muon_bytes(planned, ranks, inside, chosen) for planned in trained)
     if name not in _TORCH:
         raise ConfigError(f"optimizer {name!r} is unknown: use one of {', '.join(sorted(NAMES))}")
     if name == "sgd":
-        return sum(_like(planned, ranks, int(bool(given.get("momentum"))), counts=False) for planned in trained)
-    tensors = {"adagrad": 1, "rmsprop": 1 + bool(given.get("momentum")) + bool(given.get("centered"))}
-    return sum(_like(planned, ranks, tensors.get(name, 2 + bool(given.get("amsgrad")))) for planned in trained)
+        return sum(
+            _like(planned, ranks, int(bool(given.get("momentum"))), counts=False)
+            for planned in trained
+        )
+    tensors = {
+        "adagrad": 1,
+        "rmsprop": 1 + bool(given.get("momentum")) + bool(given.get("centered")),
+    }
+    return sum(
+        _like(planned, ranks, tensors.get(name, 2 + bool(given.get("amsgrad"))))
+        for planned in trained
+    )
 
 
 def _like(planned: ParameterPlan, ranks: dict[str, int], tensors: int, counts: bool = True) -> int:
@@ -94,7 +110,9 @@ def _like(planned: ParameterPlan, ranks: dict[str, int], tensors: int, counts: b
     return (tensors * entries * planned.dtype.itemsize + _COUNT * counts) if entries else 0
 
 
-def _muon_bytes(planned: ParameterPlan, ranks: dict[str, int], layers: tuple[str, ...], stacks: Sequence[str]) -> int:
+def _muon_bytes(
+    planned: ParameterPlan, ranks: dict[str, int], layers: tuple[str, ...], stacks: Sequence[str]
+) -> int:
     dims = 3 if planned.name.rpartition(".")[0] in stacks else 2
     hidden = len(planned.shape) == dims and planned.name.startswith(layers)
     return _like(planned, ranks, 1, counts=False) if hidden else _like(planned, ranks, 2)
@@ -112,10 +130,13 @@ def _bitsandbytes_bytes(
     least = int(options.get("min_8bit_size", MIN_8BIT_SIZE))
     total = shared = 0
     for planned in trained:
-        entries, whole = prod(planned.local_shape(ranks)), prod(planned.shape)
+        entries = prod(planned.local_shape(ranks))
+        whole = prod(planned.shape)
         if kind.bits == 32 or whole < least or wide in (planned.name, planned.tied_to):
             total += 4 * moments * entries
-        elif flat_blocks_align(planned, BLOCK):  # stepped where it is; one code book for all of these
+        elif flat_blocks_align(
+            planned, BLOCK
+        ):  # stepped where it is; one code book for all of these
             total += moments * (entries + 4 * ceil(entries / BLOCK))
             shared = shared or (books * _CODE_BOOK if entries else 0)
         else:
@@ -124,7 +145,8 @@ def _bitsandbytes_bytes(
 
 
 def _adafactor_bytes(planned: ParameterPlan, ranks: dict[str, int], options: dict[str, Any]) -> int:
-    local, size = planned.local_shape(ranks), max(4, planned.dtype.itemsize)
+    local = planned.local_shape(ranks)
+    size = max(4, planned.dtype.itemsize)
     kept = prod(local[:-1]) + prod(local[:-2]) * local[-1] if len(local) >= 2 else prod(local)
     kept += prod(local) * (options.get("beta1") is not None)
     return size * (kept + bool(options.get("scale_parameter", False)))

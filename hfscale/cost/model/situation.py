@@ -15,7 +15,9 @@ class Types:
 
     size: int  # within blocks
     adapters: int  # of adapters' factors, as they are multiplied
-    autocasts: int = 0  # between blocks, where autocast alone computes in another type within; 0: the same
+    autocasts: int = (
+        0  # between blocks, where autocast alone computes in another type within; 0: the same
+    )
     kept: float | None = None  # that a layer keeps, of whatever type, where it keeps them in 8 bits
 
     @property
@@ -38,7 +40,9 @@ class LayerBytes:
     again: float = 0.0  # bytes that its largest block that is recomputed by itself keeps while that runs backward
     as_input: float = 0.0  # bytes of `kept` that are its input, as it was given
     piece: float = 0.0  # bytes of `kept` that its backward pass reads at once, at the most: those of one operation
-    passing: float = 0.0  # bytes of gradients that are there beside it, at the most, while it runs backward
+    passing: float = (
+        0.0  # bytes of gradients that are there beside it, at the most, while it runs backward
+    )
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,9 @@ class MeasuredLayers:
     shared: float  # what layers keep of the same memory: positions, masks
     before: float  # what is kept in front of the layers
     behind: float  # behind them, without logits
-    in_8_bits: "MeasuredLayers | None" = None  # the same where layers keep it in 8 bits, if that was asked for
+    in_8_bits: "MeasuredLayers | None" = (
+        None  # the same where layers keep it in 8 bits, if that was asked for
+    )
 
     def of_layer(self, plan: Plan, layer: str) -> LayerBytes | None:
         """Return the bytes of a layer; ``None`` if no layer of its kind was measured."""
@@ -63,15 +69,25 @@ class Situation:
 
     tokens: int  # of one microbatch on one rank
     pp_rank: int = 0  # whose stages are meant
-    ranks: dict[str, int] = field(default_factory=dict)  # coordinates on the other axes; those left out are 0
-    in_flight: tuple[int, ...] = ()  # for each stage, microbatches that it holds at once; 1 where it is not said
+    ranks: dict[str, int] = field(
+        default_factory=dict
+    )  # coordinates on the other axes; those left out are 0
+    in_flight: tuple[
+        int, ...
+    ] = ()  # for each stage, microbatches that it holds at once; 1 where it is not said
     mixed: str = "no"  # the ``mixed_precision``: how 16 bits compute over weights of another type
     trained: frozenset[str] = frozenset()  # names of the parameters that train
     routes: int | None = None  # experts that a token is sent to; None: all
     all_recomputed: bool = False  # whether all layers are, whatever the plan says
-    chosen: frozenset[str] | None = None  # layers that are recomputed under a budget, where that is known
-    measured: MeasuredLayers | None = None  # what the model's own layers were seen to keep, where no formula says it
-    sequence_length: int | None = None  # of a sequence, which scores of eager attention are kept for; all tokens
+    chosen: frozenset[str] | None = (
+        None  # layers that are recomputed under a budget, where that is known
+    )
+    measured: MeasuredLayers | None = (
+        None  # what the model's own layers were seen to keep, where no formula says it
+    )
+    sequence_length: int | None = (
+        None  # of a sequence, which scores of eager attention are kept for; all tokens
+    )
 
     @property
     def length(self) -> int:
@@ -92,4 +108,6 @@ def own_parameters(plan: Plan, layer: str) -> list[ParameterPlan]:
 def kind_of(plan: Plan, layer: str) -> Kind:
     """Return the kind of a layer, the same for every layout."""
     owned = own_parameters(plan, layer)
-    return tuple(sorted((planned.name.removeprefix(f"{layer}."), tuple(planned.shape)) for planned in owned))
+    return tuple(
+        sorted((planned.name.removeprefix(f"{layer}."), tuple(planned.shape)) for planned in owned)
+    )

@@ -47,13 +47,22 @@ class Seconds:
     @property
     def device(self) -> float:
         """Seconds of the device's work."""
-        return self.products + self.attention + self.elementwise + self.loss + self.accumulation + self.exchange
+        return (
+            self.products
+            + self.attention
+            + self.elementwise
+            + self.loss
+            + self.accumulation
+            + self.exchange
+        )
 
     def stage(self, constants: Constants) -> float:
         """Return the seconds that a part takes: the longer of the device's work and the host's kernel launches."""
         p = constants.sharpness
         most = max(self.device, self.host)
-        return most * ((self.device / most) ** p + (self.host / most) ** p) ** (1 / p) if most else 0.0
+        return (
+            most * ((self.device / most) ** p + (self.host / most) ** p) ** (1 / p) if most else 0.0
+        )
 
     def __add__(self, other: "Seconds") -> "Seconds":
         return Seconds(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(Seconds)))
@@ -64,23 +73,40 @@ class Seconds:
 
 def layer_seconds(shape: ModelShape, job: Job, machine: Machine, constants: Constants) -> Seconds:
     """Return the seconds of one layer."""
-    layout, tokens, tp = job.layout, job.tokens, job.layout.tp
-    again, repeated = job.recompute, max(job.recompute, job.elementwise)
+    layout = job.layout
+    tokens = job.tokens
+    tp = job.layout.tp
+    again = job.recompute
+    repeated = max(job.recompute, job.elementwise)
     scores_again = 1 if job.attention_again else again
     bandwidth = constants.memory * machine.memory_bandwidth
     passes = 2 * (1 + again) + 2 + 2 * job.trained
     work = 2 if job.causal else 4
     attention = work * tokens * job.sequence * shape.queries / tp * (1 + scores_again + 2.5)
     stream = 44 * shape.hidden / (tp if job.sequence_parallel else 1)
-    inside = 8 * (2 * shape.queries + 2 * shape.keys) + (30 if shape.gated else 14) * shape.mlp_width
+    inside = (
+        8 * (2 * shape.queries + 2 * shape.keys) + (30 if shape.gated else 14) * shape.mlp_width
+    )
     moved = tokens * (stream + inside / tp) * (1 + repeated / 3) * job.value_bytes / 2
-    within = passes * shape.active_weights + (2 * (shape.active_weights - shape.attention_weights) if job.tile else 0)
+    within = passes * shape.active_weights + (
+        2 * (shape.active_weights - shape.attention_weights) if job.tile else 0
+    )
     fewer = job.eight * (1 - machine.flops / (machine.flops_8 or machine.flops))
-    cast = 2 * shape.hidden + 2 * shape.queries + 2 * shape.keys + (3 if shape.gated else 2) * shape.mlp_width
+    cast = (
+        2 * shape.hidden
+        + 2 * shape.queries
+        + 2 * shape.keys
+        + (3 if shape.gated else 2) * shape.mlp_width
+    )
     moved += tokens / tp * (_CAST * job.eight * cast + _ADAPTED * job.adapted)
     own = shape.held(tp) + shape.expert_weights / job.expert_ranks
-    exchange, bytes_of = constants.far_latency * tp if tp > machine.ranks_per_node else 0.0, layer_traffic(shape, job)
-    for size, neighbours in ((bytes_of.tp, tp), (bytes_of.ep, layout.ep * tp), (bytes_of.cp, layout.cp * tp)):
+    exchange = constants.far_latency * tp if tp > machine.ranks_per_node else 0.0
+    bytes_of = layer_traffic(shape, job)
+    for size, neighbours in (
+        (bytes_of.tp, tp),
+        (bytes_of.ep, layout.ep * tp),
+        (bytes_of.cp, layout.cp * tp),
+    ):
         exchange += size / tensor_bus(neighbours, machine, constants)
     return Seconds(
         products=tokens * within / tp / _product_rate(machine, constants) * (1 - fewer),
@@ -88,7 +114,8 @@ def layer_seconds(shape: ModelShape, job: Job, machine: Machine, constants: Cons
         elementwise=(constants.elementwise * moved + job.unpacked * own) / bandwidth,
         accumulation=12 * job.trained * own / bandwidth,
         exchange=exchange,
-        host=constants.layer_host * (1 + repeated / 3 + (_TILE * tokens / job.tile if job.tile else 0)),
+        host=constants.layer_host
+        * (1 + repeated / 3 + (_TILE * tokens / job.tile if job.tile else 0)),
     )
 
 
@@ -96,9 +123,11 @@ def pair_cost(plan: Plan, config: Any) -> float:
     """Return what a pair of tokens of one row costs in attention on an H100, where everything else costs a token 1: a
     row of ``n`` tokens takes a time like ``n + n * n * pair_cost``.
     """
-    shape, job = shape_of_plan(plan, config), job_of(plan, sequence=1, batch=1, microbatches=1)
+    shape = shape_of_plan(plan, config)
+    job = job_of(plan, sequence=1, batch=1, microbatches=1)
     given = shape, job, find_machine("h100"), fitted()
-    layer, head = layer_seconds(*given), head_seconds(*given)
+    layer = layer_seconds(*given)
+    head = head_seconds(*given)
     rest = layer.products + layer.elementwise + head.loss / len(plan.layers)
     return layer.attention / rest
 
@@ -119,7 +148,9 @@ def _product_rate(machine: Machine, constants: Constants) -> float:
     return (machine.products or constants.products) * machine.flops
 
 
-Parts = tuple[Seconds, Seconds, Seconds]  # a layer, the head, and what tensor ranks exchange at embedding or head
+Parts = tuple[
+    Seconds, Seconds, Seconds
+]  # a layer, the head, and what tensor ranks exchange at embedding or head
 
 
 def part_seconds(shape: ModelShape, job: Job, machine: Machine, constants: Constants) -> Parts:
@@ -165,39 +196,54 @@ def step_time(
     job: Job,
     machine: Machine,
     constants: Constants,
-    bubble: float | None = None,  # seconds that the slowest stage waits for others, if a schedule was played through
-    experts: Sequence[float] | None = None,  # of each rank, entries besides, over the data ranks that share these out
-    parts: int | None = None,  # into which a stage's seconds are divided where others wait for the first of them
+    bubble: float
+    | None = None,  # seconds that the slowest stage waits for others, if a schedule was played through
+    experts: Sequence[float]
+    | None = None,  # of each rank, entries besides, over the data ranks that share these out
+    parts: int
+    | None = None,  # into which a stage's seconds are divided where others wait for the first of them
 ) -> StepTime:
     """Estimate the seconds of one step."""
     hop = constants.hop if job.layout.pp > 1 else 0.0
     taken = [stage.stage(constants) + hop for stage in stages]
     slowest = max(range(len(taken)), key=taken.__getitem__)
-    one, many = stages[slowest], job.microbatches
+    one = stages[slowest]
+    many = job.microbatches
     if bubble is None:
         bubble = (sum(taken) - taken[slowest]) / (parts or job.virtual)
     spread = experts or [0.0] * len(weights)
     most = max(range(len(weights)), key=lambda rank: weights[rank] + spread[rank])
     own = max(job.shard_of(w, e) for w, e in zip(weights, spread, strict=True))
     moved = constants.update_bytes * job.trained * own
-    to_host = constants.memory * machine.host_bandwidth  # for want of a better number, the host's own memory's too
+    to_host = (
+        constants.memory * machine.host_bandwidth
+    )  # for want of a better number, the host's own memory's too
     return StepTime(
         **{term: many * seconds for term, seconds in vars(one).items() if term != "host"},
         host=many * (taken[slowest] - hop - one.device),
         handover=many * hop,
         bubble=bubble,
-        data=_data_seconds(weights[most], spread[most], 2 / 3 * taken[slowest], job, machine, constants),
-        update=moved / (to_host if job.steps_on_host else constants.memory * machine.memory_bandwidth),
+        data=_data_seconds(
+            weights[most], spread[most], 2 / 3 * taken[slowest], job, machine, constants
+        ),
+        update=moved
+        / (to_host if job.steps_on_host else constants.memory * machine.memory_bandwidth),
         offload=max(0.0, job.offloaded / to_host - many * taken[slowest]),
         other=constants.step,
     )
 
 
 def _data_seconds(
-    weights: float, experts: float, backward: float, job: Job, machine: Machine, constants: Constants
+    weights: float,
+    experts: float,
+    backward: float,
+    job: Job,
+    machine: Machine,
+    constants: Constants,
 ) -> float:
     """Return the seconds that a step waits for its data ranks, beyond what the last ``backward`` pass hides."""
-    layout, shards = job.layout, job.layout.dp_shard
+    layout = job.layout
+    shards = job.layout.dp_shard
     if layout.data_world == 1:
         return 0.0
     bus = data_bus(shards, layout.tp, machine, constants)
@@ -205,9 +251,11 @@ def _data_seconds(
     once = replace(job, gathers=False, gathered_bytes=0 if job.gathers else job.gathered_bytes)
     bytes_of = data_traffic(weights, 0.0, experts, once)
     moved = bytes_of.dp_shard / bus + bytes_of.dp_replicate / replicas_bus
-    latency, hidden = constants.latency, constants.hidden
+    latency = constants.latency
+    hidden = constants.hidden
     if shards > 1:
-        latency, hidden = constants.latency_shards, constants.hidden_shards
+        latency = constants.latency_shards
+        hidden = constants.hidden_shards
     exposed = max(moved - hidden * backward, 0.0) + latency * (layout.data_world - 1)
     if not job.gathers:
         return exposed

@@ -52,14 +52,20 @@ def stream_bytes(shape: ModelShape, job: Job) -> float:
 
 def layer_traffic(shape: ModelShape, job: Job) -> Traffic:
     """Return the bytes that one layer exchanges per microbatch, forward and backward."""
-    layout, stream, experts = job.layout, stream_bytes(shape, job), 0.0
+    layout = job.layout
+    stream = stream_bytes(shape, job)
+    experts = 0.0
     if layout.ep > 1 and shape.experts and not sums_experts(shape, job):
         times = (4 + 2 * job.recompute) * shape.routed / (layout.tp if layout.slices_tokens else 1)
         experts = times * sent(layout.ep) * stream
-    often = job.exchanged / 2 + 2 * job.recompute + 2 * (not job.sequence_parallel)  # a gather or a scatter counts one
+    often = (
+        job.exchanged / 2 + 2 * job.recompute + 2 * (not job.sequence_parallel)
+    )  # a gather or a scatter counts one
     if not (shape.experts and layout.slices_tokens) or sums_experts(shape, job):
         often = job.exchanged + (3 if job.sequence_parallel else 2) * job.recompute
-    own = job.value_bytes * job.tokens / layout.tp  # of what context ranks exchange each sends all but its own
+    own = (
+        job.value_bytes * job.tokens / layout.tp
+    )  # of what context ranks exchange each sends all but its own
     exchanged = (3 + job.recompute) * 2 * own * layout.cp * shape.keys
     if job.method.startswith("heads"):
         exchanged = (4 + 2 * job.recompute) * own * (shape.queries + job.replicas * shape.keys)
@@ -80,7 +86,9 @@ def edge_traffic(shape: ModelShape, job: Job) -> float:
 
 def data_traffic(layers: float, tables: float, experts: float, job: Job) -> Traffic:
     """Return the bytes that data ranks exchange in a step, given a rank's matrix entries before data sharding."""
-    layout, sharded, replicated = job.layout, 0.0, 0.0
+    layout = job.layout
+    sharded = 0.0
+    replicated = 0.0
     dense = layers, tables, layout.dp_shard, layout.dp_replicate
     spread = experts, 0.0, layout.size("edp_shard"), layout.size("edp_replicate")
     for inside, around, shards, replicas in (dense, spread):
@@ -94,7 +102,9 @@ def data_traffic(layers: float, tables: float, experts: float, job: Job) -> Traf
 
 def rank_traffic(shape: ModelShape, job: Job, place: Place) -> Traffic:
     """Return the bytes that one rank sends in a step."""
-    layer, layers, count = layer_traffic(shape, job), place.layers, job.microbatches
+    layer = layer_traffic(shape, job)
+    layers = place.layers
+    count = job.microbatches
     edges = count * place.ends * edge_traffic(shape, job) + 2 * sent(job.layout.tp) * place.partial
     handed = stream_bytes(shape, job) / (job.layout.tp if job.sequence_parallel else 1)
     entries = place.layer_weights, place.table_weights, place.expert_weights
@@ -111,7 +121,11 @@ def tensor_bus(size: int, machine: Machine, constants: Constants) -> float:
     """Return the bytes per second of a collective in a layer over ``size`` neighbouring ranks."""
     within = constants.link * machine.link_bandwidth
     local = min(size, machine.ranks_per_node)
-    return within if size <= local else 1 / (1 / within + 1 / (local * constants.far_nic * machine.nic_bandwidth))
+    return (
+        within
+        if size <= local
+        else 1 / (1 / within + 1 / (local * constants.far_nic * machine.nic_bandwidth))
+    )
 
 
 def data_bus(size: int, apart: int, machine: Machine, constants: Constants) -> float:

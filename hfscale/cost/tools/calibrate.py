@@ -27,7 +27,8 @@ from ..model.step_time import layer_seconds
 
 _TINY = 4  # tokens with which a layer takes nothing but the host's time
 _SHARED = 64  # ranks of one machine without GPUs: none is far away
-_UNKNOWN_LINK, _UNKNOWN_LATENCY = 1e9, 1e-4
+_UNKNOWN_LINK = 1e9
+_UNKNOWN_LATENCY = 1e-4
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,10 @@ GPU_SIZES = Sizes(4096, 14336, 32, 4096, 1, 32000)
 def calibrate(
     name: str,
     device: torch.device,
-    links: tuple[float, float] | None = None,  # bytes per second of a large all-reduce, and seconds of a small one
-    sizes: Sizes | None = None,  # of the layer; by default LLaMA 8B's on a GPU, and small ones on a CPU
+    links: tuple[float, float]
+    | None = None,  # bytes per second of a large all-reduce, and seconds of a small one
+    sizes: Sizes
+    | None = None,  # of the layer; by default LLaMA 8B's on a GPU, and small ones on a CPU
     reference: Machine | None = None,  # whose links are taken where none were measured
 ) -> dict[str, Any]:
     """Measure this machine; return a document that ``hardware=`` accepts: the machine and its constants."""
@@ -65,7 +68,10 @@ def calibrate(
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if is_accelerator(device):
         memory = device_module(device).get_device_properties(device).total_memory
-    link, latency = links or (reference.link_bandwidth if reference is not None else _UNKNOWN_LINK, _UNKNOWN_LATENCY)
+    link, latency = links or (
+        reference.link_bandwidth if reference is not None else _UNKNOWN_LINK,
+        _UNKNOWN_LATENCY,
+    )
     machine = Machine(
         name=name,
         title=f"{name} (calibrated)",
@@ -84,10 +90,13 @@ def calibrate(
 
 
 def _constants(meter: "_Meter", machine: Machine, latency: float, one_processor: bool) -> Constants:
-    sizes, bandwidth = meter.sizes, machine.memory_bandwidth
+    sizes = meter.sizes
+    bandwidth = machine.memory_bandwidth
     host = meter.layer(_TINY, 1)
     share = meter.attention() / machine.flops
-    given = replace(fitted(), products=1.0, memory=1.0, attention=share, elementwise=1.0, layer_host=host)
+    given = replace(
+        fitted(), products=1.0, memory=1.0, attention=share, elementwise=1.0, layer_host=host
+    )
     job = Job(ParallelConfig(), sizes.sequence, sizes.batch, 1, value_bytes=meter.dtype.itemsize)
     known = layer_seconds(sizes.shape, job, machine, given)
     whole = meter.layer(sizes.sequence, sizes.batch) - (host if one_processor else 0.0)
@@ -103,21 +112,34 @@ def _constants(meter: "_Meter", machine: Machine, latency: float, one_processor:
         return found
     alone = {"sharpness": 1.0, "hidden": 0.0, "hidden_shards": 0.0, "step": 0.0, "far_latency": 0.0}
     shared = {"link": 1.0, "far_nic": 1.0, "data_link": 1.0, "nic": 1.0}
-    return replace(found, **alone, **shared, hop=2 * latency, latency=latency, latency_shards=2 * latency)
+    return replace(
+        found, **alone, **shared, hop=2 * latency, latency=latency, latency_shards=2 * latency
+    )
 
 
 class _Meter:
     """Time operations on a device. Rates are operations or bytes per second, forward and backward."""
 
     def __init__(self, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> None:
-        self.sizes, self.device, self.dtype = sizes, device, dtype
+        self.sizes = sizes
+        self.device = device
+        self.dtype = dtype
 
     def products(self) -> float:
         """Return the measured FLOPs per second of a layer's matrix products."""
-        tokens, h, f = self.sizes.sequence * self.sizes.batch, self.sizes.hidden, self.sizes.ffn
-        seconds, operations = 0.0, 0
-        for rows, inner, columns in ((tokens, h, h), (tokens, h, f), (tokens, f, h), (h, tokens, f)):
-            left, right = self._random(rows, inner), self._random(inner, columns)
+        tokens = self.sizes.sequence * self.sizes.batch
+        h = self.sizes.hidden
+        f = self.sizes.ffn
+        seconds = 0.0
+        operations = 0
+        for rows, inner, columns in (
+            (tokens, h, h),
+            (tokens, h, f),
+            (tokens, f, h),
+            (h, tokens, f),
+        ):
+            left = self._random(rows, inner)
+            right = self._random(inner, columns)
             seconds += self._time(partial(torch.matmul, left, right), 4)
             operations += 2 * rows * inner * columns
         return operations / seconds
@@ -143,7 +165,9 @@ class _Meter:
     def to_host(self) -> float:
         """Return the bytes per second of copies to the host's memory."""
         source = self._random(1 << 23)
-        target = torch.empty(source.shape, dtype=source.dtype, pin_memory=is_accelerator(self.device))
+        target = torch.empty(
+            source.shape, dtype=source.dtype, pin_memory=is_accelerator(self.device)
+        )
         return source.nbytes / self._time(lambda: target.copy_(source))
 
     def layer(self, sequence: int, batch: int) -> float:
@@ -154,7 +178,10 @@ class _Meter:
         """Return the seconds per logit of head and cross entropy, without the head's matrix product."""
         s = self.sizes
         tokens = s.sequence * s.batch
-        hidden, weight = self._random(tokens, s.hidden).requires_grad_(), self._random(s.vocabulary, s.hidden)
+        hidden, weight = (
+            self._random(tokens, s.hidden).requires_grad_(),
+            self._random(s.vocabulary, s.hidden),
+        )
         weight.requires_grad_()
         labels = torch.randint(s.vocabulary, (tokens,), device=self.device)
 
@@ -173,7 +200,11 @@ class _Meter:
 
     def _layers(self, count: int, sequence: int, batch: int) -> float:
         s = self.sizes
-        sizes: dict[str, Any] = {"hidden_size": s.hidden, "intermediate_size": s.ffn, "num_hidden_layers": count}
+        sizes: dict[str, Any] = {
+            "hidden_size": s.hidden,
+            "intermediate_size": s.ffn,
+            "num_hidden_layers": count,
+        }
         sizes |= {"num_attention_heads": s.heads, "num_key_value_heads": s.heads, "vocab_size": 64}
         config = LlamaConfig(**sizes, use_cache=False)
         model: Any = LlamaModel(config)
@@ -193,5 +224,7 @@ class _Meter:
         """Return the median seconds of a call, repeated for the time allowed; one CPU thread's are processor time."""
         alone = self.device.type == "cpu" and torch.get_num_threads() == 1
         clock = time.thread_time if alone else default_timer  # which waits for the accelerator
-        timer = Timer("call()", timer=clock, globals={"call": call}, num_threads=torch.get_num_threads())
+        timer = Timer(
+            "call()", timer=clock, globals={"call": call}, num_threads=torch.get_num_threads()
+        )
         return float(timer.blocked_autorange(min_run_time=self.sizes.seconds / parts).median)

@@ -54,8 +54,12 @@ class StageRun:
     like: tuple[int, ...]  # ranks that have the same
     layers: int
     traffic: tuple[Compared, ...]  # axis by axis
-    activations: Compared  # the most kept at once for backward passes, without what is computed again
-    beside: Mapping[str, float]  # bytes that estimates leave out: words between hosts, numbers, ties between stages
+    activations: (
+        Compared  # the most kept at once for backward passes, without what is computed again
+    )
+    beside: Mapping[
+        str, float
+    ]  # bytes that estimates leave out: words between hosts, numbers, ties between stages
 
     @property
     def compared(self) -> list[Compared]:
@@ -90,9 +94,17 @@ class DryRun:
         for stage in self.stages:
             for each in stage.compared:
                 calls = f"{each.calls:,}" if each.calls else ""
-                sizes = (human(round(each.counted)), human(round(each.estimated)), f"{each.ratio:.3f}")
+                sizes = (
+                    human(round(each.counted)),
+                    human(round(each.estimated)),
+                    f"{each.ratio:.3f}",
+                )
                 rows.append((str(stage.rank), str(stage.layers), each.axis, calls, *sizes))
-        alike = [f"stage {run.rank} is like {_ranges(run.like)}" for run in self.stages if len(run.like) > 1]
+        alike = [
+            f"stage {run.rank} is like {_ranges(run.like)}"
+            for run in self.stages
+            if len(run.like) > 1
+        ]
         return "\n".join([head, *aligned(rows, left=()), *alike])
 
 
@@ -102,7 +114,8 @@ def dry_run(
     *,
     sequence_length: int = 4096,
     batch_size: int = 1,  # sequences of a microbatch
-    num_microbatches: int | None = None,  # of a batch rank in a step; the layout's, or one per stage
+    num_microbatches: int
+    | None = None,  # of a batch rank in a step; the layout's, or one per stage
     mixed_precision: str = "no",
     progress: bool = False,  # whether a terminal shows a bar
     **given: Any,  # arguments of hfscale.plan
@@ -112,11 +125,18 @@ def dry_run(
     check_count("batch_size", batch_size)
     plan = make_plan(config, parallel, mixed_precision=mixed_precision, **given)
     spec = run_spec(config, mixed_precision=mixed_precision, **given)
-    shape, job, held = costs(plan, spec, sequence_length, batch_size, num_microbatches, mixed_precision)
-    runs, places, world = list[StageRun](), places_of(plan), plan.layout.total_size
+    shape, job, held = costs(
+        plan, spec, sequence_length, batch_size, num_microbatches, mixed_precision
+    )
+    runs = list[StageRun]()
+    places = places_of(plan)
+    world = plan.layout.total_size
     hidden = None if progress else True
-    for like in tqdm(_kinds(plan, places), "stages", disable=hidden, bar_format="{l_bar}{bar}| {elapsed}"):
-        rank, saved = like[0], SavedBytes()
+    for like in tqdm(
+        _kinds(plan, places), "stages", disable=hidden, bar_format="{l_bar}{bar}| {elapsed}"
+    ):
+        rank = like[0]
+        saved = SavedBytes()
         with meta_model(spec, plan.layout, rank * (world // plan.layout.pp)) as (model, copies):
             counter = SavedCounter(model, plan.layers, plan.head, saved.add, copies)
             sent = take_step(model, job, shape, counter, mixed_precision)
@@ -127,25 +147,36 @@ def dry_run(
         traffic = _compared(sent, rank_traffic(shape, job, places[rank]))
         beside = {axis: size for axis, size in sent.sent.items() if axis in _BESIDE}
         runs.append(StageRun(rank, like, places[rank].layers, traffic, kept, beside))
-    return DryRun(plan.layout.describe(), world, job.microbatches, sequence_length * batch_size, tuple(runs))
+    return DryRun(
+        plan.layout.describe(), world, job.microbatches, sequence_length * batch_size, tuple(runs)
+    )
 
 
 def _kinds(plan: Plan, places: list[Place]) -> list[tuple[int, ...]]:
     """Group the pipeline ranks with equal contents; the first of each group is run."""
     found: dict[Any, list[int]] = {}
     for rank, place in enumerate(places):
-        own = () if plan.stages is None else tuple(len(stage.layers) for stage in plan.stages.of_rank(rank))
-        found.setdefault((own, place.embedding, place.head, place.forward, place.backward), []).append(rank)
+        own = (
+            ()
+            if plan.stages is None
+            else tuple(len(stage.layers) for stage in plan.stages.of_rank(rank))
+        )
+        found.setdefault(
+            (own, place.embedding, place.head, place.forward, place.backward), []
+        ).append(rank)
     return [tuple(ranks) for ranks in found.values()]
 
 
 def _compared(counted: SimulatedTraffic, estimated: Traffic) -> tuple[Compared, ...]:
     """Return the bytes sent over each axis beside the estimate, without axes that have neither."""
-    sent, calls = defaultdict[str, float](float), Counter[str]()
+    sent = defaultdict[str, float](float)
+    calls = Counter[str]()
     for axis in counted.calls.keys() - set(_BESIDE):
         sent[_NAMES.get(axis, axis)] += counted.sent[axis]
         calls[_NAMES.get(axis, axis)] += counted.calls[axis].total()
-    rows = (Compared(axis, calls[axis], sent[axis], size) for axis, size in asdict(estimated).items())
+    rows = (
+        Compared(axis, calls[axis], sent[axis], size) for axis, size in asdict(estimated).items()
+    )
     return tuple(row for row in rows if row.calls or row.estimated)
 
 

@@ -52,7 +52,9 @@ class Estimate:
     ranks: int  # how many there are
     flops: float  # of the step, over all ranks, as usually counted: 6 for every token and weight, and attention
     notes: tuple[str, ...] = ()  # what is not in it
-    schedule: Timeline | None = field(default=None, repr=False)  # played through; none of one stage, or too long
+    schedule: Timeline | None = field(
+        default=None, repr=False
+    )  # played through; none of one stage, or too long
 
     @property
     def seconds(self) -> float:
@@ -95,7 +97,8 @@ class Estimate:
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields as plain numbers and strings."""
-        machine, sizes = self.hardware, ("needed", "likely")
+        machine = self.hardware
+        sizes = ("needed", "likely")
         machine_bytes = {"budget": machine.budget, "device": machine.memory}
         return {
             "hardware": machine.name,
@@ -109,20 +112,28 @@ class Estimate:
             "mfu": self.mfu,
             "time": self.time.terms,
             "stages": [
-                {**vars(stage), **{name: getattr(stage.memory, name) for name in sizes}, "memory": stage.memory.kinds}
+                {
+                    **vars(stage),
+                    **{name: getattr(stage.memory, name) for name in sizes},
+                    "memory": stage.memory.kinds,
+                }
                 for stage in self.stages
             ],
             "notes": list(self.notes),
         }
 
     def __str__(self) -> str:
-        machine, kinds = self.hardware, list(self.stages[0].memory.kinds)
-        fit = (
-            f"{human(round(self.likely))} likely, {human(round(self.needed))} needed of {human(round(machine.memory))}"
-        )
+        machine = self.hardware
+        kinds = list(self.stages[0].memory.kinds)
+        needs = f"{human(round(self.likely))} likely, {human(round(self.needed))} needed"
+        fit = f"{needs} of {human(round(machine.memory))}"
         memory = [["rank", "layers", *kinds, "needed", "likely"]]
         for stage in self.stages:
-            sizes = [*stage.memory.kinds.values(), round(stage.memory.needed), round(stage.memory.likely)]
+            sizes = [
+                *stage.memory.kinds.values(),
+                round(stage.memory.needed),
+                round(stage.memory.likely),
+            ]
             memory.append([str(stage.rank), str(stage.layers), *map(human, sizes)])
         terms = sorted(self.time.terms.items(), key=lambda item: -item[1])
         seconds = [[name, f"{s:.4f}", f"{100 * s / self.seconds:.1f}%"] for name, s in terms if s]
@@ -132,7 +143,12 @@ class Estimate:
                 f"{self.layout} on {self.ranks} x {machine.label}: {self.verdict} ({fit})",
                 f"{self.seconds:.3g} s for a step of {self.tokens:,} tokens: {self.tokens_per_second:,.0f} tokens/s, "
                 f"{self.tokens_per_second / self.ranks:,.0f} per rank, MFU {100 * self.mfu:.1f}%",
-                *("", *aligned(memory), "", *aligned(seconds), "", *self.notes),
+                "",
+                *aligned(memory),
+                "",
+                *aligned(seconds),
+                "",
+                *self.notes,
             ]
         )
 
@@ -174,17 +190,27 @@ def estimate(
     """
     check_count("sequence_length", sequence_length)
     check_asked(batch_size, num_microbatches, str(mixed_precision), optim_args, tokens="batch_size")
-    machine, constants = find_machine(hardware), constants_of(hardware)
+    machine = find_machine(hardware)
+    constants = constants_of(hardware)
     if isinstance(source, Plan):
         if parallel is not None and parallel != source.layout:
-            raise ConfigError("estimate got a plan and another layout: give the config instead of the plan")
-        plan, spec = source, None
+            raise ConfigError(
+                "estimate got a plan and another layout: give the config instead of the plan"
+            )
+        plan = source
+        spec = None
     else:
-        config = source if isinstance(source, PreTrainedConfig) else load_config(str(source), dict(plan_kwargs))[0]
+        config = (
+            source
+            if isinstance(source, PreTrainedConfig)
+            else load_config(str(source), dict(plan_kwargs))[0]
+        )
         plan = make_plan(config, parallel, mixed_precision=mixed_precision, **plan_kwargs)
         spec = run_spec(config, mixed_precision=mixed_precision, **plan_kwargs)
     sizes = sequence_length, batch_size, num_microbatches
-    shape, job, held = costs(plan, spec, *sizes, mixed_precision, optimizer=optimizer, options=optim_args)
+    shape, job, held = costs(
+        plan, spec, *sizes, mixed_precision, optimizer=optimizer, options=optim_args
+    )
     found = _of_plan(plan, shape, job, machine, constants, held)
     return replace(found, notes=(*found.notes, *evidence(hardware)))
 
@@ -216,7 +242,12 @@ def costs(
 
 
 def _of_plan(
-    plan: Plan, shape: ModelShape, job: Job, machine: Machine, constants: Constants, held: Sequence[MemoryEstimate]
+    plan: Plan,
+    shape: ModelShape,
+    job: Job,
+    machine: Machine,
+    constants: Constants,
+    held: Sequence[MemoryEstimate],
 ) -> Estimate:
     """Return the estimate of a plan whose memory is known."""
     places = places_of(plan)
@@ -229,12 +260,15 @@ def _of_plan(
     taken = [stage.stage(constants) + hop for stage in stages]
     played = _played(plan, taken, job)
     bubble = None if played is None else max(0.0, played.makespan - job.microbatches * max(taken))
-    of_ranks, experts = [place.weights for place in places], [place.expert_weights for place in places]
+    of_ranks = [place.weights for place in places]
+    experts = [place.expert_weights for place in places]
     time = step_time(stages, of_ranks, job, machine, constants, bubble, experts)
     return Estimate(
         hardware=machine,
         layout=plan.layout.describe(),
-        stages=tuple(StageEstimate(n, place.layers, taken[n], held[n]) for n, place in enumerate(places)),
+        stages=tuple(
+            StageEstimate(n, place.layers, taken[n], held[n]) for n, place in enumerate(places)
+        ),
         time=time,
         tokens=job.step_tokens,
         ranks=plan.layout.total_size,
@@ -244,18 +278,24 @@ def _of_plan(
     )
 
 
-def _range_of_mixture(shape: ModelShape, job: Job, time: StepTime, held: Sequence[MemoryEstimate]) -> list[str]:
+def _range_of_mixture(
+    shape: ModelShape, job: Job, time: StepTime, held: Sequence[MemoryEstimate]
+) -> list[str]:
     """Return a note on a mixture: what it takes and holds if the busiest expert rank gets half as many tokens again."""
     if not shape.experts:
         return []
     equal = "mixture: estimated with equally many tokens for every expert"
     if job.layout.ep == 1:
         return [f"{equal}; without expert ranks a rank keeps as much whatever its router does"]
-    more = (1 - (shape.layer_weights - shape.expert_weights) / shape.active_weights) / 2  # of a layer's work
+    more = (
+        1 - (shape.layer_weights - shape.expert_weights) / shape.active_weights
+    ) / 2  # of a layer's work
     seconds = time.total + more * (time.products + time.elementwise) + time.exchange / 2
     full = max(held, key=lambda each: each.likely)
     reserved = human(round(full.likely + more * full.activations))
-    return [f"{equal}; up to {seconds:.3g} s and {reserved} where the busiest expert rank gets half as many again"]
+    return [
+        f"{equal}; up to {seconds:.3g} s and {reserved} where the busiest expert rank gets half as many again"
+    ]
 
 
 def _played(plan: Plan, taken: list[float], job: Job) -> Timeline | None:
@@ -270,5 +310,7 @@ def _played(plan: Plan, taken: list[float], job: Job) -> Timeline | None:
         backward_weight=1 / (2 + again),
         stages=tuple(taken[rank] / job.virtual for rank in plan.stages.ranks),
     )
-    actions = order(str(plan.layout.pipeline_schedule), plan.layout.pp, job.microbatches, job.virtual)
+    actions = order(
+        str(plan.layout.pipeline_schedule), plan.layout.pp, job.microbatches, job.virtual
+    )
     return simulate(actions, costs, str(plan.layout.pipeline_schedule))

@@ -31,7 +31,12 @@ WAYS = ("none", "elementwise", "full")
 """Ways to compute activations again that are tried."""
 _LONG = 16384  # tokens of a sequence from which on it is worth cutting
 _NODES_OF_TENSOR_RANKS = 2
-OFFLOADS = (("optimizer",), ("optimizer", "activations"), ("parameters",), ("parameters", "activations"))
+OFFLOADS = (
+    ("optimizer",),
+    ("optimizer", "activations"),
+    ("parameters",),
+    ("parameters", "activations"),
+)
 
 
 @dataclass(frozen=True)
@@ -39,7 +44,9 @@ class Candidate:
     """Describe a step in one layout; tensor ranks imply sequence parallelism."""
 
     job: Job
-    offload: tuple[str, ...] = ()  # what lies on the host: ``optimizer``, ``activations``, ``parameters``
+    offload: tuple[
+        str, ...
+    ] = ()  # what lies on the host: ``optimizer``, ``activations``, ``parameters``
 
     @property
     def schedule(self) -> str:
@@ -59,11 +66,17 @@ class Candidate:
     @property
     def levers(self) -> dict[str, Any]:
         """Return what is computed again, in tiles of how many tokens, and what lies on the host."""
-        return {"recompute": self.recompute, "tile_tokens": self.job.tile or None, "offload": self.offload}
+        return {
+            "recompute": self.recompute,
+            "tile_tokens": self.job.tile or None,
+            "offload": self.offload,
+        }
 
     def memory_arguments(self) -> dict[str, Any]:
         """Return the arguments of :class:`hfscale.MemoryConfig` that are not its defaults."""
-        changed = {name: value for name, value in self.levers.items() if value not in ("none", None)}
+        changed = {
+            name: value for name, value in self.levers.items() if value not in ("none", None)
+        }
         del changed["offload"]
         return changed | {f"offload_{what}": True for what in self.offload}
 
@@ -71,16 +84,28 @@ class Candidate:
     def kind(self) -> str:
         """The axes that it uses, in words."""
         layout = self.job.layout
-        names = [("tensor", layout.tp), ("pipeline", layout.pp), ("context", layout.cp), ("expert", layout.ep)]
-        used = [name for name, size in [*names, ("sharded data", layout.asked("dp_shard"))] if size > 1]
+        names = [
+            ("tensor", layout.tp),
+            ("pipeline", layout.pp),
+            ("context", layout.cp),
+            ("expert", layout.ep),
+        ]
+        used = [
+            name for name, size in [*names, ("sharded data", layout.asked("dp_shard"))] if size > 1
+        ]
         return " x ".join(used) or "replicas" if layout.total_size > 1 else "one process"
 
     def describe(self) -> str:
         """Describe the layout, as in ``tp2 x dp_shard8 x pp4, 16 x 1 sequences, 1f1b``."""
         job = self.job
-        named = " x ".join(f"{axis}{size}" for axis, size in self.sizes.items() if size > 1) or "one process"
+        named = (
+            " x ".join(f"{axis}{size}" for axis, size in self.sizes.items() if size > 1)
+            or "one process"
+        )
         extra = f", {self.schedule}" if job.layout.pp > 1 else ""
-        again = {"none": "", "full": ", layers recomputed"}.get(self.recompute, f", recompute {self.recompute}")
+        again = {"none": "", "full": ", layers recomputed"}.get(
+            self.recompute, f", recompute {self.recompute}"
+        )
         again += f" in tiles of {job.tile:,}" if job.tile else ""
         host = f", {' and '.join(self.offload)} on the host" if self.offload else ""
         return f"{named}, {job.microbatches} x {job.batch} sequences{extra}{again}{host}"
@@ -88,7 +113,9 @@ class Candidate:
     def parallel_arguments(self) -> dict[str, Any]:
         """Return the arguments of :class:`hfscale.ParallelConfig` that are not its defaults."""
         job = self.job
-        found: dict[str, Any] = {f"{axis}_size": size for axis, size in self.sizes.items() if size > 1}
+        found: dict[str, Any] = {
+            f"{axis}_size": size for axis, size in self.sizes.items() if size > 1
+        }
         if job.sequence_parallel:
             found["sequence_parallel"] = True
         if job.layout.pp > 1:
@@ -103,9 +130,12 @@ class Candidate:
         return {**sizes, **step, **self.levers, "schedule": self.schedule, "kind": self.kind}
 
 
-def candidates(summary: ModelSummary, machine: Machine, gpus: int, sequences: int) -> Iterator[Candidate]:
+def candidates(
+    summary: ModelSummary, machine: Machine, gpus: int, sequences: int
+) -> Iterator[Candidate]:
     """Yield every layout of ``gpus`` ranks for ``sequences`` sequences per step."""
-    most, sequence = _NODES_OF_TENSOR_RANKS * machine.ranks_per_node, summary.job.sequence
+    most = _NODES_OF_TENSOR_RANKS * machine.ranks_per_node
+    sequence = summary.job.sequence
     longest = 1 if sequence < _LONG else sequence // (_LONG // 4)  # of context ranks
     for tp in (size for size in _divisors(gpus) if size <= most and summary.heads % size == 0):
         for pp in (size for size in _divisors(gpus // tp) if size <= summary.shape.layers):
@@ -130,7 +160,9 @@ def _of_sizes(
     tp, pp, cp, dp = sizes
     local = max(1, machine.ranks_per_node // (tp * cp))
     shards = sorted({1, dp} | ({local} if dp % local == 0 else set()))
-    ep_sizes = sorted({1} | {tp * size for size in _divisors(dp)} & set(_divisors(summary.shape.experts)))
+    ep_sizes = sorted(
+        {1} | {tp * size for size in _divisors(dp)} & set(_divisors(summary.shape.experts))
+    )
     for batch in (size for size in _divisors(sequences) if size & (size - 1) == 0 and size <= 64):
         count = sequences // batch
         if count < pp:
@@ -150,10 +182,13 @@ def _of_sizes(
 
 def _ways(summary: ModelSummary, batch: int, cp: int, schedule: str) -> list[tuple[str, int]]:
     """Return how activations may be computed again, and the tokens of a tile, where there are several tiles."""
-    tile, found = summary.job.tile, [(way, 0) for way in WAYS]
+    tile = summary.job.tile
+    found = [(way, 0) for way in WAYS]
     several = tile and summary.job.sequence * batch / cp > 2 * tile
     found += [("elementwise", tile), ("full", tile)] if several else []
-    return [way for way in found if way[0] != "full" or schedule != "zbv"]  # split passes recompute layers twice
+    return [
+        way for way in found if way[0] != "full" or schedule != "zbv"
+    ]  # split passes recompute layers twice
 
 
 @cache
@@ -164,18 +199,30 @@ def _layout(schedule: str, virtual: int, *sizes: int) -> ParallelConfig:
 
 
 def step_of(
-    summary: ModelSummary, layout: ParallelConfig, batch: int, microbatches: int, recompute: str, tile: int = 0
+    summary: ModelSummary,
+    layout: ParallelConfig,
+    batch: int,
+    microbatches: int,
+    recompute: str,
+    tile: int = 0,
 ) -> Job:
     """Return the job of a model's step in a layout, with sequence parallelism over tensor ranks."""
     sizes: dict[str, Any] = {"batch": batch, "microbatches": microbatches}
-    sizes |= {"recompute": float(recompute == "full"), "elementwise": recompute == "elementwise" or tile > 0}
+    sizes |= {
+        "recompute": float(recompute == "full"),
+        "elementwise": recompute == "elementwise" or tile > 0,
+    }
     sizes |= {"tile": tile, "method": "gather", "replicas": 1.0}
     if layout.cp > 1:
-        keys = max(1, round(summary.heads * summary.shape.keys / max(1, summary.shape.queries) / layout.tp))
+        keys = max(
+            1, round(summary.heads * summary.shape.keys / max(1, summary.shape.queries) / layout.tp)
+        )
         sizes["method"] = choose("auto", summary.heads // layout.tp, keys, layout.cp)
         sizes["replicas"] = max(1.0, layout.cp / keys)
     gathers = layout.dp_shard > 1 and layout.pp == 1
-    return replace(summary.job, layout=layout, gathers=gathers, sequence_parallel=layout.tp > 1, **sizes)
+    return replace(
+        summary.job, layout=layout, gathers=gathers, sequence_parallel=layout.tp > 1, **sizes
+    )
 
 
 def _divisors(number: int) -> list[int]:
@@ -196,18 +243,27 @@ class CandidateCost:
     @property
     def mostly(self) -> str:
         """The kind that takes most of its bytes, in words."""
-        return "weights, gradients and optimizer" if self.states > self.activations else "activations"
+        return (
+            "weights, gradients and optimizer" if self.states > self.activations else "activations"
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return layout, seconds and bytes as plain numbers and words."""
-        return {**self.candidate.to_dict(), "seconds": self.seconds, "needed": self.needed, "likely": self.likely}
+        return {
+            **self.candidate.to_dict(),
+            "seconds": self.seconds,
+            "needed": self.needed,
+            "likely": self.likely,
+        }
 
 
 class FastCost:
     """Estimate candidates of one model on one machine."""
 
     def __init__(self, summary: ModelSummary, machine: Machine, constants: Constants) -> None:
-        self.summary, self.machine, self.constants = summary, machine, constants
+        self.summary = summary
+        self.machine = machine
+        self.constants = constants
         self._parts: dict[tuple[float, ...], Parts] = {}
         self._layers = cache(self._balanced)
 
@@ -216,29 +272,62 @@ class FastCost:
         job = candidate.job
         places = self._places(candidate)
         stages = stage_seconds(places, self._seconds(job))
-        parts = 6 if candidate.schedule == "zbv" else None  # ranks wait for a forward pass of half their layers alone
+        parts = (
+            6 if candidate.schedule == "zbv" else None
+        )  # ranks wait for a forward pass of half their layers alone
         if candidate.offload:
             kept, *_, stream = self._kept(job)
             layers = max(place.layers for place in places)
-            activations = 2 * job.tokens * job.microbatches * layers * (stream if job.recompute else kept)
+            activations = (
+                2 * job.tokens * job.microbatches * layers * (stream if job.recompute else kept)
+            )
             own = max(job.shard_of(place.weights, place.expert_weights) for place in places)
             job = job.with_host(candidate.offload, activations, own)
-        weights, experts = [place.weights for place in places], [place.expert_weights for place in places]
-        time = step_time(stages, weights, job, self.machine, self.constants, experts=experts, parts=parts)
+        weights = [place.weights for place in places]
+        experts = [place.expert_weights for place in places]
+        time = step_time(
+            stages, weights, job, self.machine, self.constants, experts=experts, parts=parts
+        )
         held = (self._bytes(candidate, rank, place) for rank, place in enumerate(places))
         states, activations, needed = max(held, key=lambda rank: rank[2])
-        return CandidateCost(candidate, time.total, needed, likely_bytes(needed, activations), states, activations)
+        return CandidateCost(
+            candidate, time.total, needed, likely_bytes(needed, activations), states, activations
+        )
 
     def _kept(self, job: Job) -> tuple[float, float, float, float]:
         """Return a layer's bytes per token: kept, computed again, gradients of activations, and its input."""
-        found, layout = self.summary, job.layout
-        kept = found.kept_spread if layout.ep > 1 else found.kept_alone if layout.data_world == 1 else found.kept
-        kept = kept.ways.get("tiles" if job.tile else "elementwise" if job.elementwise else "", kept)
-        whole, tiles = kept.over(layout.tp), 0.0
-        if job.tile:  # of one tile an MLP holds all, and a summary has it for each token of a whole sequence
-            tiles = 2 * job.value_bytes * found.shape.mlp_width * job.tile * (1 / job.tokens - 1 / job.sequence)
-        if job.method == "heads":  # attention's result once more, of this rank's tokens, and shared key heads
-            whole += job.value_bytes * (found.shape.queries + 2 * (job.replicas - 1) * found.shape.keys) / layout.tp
+        found = self.summary
+        layout = job.layout
+        kept = (
+            found.kept_spread
+            if layout.ep > 1
+            else found.kept_alone
+            if layout.data_world == 1
+            else found.kept
+        )
+        kept = kept.ways.get(
+            "tiles" if job.tile else "elementwise" if job.elementwise else "", kept
+        )
+        whole = kept.over(layout.tp)
+        tiles = 0.0
+        if (
+            job.tile
+        ):  # of one tile an MLP holds all, and a summary has it for each token of a whole sequence
+            tiles = (
+                2
+                * job.value_bytes
+                * found.shape.mlp_width
+                * job.tile
+                * (1 / job.tokens - 1 / job.sequence)
+            )
+        if (
+            job.method == "heads"
+        ):  # attention's result once more, of this rank's tokens, and shared key heads
+            whole += (
+                job.value_bytes
+                * (found.shape.queries + 2 * (job.replicas - 1) * found.shape.keys)
+                / layout.tp
+            )
         again = whole * (job.recompute > 0) + (kept.again + 2 * tiles) / layout.tp
         return whole, again, (kept.passing + tiles) / layout.tp, found.stream / layout.tp
 
@@ -250,13 +339,20 @@ class FastCost:
         return self._parts[key]
 
     def _places(self, c: Candidate) -> list[Place]:
-        shape, tp, found = self.summary.shape, c.job.layout.tp, list[Place]()
+        shape = self.summary.shape
+        tp = c.job.layout.tp
+        found = list[Place]()
         last = 0 if c.schedule == "zbv" else c.job.layout.pp - 1
-        for rank, layers in enumerate(self._layers(c.job.layout.pp, c.job.virtual, c.schedule == "zbv")):
-            embedding, head = rank == 0, rank == last
+        for rank, layers in enumerate(
+            self._layers(c.job.layout.pp, c.job.virtual, c.schedule == "zbv")
+        ):
+            embedding = rank == 0
+            head = rank == last
             tables = embedding or head if shape.tied else embedding + head
             weights = layers * shape.held(tp), layers * shape.expert_weights / c.job.expert_ranks
-            found.append(Place(layers, embedding, head, *weights, tables * shape.table_weights / tp))
+            found.append(
+                Place(layers, embedding, head, *weights, tables * shape.table_weights / tp)
+            )
         return found
 
     def _balanced(self, p: int, virtual: int, back: bool) -> list[int]:
@@ -266,20 +362,41 @@ class FastCost:
         before = Cost(0, shape.table_weights).work()
         after = Cost(2 * shape.table_weights, 0 if shape.tied else shape.table_weights).work()
         counts = balance([layer] * shape.layers, p * virtual, before, after)
-        return [counts[rank] + counts[2 * p - 1 - rank] if back else sum(counts[rank::p]) for rank in range(p)]
+        return [
+            counts[rank] + counts[2 * p - 1 - rank] if back else sum(counts[rank::p])
+            for rank in range(p)
+        ]
 
     def _bytes(self, c: Candidate, rank: int, place: Place) -> tuple[float, float, float]:
         """Return the bytes of states, of activations, and of all that one rank needs."""
-        found, shape, job, layers = self.summary, self.summary.shape, c.job, place.layers
-        tp, pp, sharded = job.layout.tp, job.layout.pp, job.layout.dp_shard > 1
-        on_host = found.states if "parameters" in c.offload else found.optimizer if "optimizer" in c.offload else 0.0
+        found = self.summary
+        shape = self.summary.shape
+        job = c.job
+        layers = place.layers
+        tp = job.layout.tp
+        pp = job.layout.pp
+        sharded = job.layout.dp_shard > 1
+        on_host = (
+            found.states
+            if "parameters" in c.offload
+            else found.optimizer
+            if "optimizer" in c.offload
+            else 0.0
+        )
         states = (found.states - on_host) * job.shard_of(place.weights, place.expert_weights)
         kept, again, passing, stream = self._kept(job)
-        held = in_flight_of_ranks(c.schedule, pp, job.microbatches, job.virtual)[rank] / job.virtual * layers
+        held = (
+            in_flight_of_ranks(c.schedule, pp, job.microbatches, job.virtual)[rank]
+            / job.virtual
+            * layers
+        )
         held = min(held, 2) if "activations" in c.offload else held
         one = job.tokens * (stream if job.recompute else kept)
-        activations, running = one * held + job.tokens * (again + stream), job.tokens * (again + passing)
-        width, gathered, loss = job.gathered_bytes, 0.0, 0.0
+        activations = one * held + job.tokens * (again + stream)
+        running = job.tokens * (again + passing)
+        width = job.gathered_bytes
+        gathered = 0.0
+        loss = 0.0
         if job.layout.data_world > 1:
             layer = shape.held(tp) + shape.expert_weights / job.expert_ranks
             whole = min(layers, 1) if pp == 1 and sharded else layers
@@ -287,13 +404,27 @@ class FastCost:
         elif width < found.weight:
             gathered = 2 * (place.weights + place.expert_weights)
         if place.head:
-            rows = rows_per_chunk(round(job.tokens), round(shape.vocabulary / tp), torch.device(ACCELERATOR))
-            loss = found.head * shape.table_weights / tp + job.value_bytes * rows * shape.vocabulary / tp
+            rows = rows_per_chunk(
+                round(job.tokens), round(shape.vocabulary / tp), torch.device(ACCELERATOR)
+            )
+            loss = (
+                found.head * shape.table_weights / tp
+                + job.value_bytes * rows * shape.vocabulary / tp
+            )
         own = 2 * job.value_bytes * job.tokens / tp  # what a layer's attention exchanges, at once
-        exchanged = own * (shape.queries if job.method == "heads" else 2 * shape.keys * job.layout.cp)
-        most, gradients = one * held + max(job.tokens * stream + loss, running), 0.0
-        if job.microbatches == 1 and "parameters" not in c.offload:  # gradients are made while activations go
-            gradients = job.gradient_bytes * job.trained * job.shard_of(place.weights, place.expert_weights)
-            most = max(most, one * min(held, 2 if "activations" in c.offload else 1) + running + gradients)
+        exchanged = own * (
+            shape.queries if job.method == "heads" else 2 * shape.keys * job.layout.cp
+        )
+        most = one * held + max(job.tokens * stream + loss, running)
+        gradients = 0.0
+        if (
+            job.microbatches == 1 and "parameters" not in c.offload
+        ):  # gradients are made while activations go
+            gradients = (
+                job.gradient_bytes * job.trained * job.shard_of(place.weights, place.expert_weights)
+            )
+            most = max(
+                most, one * min(held, 2 if "activations" in c.offload else 1) + running + gradients
+            )
         needed = states - gradients + most + gathered + exchanged * (job.layout.cp > 1) + OVERHEAD
         return states, activations, needed

@@ -14,12 +14,19 @@ from .estimate import Estimate
 from .fast_cost import CandidateCost
 from .search import Search
 
-_WIDTH, _LABEL, _ROW = 960, 70, 22
+_WIDTH = 960
+_LABEL = 70
+_ROW = 22
 _COLORS = (
     "#4a6fa5", "#e08e45", "#6aa84f", "#b04a5a", "#8064a2", "#50a5b1", "#9c8b5e", "#7f7f7f", "#d4a5c9", "#1f3d63",
     "#c9b037", "#2e6b4f", "#c46bb0",
 )  # fmt: skip
-_KINDS = {"forward": "#4a6fa5", "backward": "#e08e45", "backward_input": "#e08e45", "backward_weight": "#6aa84f"}
+_KINDS = {
+    "forward": "#4a6fa5",
+    "backward": "#e08e45",
+    "backward_input": "#e08e45",
+    "backward_weight": "#6aa84f",
+}
 _MOST_SPANS = 4000
 _STYLE = (
     "body{font:15px/1.45 system-ui,sans-serif;max-width:1000px;margin:2em auto;padding:0 1em;color:#222}"
@@ -32,7 +39,9 @@ _STYLE = (
 def page_of(found: Estimate | Search, title: str) -> str:
     """Return the HTML page of an estimate or of a search."""
     if isinstance(found, Search):
-        sections = [("Seconds and memory: the frontier, and the fastest of each kind", _scatter(found))]
+        sections = [
+            ("Seconds and memory: the frontier, and the fastest of each kind", _scatter(found))
+        ]
     else:
         sections = list(_of_estimate(found))
     body = "".join(f"<h2>{escape(name)}</h2>{content}" for name, content in sections)
@@ -42,13 +51,23 @@ def page_of(found: Estimate | Search, title: str) -> str:
 
 
 def _of_estimate(found: Estimate) -> Iterable[tuple[str, str]]:
-    kinds = [kind for kind in found.stages[0].memory.kinds if any(stage.memory.kinds[kind] for stage in found.stages)]
-    rows = [(f"rank {s.rank}", {kind: float(s.memory.kinds[kind]) for kind in kinds}) for s in found.stages]
+    kinds = [
+        kind
+        for kind in found.stages[0].memory.kinds
+        if any(stage.memory.kinds[kind] for stage in found.stages)
+    ]
+    rows = [
+        (f"rank {s.rank}", {kind: float(s.memory.kinds[kind]) for kind in kinds})
+        for s in found.stages
+    ]
     marks = ((found.hardware.budget, "budget"), (found.hardware.memory, "device"))
     memory = _bars(rows, max(found.needed, found.hardware.memory), _size, marks)
     yield "Memory of each pipeline rank, by kind", memory + _key(kinds)
     terms = {name: seconds for name, seconds in found.time.terms.items() if seconds > 0}
-    yield "Seconds of a step, by term", _bars([("step", terms)], found.seconds, _seconds) + _key(terms)
+    yield (
+        "Seconds of a step, by term",
+        _bars([("step", terms)], found.seconds, _seconds) + _key(terms),
+    )
     if found.schedule is not None and sum(1 for _ in found.schedule.spans()) <= _MOST_SPANS:
         played = {span.action.kind for _, span in found.schedule.spans()}
         key = _key([kind for kind in _KINDS if kind in played], _KINDS)
@@ -61,17 +80,24 @@ def _bars(
     say: Callable[[float], str],
     marks: Sequence[tuple[float, str]] = (),
 ) -> str:
-    scale, height = (_WIDTH - _LABEL - 10) / most, _ROW * len(rows) + (20 if marks else 2)
+    scale = (_WIDTH - _LABEL - 10) / most
+    height = _ROW * len(rows) + (20 if marks else 2)
     parts = []
     for number, (name, values) in enumerate(rows):
-        y, x = number * _ROW, float(_LABEL)
+        y = number * _ROW
+        x = float(_LABEL)
         parts.append(_text(0, y + 15, name))
         for color, (kind, value) in zip(cycle(_COLORS), values.items(), strict=False):
-            parts.append(_rect(x, y + 2, value * scale, _ROW - 4, color, f"{name}: {kind} {say(value)}"))
+            parts.append(
+                _rect(x, y + 2, value * scale, _ROW - 4, color, f"{name}: {kind} {say(value)}")
+            )
             x += value * scale
     for value, name in marks:
         x = _LABEL + value * scale
-        parts += [_dashed(x, 0, height - 14), _text(x, height - 2, f"{name} {say(value)}", "end", 11)]
+        parts += [
+            _dashed(x, 0, height - 14),
+            _text(x, height - 2, f"{name} {say(value)}", "end", 11),
+        ]
     return _svg(height, parts)
 
 
@@ -79,8 +105,10 @@ def _schedule(timeline: Timeline) -> str:
     scale = (_WIDTH - _LABEL - 10) / timeline.makespan
     parts = [_text(0, rank * _ROW + 15, f"rank {rank}") for rank in range(timeline.num_ranks)]
     for rank, span in timeline.spans():
-        x, width = _LABEL + (span.start - timeline.start) * scale, (span.end - span.start) * scale
-        action, takes = span.action, _seconds(span.end - span.start)
+        x = _LABEL + (span.start - timeline.start) * scale
+        width = (span.end - span.start) * scale
+        action = span.action
+        takes = _seconds(span.end - span.start)
         says = f"{action.kind} of stage {action.stage}, microbatch {action.microbatch}: {takes}"
         color = _KINDS.get(action.kind, "#7f7f7f")
         parts.append(_rect(x, rank * _ROW + 2, max(width - 0.5, 0.5), _ROW - 4, color, says))
@@ -91,7 +119,9 @@ def _scatter(found: Search) -> str:
     """Plot seconds over memory on logarithmic axes, since layouts differ by factors."""
     shown: list[tuple[CandidateCost, str]] = [(each, _COLORS[0]) for each in found.frontier]
     shown += [(each, _COLORS[1]) for each in found.best if each not in found.frontier]
-    right, bottom, gib = _WIDTH - 30, 320, 2**30
+    right = _WIDTH - 30
+    bottom = 320
+    gib = 2**30
     across = _Scale([each.likely / gib for each, _ in shown] + [found.budget / gib], _LABEL, right)
     up = _Scale([each.seconds for each, _ in shown], bottom, 20)
     parts = []
@@ -116,7 +146,8 @@ class _Scale:
 
     def __init__(self, values: Sequence[float], start: float, end: float) -> None:
         self._low, self._high = log10(min(values) / 1.1), log10(max(values) * 1.1)
-        self._start, self._end = start, end
+        self._start = start
+        self._end = end
 
     def at(self, value: float) -> float:
         share = (log10(value) - self._low) / (self._high - self._low)
@@ -124,7 +155,8 @@ class _Scale:
 
     def ticks(self) -> list[float]:
         """Return round tick values in range: ones, twos and fives, or more if these are few."""
-        found, decades = list[float](), range(floor(self._low), floor(self._high) + 1)
+        found = list[float]()
+        decades = range(floor(self._low), floor(self._high) + 1)
         for steps in ((1, 2, 5), (1, 1.2, 1.4, 1.6, 1.8, 2, 2.5, 3, 3.5, 4, 4.5, 5, 6, 7, 8, 9)):
             if len(found) <= 2:
                 values = [step * 10.0**decade for decade in decades for step in steps]

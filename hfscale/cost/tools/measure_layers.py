@@ -37,7 +37,10 @@ from ..model.situation import Kind, LayerBytes, MeasuredLayers, kind_of
 from .simulated_rank import RunSpec, meta_model, take_step
 
 _MOST_LAYERS = 16  # that are looked at for another kind
-_BEFORE, _BEHIND, _SHARED, _LOGITS = "before", "behind", "shared", "logits"
+_BEFORE = "before"
+_BEHIND = "behind"
+_SHARED = "shared"
+_LOGITS = "logits"
 _SEEN: dict[tuple[str, ...], MeasuredLayers | None] = {}
 _log = logging.getLogger(__name__)
 
@@ -53,7 +56,9 @@ def measured_layers(
     first = dict[Kind, int]()  # of each kind, the first layer behind another one
     for index, layer in enumerate(plan.layers[1:_MOST_LAYERS], 1):
         first.setdefault(kind_of(plan, layer), index)
-    few = replace(spec, config=first_layers(spec.config, max(first.values(), default=0) + 1), memory=None)
+    few = replace(
+        spec, config=first_layers(spec.config, max(first.values(), default=0) + 1), memory=None
+    )
     small, again, least = _small(layout or plan.layout), recomputed(plan), compressed(plan)
     sizes = {"sequence": sequence, "batch": min(batch, 2), "microbatches": 1}
     parts: dict[str, Any] = {}
@@ -67,7 +72,9 @@ def measured_layers(
 
     found = whole = seen()
     if parts and whole is not None and (found := seen(**parts)) is not None:
-        layers = {kind: _with_again(part, whole.layers[kind]) for kind, part in found.layers.items()}
+        layers = {
+            kind: _with_again(part, whole.layers[kind]) for kind, part in found.layers.items()
+        }
         found = replace(found, first=_with_again(found.first, whole.first), layers=layers)
     if found is None or least is None:
         return found
@@ -79,14 +86,24 @@ def _small(layout: ParallelConfig) -> ParallelConfig:
     """Return the layout with the fewest stages and data ranks that do not change a layer's bytes."""
     data = max(layout.expert_batches, min(2, layout.batch_world))
     few: dict[str, Any] = {"pp_size": 1, "dp_replicate_size": 1, "dp_shard_size": data}
-    few |= {"pipeline_schedule": "1f1b", "virtual_stages": 1, "stage_layers": None, "num_microbatches": None}
+    few |= {
+        "pipeline_schedule": "1f1b",
+        "virtual_stages": 1,
+        "stage_layers": None,
+        "num_microbatches": None,
+    }
     return replace(layout, **few, gradient_compression="no", powersgd_rank=None)
 
 
 def _seen(spec: RunSpec, layout: ParallelConfig, sizes: dict[str, int]) -> MeasuredLayers | None:
     """Measure layers of each kind once."""
     config = json.dumps(spec.config.to_dict(), sort_keys=True, default=str)
-    key = (config + implementation_of(spec.config), repr(replace(spec, config=None)), repr(layout), repr(sizes))  # type: ignore[arg-type]
+    key = (
+        config + implementation_of(spec.config),
+        repr(replace(spec, config=None)),  # type: ignore[arg-type]
+        repr(layout),
+        repr(sizes),
+    )
     if key not in _SEEN:
         try:
             _SEEN[key] = _count(spec, layout, sizes)
@@ -98,7 +115,9 @@ def _seen(spec: RunSpec, layout: ParallelConfig, sizes: dict[str, int]) -> Measu
 
 def _count(spec: RunSpec, layout: ParallelConfig, sizes: dict[str, int]) -> MeasuredLayers:
     if layout.total_size > 1 and dist.is_initialized():
-        raise ConfigError("simulated ranks need a process in which torch.distributed is not initialized")
+        raise ConfigError(
+            "simulated ranks need a process in which torch.distributed is not initialized"
+        )
     with meta_model(spec, layout) as (model, copies):
         plan = runtime_of(model).plan
         job = job_of(plan, **sizes, mixed=spec.mixed_precision)
@@ -136,24 +155,37 @@ def _with_again(part: LayerBytes, whole: LayerBytes) -> LayerBytes:
 class _LayerCounter(SavedCounter):
     """Count saved bytes by the layer that saved a tensor first, at the start of the backward pass."""
 
-    def __init__(self, model: nn.Module, layers: Sequence[str], head: str | None, copies: Collection[int]) -> None:
+    def __init__(
+        self, model: nn.Module, layers: Sequence[str], head: str | None, copies: Collection[int]
+    ) -> None:
         # kept, and most at once: layer, or what is no layer -> bytes
         # streams: layer -> bytes of its input, as it is kept where the layer is computed again
         self.kept, self.most, self.streams = Counter[str](), Counter[str](), dict[str, float]()
         # pieces: layer -> the most bytes of those that its backward pass reads at once
         # inputs: layer -> bytes of its input among those that it saved, as it was given
         self.inputs, self.pieces, self._read = Counter[str](), Counter[str](), Counter[str]()
-        self._inputs, self._reading, self._rounds = dict[str, int](), dict[int, tuple[str, int]](), False
+        self._inputs, self._reading, self._rounds = (
+            dict[str, int](),
+            dict[int, tuple[str, int]](),
+            False,
+        )
         self._names = {id(model.get_submodule(name)): name for name in layers}
-        self._place, self._done = _BEFORE, False
+        self._place = _BEFORE
+        self._done = False
         self._given = dict[int, Tensor]()  # what several layers read, and is not their stream
         super().__init__(model, layers, head, self._count_kind, copies)
 
     def enter(self, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         self._place = self._names[id(layer)]
         stream = hidden_states_of(args, kwargs)
-        self.streams[self._place] = stream.numel() * (BYTES if self._rounds else stream.element_size())
-        given = (each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor) and each is not stream)
+        self.streams[self._place] = stream.numel() * (
+            BYTES if self._rounds else stream.element_size()
+        )
+        given = (
+            each
+            for each in tree_leaves((args, kwargs))
+            if isinstance(each, Tensor) and each is not stream
+        )
         self._given |= {storage_key(each): each for each in given}
         before = self.kept[self._place]
         super().enter(layer, args, kwargs)
@@ -168,7 +200,9 @@ class _LayerCounter(SavedCounter):
         """Return the layer, or the kind of anything outside the layers."""
         if storage_key(tensor) in self._given:
             return _SHARED
-        if self._place == _BEHIND and (self.is_of_head(tensor) or self.head_shape[:1] == tensor.shape[-1:] != ()):
+        if self._place == _BEHIND and (
+            self.is_of_head(tensor) or self.head_shape[:1] == tensor.shape[-1:] != ()
+        ):
             return _LOGITS
         return self._place
 
@@ -176,11 +210,19 @@ class _LayerCounter(SavedCounter):
         """Record that the backward pass has begun."""
         if not self._done:  # norms that widen their input keep a copy of it instead
             self._done = True
-            self.inputs = Counter({name: self.inputs[name] for name, key in self._inputs.items() if self.saved_as(key)})
+            self.inputs = Counter(
+                {
+                    name: self.inputs[name]
+                    for name, key in self._inputs.items()
+                    if self.saved_as(key)
+                }
+            )
         found = super().unpack(saved)
         key = storage_key(found)
         kind = self.saved_as(key)
-        if kind is not None and key not in self._reading:  # there until the last that saved it has read it
+        if (
+            kind is not None and key not in self._reading
+        ):  # there until the last that saved it has read it
             self._reading[key] = kind, found.untyped_storage().nbytes()
             self._reads(*self._reading[key])
         return found
@@ -196,7 +238,8 @@ class _LayerCounter(SavedCounter):
         store, known, self._rounds = part.store, set[int](), True
 
         def counting(values: int, tensor: Tensor, stays_exact: bool) -> Stored | None:
-            found, key = store(values, tensor, stays_exact), storage_key(tensor)
+            found = store(values, tensor, stays_exact)
+            key = storage_key(tensor)
             if found is not None:
                 self._count_kind(self._place, found.size)
             elif key not in known:

@@ -61,11 +61,15 @@ def memory_estimate(
     Raises:
         ConfigError: something is unknown or impossible, or what is given is neither a model of hfscale's nor a plan.
     """
-    check_asked(tokens, num_microbatches, mixed_precision, optim_args, sequence_length=sequence_length)
+    check_asked(
+        tokens, num_microbatches, mixed_precision, optim_args, sequence_length=sequence_length
+    )
     if gradient_checkpointing is not None:
         check_switch("gradient_checkpointing", gradient_checkpointing)
     if not isinstance(model_or_plan, nn.Module | Plan):
-        raise ConfigError(f"memory_estimate needs a model that hfscale parallelized, or a plan, got {model_or_plan!r}")
+        raise ConfigError(
+            f"memory_estimate needs a model that hfscale parallelized, or a plan, got {model_or_plan!r}"
+        )
     runtime = None if isinstance(model_or_plan, Plan) else runtime_of(model_or_plan)
     plan = model_or_plan if isinstance(model_or_plan, Plan) else runtime_of(model_or_plan).plan
     if offloaded(plan).optimizer:
@@ -73,15 +77,21 @@ def memory_estimate(
     given: dict[str, Any] = {"optimizer": optimizer, "options": optim_args, "tokens": tokens}
     given |= {"num_microbatches": num_microbatches, "sequence_length": sequence_length}
     if runtime is None:
-        given |= {"all_recomputed": bool(gradient_checkpointing), "mixed_precision": mixed_precision or "no"}
+        given |= {
+            "all_recomputed": bool(gradient_checkpointing),
+            "mixed_precision": mixed_precision or "no",
+        }
         return max(memory_of_ranks(plan, **given), key=lambda held: held.total)
-    model, part = runtime.model, runtime.part(Recomputation)
+    model = runtime.model
+    part = runtime.part(Recomputation)
     return _memory_of_rank(
         plan,
         runtime.mesh.pp_rank,
         runtime.mesh.device,
         ranks=runtime.mesh.ranks,
-        all_recomputed=recomputes(model) if gradient_checkpointing is None else gradient_checkpointing,
+        all_recomputed=recomputes(model)
+        if gradient_checkpointing is None
+        else gradient_checkpointing,
         chosen=None if part is None else part.chosen,
         mixed_precision=mixed_precision or runtime.options.mixed_precision,
         trained={planned.name for planned, p in runtime.parameters() if p.requires_grad},
@@ -92,11 +102,20 @@ def memory_estimate(
 
 def memory_of_ranks(plan: Plan, **given: Any) -> list[MemoryEstimate]:
     """Return the :func:`memory_estimate` of each pipeline rank of a plan, on GPUs."""
-    return [_memory_of_rank(plan, rank, torch.device(ACCELERATOR), **given) for rank in range(plan.layout.pp)]
+    return [
+        _memory_of_rank(plan, rank, torch.device(ACCELERATOR), **given)
+        for rank in range(plan.layout.pp)
+    ]
 
 
 def _memory_of_rank(
-    plan: Plan, pp_rank: int, device: torch.device, *, tokens: int, num_microbatches: int | None, **given: Any
+    plan: Plan,
+    pp_rank: int,
+    device: torch.device,
+    *,
+    tokens: int,
+    num_microbatches: int | None,
+    **given: Any,
 ) -> MemoryEstimate:
     """Estimate one rank, with the device's loss chunks and the schedule's microbatches in flight."""
     rows = 0
@@ -104,12 +123,22 @@ def _memory_of_rank(
         width = plan.by_name[f"{plan.head}.weight"].model_shape({})[0]
         rows = rows_per_chunk(ceil(tokens / plan.layout.cp), width, device)
     in_flight = in_flight_together(plan, num_microbatches)
-    given |= {"in_flight": in_flight, "chunk_rows": rows, "fused": device.type != "cpu", "apart": num_microbatches == 1}
+    given |= {
+        "in_flight": in_flight,
+        "chunk_rows": rows,
+        "fused": device.type != "cpu",
+        "apart": num_microbatches == 1,
+    }
     return estimate_memory(plan, pp_rank=pp_rank, tokens=tokens, **given)
 
 
 def check_asked(
-    count: Any, microbatches: Any, mixed_precision: Any, optim_args: Any, tokens: str = "tokens", **counts: Any
+    count: Any,
+    microbatches: Any,
+    mixed_precision: Any,
+    optim_args: Any,
+    tokens: str = "tokens",
+    **counts: Any,
 ) -> None:
     """Refuse invalid arguments of an estimate; ``tokens`` is the name of ``count``, and ``None`` is a default."""
     check_count(tokens, count)
@@ -119,28 +148,39 @@ def check_asked(
     if mixed_precision is not None:
         Options(mixed_precision)  # refuses what is unknown
     if not isinstance(optim_args, Mapping | None):
-        raise ConfigError(f"optim_args={optim_args!r} cannot be read: pass a mapping, as {{'momentum': 0.9}}")
+        raise ConfigError(
+            f"optim_args={optim_args!r} cannot be read: pass a mapping, as {{'momentum': 0.9}}"
+        )
 
 
 def held_bytes(model: nn.Module, optimizer: Any = None) -> dict[str, int]:
     """Count what this rank holds between steps by kind, each storage once; also of stock models, with PEFT's names."""
     runtime = find_runtime(model)
-    older, waiting, left_out = list[Any](), list[Any](), list[Any]()
+    older = list[Any]()
+    waiting = list[Any]()
+    left_out = list[Any]()
     pairs: list[tuple[bool, Any]]
     if runtime is None:
         pairs = [(".lora_" in name, parameter) for name, parameter in model.named_parameters()]
     else:
         own = {adapter.name for adapter in runtime.plan.adapters}
         pairs = [(planned.name in own, parameter) for planned, parameter in runtime.parameters()]
-        older, waiting = list(runtime.executor.older_weights()), list(runtime.executor.waiting_gradients())
+        older = list(runtime.executor.older_weights())
+        waiting = list(runtime.executor.waiting_gradients())
         compressing = runtime.part(DataParallel)
         left_out = [] if compressing is None else list(compressing.left_out())
-    states = [] if optimizer is None else [value for state in optimizer.state.values() for value in state.values()]
+    states = (
+        []
+        if optimizer is None
+        else [value for state in optimizer.state.values() for value in state.values()]
+    )
     weights = [parameter for adapter, parameter in pairs if not adapter]
     return {
         "weights": _storage_bytes([*weights, *beside_quantized(model), *older]),
         "adapters": _storage_bytes(parameter for adapter, parameter in pairs if adapter),
-        "gradients": _storage_bytes([*(parameter.grad for _, parameter in pairs), *left_out, *waiting]),
+        "gradients": _storage_bytes(
+            [*(parameter.grad for _, parameter in pairs), *left_out, *waiting]
+        ),
         "optimizer": _storage_bytes(states),
     }
 

@@ -46,7 +46,9 @@ class ModelSummary:
     shape: ModelShape
     heads: int  # query heads, which tensor ranks share out
     job: Job  # a step of one process, of which layouts change the sizes
-    states: float  # bytes of weights, adapters, gradients and optimizer, for every entry of a weight
+    states: (
+        float  # bytes of weights, adapters, gradients and optimizer, for every entry of a weight
+    )
     optimizer: float  # of these, the optimizer's
     weight: float  # bytes of a weight, likewise
     kept: Kept  # what a layer keeps of a token
@@ -63,13 +65,16 @@ def summarize(
     mixed_precision: str = "no",
     optimizer: str = "adamw_torch_fused",
     sequence: int = 4096,
-    tile: int | None = None,  # tokens of a tile; by default those worth it for long sequences, if any
+    tile: int
+    | None = None,  # tokens of a tile; by default those worth it for long sequences, if any
     **given: Any,
 ) -> ModelSummary:
     """Summarize a model and its training; ``given`` are arguments of its plan for one process."""
-    mixed, plan = mixed_precision, make_plan(config, mixed_precision=mixed_precision, **given)
+    mixed = mixed_precision
+    plan = make_plan(config, mixed_precision=mixed_precision, **given)
     spec = run_spec(config, mixed_precision=mixed_precision, **given)
-    shape, trained = shape_of_plan(plan, config), trained_names(plan)
+    shape = shape_of_plan(plan, config)
+    trained = trained_names(plan)
     text = config.get_text_config(decoder=True)
     heads = getattr(text, "num_attention_heads", None) or getattr(text, "n_head", None) or 1
     held = estimate_memory(plan, optimizer=optimizer, mixed_precision=mixed_precision)
@@ -79,17 +84,25 @@ def summarize(
     situation = Situation(sequence, trained=trained, routes=shape.routed or None)
 
     def planned(**memory: Any) -> tuple[Plan, RunSpec]:
-        more = {**given, "mixed_precision": mixed_precision, "memory": MemoryConfig(recompute="elementwise", **memory)}
+        more = {
+            **given,
+            "mixed_precision": mixed_precision,
+            "memory": MemoryConfig(recompute="elementwise", **memory),
+        }
         return make_plan(config, **more), run_spec(config, **more)
 
     ways = {"elementwise": planned()}
-    tile = tile or (TILE if sequence > 2 * TILE and not (plan.mixtures or weights_in_8_bits(plan)) else None)
+    tile = tile or (
+        TILE if sequence > 2 * TILE and not (plan.mixtures or weights_in_8_bits(plan)) else None
+    )
     if tile is not None:
         ways["tiles"] = planned(tile_tokens=tile)
     return ModelSummary(
         shape=replace(shape, hidden=stream_width(plan, layer)),
         heads=int(heads),
-        job=replace(job_of(plan, sequence=sequence, batch=1, microbatches=1, mixed=mixed), tile=tile or 0),
+        job=replace(
+            job_of(plan, sequence=sequence, batch=1, microbatches=1, mixed=mixed), tile=tile or 0
+        ),
         states=(held.weights + held.adapters + held.gradients + held.optimizer) / entries,
         optimizer=held.optimizer / entries,
         weight=held.weights / entries,
@@ -101,10 +114,15 @@ def summarize(
 
 
 def _kept(
-    full: tuple[Plan, RunSpec], ways: Mapping[str, tuple[Plan, RunSpec]], layer: str, types: Types, situation: Situation
+    full: tuple[Plan, RunSpec],
+    ways: Mapping[str, tuple[Plan, RunSpec]],
+    layer: str,
+    types: Types,
+    situation: Situation,
 ) -> dict[str, Kept]:
     """Return a layer's bytes by a formula or as measured on one and two tensor ranks, also under the ``ways``."""
-    mixed, data = full[1].mixed_precision, {"dp_shard_size": 2}
+    mixed = full[1].mixed_precision
+    data = {"dp_shard_size": 2}
 
     def of(alone: bool, **sizes: Any) -> Kept:
         again = {name: seen(*way, alone, sizes) for name, way in ways.items()}
@@ -131,6 +149,10 @@ def _parts(layer: LayerBytes) -> tuple[float, float, float]:
 
 def _mean(seen: MeasuredLayers, plan: Plan) -> tuple[float, float, float]:
     """Return the mean over the layers of what they keep, and the most that one computes again, and of its gradients."""
-    found = [_parts(known) for known in (seen.of_layer(plan, layer) for layer in plan.layers) if known is not None]
+    found = [
+        _parts(known)
+        for known in (seen.of_layer(plan, layer) for layer in plan.layers)
+        if known is not None
+    ]
     kept, again, passing = zip(*found, strict=True)
     return sum(kept) / len(found), max(again), max(passing)

@@ -22,24 +22,35 @@ from ...train.runtime import Runtime
 from ..model.memory_model import MemoryEstimate
 from .memory_report import held_bytes, memory_estimate
 
-_RECOMPUTE, _HALF = {"gradient_checkpointing": True}, {"tokens": 0.5}
+_RECOMPUTE = {"gradient_checkpointing": True}
+_HALF = {"tokens": 0.5}
 _REST = "activations and others"
 _LEVERS: dict[str, dict[str, Any]] = {
     "gradient checkpointing": _RECOMPUTE,
     "microbatches of half the tokens": _HALF,
     "both": {**_RECOMPUTE, **_HALF},
-    "both, and an optimizer in 8 bits (adamw_8bit)": {**_RECOMPUTE, **_HALF, "optimizer": "adamw_8bit"},
+    "both, and an optimizer in 8 bits (adamw_8bit)": {
+        **_RECOMPUTE,
+        **_HALF,
+        "optimizer": "adamw_8bit",
+    },
 }
 
 
 def explain(error: BaseException) -> str:
     """Return lines for the log about every model that hfscale parallelized; empty if there is none."""
-    alive = [each for each in gc.get_objects() if issubclass(type(each), Runtime | torch.optim.Optimizer)]
+    alive = [
+        each for each in gc.get_objects() if issubclass(type(each), Runtime | torch.optim.Optimizer)
+    ]
     stepping = [each for each in alive if isinstance(each, torch.optim.Optimizer)]
-    optimizers = {id(p): each for each in stepping for group in each.param_groups for p in group["params"]}
+    optimizers = {
+        id(p): each for each in stepping for group in each.param_groups for p in group["params"]
+    }
     lines = []
     for runtime in (each for each in alive if isinstance(each, Runtime)):
-        own = [optimizers[id(each)] for each in runtime.model.parameters() if id(each) in optimizers]
+        own = [
+            optimizers[id(each)] for each in runtime.model.parameters() if id(each) in optimizers
+        ]
         lines += _of_model(runtime, own[0] if own else None, _batch(error))
     if lines and (path := write_memory_snapshot()):
         lines.append(f"snapshot of the device's memory, for pytorch.org/memory_viz: {path}")
@@ -53,21 +64,33 @@ def _of_model(runtime: Runtime, optimizer: Any, batch: Tensor | None) -> list[st
     told = Counter[str]()
     for kind, size in planned.kinds.items() if planned is not None else ():
         told[kind if kind in held else _REST] += size
-    rows = [(human(size), human(told[kind]), kind) for kind, size in held.items() if size or told[kind]]
+    rows = [
+        (human(size), human(told[kind]), kind) for kind, size in held.items() if size or told[kind]
+    ]
     head = f"memory of {runtime.mesh.device} on rank {runtime.mesh.rank}: {human(used)} of {human(limit)}"
     lines = [head, *aligned([("held", "planned", ""), *rows], left=(2,))]
     if batch is None or planned is None:
         return lines
-    lines.append(f"what a microbatch of {batch.numel():,} tokens would need, in place of {human(planned.total)}")
+    lines.append(
+        f"what a microbatch of {batch.numel():,} tokens would need, in place of {human(planned.total)}"
+    )
     for words, changed in _LEVERS.items():
         found = _planned(runtime, optimizer, batch, **changed)
         if found is not None and found.total < planned.total:
-            lines.append(f"  {words}: {human(found.total)}, {'fits' if found.likely <= limit else 'does not fit'}")
-    ranks, name = runtime.mesh.layout.total_size, runtime.model.config.name_or_path or "MODEL"
-    return [*lines, f"  another layout: hfscale search {name} --gpus {ranks} --tokens-per-step {batch.numel() * ranks}"]
+            lines.append(
+                f"  {words}: {human(found.total)}, {'fits' if found.likely <= limit else 'does not fit'}"
+            )
+    ranks = runtime.mesh.layout.total_size
+    name = runtime.model.config.name_or_path or "MODEL"
+    return [
+        *lines,
+        f"  another layout: hfscale search {name} --gpus {ranks} --tokens-per-step {batch.numel() * ranks}",
+    ]
 
 
-def _planned(runtime: Runtime, stepping: Any, batch: Tensor, **changed: Any) -> MemoryEstimate | None:
+def _planned(
+    runtime: Runtime, stepping: Any, batch: Tensor, **changed: Any
+) -> MemoryEstimate | None:
     """Estimate a step over microbatches like ``batch``, ``tokens`` of them being a share; ``None`` if that fails."""
     context = runtime.mesh.layout.cp  # which a microbatch on the device is a piece over
     tokens = max(1, int(batch.numel() * context * changed.pop("tokens", 1)))

@@ -9,7 +9,15 @@ import yaml
 from ...errors import ConfigError, check_count
 from ...plan.columns import aligned
 from ...plan.table import human
-from ..model.machines_known import DOES_NOT_FIT, FITS, Constants, Machine, find_machine, fitted, machine_names
+from ..model.machines_known import (
+    DOES_NOT_FIT,
+    FITS,
+    Constants,
+    Machine,
+    find_machine,
+    fitted,
+    machine_names,
+)
 from .fast_cost import OFFLOADS, WAYS, CandidateCost, FastCost, candidates, offloading
 from .model_summary import ModelSummary
 
@@ -26,8 +34,12 @@ class Search:
     sequence: int  # tokens of one
     budget: float  # bytes that a rank may be likely to hold
     tried: int  # how many candidates there were
-    best: tuple[CandidateCost, ...]  # the fastest that fit, one for each kind of layout, the fastest first
-    frontier: tuple[CandidateCost, ...]  # of all that fit, those that nothing beats in memory and time, likewise
+    best: tuple[
+        CandidateCost, ...
+    ]  # the fastest that fit, one for each kind of layout, the fastest first
+    frontier: tuple[
+        CandidateCost, ...
+    ]  # of all that fit, those that nothing beats in memory and time, likewise
     rejected: dict[str, str]  # kind of layout -> why none of it fits
 
     @property
@@ -63,18 +75,33 @@ class Search:
             f"{self.gpus} x {self.machine.label}, {self.tokens:,} tokens a step, {human(round(self.budget))} for each "
             f"rank: {self.tried:,} layouts"
         )
-        note = ["nothing fits without the host's memory, whose size is not checked"] if self.uses_host else []
+        note = (
+            ["nothing fits without the host's memory, whose size is not checked"]
+            if self.uses_host
+            else []
+        )
         lines = [head, *note, "", "the fastest of each kind", *self._rows(self.best)]
         lines += ["", "less memory for more time", *self._rows(self.frontier)]
         if self.rejected:
-            lines += ["", "what does not fit", *(f"{kind}: {why}" for kind, why in self.rejected.items())]
+            lines += [
+                "",
+                "what does not fit",
+                *(f"{kind}: {why}" for kind, why in self.rejected.items()),
+            ]
         return "\n".join(lines)
 
     def _rows(self, found: Sequence[CandidateCost]) -> list[str]:
         rows = [("seconds", "tokens/s/GPU", "likely", "layout")]
         for each in found:
             rate = self.tokens / each.seconds / self.gpus
-            rows.append((f"{each.seconds:.3f}", f"{rate:,.0f}", human(round(each.likely)), each.candidate.describe()))
+            rows.append(
+                (
+                    f"{each.seconds:.3f}",
+                    f"{rate:,.0f}",
+                    human(round(each.likely)),
+                    each.candidate.describe(),
+                )
+            )
         return aligned(rows, left=(3,))
 
 
@@ -84,8 +111,10 @@ def search(
     hardware: str | Machine = "h100",
     *,
     tokens_per_step: int,  # of all ranks; sequences are whole, so it may be a little less
-    max_memory: float | None = None,  # bytes that a rank may be likely to hold; by default 87.5% of the device's
-    only: Mapping[str, Any] | None = None,  # of a candidate's ``levers``, those that are given; others are tried
+    max_memory: float
+    | None = None,  # bytes that a rank may be likely to hold; by default 87.5% of the device's
+    only: Mapping[str, Any]
+    | None = None,  # of a candidate's ``levers``, those that are given; others are tried
     constants: Constants | None = None,  # of time; by default those fitted on public runs
 ) -> Search:
     """Estimate all layouts of a model on ``gpus`` GPUs, and return the best; offload only where nothing else fits."""
@@ -137,14 +166,19 @@ class _Trial:
     def __post_init__(self) -> None:
         self.asked = "".join(f", {name}={value}" for name, value in self.only.items())
         if (again := self.only.get("recompute", WAYS[0])) not in WAYS:
-            raise ConfigError(f"search tries recompute={', '.join(WAYS)}, got {again!r}: use hfscale estimate for it")
+            raise ConfigError(
+                f"search tries recompute={', '.join(WAYS)}, got {again!r}: use hfscale estimate for it"
+            )
 
     def check(self, gpus: int, tokens_per_step: int) -> None:
         """Refuse impossible sizes, and memory budgets beyond the machine's."""
-        machine, sequence = self.cost.machine, self.cost.summary.job.sequence
+        machine = self.cost.machine
+        sequence = self.cost.summary.job.sequence
         check_count("gpus", gpus)
         if tokens_per_step < sequence:
-            raise ConfigError(f"{tokens_per_step:,} tokens a step are less than one sequence of {sequence:,}: use more")
+            raise ConfigError(
+                f"{tokens_per_step:,} tokens a step are less than one sequence of {sequence:,}: use more"
+            )
         if not 0 < self.budget <= machine.memory:
             raise ConfigError(
                 f"a budget of {human(round(self.budget))} is invalid on {machine.label}: use more than 0, and at "
@@ -155,12 +189,18 @@ class _Trial:
         """Estimate every candidate; with ``on_host`` those that offload to the host instead."""
         found = candidates(self.cost.summary, self.cost.machine, gpus, sequences)
         if on_host or self.only.get("offload"):
-            found = offloading(found, [self.only["offload"]] if "offload" in self.only else OFFLOADS)
-        return [self.cost.estimate(each) for each in found if self.only.items() <= each.levers.items()]
+            found = offloading(
+                found, [self.only["offload"]] if "offload" in self.only else OFFLOADS
+            )
+        return [
+            self.cost.estimate(each) for each in found if self.only.items() <= each.levers.items()
+        ]
 
     def fitting(self, found: Iterable[CandidateCost]) -> list[CandidateCost]:
         """Return the candidates that fit, the fastest first."""
-        return sorted((each for each in found if self._verdict(each) == FITS), key=lambda each: each.seconds)
+        return sorted(
+            (each for each in found if self._verdict(each) == FITS), key=lambda each: each.seconds
+        )
 
     def _verdict(self, found: CandidateCost) -> str:
         return self.cost.machine.verdict(found.needed, found.likely, self.budget)
@@ -179,9 +219,12 @@ class _Trial:
 
     def nothing_fits(self, every: Sequence[CandidateCost], gpus: int, sequences: int) -> str:
         """Return a message with the candidate closest to fitting, and what would fit: a larger budget, more GPUs."""
-        machine, budget = self.cost.machine, self.budget
+        machine = self.cost.machine
+        budget = self.budget
         least = min(every, key=lambda each: each.likely)
-        nearest = [f"a budget of {human(round(least.likely))}"] if least.likely <= machine.budget else []
+        nearest = (
+            [f"a budget of {human(round(least.likely))}"] if least.likely <= machine.budget else []
+        )
         count = gpus
         while count < _MOST_TIMES * gpus:
             count *= 2
@@ -192,10 +235,16 @@ class _Trial:
         share = budget / machine.memory
         others = (find_machine(name) for name in machine_names())
         nearest += [
-            f"--hardware {m.name}" for m in others if m.memory > machine.memory and least.likely <= share * m.memory
+            f"--hardware {m.name}"
+            for m in others
+            if m.memory > machine.memory and least.likely <= share * m.memory
         ]
         lighter = "LoRA (--lora), over a 4-bit base (--quantize nf4), or an 8-bit optimizer"
-        lighter = lighter if self.cost.summary.job.trained > 0.5 else "shorter sequences (--sequence-length)"
+        lighter = (
+            lighter
+            if self.cost.summary.job.trained > 0.5
+            else "shorter sequences (--sequence-length)"
+        )
         return (
             f"nothing fits: of {len(every):,} layouts of {gpus} x {machine.label} the one with least memory is likely "
             f"to hold {human(round(least.likely))}, of {human(round(budget))} ({least.candidate.describe()}), mostly "
@@ -247,4 +296,6 @@ def learning_rates(learning_rate: float, tokens: float, new_tokens: float) -> tu
     times = new_tokens / tokens
     root = "Granziol et al. 2022, derived for Adam and its kin, while the batch is smaller than the gradient's noise"
     linear = "Goyal et al. 2017, measured with SGD on ImageNet and a warm-up, up to a batch of 8 thousand pictures"
-    return Rule("square root", learning_rate * times**0.5, root), Rule("linear", learning_rate * times, linear)
+    return Rule("square root", learning_rate * times**0.5, root), Rule(
+        "linear", learning_rate * times, linear
+    )

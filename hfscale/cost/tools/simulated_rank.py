@@ -21,7 +21,14 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from ..._compat.replaced import attribute_replaced
 from ..._compat.torch import TorchDispatchMode, schema_of, tree_leaves
 from ..._compat.torch_attention import flash_on_cpu
-from ..._compat.torch_fake import META, autocast_on_meta, fake_process_group, finished, group_of, meta_as_accelerator
+from ..._compat.torch_fake import (
+    META,
+    autocast_on_meta,
+    fake_process_group,
+    finished,
+    group_of,
+    meta_as_accelerator,
+)
 from ...api.build import build
 from ...api.sources import FromSeed, Outline
 from ...checkpoint.load import materialize_buffers
@@ -42,9 +49,18 @@ from ..model.job import Job
 from ..model.model_shape import ModelShape
 from ..model.traffic import ring_share
 
-HOST, OTHERS = "host", "others"
+HOST = "host"
+OTHERS = "others"
 # Operators whose result has a size, or a number, that the host must know.
-WAITING = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "equal"}
+WAITING = {
+    "_local_scalar_dense",
+    "nonzero",
+    "masked_select",
+    "_unique2",
+    "unique_dim",
+    "unique_consecutive",
+    "equal",
+}
 MOVING = {"_to_copy", "copy_", "set_"}
 INPUT_SECOND = ("allgather", "reduce_scatter", "alltoall")
 Answer = Callable[[Tensor], Tensor]
@@ -57,7 +73,9 @@ class SimulatedTraffic:
     """
 
     calls: dict[str, Counter[str]] = field(default_factory=dict)  # axis -> collective -> how often
-    sent: dict[str, float] = field(default_factory=dict)  # bytes that this rank sends, if each runs as a ring
+    sent: dict[str, float] = field(
+        default_factory=dict
+    )  # bytes that this rank sends, if each runs as a ring
 
 
 @contextmanager
@@ -77,10 +95,15 @@ class SimulatedRank(TorchDispatchMode):
 
     def __init__(self, runtime: Runtime, answer: Answer) -> None:
         super().__init__()
-        self.traffic, self._answer = SimulatedTraffic(), answer
+        self.traffic = SimulatedTraffic()
+        self._answer = answer
         own = runtime.mesh
-        axes = reversed((*MESH_AXES, *EXPERT_AXES, *AXES))  # the first of those that a group spans names it
-        self._axes = {str(group.group_name): axis for axis in axes if (group := own.group(axis)) is not None}
+        axes = reversed(
+            (*MESH_AXES, *EXPERT_AXES, *AXES)
+        )  # the first of those that a group spans names it
+        self._axes = {
+            str(group.group_name): axis for axis in axes if (group := own.group(axis)) is not None
+        }
         self._axes |= {str(group.group_name): "ties" for group in own.ties.values()}
         self._axes |= {str(group.group_name): "stages" for group in own.streams.values()}
 
@@ -111,7 +134,8 @@ class SimulatedRank(TorchDispatchMode):
     def _collective(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         source = args[1] if name.startswith(INPUT_SECOND) else args[0]
         given = _tensors(source)
-        group, axis = group_of(args), HOST
+        group = group_of(args)
+        axis = HOST
         size = 1 if group is None else int(group.size())
         if any(tensor.device == META for tensor in _tensors((args, kwargs))):
             axis = OTHERS if group is None else self._axes.get(group.group_name, OTHERS)
@@ -150,7 +174,9 @@ class FusedAttention(TorchFunctionMode):
         q, k, v = args[:3]
         mask = kwargs.get("attn_mask")
         # Of heads that are broadcast, and of biases that train, there is no such kernel.
-        if (q.shape[1] != k.shape[1] and not kwargs.get("enable_gqa")) or (mask is not None and mask.requires_grad):
+        if (q.shape[1] != k.shape[1] and not kwargs.get("enable_gqa")) or (
+            mask is not None and mask.requires_grad
+        ):
             return func(*args, **kwargs)
         scale = kwargs.get("scale") or q.shape[-1] ** -0.5
         return flash_on_cpu(q, k, v, bool(kwargs.get("is_causal")), mask, scale)[0]
@@ -187,12 +213,17 @@ class _WithoutValues(FromSeed):
         materialize_buffers(model, {}, META)
         held = [plan.by_name[name] for name in plan.local_names(mesh.pp_rank)]
         return model, LocalWeights(
-            {each.name: torch.empty(each.local_shape(mesh.ranks), dtype=each.dtype, device=META) for each in held}
+            {
+                each.name: torch.empty(each.local_shape(mesh.ranks), dtype=each.dtype, device=META)
+                for each in held
+            }
         )
 
 
 @contextmanager
-def meta_model(spec: RunSpec, layout: ParallelConfig, rank: int = 0) -> Iterator[tuple[Any, Mapping[int, Any]]]:
+def meta_model(
+    spec: RunSpec, layout: ParallelConfig, rank: int = 0
+) -> Iterator[tuple[Any, Mapping[int, Any]]]:
     """Yield the model of ``rank`` of a layout, in training, and the memory of autocast's copies of its weights."""
     options = Options(spec.mixed_precision, memory=spec.memory)
     adapter = None if spec.peft_config is None else read_config(spec.peft_config)
@@ -205,17 +236,26 @@ def meta_model(spec: RunSpec, layout: ParallelConfig, rank: int = 0) -> Iterator
 
 
 def take_step(
-    model: Any, job: Job, shape: ModelShape, counting: AbstractContextManager[Any], mixed_precision: str
+    model: Any,
+    job: Job,
+    shape: ModelShape,
+    counting: AbstractContextManager[Any],
+    mixed_precision: str,
 ) -> SimulatedTraffic:
     """Run a step of the job's microbatches on a meta model; ``counting`` records the bytes that it keeps."""
     runtime = runtime_of(model)
-    streams, executor = runtime.part(RandomStreams), runtime.executor
-    if streams is not None:  # ranks agree on random seeds before the first step, and stages on dtypes
+    streams = runtime.part(RandomStreams)
+    executor = runtime.executor
+    if (
+        streams is not None
+    ):  # ranks agree on random seeds before the first step, and stages on dtypes
         streams.agreed = True
     if isinstance(executor, Pipeline):
         dtype = torch.bfloat16 if mixed_precision != "no" else next(model.parameters()).dtype
         executor.expect((model.config.get_text_config(decoder=True).hidden_size,), dtype)
-    ids = [torch.zeros((job.batch, job.sequence), dtype=torch.int64) for _ in range(job.microbatches)]
+    ids = [
+        torch.zeros((job.batch, job.sequence), dtype=torch.int64) for _ in range(job.microbatches)
+    ]
     rank = SimulatedRank(runtime, partial(_found, job, shape))
     with rank, FusedAttention(), counting:
         train_step(model, [{"input_ids": one, "labels": one} for one in ids])
@@ -228,7 +268,13 @@ def _found(job: Job, shape: ModelShape, looked_at: Tensor) -> Tensor:
     if not (shape.experts and looked_at.ndim == 3 and len(looked_at) == 2):
         return found
     spread = job.layout.slices_tokens and found[0].numel() == shape.experts
-    routes = round(job.tokens / (job.layout.tp if spread else 1) * shape.routed * found[0].numel() / shape.experts)
+    routes = round(
+        job.tokens
+        / (job.layout.tp if spread else 1)
+        * shape.routed
+        * found[0].numel()
+        / shape.experts
+    )
     each, rest = divmod(routes, found[0].numel())
     found[0] = each + (torch.arange(found[0].numel()) < rest).view_as(found[0])
     found[1] = found[0, :1]  # of rank 0: every other sends it as much as it keeps for itself

@@ -29,11 +29,13 @@ class FileSum:
     @classmethod
     def of(cls, path: Path) -> "FileSum":
         """Read a file and return its size and checksum."""
-        size, crc = 0, 0
+        size = 0
+        crc = 0
         block = memoryview(bytearray(_BLOCK))
         with path.open("rb", buffering=0) as file:
             while count := file.readinto(block):
-                size, crc = size + count, zlib.crc32(block[:count], crc)
+                size = size + count
+                crc = zlib.crc32(block[:count], crc)
         return cls(size, crc)
 
 
@@ -54,7 +56,9 @@ def write_synced(path: Path, content: bytes) -> FileSum:
     return FileSum(len(content), zlib.crc32(content))
 
 
-def mark_complete(directory: Path, files: dict[str, FileSum], step: int | None = None, run: str | None = None) -> None:
+def mark_complete(
+    directory: Path, files: dict[str, FileSum], step: int | None = None, run: str | None = None
+) -> None:
     """Write the marker of ``directory``, whose ``files`` are on disk."""
     sums = {name: [file.size, file.crc] for name, file in sorted(files.items())}
     told = {"written": time.time(), "step": step, "run": run, "files": sums}
@@ -68,8 +72,11 @@ def read_mark(directory: Path) -> Mark:
     """Return a directory's marker; raise :class:`CheckpointError` in words that continue a sentence after its name."""
     try:
         told: Any = json.loads((directory / MARK).read_bytes())
-        files = {str(name): FileSum(int(size), int(crc)) for name, (size, crc) in told["files"].items()}
-        step, run = told.get("step"), told.get("run")
+        files = {
+            str(name): FileSum(int(size), int(crc)) for name, (size, crc) in told["files"].items()
+        }
+        step = told.get("step")
+        run = told.get("run")
         return Mark(float(told["written"]), files, None if step is None else int(step), run)
     except FileNotFoundError as error:
         raise CheckpointError("is incomplete: the save was interrupted") from error

@@ -33,17 +33,25 @@ class Along:
     def words_of(self, span: tuple[int, int], length: int) -> tuple[int, int]:
         """Return the span of the stored tensor, of ``length`` along this dim, that holds a ``span`` of the weight."""
         start, stop = span
-        return start // self.entries * self.words, min(-(-stop // self.entries) * self.words, length)
+        return start // self.entries * self.words, min(
+            -(-stop // self.entries) * self.words, length
+        )
 
     def spread(self, words: Tensor, span: tuple[int, int], dim: int) -> Tensor:
         """Return ``words``, read for ``span``, as one entry for each of ``span``, or one that stands for all."""
         start, stop = span
         offset = start % self.entries
         if self.unpack is not None:
-            return self.unpack(words.transpose(dim, -1)).narrow(-1, offset, stop - start).transpose(dim, -1)
+            return (
+                self.unpack(words.transpose(dim, -1))
+                .narrow(-1, offset, stop - start)
+                .transpose(dim, -1)
+            )
         if self.entries == 1 or words.shape[dim] == 1:
             return words
-        return words.index_select(dim, torch.arange(offset, offset + stop - start, device=words.device) // self.entries)
+        return words.index_select(
+            dim, torch.arange(offset, offset + stop - start, device=words.device) // self.entries
+        )
 
 
 @dataclass(frozen=True)
@@ -57,8 +65,14 @@ class StoredPart:
     def box(self, spans: Box) -> Box:
         """Return the box of the stored tensor that holds a box of the weight, as stored."""
         shape = self.source.shape
-        lead = [span if size > 1 else (0, 1) for span, size in zip(spans[:-2], shape[:-2], strict=True)]
-        return (*lead, self.rows.words_of(spans[-2], shape[-2]), self.columns.words_of(spans[-1], shape[-1]))
+        lead = [
+            span if size > 1 else (0, 1) for span, size in zip(spans[:-2], shape[:-2], strict=True)
+        ]
+        return (
+            *lead,
+            self.rows.words_of(spans[-2], shape[-2]),
+            self.columns.words_of(spans[-1], shape[-1]),
+        )
 
     def read(self, spans: Box) -> Tensor:
         """Return the entries for a box of the weight, as stored; size 1 along a dim stands for all of it."""
@@ -71,8 +85,11 @@ class WordsInMemory(TensorOnDisk):
 
     def __init__(self, words: Tensor, origin: Sequence[int]) -> None:
         lead = len(words.shape) - len(origin)
-        self._words, self._origin = words, (*(0,) * lead, *origin)
-        self.shape = tuple(size + first for size, first in zip(words.shape, self._origin, strict=True))
+        self._words = words
+        self._origin = (*(0,) * lead, *origin)
+        self.shape = tuple(
+            size + first for size, first in zip(words.shape, self._origin, strict=True)
+        )
         self.dtype = words.dtype
 
     def read(self, spans: Box) -> Tensor:
@@ -93,8 +110,12 @@ class DequantizedOnDisk(TensorOnDisk):
         transposed: bool = False,
         if_merged: Arithmetic | None = None,
     ) -> None:
-        self.shape, self.dtype = shape, torch.bfloat16
-        self.parts, self.arithmetic, self.transposed, self.if_merged = parts, arithmetic, transposed, if_merged
+        self.shape = shape
+        self.dtype = torch.bfloat16
+        self.parts = parts
+        self.arithmetic = arithmetic
+        self.transposed = transposed
+        self.if_merged = if_merged
         self.arithmetic_now = arithmetic  # of the values that the host loads
         # the stored tensors by name, each with its part in the weight, if it has one
         self.stored_as: dict[str, tuple[str | None, TensorOnDisk]] = {}
@@ -102,7 +123,9 @@ class DequantizedOnDisk(TensorOnDisk):
     def load_as(self, dtype: torch.dtype, merged: bool) -> None:
         """Set the dtype of the values, and whether the host merges the weight with others."""
         self.dtype = dtype
-        self.arithmetic_now = self.if_merged if merged and self.if_merged is not None else self.arithmetic
+        self.arithmetic_now = (
+            self.if_merged if merged and self.if_merged is not None else self.arithmetic
+        )
 
     def read(self, spans: Box) -> Tensor:
         """Return the box ``spans``, one ``(start, stop)`` per dim; whole blocks of the stored tensors are read."""
@@ -118,11 +141,16 @@ class DequantizedOnDisk(TensorOnDisk):
         most = _ENTRIES * (1 if out.device.type == "cpu" else _MORE)
         for box in _steps(spans, most) if out.numel() else ():
             found = {name: part.read(box) for name, part in self.parts.items()}
-            out[_slices(box, [start for start, _ in spans])] = self.arithmetic_now(found, self.dtype)
+            out[_slices(box, [start for start, _ in spans])] = self.arithmetic_now(
+                found, self.dtype
+            )
 
 
 def _slices(spans: Box, origin: Sequence[int]) -> tuple[slice, ...]:
-    return tuple(slice(start - first, stop - first) for (start, stop), first in zip(spans, origin, strict=True))
+    return tuple(
+        slice(start - first, stop - first)
+        for (start, stop), first in zip(spans, origin, strict=True)
+    )
 
 
 def _steps(spans: Box, most: int) -> Iterator[Box]:

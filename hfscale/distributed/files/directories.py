@@ -27,7 +27,8 @@ class DirectoryLock:
     """A lock on a directory that a living process writes; the system releases it when the process ends."""
 
     def __init__(self, path: Path) -> None:
-        self._handle, self.held = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW), True
+        self._handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        self.held = True
         try:
             fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -49,10 +50,14 @@ class DirectoryLock:
 def target_of(directory: Any) -> Path:
     """Return the absolute path of a directory to write, symbolic links followed; refuse an empty path and the root."""
     if not isinstance(directory, str | os.PathLike) or not os.fspath(directory):
-        raise ConfigError(f"the directory to write must be a path, got {directory!r}: name one, 'out' say")
+        raise ConfigError(
+            f"the directory to write must be a path, got {directory!r}: name one, 'out' say"
+        )
     target = Path(os.path.realpath(directory))
     if target == target.parent:
-        raise ConfigError(f"the directory to write must not be {str(directory)!r}, the root of the file system")
+        raise ConfigError(
+            f"the directory to write must not be {str(directory)!r}, the root of the file system"
+        )
     return target
 
 
@@ -70,7 +75,9 @@ def leads_out(path: Path, beside: Path) -> bool:
     where links lead from that: the Hub's cache has all files of a checkpoint behind links, in one directory.
     """
     real = path.resolve()
-    return not any(real.is_relative_to(home) for home in (beside.parent.resolve(), beside.resolve().parent))
+    return not any(
+        real.is_relative_to(home) for home in (beside.parent.resolve(), beside.resolve().parent)
+    )
 
 
 def holds_current_directory(path: Path) -> bool:
@@ -89,7 +96,9 @@ def staging_of(target: Path) -> Path:
 def make_staging(target: Path, staging: Path) -> DirectoryLock:
     """Make and lock an empty directory ``staging`` for a new ``target``; remove leftovers of killed processes."""
     if target.exists() and not target.is_dir():
-        raise CheckpointError(f"{target} is a file, and a directory is to be written there: name another")
+        raise CheckpointError(
+            f"{target} is a file, and a directory is to be written there: name another"
+        )
     staging.parent.mkdir(parents=True, exist_ok=True)
     for left in staging.parent.glob(f".{escape(target.name)}.????????.discarded"):
         shutil.rmtree(left, ignore_errors=True)

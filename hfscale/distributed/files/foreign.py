@@ -13,9 +13,19 @@ from ...errors import CheckpointError
 
 _DEEP = 2  # levels of directories below the one that is given
 _MOST = 200  # directories that are looked into
-_NO_WEIGHTS = ("optimizer", "scheduler", "scaler", "rng_state", "random_states", "sampler", "training_args")
+_NO_WEIGHTS = (
+    "optimizer",
+    "scheduler",
+    "scaler",
+    "rng_state",
+    "random_states",
+    "sampler",
+    "training_args",
+)
 _BESIDE = "copy the model's config.json and tokenizer beside them"
-_IN_STOCK_CODE = "load it once in stock code (model.load_state_dict(...); model.save_pretrained(OUT))"
+_IN_STOCK_CODE = (
+    "load it once in stock code (model.load_state_dict(...); model.save_pretrained(OUT))"
+)
 GGUF_TOOL = (
     "let stock code make plain weights of it once (AutoModelForCausalLM.from_pretrained(DIRECTORY, gguf_file=FILE, "
     "quantization_config=transformers.GgufConfig(dequantize=True)).save_pretrained(OUT)), and load OUT"
@@ -35,7 +45,8 @@ _KINDS = (
     _Kind(
         ("shard-?????-model-?????-of-?????.safetensors",),
         "slices of weights, as transformers' save_pretrained(distributed_checkpoint=True) writes them",
-        "merge them once (transformers.distributed.consolidate_distributed_checkpoint({!r}, 'OUT')), and " + _BESIDE,
+        "merge them once (transformers.distributed.consolidate_distributed_checkpoint({!r}, 'OUT')), and "
+        + _BESIDE,
     ),
     _Kind(
         ("pytorch_model_fsdp_*/.metadata",),
@@ -80,7 +91,9 @@ _KINDS = (
         (".metadata",),
         "a distributed checkpoint of torch's (DCP), as FSDP2, torchtitan and Lightning write them",
         "merge it once (python -m torch.distributed.checkpoint.format_utils dcp_to_torch {} OUT.pt, which is "
-        "dcp_to_torch_save), and " + _IN_STOCK_CODE + "; of torchtitan: its script convert_to_hf.py",
+        "dcp_to_torch_save), and "
+        + _IN_STOCK_CODE
+        + "; of torchtitan: its script convert_to_hf.py",
     ),
     _Kind(("*.gguf",), "a GGUF file", GGUF_TOOL),
     _Kind(
@@ -124,8 +137,14 @@ def written_elsewhere(source: Path) -> str | None:
 
 def refuse_foreign(source: Path) -> None:
     """Raise :class:`CheckpointError` if a directory has no plain weights, but another trainer's."""
-    if source.is_dir() and not has_plain_weights(source) and (found := written_elsewhere(source)) is not None:
-        raise CheckpointError(f"{source} must be a Hugging Face directory with safetensors, and it holds {found}")
+    if (
+        source.is_dir()
+        and not has_plain_weights(source)
+        and (found := written_elsewhere(source)) is not None
+    ):
+        raise CheckpointError(
+            f"{source} must be a Hugging Face directory with safetensors, and it holds {found}"
+        )
 
 
 def _of(paths: set[str], directory: Path) -> str | None:
@@ -142,7 +161,12 @@ def _fits(path: str, name: str) -> bool:
 
 def _paths(directory: Path) -> set[str]:
     """Return the paths of files in a directory and in those inside it, relative to it, that may hold weights."""
-    files = (file for place in _directories(directory, 1) for file in place.iterdir() if not file.is_dir())
+    files = (
+        file
+        for place in _directories(directory, 1)
+        for file in place.iterdir()
+        if not file.is_dir()
+    )
     found = (file for file in islice(files, 50 * _MOST) if not file.name.startswith(_NO_WEIGHTS))
     return {file.relative_to(directory).as_posix() for file in found}
 
@@ -153,4 +177,9 @@ def _directories(directory: Path, deep: int) -> Iterator[Path]:
     for _ in range(deep + 1):
         level = [each for each in level if each.is_dir()]
         yield from level
-        level = [inner for each in level for inner in sorted(each.iterdir()) if not inner.name.startswith(".")]
+        level = [
+            inner
+            for each in level
+            for inner in sorted(each.iterdir())
+            if not inner.name.startswith(".")
+        ]

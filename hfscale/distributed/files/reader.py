@@ -28,12 +28,20 @@ _FLOATS = (torch.float64, torch.float32, torch.float16)
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
 _UNSIGNED = (torch.uint64, torch.uint32, torch.uint16, torch.uint8)
 _BY_BITS = {"F": _FLOATS, "I": _INTEGERS, "U": _UNSIGNED}
-_DTYPES = {f"{kind}{8 * each.itemsize}": each for kind, dtypes in _BY_BITS.items() for each in dtypes}
+_DTYPES = {
+    f"{kind}{8 * each.itemsize}": each for kind, dtypes in _BY_BITS.items() for each in dtypes
+}
 _DTYPES |= {"BF16": torch.bfloat16, "C64": torch.complex64, "BOOL": torch.bool}
-_DTYPES |= {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu}
+_DTYPES |= {
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+}
 NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _BLOCK_BYTES = 8 << 20
-_MOST_HEADER, _MOST_ROWS = 100_000_000, 1 << 62  # safetensors' own limit, and torch's
+# safetensors' own limit, and torch's
+_MOST_HEADER = 100_000_000
+_MOST_ROWS = 1 << 62
 _SUM_BYTES = 64 << 20
 
 
@@ -48,8 +56,17 @@ class SafetensorsFile:
             self._file = self.path.open("rb", buffering=0)
             self.header, self._start = _header(self._file)
         except FileNotFoundError as error:
-            raise CheckpointError(f"{self.path} does not exist: download or save the checkpoint again") from error
-        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise CheckpointError(
+                f"{self.path} does not exist: download or save the checkpoint again"
+            ) from error
+        except (
+            OSError,
+            ValueError,
+            LookupError,
+            TypeError,
+            AttributeError,
+            RecursionError,
+        ) as error:
             raise CheckpointError(
                 f"{self.path} is truncated or not a safetensors file ({error}): download or save it again"
             ) from error
@@ -65,17 +82,22 @@ class SafetensorsFile:
     def read(self, offset: int, buffer: Tensor) -> None:
         """Fill ``buffer`` (contiguous) with the bytes at ``offset`` of the data section."""
         array: Any = buffer.view(-1).view(torch.uint8).numpy()
-        view, done = memoryview(array), 0
+        view = memoryview(array)
+        done = 0
         while done < len(view):
             count = os.preadv(self._file.fileno(), [view[done:]], self._start + offset + done)
             if count <= 0:
-                raise CheckpointError(f"{self.path} ended early while it was read: download or save it again")
+                raise CheckpointError(
+                    f"{self.path} ended early while it was read: download or save it again"
+                )
             done += count
 
 
 def open_tensors(files: Iterable[str | Path]) -> "dict[str, TensorOnDisk]":
     """Return a lazy tensor for every tensor of several files."""
-    return {name: tensor for file in files for name, tensor in SafetensorsFile(file).slices().items()}
+    return {
+        name: tensor for file in files for name, tensor in SafetensorsFile(file).slices().items()
+    }
 
 
 def named_files(index: Path) -> list[Path]:
@@ -99,7 +121,9 @@ def _header(file: FileIO) -> tuple[dict[str, Any], int]:
     length = int.from_bytes(os.pread(file.fileno(), 8, 0), "little")
     if not 2 <= length <= min(size - 8, _MOST_HEADER):
         raise ValueError(f"a header of {length} bytes in a file of {size}")
-    header: dict[str, Any] = json.loads(os.pread(file.fileno(), length, 8), object_pairs_hook=_each_once)
+    header: dict[str, Any] = json.loads(
+        os.pread(file.fileno(), length, 8), object_pairs_hook=_each_once
+    )
     header.pop("__metadata__", None)
     end = 0
     for entry in sorted(header.values(), key=lambda entry: entry["data_offsets"]):
@@ -113,7 +137,9 @@ def _header(file: FileIO) -> tuple[dict[str, Any], int]:
         ):
             raise ValueError(f"bytes {start} to {stop} after byte {end}")
         shape = entry["shape"]
-        if not isinstance(entry["dtype"], str) or not all(type(n) is int and 0 <= n < _MOST_ROWS for n in shape):
+        if not isinstance(entry["dtype"], str) or not all(
+            type(n) is int and 0 <= n < _MOST_ROWS for n in shape
+        ):
             raise ValueError(f"a tensor of shape {shape!r} and type {entry['dtype']!r}")
         end = stop
     if 8 + length + end != size:
@@ -126,7 +152,9 @@ def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"two entries of the name {next(name for name in names if names.count(name) > 1)!r}")
+        raise ValueError(
+            f"two entries of the name {next(name for name in names if names.count(name) > 1)!r}"
+        )
     return found
 
 
@@ -156,7 +184,8 @@ class TensorOnDisk(_OnDisk):
                 f"{', '.join(_DTYPES)}"
             )
         self._file = file
-        self.shape, self.dtype = tuple(entry["shape"]), _DTYPES[entry["dtype"]]
+        self.shape = tuple(entry["shape"])
+        self.dtype = _DTYPES[entry["dtype"]]
         self._begin, end = entry["data_offsets"]
         if end - self._begin != prod(self.shape) * self.dtype.itemsize:
             raise CheckpointError(
@@ -182,7 +211,10 @@ class TensorOnDisk(_OnDisk):
             return out
         (first, last), rest = spans[0], spans[1:]
         if len(spans) > 2 and rest[0] != (0, self.shape[1]):
-            flat, (start, stop) = self.viewed((self.shape[0] * self.shape[1], *self.shape[2:])), rest[0]
+            flat, (start, stop) = (
+                self.viewed((self.shape[0] * self.shape[1], *self.shape[2:])),
+                rest[0],
+            )
             out = torch.empty([high - low for low, high in spans], dtype=self.dtype)
             for place, matrix in enumerate(range(first, last)):
                 offset = matrix * self.shape[1]
@@ -208,7 +240,9 @@ class TensorOnDisk(_OnDisk):
 def is_elsewhere(plan: Plan, rank: int, name: str) -> bool:
     """Return whether a parameter, buffer or module is only on other stages than those of pipeline rank ``rank``."""
     return (
-        plan.stages is not None and not plan.is_local(rank, name) and any(s.is_local(name) for s in plan.stages.stages)
+        plan.stages is not None
+        and not plan.is_local(rank, name)
+        and any(s.is_local(name) for s in plan.stages.stages)
     )
 
 
@@ -216,7 +250,9 @@ class PartOnDisk(_OnDisk):
     """Select ``spans`` of each dim of a stored tensor, concatenated."""
 
     def __init__(self, source: TensorOnDisk, spans: Sequence[Spans]) -> None:
-        self.source, self.dtype, self.spans = source, source.dtype, spans
+        self.source = source
+        self.dtype = source.dtype
+        self.spans = spans
         self.shape = tuple(sum(stop - start for start, stop in dim) for dim in spans)
 
     def __getitem__(self, index: Any) -> Tensor:
@@ -236,7 +272,9 @@ class ShareOnDisk(PartOnDisk):
     """Select the shard of a stored tensor that ``cuts`` give to the rank at coordinates ``ranks``."""
 
     def __init__(self, source: TensorOnDisk, cuts: tuple[Cut, ...], ranks: dict[str, int]) -> None:
-        super().__init__(source, [spans or [(0, 0)] for spans in share_spans(source.shape, cuts, ranks)])
+        super().__init__(
+            source, [spans or [(0, 0)] for spans in share_spans(source.shape, cuts, ranks)]
+        )
 
 
 class ResizedOnDisk(TensorOnDisk):
@@ -245,7 +283,8 @@ class ResizedOnDisk(TensorOnDisk):
     """
 
     def __init__(self, source: TensorOnDisk, rows: int) -> None:
-        self._source, self.dtype = source, source.dtype
+        self._source = source
+        self.dtype = source.dtype
         self.shape = (rows, *source.shape[1:])
 
     def read(self, spans: tuple[tuple[int, int], ...]) -> Tensor:
@@ -262,8 +301,11 @@ class ResizedOnDisk(TensorOnDisk):
 
     def _mean(self, rest: list[tuple[int, int]]) -> Tensor:
         sizes = [high - low for low, high in rest]
-        total, stored = torch.zeros(sizes, dtype=torch.float64), self._source.shape[0]
+        total = torch.zeros(sizes, dtype=torch.float64)
+        stored = self._source.shape[0]
         block = max(_SUM_BYTES // max(prod(sizes) * total.itemsize, 1), 1)
         for start in range(0, stored, block):
-            total += self._source.read(((start, min(start + block, stored)), *rest)).sum(0, dtype=torch.float64)
+            total += self._source.read(((start, min(start + block, stored)), *rest)).sum(
+                0, dtype=torch.float64
+            )
         return total / stored

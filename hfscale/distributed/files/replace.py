@@ -33,10 +33,13 @@ from pathlib import Path
 from ...errors import CheckpointError
 from . import directories
 
-_INSIDE, _COMPLETE, _LIST = ".incomplete", ".complete", ".files"
+_INSIDE = ".incomplete"
+_COMPLETE = ".complete"
+_LIST = ".files"
 _DOORS = ("config.json", "adapter_config.json")  # without them nothing can be loaded
 _MOST_LINKS = 20_000  # hard links: about a second
-_RENAME_EXCHANGE, _AT_FDCWD = 2, -100
+_RENAME_EXCHANGE = 2
+_AT_FDCWD = -100
 _log = logging.getLogger(__name__)
 
 
@@ -46,14 +49,19 @@ class NewFiles:
     def __init__(self, target: Path) -> None:
         self.target = target
         finish_move(target)
-        self.path = target / _INSIDE if _stays(target) else directories.staging_of(target)  # where to write them
-        self._lock, self._placed = directories.make_staging(target, self.path), False
+        self.path = (
+            target / _INSIDE if _stays(target) else directories.staging_of(target)
+        )  # where to write them
+        self._lock = directories.make_staging(target, self.path)
+        self._placed = False
 
     def commit(self, stale: Sequence[str]) -> None:
         """Move the files into the target, and remove its files that match the patterns ``stale``."""
         new = sorted(path.name for path in self.path.iterdir())
         if blocked := [name for name in new if (self.target / name).is_dir()]:
-            raise CheckpointError(f"{self.target / blocked[0]} is a directory, and a file is to be written there")
+            raise CheckpointError(
+                f"{self.target / blocked[0]} is a directory, and a file is to be written there"
+            )
         for name in new:
             directories.sync(self.path / name)
         if not self.target.exists():
@@ -62,7 +70,12 @@ class NewFiles:
             self._placed = True
             directories.sync(self.target.parent)
             return
-        old = {path.name for pattern in stale for path in self.target.glob(pattern) if not path.is_dir()} - {*new}
+        old = {
+            path.name
+            for pattern in stale
+            for path in self.target.glob(pattern)
+            if not path.is_dir()
+        } - {*new}
         if self.path.parent == self.target or not self._exchange({*new, *old, _INSIDE, _COMPLETE}):
             self._move(new, sorted(old))
 
@@ -82,7 +95,9 @@ class NewFiles:
             _link(self.target, self.path, "", replaced, linked)
             _trade_names(self.path, self.target)
         except OSError as error:
-            _log.info("%s cannot be exchanged (%s): its files are moved one by one", self.target, error)
+            _log.info(
+                "%s cannot be exchanged (%s): its files are moved one by one", self.target, error
+            )
             return False
         self._placed = True
         with suppress(OSError):  # the save is done, whatever happens to the old directory
@@ -153,12 +168,15 @@ def _stays(target: Path) -> bool:
     return directories.holds_current_directory(target) or not os.access(target.parent, os.W_OK)
 
 
-def _link(source: Path, target: Path, within: str, left_out: Collection[str], linked: dict[str, int]) -> None:
+def _link(
+    source: Path, target: Path, within: str, left_out: Collection[str], linked: dict[str, int]
+) -> None:
     """Hard-link the entries of ``source`` into ``target``, recording their inodes; owner, mode and times are kept."""
     with os.scandir(source) as found:
         entries = list(found)
     for entry in entries:
-        name, fresh = os.path.join(within, entry.name), target / entry.name
+        name = os.path.join(within, entry.name)
+        fresh = target / entry.name
         if name in left_out:
             continue
         if len(linked) > _MOST_LINKS:
@@ -169,7 +187,8 @@ def _link(source: Path, target: Path, within: str, left_out: Collection[str], li
         else:
             fresh.mkdir()
             _link(source / entry.name, fresh, name, left_out, linked)
-    there, here = source.stat(), target.stat()
+    there = source.stat()
+    here = target.stat()
     if (there.st_uid, there.st_gid) != (here.st_uid, here.st_gid):
         os.chown(target, there.st_uid, there.st_gid)
     shutil.copystat(source, target)
@@ -189,11 +208,17 @@ def _hand_over(old: Path, new: Path, left_out: Collection[str], linked: dict[str
     """Move entries that were created or replaced in ``old`` after the links were made to ``new``."""
     for folder, folders, files in os.walk(old):
         within = os.path.relpath(folder, old)
-        folders[:] = [name for name in folders if os.path.normpath(os.path.join(within, name)) not in left_out]
+        folders[:] = [
+            name for name in folders if os.path.normpath(os.path.join(within, name)) not in left_out
+        ]
         (new / within).mkdir(parents=True, exist_ok=True)
-        for file in [*files, *(name for name in folders if os.path.islink(os.path.join(folder, name)))]:
+        for file in [
+            *files,
+            *(name for name in folders if os.path.islink(os.path.join(folder, name))),
+        ]:
             name = os.path.normpath(os.path.join(within, file))
-            path, target = Path(folder, file), new / name
+            path = Path(folder, file)
+            target = new / name
             if name in left_out or path.lstat().st_ino == linked.get(name):
                 continue
             if not os.path.lexists(target) or target.lstat().st_ino == linked.get(name):

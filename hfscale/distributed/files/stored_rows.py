@@ -24,7 +24,9 @@ from .dequantized import Along, Arithmetic, Box, DequantizedOnDisk, StoredPart, 
 
 _ALIGNED = 8  # bytes; the words of a part begin at a multiple
 
-Source = tuple[DequantizedOnDisk, Spans]  # a stored weight, and its box in the parameter: ``(start, stop)`` per dim
+Source = tuple[
+    DequantizedOnDisk, Spans
+]  # a stored weight, and its box in the parameter: ``(start, stop)`` per dim
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,9 @@ class KeptBlock:
         for part, begin, size in self.places():
             found = rows[:, begin : begin + matrices * size].contiguous()
             found = found.clone() if found.storage_offset() % _ALIGNED else found
-            words = WordsInMemory(found.view(part.dtype).view(shards, matrices, *part.shape), part.origin)
+            words = WordsInMemory(
+                found.view(part.dtype).view(shards, matrices, *part.shape), part.origin
+            )
             parts[part.name] = StoredPart(words, part.rows, part.columns)
         weight = DequantizedOnDisk((), parts, self.arithmetic)
         weight.dtype = dtype
@@ -90,16 +94,21 @@ class StoredPacking(Packing):
     @property
     def row_shape(self) -> tuple[int, int]:
         """The shape of the gathered bytes; the row of a smaller shard is filled up."""
-        return len(self.shards), max(sum(block.size for block in blocks) for _, blocks in self.shards)
+        return len(self.shards), max(
+            sum(block.size for block in blocks) for _, blocks in self.shards
+        )
 
     def unpack(self, rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Return the values ``[matrices, rows, columns]`` of the gathered bytes; equal shards are unpacked together."""
-        plain, first = as_bytes(rows), 0
+        plain = as_bytes(rows)
+        first = 0
         out = torch.empty(self.shape, dtype=dtype or self.dtype, device=plain.device)
         for blocks, alike in groupby(self.shards, key=lambda shard: shard[1]):
             spans = [span for span, _ in alike]
             (start, stop), count, begin = spans[0], len(spans), 0
-            part = out.narrow(self.dim, start, count * (stop - start)).unflatten(self.dim, (count, stop - start))
+            part = out.narrow(self.dim, start, count * (stop - start)).unflatten(
+                self.dim, (count, stop - start)
+            )
             for block in blocks:
                 place = (slice(None), *(slice(*span) for span in block.at))
                 held = plain[first : first + count, begin : begin + block.size]
@@ -121,22 +130,28 @@ class _Piece(NamedTuple):
 class StoredRow:
     """Row of the rank at ``ranks`` of a weight of two or three dims, read when it is indexed, as ``packing`` says."""
 
-    def __init__(self, planned: ParameterPlan, sources: Sequence[Source], ranks: Mapping[str, int]) -> None:
+    def __init__(
+        self, planned: ParameterPlan, sources: Sequence[Source], ranks: Mapping[str, int]
+    ) -> None:
         missing = 3 - len(planned.shape)
         matrices, rows, columns = shape = (*(1,) * missing, *planned.model_shape(dict(ranks)))
         cut = next(iter(planned.data_cuts), Cut("", 0, 1))
-        dim, shards = cut.dim + missing, []
+        dim = cut.dim + missing
+        shards = []
         for rank in range(cut.size):
             spans = share_spans(planned.shape, planned.cuts, {**ranks, cut.axis: rank})
             blocks = _grouped(_pieces(sources, [*[[(0, 1)]] * missing, *spans]))
             shards.append((cut.spans(shape[dim], rank)[0], tuple(block for block, _ in blocks)))
             if rank == ranks.get(cut.axis, 0):
                 self._own = blocks
-        self.packing = StoredPacking((matrices, rows, columns), sources[0][0].dtype, None, dim, tuple(shards))
+        self.packing = StoredPacking(
+            (matrices, rows, columns), sources[0][0].dtype, None, dim, tuple(shards)
+        )
         self.shape = (1, self.packing.row_shape[1])
 
     def __getitem__(self, index: Any) -> Tensor:
-        row, block_begin = torch.zeros(self.shape, dtype=torch.uint8), 0
+        row = torch.zeros(self.shape, dtype=torch.uint8)
+        block_begin = 0
         for block, pieces in self._own:
             for kept, begin, size in block.places():
                 for number, piece in enumerate(pieces):
@@ -172,21 +187,32 @@ def _grouped(pieces: Iterator[_Piece]) -> list[tuple[KeptBlock, list[_Piece]]]:
             found[-1][1].append(piece)
         else:
             found.append((alone, [piece]))
-    return [(replace(block, at=((held[0].matrix, held[-1].matrix + 1), *block.at[1:])), held) for block, held in found]
+    return [
+        (replace(block, at=((held[0].matrix, held[-1].matrix + 1), *block.at[1:])), held)
+        for block, held in found
+    ]
 
 
 def _block(piece: _Piece) -> KeptBlock:
     """Return the description of a piece alone, which equal pieces of other matrices share."""
-    weight, inside = piece.weight, piece.spans[-2:]
+    weight = piece.weight
+    inside = piece.spans[-2:]
     alongs = {name: (part.rows, part.columns) for name, part in weight.parts.items()}
     units = [lcm(*(along.entries for along in each)) for each in zip(*alongs.values(), strict=True)]
     skipped = [start - start % unit for (start, _), unit in zip(inside, units, strict=True)]
     parts = []
     for name, part in weight.parts.items():
         box = part.box(piece.spans)[-2:]
-        before = [skip // along.entries * along.words for skip, along in zip(skipped, alongs[name], strict=True)]
+        before = [
+            skip // along.entries * along.words
+            for skip, along in zip(skipped, alongs[name], strict=True)
+        ]
         origin = tuple(start - left_out for (start, _), left_out in zip(box, before, strict=True))
         shape = tuple(stop - start for start, stop in box)
         parts.append(KeptPart(name, part.source.dtype, origin, shape, *alongs[name]))
-    spans = tuple((start - skip, stop - skip) for (start, stop), skip in zip(inside, skipped, strict=True))
-    return KeptBlock(tuple(parts), weight.arithmetic_now, weight.transposed, spans, ((0, 1), *piece.at))
+    spans = tuple(
+        (start - skip, stop - skip) for (start, stop), skip in zip(inside, skipped, strict=True)
+    )
+    return KeptBlock(
+        tuple(parts), weight.arithmetic_now, weight.transposed, spans, ((0, 1), *piece.at)
+    )

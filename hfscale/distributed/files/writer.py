@@ -23,21 +23,39 @@ from .reader import NAMES, TensorOnDisk
 
 Shaped = Tensor | TensorOnDisk  # of which shape and dtype are read
 
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 _SHARDS = "-?????-of-?????"
 STALE = (
-    *(WEIGHTS, f"model{_SHARDS}.safetensors", INDEX),
-    *("pytorch_model.bin", f"pytorch_model{_SHARDS}.bin", "pytorch_model.bin.index.json"),
+    WEIGHTS,
+    f"model{_SHARDS}.safetensors",
+    INDEX,
+    "pytorch_model.bin",
+    f"pytorch_model{_SHARDS}.bin",
+    "pytorch_model.bin.index.json",
 )
 """Patterns of earlier weights, which transformers might load in place of a :class:`CheckpointWriter`'s."""
 
 # Names of types in the order in which safetensors' own serializer writes them: the largest first, so that every offset
 # is a multiple of its tensor's type, which readers that map files to a GPU rely on.
 _ORDER = (
-    *("U64", "I64", "F64", "C64"),
-    *("F32", "U32", "I32"),
-    *("BF16", "F16", "U16", "I16"),
-    *("F8_E8M0", "F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL"),
+    "U64",
+    "I64",
+    "F64",
+    "C64",
+    "F32",
+    "U32",
+    "I32",
+    "BF16",
+    "F16",
+    "U16",
+    "I16",
+    "F8_E8M0",
+    "F8_E4M3",
+    "F8_E5M2",
+    "I8",
+    "U8",
+    "BOOL",
 )
 REPLACED = (*STALE, "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 """The same and earlier adapters, which transformers would load on top of the weights."""
@@ -49,7 +67,11 @@ class CheckpointWriter:
     """
 
     def __init__(
-        self, directory: Path, contents: Mapping[str, Shaped], max_shard_size: str | int, parameters: int | None = None
+        self,
+        directory: Path,
+        contents: Mapping[str, Shaped],
+        max_shard_size: str | int,
+        parameters: int | None = None,
     ) -> None:
         self.directory = directory
         try:
@@ -66,7 +88,11 @@ class CheckpointWriter:
             ) from error
         self._index = None
         if split.is_sharded:
-            count = sum(prod(tensor.shape) for tensor in contents.values()) if parameters is None else parameters
+            count = (
+                sum(prod(tensor.shape) for tensor in contents.values())
+                if parameters is None
+                else parameters
+            )
             metadata = {"total_parameters": count, **split.metadata}
             self._index = {"metadata": metadata, "weight_map": split.tensor_to_filename}
         self._missing, self._places = dict(contents), dict[str, tuple[Path, int]]()
@@ -83,9 +109,13 @@ class CheckpointWriter:
             raise CheckpointError(f"{name} was written already, or is not part of this checkpoint")
         expected = self._missing[name]
         if (tensor.shape, tensor.dtype) != (expected.shape, expected.dtype):
-            raise CheckpointError(f"{name} was announced as {_describe(expected)} and arrived as {_describe(tensor)}")
+            raise CheckpointError(
+                f"{name} was announced as {_describe(expected)} and arrived as {_describe(tensor)}"
+            )
         path, place = self._places[name]
-        with path.open("r+b") as file:  # open no longer than that, so that a save that fails leaves none open
+        with path.open(
+            "r+b"
+        ) as file:  # open no longer than that, so that a save that fails leaves none open
             file.seek(place)
             file.write(bytes_of(tensor))
         del self._missing[name]
@@ -95,7 +125,9 @@ class CheckpointWriter:
         if self._missing:
             raise CheckpointError(f"these tensors were not written: {', '.join(self._missing)}")
         if self._index is not None:
-            (self.directory / INDEX).write_text(json.dumps(self._index, indent=2, sort_keys=True) + "\n")
+            (self.directory / INDEX).write_text(
+                json.dumps(self._index, indent=2, sort_keys=True) + "\n"
+            )
 
 
 def _describe(tensor: Shaped) -> str:
@@ -108,7 +140,11 @@ def safetensors_header(contents: Mapping[str, Shaped]) -> tuple[bytes, dict[str,
     offset = 0
     for name, tensor in in_order(contents):
         size = prod(tensor.shape) * tensor.dtype.itemsize
-        entry = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, offset + size]}
+        entry = {
+            "dtype": NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, offset + size],
+        }
         header[name], offset = entry, offset + size
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
@@ -120,7 +156,9 @@ def in_order(contents: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """Return names and tensors in the order in which safetensors' own serializer writes them: by type, then name."""
     for name, tensor in contents.items():
         if tensor.dtype not in NAMES:
-            raise CheckpointError(f"{name} has the type {tensor.dtype}, which safetensors files cannot hold")
+            raise CheckpointError(
+                f"{name} has the type {tensor.dtype}, which safetensors files cannot hold"
+            )
     places = {name: place for place, name in enumerate(_ORDER)}
     return sorted(contents.items(), key=lambda each: (places[NAMES[each[1].dtype]], each[0]))
 

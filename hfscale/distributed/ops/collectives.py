@@ -52,7 +52,8 @@ class Started:
     """A collective in flight: ``result()`` waits for it."""
 
     def __init__(self, work: Any, finish: Callable[[], Tensor]) -> None:
-        self._work, self._finish = work, finish
+        self._work = work
+        self._finish = finish
 
     def result(self) -> Tensor:
         """Wait for the collective and return its result; to be called once."""
@@ -69,7 +70,9 @@ def start_all_reduce(x: Tensor, group: dist.ProcessGroup) -> Started:
     return Started(dist.all_reduce(x, group=group, async_op=True), lambda: x)
 
 
-def start_all_gather(x: Tensor, lengths: Sequence[int], dim: int, group: dist.ProcessGroup) -> Started:
+def start_all_gather(
+    x: Tensor, lengths: Sequence[int], dim: int, group: dist.ProcessGroup
+) -> Started:
     """Start gathering ``x``, ``lengths[rank]`` entries along ``dim`` on each rank, to the full tensor in rank order."""
     dim, size = dim % x.ndim, len(lengths)
     even = max(lengths) == min(lengths)
@@ -77,8 +80,15 @@ def start_all_gather(x: Tensor, lengths: Sequence[int], dim: int, group: dist.Pr
     in_place = even and _leads(x.shape, dim)
     if torch.compiler.is_compiling():
         parts = functional.all_gather_tensor(x, 0, group).chunk(size)
-        return Started(None, lambda: torch.cat([p.narrow(dim, 0, n) for p, n in zip(parts, lengths, strict=True)], dim))
-    whole = x.new_empty((*x.shape[:dim], size * x.shape[dim], *x.shape[dim + 1 :]) if in_place else (size, *x.shape))
+        return Started(
+            None,
+            lambda: torch.cat(
+                [p.narrow(dim, 0, n) for p, n in zip(parts, lengths, strict=True)], dim
+            ),
+        )
+    whole = x.new_empty(
+        (*x.shape[:dim], size * x.shape[dim], *x.shape[dim + 1 :]) if in_place else (size, *x.shape)
+    )
     pieces = whole.view(size * x.shape[0], *x.shape[1:])
     if x.numel() * x.element_size() >= _LARGE and backend_of(group, x.device) == "gloo":
         work = dist.all_to_all_single(pieces, torch.cat([x] * size), group=group, async_op=True)
@@ -88,18 +98,24 @@ def start_all_gather(x: Tensor, lengths: Sequence[int], dim: int, group: dist.Pr
     def finish() -> Tensor:
         if in_place:
             return whole
-        return torch.cat([part.narrow(dim, 0, length) for part, length in zip(whole, lengths, strict=True)], dim)
+        return torch.cat(
+            [part.narrow(dim, 0, length) for part, length in zip(whole, lengths, strict=True)], dim
+        )
 
     return Started(work, finish)
 
 
-def start_reduce_scatter(x: Tensor, lengths: Sequence[int], dim: int, group: dist.ProcessGroup) -> Started:
+def start_reduce_scatter(
+    x: Tensor, lengths: Sequence[int], dim: int, group: dist.ProcessGroup
+) -> Started:
     """Start summing partial ``x``, full along ``dim``, over ranks; each gets ``lengths[rank]`` entries of the sum."""
     dim, size, length = dim % x.ndim, len(lengths), lengths[dist.get_rank(group)]
     if max(lengths) == min(lengths) and _leads(x.shape, dim):
         pieces = x.contiguous().view(size, *x.shape[:dim], length, *x.shape[dim + 1 :])
     else:
-        pieces = torch.stack([_padded(piece, max(lengths), dim) for piece in x.split(list(lengths), dim)])
+        pieces = torch.stack(
+            [_padded(piece, max(lengths), dim) for piece in x.split(list(lengths), dim)]
+        )
     if torch.compiler.is_compiling():
         own = functional.reduce_scatter_tensor(pieces.flatten(0, 1), "sum", 0, group)
         return Started(None, lambda: _cropped(own, length, dim))
@@ -121,7 +137,9 @@ def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return x
 
 
-def all_reduce_together(pieces: Sequence[Tensor], group: dist.ProcessGroup, divisor: int = 1) -> None:
+def all_reduce_together(
+    pieces: Sequence[Tensor], group: dist.ProcessGroup, divisor: int = 1
+) -> None:
     """Sum tensors over the ranks, in place, with one all-reduce in their widest type, and divide the sums."""
     flat = torch.cat([piece.reshape(-1) for piece in pieces])
     dist.all_reduce(flat, group=group)
@@ -141,7 +159,9 @@ def reduce_scatter(x: Tensor, lengths: Sequence[int], dim: int, group: dist.Proc
     return start_reduce_scatter(x, lengths, dim, group).result()
 
 
-def all_to_all(x: Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup | None) -> Tensor:
+def all_to_all(
+    x: Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup | None
+) -> Tensor:
     """Send rows of ``x [sum(send), ...]``, rank 0's first; return ``[sum(receive), ...]``; without a group ``x``."""
     if group is None:
         return x
@@ -163,7 +183,9 @@ class _Mapping(torch.autograd.Function):
         return ctx.of_gradient(grads[0]), None, None, None
 
 
-def apply_mapping(x: Tensor, forward: Map, backward: Callable[[Any], Tensor], undefined: bool = False) -> Tensor:
+def apply_mapping(
+    x: Tensor, forward: Map, backward: Callable[[Any], Tensor], undefined: bool = False
+) -> Tensor:
     """Return ``forward(x)``, a new tensor or a view; its gradient goes through ``backward``, which gets ``None`` if
     none has come and it takes ``undefined`` ones. Saves no tensor.
     """
@@ -189,32 +211,52 @@ def tied(y: Tensor, others: Sequence[Tensor]) -> Tensor:
 
 def copy_to_tp_region(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Return ``x``, activation or replicated parameter, equal on all ranks of ``group``; all-reduce its gradient."""
-    return x if group is None else apply_mapping(x, lambda x: x.view_as(x), partial(_summed_copy, group=group))
+    return (
+        x
+        if group is None
+        else apply_mapping(x, lambda x: x.view_as(x), partial(_summed_copy, group=group))
+    )
 
 
 def reduce_from_tp_region(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """All-reduce the partial results ``x``, any shape, over the ranks of ``group``."""
-    return x if group is None else apply_mapping(x, partial(_summed_copy, group=group), lambda grad: grad)
+    return (
+        x
+        if group is None
+        else apply_mapping(x, partial(_summed_copy, group=group), lambda grad: grad)
+    )
 
 
-def gather_from_tp_region(x: Tensor, lengths: Sequence[int], group: dist.ProcessGroup | None, dim: int = -1) -> Tensor:
+def gather_from_tp_region(
+    x: Tensor, lengths: Sequence[int], group: dist.ProcessGroup | None, dim: int = -1
+) -> Tensor:
     """All-gather ``x``, ``lengths[rank]`` entries along ``dim`` on each rank of ``group``."""
     if group is None:
         return x
-    return apply_mapping(x, _on(all_gather, lengths, dim, group), _on(_own_slice, lengths, dim, group))
+    return apply_mapping(
+        x, _on(all_gather, lengths, dim, group), _on(_own_slice, lengths, dim, group)
+    )
 
 
-def scatter_to_tp_region(x: Tensor, lengths: Sequence[int], group: dist.ProcessGroup, dim: int = 1) -> Tensor:
+def scatter_to_tp_region(
+    x: Tensor, lengths: Sequence[int], group: dist.ProcessGroup, dim: int = 1
+) -> Tensor:
     """Return a copy of this rank's ``lengths[rank]`` entries along ``dim`` of ``x``, which is equal on all ranks."""
     own = _on(_own_slice, lengths, dim, group)
     # A copy, also where the slice is contiguous (one sample), so that the full tensor can be freed.
     return apply_mapping(
-        x, lambda x: own(x).clone(memory_format=torch.contiguous_format), _on(all_gather, lengths, dim, group)
+        x,
+        lambda x: own(x).clone(memory_format=torch.contiguous_format),
+        _on(all_gather, lengths, dim, group),
     )
 
 
 def gather_from_sequence_region(
-    x: Tensor, lengths: Sequence[int], group: dist.ProcessGroup, dim: int = 1, known: Tensor | None = None
+    x: Tensor,
+    lengths: Sequence[int],
+    group: dist.ProcessGroup,
+    dim: int = 1,
+    known: Tensor | None = None,
 ) -> Tensor:
     """All-gather ``x``, ``lengths[rank]`` entries along ``dim``, unless ``known``; reduce-scatter its gradient."""
     back = _on(reduce_scatter, lengths, dim, group)
@@ -228,10 +270,14 @@ def reduce_scatter_to_sequence_region(
     x: Tensor, lengths: Sequence[int], group: dist.ProcessGroup, dim: int = 1
 ) -> Tensor:
     """Reduce-scatter partial sums ``x`` over the ranks of ``group``, ``lengths[rank]`` entries of ``dim`` to each."""
-    return apply_mapping(x, _on(reduce_scatter, lengths, dim, group), _on(all_gather, lengths, dim, group))
+    return apply_mapping(
+        x, _on(reduce_scatter, lengths, dim, group), _on(all_gather, lengths, dim, group)
+    )
 
 
-def _on(collective: Callable[..., Tensor], lengths: Sequence[int], dim: int, group: dist.ProcessGroup) -> Map:
+def _on(
+    collective: Callable[..., Tensor], lengths: Sequence[int], dim: int, group: dist.ProcessGroup
+) -> Map:
     return partial(collective, lengths=lengths, dim=dim, group=group)
 
 

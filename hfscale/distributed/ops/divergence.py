@@ -39,7 +39,9 @@ class TaughtRows:
     temperature: float
     entropy: Tensor | None = None  # [N], where the entropies of the student's rows are written
 
-    def log_probs(self, logits: Tensor, rows: Tensor, vocabulary: VocabularySlice) -> tuple[Tensor, Tensor]:
+    def log_probs(
+        self, logits: Tensor, rows: Tensor, vocabulary: VocabularySlice
+    ) -> tuple[Tensor, Tensor]:
         """Return the log-probabilities ``[n, V/t]`` of the student, whose ``logits`` these are, and of the teacher."""
         raise NotImplementedError
 
@@ -61,7 +63,9 @@ class TeacherRows(TaughtRows):
     bias: Tensor | None  # [V/t]
     finish: Callable[[Tensor], Tensor] | None  # pointwise operations of the teacher on its logits
 
-    def log_probs(self, logits: Tensor, rows: Tensor, vocabulary: VocabularySlice) -> tuple[Tensor, Tensor]:
+    def log_probs(
+        self, logits: Tensor, rows: Tensor, vocabulary: VocabularySlice
+    ) -> tuple[Tensor, Tensor]:
         """Return the log-probabilities of both; see :class:`TaughtRows`."""
         with torch.autocast(logits.device.type, enabled=False):
             own = F.linear(self.hidden.index_select(0, rows), self.weight, self.bias)
@@ -79,10 +83,14 @@ class StoredRows(TaughtRows):
     tokens: Tensor  # [N, k] their global ids
     rest: Tensor  # [N] log-probability of all others
 
-    def log_probs(self, logits: Tensor, rows: Tensor, vocabulary: VocabularySlice) -> tuple[Tensor, Tensor]:
+    def log_probs(
+        self, logits: Tensor, rows: Tensor, vocabulary: VocabularySlice
+    ) -> tuple[Tensor, Tensor]:
         """Return the log-probabilities of both, the teacher's outside of ``tokens`` in proportion to the student's."""
         z = logits.to(compute_dtype(logits.dtype)) / self.temperature
-        stored, tokens, rest = (each.index_select(0, rows) for each in (self.stored, self.tokens, self.rest))
+        stored, tokens, rest = (
+            each.index_select(0, rows) for each in (self.stored, self.tokens, self.rest)
+        )
         columns = _columns(tokens, z, vocabulary)
         lse, others = log_sum_exps([z, _filled(z, columns, -torch.inf)], vocabulary)
         log_p = z.sub_(lse)
@@ -91,7 +99,9 @@ class StoredRows(TaughtRows):
         return log_p, _filled(spread, columns, stored.to(z.dtype))
 
 
-def top_tokens(logits: Tensor, k: int, temperature: float, vocabulary: VocabularySlice) -> tuple[Tensor, ...]:
+def top_tokens(
+    logits: Tensor, k: int, temperature: float, vocabulary: VocabularySlice
+) -> tuple[Tensor, ...]:
     """Return the log-probabilities of the ``k`` most probable tokens ``[n, k]``, their global ids, and the
     log-probability of all others together ``[n]``, of ``logits [n, V/t]``; equal on all ranks.
     """
@@ -101,10 +111,14 @@ def top_tokens(logits: Tensor, k: int, temperature: float, vocabulary: Vocabular
     values, places = padded.topk(most)
     tokens = places + vocabulary.start
     if vocabulary.group is not None:
-        values, tokens = (gathered(each, vocabulary.group).transpose(0, 1).flatten(1) for each in (values, tokens))
+        values, tokens = (
+            gathered(each, vocabulary.group).transpose(0, 1).flatten(1) for each in (values, tokens)
+        )
     values, chosen = values.topk(k)
     tokens = tokens.gather(1, chosen)
-    lse, others = log_sum_exps([z, _filled(z, _columns(tokens, z, vocabulary), -torch.inf)], vocabulary)
+    lse, others = log_sum_exps(
+        [z, _filled(z, _columns(tokens, z, vocabulary), -torch.inf)], vocabulary
+    )
     return values - lse, tokens, (others - lse).squeeze(1)
 
 
@@ -116,7 +130,8 @@ def log_sum_exps(rows: Sequence[Tensor], vocabulary: VocabularySlice) -> Tensor:
 
 def _columns(tokens: Tensor, z: Tensor, vocabulary: VocabularySlice) -> Tensor:
     """Return the columns of tokens in this rank's slice ``z [n, V/t]``; ``V/t`` for those outside of it."""
-    places, width = tokens - vocabulary.start, z.shape[1]
+    places = tokens - vocabulary.start
+    width = z.shape[1]
     return torch.where((places >= 0) & (places < width), places, width)
 
 
@@ -130,16 +145,27 @@ class DivergenceTerms:
     """Divergences of rows, and, once, their gradients by the student's ``logits [n, V/t]``."""
 
     def __init__(
-        self, log_p: Tensor, log_q: Tensor, vocabulary: VocabularySlice, beta: float, temperature: float
+        self,
+        log_p: Tensor,
+        log_q: Tensor,
+        vocabulary: VocabularySlice,
+        beta: float,
+        temperature: float,
     ) -> None:
-        self._beta, self._temperature = beta, temperature
-        self._log_p, self._log_q = log_p, log_q
+        self._beta = beta
+        self._temperature = temperature
+        self._log_p = log_p
+        self._log_q = log_q
         if beta in (0, 1):
             log_m = self._log_q if beta else self._log_p
         else:
             log_m = torch.logaddexp(self._log_p + math.log1p(-beta), self._log_q + math.log(beta))
         self._gap = _expected(self._log_p, log_m)
-        terms = self._gap, _expected(self._log_q, log_m), _expected(self._log_p, torch.zeros_like(log_m))
+        terms = (
+            self._gap,
+            _expected(self._log_q, log_m),
+            _expected(self._log_p, torch.zeros_like(log_m)),
+        )
         sums = torch.stack([each.sum(-1, keepdim=True) for each in terms])
         if vocabulary.group is not None:
             sums = gathered(sums, vocabulary.group).sum(0)

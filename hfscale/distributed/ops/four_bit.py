@@ -74,13 +74,19 @@ class FourBitPacking(Packing):
             packed, state = unpack_state(weight, scales, self)
         else:
             packed = weight.reshape(-1, 1)
-            state = _state(read_scales(scales, self).view(-1), self, (self.shards * self.chunk[0], self.blocks * BLOCK))
+            state = _state(
+                read_scales(scales, self).view(-1),
+                self,
+                (self.shards * self.chunk[0], self.blocks * BLOCK),
+            )
         state.dtype = dtype or self.dtype
         values: Tensor = functional().dequantize_4bit(packed, state)
         if self.is_one_stream:
             return values.view(self.shape)
         matrices, height, width = self.chunk
-        parts = values.view(self.shards, matrices, -1)[..., : height * width].reshape(-1, *self.chunk)
+        parts = values.view(self.shards, matrices, -1)[..., : height * width].reshape(
+            -1, *self.chunk
+        )
         if self.shards == 1:
             return parts[0]
         joined = parts.movedim(0, self.dim).flatten(self.dim, self.dim + 1)
@@ -99,7 +105,8 @@ def pack(share: Tensor, packing: FourBitPacking) -> Tensor:
     share = F.pad(share, (0, missing)) if missing else share
     row = torch.zeros((1, packing.row_shape[1]), dtype=torch.uint8, device=share.device)
     weight, scales = (
-        part.view(packing.chunk[0], part.shape[1] // max(1, packing.chunk[0])) for part in split_row(row, packing)
+        part.view(packing.chunk[0], part.shape[1] // max(1, packing.chunk[0]))
+        for part in split_row(row, packing)
     )
     for number, matrix in enumerate(share):
         if not matrix.numel():
@@ -137,7 +144,9 @@ def unpack_state(weight: Tensor, scales: Tensor, packing: FourBitPacking) -> tup
     """Return packed bytes ``[n, 1]`` and bitsandbytes' ``QuantState`` of a weight that is one contiguous matrix."""
     _, rows, columns = packing.shape
     size = rows * columns
-    state = _state(read_scales(scales, packing).view(-1)[: ceil(size / BLOCK)], packing, (rows, columns))
+    state = _state(
+        read_scales(scales, packing).view(-1)[: ceil(size / BLOCK)], packing, (rows, columns)
+    )
     return weight.reshape(-1, 1)[: ceil(size / 2)], state
 
 
@@ -152,7 +161,9 @@ def read_scales(scales: Tensor, packing: FourBitPacking) -> Tensor:
     bytes_of_blocks = rows[:, mean + 4 : mean + 4 + packing.blocks].contiguous()
     code = _code(rows.device)
     found = [
-        functional().dequantize_blockwise(bytes_of_blocks[row], absmax=outer[row], code=code, blocksize=OUTER_BLOCK)
+        functional().dequantize_blockwise(
+            bytes_of_blocks[row], absmax=outer[row], code=code, blocksize=OUTER_BLOCK
+        )
         for row in range(len(rows))
     ]
     return torch.stack(found) + means

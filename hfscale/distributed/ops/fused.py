@@ -44,7 +44,8 @@ def fused(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
                 raise
             _broken.append(True)
             warnings.warn(
-                f"{function.__name__} runs unfused, and slower: it could not be compiled ({error})", stacklevel=2
+                f"{function.__name__} runs unfused, and slower: it could not be compiled ({error})",
+                stacklevel=2,
             )
             return function(first, *rest)
         ran = True
@@ -55,4 +56,9 @@ def fused(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def is_fused(device: torch.device) -> bool:
     """Return whether functions are fused for tensors on ``device``."""
-    return is_accelerator(device) and triton_works() and not _broken and environ.get("TORCH_COMPILE_DISABLE") != "1"
+    return (
+        is_accelerator(device)
+        and triton_works()
+        and not _broken
+        and environ.get("TORCH_COMPILE_DISABLE") != "1"
+    )

@@ -32,9 +32,12 @@ class _GroupedLinear(torch.autograd.Function):
     """One product per group: ``weight [g, n, k]``, or ``[g, k, n]`` if ``transposed``; ``x [r, k]`` -> ``[r, n]``."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, counts: Sequence[int], transposed: bool) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, counts: Sequence[int], transposed: bool
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.counts, ctx.transposed = counts, transposed
+        ctx.counts = counts
+        ctx.transposed = transposed
         out = x.new_empty((x.shape[0], weight.shape[2 if transposed else 1]))
         start = 0
         for group, count in enumerate(counts):
@@ -54,26 +57,37 @@ class _GroupedLinear(torch.autograd.Function):
         )
         start = 0
         for group, count in enumerate(ctx.counts):
-            rows, grad = x[start : start + count], grads[0][start : start + count]
+            rows = x[start : start + count]
+            grad = grads[0][start : start + count]
             if of_x is not None and count:
                 matrix = weight[group].t() if ctx.transposed else weight[group]
                 torch.mm(grad, matrix, out=of_x[start : start + count])
             if of_weight is not None and not count:
                 of_weight[group].zero_()
             elif of_weight is not None:
-                torch.mm(*((rows.t(), grad) if ctx.transposed else (grad.t(), rows)), out=of_weight[group])
+                torch.mm(
+                    *((rows.t(), grad) if ctx.transposed else (grad.t(), rows)),
+                    out=of_weight[group],
+                )
             start += count
         return of_x, of_weight, None, None
 
 
 def grouped_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, counts: Sequence[int], *, transposed: bool = False
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    counts: Sequence[int],
+    *,
+    transposed: bool = False,
 ) -> Tensor:
     """Apply to each row of ``x [rows, k]`` the linear layer of its group, ``counts`` rows in each: the ``weight`` is
     ``[groups, n, k]``, or ``[groups, k, n]`` where ``transposed``.
     """
     if _has_kernel(x, weight):
-        out: Tensor = F.grouped_mm(x, weight if transposed else weight.transpose(1, 2), offs=_ends(counts, x.device))
+        out: Tensor = F.grouped_mm(
+            x, weight if transposed else weight.transpose(1, 2), offs=_ends(counts, x.device)
+        )
     else:
         out = _GroupedLinear.apply(x, weight, counts, transposed)
     if bias is not None:
@@ -89,7 +103,9 @@ def rows_of_groups(values: Tensor, counts: Sequence[int], rows: int) -> Tensor:
 
 def _ends(counts: Sequence[int], device: torch.device) -> Tensor:
     """Return the row at which each group ends, ``[groups]``, without waiting for the device."""
-    ends = torch.tensor(list(accumulate(counts)), dtype=torch.int32, pin_memory=is_accelerator(device))
+    ends = torch.tensor(
+        list(accumulate(counts)), dtype=torch.int32, pin_memory=is_accelerator(device)
+    )
     return ends if ends.device == device else ends.to(device, non_blocking=True)
 
 
@@ -117,9 +133,14 @@ def kernel_takes(x: Tensor, weight: Tensor) -> bool:
 class _FrozenLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, bias: Tensor | None, product: Callable[[Tensor, Tensor | None], Tensor], read: Read
+        ctx: Any,
+        x: Tensor,
+        bias: Tensor | None,
+        product: Callable[[Tensor, Tensor | None], Tensor],
+        read: Read,
     ) -> Tensor:
-        ctx.read, ctx.bias_type = read, None if bias is None else bias.dtype
+        ctx.read = read
+        ctx.bias_type = None if bias is None else bias.dtype
         return product(x, bias)
 
     @staticmethod
@@ -127,7 +148,9 @@ class _FrozenLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         grad = grads[0]
         of_x = torch.matmul(grad, ctx.read(grad.dtype)) if ctx.needs_input_grad[0] else None
-        of_bias = grad.flatten(0, -2).sum(0, dtype=ctx.bias_type) if ctx.needs_input_grad[1] else None
+        of_bias = (
+            grad.flatten(0, -2).sum(0, dtype=ctx.bias_type) if ctx.needs_input_grad[1] else None
+        )
         return of_x, of_bias, None, None
 
 
@@ -146,7 +169,9 @@ def frozen_grouped_linear(
     def product(x: Tensor, turned: bool) -> Tensor:
         return grouped_linear(x, read(x.dtype), None, counts, transposed=turned)
 
-    out = apply_mapping(x, partial(product, turned=transposed), partial(product, turned=not transposed))
+    out = apply_mapping(
+        x, partial(product, turned=transposed), partial(product, turned=not transposed)
+    )
     if bias is not None:
         out = out + rows_of_groups(bias, counts, x.shape[0])
     return out

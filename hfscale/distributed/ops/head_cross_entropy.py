@@ -32,7 +32,9 @@ Pointwise = Callable[[Tensor], Tensor]
 
 _SLICE_ELEMENTS = 1 << 24  # of a low-precision product on its way into a float32 sum
 _CHUNK_ELEMENTS = 1 << 23  # logits of a chunk
-_CHUNK_ELEMENTS_GPU = 1 << 28  # the product that adds to the weight's gradient reads and writes it in each chunk
+_CHUNK_ELEMENTS_GPU = (
+    1 << 28
+)  # the product that adds to the weight's gradient reads and writes it in each chunk
 # Fewer rows make the products slow: each chunk also reads the head's weight twice and its gradient once.
 _FEWEST_ROWS = 128
 _SMALL_ELEMENTS = 1 << 20  # fewer logits than these are not worth a chunk
@@ -45,10 +47,14 @@ class HeadRows:
 
     reusable = False  # whether the gradient may be written into the last logits, which nothing reads any more
 
-    def __init__(self, parameters: Sequence[Tensor], finish: Pointwise | None, needed: bool) -> None:
+    def __init__(
+        self, parameters: Sequence[Tensor], finish: Pointwise | None, needed: bool
+    ) -> None:
         # finish: pointwise operations of the model on the logits (a softcap, a scale); ``None`` for none
         # needed: whether the rows' gradients are asked for
-        self.parameters, self.finish, self.needed = parameters, finish, needed
+        self.parameters = parameters
+        self.finish = finish
+        self.needed = needed
         self._sums = [_Sum(parameter) for parameter in parameters]
         self._kept: tuple[Any, ...] = ()
 
@@ -69,10 +75,17 @@ class LinearRows(HeadRows):
     """A plain ``nn.Linear``: two matrix products; ``reusable`` if ``finish`` keeps no result for its own gradient."""
 
     def __init__(
-        self, weight: Tensor, bias: Tensor | None, finish: Pointwise | None, reusable: bool, needed: bool
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        finish: Pointwise | None,
+        reusable: bool,
+        needed: bool,
     ) -> None:
         super().__init__([weight] if bias is None else [weight, bias], finish, needed)
-        self.weight, self.bias, self.reusable = weight, bias, reusable
+        self.weight = weight
+        self.bias = bias
+        self.reusable = reusable
 
     def logits(self, rows: Tensor, gradients: bool) -> Tensor:
         """Compute logits; see :class:`HeadRows`."""
@@ -99,7 +112,9 @@ class LinearRows(HeadRows):
 class AnyRows(HeadRows):
     """Run any other head (adapters, quantized, autocast) with autograd's gradients; it may keep what it returned."""
 
-    def __init__(self, head: Pointwise, parameters: Sequence[Tensor], finish: Pointwise | None, needed: bool) -> None:
+    def __init__(
+        self, head: Pointwise, parameters: Sequence[Tensor], finish: Pointwise | None, needed: bool
+    ) -> None:
         super().__init__(parameters, finish, needed)
         self.head = head
 
@@ -129,7 +144,8 @@ class _Sum:
     """Sum the gradient of one parameter in float32 at least: 16-bit sums would round once per chunk."""
 
     def __init__(self, parameter: Tensor) -> None:
-        self.parameter, self.trains = parameter, parameter.requires_grad
+        self.parameter = parameter
+        self.trains = parameter.requires_grad
         self._total: Tensor | None = None
 
     def add(self, part: Tensor) -> None:
@@ -146,9 +162,13 @@ class _Sum:
         if self._total is None:
             self._total = self._buffer()
         if self._total.dtype == rows.dtype:
-            self._total.addmm_(gradient.T, rows, beta=0 if first else 1)  # 0: the empty buffer is not read
+            self._total.addmm_(
+                gradient.T, rows, beta=0 if first else 1
+            )  # 0: the empty buffer is not read
             return
-        if rows.is_cuda and self._total.dtype == torch.float32:  # the kernel adds in float32; CPUs have none
+        if (
+            rows.is_cuda and self._total.dtype == torch.float32
+        ):  # the kernel adds in float32; CPUs have none
             torch.addmm(
                 self._total, gradient.T, rows, out_dtype=torch.float32, beta=0 if first else 1, out=self._total
             )  # fmt: skip
@@ -161,7 +181,11 @@ class _Sum:
     def total(self) -> Tensor | None:
         if not self.trains:
             return None
-        return torch.zeros_like(self.parameter) if self._total is None else self._total.to(self.parameter.dtype)
+        return (
+            torch.zeros_like(self.parameter)
+            if self._total is None
+            else self._total.to(self.parameter.dtype)
+        )
 
     def _buffer(self) -> Tensor:
         dtype = torch.promote_types(self.parameter.dtype, torch.float32)
@@ -173,7 +197,11 @@ class _WithGradients(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, loss: Tensor, gradients: tuple[Tensor | None, ...], expected: float, *inputs: Tensor
+        ctx: Any,
+        loss: Tensor,
+        gradients: tuple[Tensor | None, ...],
+        expected: float,
+        *inputs: Tensor,
     ) -> Tensor:
         ctx.expected = expected
         ctx.save_for_backward(*gradients)
@@ -206,7 +234,9 @@ def _loss_and_gradients(
     chosen = (valid.nonzero() if known is None else valid.nonzero_static(size=known)).squeeze(1)
     losses: list[Tensor] = []
     by_hidden = torch.zeros_like(hidden) if gradients and hidden.requires_grad else None
-    step = rows_per_chunk(len(chosen), vocabulary.widest * (1 + (teacher is not None)), hidden.device)
+    step = rows_per_chunk(
+        len(chosen), vocabulary.widest * (1 + (teacher is not None)), hidden.device
+    )
     places: list[Targets] = []
     for number, rows in enumerate(chosen.split(step) if len(chosen) else ()):
         logits = head.logits(hidden.index_select(0, rows), gradients)
@@ -260,7 +290,9 @@ def rows_per_chunk(rows: int, width: int, device: torch.device) -> int:
     budget = _CHUNK_ELEMENTS if device.type == "cpu" else _CHUNK_ELEMENTS_GPU
     most = max(_FEWEST_ROWS, budget // width)
     even = max(-(-rows // _CHUNKS), min(max(_FEWEST_ROWS, _SMALL_ELEMENTS // width), -(-rows // 2)))
-    if device.type != "cpu":  # few different sizes: an allocator's pieces fit again, and products have even shapes
+    if (
+        device.type != "cpu"
+    ):  # few different sizes: an allocator's pieces fit again, and products have even shapes
         even = -(-even // _FEWEST_ROWS) * _FEWEST_ROWS
         most -= most % _FEWEST_ROWS
     return max(1, min(most, even))
@@ -295,16 +327,38 @@ def head_cross_entropy(
     """
     compute = compute_dtype(dtype or hidden.dtype)
     count = (targets != ignore_index).sum() if divisor is None else divisor
-    scale = count.to(compute) if isinstance(count, Tensor) else targets.new_full((), count, dtype=compute)
-    scale = scale.reciprocal() if scale.device == hidden.device else scale.to(hidden.device).reciprocal()
-    trains = torch.is_grad_enabled() and (hidden.requires_grad or any(p.requires_grad for p in head.parameters))
+    scale = (
+        count.to(compute)
+        if isinstance(count, Tensor)
+        else targets.new_full((), count, dtype=compute)
+    )
+    scale = (
+        scale.reciprocal()
+        if scale.device == hidden.device
+        else scale.to(hidden.device).reciprocal()
+    )
+    trains = torch.is_grad_enabled() and (
+        hidden.requires_grad or any(p.requires_grad for p in head.parameters)
+    )
     loss, by_hidden, by_head = _loss_and_gradients(
-        hidden, targets, scale, ignore_index, vocabulary, head, valid, trains, expected, hits, teacher
+        hidden,
+        targets,
+        scale,
+        ignore_index,
+        vocabulary,
+        head,
+        valid,
+        trains,
+        expected,
+        hits,
+        teacher,
     )
     if not trains:
         return loss
     # Apart, so that a backward pass for one of them leaves the other's alone (a stage's, in two halves).
     result = _WithGradients.apply(loss, (by_hidden,), expected, hidden)
     if head.parameters:
-        result = result + _WithGradients.apply(torch.zeros_like(loss), by_head, expected, *head.parameters)
+        result = result + _WithGradients.apply(
+            torch.zeros_like(loss), by_head, expected, *head.parameters
+        )
     return result  # type: ignore[no-any-return]

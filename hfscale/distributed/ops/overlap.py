@@ -32,7 +32,8 @@ from ..._compat.torch import backward_pass, gradients_asked, version_of
 from .collectives import Started, apply_mapping
 from .shared_casts import autocasted, autocasted_weight
 
-_ATTRIBUTE, _ENTRY = "_hfscale_products", "_hfscale_entry"
+_ATTRIBUTE = "_hfscale_products"
+_ENTRY = "_hfscale_entry"
 
 # Bytes of a block's input with all tokens. Taking projections apart costs the host 0.4 ms a block, and to hide is less:
 # GPUs sum 1 MiB in 0.01 to 0.2 ms, while a layer of so few tokens is computed faster than it is launched.
@@ -85,7 +86,9 @@ class Regather:
     """Gather a tensor again in the backward pass, for projections that read it or a tensor derived from it."""
 
     def __init__(self, gather: Start, whole: Tensor | None = None) -> None:
-        self.gather, self.readers, self.left = gather, 0, 0
+        self.gather = gather
+        self.readers = 0
+        self.left = 0
         self._known: list[tuple[weakref.ref[Tensor], int, Derive]] = []
         if whole is not None:
             self._know(whole, as_it_is)
@@ -95,7 +98,10 @@ class Regather:
 
     def gives(self, x: Tensor) -> Derive | None:
         """Return how ``x`` is derived from the gathered tensor; ``None`` if it is not, or was changed since."""
-        return next((derive for known, version, derive in self._known if _is_still(x, known(), version)), None)
+        return next(
+            (derive for known, version, derive in self._known if _is_still(x, known(), version)),
+            None,
+        )
 
     def made(self, x: Tensor, found: Tensor, derive: Derive) -> None:
         """Record that ``found`` was derived from ``x``: a projection that reads ``found`` need not keep it either."""
@@ -116,7 +122,9 @@ class Regather:
         """Return the gathered tensor as ``[n, h]``, and drop it with the last reader."""
         if self._started is not None:
             gathered = self._started.result()
-            self._whole, self._started, self.left = gathered.reshape(-1, gathered.shape[-1]), None, self.readers
+            self._whole = gathered.reshape(-1, gathered.shape[-1])
+            self._started = None
+            self.left = self.readers
         whole = self._whole
         assert whole is not None
         self.left -= 1
@@ -133,8 +141,14 @@ def as_it_is(x: Tensor) -> Tensor:
 def _is_still(x: Tensor, known: Tensor | None, version: int) -> bool:
     if known is None or version_of(x) != version or version_of(known) != version:
         return False
-    same = x.data_ptr() == known.data_ptr() and x.numel() == known.numel() and x.shape[-1] == known.shape[-1]
-    return x is known or (same and x.dtype == known.dtype and x.is_contiguous() and known.is_contiguous())
+    same = (
+        x.data_ptr() == known.data_ptr()
+        and x.numel() == known.numel()
+        and x.shape[-1] == known.shape[-1]
+    )
+    return x is known or (
+        same and x.dtype == known.dtype and x.is_contiguous() and known.is_contiguous()
+    )
 
 
 class Entry:
@@ -144,11 +158,14 @@ class Entry:
     kind: dict[str, Any]  # its dtype and device
 
     def __init__(self) -> None:
-        self.left: dict[Products, tuple[Tensor, Tensor]] = {}  # d output [n, out] and weight [out, in]
+        self.left: dict[
+            Products, tuple[Tensor, Tensor]
+        ] = {}  # d output [n, out] and weight [out, in]
 
     def to_input(self, total: Tensor | None) -> Tensor:
         """Return the gradient of the input: ``total`` by other readers, and by the projections as they came."""
-        left, self.left = self.left, {}
+        left = self.left
+        self.left = {}
         if asked := [(products, grad) for products, (grad, _) in left.items() if products.agrees]:
             asked[0][0].agree(asked)
         for products, (grad, weight) in left.items():
@@ -160,15 +177,23 @@ class Entry:
 class DeferredWeightGrad:
     """A weight whose gradient is computed apart from its projection's: see :func:`enter_overlapped`."""
 
-    def __init__(self, weight: Tensor, transposed: bool, products: Products, own: Tensor | None = None) -> None:
+    def __init__(
+        self, weight: Tensor, transposed: bool, products: Products, own: Tensor | None = None
+    ) -> None:
         # products: computes the projection's matrix products
-        self.transposed, self.products, self.own = transposed, products, own
+        self.transposed = transposed
+        self.products = products
+        self.own = own
         # gathers ``own``, this rank's shard of the input, again; ``None`` where the input is kept
         self.regather: Regather | None = None
-        self.narrow: tuple[Tensor, Regather] | None = None  # the shard in autocast's type, and the gather of it
+        self.narrow: tuple[Tensor, Regather] | None = (
+            None  # the shard in autocast's type, and the gather of it
+        )
         self.derive: Derive = as_it_is
         self.entry: Entry | None = None  # of the block, if its input is what the projection reads
-        self.operands: tuple[Tensor | None, Tensor] | None = None  # input [n, in] (None: regathered), d output [n, out]
+        self.operands: tuple[Tensor | None, Tensor] | None = (
+            None  # input [n, in] (None: regathered), d output [n, out]
+        )
         # the weight, as the projection must use it: by :func:`column_parallel_linear`, once
         to_weight = partial(self._gradient, dtype=weight.dtype)
         self.token = apply_mapping(weight, lambda weight: weight.view_as(weight), to_weight)
@@ -184,8 +209,11 @@ class DeferredWeightGrad:
 
 class _ColumnParallelLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, token: Tensor, bias: Tensor | None, own: Tensor | None, later: Any) -> Tensor:
-        ctx.later, ctx.dtype = later, token.dtype
+    def forward(
+        ctx: Any, x: Tensor, token: Tensor, bias: Tensor | None, own: Tensor | None, later: Any
+    ) -> Tensor:
+        ctx.later = later
+        ctx.dtype = token.dtype
         weight = later.products.kept(token)
         kept = x if own is None else own
         ctx.save_for_backward(weight, kept if ctx.needs_input_grad[1] else None)
@@ -193,9 +221,12 @@ class _ColumnParallelLinear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+    def backward(
+        ctx: Any, *grads: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         weight, kept = ctx.saved_tensors
-        later, grad = ctx.later, grads[0].reshape(-1, grads[0].shape[-1])
+        later = ctx.later
+        grad = grads[0].reshape(-1, grads[0].shape[-1])
         to_input = to_weight = None
         input_asked, weight_asked, *_ = gradients_asked(ctx)
         if weight_asked:
@@ -231,7 +262,10 @@ def enter_overlapped(
         regather: gather once more in backward, for the weights' gradients, instead of keeping the result.
         agrees: whether products ask other ranks for what the gradient of the input needs: then once for all.
     """
-    entry, flight = Entry() if agrees else None, list[Started]()  # the collective between its launch and its wait
+    entry, flight = (
+        Entry() if agrees else None,
+        list[Started](),
+    )  # the collective between its launch and its wait
 
     def launch(by_others: Any) -> Tensor:
         grad = by_others if entry is None else entry.to_input(by_others)
@@ -243,15 +277,20 @@ def enter_overlapped(
     own = x.detach() if regather and gather is not None else None
     # Made before the launch, so that autograd, which runs the youngest ready node, comes to them after it.
     later = [DeferredWeightGrad(*each, own) for each in weights]
-    whole = apply_mapping(x, lambda x: x.view_as(x) if gather is None else gather(x).result(), launch, agrees)
+    whole = apply_mapping(
+        x, lambda x: x.view_as(x) if gather is None else gather(x).result(), launch, agrees
+    )
     if entry is not None:
-        entry.shape, entry.kind = whole.shape, {"dtype": whole.dtype, "device": whole.device}
+        entry.shape = whole.shape
+        entry.kind = {"dtype": whole.dtype, "device": whole.device}
         setattr(whole, _ENTRY, (entry, version_of(whole)))
     if own is not None and gather is not None:
-        again, cast = Regather(gather, whole), autocasted(own)
+        again = Regather(gather, whole)
+        cast = autocasted(own)
         narrow = None if cast is own else (cast, Regather(gather))
         for each in later:
-            each.regather, each.narrow = again, narrow
+            each.regather = again
+            each.narrow = narrow
     return whole, later
 
 
@@ -263,7 +302,11 @@ def column_parallel_linear(x: Tensor, later: DeferredWeightGrad, bias: Tensor | 
     autocast the product and the tensors kept for the backward pass are in its type, as in stock code; so is the second
     gather, unless something was derived from the first.
     """
-    own, narrow, later.own, later.narrow = later.own, later.narrow, None, None  # autograd's saved tensors keep it
+    # autograd's saved tensors keep it
+    own = later.own
+    narrow = later.narrow
+    later.own = None
+    later.narrow = None
     derive = None if later.regather is None else later.regather.gives(x)
     if derive is None:
         own = later.regather = None
@@ -275,7 +318,8 @@ def column_parallel_linear(x: Tensor, later: DeferredWeightGrad, bias: Tensor | 
     entry, version = getattr(x, _ENTRY, (None, -1))
     if entry is not None and version == version_of(x):
         later.entry = entry
-    cast, bias = autocasted(x), None if bias is None else autocasted(bias)
+    cast = autocasted(x)
+    bias = None if bias is None else autocasted(bias)
     later.products.reads(x, cast.dtype)
     return _ColumnParallelLinear.apply(cast, later.token, bias, own, later)
 

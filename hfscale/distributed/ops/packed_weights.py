@@ -24,9 +24,13 @@ _PACKINGS = "_packings"
 class Packing(ABC):
     """How to read a packed weight."""
 
-    shape: tuple[int, int, int]  # ``[matrices, rows, columns]`` of the gathered weight; a projection is one matrix
+    shape: tuple[
+        int, int, int
+    ]  # ``[matrices, rows, columns]`` of the gathered weight; a projection is one matrix
     dtype: torch.dtype  # the dtype of its values
-    compute_dtype: torch.dtype | None  # that experts compute in; ``None``: their input's. A projection knows its own
+    compute_dtype: (
+        torch.dtype | None
+    )  # that experts compute in; ``None``: their input's. A projection knows its own
 
     @property
     @abstractmethod

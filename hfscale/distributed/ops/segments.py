@@ -56,12 +56,18 @@ class RankChain:
         """All-gather the last ``width`` inputs of every piece, of ``x [b, d, own tokens]``; return for each piece here
         those before it, ``[b, d, width]``, zeros where they are another document's.
         """
-        split, rank = self.split, self.rank
+        split = self.split
+        rank = self.rank
         pieces = [split.pieces(each) for each in range(split.size)]
         kept = [[min(width, stop - start) for start, stop in of_rank] for of_rank in pieces]
         here = x.split([stop - start for start, stop in pieces[rank]], -1)
-        ends = [piece[..., piece.shape[-1] - length :] for piece, length in zip(here, kept[rank], strict=True)]
-        gathered = gather_from_sequence_region(torch.cat(ends, -1), [sum(each) for each in kept], self.group, dim=-1)
+        ends = [
+            piece[..., piece.shape[-1] - length :]
+            for piece, length in zip(here, kept[rank], strict=True)
+        ]
+        gathered = gather_from_sequence_region(
+            torch.cat(ends, -1), [sum(each) for each in kept], self.group, dim=-1
+        )
         found = gathered.split([length for of_rank in kept for length in of_rank], -1)
         in_order = [*found[::2], *reversed(found[1::2])]
         return [
@@ -71,7 +77,9 @@ class RankChain:
 
     def _before(self, start: int, ends: list[Tensor], x: Tensor, width: int) -> Tensor:
         there = torch.cat([x[..., :0], *ends], -1)
-        there = F.pad(there[..., max(0, there.shape[-1] - width) :], (max(0, width - there.shape[-1]), 0))
+        there = F.pad(
+            there[..., max(0, there.shape[-1] - width) :], (max(0, width - there.shape[-1]), 0)
+        )
         if self.starts is None:
             return there
         first = [max((place for place in row if place <= start), default=0) for row in self.starts]
@@ -84,7 +92,10 @@ class RankChain:
         number = self._number(index)
         if number == 0 or self._owner(number - 1) == self.rank:
             return state
-        owner, empty = self._owner(number - 1), torch.empty_like(state, memory_format=torch.contiguous_format)
+        owner, empty = (
+            self._owner(number - 1),
+            torch.empty_like(state, memory_format=torch.contiguous_format),
+        )
 
         def backward(grad: Tensor) -> Any:
             _send(grad, owner, self.group)
@@ -105,7 +116,9 @@ class RankChain:
             return state.new_zeros(())
 
         def backward(grad: Tensor) -> Tensor:
-            return _receive(torch.empty(like.shape, dtype=like.dtype, device=grad.device), owner, self.group)
+            return _receive(
+                torch.empty(like.shape, dtype=like.dtype, device=grad.device), owner, self.group
+            )
 
         return apply_mapping(state, forward, backward)
 
@@ -135,7 +148,9 @@ class Segments:
     """Say where the tokens of a pass, ``[b, s, ...]``, are in their sequences, and where documents begin."""
 
     pieces: tuple[Interval, ...]  # of the sequence: the tokens here, one piece after the other
-    starts: tuple[tuple[int, ...], ...] | None = None  # where documents begin, by row or once for all
+    starts: tuple[tuple[int, ...], ...] | None = (
+        None  # where documents begin, by row or once for all
+    )
     chain: RankChain | None = None  # ``None``: there is one piece, all of the sequence
 
     def of_rows(self, index: int) -> Iterator[tuple[slice, list[tuple[int, int, bool]]]]:
@@ -171,7 +186,11 @@ def keep_states_apart(model: nn.Module, segments: Callable[[], Replacing | None]
 
 def _wrap(module: nn.Module, segments: Callable[[], Replacing | None]) -> None:
     own, kind = module.__dict__.get("forward"), type(module)
-    host: Any = kind.forward if own is None else getattr(own, "__func__", lambda _, *args, **kw: own(*args, **kw))
+    host: Any = (
+        kind.forward
+        if own is None
+        else getattr(own, "__func__", lambda _, *args, **kw: own(*args, **kw))
+    )
 
     @wraps(host)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -187,7 +206,12 @@ def _wrap(module: nn.Module, segments: Callable[[], Replacing | None]) -> None:
 
 
 def _convolved(
-    host: Callable[..., Any], segments: Segments, x: Tensor, weight: Tensor, *args: Any, **kwargs: Any
+    host: Callable[..., Any],
+    segments: Segments,
+    x: Tensor,
+    weight: Tensor,
+    *args: Any,
+    **kwargs: Any,
 ) -> Tensor:
     """Convolve each segment of ``x [b, d, s]`` with what is before it in its document."""
     width = weight.shape[-1] - 1
@@ -205,17 +229,24 @@ def _convolved(
     return tied(_by_segments(segments, x, -1, run, before, lambda *_: None), tails)
 
 
-def _scanned(host: Callable[..., Any], scan: Scan, segments: Segments, *args: Any, **kwargs: Any) -> Any:
+def _scanned(
+    host: Callable[..., Any], scan: Scan, segments: Segments, *args: Any, **kwargs: Any
+) -> Any:
     """Scan each segment from the state before it; a chain's other pieces wait for this one."""
     by_place = dict(zip(inspect.signature(host).parameters, args, strict=False))
     given = {**by_place, **kwargs}
-    x, dim = given[scan.output], scan.tokens[scan.output]
+    x = given[scan.output]
+    dim = scan.tokens[scan.output]
     chain, ties = segments.chain, list[Tensor]()
     wide = torch.promote_types(x.dtype, torch.float32)
     entering = (value for name, value in given.items() if name not in READING)
-    anchor = next(filter(lambda each: isinstance(each, Tensor) and each.requires_grad, entering), x.detach())
+    anchor = next(
+        filter(lambda each: isinstance(each, Tensor) and each.requires_grad, entering), x.detach()
+    )
 
-    def run(rows: slice, start: int, stop: int, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def run(
+        rows: slice, start: int, stop: int, state: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
         part = dict(given)
         for name in scan.tokens.keys() & given.keys():
             if isinstance(given[name], Tensor):
@@ -243,14 +274,20 @@ def _scanned(host: Callable[..., Any], scan: Scan, segments: Segments, *args: An
 
 
 def _with_state(
-    scan: Scan, given: Mapping[str, Any], state: Tensor | None, y: Tensor, after: Tensor | None, final: bool
+    scan: Scan,
+    given: Mapping[str, Any],
+    state: Tensor | None,
+    y: Tensor,
+    after: Tensor | None,
+    final: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Complete the output and the ``final`` state of a scan by what its function neither takes nor gives."""
     if final and scan.makes is not None:
         after = scan.makes(given)
     if state is not None and scan.adds is not None:
         read, kept = scan.adds(given, state)
-        y, after = y + read.to(y.dtype), None if after is None else after.to(kept.dtype) + kept
+        y = y + read.to(y.dtype)
+        after = None if after is None else after.to(kept.dtype) + kept
     return y, after
 
 
@@ -267,12 +304,15 @@ def _by_segments(
         raise ConfigError(
             f"a recurrence is given {x.shape[dim]} tokens where this rank has {length}: use sequence_parallel=False"
         )
-    state, pieces = None, list[Tensor]()
+    state = None
+    pieces = list[Tensor]()
     for index in range(len(segments.pieces)):
         state = before(index, state)
-        rows, states = list[Tensor](), list[Tensor]()
+        rows = list[Tensor]()
+        states = list[Tensor]()
         for row, spans in segments.of_rows(index):
-            found, kept = list[Tensor](), None if state is None else state[row]
+            found = list[Tensor]()
+            kept = None if state is None else state[row]
             for start, stop, continues in spans:
                 y, kept = run(row, start, stop, kept if continues else None)
                 found.append(y)

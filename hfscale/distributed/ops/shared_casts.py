@@ -16,7 +16,9 @@ from ..._compat.torch import storage_key
 from .collectives import apply_mapping
 
 _Key = tuple[int, int, torch.Size, tuple[int, ...], torch.dtype]
-_current: "Casts | None" = None  # not by thread: backward passes, which recompute, may have one of their own
+_current: "Casts | None" = (
+    None  # not by thread: backward passes, which recompute, may have one of their own
+)
 
 
 @dataclass
@@ -24,15 +26,20 @@ class Casts:
     """Copies of weights as they are now."""
 
     memory: set[int] = field(default_factory=set)  # the storages of the copies
-    plain: dict[_Key, Tensor] = field(default_factory=dict)  # copies by place and form of the weight
-    in_graph: dict[_Key, Tensor] = field(default_factory=dict)  # with autograd graphs, of weights that train
+    plain: dict[_Key, Tensor] = field(
+        default_factory=dict
+    )  # copies by place and form of the weight
+    in_graph: dict[_Key, Tensor] = field(
+        default_factory=dict
+    )  # with autograd graphs, of weights that train
 
 
 @contextmanager
 def sharing(casts: Casts | None) -> Iterator[None]:
     """Share ``casts`` between all passes inside the ``with`` block, in which weights must not change."""
     global _current
-    before, _current = _current, casts
+    before = _current
+    _current = casts
     try:
         yield
     finally:
@@ -62,7 +69,12 @@ def autocasted_weight(weight: Tensor) -> Tensor:
 
 def cast_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Return ``weight.to(dtype)``, from the shared copies if there are any."""
-    if _current is None or weight.dtype == dtype or not weight.numel() or torch.compiler.is_compiling():
+    if (
+        _current is None
+        or weight.dtype == dtype
+        or not weight.numel()
+        or torch.compiler.is_compiling()
+    ):
         return weight.to(dtype)
     key = storage_key(weight), int(weight.storage_offset()), weight.shape, weight.stride(), dtype
     plain = _current.plain.get(key)
@@ -74,7 +86,9 @@ def cast_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
     if key not in _current.in_graph:
         # Saves nothing, so that the backward passes of several microbatches may go through it.
         own = weight.dtype
-        _current.in_graph[key] = apply_mapping(weight, lambda _: plain.view_as(plain), lambda grad: grad.to(own))
+        _current.in_graph[key] = apply_mapping(
+            weight, lambda _: plain.view_as(plain), lambda grad: grad.to(own)
+        )
     return _current.in_graph[key]
 
 

@@ -47,14 +47,18 @@ class TokenScores:
 
 class _Scores(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, vocabulary: VocabularySlice) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, vocabulary: VocabularySlice
+    ) -> tuple[Tensor, ...]:
         z = logits.to(compute_dtype(logits.dtype))
         at = Targets.of(targets, vocabulary, z.shape[1])
         lse = z.logsumexp(-1, keepdim=True)
         hit = at.kept(z.gather(1, at.places))
         expected = ((z - lse).exp() * z).sum(-1, keepdim=True)
         places = torch.arange(vocabulary.start, vocabulary.start + z.shape[1], device=z.device)
-        earlier = z.masked_fill(places >= targets.unsqueeze(1), float("-inf")).amax(-1, keepdim=True)
+        earlier = z.masked_fill(places >= targets.unsqueeze(1), float("-inf")).amax(
+            -1, keepdim=True
+        )
         own = (
             lse,
             (2 * z).logsumexp(-1, keepdim=True),
@@ -63,10 +67,12 @@ class _Scores(torch.autograd.Function):
             z.sum(-1, keepdim=True),
             z.amax(-1, keepdim=True),
         )
-        terms, group = torch.cat((*own, earlier), 1), vocabulary.group
+        terms = torch.cat((*own, earlier), 1)
+        group = vocabulary.group
         every = terms.unsqueeze(0) if group is None else gathered(terms, group)  # [t, N, 7]
         lses, squares, hits, means, sums, largest, before = every.unbind(-1)
-        lse, target = lses.logsumexp(0), hits.sum(0)
+        lse = lses.logsumexp(0)
+        target = hits.sum(0)
         entropy = lse - ((lses - lse).exp() * means).sum(0)
         top = (target >= largest.amax(0)) & (before.amax(0) < target)
         ctx.at = at

@@ -26,7 +26,9 @@ from torch.autograd.function import once_differentiable
 
 from .fused import fused, is_fused
 
-_BLOCK_ELEMENTS = 1 << 20  # per block of rows: small enough to stay in cache on a CPU, large enough to fill a GPU
+_BLOCK_ELEMENTS = (
+    1 << 20
+)  # per block of rows: small enough to stay in cache on a CPU, large enough to fill a GPU
 _BLOCK_ELEMENTS_GPU = 1 << 26
 
 
@@ -37,8 +39,12 @@ class VocabularySlice:
     start: int  # the first token id of this rank's slice
     size: int  # token ids in the full vocabulary
     widest: int  # token ids in the longest slice, equal on all ranks
-    group: dist.ProcessGroup | None = None  # the tensor ranks; ``None`` for one rank, which holds the full vocabulary
-    smoothing: float = 0.0  # fraction of the target's probability that is spread evenly over the full vocabulary
+    group: dist.ProcessGroup | None = (
+        None  # the tensor ranks; ``None`` for one rank, which holds the full vocabulary
+    )
+    smoothing: float = (
+        0.0  # fraction of the target's probability that is spread evenly over the full vocabulary
+    )
 
 
 @dataclass(frozen=True)
@@ -49,7 +55,9 @@ class Targets:
     missed: Tensor | None  # whether the target is outside; ``None`` where all are inside
 
     @classmethod
-    def of(cls, targets: Tensor, vocabulary: VocabularySlice, width: int, known: bool = False) -> "Targets":
+    def of(
+        cls, targets: Tensor, vocabulary: VocabularySlice, width: int, known: bool = False
+    ) -> "Targets":
         """Locate ``targets [n]``, equal on all ranks, in a slice of ``width``; a target outside hits no logit.
         ``known`` targets have been checked to be in the vocabulary.
         """
@@ -76,7 +84,8 @@ class RowTerms:
     """Losses of some rows, and their gradients by ``logits [n, V/t]``, this rank's slice."""
 
     def __init__(self, logits: Tensor, targets: Targets, vocabulary: VocabularySlice) -> None:
-        self.vocabulary, self.targets = vocabulary, targets
+        self.vocabulary = vocabulary
+        self.targets = targets
         compute = compute_dtype(logits.dtype)
         hit = targets.kept(logits.gather(1, targets.places).to(compute))
         parts = [_log_sum_exp(block, compute) for block in _cut(logits, _rows_per_block(logits))]
@@ -86,7 +95,8 @@ class RowTerms:
         if vocabulary.group is not None:
             everyone = gathered(torch.stack(terms), vocabulary.group)  # [t, k, n, 1]
             terms = list(torch.cat((everyone[:, :1].logsumexp(0), everyone[:, 1:].sum(0))))
-        self.lse, self._sums = terms[0], terms[1:]
+        self.lse = terms[0]
+        self._sums = terms[1:]
 
     def losses(self) -> Tensor:
         """Return the losses ``[n, 1]``, equal on all ranks."""
@@ -107,15 +117,25 @@ class RowTerms:
         hit = self.targets.kept((self.vocabulary.smoothing - 1) * scale)
         if is_fused(logits.device) and logits.numel():
             spread = self.vocabulary.smoothing / self.vocabulary.size
-            return _gradient(logits, self.lse, self.targets.places, hit.to(self.lse.dtype), scale, spread, reuse)
+            return _gradient(
+                logits, self.lse, self.targets.places, hit.to(self.lse.dtype), scale, spread, reuse
+            )
         out = logits if reuse else torch.empty_like(logits)
         rows = _rows_per_block(logits)
         scales = [scale] * -(-logits.shape[0] // rows) if scale.ndim == 0 else _cut(scale, rows)
-        columns = zip(*(_cut(each, rows) for each in (self.lse, self.targets.places, hit)), scales, strict=True)
-        for block, target, (lse, places, hits, each) in zip(_cut(logits, rows), _cut(out, rows), columns, strict=True):
+        columns = zip(
+            *(_cut(each, rows) for each in (self.lse, self.targets.places, hit)),
+            scales,
+            strict=True,
+        )
+        for block, target, (lse, places, hits, each) in zip(
+            _cut(logits, rows), _cut(out, rows), columns, strict=True
+        ):
             # d loss / d logits = softmax - one_hot(target); the buffer is reused only where it has the right type
             wide = block.to(self.lse.dtype)
-            probabilities = torch.sub(wide, lse, out=target if out.dtype == wide.dtype else None).exp_()
+            probabilities = torch.sub(
+                wide, lse, out=target if out.dtype == wide.dtype else None
+            ).exp_()
             probabilities.mul_(each)
             if self.vocabulary.smoothing:
                 probabilities.sub_(self.vocabulary.smoothing / self.vocabulary.size * each)
@@ -144,7 +164,13 @@ def _log_sum_exp(logits: Tensor, compute: torch.dtype) -> Tensor:
 
 @fused
 def _gradient(
-    logits: Tensor, lse: Tensor, places: Tensor, hit: Tensor, scale: Tensor, spread: float, reuse: bool
+    logits: Tensor,
+    lse: Tensor,
+    places: Tensor,
+    hit: Tensor,
+    scale: Tensor,
+    spread: float,
+    reuse: bool,
 ) -> Tensor:
     """Compute :meth:`RowTerms.gradient` in one pass over the logits."""
     found = ((logits.to(lse.dtype) - lse).exp() - spread) * scale
@@ -182,11 +208,20 @@ class _VocabCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         logits, valid = ctx.saved_tensors
-        return ctx.terms.gradient(logits, torch.where(valid, grads[0], 0).unsqueeze(1)), None, None, None
+        return (
+            ctx.terms.gradient(logits, torch.where(valid, grads[0], 0).unsqueeze(1)),
+            None,
+            None,
+            None,
+        )
 
 
 def vocab_cross_entropy(
-    logits: Tensor, targets: Tensor, *, ignore_index: int = -100, vocabulary: VocabularySlice | None = None
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    ignore_index: int = -100,
+    vocabulary: VocabularySlice | None = None,
 ) -> Tensor:
     """Return the sum, in float32 or more, of the cross entropies of the rows whose target is not ``ignore_index``:
     ``logits [N, V/t]`` are this rank's slice of the ``vocabulary``, by default all of it; ``targets [N]`` global ids.

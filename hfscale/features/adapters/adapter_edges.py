@@ -14,7 +14,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..._compat.peft import BASE, COPY, DORA_MAGNITUDES, DROPOUTS, LORA_A, LORA_B, modules_in, note_casts
+from ..._compat.peft import (
+    BASE,
+    COPY,
+    DORA_MAGNITUDES,
+    DROPOUTS,
+    LORA_A,
+    LORA_B,
+    modules_in,
+    note_casts,
+)
 from ...parallel.tensor import TensorParallel
 from ...parallel.tensor.edges import Overlap
 from ...parallel.tensor.partial_gradients import PartialSums, computes_with, read_partial
@@ -26,7 +35,9 @@ from ...train.runtime.parameter_names import owner_of, unwrapped
 
 def install_adapter_edges(runtime: Runtime) -> None:
     """Make adapters compute with those of the other tensor ranks, if there are adapters and several tensor ranks."""
-    plan, model, tensor = runtime.plan, runtime.model, runtime.part(TensorParallel)
+    plan = runtime.plan
+    model = runtime.model
+    tensor = runtime.part(TensorParallel)
     if not plan.adapters or tensor is None or tensor.sums is None:
         return
     sums = tensor.sums
@@ -36,20 +47,29 @@ def install_adapter_edges(runtime: Runtime) -> None:
         if "tp" in planned.partial and adapter.kept_in != COPY and runtime.is_local(adapter.name):
             holder, name = owner_of(model, adapter.name)
             # A bias after a row projection must enter the all-reduce once.
-            summed = len(planned.shape) == 1 and plan.by_name[adapter.base].cut_over("tp") is not None
+            summed = (
+                len(planned.shape) == 1 and plan.by_name[adapter.base].cut_over("tp") is not None
+            )
             once = not summed or adapter.kept_in != LORA_B or runtime.mesh.tp_rank == 0
             module = computes_with(model, holder)
-            if adapter.experts:  # factors of experts are read by the module that computes with all experts
+            if (
+                adapter.experts
+            ):  # factors of experts are read by the module that computes with all experts
                 module = model.get_submodule(adapter.base.rpartition(".")[0])
             read_partial(module, sums, names=(name,), once=once, holder=holder)
     for block in (block for block in plan.blocks if runtime.is_local(block.name)):
         _install_in_block(runtime, tensor, sums, block)
 
 
-def _install_in_block(runtime: Runtime, tensor: TensorParallel, sums: PartialSums, block: BlockPlan) -> None:
-    stream, rank = tensor.region_of(block.name), runtime.mesh.tp_rank
+def _install_in_block(
+    runtime: Runtime, tensor: TensorParallel, sums: PartialSums, block: BlockPlan
+) -> None:
+    stream = tensor.region_of(block.name)
+    rank = runtime.mesh.tp_rank
     # An MLP whose projections are children of its layer (OPT, BERT) is a block around the layer's attention.
-    inner = [f"{other.name}." for other in runtime.plan.blocks if other.name.startswith(f"{block.name}.")]
+    inner = [
+        f"{other.name}." for other in runtime.plan.blocks if other.name.startswith(f"{block.name}.")
+    ]
 
     def in_cut_stream() -> bool:
         return stream.cut if stream is not None and stream.cut else block.dropout > 0
@@ -69,7 +89,8 @@ def _install_in_block(runtime: Runtime, tensor: TensorParallel, sums: PartialSum
             _keep_shares(wrapper, overlap, sums)
         for number, dropout in enumerate(modules_in(wrapper, DROPOUTS)):
             if isinstance(dropout, nn.Dropout):
-                key, drop = f"{name}/{number}", dropout.forward
+                key = f"{name}/{number}"
+                drop = dropout.forward
                 drawn = partial(_dropped, dropout, drop, row, in_cut_stream, rank, key, overlap)
                 dropout.forward = drawn  # type: ignore[method-assign]
 
@@ -95,12 +116,22 @@ def sum_norms(wrapper: nn.Module, group: dist.ProcessGroup) -> None:
 
 
 def _norm_over_ranks(
-    group: dist.ProcessGroup, transposed: bool, weight: Tensor, lora_weight: Tensor, scaling: float, **_: Any
+    group: dist.ProcessGroup,
+    transposed: bool,
+    weight: Tensor,
+    lora_weight: Tensor,
+    scaling: float,
+    **_: Any,
 ) -> Tensor:
     """Return the norms ``[out]`` of the rows of ``weight + scaling lora_weight``; every rank has a span of ``in``."""
     with torch.no_grad():  # DoRA treats the norm as a constant
         whole = (weight.T if transposed else weight) + scaling * lora_weight
-        squares = torch.linalg.vector_norm(whole, dim=1, dtype=torch.promote_types(whole.dtype, torch.float32)) ** 2
+        squares = (
+            torch.linalg.vector_norm(
+                whole, dim=1, dtype=torch.promote_types(whole.dtype, torch.float32)
+            )
+            ** 2
+        )
         dist.all_reduce(squares, group=group)
         return squares.sqrt().to(weight.dtype)
 

@@ -23,10 +23,14 @@ def wrap(model: nn.Module, config: Any, name: str) -> Any:
     try:
         return peft.wrapped_model(model, config, name)
     except (ValueError, TypeError, NotImplementedError) as error:
-        raise ConfigError(f"PEFT cannot put {type(config).__name__} around {class_name(model)}: {error}") from error
+        raise ConfigError(
+            f"PEFT cannot put {type(config).__name__} around {class_name(model)}: {error}"
+        ) from error
 
 
-def narrowed(config: Any, targets: Sequence[str], parameters: Sequence[str], copies: Sequence[str]) -> Any:
+def narrowed(
+    config: Any, targets: Sequence[str], parameters: Sequence[str], copies: Sequence[str]
+) -> Any:
     """Return a copy of the config that targets only the given modules, by their full names."""
     from peft.utils.constants import DUMMY_TARGET_MODULES
 
@@ -37,7 +41,9 @@ def narrowed(config: Any, targets: Sequence[str], parameters: Sequence[str], cop
         result.target_modules = []
     if hasattr(result, "target_parameters"):
         result.target_parameters = list(parameters) or None
-    if getattr(result, "feedforward_modules", None) is not None:  # IA3 needs them to be among the targets
+    if (
+        getattr(result, "feedforward_modules", None) is not None
+    ):  # IA3 needs them to be among the targets
         result.feedforward_modules = [n for n in targets if peft.is_feedforward(config, n)]
     result.modules_to_save = list(copies) or None
     for field in ("exclude_modules", "layers_to_transform", "layers_pattern"):
@@ -62,7 +68,8 @@ def adapter_parameters(whole: Any, plan: Plan) -> list[AdapterParameter]:
                 f"{type(wrapper).__name__} keeps {kept_in!r} in {wrapper_name}, which hfscale does not know how to "
                 "shard: use LoRA (with DoRA, rsLoRA), IA3 or LoHa"
             )
-        path, inner = stock_name(wrapper_name), unwrapped(wrapper)
+        path = stock_name(wrapper_name)
+        inner = unwrapped(wrapper)
         parameter_name, experts = peft.adapted_experts(wrapper)
         adapted = ".".join(rest[1:]) if kept_in == peft.COPY else parameter_name or "weight"
         base = f"{path}.{adapted}"
@@ -72,7 +79,9 @@ def adapter_parameters(whole: Any, plan: Plan) -> list[AdapterParameter]:
                 "target_parameters"
             )
         owner = owners.setdefault(id(parameter), name)
-        turned = is_transposed(inner) or isinstance(inner, nn.Embedding)  # experts have an attribute for it
+        turned = is_transposed(inner) or isinstance(
+            inner, nn.Embedding
+        )  # experts have an attribute for it
         found.append(
             AdapterParameter(
                 name=name,
@@ -104,26 +113,43 @@ def _place(modules: dict[str, nn.Module], name: str) -> tuple[str, str | None, l
 def targets_of(adapters: Collection[AdapterParameter]) -> tuple[list[str], list[str], list[str]]:
     """Return the targets that create these adapters: modules, parameters of experts, and copied modules."""
     made = [adapter for adapter in adapters if adapter.kept_in != peft.COPY]
-    modules = dict.fromkeys(adapter.base.rpartition(".")[0] for adapter in made if not adapter.experts)
+    modules = dict.fromkeys(
+        adapter.base.rpartition(".")[0] for adapter in made if not adapter.experts
+    )
     parameters = dict.fromkeys(adapter.base for adapter in made if adapter.experts)
     copied = (stock_name(adapter.name) for adapter in adapters if adapter.kept_in == peft.COPY)
-    return list(modules), list(parameters), list(dict.fromkeys(n.partition(f".{peft.COPY}.")[0] for n in copied))
+    return (
+        list(modules),
+        list(parameters),
+        list(dict.fromkeys(n.partition(f".{peft.COPY}.")[0] for n in copied)),
+    )
 
 
-def check_matches(asked: Any, resolved: Any, plan: Plan, adapters: Collection[AdapterParameter]) -> None:
+def check_matches(
+    asked: Any, resolved: Any, plan: Plan, adapters: Collection[AdapterParameter]
+) -> None:
     """Raise :class:`ConfigError` for a target that matches nothing; PEFT does so only if no target matches.
     ``resolved`` is ``asked`` as PEFT changed it: older models' projection names become parameters of experts.
     """
     modules, parameters, copies = targets_of(adapters)
     known = [name.rpartition(".")[0] for name in plan.by_name]
-    for field, matched in (("target_modules", modules), ("target_parameters", parameters), ("modules_to_save", copies)):
-        wanted, left = getattr(asked, field, None), getattr(resolved, field, None) or ()
+    for field, matched in (
+        ("target_modules", modules),
+        ("target_parameters", parameters),
+        ("modules_to_save", copies),
+    ):
+        wanted = getattr(asked, field, None)
+        left = getattr(resolved, field, None) or ()
         for target in [] if wanted is None or isinstance(wanted, str) else wanted:
             found = any(_fits(name, target) for name in matched)
-            left_out = bool(getattr(asked, "exclude_modules", None)) and any(_fits(name, target) for name in known)
+            left_out = bool(getattr(asked, "exclude_modules", None)) and any(
+                _fits(name, target) for name in known
+            )
             if target in left and not found and not left_out:
                 names = ", ".join(target_names(plan))
-                raise ConfigError(f"{field} names {target!r}, which matches nothing in the model: it has {names}")
+                raise ConfigError(
+                    f"{field} names {target!r}, which matches nothing in the model: it has {names}"
+                )
 
 
 def _fits(name: str, target: str) -> bool:
@@ -175,7 +201,11 @@ def guard_methods(peft_model: Any, whole: Any) -> None:
     peft.ask_before_state_dicts(_refuse_parts)
     for layer in peft.convertible_layers(peft_model):  # asked by convert_to_lora and save_as_lora
         setattr(layer, peft.CONVERTS, _refusing("conversion to LoRA", _CONVERT))
-    setattr(peft_model, _SAVE, _refusing(_SAVE, "call hfscale.save_pretrained(model, directory), on every rank"))
+    setattr(
+        peft_model,
+        _SAVE,
+        _refusing(_SAVE, "call hfscale.save_pretrained(model, directory), on every rank"),
+    )
     peft_model.get_nb_trainable_parameters = whole.get_nb_trainable_parameters
 
 

@@ -41,7 +41,9 @@ class Adapters(Part):
     whole: Any  # PEFT's model around the full model, on the meta device
     name: str  # the adapter's name in PEFT
     stock_plan: Plan  # the plan without adapters
-    source: str | None = None  # the path or Hub id of the saved adapter they were loaded from, if any
+    source: str | None = (
+        None  # the path or Hub id of the saved adapter they were loaded from, if any
+    )
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
         """Make adapters compute with those of the other tensor ranks. Installed after the edges of blocks."""
@@ -54,7 +56,10 @@ class Adapters(Part):
 
     def stored_names(self, runtime: Runtime) -> dict[str, str]:
         """Return the keys of PEFT's file and the parameters they hold."""
-        return {key: name for name, key in stored_names(self.whole, self.name, runtime.plan, "auto").items()}
+        return {
+            key: name
+            for name, key in stored_names(self.whole, self.name, runtime.plan, "auto").items()
+        }
 
 
 def attach_adapters(
@@ -74,7 +79,11 @@ def attach_adapters(
     final shards by name, hold the values; ``template``, the full stock model on the meta device, is wrapped too. New
     adapters are drawn by ``seed`` (``None``: torch's current RNG state), others loaded from ``source``.
     """
-    if getattr(config, "init_lora_weights", True) == "loftq" and source is None and mesh.device.type == "cpu":
+    if (
+        getattr(config, "init_lora_weights", True) == "loftq"
+        and source is None
+        and mesh.device.type == "cpu"
+    ):
         raise ConfigError(
             "LoraConfig(init_lora_weights='loftq') is computed by bitsandbytes on an accelerator, got a CPU: use "
             "'pissa', or make the adapter on a machine with a GPU and give its directory as peft_config"
@@ -86,7 +95,9 @@ def attach_adapters(
         with shown_unpacked(model):
             here = narrowed(config, *targets_of(held))
             for field in ("init_lora_weights", "init_weights", "init_ia3_weights"):
-                if hasattr(here, field):  # values come later; some cannot be computed from shards of a weight
+                if hasattr(
+                    here, field
+                ):  # values come later; some cannot be computed from shards of a weight
                     setattr(here, field, False)
             local = quietly(model, here, name)
         local.base_model.peft_config[name] = whole.peft_config[name]
@@ -123,7 +134,8 @@ def _give_local_shapes(model: nn.Module, plan: Plan, mesh: Mesh, shares: dict[st
             raise PlanError(
                 f"PEFT did not create {adapter.name}, which the plan has on this rank: report it with the peft_config"
             )
-        planned, old = plan.by_name[adapter.name], here[adapter.name]
+        planned = plan.by_name[adapter.name]
+        old = here[adapter.name]
         shape = planned.model_shape(mesh.ranks)
         if tuple(old.shape) != shape and adapter.kept_in != LORA_EMBEDDING_A:
             raise PlanError(
@@ -159,16 +171,21 @@ class _NewAdapters:
         """Return this rank's shards of all of its adapters, and of weights that their initialization has changed;
         ``stock`` is the full model on the meta device; without a ``seed`` torch's current RNG state is used.
         """
-        plan, mesh = self.plan, self.mesh
+        plan = self.plan
+        mesh = self.mesh
         made: dict[str, Tensor] = {}
         by_module: dict[str, list[AdapterParameter]] = {}
         for adapter in plan.adapters:
             if adapter.kept_in != COPY:
                 by_module.setdefault(adapter.base.rpartition(".")[0], []).append(adapter)
             elif plan.is_local(mesh.pp_rank, adapter.name):
-                made[adapter.name] = self.shares[plan.by_name[adapter.base].tied_to or adapter.base].clone()
+                made[adapter.name] = self.shares[
+                    plan.by_name[adapter.base].tied_to or adapter.base
+                ].clone()
         with _random_numbers(seed, mesh):
-            for path in sorted(by_module, key=lambda each: any(adapter.experts for adapter in by_module[each])):
+            for path in sorted(
+                by_module, key=lambda each: any(adapter.experts for adapter in by_module[each])
+            ):
                 module = copy.deepcopy(unwrapped(stock.get_submodule(path))).to_empty(device="cpu")
                 if plan.is_local(mesh.pp_rank, by_module[path][0].name):
                     made |= self._of_module(module, path, by_module[path])
@@ -176,20 +193,33 @@ class _NewAdapters:
                     self._advance_random(module, path, by_module[path])
         return made
 
-    def _of_module(self, module: nn.Module, path: str, adapters: list[AdapterParameter]) -> dict[str, Tensor]:
+    def _of_module(
+        self, module: nn.Module, path: str, adapters: list[AdapterParameter]
+    ) -> dict[str, Tensor]:
         weights = self._fill(module, path) if needs_weights(self.config) else {}
         before = {key: getattr(module, key).detach().clone() for key in weights}
         values = self._drawn(self.config, module, path, adapters)
-        full = {each.name: values[each.name].detach() for each in adapters if not self.plan.by_name[each.name].tied_to}
+        full = {
+            each.name: values[each.name].detach()
+            for each in adapters
+            if not self.plan.by_name[each.name].tied_to
+        }
         for key, old in before.items():
             new = getattr(module, key).detach()
             if not torch.equal(new, old):
-                owner, kept = self.plan.by_name[f"{path}.{key}"].tied_to or f"{path}.{key}", weights[key]
+                owner = self.plan.by_name[f"{path}.{key}"].tied_to or f"{path}.{key}"
+                kept = weights[key]
                 full[owner] = kept + (new - old).to(kept.dtype) if new.dtype != kept.dtype else new
-        ranks, device = self.mesh.ranks, self.mesh.device
-        return {key: self.plan.by_name[key].take(value, ranks).clone().to(device) for key, value in full.items()}
+        ranks = self.mesh.ranks
+        device = self.mesh.device
+        return {
+            key: self.plan.by_name[key].take(value, ranks).clone().to(device)
+            for key, value in full.items()
+        }
 
-    def _advance_random(self, module: nn.Module, path: str, adapters: list[AdapterParameter]) -> None:
+    def _advance_random(
+        self, module: nn.Module, path: str, adapters: list[AdapterParameter]
+    ) -> None:
         """Advance the RNG by the random numbers of a module's adapters that are on another stage."""
         config = copy.deepcopy(self.config)
         config.use_dora = False  # computed from weights, without random numbers
@@ -207,8 +237,14 @@ class _NewAdapters:
         for key, parameter in module.named_parameters(recurse=False):
             planned = self.plan.by_name[f"{path}.{key}"]
             name = planned.name
-            share = self.dequantized(name) if name in quantized else self.shares[planned.tied_to or name]
-            weights[key] = gather_full(share.contiguous(), planned.shape, planned.cuts, self.mesh).cpu()
+            share = (
+                self.dequantized(name)
+                if name in quantized
+                else self.shares[planned.tied_to or name]
+            )
+            weights[key] = gather_full(
+                share.contiguous(), planned.shape, planned.cuts, self.mesh
+            ).cpu()
             # PEFT's decompositions do not support float64.
             narrow = torch.float32 if share.dtype == torch.float64 else share.dtype
             parameter.data = weights[key].to(narrow, copy=True)
@@ -229,7 +265,9 @@ class _NewAdapters:
         modules, parameters, _ = targets_of(adapters)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            peft.inject_adapter_in_model(narrowed(config, modules, parameters, ()), root, adapter_name=self.name)
+            peft.inject_adapter_in_model(
+                narrowed(config, modules, parameters, ()), root, adapter_name=self.name
+            )
         return dict(root.named_parameters(remove_duplicate=False))
 
 
@@ -237,7 +275,9 @@ class _NewAdapters:
 def _random_numbers(seed: int | None, mesh: Mesh) -> Iterator[None]:
     """Use the same RNG state on every rank inside the `with` block; without a seed the first rank's, which advances."""
     own = torch.random.get_rng_state()
-    start = mesh.all_gather_object(own if seed is None else torch.Generator().manual_seed(seed).get_state())[0]
+    start = mesh.all_gather_object(
+        own if seed is None else torch.Generator().manual_seed(seed).get_state()
+    )[0]
     torch.random.set_rng_state(start)
     try:
         yield

@@ -14,11 +14,19 @@ from ..._compat.transformers.classes import is_adapted_by_host
 from ...train.runtime import Runtime
 
 
-def around(model: nn.Module, config: Any, source: str | None, name: str = "default", seed: int | None = None) -> Any:
+def around(
+    model: nn.Module,
+    config: Any,
+    source: str | None,
+    name: str = "default",
+    seed: int | None = None,
+) -> Any:
     """Return PEFT's model around ``model``, with a new adapter, drawn by ``seed`` (``None``: torch's current RNG
     state), or the one saved at ``source``, to go on training.
     """
-    from peft.mapping_func import get_peft_model  # scripts may put hfscale's in the place of peft.get_peft_model
+    from peft.mapping_func import (
+        get_peft_model,
+    )  # scripts may put hfscale's in the place of peft.get_peft_model
 
     given: Any = model
     if source is None and seed is None:

@@ -46,11 +46,20 @@ def refuse_not_finite(runtime: Runtime) -> None:
     """Raise :class:`ConfigError` on every rank, naming the tensor, if a factor or a weight to merge into holds NaN or
     infinity on one of them; collective.
     """
-    plan, bad = runtime.plan, list[str]()
-    wanted = {name for adapter in plan.adapters for name in (adapter.tied_to or adapter.name, adapter.base)}
+    plan = runtime.plan
+    bad = list[str]()
+    wanted = {
+        name
+        for adapter in plan.adapters
+        for name in (adapter.tied_to or adapter.name, adapter.base)
+    }
     for planned, parameter in runtime.parameters():
         local = local_tensor(parameter.detach())
-        if planned.name in wanted and local.is_floating_point() and not bool(local.isfinite().all()):
+        if (
+            planned.name in wanted
+            and local.is_floating_point()
+            and not bool(local.isfinite().all())
+        ):
             bad.append(planned.name)
     every = runtime.mesh.all_gather_object(bad)
     if any(every):
@@ -69,19 +78,29 @@ def merge_local_weights(
     device, and its shards. Raise :class:`CheckpointError` on
     every rank, with the wrappers in place, if that fails on one.
     """
-    plan, mesh, model = runtime.plan, runtime.mesh, runtime.model
-    merge, here, done = WholeMerge(adapters, plan, model, mesh.tp_group), plan.local_names(mesh.pp_rank), set[str]()
+    plan = runtime.plan
+    mesh = runtime.mesh
+    model = runtime.model
+    merge = WholeMerge(adapters, plan, model, mesh.tp_group)
+    here = plan.local_names(mesh.pp_rank)
+    done = set[str]()
     failure: Exception | None = None
     for name in here:
         if name in done or not merge.changes(name):
             continue
         parts: dict[str, Tensor] = {}
         for part in merge.parts(name):
-            planned, share = plan.by_name[part], shares[part].contiguous()
-            parts[part] = gather_full(share, planned.model_shape(mesh.ranks), planned.data_cuts, mesh)
+            planned = plan.by_name[part]
+            share = shares[part].contiguous()
+            parts[part] = gather_full(
+                share, planned.model_shape(mesh.ranks), planned.data_cuts, mesh
+            )
         try:
             found = merge.merged(name, parts)
-        except (ValueError, RuntimeError) as error:  # go on: other ranks wait for this one's shards of other weights
+        except (
+            ValueError,
+            RuntimeError,
+        ) as error:  # go on: other ranks wait for this one's shards of other weights
             failure = failure or error
             continue
         for weight, value in found.items():
@@ -105,7 +124,8 @@ def dequantized_share(model: nn.Module, plan: Plan, name: str) -> Tensor:
 
 def dequantized_weights(runtime: Runtime, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return this rank's shards of the quantized weights, in ``dtype``; collective over the data ranks."""
-    plan, mesh = runtime.plan, runtime.mesh
+    plan = runtime.plan
+    mesh = runtime.mesh
     shares: dict[str, Tensor] = {}
     for name in plan.quantized.weights if plan.quantized is not None else ():
         if plan.is_local(mesh.pp_rank, name):
@@ -116,7 +136,9 @@ def dequantized_weights(runtime: Runtime, dtype: torch.dtype) -> dict[str, Tenso
 
 def put_plain_modules(adapters: Any, runtime: Runtime, shares: dict[str, Tensor]) -> Plan:
     """Put plain modules with ``shares`` in place of quantized ones and their wrappers; return the stock plan."""
-    model, mesh, stock = runtime.model, runtime.mesh, adapters.whole.get_base_model()
+    model = runtime.model
+    mesh = runtime.mesh
+    stock = adapters.whole.get_base_model()
     for name, share in shares.items():
         planned = runtime.plan.by_name[name]
         module, attribute = owner_of(model, name)
@@ -127,7 +149,9 @@ def put_plain_modules(adapters: Any, runtime: Runtime, shares: dict[str, Tensor]
             path = name.rpartition(".")[0]
             bias = own_parameters(module).get("bias")
             owner, _, child = path.rpartition(".")
-            own_modules(model.get_submodule(owner))[child] = copy.deepcopy(stock.get_submodule(path))
+            own_modules(model.get_submodule(owner))[child] = copy.deepcopy(
+                stock.get_submodule(path)
+            )
             module, attribute = owner_of(model, name)
             if bias is not None:
                 own_parameters(module)["bias"] = bias
@@ -135,7 +159,9 @@ def put_plain_modules(adapters: Any, runtime: Runtime, shares: dict[str, Tensor]
         follow_weight(module)
     forget_quantization(model)
     plan = adapters.stock_plan
-    plain = (replace(p, dtype=shares[p.name].dtype) if p.name in shares else p for p in plan.parameters)
+    plain = (
+        replace(p, dtype=shares[p.name].dtype) if p.name in shares else p for p in plan.parameters
+    )
     return replace(plan, parameters=tuple(plain), quantized=None)
 
 
@@ -167,12 +193,21 @@ class WholeMerge:
     """
 
     def __init__(
-        self, adapters: Any, plan: Plan, model: nn.Module | None = None, group: dist.ProcessGroup | None = None
+        self,
+        adapters: Any,
+        plan: Plan,
+        model: nn.Module | None = None,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         if plan.adapters:
             refuse_tied(adapters, plan)
-        self._adapters, self._plan, self._model, self._group = adapters, plan, model, group
-        self.factors = {adapter.name for adapter in plan.adapters}  # names of the adapters' own parameters
+        self._adapters = adapters
+        self._plan = plan
+        self._model = model
+        self._group = group
+        self.factors = {
+            adapter.name for adapter in plan.adapters
+        }  # names of the adapters' own parameters
         self._copies: dict[str, str] = {}  # owned name of a weight -> that of its trained copy
         self._around: dict[str, list[AdapterParameter]] = {}  # path of a module -> its adapters
         self._path_of: dict[str, str] = {}  # owned name of a weight -> path of its wrapped module
@@ -198,7 +233,11 @@ class WholeMerge:
         if name not in self._path_of:
             return [name]
         path = self._path_of[name]
-        bases = [base for base, where in self._path_of.items() if where == path and base not in self._copies]
+        bases = [
+            base
+            for base, where in self._path_of.items()
+            if where == path and base not in self._copies
+        ]
         return list(dict.fromkeys([*bases, *(a.tied_to or a.name for a in self._around[path])]))
 
     def merged(self, name: str, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -212,9 +251,15 @@ class WholeMerge:
         wrapper: Any = copy.deepcopy(model.get_submodule(path))
         if self._group is not None and any(path in block.row for block in self._plan.blocks):
             sum_norms(wrapper, self._group)
-        bases = {base: base for base, where in self._path_of.items() if where == path and base in parts}
+        bases = {
+            base: base for base, where in self._path_of.items() if where == path and base in parts
+        }
         for base in bases:
-            put_parameter(wrapper, self._inside(base, path), nn.Parameter(parts[base].clone(), requires_grad=False))
+            put_parameter(
+                wrapper,
+                self._inside(base, path),
+                nn.Parameter(parts[base].clone(), requires_grad=False),
+            )
         for adapter in self._around[path]:
             factor = nn.Parameter(parts[adapter.tied_to or adapter.name], requires_grad=False)
             put_parameter(wrapper, adapter.name.removeprefix(f"{path}."), factor)

@@ -28,7 +28,8 @@ def plan_adapters(plan: Plan, adapters: Sequence[AdapterParameter]) -> Plan:
 
 def _planned(plan: Plan, adapter: AdapterParameter) -> ParameterPlan:
     base = plan.by_name[adapter.base]
-    cuts, partial = list[Cut](), base.partial
+    cuts = list[Cut]()
+    partial = base.partial
     if adapter.kept_in == COPY:
         cuts = list(base.cuts)
     else:
@@ -79,7 +80,9 @@ def describe_coverage(plan: Plan) -> str:
     found = _coverage(plan)
     trained = sum(prod(plan.by_name[a.name].shape) for a in plan.adapters if a.tied_to is None)
     total = sum(prod(p.shape) for p in plan.owned())
-    lines = [f"{trained:,} parameters in adapters, {100 * trained / max(1, total - trained):.2f}% of the model's"]
+    lines = [
+        f"{trained:,} parameters in adapters, {100 * trained / max(1, total - trained):.2f}% of the model's"
+    ]
     for kind in filter(found.get, _KINDS):
         covered, entries = found[kind]
         lines.append(f"{100 * covered / max(1, entries):.1f}% of {kind} have adapters")
@@ -93,13 +96,16 @@ def describe_coverage(plan: Plan) -> str:
 
 def _coverage(plan: Plan) -> dict[str, tuple[int, int]]:
     """Count the parameters with adapters, and all, by kind: matrices without the adapters' own."""
-    adapted, own = {adapter.base for adapter in plan.adapters}, {adapter.name for adapter in plan.adapters}
+    adapted = {adapter.base for adapter in plan.adapters}
+    own = {adapter.name for adapter in plan.adapters}
     experts = tuple(f"{mixture.name}." for mixture in plan.mixtures)
     layers = tuple(f"{layer}." for layer in plan.layers)
     vocabulary = plan.by_name[f"{plan.head}.weight"].shape if plan.head is not None else ()
     of_layers, of_experts, of_embedding, of_head, others = _KINDS
     found: dict[str, tuple[int, int]] = {}
-    for name, shape in ((p.name, p.shape) for p in plan.owned() if len(p.shape) > 1 and p.name not in own):
+    for name, shape in (
+        (p.name, p.shape) for p in plan.owned() if len(p.shape) > 1 and p.name not in own
+    ):
         if name.startswith((*experts, *layers)):
             kind = of_experts if name.startswith(experts) else of_layers
         elif name.rpartition(".")[0] == plan.head:

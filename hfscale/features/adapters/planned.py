@@ -18,7 +18,9 @@ from .storage import check_config, check_over_quantized, refuse_wrong
 def plan_with_adapters(template: nn.Module, config: Any, plan: Plan, new: bool = True) -> Plan:
     """Return the plan with adapters, ``new`` or saved, in their final dtypes; ``template`` (on meta) is wrapped."""
     _, planned = wrap_and_plan(template, config, plan, new)
-    kinds = {a.name: type_beside(planned.by_name[a.base].dtype, a.kept_in) for a in planned.adapters}
+    kinds = {
+        a.name: type_beside(planned.by_name[a.base].dtype, a.kept_in) for a in planned.adapters
+    }
     own = (replace(p, dtype=kinds.get(p.name, p.dtype)) for p in planned.parameters)
     return replace(planned, parameters=tuple(own))
 
@@ -34,7 +36,9 @@ def is_known(config: Any, plan: Plan) -> bool:
     try:
         _check(config, plan)
     except ConfigError:
-        if plan.quantized is not None and plan.quantized.as_stored:  # PEFT does not know modules that hold such weights
+        if (
+            plan.quantized is not None and plan.quantized.as_stored
+        ):  # PEFT does not know modules that hold such weights
             raise
         return False
     return True
@@ -49,7 +53,11 @@ def wrap_and_plan(
     try:
         whole = wrap(template, config, name)
     except ConfigError as error:
-        hint = f"; the model has {', '.join(target_names(plan))}" if "arget modules" in str(error) else ""
+        hint = (
+            f"; the model has {', '.join(target_names(plan))}"
+            if "arget modules" in str(error)
+            else ""
+        )
         raise ConfigError(f"{error}{hint}") from error
     found = adapter_parameters(whole, plan)
     if new:  # saved configs may list names that this model lacks; there the tensors decide
@@ -84,7 +92,9 @@ def _check(config: Any, plan: Plan) -> None:
 def _check_copies(config: Any, plan: Plan) -> None:
     """Refuse trained copies of modules that are cut, or hold cut or quantized ones."""
     # Copies of experts with their router cannot be expert-parallel.
-    mixtures = [each.name.rpartition(".")[0] for each in plan.mixtures] if plan.layout.ep > 1 else []
+    mixtures = (
+        [each.name.rpartition(".")[0] for each in plan.mixtures] if plan.layout.ep > 1 else []
+    )
     cut = (*plan.layers, *(block.name for block in plan.blocks), *mixtures)
     for wanted in getattr(config, "modules_to_save", None) or ():
         inside = [name for name in cut if f".{wanted}." in f".{name}."]
@@ -98,14 +108,21 @@ def _check_copies(config: Any, plan: Plan) -> None:
 
 def _refuse_quantized_copies(config: Any, plan: Plan) -> None:
     """Refuse trained copies of modules whose weights are quantized: they have no gradients, in stock code neither."""
-    quantized, head = plan.quantized, plan.head
+    quantized = plan.quantized
+    head = plan.head
     for wanted in getattr(config, "modules_to_save", None) or ():
-        inside = [name for name in (quantized.weights if quantized else ()) if f".{wanted}." in f".{name}."]
+        inside = [
+            name
+            for name in (quantized.weights if quantized else ())
+            if f".{wanted}." in f".{name}."
+        ]
         if inside and quantized is not None:
             # transformers matches prefixes of names, and a user's list replaces its own, which has the head.
             paths = [name[: f".{name}.".index(f".{wanted}.") + len(wanted)] for name in inside]
             skipped = list(dict.fromkeys([*paths, *([head] if head is not None else [])]))
-            instead = f"leave it out of quantization, BitsAndBytesConfig(llm_int8_skip_modules={skipped})"
+            instead = (
+                f"leave it out of quantization, BitsAndBytesConfig(llm_int8_skip_modules={skipped})"
+            )
             if quantized.as_stored:
                 instead = "adapt it instead, by target_modules"
             raise ConfigError(
@@ -117,7 +134,10 @@ def _refuse_quantized_copies(config: Any, plan: Plan) -> None:
 def _check_places(plan: Plan) -> None:
     """Refuse DoRA on a cut embedding, and adapters on several stages: gradients of the model's own are summed there."""
     for adapter in plan.adapters:
-        embeds = adapter.base == f"{plan.embedding}.weight" and plan.by_name[adapter.base].cut_over("tp") is not None
+        embeds = (
+            adapter.base == f"{plan.embedding}.weight"
+            and plan.by_name[adapter.base].cut_over("tp") is not None
+        )
         if embeds and adapter.kept_in == DORA_MAGNITUDES:
             raise ConfigError(
                 f"{plan.embedding}: hfscale does not support DoRA on an embedding that is sharded along the "

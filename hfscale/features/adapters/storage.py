@@ -24,16 +24,32 @@ from ...plan.quantized import QuantizedPlan
 from ...train.runtime import Runtime
 from ...train.runtime.full_tensors import full_tensors, tensors_to_save
 from ...train.runtime.parameter_names import stock_name
-from ...train.runtime.writing import Attempt, atomic_directory, is_writer, not_finite, plainly, warn_of_not_finite
+from ...train.runtime.writing import (
+    Attempt,
+    atomic_directory,
+    is_writer,
+    not_finite,
+    plainly,
+    warn_of_not_finite,
+)
 
 _METHODS = ("LORA", "IA3", "LOHA")
 # Options of LoRA that are computed from data, or change how often or on which tokens an adapter computes.
 _LORA_REFUSED = (
-    *("layer_replication", "trainable_token_indices", "megatron_config"),
-    *("lora_ga_config", "corda_config", "eva_config"),
+    "layer_replication",
+    "trainable_token_indices",
+    "megatron_config",
+    "lora_ga_config",
+    "corda_config",
+    "eva_config",
 )
 _INITS = ("gaussian", "olora", "orthogonal", "loftq")
-_OF_MATRICES = ("pissa", "olora", "orthogonal", "loftq")  # which PEFT computes from, or for, a module's own weight
+_OF_MATRICES = (
+    "pissa",
+    "olora",
+    "orthogonal",
+    "loftq",
+)  # which PEFT computes from, or for, a module's own weight
 _log = logging.getLogger(__name__)
 WEIGHTS = "adapter_model.safetensors"
 
@@ -42,7 +58,12 @@ def config_class(method: str) -> tuple[type, dict[str, Any]]:
     """Return PEFT's config class for ``lora``, ``dora``, ``ia3`` or ``loha``, and the fields that select it."""
     import peft
 
-    kinds = {"lora": peft.LoraConfig, "dora": peft.LoraConfig, "ia3": peft.IA3Config, "loha": peft.LoHaConfig}
+    kinds = {
+        "lora": peft.LoraConfig,
+        "dora": peft.LoraConfig,
+        "ia3": peft.IA3Config,
+        "loha": peft.LoHaConfig,
+    }
     return kinds[method], {"use_dora": True} if method == "dora" else {}
 
 
@@ -60,14 +81,20 @@ def read_config(source: Any) -> tuple[Any, str | None]:
     path = str(source)
     finish_move(path)
     if os.path.isdir(path) and not os.path.isfile(os.path.join(path, "adapter_config.json")):
-        raise ConfigError(f"peft_config={path!r} has no adapter_config.json: give the directory of a saved adapter")
+        raise ConfigError(
+            f"peft_config={path!r} has no adapter_config.json: give the directory of a saved adapter"
+        )
     if not os.path.isdir(path) and (path.count("/") > 1 or path.startswith((".", "/", "~"))):
-        raise ConfigError(f"peft_config={path!r} does not exist: give the directory of a saved adapter, or a Hub id")
+        raise ConfigError(
+            f"peft_config={path!r} does not exist: give the directory of a saved adapter, or a Hub id"
+        )
     try:
         config = PeftConfig.from_pretrained(path)
     except (OSError, ValueError, TypeError, KeyError) as error:
         reason = str(error).strip().partition("\n")[0]
-        raise ConfigError(f"peft_config={path!r} cannot be read as a saved adapter: {reason}") from error
+        raise ConfigError(
+            f"peft_config={path!r} cannot be read as a saved adapter: {reason}"
+        ) from error
     config.inference_mode = False
     return config, path
 
@@ -104,7 +131,9 @@ def check_config(config: Any) -> None:
         )
     if method != "LORA":
         return
-    variants = [each.name for each in dataclasses.fields(config) if each.metadata.get("is_lora_variant")]
+    variants = [
+        each.name for each in dataclasses.fields(config) if each.metadata.get("is_lora_variant")
+    ]
     init = config.init_lora_weights
     if isinstance(init, str) and init not in (*_INITS, "pissa"):
         raise ConfigError(
@@ -121,7 +150,9 @@ def check_over_quantized(config: Any, quantized: QuantizedPlan, batch_world: int
     bits = quantized.bits
     method = getattr(config.peft_type, "value", config.peft_type)
     if method == "LOHA":
-        raise ConfigError(f"LoHa needs weights of 16 or 32 bits, and these have {bits}: use LoRA or IA3")
+        raise ConfigError(
+            f"LoHa needs weights of 16 or 32 bits, and these have {bits}: use LoRA or IA3"
+        )
     init = getattr(config, "init_lora_weights", True)
     if isinstance(init, str) and init not in ("gaussian", "orthogonal"):
         raise ConfigError(
@@ -138,7 +169,9 @@ def check_over_quantized(config: Any, quantized: QuantizedPlan, batch_world: int
 def needs_weights(config: Any) -> bool:
     """Return whether the initial values of adapters depend on the weights that they adapt."""
     init = getattr(config, "init_lora_weights", True)
-    return bool(getattr(config, "use_dora", False)) or (isinstance(init, str) and init != "gaussian")
+    return bool(getattr(config, "use_dora", False)) or (
+        isinstance(init, str) and init != "gaussian"
+    )
 
 
 def stored_names(whole: Any, name: str, plan: Plan, embeddings: Any) -> dict[str, str]:
@@ -164,11 +197,17 @@ def stored_keys(whole: Any, name: str, plan: Plan, embeddings: Any) -> dict[str,
     marked = {f"{prefix}{key}": torch.tensor(number) for number, key in enumerate(names)}
     adapters = {adapter.name for adapter in plan.adapters}
     found: dict[str, str] = {}
-    for layers in (False,) if input_embedding(whole.get_base_model()) is None else (False, embeddings):
+    for layers in (
+        (False,) if input_embedding(whole.get_base_model()) is None else (False, embeddings)
+    ):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            warnings.filterwarnings("always", "Could not find a config file")  # embeddings may be left out
-            kept = get_peft_model_state_dict(whole, state_dict=marked, adapter_name=name, save_embedding_layers=layers)
+            warnings.filterwarnings(
+                "always", "Could not find a config file"
+            )  # embeddings may be left out
+            kept = get_peft_model_state_dict(
+                whole, state_dict=marked, adapter_name=name, save_embedding_layers=layers
+            )
         for key, number in kept.items():
             live = names[int(number)]
             found[key] = live if live in adapters else stock_name(live)
@@ -178,7 +217,9 @@ def stored_keys(whole: Any, name: str, plan: Plan, embeddings: Any) -> dict[str,
 def load_adapter(path: str, whole: Any, name: str, plan: Plan, mesh: Mesh) -> dict[str, Tensor]:
     """Return this rank's shards of a saved adapter; raise :class:`CheckpointError` for other names or shapes."""
     shares = {}
-    for parameter, (key, tensor) in _read_adapter(path, stored_keys(whole, name, plan, embeddings=True), plan).items():
+    for parameter, (key, tensor) in _read_adapter(
+        path, stored_keys(whole, name, plan, embeddings=True), plan
+    ).items():
         planned = plan.by_name[parameter]
         if tuple(tensor.shape) != planned.shape:
             raise CheckpointError(
@@ -186,7 +227,9 @@ def load_adapter(path: str, whole: Any, name: str, plan: Plan, mesh: Mesh) -> di
                 "onto the model that it was trained on"
             )
         if plan.is_local(mesh.pp_rank, parameter):
-            shares[planned.tied_to or parameter] = planned.take(tensor, mesh.ranks).clone().to(mesh.device)
+            shares[planned.tied_to or parameter] = (
+                planned.take(tensor, mesh.ranks).clone().to(mesh.device)
+            )
     return shares
 
 
@@ -228,7 +271,8 @@ def adapter_tensors(
     among: Set[str] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield a file's tensors by key (``among``: of these names), full on ranks ``to``; every rank must exhaust it."""
-    plan, names = runtime.plan, {}
+    plan = runtime.plan
+    names = {}
     only_factors = among is not None and among <= {adapter.name for adapter in plan.adapters}
     if is_writer(runtime.mesh):
         _warn_of_experts(runtime)
@@ -259,7 +303,9 @@ def _warn_of_experts(runtime: Runtime) -> None:
     """Warn if engines would ignore the adapters of experts, since they look for each expert's under its own name."""
     plan = runtime.plan
     bases = [adapter.base for adapter in plan.adapters if adapter.experts]
-    stacked = next((base for base in bases if len(plan.by_name[base].shape) == 3), None)  # and no router's matrix
+    stacked = next(
+        (base for base in bases if len(plan.by_name[base].shape) == 3), None
+    )  # and no router's matrix
     if stacked is None:
         return
     whole = torch.empty(plan.by_name[stacked].shape, device="meta")

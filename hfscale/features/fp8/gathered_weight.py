@@ -10,7 +10,12 @@ from ...errors import ConfigError
 
 _aten = torch.ops.aten
 _SAME = (_aten.detach.default, _aten.alias.default, _aten.view.default, _aten.as_strided.default)
-_LIKE = (_aten.zeros_like.default, _aten.empty_like.default, _aten.new_zeros.default, _aten.new_empty.default)
+_LIKE = (
+    _aten.zeros_like.default,
+    _aten.empty_like.default,
+    _aten.new_zeros.default,
+    _aten.new_empty.default,
+)
 
 
 class Float8Weight(Tensor):
@@ -22,7 +27,8 @@ class Float8Weight(Tensor):
     def __new__(cls, entries: Tensor, scale: Tensor, dtype: torch.dtype) -> "Float8Weight":
         """Make a tensor that reports ``dtype`` as its own."""
         made: Float8Weight = tensor_without_memory(cls, tuple(entries.shape), dtype, entries.device)
-        made.entries, made.scale = entries, scale
+        made.entries = entries
+        made.scale = scale
         return made
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:

@@ -28,7 +28,13 @@ from ...train.runtime.batches import Microbatch
 from ...train.runtime.parameter_names import computing, module_at
 from ...train.runtime.shards import LocalWeights
 from .gathered_weight import Float8Weight
-from .scaled_matmul import FORWARD, Float8Groups, Float8Projection, compiled_linear, share_weight_scales
+from .scaled_matmul import (
+    FORWARD,
+    Float8Groups,
+    Float8Projection,
+    compiled_linear,
+    share_weight_scales,
+)
 
 
 class Float8(Part):
@@ -54,7 +60,9 @@ class Float8(Part):
                 self._projections.append((projection, made))
 
     @contextmanager
-    def around_step(self, runtime: Runtime, microbatches: Sequence[Microbatch], train: bool) -> Iterator[None]:
+    def around_step(
+        self, runtime: Runtime, microbatches: Sequence[Microbatch], train: bool
+    ) -> Iterator[None]:
         """Compute the weights' scales once per step, since weights do not change within it: at its beginning, by one
         all-reduce for all, but those of rows of sharded weights when these are gathered. Not with schedules without a
         flush, which compute with several versions of the weights.
@@ -66,7 +74,8 @@ class Float8(Part):
         runtime.data.release()  # gathered weights would be taken for shards
         weights = []
         for projection, made in self._projections:
-            weight, made.shared = local_tensor(projection.weight.detach()), {}  # type: ignore[arg-type, operator]
+            weight = local_tensor(projection.weight.detach())  # type: ignore[arg-type, operator]
+            made.shared = {}
             weights.append((made, weight.t() if is_transposed(projection) else weight))
         if not weights[0][0].rowwise or (train and not runtime.mesh.groups("dp_shard")):
             share_weight_scales(weights, runtime.mesh.groups("dp_shard", "tp"))
@@ -116,7 +125,9 @@ class _InEightBits:
         entries, scale = self.projection.encode(shard, self.owners)
         return entries.view(torch.uint8), scale
 
-    def decode(self, gathered: Tensor, known: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
+    def decode(
+        self, gathered: Tensor, known: Tensor, dtype: torch.dtype, out: Tensor | None
+    ) -> Tensor:
         """Return the gathered weight with the scale of the full weight."""
         keep_for_stream(known)  # made on the stream that gathers
         if out is None:

@@ -21,14 +21,22 @@ def plan_float8(draft: Draft) -> None:
     if asked is None:
         return
     layers = tuple(f"{layer}." for layer in draft.layers)
-    found = {name: module for name, module in draft.modules.items() if layers and name.startswith(layers)}
-    inside = {name: module for name, module in found.items() if type(module) in PROJECTIONS}  # subclasses may differ
+    found = {
+        name: module for name, module in draft.modules.items() if layers and name.startswith(layers)
+    }
+    inside = {
+        name: module for name, module in found.items() if type(module) in PROJECTIONS
+    }  # subclasses may differ
     for end in asked.leave_out:
         if not any(_ends(name, end) for name in inside):
             known = sorted({name.rpartition(".")[2] for name in inside})
             hint = did_you_mean(end, known)
-            draft.problem(f"leave_out: no projection of the layers is called {end!r}: {hint}use {', '.join(known)}")
-    reasons = {name: _reason(draft, name, module, asked.leave_out) for name, module in inside.items()}
+            draft.problem(
+                f"leave_out: no projection of the layers is called {end!r}: {hint}use {', '.join(known)}"
+            )
+    reasons = {
+        name: _reason(draft, name, module, asked.leave_out) for name, module in inside.items()
+    }
     chosen = tuple(name for name, why in reasons.items() if not why)
     if not chosen:
         draft.problem(

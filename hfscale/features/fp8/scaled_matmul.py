@@ -29,7 +29,8 @@ from ...distributed.ops.fused import fused
 from ...distributed.ops.overlap import Products
 from .gathered_weight import Float8Weight
 
-FORWARD, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
+FORWARD = torch.float8_e4m3fn
+GRADIENT = torch.float8_e5m2
 MULTIPLE = 16  # tensor cores need both dims of a weight to be multiples of this
 
 _SCALES = "_hfscale_scales"  # attribute of an input with its scales
@@ -74,7 +75,8 @@ class Float8Projection:
     """
 
     def __init__(self, groups: Float8Groups, rowwise: bool = False) -> None:
-        self.groups, self.rowwise = groups, rowwise
+        self.groups = groups
+        self.rowwise = rowwise
         # scales of the weight that passes share; ``None`` where it may have changed since the last pass
         self.shared: _ByDim | None = None
 
@@ -91,7 +93,11 @@ class Float8Projection:
         matrix = shard.to(computed_in(shard.dtype))
         everyone = (*owners, *self.groups.sharing("weight", None))
         scale = None if self.shared is None else self.shared.get(None)
-        scale = _scale_for(_over_ranks(_largest(matrix, None), everyone), FORWARD) if scale is None else scale
+        scale = (
+            _scale_for(_over_ranks(_largest(matrix, None), everyone), FORWARD)
+            if scale is None
+            else scale
+        )
         return _rounded(matrix, scale, FORWARD), scale
 
 
@@ -100,7 +106,9 @@ def computed_in(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype == torch.float64 else torch.bfloat16
 
 
-def share_weight_scales(weights: Sequence[tuple[Float8Projection, Tensor]], groups: _Groups) -> None:
+def share_weight_scales(
+    weights: Sequence[tuple[Float8Projection, Tensor]], groups: _Groups
+) -> None:
     """Find all scales of weights ``[out, in]``, of which ``groups`` have parts, at once; rowwise, along cut dims."""
     parts = [
         (made, along, _largest(weight, along))
@@ -122,8 +130,11 @@ class Float8Products(Products):
 
     agrees = True
 
-    def __init__(self, groups: Float8Groups, rowwise: bool = False, shared: _ByDim | None = None) -> None:
-        self.groups, self.rowwise = groups, rowwise
+    def __init__(
+        self, groups: Float8Groups, rowwise: bool = False, shared: _ByDim | None = None
+    ) -> None:
+        self.groups = groups
+        self.rowwise = rowwise
         self.scales: dict[str, Tensor] = {}  # of this pass
         # scales that others need too: of the weight in other passes, and of the input
         self._shared: dict[str, _ByDim] = {} if shared is None else {"weight": shared}
@@ -132,7 +143,8 @@ class Float8Products(Products):
     @staticmethod
     def agree(asked: Sequence[tuple["Float8Products", Tensor]]) -> None:
         """Find the scales of the gradients of several outputs, of which the same ranks have shards, by one question."""
-        first, along = asked[0][0], 1 if asked[0][0].rowwise else None
+        first = asked[0][0]
+        along = 1 if asked[0][0].rowwise else None
         largest = [_largest(grad, along) for _, grad in asked]
         scales = first.find("grad", largest, first.groups.sharing("grad", along), largest[0].dtype)
         for (products, _), scale in zip(asked, scales, strict=True):
@@ -141,7 +153,9 @@ class Float8Products(Products):
     def reads(self, x: Tensor, dtype: torch.dtype) -> None:
         """Share the scale of ``x`` with the other projections that read it; see :class:`Products`."""
         found = x.__dict__.setdefault(_SCALES, {})  # lives as long as the input
-        self._shared["x"] = found.setdefault((version_of(x), dtype, *self.groups.sharing("x", None)), {})
+        self._shared["x"] = found.setdefault(
+            (version_of(x), dtype, *self.groups.sharing("x", None)), {}
+        )
 
     def of_weight(self) -> Tensor | None:
         """Return the weight's tensorwise scale, where a pass of this step has it."""
@@ -182,8 +196,13 @@ class Float8Products(Products):
 
     def _scaled(self, name: str, matrix: Tensor, along: int, by_columns: bool = False) -> _Scaled:
         """Return ``matrix`` in 8 bits; rowwise, ``along`` is contracted."""
-        scale, dtype = self._scale(name, matrix, along if self.rowwise else None), self._dtype_of(name)
-        data = _rounded(matrix.t(), scale.t(), dtype).t() if by_columns else _rounded(matrix, scale, dtype)
+        scale = self._scale(name, matrix, along if self.rowwise else None)
+        dtype = self._dtype_of(name)
+        data = (
+            _rounded(matrix.t(), scale.t(), dtype).t()
+            if by_columns
+            else _rounded(matrix, scale, dtype)
+        )
         return _Scaled(data, scale)
 
     def _scale(self, name: str, matrix: Tensor, along: int | None) -> Tensor:
@@ -191,16 +210,22 @@ class Float8Products(Products):
         shared = self._shared.get(name, {})
         scale = self.scales.pop(name, shared.get(along))
         if scale is None:
-            scale = self._scale_for(name, _over_ranks(_largest(matrix, along), self.groups.sharing(name, along)))
+            scale = self._scale_for(
+                name, _over_ranks(_largest(matrix, along), self.groups.sharing(name, along))
+            )
         shared[along] = scale
         if along is None:
             self.scales[name] = scale
         return scale
 
-    def find(self, name: str, largest: Sequence[Tensor], groups: _Groups, dtype: torch.dtype) -> list[Tensor]:
+    def find(
+        self, name: str, largest: Sequence[Tensor], groups: _Groups, dtype: torch.dtype
+    ) -> list[Tensor]:
         """Return the scales for the largest entries, as of ``dtype``, of several operands that ``groups`` share."""
         every = torch.cat([each.flatten() for each in largest]).to(dtype)
-        scales = self._scale_for(name, _over_ranks(every, groups)).split([each.numel() for each in largest])
+        scales = self._scale_for(name, _over_ranks(every, groups)).split(
+            [each.numel() for each in largest]
+        )
         return [scale.view_as(own) for scale, own in zip(scales, largest, strict=True)]
 
     def _scale_for(self, name: str, largest: Tensor) -> Tensor:
@@ -211,22 +236,35 @@ class Float8Products(Products):
         return GRADIENT if name == "grad" and not self.rowwise else FORWARD
 
 
-def compiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None, products: "Float8Products") -> Tensor:
+def compiled_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, products: "Float8Products"
+) -> Tensor:
     """Return the output of a linear projection in a form that torch.compile traces, in the same arithmetic."""
-    return _CompiledLinear.apply(x, weight, bias, products.of_weight(), products.groups, products.rowwise)
+    return _CompiledLinear.apply(
+        x, weight, bias, products.of_weight(), products.groups, products.rowwise
+    )
 
 
 class _CompiledLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None, groups: Any, rowwise: bool
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        scale: Tensor | None,
+        groups: Any,
+        rowwise: bool,
     ) -> Tensor:
         made = Float8Products(groups, rowwise)
         if scale is not None:
             made.scales["weight"] = scale
         found = made.output(x, weight, bias)
-        ctx.groups, ctx.rowwise = groups, rowwise
-        ctx.save_for_backward(x, weight, *([] if rowwise else [made.scales["weight"], made.scales["x"]]))
+        ctx.groups = groups
+        ctx.rowwise = rowwise
+        ctx.save_for_backward(
+            x, weight, *([] if rowwise else [made.scales["weight"], made.scales["x"]])
+        )
         return found
 
     @staticmethod
@@ -235,9 +273,14 @@ class _CompiledLinear(torch.autograd.Function):
         x, weight, *scales = ctx.saved_tensors
         made = Float8Products(ctx.groups, ctx.rowwise)
         made.dtype, made.scales = x.dtype, dict(zip(("weight", "x"), scales, strict=False))
-        grad, needed = grads[0].reshape(-1, grads[0].shape[-1]), ctx.needs_input_grad
+        grad = grads[0].reshape(-1, grads[0].shape[-1])
+        needed = ctx.needs_input_grad
         to_input = made.to_input(grad, weight).view(x.shape) if needed[0] else None
-        to_weight = made.to_weight(grad, x.reshape(-1, x.shape[-1]), False).to(weight.dtype) if needed[1] else None
+        to_weight = (
+            made.to_weight(grad, x.reshape(-1, x.shape[-1]), False).to(weight.dtype)
+            if needed[1]
+            else None
+        )
         return to_input, to_weight, grad.sum(0) if needed[2] else None, None, None, None
 
 
@@ -250,7 +293,9 @@ def _rounded(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 def _largest(matrix: Tensor, along: int | None) -> Tensor:
     """Return a matrix's largest absolute value, or ``along`` a dim of it."""
     if along is None:
-        return torch.linalg.vector_norm(matrix, math.inf) if matrix.numel() else matrix.new_zeros(())
+        return (
+            torch.linalg.vector_norm(matrix, math.inf) if matrix.numel() else matrix.new_zeros(())
+        )
     if matrix.shape[along]:
         return torch.linalg.vector_norm(matrix, math.inf, along, keepdim=True)
     return matrix.new_zeros([1 if dim == along else size for dim, size in enumerate(matrix.shape)])
@@ -269,7 +314,9 @@ def _scale_for(largest: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _product(a: _Scaled, b: _Scaled, dtype: torch.dtype, fast: bool = False) -> Tensor:
     """Return ``a [n, k]`` times ``b [k, m]`` in ``dtype``; ``fast`` lets sums be accumulated with fewer digits."""
-    if not a.data.is_cuda:  # the same numbers; sums are not rounded to what tensor cores keep of them
+    if (
+        not a.data.is_cuda
+    ):  # the same numbers; sums are not rounded to what tensor cores keep of them
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         return a.wide(wide).mm(b.wide(wide)).to(dtype)
     return on_tensor_cores(a.data, a.scale, b.data, b.scale, dtype, fast)
@@ -282,16 +329,26 @@ def on_tensor_cores(
     ``b`` by columns, and multiples of 16 of the contracted dim and of ``b``'s other. Scales of rows are multiplied
     afterwards unless sums may be ``fast``, since the kernel for them is slow otherwise.
     """
-    inverse_a, inverse_b = scale_a.reciprocal(), scale_b.reciprocal()
-    rowwise, columns = scale_a.ndim == 2, b.shape[1]
-    a, b = _padded(a, 1), _padded(b, 0, 1)
+    inverse_a = scale_a.reciprocal()
+    inverse_b = scale_b.reciprocal()
+    rowwise = scale_a.ndim == 2
+    columns = b.shape[1]
+    a = _padded(a, 1)
+    b = _padded(b, 0, 1)
     given_a, given_b = (inverse_a.new_ones(()),) * 2 if rowwise else (inverse_a, inverse_b)
     if rowwise and fast:
-        given_a, given_b = inverse_a, F.pad(inverse_b, (0, b.shape[1] - columns), value=1.0)
-    wide = torch.bfloat16 if rowwise and fast else dtype if dtype != torch.float64 else torch.float32
-    found = scaled_mm(_by_rows(a), _by_rows(b.t()).t(), given_a, given_b, out_dtype=wide, use_fast_accum=fast)
+        given_a = inverse_a
+        given_b = F.pad(inverse_b, (0, b.shape[1] - columns), value=1.0)
+    wide = (
+        torch.bfloat16 if rowwise and fast else dtype if dtype != torch.float64 else torch.float32
+    )
+    found = scaled_mm(
+        _by_rows(a), _by_rows(b.t()).t(), given_a, given_b, out_dtype=wide, use_fast_accum=fast
+    )
     found = found[:, :columns]
-    return _times_both(found, inverse_a, inverse_b, dtype) if rowwise and not fast else found.to(dtype)
+    return (
+        _times_both(found, inverse_a, inverse_b, dtype) if rowwise and not fast else found.to(dtype)
+    )
 
 
 @fused

@@ -19,7 +19,14 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..._compat.torch import base_of, own_buffers, own_parameters, storage_key, tree_leaves, version_of
+from ..._compat.torch import (
+    base_of,
+    own_buffers,
+    own_parameters,
+    storage_key,
+    tree_leaves,
+    version_of,
+)
 from ..._compat.transformers.hidden_states import hidden_states_of
 from ...distributed.ops.shared_casts import is_shared_cast
 from ...errors import ConfigError
@@ -54,9 +61,17 @@ class LayerPass:
         self._store, self._before = store, None if before is None else weakref.ref(before)
         owned = [(*own_parameters(m).values(), *own_buffers(m).values()) for m in layer.modules()]
         held = [tensor for each in owned for tensor in each if tensor is not None]
-        self._stays = {storage_key(plain) for tensor in (*held, *beside) for plain in memory_of(tensor.detach())}
-        shapes = {tuple(local_tensor(tensor.detach()).shape) for tensor in held} | set(map(_shape_of, layer.modules()))
-        self._of_weights = {shape for shape in shapes if len(shape) > 1} | {shape[::-1] for shape in shapes}
+        self._stays = {
+            storage_key(plain)
+            for tensor in (*held, *beside)
+            for plain in memory_of(tensor.detach())
+        }
+        shapes = {tuple(local_tensor(tensor.detach()).shape) for tensor in held} | set(
+            map(_shape_of, layer.modules())
+        )
+        self._of_weights = {shape for shape in shapes if len(shape) > 1} | {
+            shape[::-1] for shape in shapes
+        }
         self._of_masks = {tuple(tensor.shape) for tensor in beside if tensor.ndim == 4}
         self._rows = set[tuple[int, ...]]()
         self._known: dict[tuple[Any, ...], tuple[StorageWeakRef, Stored]] = {}
@@ -69,7 +84,9 @@ class LayerPass:
 
     def pack(self, tensor: Tensor) -> "Packed":
         """Store a saved tensor; autograd calls it for every tensor that an operation saves."""
-        local, shape, stride = tensor.detach(), tensor.shape, tensor.stride()
+        local = tensor.detach()
+        shape = tensor.shape
+        stride = tensor.stride()
         if tensor.ndim > 1 and shape[-1] > _PAIR:
             self._rows |= {tuple(shape[:-1]), (*shape[:-1], 1)}
         size = local.numel() * local.element_size()
@@ -80,7 +97,14 @@ class LayerPass:
         dense = in_order.is_contiguous()
         if dense:  # store all views of the same memory once
             local = in_order.view(-1)
-        key = storage_key(storage), local.data_ptr(), local.shape, local.stride(), local.dtype, version_of(tensor)
+        key = (
+            storage_key(storage),
+            local.data_ptr(),
+            local.shape,
+            local.stride(),
+            local.dtype,
+            version_of(tensor),
+        )
         alive, found = self._known.get(key, (None, None))
         if found is None or alive is None or alive.expired():
             base = base_of(tensor)  # a cast or dequantized weight is not a view of rows
@@ -140,7 +164,10 @@ class KeptActivations(Part):
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
         """Wrap the layers with saved-tensor hooks."""
-        self._to_host, self._to_bytes = offloaded(runtime.plan).activations, compressed(runtime.plan)
+        self._to_host, self._to_bytes = (
+            offloaded(runtime.plan).activations,
+            compressed(runtime.plan),
+        )
         if self._to_host is not None or self._to_bytes is not None:
             rounds_routes = self._to_bytes is not None and bool(runtime.plan.mixtures)
             for name in filter(runtime.is_local, runtime.plan.layers):
@@ -155,7 +182,10 @@ class KeptActivations(Part):
         """Return the bytes offloaded, and the bytes before and after compression."""
         found = {} if self._to_host is None else {"offloaded_activation_bytes": float(self.copied)}
         if self._to_bytes is not None:
-            found |= {"compressed_activation_bytes": float(self.stored), "activation_bytes": float(self.given)}
+            found |= {
+                "compressed_activation_bytes": float(self.stored),
+                "activation_bytes": float(self.given),
+            }
         return found
 
     def _wrap(self, layer: nn.Module, rounds_routes: bool) -> None:
@@ -174,7 +204,11 @@ class KeptActivations(Part):
             hidden = hidden_states_of(args, kwargs)
             values = hidden.numel() if isinstance(hidden, Tensor) else 0
             before = None if self._latest is None else self._latest()
-            beside = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor) and each is not hidden]
+            beside = [
+                each
+                for each in tree_leaves((args, kwargs))
+                if isinstance(each, Tensor) and each is not hidden
+            ]
             current = LayerPass(layer, partial(self.store, values), before, beside)
             self._latest = weakref.ref(current)
             with torch.autograd.graph.saved_tensors_hooks(current.pack, current.unpack):
@@ -188,10 +222,13 @@ class KeptActivations(Part):
     def store(self, values: int, tensor: Tensor, stays_exact: bool) -> Stored | None:
         """Offload or compress a saved tensor of a layer whose input has ``values`` entries; ``None`` to keep it."""
         size = tensor.numel() * tensor.element_size()
-        rounded = self._to_bytes is not None and tensor.is_floating_point() and size >= self._to_bytes
+        rounded = (
+            self._to_bytes is not None and tensor.is_floating_point() and size >= self._to_bytes
+        )
         if rounded and tensor.numel() * FEW > values and not stays_exact:
             found = Compressed(tensor, Stored if self._to_host is None else OnHost)
-            self.stored, self.given = self.stored + found.size, self.given + size
+            self.stored = self.stored + found.size
+            self.given = self.given + size
             self.copied += found.size if self._to_host is not None else 0
             return found
         if self._to_host is None or size < self._to_host:

@@ -27,7 +27,9 @@ def plan_memory(draft: Draft) -> None:
     if given == "none":
         return
     if not draft.layers:
-        draft.problem(f"recompute={given!r} needs layers, and none were found: use recompute='none'")
+        draft.problem(
+            f"recompute={given!r} needs layers, and none were found: use recompute='none'"
+        )
         return
     _refuse_unknown_operators(draft)
     if given == "selective":
@@ -35,8 +37,11 @@ def plan_memory(draft: Draft) -> None:
         draft.features.append(RecomputePlan(attention=True))
     elif asked.tile_tokens is not None:
         layers = tuple(draft.layers) if given == "full" else ()
-        tiled, keep = _tiled(draft, asked.tile_tokens), tuple(asked.recompute_keep)
-        draft.features.append(RecomputePlan(layers, tiled, elementwise=True, tile=asked.tile_tokens, keep=keep))
+        tiled = _tiled(draft, asked.tile_tokens)
+        keep = tuple(asked.recompute_keep)
+        draft.features.append(
+            RecomputePlan(layers, tiled, elementwise=True, tile=asked.tile_tokens, keep=keep)
+        )
     elif given == "elementwise":
         draft.features.append(RecomputePlan(elementwise=True))
     elif isinstance(given, tuple):
@@ -49,7 +54,8 @@ def plan_memory(draft: Draft) -> None:
                 f"most {len(draft.layers)}, 'full' (every layer) or 'none'"
             )
         layers = tuple(draft.layers[::every])
-        keep, budget = tuple(asked.recompute_keep), asked.budget
+        keep = tuple(asked.recompute_keep)
+        budget = asked.budget
         draft.features.append(RecomputePlan(layers, keep=keep, budget=budget, tokens=asked.tokens))
 
 
@@ -63,7 +69,9 @@ def _plan_offload(draft: Draft) -> None:
     if asked.least_offloaded is not None and not draft.layers:
         draft.problem("offload_activations= needs layers, and none were found: leave it out")
     if asked.offload_optimizer or asked.offload_parameters or asked.least_offloaded is not None:
-        draft.features.append(OffloadPlan(asked.offload_optimizer, asked.offload_parameters, asked.least_offloaded))
+        draft.features.append(
+            OffloadPlan(asked.offload_optimizer, asked.offload_parameters, asked.least_offloaded)
+        )
 
 
 def _plan_compression(draft: Draft) -> None:
@@ -73,7 +81,9 @@ def _plan_compression(draft: Draft) -> None:
     if not draft.layers:
         draft.problem("compress_activations= needs layers, and none were found: leave it out")
     elif find_spec("bitsandbytes") is None:
-        draft.problem("compress_activations= needs bitsandbytes' kernels: pip install bitsandbytes, or leave it out")
+        draft.problem(
+            "compress_activations= needs bitsandbytes' kernels: pip install bitsandbytes, or leave it out"
+        )
     again = draft.options.memory_levers.recompute
     if draft.mixtures and again not in ("none", "selective", "elementwise"):
         draft.problem(
@@ -100,25 +110,40 @@ def _tiled(draft: Draft, tile: int) -> tuple[str, ...]:
     above = draft.layers[0].rpartition(".")[0].rpartition(".")[0]
     found = dict[str, bool]()
     for name, module in draft.modules.items():
-        kind, parent = type(module).__name__, name.rpartition(".")[0]
+        kind = type(module).__name__
+        parent = name.rpartition(".")[0]
         is_mlp = parent in draft.layers and kind.endswith(("MLP", "FeedForward"))
         if is_mlp or (parent in (above, *draft.layers) and "Norm" in kind):
             found[name] = is_mlp
     if not any(found.values()):
-        draft.problem(f"{said} finds no MLP in the layers of {draft.config.model_type!r}: leave it out")
-    inside = [name.removeprefix(f"{draft.layers[0]}.") for name in found if name.startswith(f"{draft.layers[0]}.")]
+        draft.problem(
+            f"{said} finds no MLP in the layers of {draft.config.model_type!r}: leave it out"
+        )
+    inside = [
+        name.removeprefix(f"{draft.layers[0]}.")
+        for name in found
+        if name.startswith(f"{draft.layers[0]}.")
+    ]
     _modules(draft, tuple(inside))
     return tuple(found)
 
 
 def _modules(draft: Draft, given: tuple[str, ...]) -> tuple[str, ...]:
     kept = [name for name, module in draft.modules.items() if module is not None]
-    inside = {name: layer for layer in draft.layers for name in kept if name.startswith(f"{layer}.")}
+    inside = {
+        name: layer for layer in draft.layers for name in kept if name.startswith(f"{layer}.")
+    }
     found = dict[str, None]()
     for end in given:
-        named = [name for name, layer in inside.items() if f".{name.removeprefix(layer + '.')}".endswith(f".{end}")]
+        named = [
+            name
+            for name, layer in inside.items()
+            if f".{name.removeprefix(layer + '.')}".endswith(f".{end}")
+        ]
         if not named:
-            known = sorted({wild_name(name.removeprefix(f"{layer}.")) for name, layer in inside.items()})
+            known = sorted(
+                {wild_name(name.removeprefix(f"{layer}.")) for name, layer in inside.items()}
+            )
             hint = f"{did_you_mean(end, known)}use one of {', '.join(known)}"
             draft.problem(f"recompute: no layer has a module {end!r}: {hint}")
         found |= dict.fromkeys(named)
@@ -129,7 +154,11 @@ def _modules(draft: Draft, given: tuple[str, ...]) -> tuple[str, ...]:
                 f"tp_size={draft.tp} ranks, and recomputing it alone would draw another mask: use recompute='full', or "
                 "set its dropout to 0"
             )
-        alone = [name for name in block.column if any(f"{name}.".startswith(f"{module}.") for module in found)]
+        alone = [
+            name
+            for name in block.column
+            if any(f"{name}.".startswith(f"{module}.") for module in found)
+        ]
         if alone and draft.layout.sequence_regather:
             draft.problem(
                 f"recompute={list(given)}: {wild_name(alone[0])} is recomputed from its gathered input, which "
@@ -147,8 +176,14 @@ def _refuse_other_attention(draft: Draft) -> None:
         )
     inside = tuple(f"{layer}." for layer in draft.layers)
     kinds = {type(module) for name, module in draft.modules.items() if name.startswith(inside)}
-    families = [kind.__mro__ for kind in kinds if any("Attention" in each.__name__ for each in kind.__mro__)]
-    if not any(hasattr(sys.modules.get(each.__module__), _ATTENTION) for family in families for each in family):
+    families = [
+        kind.__mro__ for kind in kinds if any("Attention" in each.__name__ for each in kind.__mro__)
+    ]
+    if not any(
+        hasattr(sys.modules.get(each.__module__), _ATTENTION)
+        for family in families
+        for each in family
+    ):
         draft.problem(
             f"recompute='selective' recomputes attention, which {draft.config.model_type!r} does not look up in "
             "transformers' table: use recompute='full', or the names of its modules, as recompute=['self_attn']"
@@ -159,6 +194,10 @@ def _refuse_unknown_operators(draft: Draft) -> None:
     for name in draft.options.memory_levers.recompute_keep:
         found = operators_named(name)
         if found is None:
-            draft.problem(f"recompute_keep: torch has no operator {name!r}: name one as 'aten.mm' or 'aten.mm.default'")
+            draft.problem(
+                f"recompute_keep: torch has no operator {name!r}: name one as 'aten.mm' or 'aten.mm.default'"
+            )
         elif not found:
-            draft.problem(f"recompute_keep: {name} works in place and returns no new tensor to keep: leave it out")
+            draft.problem(
+                f"recompute_keep: {name} works in place and returns no new tensor to keep: leave it out"
+            )

@@ -31,7 +31,9 @@ class Layout(NamedTuple):
     def in_storage(self, storage: torch.UntypedStorage) -> Tensor:
         """Return the tensor at this place, without a graph."""
         size, stride, offset, dtype = self
-        return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)
+        return torch.empty(0, dtype=dtype, device=storage.device).set_(
+            storage, offset, size, stride
+        )
 
     def within(self, whole: Tensor, base: "Layout") -> Tensor:
         """Return the tensor at this place in the memory of ``whole``, which has been at ``base``."""
@@ -39,15 +41,21 @@ class Layout(NamedTuple):
             return whole
         begin = whole.storage_offset() * base.dtype.itemsize
         begin += self.offset * self.dtype.itemsize - base.offset * base.dtype.itemsize
-        return self._replace(offset=begin // self.dtype.itemsize).in_storage(whole.untyped_storage())
+        return self._replace(offset=begin // self.dtype.itemsize).in_storage(
+            whole.untyped_storage()
+        )
 
 
 class Filled:
     """Memory as one operator has filled it: how to fill it again, what is kept of it, and its value meanwhile."""
 
-    def __init__(self, tensor: Tensor, operator: "Operator | None" = None, given: bool = False) -> None:
+    def __init__(
+        self, tensor: Tensor, operator: "Operator | None" = None, given: bool = False
+    ) -> None:
         storage = tensor.untyped_storage()
-        self.layout, self.operator, self.given = Layout.of(tensor), operator, given
+        self.layout = Layout.of(tensor)
+        self.operator = operator
+        self.given = given
         self.kept: Callable[[], Tensor] | None = None
         self.rewritten = False  # whether the same memory was kept with another content before
         self.saved = 0  # saved tensors that are views of it and have not been read
@@ -65,7 +73,8 @@ class Filled:
         """Keep a copy of memory that is about to be overwritten, if anything counts on its content."""
         now = self.now() if self.kept is not None else None
         self.kept = self.kept if now is None else keep(now.clone())
-        self._overwritten, self.given = True, False
+        self._overwritten = True
+        self.given = False
 
     def made_of(self) -> "list[Filled]":
         """Return what its operator reads."""
@@ -73,7 +82,11 @@ class Filled:
 
     def own_cost(self) -> float:
         """Return the bytes that keeping it takes."""
-        return self._size if not self._overwritten and living_storage(self._storage) is not None else inf
+        return (
+            self._size
+            if not self._overwritten and living_storage(self._storage) is not None
+            else inf
+        )
 
     def cost(self, known: dict["Filled", float]) -> float:
         """Return the fewest bytes that must be kept besides those that are, to have it again."""
@@ -98,7 +111,9 @@ class Filled:
 
     def free(self) -> None:
         """Drop its value, unless a saved tensor is a view of it; what is kept can be read only once."""
-        if self.waiting <= 0 or (self.kept is None and self.saved <= 0):  # with retain_graph all may be read again
+        if self.waiting <= 0 or (
+            self.kept is None and self.saved <= 0
+        ):  # with retain_graph all may be read again
             self.value = None
 
 
@@ -114,14 +129,23 @@ class Operator:
     ``draws`` says whether it draws random numbers, ``into`` what it writes into, or the place that it overwrites.
     """
 
-    def __init__(self, func: Any, given: Any, device: torch.device, draws: bool, into: Filled | Layout | None) -> None:
-        self._func, self._given, self._device, self._into = func, given, device, into
-        self._state = default_generator(device).get_state() if draws and device.type != "meta" else None
+    def __init__(
+        self, func: Any, given: Any, device: torch.device, draws: bool, into: Filled | Layout | None
+    ) -> None:
+        self._func = func
+        self._given = given
+        self._device = device
+        self._into = into
+        self._state = (
+            default_generator(device).get_state() if draws and device.type != "meta" else None
+        )
         reads = [each for each in tree_leaves(given, is_leaf=_is_read) if _is_read(each)]
         self.inputs: list[Filled] = [each.filled for each in reads if each.filled is not None]
         self.inputs += [into] if isinstance(into, Filled) else []
         repeated = (each.operator for each in self.inputs if each.kept is None)
-        self.steps: int = 1 + max((each.steps for each in repeated if each is not None), default=0)  # in a row
+        self.steps: int = 1 + max(
+            (each.steps for each in repeated if each is not None), default=0
+        )  # in a row
         self._results: list[weakref.ref[Filled] | None] = []
 
     def fills(self, results: Sequence[Filled | None]) -> None:
@@ -130,16 +154,22 @@ class Operator:
 
     def run(self, uses: Counter[Filled]) -> None:
         """Call it again, set the value of all that it fills, and free what nothing else reads."""
-        whole, base = None, self._into
+        whole = None
+        base = self._into
         if isinstance(base, Filled):
-            whole, base = base.read(uses).clone(), base.layout
+            whole = base.read(uses).clone()
+            base = base.layout
         elif base is not None:
             whole = _empty(base, self._device)
 
         def tensor_of(each: Any) -> Any:
             if not _is_read(each):
                 return each
-            of, at = (whole, base) if each.filled is None else (each.filled.read(uses), each.filled.layout)
+            of, at = (
+                (whole, base)
+                if each.filled is None
+                else (each.filled.read(uses), each.filled.layout)
+            )
             return each.layout.within(of, at)
 
         args, kwargs = tree_map(tensor_of, self._given, is_leaf=_is_read)
@@ -149,7 +179,9 @@ class Operator:
             with fork_random_state(self._device):
                 default_generator(self._device).set_state(self._state)
                 made = self._func(*args, **kwargs)
-        for result, value in zip(self._results, tree_leaves(made) if whole is None else [whole], strict=True):
+        for result, value in zip(
+            self._results, tree_leaves(made) if whole is None else [whole], strict=True
+        ):
             filled = None if result is None else result()
             if filled is not None and filled.value is None:
                 filled.value = value
@@ -163,7 +195,9 @@ class Recipe:
     """A saved tensor: its place in some memory, and all memory that is read on the way to it."""
 
     def __init__(self, filled: Filled, layout: Layout, needed: Sequence[Filled]) -> None:
-        self._filled, self._layout, self._needed = filled, layout, needed
+        self._filled = filled
+        self._layout = layout
+        self._needed = needed
         filled.saved += 1
         for each in needed:
             each.waiting += 1
@@ -207,4 +241,7 @@ def is_dense(tensor: Tensor) -> bool:
 
 def is_whole(tensor: Tensor) -> bool:
     """Return whether a tensor is all of its memory, each value once."""
-    return is_dense(tensor) and tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+    return (
+        is_dense(tensor)
+        and tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+    )

@@ -19,7 +19,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from ..._compat.torch import function_modes, kept_results, operators_named, tree_leaves
-from ..._compat.transformers.computing import answer, implementation_of, set_implementation, without_cache
+from ..._compat.transformers.computing import (
+    answer,
+    implementation_of,
+    set_implementation,
+    without_cache,
+)
 from ..._compat.transformers.hidden_states import hidden_states_of, with_hidden_states
 from ...cost.model.activation_bytes import layers_to_recompute
 from ...cost.model.situation import Situation
@@ -47,7 +52,8 @@ class Recomputation(Part):
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
         """Wrap the planned modules in torch's ``checkpoint``."""
-        planned, model = recomputed(runtime.plan), runtime.model
+        planned = recomputed(runtime.plan)
+        model = runtime.model
         if planned.budget is None:
             self.chosen = frozenset(planned.layers)
         elif planned.tokens is not None:
@@ -80,7 +86,9 @@ class Recomputation(Part):
             self._choose_for(runtime, microbatches)
         return nullcontext()
 
-    def _before(self, runtime: Runtime, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before(
+        self, runtime: Runtime, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         if self.chosen is None and model.training and torch.is_grad_enabled():
             named = dict(zip(inspect.signature(model.forward).parameters, args, strict=False))
             self._choose_for(runtime, [{**named, **kwargs}])
@@ -92,10 +100,14 @@ class Recomputation(Part):
         tokens, sequence = runtime.mesh.largest(*most)
         self._choose(runtime, tokens, sequence, len(batches))
 
-    def _choose(self, runtime: Runtime, tokens: int, sequence: int, microbatches: int | None) -> None:
+    def _choose(
+        self, runtime: Runtime, tokens: int, sequence: int, microbatches: int | None
+    ) -> None:
         trained = frozenset(p.name for p in runtime.plan.owned())
         if microbatches is not None:
-            trained = frozenset(planned.name for planned, p in runtime.parameters() if p.requires_grad)
+            trained = frozenset(
+                planned.name for planned, p in runtime.parameters() if p.requires_grad
+            )
         situation = Situation(
             tokens=tokens,
             pp_rank=runtime.mesh.pp_rank,
@@ -133,7 +145,9 @@ def recompute(module: nn.Module, wanted: Wanted, keep: Sequence[str] = (), tile:
     module.forward = forward_recomputed  # type: ignore[method-assign]
 
 
-def _in_tiles(run: Callable[..., Any], tile: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _in_tiles(
+    run: Callable[..., Any], tile: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """Run a module of one input ``[..., s, d]`` in tiles of ``tile`` tokens; autograd sums gradients over tiles."""
     x = hidden_states_of(args, kwargs)
     if sum(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs))) != 1 or x.ndim < 2:
@@ -152,7 +166,10 @@ def _checkpointed(
     function, args, kwargs = _with_tensor_by_position(function, args, kwargs)
     if torch.compiler.is_compiling():  # graphs have no modes to restore, and take no closure
         if operators:
-            kwargs = {**kwargs, "context_fn": partial(create_selective_checkpoint_contexts, list(operators))}
+            kwargs = {
+                **kwargs,
+                "context_fn": partial(create_selective_checkpoint_contexts, list(operators)),
+            }
         return checkpoint(function, *args, use_reentrant=False, **kwargs)
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
@@ -169,14 +186,22 @@ def _with_tensor_by_position(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
     """Pass at least one tensor by position, if any: torch keeps the RNG state only of such tensors' devices."""
-    name = None if _has_tensor(args) else next((key for key, value in kwargs.items() if _has_tensor(value)), None)
+    name = (
+        None
+        if _has_tensor(args)
+        else next((key for key, value in kwargs.items() if _has_tensor(value)), None)
+    )
     if name is None:
         return function, args, kwargs
 
     def by_position(moved: Any, *args: Any, **kwargs: Any) -> Any:
         return function(*args, **{name: moved}, **kwargs)
 
-    return by_position, (kwargs[name], *args), {key: value for key, value in kwargs.items() if key != name}
+    return (
+        by_position,
+        (kwargs[name], *args),
+        {key: value for key, value in kwargs.items() if key != name},
+    )
 
 
 def _has_tensor(value: Any) -> bool:
@@ -190,7 +215,8 @@ class _Again:
         self._modes, self._contexts, self._stacks = modes, contexts, list[ExitStack]()
 
     def __enter__(self) -> None:
-        stack, seen = ExitStack(), function_modes()
+        stack = ExitStack()
+        seen = function_modes()
         for mode in (mode for mode in self._modes if not any(mode is one for one in seen)):
             stack.enter_context(mode)
         for context in self._contexts:
@@ -202,7 +228,13 @@ class _Again:
 
 
 def _attend(
-    host: Callable[..., Any], module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
+    host: Callable[..., Any],
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any,
+    **kwargs: Any,
 ) -> Any:
     """Call attention under ``checkpoint``: it keeps only queries, keys and values."""
     if not (module.training and torch.is_grad_enabled()):

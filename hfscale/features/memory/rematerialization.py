@@ -38,9 +38,32 @@ from .recipes import Filled, Layout, Operator, Read, Recipe, is_dense, is_plain,
 
 _REPEATED = frozenset(
     {
-        *("_to_copy", "_softmax", "_log_softmax", "native_layer_norm", "_fused_rms_norm", "native_dropout", "glu"),
-        *("mean", "sum", "amax", "amin", "var", "var_mean", "linalg_vector_norm", "cat", "stack", "index", "gather"),
-        *("index_select", "repeat", "roll", "flip", "constant_pad_nd", "tril", "triu", "bernoulli"),
+        "_to_copy",
+        "_softmax",
+        "_log_softmax",
+        "native_layer_norm",
+        "_fused_rms_norm",
+        "native_dropout",
+        "glu",
+        "mean",
+        "sum",
+        "amax",
+        "amin",
+        "var",
+        "var_mean",
+        "linalg_vector_norm",
+        "cat",
+        "stack",
+        "index",
+        "gather",
+        "index_select",
+        "repeat",
+        "roll",
+        "flip",
+        "constant_pad_nd",
+        "tril",
+        "triu",
+        "bernoulli",
     }
 )
 """Operators that run again besides those that torch calls pointwise; all return the same bits every time."""
@@ -54,9 +77,15 @@ class Rematerialization(TorchDispatchMode):
 
     def __init__(self, given: Sequence[Tensor]) -> None:
         super().__init__()
-        self._known = {storage_key(each): Filled(each, given=True) for each in given if is_dense(each)}  # now
-        self._constants: dict[int, dict[Layout, Filled]] = {}  # storage -> its parts that operators have read
-        self._held: list[Tensor | None] = []  # what products returned, until the layer is done: it may have to be kept
+        self._known = {
+            storage_key(each): Filled(each, given=True) for each in given if is_dense(each)
+        }  # now
+        self._constants: dict[
+            int, dict[Layout, Filled]
+        ] = {}  # storage -> its parts that operators have read
+        self._held: list[
+            Tensor | None
+        ] = []  # what products returned, until the layer is done: it may have to be kept
         outer = saved_tensor_hooks()
         self._is_hooked = outer is not None
         self._outer_pack: Callable[[Tensor], Any] = torch.detach if outer is None else outer[0]
@@ -70,7 +99,9 @@ class Rematerialization(TorchDispatchMode):
 
     def over(self) -> None:
         """End the forward pass: drop what only recording needs."""
-        self._known, self._constants, self._held = {}, {}, []
+        self._known = {}
+        self._constants = {}
+        self._held = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -91,7 +122,11 @@ class Rematerialization(TorchDispatchMode):
         return out
 
     def _note(
-        self, operator: Operator | None, out: Any, tensors: list[Tensor], written: list[tuple[Tensor, Filled | None]]
+        self,
+        operator: Operator | None,
+        out: Any,
+        tensors: list[Tensor],
+        written: list[tuple[Tensor, Filled | None]],
     ) -> None:
         """Record what an operator that reads activations has filled."""
         results = list[Filled | None]()
@@ -113,30 +148,44 @@ class Rematerialization(TorchDispatchMode):
         self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], written: list[Tensor]
     ) -> Operator | None:
         """Return an operator as it is to be called again; ``None`` for one whose results must be kept."""
-        name, tags = operator_name(func), getattr(func, "tags", ())  # compiled code has none
+        # compiled code has none
+        name = operator_name(func)
+        tags = getattr(func, "tags", ())
         fills = name in _FILLING and len(tensors) == 1 and is_whole(tensors[0])
-        repeated = (torch.Tag.pointwise in tags or name in _REPEATED) and any(map(self._find, tensors))
+        repeated = (torch.Tag.pointwise in tags or name in _REPEATED) and any(
+            map(self._find, tensors)
+        )
         into = Layout.of(tensors[0]) if fills else self._find(written[0]) if written else None
-        lost = bool(written) and (into is None or getattr(into, "operator", into) is None)  # what was there before
+        lost = bool(written) and (
+            into is None or getattr(into, "operator", into) is None
+        )  # what was there before
         if lost or not (fills or repeated):
             return None
         # Without gradients it is in a function with a backward pass of its own, whose kernels may write unseen.
-        if not torch.is_grad_enabled() or not all(map(is_plain, tensors)) or kwargs.get("generator") is not None:
+        if (
+            not torch.is_grad_enabled()
+            or not all(map(is_plain, tensors))
+            or kwargs.get("generator") is not None
+        ):
             return None
-        draws, given = torch.Tag.nondeterministic_seeded in tags, tree_map(partial(self._read, written), (args, kwargs))
+        draws = torch.Tag.nondeterministic_seeded in tags
+        given = tree_map(partial(self._read, written), (args, kwargs))
         found = Operator(func, given, tensors[0].device, draws, into)
         return found if found.steps <= _MOST_STEPS else None
 
     def _read(self, written: list[Tensor], leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        return Read(None if any(leaf is each for each in written) else self._source(leaf), Layout.of(leaf))
+        return Read(
+            None if any(leaf is each for each in written) else self._source(leaf), Layout.of(leaf)
+        )
 
     def _source(self, tensor: Tensor) -> Filled:
         """Return the memory that a tensor reads; weights, tables and masks are there in any case."""
         found = self._find(tensor)
         if found is None:
-            parts, layout = self._constants.setdefault(storage_key(tensor), {}), Layout.of(tensor)
+            parts = self._constants.setdefault(storage_key(tensor), {})
+            layout = Layout.of(tensor)
             found = parts.setdefault(layout, Filled(tensor, given=True))
             found.kept = found.kept or partial(_same, tensor.detach())
         return found
@@ -148,7 +197,10 @@ class Rematerialization(TorchDispatchMode):
             return None
         found = self._known[storage_key(tensor)] = Filled(tensor, operator)
         found.rewritten = before is not None and (before.rewritten or before.kept is not None)
-        own = torch.is_grad_enabled() and saved_tensor_hooks() == (self.pack, self.unpack)  # of no tile in the layer
+        own = torch.is_grad_enabled() and saved_tensor_hooks() == (
+            self.pack,
+            self.unpack,
+        )  # of no tile in the layer
         self._held += [found.now()] if operator is None and own else []
         return found
 
@@ -157,7 +209,8 @@ class Rematerialization(TorchDispatchMode):
 
     def pack(self, tensor: Tensor) -> Any:
         """Keep a saved tensor, or what it can be computed from; autograd calls it for every tensor that is saved."""
-        filled, self._paused = self._find(tensor), True
+        filled = self._find(tensor)
+        self._paused = True
         try:
             if filled is None:
                 return self._outer_pack(tensor)
@@ -168,7 +221,9 @@ class Rematerialization(TorchDispatchMode):
         finally:
             self._paused = False
 
-    def _secure(self, filled: Filled, needed: dict[Filled, None], costs: dict[Filled, float]) -> None:
+    def _secure(
+        self, filled: Filled, needed: dict[Filled, None], costs: dict[Filled, float]
+    ) -> None:
         """Keep what is missing to have ``filled`` again, and add all that is read on the way to ``needed``."""
         if filled in needed:
             return
@@ -199,8 +254,13 @@ def rematerialize(layer: nn.Module) -> None:
     def forward_rematerialized(*args: Any, **kwargs: Any) -> Any:
         if not (layer.training and torch.is_grad_enabled()) or torch.compiler.is_compiling():
             return forward(*args, **kwargs)
-        stream, tensors = hidden_states_of(args, kwargs), tree_leaves((args, kwargs))
-        given = [each for each in tensors if isinstance(each, Tensor) and (each is stream or each.requires_grad)]
+        stream = hidden_states_of(args, kwargs)
+        tensors = tree_leaves((args, kwargs))
+        given = [
+            each
+            for each in tensors
+            if isinstance(each, Tensor) and (each is stream or each.requires_grad)
+        ]
         current = Rematerialization(given)
         with torch.autograd.graph.saved_tensors_hooks(current.pack, current.unpack), current:
             output = forward(*args, **kwargs)

@@ -46,7 +46,9 @@ class SavedBytes:
 
 
 @contextmanager
-def count_saved(model: nn.Module, layers: Iterable[str], head: str | None = None) -> Iterator[SavedBytes]:
+def count_saved(
+    model: nn.Module, layers: Iterable[str], head: str | None = None
+) -> Iterator[SavedBytes]:
     """Count the bytes that passes of ``model`` save in the with block, by ``layers`` (of this rank) and ``head``."""
     found = SavedBytes()
     with SavedCounter(model, layers, head, found.add):
@@ -66,18 +68,24 @@ class SavedCounter:
         note: Callable[[str, int], None],
         copies: Collection[int] = (),
     ) -> None:
-        self._note, self._copies = note, copies
+        self._note = note
+        self._copies = copies
         self._kept: dict[int, list[Any]] = {}  # storage -> how often it is saved, bytes, kind
-        self._parameters: dict[int, StorageWeakRef] = {}  # referenced, so that no other storage reuses an address
+        self._parameters: dict[
+            int, StorageWeakRef
+        ] = {}  # referenced, so that no other storage reuses an address
         self._depth = 0
         self._handles: list[Any] = []
         modules = dict(model.named_modules())
         found = modules.get(head) if head is not None else None
         weight = None if found is None else next(found.parameters(recurse=False), None)
-        self.head_shape = () if weight is None else tuple(weight.shape)  # gathered over the data ranks
+        self.head_shape = (
+            () if weight is None else tuple(weight.shape)
+        )  # gathered over the data ranks
         for module in modules.values():
             self._handles.append(module.register_forward_pre_hook(self._note_parameters))
-        names, runtime = [name for name in layers if name in modules], find_runtime(model)
+        names = [name for name in layers if name in modules]
+        runtime = find_runtime(model)
         for name, behind in zip_longest(names, names[1:]):
             layer = modules[name]
             self._handles.append(layer.register_forward_pre_hook(self.enter, with_kwargs=True))
@@ -124,7 +132,9 @@ class SavedCounter:
     def enter(self, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """Record that a layer begins, and count its input."""
         self._depth += 1
-        for module in layer.modules():  # an adapter reads the weights of what it wraps without calling it
+        for (
+            module
+        ) in layer.modules():  # an adapter reads the weights of what it wraps without calling it
             self._note_parameters(module, None)
         stream = hidden_states_of(args, kwargs)
         if isinstance(stream, Tensor) and stream.requires_grad:

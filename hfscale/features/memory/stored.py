@@ -59,7 +59,8 @@ class OnHost(Stored):
     """Keep a saved tensor on the CPU until its readers have read it."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.readers, self.device = 0, tensor.device
+        self.readers = 0
+        self.device = tensor.device
         self.size = tensor.numel() * tensor.element_size()
         self._here: Tensor | None = None
         self._copied: Any = None
@@ -83,7 +84,9 @@ class OnHost(Stored):
         lanes = buffers_of(self.device)
         with lanes.module.stream(lanes.inward):
             lanes.inward.wait_event(self._copied)
-            self._here = torch.empty_like(self._host, device=self.device).copy_(self._host, non_blocking=True)
+            self._here = torch.empty_like(self._host, device=self.device).copy_(
+                self._host, non_blocking=True
+            )
             self._copied = lanes.mark(lanes.inward)
 
     def read(self) -> Tensor:
@@ -110,7 +113,9 @@ class Compressed(Stored):
     """Keep a saved tensor in 8 bits; ``keep`` stores codes and scales, in place or offloaded."""
 
     def __init__(self, tensor: Tensor, keep: Callable[[Tensor], Stored]) -> None:
-        self.readers, self._shape, self._dtype = 0, tensor.shape, tensor.dtype
+        self.readers = 0
+        self._shape = tensor.shape
+        self._dtype = tensor.dtype
         codes, scales = compress(tensor)
         self._codes, self._scales = keep(codes), keep(scales)
         self.size = self._codes.size + self._scales.size
@@ -138,7 +143,8 @@ def compress(x: Tensor) -> tuple[Tensor, Tensor]:
 @fused
 def _with_signs(codes: Tensor, x: Tensor, zero: int) -> Tensor:
     """Return the codes with the signs of ``x``."""
-    signs, found = x.sign().to(torch.int16), (codes.to(torch.int16) - zero).sign()
+    signs = x.sign().to(torch.int16)
+    found = (codes.to(torch.int16) - zero).sign()
     return torch.where(signs == found, codes, (signs + zero).to(torch.uint8))
 
 

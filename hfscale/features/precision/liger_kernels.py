@@ -11,7 +11,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..._compat.liger import LOSSES, activation_of, applies, computes_in, give_kernels, is_installed, keep_gradients
+from ..._compat.liger import (
+    LOSSES,
+    activation_of,
+    applies,
+    computes_in,
+    give_kernels,
+    is_installed,
+    keep_gradients,
+)
 from ..._compat.liger import switches_of as switches_of_family
 from ..._compat.transformers.classes import class_name
 from ...errors import ConfigError
@@ -33,7 +41,9 @@ def check_kernels(asked: bool | Mapping[str, bool], family: str, device: torch.d
         return
     said = f"use_liger_kernel={asked!r}"
     if not is_installed():
-        raise ConfigError(f"{said} needs Liger's kernels, which are not installed: pip install liger-kernel")
+        raise ConfigError(
+            f"{said} needs Liger's kernels, which are not installed: pip install liger-kernel"
+        )
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ConfigError(
             f"{said} needs a GPU, and this rank computes on the CPU: leave it out, or try TRITON_INTERPRET=1, which "
@@ -46,7 +56,9 @@ def check_kernels(asked: bool | Mapping[str, bool], family: str, device: torch.d
     for name in given:
         if name not in known:
             others = ", ".join(each for each in known if each not in LOSSES)
-            raise ConfigError(f"{said}: {name} is none of Liger's kernels for {family}: use {others}")
+            raise ConfigError(
+                f"{said}: {name} is none of Liger's kernels for {family}: use {others}"
+            )
 
 
 class LigerKernels(Part):
@@ -61,15 +73,24 @@ class LigerKernels(Part):
         asked: Any = runtime.options.use_liger_kernel
         model = runtime.model
         for parameter in model.parameters():
-            if parameter.is_floating_point() and not computes_in(parameter.dtype) and parameter.dtype.itemsize > 1:
+            if (
+                parameter.is_floating_point()
+                and not computes_in(parameter.dtype)
+                and parameter.dtype.itemsize > 1
+            ):
                 raise ConfigError(
                     f"use_liger_kernel={asked!r}: Liger's kernels compute in 32 bits, and this model has weights in "
                     f"{parameter.dtype}: leave it out, or load the model with dtype=torch.float32"
                 )
-        look_again, modules = watch(model), set(model.modules())
+        look_again = watch(model)
+        modules = set(model.modules())
         try:
             give_kernels(model, {} if asked is True else asked)
-        except (AttributeError, ImportError, TypeError) as error:  # a class or version that Liger does not know
+        except (
+            AttributeError,
+            ImportError,
+            TypeError,
+        ) as error:  # a class or version that Liger does not know
             raise ConfigError(
                 f"use_liger_kernel={asked!r}: Liger has no kernels for {class_name(model)} ({error}): leave it out"
             ) from error
@@ -92,7 +113,9 @@ class LigerKernels(Part):
 def _check_activation(module: nn.Module) -> None:
     """Refuse an activation that Liger would replace by another: it checks the config only when it creates a module."""
     kernel = activation_of(module)
-    found: Any = next((getattr(module, name) for name in _ACTIVATIONS if hasattr(module, name)), None)
+    found: Any = next(
+        (getattr(module, name) for name in _ACTIVATIONS if hasattr(module, name)), None
+    )
     if kernel is not None and found is not None and not applies(found, kernel):
         switch = "swiglu" if kernel == "silu" else "geglu"
         raise ConfigError(

@@ -9,10 +9,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..._compat.torch import autocast_remembers, own_buffers, own_parameters, tree_map_only, unscale_and_check
+from ..._compat.torch import (
+    autocast_remembers,
+    own_buffers,
+    own_parameters,
+    tree_map_only,
+    unscale_and_check,
+)
 from ..._compat.transformers.computing import recomputes, stays_in_32_bits
 from ...config.options import MIXED_PRECISIONS
-from ...distributed.ops.shared_casts import Casts, autocasted_weight, cast_weight, is_sharing, sharing
+from ...distributed.ops.shared_casts import (
+    Casts,
+    autocasted_weight,
+    cast_weight,
+    is_sharing,
+    sharing,
+)
 from ...errors import ConfigError
 from ...models.module_kinds import PROJECTIONS
 from ...models.precision import WIDENS_AROUND, WIDENS_INSIDE
@@ -31,7 +43,8 @@ class Autocast(Part):
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
         """Wrap ``model.forward`` in autocast."""
-        dtype, model = MIXED_PRECISIONS[runtime.options.mixed_precision], runtime.model
+        dtype = MIXED_PRECISIONS[runtime.options.mixed_precision]
+        model = runtime.model
         cast = runtime.options.casts_parameters
         by_data_ranks = runtime.mesh.data_world > 1 and runtime.plan.family not in WIDENS_INSIDE
         if dtype is None or (by_data_ranks and not cast):
@@ -65,21 +78,37 @@ class ParameterCasts(Part):
 
     def is_needed(self, runtime: Runtime) -> bool:
         """Return whether this part makes copies."""
-        return runtime.shares_casts or (runtime.options.casts_parameters and runtime.mesh.data_world == 1)
+        return runtime.shares_casts or (
+            runtime.options.casts_parameters and runtime.mesh.data_world == 1
+        )
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
         """Wrap the forward of modules, inside of block edges; all where all is cast: recomputation may call any."""
-        model, known, cast_all = runtime.model, runtime.plan.by_name.keys(), runtime.options.casts_parameters
+        model = runtime.model
+        known = runtime.plan.by_name.keys()
+        cast_all = runtime.options.casts_parameters
         stays = stays_in_32_bits(model)
         copies = _Copies(MIXED_PRECISIONS[runtime.options.mixed_precision] if cast_all else None)
         for prefix, module in model.named_modules():
             full = {name: f"{prefix}.{name}".lstrip(".") for name in own_parameters(module)}
-            cast = [name for name, at in full.items() if {at, stock_name(at)} & known and not stays(stock_name(at))]
-            if cast if cast_all else type(module) in PROJECTIONS:  # a subclass may check the dtype of its weight
+            cast = [
+                name
+                for name, at in full.items()
+                if {at, stock_name(at)} & known and not stays(stock_name(at))
+            ]
+            if (
+                cast if cast_all else type(module) in PROJECTIONS
+            ):  # a subclass may check the dtype of its weight
                 copies.places[module] = cast if cast_all else ["weight"]
         for module in model.modules():
-            held = any(inner in copies.places for inner in module.modules()) if cast_all else module in copies.places
-            if held and not isinstance(module, nn.Embedding):  # which gets another class over tensor ranks
+            held = (
+                any(inner in copies.places for inner in module.modules())
+                if cast_all
+                else module in copies.places
+            )
+            if held and not isinstance(
+                module, nn.Embedding
+            ):  # which gets another class over tensor ranks
                 forward = module.forward
                 module.forward = partial(copies.run, module, forward)
                 module.forward.__wrapped__ = forward  # its signature is inspected
@@ -103,11 +132,15 @@ class _Copies:
 
     def run(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Return what ``forward`` computes with copies of the parameters in ``module``."""
-        if self._inside or (self._dtype is None and (torch.compiler.is_compiling() or not is_sharing())):
+        if self._inside or (
+            self._dtype is None and (torch.compiler.is_compiling() or not is_sharing())
+        ):
             return forward(*args, **kwargs)
         if self._dtype is not None and not recomputing():
             args, kwargs = tree_map_only(
-                Tensor, lambda x: x.to(self._dtype) if x.dtype == torch.float32 else x, (args, kwargs)
+                Tensor,
+                lambda x: x.to(self._dtype) if x.dtype == torch.float32 else x,
+                (args, kwargs),
             )
         with nullcontext() if is_sharing() else sharing(Casts()), self._in_place(module):
             return forward(*args, **kwargs)
@@ -121,14 +154,20 @@ class _Copies:
                 for name in self.places.get(inner, ()):
                     if held.get(name) is not None and held[name].dtype == torch.float32:
                         before.append((inner, name, own := held[name]))
-                        held[name] = autocasted_weight(own) if self._dtype is None else cast_weight(own, self._dtype)
+                        held[name] = (
+                            autocasted_weight(own)
+                            if self._dtype is None
+                            else cast_weight(own, self._dtype)
+                        )
             self._inside = True
             yield
         finally:
             self._inside = False
             for inner, name, parameter in before:
                 own_parameters(inner)[name] = parameter
-                own_buffers(inner).pop(name, None)  # where PEFT has parametrized the copy, and put it back
+                own_buffers(inner).pop(
+                    name, None
+                )  # where PEFT has parametrized the copy, and put it back
 
 
 class LossScaling(Part):
@@ -150,7 +189,10 @@ class LossScaling(Part):
     state_key = "LossScaling"
 
     def __init__(self) -> None:
-        self.scale, self.growth, self.skipped, self.overflowed = 1.0, 0, 0, False
+        self.scale = 1.0
+        self.growth = 0
+        self.skipped = 0
+        self.overflowed = False
         self._within = False
 
     def is_needed(self, runtime: Runtime) -> bool:
@@ -176,7 +218,11 @@ class LossScaling(Part):
                 yield
             finally:
                 self._expect(runtime, None)
-            gradients = [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
+            gradients = [
+                local_tensor(parameter.grad)
+                for parameter in parameters
+                if parameter.grad is not None
+            ]
             here = unscale_and_check(gradients, runtime.mesh.data_world / self.scale)
             self.overflowed = bool(runtime.mesh.largest(float(here))[0])
         how = runtime.options.scaling
@@ -185,12 +231,15 @@ class LossScaling(Part):
                 parameter.grad = None
             if runtime.scores is not None:
                 runtime.scores.take()
-            self.scale, self.growth, self.skipped = self.scale * how.backoff_factor, 0, self.skipped + 1
+            self.scale = self.scale * how.backoff_factor
+            self.growth = 0
+            self.skipped = self.skipped + 1
             return
         self.growth += 1
         if self.growth == how.growth_interval:
             grown = self.scale * how.growth_factor
-            self.scale, self.growth = grown if math.isfinite(grown) else self.scale, 0
+            self.scale = grown if math.isfinite(grown) else self.scale
+            self.growth = 0
 
     def _expect(self, runtime: Runtime, scale: float | None) -> None:
         """Set the gradient with which backward passes begin; ``None`` outside of a step."""
@@ -209,7 +258,12 @@ class LossScaling(Part):
 
     def state(self, runtime: Runtime) -> dict[str, Any]:
         """Return the scale and counts for a resumed run."""
-        return {"scale": self.scale, "growth": self.growth, "skipped": self.skipped, "overflowed": self.overflowed}
+        return {
+            "scale": self.scale,
+            "growth": self.growth,
+            "skipped": self.skipped,
+            "overflowed": self.overflowed,
+        }
 
     def put_state(self, runtime: Runtime, state: dict[str, Any]) -> None:
         """Restore the scale and counts."""

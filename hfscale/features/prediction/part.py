@@ -40,24 +40,34 @@ def plan_prediction(draft: Draft) -> None:
     """Plan the layers that predict tokens further ahead, if a loss of theirs is asked for."""
     if not draft.predictors:
         return
-    name, schedule, config = type(draft.model).__name__, str(draft.layout.pipeline_schedule), text_config(draft.config)
+    name = type(draft.model).__name__
+    schedule = str(draft.layout.pipeline_schedule)
+    config = text_config(draft.config)
     if draft.no_step or draft.loss is None or draft.lookup is None:
         draft.problem(
             f"mtp_loss_weight needs the loss of a causal language model and a plain embedding, and {name} has others: "
             "leave it out"
         )
     if draft.layout.pp > 1 and schedule in ASYNCHRONOUS:
-        draft.problem(f"mtp_loss_weight needs a schedule with a flush, and {schedule} has none: use 1f1b")
+        draft.problem(
+            f"mtp_loss_weight needs a schedule with a flush, and {schedule} has none: use 1f1b"
+        )
     if draft.embedding is not None:
         draft.cut(f"{PREDICTION_LOOKUP}.weight", 0, draft.modules[PREDICTION_LOOKUP].num_embeddings)
     kinds = getattr(config, "layer_types", None) or [""] * len(draft.stack)
     wanted = getattr(config.get_mtp_config(), "layer_types", None) or [""] * len(draft.predictors)
     last = dict(zip(kinds, draft.stack, strict=True))
     if missing := [kind for kind in wanted if kind not in last]:
-        draft.problem(f"mtp_loss_weight: {name} has no layer of the kind {missing[0]!r} of such layers: leave it out")
+        draft.problem(
+            f"mtp_loss_weight: {name} has no layer of the kind {missing[0]!r} of such layers: leave it out"
+        )
         return
-    text = next(name for name, module in draft.modules.items() if module is draft.model.get_decoder())
-    draft.features.append(PredictionPlan(tuple(draft.predictors), tuple(last[kind] for kind in wanted), text))
+    text = next(
+        name for name, module in draft.modules.items() if module is draft.model.get_decoder()
+    )
+    draft.features.append(
+        PredictionPlan(tuple(draft.predictors), tuple(last[kind] for kind in wanted), text)
+    )
 
 
 class MultiTokenPrediction(Part):
@@ -69,7 +79,9 @@ class MultiTokenPrediction(Part):
 
     def __init__(self) -> None:
         self._ids: Tensor | None = None  # of the current pass, [b, depths, s]
-        self._given: dict[str, dict[str, Any]] = {}  # layer of the model -> arguments of its latest call
+        self._given: dict[
+            str, dict[str, Any]
+        ] = {}  # layer of the model -> arguments of its latest call
         self._step: Tensor | None = None  # loss, hits and labels of each depth in the current step
         self._latest: Tensor | None = None  # those of the last step, over all ranks
 
@@ -79,13 +91,21 @@ class MultiTokenPrediction(Part):
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
         """Install hooks on the rank that has the layers, once its head has its loss."""
-        planned, stages, model = runtime.plan.feature(PredictionPlan), runtime.plan.stages, runtime.model
+        planned = runtime.plan.feature(PredictionPlan)
+        stages = runtime.plan.stages
+        model = runtime.model
         assert planned is not None
         self._planned, self._weight = planned, float(runtime.options.mtp_loss_weight or 0)
         lookups = {f"{name}.weight" for name in (runtime.plan.lookup, PREDICTION_LOOKUP)}
         if any(each.base in lookups for each in runtime.plan.adapters):
-            raise ConfigError("mtp_loss_weight cannot be used with adapters of the embedding: leave one of them out")
-        away = [layer for layer in planned.like if stages is not None and not stages.stages[-1].is_local(layer)]
+            raise ConfigError(
+                "mtp_loss_weight cannot be used with adapters of the embedding: leave one of them out"
+            )
+        away = [
+            layer
+            for layer in planned.like
+            if stages is not None and not stages.stages[-1].is_local(layer)
+        ]
         if away:
             raise ConfigError(
                 f"mtp_loss_weight: {planned.layers[0]} needs the masks of {away[0]}, which is not on the last stage: "
@@ -96,12 +116,18 @@ class MultiTokenPrediction(Part):
         assert isinstance(runtime.loss, VocabParallelLoss)
         self._loss = runtime.loss
         for name in dict.fromkeys(planned.like):
-            model.get_submodule(name).register_forward_pre_hook(partial(self._note, name), with_kwargs=True)
-        model.get_submodule(planned.text).register_forward_hook(partial(self._predict, model.get_submodule(PREDICTION)))
+            model.get_submodule(name).register_forward_pre_hook(
+                partial(self._note, name), with_kwargs=True
+            )
+        model.get_submodule(planned.text).register_forward_hook(
+            partial(self._predict, model.get_submodule(PREDICTION))
+        )
         model.register_forward_pre_hook(self._begin, with_kwargs=True)
         model.register_forward_hook(self._end, always_call=True)
 
-    def check_step(self, runtime: Runtime, batches: Sequence[Batch], user_loss: bool = False) -> None:
+    def check_step(
+        self, runtime: Runtime, batches: Sequence[Batch], user_loss: bool = False
+    ) -> None:
         """Refuse batches whose tokens or documents are not known by ids and positions."""
         for batch in batches:
             if batch.get("input_ids") is None or told_apart_by(batch) == "mask":
@@ -111,13 +137,18 @@ class MultiTokenPrediction(Part):
                 )
 
     @contextmanager
-    def around_step(self, runtime: Runtime, microbatches: Sequence[Microbatch], train: bool) -> Iterator[None]:
+    def around_step(
+        self, runtime: Runtime, microbatches: Sequence[Microbatch], train: bool
+    ) -> Iterator[None]:
         """Sum the loss and the accepted drafts of a training step over its passes and all ranks."""
-        sums = torch.zeros(1 + 2 * len(self._planned.layers), dtype=torch.float64, device=runtime.mesh.device)
+        sums = torch.zeros(
+            1 + 2 * len(self._planned.layers), dtype=torch.float64, device=runtime.mesh.device
+        )
         self._step = sums if train else None
         yield
         if self._step is not None:
-            self._latest, self._step = runtime.sum_of_shares(self._step), None
+            self._latest = runtime.sum_of_shares(self._step)
+            self._step = None
 
     def metrics(self, runtime: Runtime) -> Mapping[str, float]:
         """Return the mean loss over the depths, and the share of labels that each predicts; after a training step."""
@@ -125,7 +156,10 @@ class MultiTokenPrediction(Part):
             return {}
         loss, *counts = self._latest.tolist()
         depths = len(counts) // 2
-        shares = [hits / max(1, labels) for hits, labels in zip(counts[:depths], counts[depths:], strict=True)]
+        shares = [
+            hits / max(1, labels)
+            for hits, labels in zip(counts[:depths], counts[depths:], strict=True)
+        ]
         names = ["mtp_acceptance", *(f"mtp_acceptance_{depth}" for depth in range(2, depths + 1))]
         return {"mtp_loss": loss, **dict(zip(names, shares, strict=True))}
 
@@ -133,14 +167,20 @@ class MultiTokenPrediction(Part):
         """Take the ids and targets of a training pass (forward pre-hook of the model)."""
         batch = {**dict(zip(signature(model.forward).parameters, args, strict=False)), **kwargs}
         ahead = {name: kwargs.pop(name) for name in (IDS, TARGETS) if name in kwargs}  # cut already
-        known = batch.get("input_ids") is not None and any(batch.get(name) is not None for name in _LABELS)
+        known = batch.get("input_ids") is not None and any(
+            batch.get(name) is not None for name in _LABELS
+        )
         if known and torch.is_grad_enabled() and self._loss.trains(model):
             ahead = ahead or look_ahead(batch, len(self._planned.layers), self._loss.shift)
             self._ids, targets = ahead[IDS], ahead[TARGETS].transpose(0, 1).contiguous()
-            self._loss.ahead = RowsAhead(targets, self._weight, torch.zeros_like(targets, dtype=torch.bool))
+            self._loss.ahead = RowsAhead(
+                targets, self._weight, torch.zeros_like(targets, dtype=torch.bool)
+            )
         return args, kwargs
 
-    def _note(self, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _note(
+        self, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         """Keep the arguments that the model gives to a layer (forward pre-hook of it)."""
         if self._ids is not None:
             self._given[name] = other_arguments(kwargs)
@@ -151,11 +191,14 @@ class MultiTokenPrediction(Part):
             return output
         states = [output.last_hidden_state]
         for depth, layer in enumerate(added.layers):
-            embedded, given = added.embed_tokens(self._ids[:, depth]), dict(self._given[self._planned.like[depth]])
+            embedded = added.embed_tokens(self._ids[:, depth])
+            given = dict(self._given[self._planned.like[depth]])
             if given.get("position_ids") is not None:
                 given["position_ids"] = positions = given["position_ids"] + depth + 1
                 if given.get("position_embeddings") is not None:
-                    given["position_embeddings"] = text.rotary_emb(embedded, position_ids=positions, **layer.rope)
+                    given["position_embeddings"] = text.rotary_emb(
+                        embedded, position_ids=positions, **layer.rope
+                    )
             states.append(layer(torch.cat((embedded, states[-1]), -1), **given))
         output.last_hidden_state = torch.cat(states)
         return output

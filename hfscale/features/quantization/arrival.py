@@ -14,7 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..._compat.bitsandbytes import functional, is_quantized_already, keep_layout, scales_of_rows, set_state
+from ..._compat.bitsandbytes import (
+    functional,
+    is_quantized_already,
+    keep_layout,
+    scales_of_rows,
+    set_state,
+)
 from ..._compat.torch import own_parameters
 from ...distributed.files.reader import PartOnDisk, TensorOnDisk
 from ...distributed.mesh import Mesh
@@ -44,7 +50,9 @@ class PackedOnDisk:
 
     def __init__(self, key: str, stored: Mapping[str, TensorOnDisk]) -> None:
         self._weight = stored[key]
-        self._beside = {name: stored[f"{key}.{name}"] for name in _BESIDE if f"{key}.{name}" in stored}
+        self._beside = {
+            name: stored[f"{key}.{name}"] for name in _BESIDE if f"{key}.{name}" in stored
+        }
         state = next(name for name in stored if name.startswith(key + _STATE))
         self._state: dict[str, Any] = json.loads(bytes(stored[state][...].tolist()))
         self.kind = state.rpartition("__")[2]
@@ -56,7 +64,9 @@ class PackedOnDisk:
                 "use a checkpoint with 16-bit weights and quantization_config="
             )
 
-    def share(self, planned: ParameterPlan, transposed: bool, ranks: dict[str, int]) -> tuple[Tensor, Tensor]:
+    def share(
+        self, planned: ParameterPlan, transposed: bool, ranks: dict[str, int]
+    ) -> tuple[Tensor, Tensor]:
         """Return packed bytes ``[n]`` and float32 scales ``[blocks]`` of the shard at ``ranks``, whose blocks align."""
         spans = share_spans(planned.shape, planned.cuts, ranks)
         down, across = spans[::-1] if transposed else spans
@@ -68,7 +78,9 @@ class PackedOnDisk:
             runs = [(start * columns, stop * columns) for start, stop in down]
             flat.shape = (-(-rows * columns // 2),)
             part = PartOnDisk(flat, [[(start // 2, -(-stop // 2)) for start, stop in runs]])[...]
-            return part, torch.cat([scales[start // BLOCK : -(-stop // BLOCK)] for start, stop in runs])
+            return part, torch.cat(
+                [scales[start // BLOCK : -(-stop // BLOCK)] for start, stop in runs]
+            )
         flat.shape = (rows, columns // 2)
         part = PartOnDisk(flat, [down, [(start // 2, stop // 2) for start, stop in across]])[...]
         places = torch.cat([torch.arange(start, stop) for start, stop in down])
@@ -80,13 +92,18 @@ class PackedOnDisk:
         stored = self._beside["absmax"][...]
         if "nested_absmax" not in self._beside:
             return stored.float()
-        outer, code = self._beside["nested_absmax"][...], self._beside["nested_quant_map"][...]
+        outer = self._beside["nested_absmax"][...]
+        code = self._beside["nested_quant_map"][...]
         size = self._state["nested_blocksize"]
-        scales: Tensor = functional().dequantize_blockwise(stored, absmax=outer, code=code, blocksize=size)
+        scales: Tensor = functional().dequantize_blockwise(
+            stored, absmax=outer, code=code, blocksize=size
+        )
         return scales + torch.tensor(float(self._state["nested_offset"]))
 
 
-def split_packed(stored: dict[str, TensorOnDisk]) -> tuple[dict[str, TensorOnDisk], dict[str, PackedOnDisk]]:
+def split_packed(
+    stored: dict[str, TensorOnDisk],
+) -> tuple[dict[str, TensorOnDisk], dict[str, PackedOnDisk]]:
     """Return the stored tensors without the quantization states, and the packed weights by key."""
     keys = [name.rpartition(_STATE)[0] for name in stored if _STATE in name]
     packed = {key: PackedOnDisk(key, stored) for key in keys}
@@ -103,7 +120,10 @@ class Quantizing:
 
     def __init__(self, model: Any, plan: Plan, mesh: Mesh, host: Any) -> None:
         assert plan.quantized is not None
-        self.model, self.plan, self.mesh, self.host = model, plan.quantized, mesh, host
+        self.model = model
+        self.plan = plan.quantized
+        self.mesh = mesh
+        self.host = host
         here = dict(model.named_parameters(remove_duplicate=False))
         self.weights = {name: plan.by_name[name] for name in self.plan.weights if name in here}
         self.originals = {name: here[name] for name in self.weights}
@@ -113,7 +133,9 @@ class Quantizing:
         self.stock = host.get_quantize_ops()
         for name in self.plan.transposed & self.weights.keys():
             # The plan has the shape as stored; transformers' module has transposed it already.
-            turned = torch.empty(self.weights[name].shape, dtype=self.originals[name].dtype, device="meta")
+            turned = torch.empty(
+                self.weights[name].shape, dtype=self.originals[name].dtype, device="meta"
+            )
             put_parameter(model, name, nn.Parameter(turned, requires_grad=False))
 
     def read_packed(self, name: str, packed: PackedOnDisk, converted: bool) -> None:
@@ -148,7 +170,9 @@ class Quantizing:
                 module.out_features, module.in_features = local[::-1] if turned else local
                 keep_layout(module)  # bitsandbytes has another layout for evaluation
                 empty = torch.empty(share, dtype=original.dtype, device="meta")
-                own_parameters(module)[attribute] = type(original)(empty, requires_grad=False, **original.__dict__)
+                own_parameters(module)[attribute] = type(original)(
+                    empty, requires_grad=False, **original.__dict__
+                )
             if self.plan.bits == 4 and (self.mesh.data_world > 1 or planned.shape[2:]):
                 self.packings[name] = packing = self._packing(planned, module)
                 if name in self.stored and packing.dim == 2 and packing.shape[2] % packing.shards:
@@ -194,7 +218,12 @@ class Quantizing:
                 from .sharded_linears import shard_8bit  # imports bitsandbytes
 
                 shares.tensors[name] = parameter.data.to(self.mesh.device)
-                rows = scales_of_rows(parameter).to(self.mesh.device, torch.float32).view(torch.uint8).view(-1, 4)
+                rows = (
+                    scales_of_rows(parameter)
+                    .to(self.mesh.device, torch.float32)
+                    .view(torch.uint8)
+                    .view(-1, 4)
+                )
                 shares.quantized.append((module, "scales", rows))
                 shard_8bit(module)
                 continue
@@ -212,9 +241,11 @@ class Quantizing:
                 register_packed(module, attribute, self.packings[name])
 
     def _from_stored(self, name: str) -> nn.Parameter:
-        packed, planned = self.stored[name], self.weights[name]
+        packed = self.stored[name]
+        planned = self.weights[name]
         weight, scales = packed.share(planned, name in self.plan.transposed, self.mesh.ranks)
-        weight, scales = weight.to(self.mesh.device), scales.to(self.mesh.device)
+        weight = weight.to(self.mesh.device)
+        scales = scales.to(self.mesh.device)
         if name in self.packings:
             row = weight.new_zeros((1, self.packings[name].row_shape[1]))
             packed_row, scales_row = split_row(row, self.packings[name])
@@ -224,24 +255,30 @@ class Quantizing:
         module, _ = owner_of(self.model, name)
         original: Any = self.originals[name]
         packing = self._packing(planned, module)
-        parameter = type(original)(weight.view(original.quant_storage).view(-1, 1), **original.__dict__)
+        parameter = type(original)(
+            weight.view(original.quant_storage).view(-1, 1), **original.__dict__
+        )
         set_state(module, parameter, unpack_state(weight, scales.view(torch.uint8), packing)[1])
         return parameter
 
     def _packing(self, planned: ParameterPlan, module: Any) -> FourBitPacking:
         data = planned.data_cuts
-        shape, dim = planned.model_shape(self.mesh.ranks), data[0].dim if data else 0
+        shape = planned.model_shape(self.mesh.ranks)
+        dim = data[0].dim if data else 0
         if len(shape) == 2:
             dim += 1
             shape = (1, *shape)
             if planned.name in self.plan.transposed:
-                shape, dim = (1, shape[2], shape[1]), 3 - dim
+                shape = (1, shape[2], shape[1])
+                dim = 3 - dim
         config = self.host.quantization_config
         return FourBitPacking(
             shape=(shape[0], shape[1], shape[2]),
             quant_type=config.bnb_4bit_quant_type,
             double=self.plan.double,
-            dtype=self.stored[planned.name].dtype if planned.name in self.stored else self.model.dtype,
+            dtype=self.stored[planned.name].dtype
+            if planned.name in self.stored
+            else self.model.dtype,
             compute_dtype=config.bnb_4bit_compute_dtype,
             shards=data[0].size if data else 1,
             dim=dim,

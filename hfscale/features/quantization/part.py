@@ -25,11 +25,15 @@ class Quantization(Part):
         for module in runtime.model.modules():
             mark(module)
         for module, name, share in weights.quantized:
-            if isinstance(share, nn.Parameter):  # of bitsandbytes' own class, which holds its scales
+            if isinstance(
+                share, nn.Parameter
+            ):  # of bitsandbytes' own class, which holds its scales
                 own_parameters(module)[name] = share
                 continue
             empty: Any = own_parameters(module)[name]
-            own_parameters(module)[name] = nn.Parameter(like_sharded(share, empty), requires_grad=False)
+            own_parameters(module)[name] = nn.Parameter(
+                like_sharded(share, empty), requires_grad=False
+            )
 
     def take_out(self, runtime: Runtime, weights: LocalWeights) -> None:
         """Undo it, once FSDP2 is undone; the additional tensors of quantized weights go into ``weights``."""

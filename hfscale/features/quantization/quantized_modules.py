@@ -21,7 +21,13 @@ from ..._compat.torch import own_parameters
 from ..._compat.transformers.classes import class_name
 from ..._compat.transformers.loading import quantizes
 from ...distributed.ops.grouped_linear import frozen_linear
-from ...distributed.ops.packed_weights import Packing, gathered, packings_of, read_packed, register_packed
+from ...distributed.ops.packed_weights import (
+    Packing,
+    gathered,
+    packings_of,
+    read_packed,
+    register_packed,
+)
 from ...distributed.ops.shared_casts import autocasted
 from ...errors import ConfigError
 from ...models.module_kinds import is_transposed
@@ -36,7 +42,9 @@ def check_quantization(config: Any) -> None:
     """Raise :class:`ConfigError`, saying what to change, if hfscale cannot quantize a model as ``config`` says."""
     if config is None or config == AS_STORED:
         return
-    if not isinstance(config, BitsAndBytesConfig) or not (config.load_in_4bit or config.load_in_8bit):
+    if not isinstance(config, BitsAndBytesConfig) or not (
+        config.load_in_4bit or config.load_in_8bit
+    ):
         raise ConfigError(
             f"quantization_config={config!r} is not one that hfscale can shard: pass "
             "transformers.BitsAndBytesConfig(load_in_4bit=True, ...) or BitsAndBytesConfig(load_in_8bit=True), or "
@@ -48,7 +56,9 @@ def check_quantization(config: Any) -> None:
             "it out, or use load_in_4bit=True"
         )
     if config.llm_int8_enable_fp32_cpu_offload:
-        raise ConfigError("llm_int8_enable_fp32_cpu_offload=True splits the model over devices: leave it out")
+        raise ConfigError(
+            "llm_int8_enable_fp32_cpu_offload=True splits the model over devices: leave it out"
+        )
     with suppress(ImportError):  # import it before transformers, which reports if it is missing
         importlib.import_module("bitsandbytes")
 
@@ -67,7 +77,11 @@ def split_quantization(config: Any) -> tuple[Any, BitsAndBytesConfig | None]:
     """Return a config without bitsandbytes' description of stored weights, and that; or itself, and ``None``."""
     found = getattr(config, "quantization_config", None)
     values = found if isinstance(found, dict) or found is None else found.to_dict()
-    if values is None or values.get("quant_method") != "bitsandbytes" or not values.get("load_in_4bit"):
+    if (
+        values is None
+        or values.get("quant_method") != "bitsandbytes"
+        or not values.get("load_in_4bit")
+    ):
         return config, None
     plain = copy(config)
     del plain.quantization_config
@@ -76,12 +90,16 @@ def split_quantization(config: Any) -> tuple[Any, BitsAndBytesConfig | None]:
 
 def packable(planned: Plan, model: nn.Module) -> list[str]:
     """Return the full ``model``'s weights that can stay as stored: projections' and experts', no head or tied one."""
-    linear = [f"{name}.weight" for name, module in model.named_modules() if type(module) is nn.Linear]
+    linear = [
+        f"{name}.weight" for name, module in model.named_modules() if type(module) is nn.Linear
+    ]
     named = {*linear, *_weights_of_experts(planned, model, lambda name: True)} - _shared(planned)
     return [parameter.name for parameter in planned.parameters if parameter.name in named]
 
 
-def _weights_of_experts(planned: Plan, model: nn.Module, chosen: Callable[[str], bool]) -> Iterator[str]:
+def _weights_of_experts(
+    planned: Plan, model: nn.Module, chosen: Callable[[str], bool]
+) -> Iterator[str]:
     for mixture in planned.mixtures:
         if chosen(mixture.name):
             held = model.get_submodule(mixture.name).named_parameters(prefix=mixture.name)
@@ -90,9 +108,15 @@ def _weights_of_experts(planned: Plan, model: nn.Module, chosen: Callable[[str],
 
 def _shared(planned: Plan) -> set[str | None]:
     """Return the weights of the head and the embedding, and tied ones."""
-    vocabulary = {planned.by_name[f"{name}.weight"] for name in (planned.head, planned.embedding) if name is not None}
+    vocabulary = {
+        planned.by_name[f"{name}.weight"]
+        for name in (planned.head, planned.embedding)
+        if name is not None
+    }
     kept = {name for found in vocabulary for name in (found.name, found.tied_to)}
-    return kept | {name for p in planned.parameters if p.tied_to is not None for name in (p.name, p.tied_to)}
+    return kept | {
+        name for p in planned.parameters if p.tied_to is not None for name in (p.name, p.tied_to)
+    }
 
 
 def _refuse_shared(planned: Plan, weights: list[str], config: Any) -> None:
@@ -123,7 +147,8 @@ def plan_quantized(planned: Plan, model: nn.Module, config: Any, stored: bool = 
         for name, module in model.named_modules()
         if (is_transposed(module) or type(module) is nn.Linear) and chosen(name)
     }
-    weights, transposed = list(linear), {name for name, turned in linear.items() if turned}
+    weights = list(linear)
+    transposed = {name for name, turned in linear.items() if turned}
     _refuse_shared(planned, weights, config)
     if config.load_in_8bit and transposed and planned.layout.dp_shard > 1:
         raise ConfigError(
@@ -148,7 +173,9 @@ def plan_quantized(planned: Plan, model: nn.Module, config: Any, stored: bool = 
 def is_quantized(module: nn.Module, name: str = "weight") -> bool:
     """Return whether a direct parameter of ``module`` is held in 4 or 8 bits."""
     stock = bitsandbytes.is_stock_parameter(own_parameters(module).get(name))
-    return stock or name in packings_of(module) or (name == "weight" and type(module).__name__ == ROWS)
+    return (
+        stock or name in packings_of(module) or (name == "weight" and type(module).__name__ == ROWS)
+    )
 
 
 def dequantized(module: nn.Module, name: str = "weight") -> Tensor:
@@ -164,13 +191,17 @@ def dequantized(module: nn.Module, name: str = "weight") -> Tensor:
         whole = packing.unpack(gathered(parameter))
         return whole if name != "weight" else whole[0]
     if not is_quantized(module, name):
-        raise ConfigError(f"{type(module).__name__}.{name} is not quantized: it is {type(parameter).__name__}")
+        raise ConfigError(
+            f"{type(module).__name__}.{name} is not quantized: it is {type(parameter).__name__}"
+        )
     with torch.no_grad():
         if type(module).__name__ == ROWS:
             from .sharded_linears import float_scales
 
             rows: Any = own_parameters(module)["scales"]
-            return bitsandbytes.functional().int8_vectorwise_dequant(gathered(parameter), float_scales(gathered(rows)))
+            return bitsandbytes.functional().int8_vectorwise_dequant(
+                gathered(parameter), float_scales(gathered(rows))
+            )
         return bitsandbytes.dequantized_stock(module, parameter)
 
 
@@ -188,7 +219,9 @@ class StoredLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """Project ``x [..., in]`` to ``[..., out]``."""
         x = autocasted(x)
-        return frozen_linear(x, None if self.bias is None else self.bias.to(x.dtype), self._product, self._read)
+        return frozen_linear(
+            x, None if self.bias is None else self.bias.to(x.dtype), self._product, self._read
+        )
 
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return nn.functional.linear(x, self._read(x.dtype), bias)

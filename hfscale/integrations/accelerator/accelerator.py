@@ -60,7 +60,11 @@ class Accelerator(accelerate.Accelerator):
     _runtime: Runtime | None = None
     _dealt_over_processes = False  # a loader was prepared before any model of hfscale
     flag_tensor: Tensor | None
-    _listed: tuple[type, ...] = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)  # finite ones
+    _listed: tuple[type, ...] = (
+        RandomSampler,
+        SubsetRandomSampler,
+        WeightedRandomSampler,
+    )  # finite ones
 
     def __init__(self, **kwargs: Any) -> None:
         clashing = [name for name in _FOREIGN if kwargs.get(name) is not None]
@@ -71,8 +75,14 @@ class Accelerator(accelerate.Accelerator):
             )
         # Without a GPU, Accelerate takes every process for the only one unless cpu=True.
         kwargs["cpu"] = kwargs.get("cpu") or not accelerators().is_available()
-        if met_before() and not dist.is_initialized():  # Accelerate would meet the ranks of an earlier start
-            asked = (each for each in kwargs.get("kwargs_handlers") or () if isinstance(each, InitProcessGroupKwargs))
+        if (
+            met_before() and not dist.is_initialized()
+        ):  # Accelerate would meet the ranks of an earlier start
+            asked = (
+                each
+                for each in kwargs.get("kwargs_handlers") or ()
+                if isinstance(each, InitProcessGroupKwargs)
+            )
             start(own_device(), next((each.timeout for each in asked if each.timeout), TIMEOUT))
         with without_launcher_switches():
             super().__init__(**kwargs)
@@ -84,7 +94,11 @@ class Accelerator(accelerate.Accelerator):
                 "state before (accelerate.PartialState, accelerate.Accelerator, transformers.TrainingArguments) "
                 "without cpu=True. Make hfscale.Accelerator() first, or set ACCELERATE_USE_CPU=1"
             )
-        self._told, self._orders, self._worker_seeds = set[int](), list[OneOrder](), torch.Generator()
+        self._told, self._orders, self._worker_seeds = (
+            set[int](),
+            list[OneOrder](),
+            torch.Generator(),
+        )
 
     @property
     def mesh(self) -> Mesh:
@@ -105,7 +119,11 @@ class Accelerator(accelerate.Accelerator):
     @property
     def process_index(self) -> int:
         """The index of this rank's distinct batch."""
-        return int(self.state.process_index) if (mesh := self._mesh_so_far) is None else mesh.batch_rank
+        return (
+            int(self.state.process_index)
+            if (mesh := self._mesh_so_far) is None
+            else mesh.batch_rank
+        )
 
     @property
     def is_last_process(self) -> bool:
@@ -123,7 +141,11 @@ class Accelerator(accelerate.Accelerator):
                 self._adopt(model)
         known = [*models, *prepared(self, "models")]
         plain = parameter_ids(filter(is_plain, known))
-        optimizers = [obj for obj in args if isinstance(obj, Optimizer) and plain.isdisjoint(parameter_ids([obj]))]
+        optimizers = [
+            obj
+            for obj in args
+            if isinstance(obj, Optimizer) and plain.isdisjoint(parameter_ids([obj]))
+        ]
         check_optimizers(optimizers, [runtime_of(model) for model in known if not is_plain(model)])
         return super().prepare(*args, device_placement=device_placement)
 
@@ -144,7 +166,9 @@ class Accelerator(accelerate.Accelerator):
         return model
 
     def _prepare_whole(self, model: nn.Module, device_placement: bool | None) -> Any:
-        whole = super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)
+        whole = super().prepare_model(
+            model, device_placement=device_placement, evaluation_mode=True
+        )
         prepared(self, "models").remove(whole)  # it is neither clipped nor saved
         if self._mesh_so_far is not None:
             agree_on_weights(whole, self._mesh_so_far)
@@ -168,11 +192,15 @@ class Accelerator(accelerate.Accelerator):
         rows = data_loader.batch_size is not None  # or the stream's examples are batches
         if self.mesh.batch_world > 1 and rows and not dispatches and is_stream(data_loader.dataset):
             # In the order of one process: Accelerate gives each process files of its own of a stream of datasets.
-            data_loader = dealt(data_loader, self.mesh.batch_world, self.mesh.batch_rank, self.split_batches)
+            data_loader = dealt(
+                data_loader, self.mesh.batch_world, self.mesh.batch_rank, self.split_batches
+            )
         self._agree_on_order(data_loader)
         seed = self.dataloader_config.data_seed or torch.random.initial_seed()
         shards = isinstance(data_loader.dataset, IterableDatasetShard)
-        split = shards or isinstance(data_loader.batch_sampler, BatchRebalanceSampler)  # among distinct batches already
+        split = shards or isinstance(
+            data_loader.batch_sampler, BatchRebalanceSampler
+        )  # among distinct batches already
         loader = prepare_data_loader(
             data_loader,
             self.device,
@@ -213,11 +241,19 @@ class Accelerator(accelerate.Accelerator):
         """
         if is_prepared(scheduler):
             return scheduler
-        optimizers = [o for o in prepared(self, "optimizers") if o.optimizer is getattr(scheduler, "optimizer", None)]
+        optimizers = [
+            o
+            for o in prepared(self, "optimizers")
+            if o.optimizer is getattr(scheduler, "optimizer", None)
+        ]
         steps = BatchScheduler(
             scheduler,
             optimizers or prepared(self, "optimizers"),
-            lambda: self.num_processes if self.step_scheduler_with_optimizer and not self.split_batches else 1,
+            lambda: (
+                self.num_processes
+                if self.step_scheduler_with_optimizer and not self.split_batches
+                else 1
+            ),
             self.step_scheduler_with_optimizer,
         )
         prepared(self, "schedulers").append(steps)
@@ -242,7 +278,9 @@ class Accelerator(accelerate.Accelerator):
         """Return whether :meth:`set_trigger` was called on any process, the same on all, and reset it."""
         if self.flag_tensor is None:
             self.flag_tensor = torch.tensor(0, device=self.device)
-        told = super().reduce(self.flag_tensor)  # over processes: those that share a batch decide by themselves
+        told = super().reduce(
+            self.flag_tensor
+        )  # over processes: those that share a batch decide by themselves
         if told.item() < 1:
             return False
         self.flag_tensor = torch.tensor(0, device=self.device)
@@ -274,7 +312,9 @@ class Accelerator(accelerate.Accelerator):
         finally:
             set_gradient_sync(stock, True)
 
-    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor | None:
+    def clip_grad_norm_(
+        self, parameters: Any, max_norm: float, norm_type: float = 2
+    ) -> Tensor | None:
         """Clip by the global norm if gradients are synced in this step; ``parameters`` are those of the model.
 
         Raises:
@@ -300,14 +340,18 @@ class Accelerator(accelerate.Accelerator):
             "clip_grad_norm_ clips all the gradients of one prepared model together: pass model.parameters()"
         )
 
-    def save_model(self, model: nn.Module, save_directory: Any, max_shard_size: Any = "5GB", **more: Any) -> None:
+    def save_model(
+        self, model: nn.Module, save_directory: Any, max_shard_size: Any = "5GB", **more: Any
+    ) -> None:
         """Write a plain Hugging Face directory; call it on every rank."""
         if is_plain(model):
             super().save_model(model, save_directory, max_shard_size, **more)
             return
         save_pretrained(model, save_directory, max_shard_size=max_shard_size)
 
-    def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **more: Any) -> str:
+    def save_state(
+        self, output_dir: Any = None, safe_serialization: bool = True, **more: Any
+    ) -> str:
         """Write the training state, for any layout (:func:`hfscale.save_state`); call it on every rank."""
         if self._is_stock:
             return str(super().save_state(output_dir, safe_serialization, **more))
@@ -339,7 +383,9 @@ class Accelerator(accelerate.Accelerator):
     def _is_stock(self) -> bool:
         """Return whether no model of hfscale is prepared, and none makes processes share a batch."""
         mesh = latest_mesh()
-        return self._runtime is None and (mesh is None or mesh.batch_world == mesh.layout.total_size)
+        return self._runtime is None and (
+            mesh is None or mesh.batch_world == mesh.layout.total_size
+        )
 
     def _stays_plain(self, model: nn.Module) -> bool:
         if not is_plain(model):
@@ -356,9 +402,13 @@ class Accelerator(accelerate.Accelerator):
                 "there are GPUs, set ACCELERATE_USE_CPU=1 (cpu=True reaches the accelerator alone)"
             )
         if self.mixed_precision not in ("no", "bf16"):
-            raise ConfigError(f"mixed_precision={self.mixed_precision!r} cannot be used: use 'no' or 'bf16'")
+            raise ConfigError(
+                f"mixed_precision={self.mixed_precision!r} cannot be used: use 'no' or 'bf16'"
+            )
         # The loss of float16 is scaled in train_step, and not a second time here.
-        expected = "no" if runtime.options.mixed_precision == "fp16" else runtime.options.around_products
+        expected = (
+            "no" if runtime.options.mixed_precision == "fp16" else runtime.options.around_products
+        )
         if expected != self.mixed_precision:
             raise ConfigError(
                 f"the accelerator has mixed_precision={self.mixed_precision!r} and the model was built with "
@@ -371,7 +421,9 @@ class Accelerator(accelerate.Accelerator):
                 raise ConfigError(_TOO_LATE)
             self._runtime = runtime
             batches = runtime.mesh.batch_world
-            if self._told - {batches} and self.is_main_process:  # a schedule's length may have been computed from it
+            if (
+                self._told - {batches} and self.is_main_process
+            ):  # a schedule's length may have been computed from it
                 warnings.warn(
                     f"accelerator.num_processes was read as {max(self._told - {batches})} before this model was built, "
                     f"and with {runtime.mesh.layout.describe()} it is {batches}, the number of distinct batches: build "
@@ -393,7 +445,13 @@ class Accelerator(accelerate.Accelerator):
                 )
             self._orders.append(OneOrder(sampler, self.mesh))
             by_batches = isinstance(data_loader.sampler, BatchSampler)
-            (data_loader.sampler if by_batches else data_loader.batch_sampler).sampler = self._orders[-1]
+            (
+                data_loader.sampler if by_batches else data_loader.batch_sampler
+            ).sampler = self._orders[-1]
         else:
-            seed = sampler.generator.initial_seed() if sampler.generator is not None else torch.random.initial_seed()
+            seed = (
+                sampler.generator.initial_seed()
+                if sampler.generator is not None
+                else torch.random.initial_seed()
+            )
             sampler.generator = torch.Generator().manual_seed(self.mesh.all_gather_object(seed)[0])

@@ -15,8 +15,16 @@ from ..._compat.torch import before_iterators
 from ...distributed.mesh import Mesh
 
 KEPT = (
-    *("collate_fn", "num_workers", "pin_memory", "drop_last", "timeout", "worker_init_fn"),
-    *("multiprocessing_context", "generator", "prefetch_factor", "persistent_workers"),
+    "collate_fn",
+    "num_workers",
+    "pin_memory",
+    "drop_last",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "generator",
+    "prefetch_factor",
+    "persistent_workers",
 )
 
 
@@ -26,7 +34,8 @@ class OneOrder(Sampler[int]):
     """
 
     def __init__(self, sampler: Any, mesh: Mesh) -> None:
-        self.sampler, self._mesh = sampler, mesh
+        self.sampler = sampler
+        self._mesh = mesh
         self._began: Tensor | None = None  # RNG state from which the current order was drawn
         self._resumed: Tensor | None = None
         self._left_off: Tensor | None = None
@@ -34,7 +43,8 @@ class OneOrder(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         own = getattr(self.sampler, "generator", None)
         stream = torch.default_generator if own is None else own
-        resumed, self._resumed = self._resumed, None
+        resumed = self._resumed
+        self._resumed = None
         if resumed is not None:
             stream.set_state(resumed)
         drawn = [stream.get_state(), torch.tensor(list(self.sampler))]
@@ -77,10 +87,15 @@ class StreamShare(IterableDatasetShard):
 
     def __iter__(self) -> Iterator[Any]:
         stream = self.dataset
-        if not hasattr(stream, "set_epoch") and isinstance(getattr(stream, "generator", None), torch.Generator):
+        if not hasattr(stream, "set_epoch") and isinstance(
+            getattr(stream, "generator", None), torch.Generator
+        ):
             stream.generator.manual_seed(self.epoch)
-        places = range(self.process_index * self.batch_size, (self.process_index + 1) * self.batch_size)
-        first, step = list[Any](), list[Any]()
+        places = range(
+            self.process_index * self.batch_size, (self.process_index + 1) * self.batch_size
+        )
+        first = list[Any]()
+        step = list[Any]()
         for example in stream:
             step.append(example)
             if len(step) == self.batch_size * self.num_processes:
@@ -119,7 +134,13 @@ class CollateLast:
         return LastBatch(self._collate([each.example for each in marked]), marked[0].left)
 
 
-def dealt(loader: Any, batches: int, index: int, split: bool, kind: type[IterableDatasetShard] = StreamShare) -> Any:
+def dealt(
+    loader: Any,
+    batches: int,
+    index: int,
+    split: bool,
+    kind: type[IterableDatasetShard] = StreamShare,
+) -> Any:
     """Return a copy of the loader over one distinct batch's examples; ``split``: it deals out a share of each batch."""
     size = loader.batch_size // batches if split else loader.batch_size
     if kind is StreamShare and hasattr(loader.dataset, "state_dict"):
@@ -138,7 +159,9 @@ def seed_workers_alike(data_loader: Any, mesh: Mesh, seeds: torch.Generator) -> 
         return
 
     def agree() -> None:
-        seeds.manual_seed(mesh.all_gather_object(int(torch.empty((), dtype=torch.int64).random_()))[0])
+        seeds.manual_seed(
+            mesh.all_gather_object(int(torch.empty((), dtype=torch.int64).random_()))[0]
+        )
 
     loader.generator = seeds
     before_iterators(loader, agree)

@@ -31,7 +31,9 @@ from ...train.runtime import Executor, Runtime
 from .trainer_batches import Batch, first_examples, first_of_chunks, pieces, with_rows
 
 _MOST_ADDED = 64
-_Result = tuple[Tensor | None, Any, Any]  # loss, predictions and labels of a step, as Trainer's own step returns them
+_Result = tuple[
+    Tensor | None, Any, Any
+]  # loss, predictions and labels of a step, as Trainer's own step returns them
 _Step = Callable[..., _Result]
 """Trainer's own step: ``(model, inputs, whether only the loss is wanted, keys to leave out)``."""
 
@@ -53,7 +55,12 @@ def scored_step(
 
 
 def counted_step(
-    trainer: Any, model: nn.Module, inputs: Batch, known: tuple[int, int], ignore_keys: Any, stock: _Step
+    trainer: Any,
+    model: nn.Module,
+    inputs: Batch,
+    known: tuple[int, int],
+    ignore_keys: Any,
+    stock: _Step,
 ) -> _Result:
     """Run a step whose loss is TRL's mean over rows or pairs, of which ``known[1]`` of ``known[0]`` count."""
     accelerator = trainer.accelerator
@@ -61,7 +68,9 @@ def counted_step(
     if not repeated.any():
         return stock(model, inputs, True, ignore_keys)
     with accelerator.counting(known[1]):
-        loss, *rest = stock(model, first_of_chunks(inputs, known[0], max(known[1], 1)), True, ignore_keys)
+        loss, *rest = stock(
+            model, first_of_chunks(inputs, known[0], max(known[1], 1)), True, ignore_keys
+        )
         return accelerator.gather(loss).mean(), *rest
 
 
@@ -69,12 +78,16 @@ def prediction_step(
     trainer: Any, model: nn.Module, inputs: Batch, loss_only: bool, ignore_keys: Any, stock: _Step
 ) -> _Result:
     """Return the loss of all distinct batches, and logits and labels of this rank's; ``stock`` is Trainer's step."""
-    smoothing, stages = trainer.args.label_smoothing_factor, trainer.runtime.plan.stages is not None
+    smoothing = trainer.args.label_smoothing_factor
+    stages = trainer.runtime.plan.stages is not None
     if inputs.get("labels") is None and not stages:
         return stock(model, inputs, loss_only, ignore_keys)
-    loss_of, known = trainer.runtime.loss, trainer.accelerator.examples_of(inputs)
+    loss_of = trainer.runtime.loss
+    known = trainer.accelerator.examples_of(inputs)
     counted = inputs if known is None else first_examples(inputs, known, drop=not loss_of.ignores)
-    by_host = bool(smoothing) and trainer.runtime.plan.loss is None  # a class that computes its own loss
+    by_host = (
+        bool(smoothing) and trainer.runtime.plan.loss is None
+    )  # a class that computes its own loss
     if stages or ((loss_only or smoothing) and not by_host):
         return _by_steps(trainer, model, inputs, counted, loss_only)
     masked = loss_of.ignores or known is None
@@ -85,10 +98,15 @@ def prediction_step(
     return loss, convert_to_fp32(logits), labels
 
 
-def _by_steps(trainer: Any, model: nn.Module, inputs: Batch, counted: Batch, loss_only: bool) -> _Result:
+def _by_steps(
+    trainer: Any, model: nn.Module, inputs: Batch, counted: Batch, loss_only: bool
+) -> _Result:
     """Run :func:`hfscale.eval_step`; ``counted`` is the batch without repeated rows."""
-    loss_of, rows, labelled = trainer.runtime.loss, rows_of(inputs), inputs.get("labels") is not None
-    staged, most = trainer.runtime.plan.stages is not None, trainer.args.per_device_eval_batch_size
+    loss_of = trainer.runtime.loss
+    rows = rows_of(inputs)
+    labelled = inputs.get("labels") is not None
+    staged = trainer.runtime.plan.stages is not None
+    most = trainer.args.per_device_eval_batch_size
     full = counted
     if staged:
         most = _fitting(trainer.runtime.executor, most)
@@ -96,10 +114,16 @@ def _by_steps(trainer: Any, model: nn.Module, inputs: Batch, counted: Batch, los
     if not labelled:
         full = {**full, "labels": torch.full_like(full["input_ids"], -100)}
     items = float(labels_of_step(trainer, [full])) if loss_of.shift else None
-    given: dict[str, Any] = {"label_smoothing": trainer.args.label_smoothing_factor, "num_items_in_batch": items}
-    batches, executor, uncut = [full], trainer.runtime.executor, staged and not loss_of.ignores
+    given: dict[str, Any] = {
+        "label_smoothing": trainer.args.label_smoothing_factor,
+        "num_items_in_batch": items,
+    }
+    batches = [full]
+    executor = trainer.runtime.executor
+    uncut = staged and not loss_of.ignores
     if uncut:
-        batches, given = pieces(executor, [full], 1, most)[0], {}
+        batches = pieces(executor, [full], 1, most)[0]
+        given = {}
     with executor.uncut() if uncut else nullcontext():
         if loss_only:
             return eval_step(model, batches, **given).float() if labelled else None, None, None
@@ -109,7 +133,11 @@ def _by_steps(trainer: Any, model: nn.Module, inputs: Batch, counted: Batch, los
     if not labelled:
         return None, logits, None
     # Repeated examples that are packed into one row have no labels.
-    return loss.float(), logits, (counted if loss_of.ignores else inputs)["labels"].to(logits.device)
+    return (
+        loss.float(),
+        logits,
+        (counted if loss_of.ignores else inputs)["labels"].to(logits.device),
+    )
 
 
 def _fitting(executor: Executor, rows: int) -> int:
@@ -126,7 +154,10 @@ def _fitting(executor: Executor, rows: int) -> int:
 
 def generates(trainer: Any) -> bool:
     """Return whether predictions are generated tokens instead of logits."""
-    return bool(getattr(trainer.args, "predict_with_generate", False)) and trainer.runtime.model.can_generate()
+    return (
+        bool(getattr(trainer.args, "predict_with_generate", False))
+        and trainer.runtime.model.can_generate()
+    )
 
 
 def check_predictions(trainer: Any) -> None:
@@ -158,7 +189,10 @@ def check_predictions(trainer: Any) -> None:
 
 
 def _check_room(runtime: Runtime, room: int) -> None:
-    size = sum(torch.Size(planned.shape).numel() for planned in runtime.plan.owned()) * runtime.model.dtype.itemsize
+    size = (
+        sum(torch.Size(planned.shape).numel() for planned in runtime.plan.owned())
+        * runtime.model.dtype.itemsize
+    )
     least = min(runtime.mesh.all_gather_object(room))
     if size > least:
         raise ConfigError(
@@ -182,36 +216,61 @@ def while_evaluated(trainer: Any) -> Iterator[None]:
     if not generates(trainer) or trainer.runtime.plan.stages is None:
         yield
         return
-    with attribute_replaced(trainer.runtime.model, "generate", _WholeModel(trainer.runtime).generate):
+    with attribute_replaced(
+        trainer.runtime.model, "generate", _WholeModel(trainer.runtime).generate
+    ):
         yield
 
 
 def generated_step(
-    trainer: Any, inputs: Any, loss: Tensor | None, ignore_keys: list[str] | None, step: Callable[..., Any], more: Any
+    trainer: Any,
+    inputs: Any,
+    loss: Tensor | None,
+    ignore_keys: list[str] | None,
+    step: Callable[..., Any],
+    more: Any,
 ) -> _Result:
     """Return the loss, generated tokens, and labels, both padded to the longest of all data ranks."""
-    given, model, mesh = dict(inputs), trainer.runtime.model, trainer.runtime.mesh
-    labels, made = given.get("labels"), given.get("decoder_input_ids")
-    known, generate = trainer.accelerator.examples_of(inputs), model.generate
+    given = dict(inputs)
+    model = trainer.runtime.model
+    mesh = trainer.runtime.mesh
+    labels = given.get("labels")
+    made = given.get("decoder_input_ids")
+    known = trainer.accelerator.examples_of(inputs)
+    generate = model.generate
     if labels is not None:
-        if made is not None and made.shape == labels.shape:  # made of the labels: not to be generated from
-            given = {name: value for name, value in given.items() if not name.startswith("decoder_")}
+        if (
+            made is not None and made.shape == labels.shape
+        ):  # made of the labels: not to be generated from
+            given = {
+                name: value for name, value in given.items() if not name.startswith("decoder_")
+            }
         given["labels"] = _filled(mesh, labels, known, -100)
 
     def generate_as_long(*args: Any, **kwargs: Any) -> Tensor:
         config = kwargs.get("generation_config") or model.generation_config
-        pad, end = config.pad_token_id, config.eos_token_id
+        pad = config.pad_token_id
+        end = config.eos_token_id
         first = end[0] if isinstance(end, list) else end
-        fill = (pad or first) if (kwargs.get("num_beams") or config.num_beams or 1) > 1 else pad  # as generate does
+        fill = (
+            (pad or first) if (kwargs.get("num_beams") or config.num_beams or 1) > 1 else pad
+        )  # as generate does
         tokens = generate(*args, **kwargs)
-        return tokens if fill is None else _filled(mesh, tokens, known, fill, after=int(fill == first))
+        return (
+            tokens if fill is None else _filled(mesh, tokens, known, fill, after=int(fill == first))
+        )
 
-    with attribute_replaced(trainer, "label_smoother", None), attribute_replaced(model, "generate", generate_as_long):
+    with (
+        attribute_replaced(trainer, "label_smoother", None),
+        attribute_replaced(model, "generate", generate_as_long),
+    ):
         _, tokens, labels = step(lambda **_: {"loss": loss}, given, False, ignore_keys, **more)
     return loss, tokens, labels
 
 
-def _filled(mesh: Mesh, rows: Tensor, known: tuple[int, int] | None, fill: int, after: int = 0) -> Tensor:
+def _filled(
+    mesh: Mesh, rows: Tensor, known: tuple[int, int] | None, fill: int, after: int = 0
+) -> Tensor:
     """Pad rows with ``fill`` to the longest of any data rank; ``after`` columns behind the last unpadded one count."""
     width = rows.shape[1]
     if known is not None and known[1] < known[0] == len(rows):
@@ -225,7 +284,8 @@ class _WholeModel:
     """The full model on the first rank of each distinct batch, with the weights gathered from all stages."""
 
     def __init__(self, runtime: Runtime) -> None:
-        mesh, model = runtime.mesh, runtime.model
+        mesh = runtime.mesh
+        model = runtime.model
         self._runtime = runtime
         self._model: Any = None
         if is_accelerator(mesh.device):
@@ -235,7 +295,9 @@ class _WholeModel:
         self._source = firsts[mesh.batch_rank]
         if mesh.speaks_for_batch:
             with fork_random_state(mesh.device), torch.device(mesh.device):
-                self._model = from_config(stock_class(model), copy.deepcopy(model.config), dtype=model.dtype).eval()
+                self._model = from_config(
+                    stock_class(model), copy.deepcopy(model.config), dtype=model.dtype
+                ).eval()
             self._model.generation_config = model.generation_config
         places = {} if self._model is None else self._model.state_dict()
         with torch.no_grad():
@@ -245,8 +307,12 @@ class _WholeModel:
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Return the tokens that the full model generates for this rank's batch; call it on every rank."""
-        mesh, made, failure = self._runtime.mesh, None, ""
-        seed = int(torch.randint(2**31, ()))  # drawn on every rank, so that equal RNG states stay equal
+        mesh = self._runtime.mesh
+        made = None
+        failure = ""
+        seed = int(
+            torch.randint(2**31, ())
+        )  # drawn on every rank, so that equal RNG states stay equal
         if self._model is not None:
             dtype = MIXED_PRECISIONS[self._runtime.options.mixed_precision]
             autocast = torch.autocast(mesh.device.type, dtype=dtype) if dtype else nullcontext()

@@ -44,8 +44,15 @@ from ...train.runtime.writing import all_or_none, is_writer
 from . import stock_state
 from .resume_callbacks import StatesInMemoryCallback, TrainerRandomStreams
 
-_STATE, _ASIDE, _REPLACED = "hfscale_state", ".incomplete", ".replaced"
-_OWN = (*REPLACED, "*.pt", "*.pth", _STATE)  # files of an old checkpoint that must not be mixed with a new one's
+_STATE = "hfscale_state"
+_ASIDE = ".incomplete"
+_REPLACED = ".replaced"
+_OWN = (
+    *REPLACED,
+    "*.pt",
+    "*.pth",
+    _STATE,
+)  # files of an old checkpoint that must not be mixed with a new one's
 _UNFINISHED = f"has no {TRAINER_STATE_NAME}, which is written last"
 _OF_ACCELERATE = (
     "is a state of Accelerate's save_state, and no Trainer's: put the model's config.json into it, load it with "
@@ -68,12 +75,19 @@ class Checkpoints(TrainerHooks):
     @property
     def _rows_of_step(self) -> int:
         args = self.args
-        return int(args.per_device_train_batch_size * args.gradient_accumulation_steps * self.runtime.mesh.batch_world)
+        return int(
+            args.per_device_train_batch_size
+            * args.gradient_accumulation_steps
+            * self.runtime.mesh.batch_world
+        )
 
     @property
     def in_memory(self) -> StatesInMemoryCallback | None:
         """The callback that keeps states in memory, if there is one."""
-        return next((c for c in self.callback_handler.callbacks if isinstance(c, StatesInMemoryCallback)), None)
+        return next(
+            (c for c in self.callback_handler.callbacks if isinstance(c, StatesInMemoryCallback)),
+            None,
+        )
 
     def kept_in_memory(self) -> AbstractContextManager[Path] | None:
         """Return a context that saves what is written inside to memory; ``None`` where no such save is due."""
@@ -83,7 +97,8 @@ class Checkpoints(TrainerHooks):
     @contextmanager
     def written_aside(self, target: Path) -> Iterator[Path]:
         """Write the checkpoint ``target`` aside; rename it at the end of the block, if no rank failed."""
-        mesh, aside = self.runtime.mesh, target.parent / _ASIDE
+        mesh = self.runtime.mesh
+        aside = target.parent / _ASIDE
         with all_or_none(mesh, f"{target} could not be written"):
             try:
                 if is_writer(mesh):
@@ -111,15 +126,20 @@ class Checkpoints(TrainerHooks):
 
     def write_state(self, directory: Path) -> None:
         """Write optimizer, schedule and RNG states in hfscale's own format; on every rank."""
-        optimizer, scheduler = self.optimizer, self.lr_scheduler
+        optimizer = self.optimizer
+        scheduler = self.lr_scheduler
         step = self.state.global_step
-        save_state(self.model, directory / _STATE, optimizer=optimizer, step=step, scheduler=scheduler)
+        save_state(
+            self.model, directory / _STATE, optimizer=optimizer, step=step, scheduler=scheduler
+        )
         with all_or_none(self.runtime.mesh, f"{directory} could not be written"):
             stock_state.write(self.runtime, directory, stock_optimizer(optimizer), scheduler)
 
     def read_state(self, checkpoint: Path) -> None:
         """Read optimizer, schedule and RNG states; without any, leave them at their beginning, as Trainer."""
-        model, optimizer, scheduler = self.model, self.optimizer, self.lr_scheduler
+        model = self.model
+        optimizer = self.optimizer
+        scheduler = self.lr_scheduler
         if _has_state(checkpoint):
             load_state(model, _state_of(checkpoint), optimizer=optimizer, scheduler=scheduler)
         elif (checkpoint / stock_state.OPTIMIZER).exists():
@@ -174,7 +194,9 @@ def _state_of(checkpoint: Path) -> Path:
     return checkpoint if (checkpoint / STATE_INDEX).exists() else checkpoint / _STATE
 
 
-def resumed_from(resume: Any, output: Path, mesh: Mesh, memory: StatesInMemory | None = None) -> Any:
+def resumed_from(
+    resume: Any, output: Path, mesh: Mesh, memory: StatesInMemory | None = None
+) -> Any:
     """Return the checkpoint to resume from (``True``: the newest complete one, on disk or in memory) on all ranks."""
     if not isinstance(resume, str | Path) and resume is not True:
         return resume
@@ -190,7 +212,9 @@ def resumed_from(resume: Any, output: Path, mesh: Mesh, memory: StatesInMemory |
         raise CheckpointError(problem)
     if resume is True and memory is not None:
         kept = memory.newest(_state_of(Path(found)) if isinstance(found, str) else None)
-        return (None if found is True else found) if kept is None else str(kept)  # neither: it begins
+        return (
+            (None if found is True else found) if kept is None else str(kept)
+        )  # neither: it begins
     return found
 
 
@@ -208,7 +232,14 @@ def problem_of(checkpoint: Path) -> str | None:
         weights = [*checkpoint.glob("*.safetensors"), *checkpoint.glob("*model*.bin")]
         if not weights and not _has_state(checkpoint):
             return "has no weights"
-        for path in sorted({*weights, *checkpoint.glob("*.pt"), *checkpoint.glob("*.pth"), *checkpoint.glob("*.bin")}):
+        for path in sorted(
+            {
+                *weights,
+                *checkpoint.glob("*.pt"),
+                *checkpoint.glob("*.pth"),
+                *checkpoint.glob("*.bin"),
+            }
+        ):
             if path.suffix == ".safetensors":
                 SafetensorsFile(path)  # its header
                 continue
@@ -217,7 +248,9 @@ def problem_of(checkpoint: Path) -> str | None:
             if damaged:
                 raise BadZipFile(f"the checksum of {damaged} differs")
         if (path := checkpoint / INDEX).exists():
-            missing = {*json.loads(path.read_bytes())["weight_map"].values()} - {each.name for each in weights}
+            missing = {*json.loads(path.read_bytes())["weight_map"].values()} - {
+                each.name for each in weights
+            }
             if missing:
                 return f"lacks {min(missing)}"
     except (OSError, ValueError, LookupError, TypeError, BadZipFile, CheckpointError) as error:
@@ -227,7 +260,9 @@ def problem_of(checkpoint: Path) -> str | None:
 
 def _not_of_a_trainer(checkpoint: Path) -> str | None:
     """Return why a directory is no checkpoint of a Trainer's that hfscale reads, or is unfinished; ``None``: it is."""
-    readable = _has_state(checkpoint) or has_plain_weights(checkpoint) or _in_torch_files(checkpoint)
+    readable = (
+        _has_state(checkpoint) or has_plain_weights(checkpoint) or _in_torch_files(checkpoint)
+    )
     if not readable and (other := written_elsewhere(checkpoint)) is not None:
         return f"holds {other}; then load OUT and train on from its weights: the optimizer's state stays behind"
     if (checkpoint / TRAINER_STATE_NAME).exists():
@@ -237,13 +272,17 @@ def _not_of_a_trainer(checkpoint: Path) -> str | None:
 
 def _in_torch_files(checkpoint: Path) -> bool:
     """Return whether weights are in ``pytorch_model.bin``, whose load says what to do."""
-    return any(not file.name.startswith("pytorch_model_fsdp") for file in checkpoint.glob("*model*.bin"))
+    return any(
+        not file.name.startswith("pytorch_model_fsdp") for file in checkpoint.glob("*model*.bin")
+    )
 
 
 def _checkpoints(output: Path) -> list[Path]:
     """Return the directories that Trainer takes for checkpoints, in the order of their steps."""
     inside = output.iterdir() if output.is_dir() else ()
-    found = [path for path in inside if re.fullmatch(r"checkpoint-\d+", path.name) and path.is_dir()]
+    found = [
+        path for path in inside if re.fullmatch(r"checkpoint-\d+", path.name) and path.is_dir()
+    ]
     return sorted(found, key=_step)
 
 
@@ -258,14 +297,19 @@ def _newest_whole(output: Path) -> str | bool | None:
         problem = problem_of(path)
         if problem is None:
             if problems:
-                _log.warning("resume_from_checkpoint=True resumes from %s: %s", path, _listed(problems))
+                _log.warning(
+                    "resume_from_checkpoint=True resumes from %s: %s", path, _listed(problems)
+                )
             return str(path)
         problems[path] = problem
     if {*problems.values()} - {_UNFINISHED}:
         raise CheckpointError(f"{output} has no complete checkpoint: {_listed(problems)}")
     if not problems and not (output / _ASIDE).exists():
         return True  # Trainer refuses it
-    _log.warning("%s has no complete checkpoint, its first save was interrupted: training begins at step 0", output)
+    _log.warning(
+        "%s has no complete checkpoint, its first save was interrupted: training begins at step 0",
+        output,
+    )
     return None
 
 
@@ -275,12 +319,18 @@ def _listed(problems: dict[Path, str]) -> str:
 
 def _whole(checkpoint: Path) -> str:
     if not checkpoint.is_dir():
-        raise CheckpointError(f"resume_from_checkpoint={str(checkpoint)!r} must be a directory, and there is none")
+        raise CheckpointError(
+            f"resume_from_checkpoint={str(checkpoint)!r} must be a directory, and there is none"
+        )
     problem = problem_of(checkpoint)
     if problem is None:
         return str(checkpoint)
     whole = [path for path in _checkpoints(checkpoint.parent) if problem_of(path) is None]
-    advice = f"resume_from_checkpoint={str(whole[-1])!r} is whole" if whole else "there is no complete one beside it"
+    advice = (
+        f"resume_from_checkpoint={str(whole[-1])!r} is whole"
+        if whole
+        else "there is no complete one beside it"
+    )
     raise CheckpointError(f"{checkpoint} cannot be used: it {problem}; {advice}")
 
 

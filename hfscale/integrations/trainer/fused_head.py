@@ -39,18 +39,28 @@ class Conversation:
     """The model calls that one microbatch's loss makes, in order; exactly one, of the trained model, has gradients."""
 
     call: dict[str, Any] = field(default_factory=dict)  # the arguments of that call
-    answers: list[Any] = field(default_factory=list)  # of the others, in order, and a marker for that one
-    scores: TokenScores | None = None  # the result of that call; ``None`` until the step has computed it
+    answers: list[Any] = field(
+        default_factory=list
+    )  # of the others, in order, and a marker for that one
+    scores: TokenScores | None = (
+        None  # the result of that call; ``None`` until the step has computed it
+    )
     place: int = 0  # how many calls have been made
 
 
 class FusedHead:
     """The fused head of one model, whose calls it intercepts; ``outputs`` are the wanted scores."""
 
-    def __init__(self, model: nn.Module, temperature: float, outputs: tuple[str, ...], trains: bool) -> None:
+    def __init__(
+        self, model: nn.Module, temperature: float, outputs: tuple[str, ...], trains: bool
+    ) -> None:
         self._runtime: Runtime = runtime_of(model)
-        self.temperature, self._outputs, self._trains = temperature, {"log_probs", *outputs}, trains
-        self.conversation: Conversation | None = None  # the recorded calls of the current pipelined step, if any
+        self.temperature = temperature
+        self._outputs = {"log_probs", *outputs}
+        self._trains = trains
+        self.conversation: Conversation | None = (
+            None  # the recorded calls of the current pipelined step, if any
+        )
         answer_calls(self._runtime.model, self)
 
     def __call__(self, call: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
@@ -71,7 +81,9 @@ class FusedHead:
                 )
             given = {name: value for name, value in kwargs.items() if value is not None}
             with runtime.executor.uncut():  # as in a step, so that equal models give equal scores
-                return self.output(token_scores(runtime.model, given, temperature=self.temperature), kwargs)
+                return self.output(
+                    token_scores(runtime.model, given, temperature=self.temperature), kwargs
+                )
         assert runtime.loss is not None  # checked as the trainer was made
         with router_loss_counted_once(), runtime.loss.scoring(self.temperature) as scoring:
             answer = call(**{**kwargs, "use_cache": False})
@@ -81,12 +93,19 @@ class FusedHead:
         """Return scores in TRL's form: without the last position, which predicts nothing."""
         shifted = kwargs.get("shift_labels")
         wanted: Tensor = kwargs["labels"][:, 1:] if shifted is None else shifted
-        found = {name: getattr(scores, name)[:, : wanted.shape[1]] for name in _FIELDS if name in self._outputs}
-        aux_loss, ranks = getattr(answer, "aux_loss", None), self._runtime.mesh.layout.tp
+        found = {
+            name: getattr(scores, name)[:, : wanted.shape[1]]
+            for name in _FIELDS
+            if name in self._outputs
+        }
+        aux_loss = getattr(answer, "aux_loss", None)
+        ranks = self._runtime.mesh.layout.tp
         if isinstance(aux_loss, Tensor):
             aux_loss = share_of_router_loss(aux_loss, ranks)
         others = {"loss": getattr(answer, "loss", None), "aux_loss": aux_loss}
-        return fused_output(label_mask=(wanted != -100).to(scores.log_probs.device), **found, **others)
+        return fused_output(
+            label_mask=(wanted != -100).to(scores.log_probs.device), **found, **others
+        )
 
     def _in_conversation(self, talk: Conversation, kwargs: dict[str, Any]) -> Any:
         talk.place += 1
@@ -110,8 +129,11 @@ def step_of_scores(
     trainer: Any, batches: Sequence[Any], count: Any, missing: int, heads: Sequence[FusedHead]
 ) -> Tensor:
     """Run forward and backward over a step's microbatches, of which some are ``missing``; return the sum of losses."""
-    model, runtime = trainer.model, trainer.runtime
-    share = 1.0 if loss_is_scaled(trainer, count) else 1.0 / trainer.current_gradient_accumulation_steps
+    model = trainer.model
+    runtime = trainer.runtime
+    share = (
+        1.0 if loss_is_scaled(trainer, count) else 1.0 / trainer.current_gradient_accumulation_steps
+    )
     talks = [Conversation() for _ in batches]
 
     def loss_of(index: int) -> Tensor:
@@ -139,7 +161,12 @@ def step_of_scores(
     calls = [talk.call for talk in talks]
     kept: dict[int, TokenScores] = {}
     # A step at the end of an epoch may be short of microbatches that the schedule needs.
-    train_step(model, calls + [calls[-1]] * missing, score_loss=score_loss, temperature=heads[0].temperature)
+    train_step(
+        model,
+        calls + [calls[-1]] * missing,
+        score_loss=score_loss,
+        temperature=heads[0].temperature,
+    )
     total = torch.zeros((), device=trainer.args.device)
     with torch.no_grad():
         for index, talk in enumerate(talks):

@@ -53,7 +53,12 @@ class LayoutEngine(EngineHooks):
                 "(hfscale.save_pretrained), and load it with hfscale.from_pretrained"
             )
         quantized = runtime_of(self.model).plan.quantized
-        if quantized is not None and not quantized.as_stored and quantized.kind != "nf4" and self.mode == "colocate":
+        if (
+            quantized is not None
+            and not quantized.as_stored
+            and quantized.kind != "nf4"
+            and self.mode == "colocate"
+        ):
             raise ConfigError(
                 "vllm_mode='colocate' lets the engine quantize the checkpoint as it loads, which vLLM does to nf4 "
                 f"alone, and these weights are held in {quantized.kind}: use bnb_4bit_quant_type='nf4', or load it in "
@@ -71,17 +76,27 @@ class LayoutEngine(EngineHooks):
     def _adapter_rank(self) -> int:
         """Return the rank of adapters that vLLM serves beside weights that do not change; 0 if they must be merged."""
         runtime = runtime_of(self.model)
-        adapters, factors = runtime.part(Adapters), {each.name: each for each in runtime.plan.adapters}
-        trained = {planned.name for planned, parameter in runtime.parameters() if parameter.requires_grad}
+        adapters = runtime.part(Adapters)
+        factors = {each.name: each for each in runtime.plan.adapters}
+        trained = {
+            planned.name for planned, parameter in runtime.parameters() if parameter.requires_grad
+        }
         others = any(runtime.mesh.all_gather_object(bool(trained - factors.keys())))
         if adapters is None or others or self.mode == "server" or self.enable_sleep_mode:
             return 0
         config = adapters.whole.peft_config[adapters.name]
         plain = all(
-            each.kept_in in (LORA_A, LORA_B) and len(each.shape) == 2 and not each.experts for each in factors.values()
+            each.kept_in in (LORA_A, LORA_B) and len(each.shape) == 2 and not each.experts
+            for each in factors.values()
         )
         changed = needs_weights(config)  # PiSSA and the like change the base as well
-        if not plain or changed or config.rank_pattern or config.alpha_pattern or config.bias != "none":
+        if (
+            not plain
+            or changed
+            or config.rank_pattern
+            or config.alpha_pattern
+            or config.bias != "none"
+        ):
             return 0
         return next((rank for rank in _RANKS if rank >= config.r), 0)
 
@@ -90,8 +105,13 @@ class LayoutEngine(EngineHooks):
         adapters = runtime_of(self.model).part(Adapters)
         assert adapters is not None
         self._directory = self._directory or TemporaryDirectory()
-        path, found = Path(self._directory.name), stream_weights(self.model, ranks="all", adapters_only=True)
-        save_file({key: tensor.clone() for key, tensor in found}, path / WEIGHTS, metadata={"format": "pt"})
+        path = Path(self._directory.name)
+        found = stream_weights(self.model, ranks="all", adapters_only=True)
+        save_file(
+            {key: tensor.clone() for key, tensor in found},
+            path / WEIGHTS,
+            metadata={"format": "pt"},
+        )
         write_adapter_config(adapters.whole, adapters.name, path)
         return str(path)
 
@@ -104,13 +124,17 @@ class LayoutEngine(EngineHooks):
         weights = stream_weights(self.model, ranks=ranks, merge_adapters=merged, staged=whole)
         return ((name, tensor.to(runtime.mesh.device, copy=True)) for name, tensor in weights)
 
-    def generate(self, prompts: list[Any], images: Any, num_generations: int, profiler: Any = None) -> tuple[Any, ...]:
+    def generate(
+        self, prompts: list[Any], images: Any, num_generations: int, profiler: Any = None
+    ) -> tuple[Any, ...]:
         """Generate as TRL does, the same completions for all ranks that share a batch."""
         made = self._generate(prompts, images, num_generations, profiler)
         self.sampled = made[2]
         return made
 
-    def _generate(self, prompts: list[Any], images: Any, num_generations: int, profiler: Any) -> tuple[Any, ...]:
+    def _generate(
+        self, prompts: list[Any], images: Any, num_generations: int, profiler: Any
+    ) -> tuple[Any, ...]:
         if self.mode == "server":
             with batches_gathered(type(self), self.accelerator):
                 return super().generate(prompts, images, num_generations, profiler)  # type: ignore[no-any-return]
@@ -125,11 +149,17 @@ class LayoutEngine(EngineHooks):
         with fork_random_state(runtime_of(self.model).mesh.device):
             torch.manual_seed(int(torch.randint(2**48, ())) + dist.get_rank())
             made = super().generate(
-                [prompts[row] for row in own], images and [images[row] for row in own], num_generations, profiler
+                [prompts[row] for row in own],
+                images and [images[row] for row in own],
+                num_generations,
+                profiler,
             )
         every: list[Any] = [None] * parts
         dist.all_gather_object(every, made, group=group)
-        joined = (None if None in each else list(chain(*each))[: len(prompts)] for each in zip(*every, strict=True))
+        joined = (
+            None if None in each else list(chain(*each))[: len(prompts)]
+            for each in zip(*every, strict=True)
+        )
         return tuple(joined)
 
 
@@ -144,7 +174,8 @@ def engine_over_layout(stock: Any, model: Any, *args: Any, **kwargs: Any) -> Any
 
 def agree_anew(trainer: Any) -> None:
     """Let ranks that share a batch agree on random streams again: TRL's trainers that generate seed each process."""
-    streams, generates = trainer.runtime.part(RandomStreams), ("reward_funcs", "teacher_model")
+    streams = trainer.runtime.part(RandomStreams)
+    generates = ("reward_funcs", "teacher_model")
     shares = trainer.runtime.mesh.sharing is not None
     if streams is not None and shares and any(hasattr(trainer, name) for name in generates):
         streams.agreed = False
@@ -157,10 +188,17 @@ def log_difference(trainer: Any, log_probs: Tensor) -> None:
     if engine is None or sampled is None or hasattr(trainer, "vllm_importance_sampling_correction"):
         return
     engine.sampled = None
-    given = [log_probs.new_tensor([math.nan if each[0] is None else each[0] for each in row]) for row in sampled]
-    apart = torch.cat([(own[: len(row)] - row).abs() for own, row in zip(log_probs.detach(), given, strict=True)])
+    given = [
+        log_probs.new_tensor([math.nan if each[0] is None else each[0] for each in row])
+        for row in sampled
+    ]
+    apart = torch.cat(
+        [(own[: len(row)] - row).abs() for own, row in zip(log_probs.detach(), given, strict=True)]
+    )
     apart = apart[~apart.isnan()]
-    own = torch.stack((apart.sum() / max(len(apart), 1), apart.amax() if len(apart) else apart.sum()))
+    own = torch.stack(
+        (apart.sum() / max(len(apart), 1), apart.amax() if len(apart) else apart.sum())
+    )
     every = trainer.accelerator.gather(own[None])
     record(trainer, "sampling/sampling_logp_difference/mean", every[:, 0].mean().item())
     record(trainer, "sampling/sampling_logp_difference/max", every[:, 1].max().item())
@@ -178,7 +216,9 @@ def batches_gathered(kind: type, accelerator: Any) -> AbstractContextManager[Non
         return accelerator.gather(tensor.to(mesh.device))
 
     def gather_object(stock: Any, given: Any) -> Any:
-        first = dict(reversed(accelerator.mesh.all_gather_object((accelerator.process_index, given))))
+        first = dict(
+            reversed(accelerator.mesh.all_gather_object((accelerator.process_index, given)))
+        )
         return [value for place in sorted(first) for value in first[place]]
 
     def shuffle(stock: Any, rows: Any) -> Any:
@@ -200,7 +240,9 @@ def count_generations(arguments: Any, batches: int) -> None:
         return
     asked = _asked_size(arguments, batches)
     if asked is not None:
-        arguments.steps_per_generation = _steps_per_generation(asked, arguments.per_device_train_batch_size, batches)
+        arguments.steps_per_generation = _steps_per_generation(
+            asked, arguments.per_device_train_batch_size, batches
+        )
     size = arguments.per_device_train_batch_size * batches * arguments.steps_per_generation
     if size % arguments.num_generations:
         raise ConfigError(

@@ -19,8 +19,12 @@ from torch import Tensor
 
 from ..._compat.replaced import attribute_replaced
 
-_MOVES = frozenset({"to", "cpu", "float", "double", "long", "int", "type", "detach", "clone", "reshape", "view"})
-_LOOKS = frozenset({"__get__", "size", "dim", "numel", "is_floating_point", "__repr__", "__format__"})
+_MOVES = frozenset(
+    {"to", "cpu", "float", "double", "long", "int", "type", "detach", "clone", "reshape", "view"}
+)
+_LOOKS = frozenset(
+    {"__get__", "size", "dim", "numel", "is_floating_point", "__repr__", "__format__"}
+)
 
 
 class Noticed(Tensor):
@@ -37,7 +41,11 @@ class Noticed(Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, function: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        cls,
+        function: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Compute with the plain number, and note it; logs may show the number."""
         held: list[Noticed] = []
@@ -46,8 +54,11 @@ class Noticed(Tensor):
             held.append(number)
             return number.as_subclass(Tensor)
 
-        given, options = recursively_apply(plain, (tuple(args), dict(kwargs or {})), test_type=_is_noticed)
-        found, name = function(*given, **options), function.__name__
+        given, options = recursively_apply(
+            plain, (tuple(args), dict(kwargs or {})), test_type=_is_noticed
+        )
+        found = function(*given, **options)
+        name = function.__name__
         if name in _LOOKS:
             return found
         if name in _MOVES and isinstance(args[0], cls):

@@ -23,7 +23,13 @@ from torch.utils.data import IterableDataset
 from transformers import TrainingArguments
 
 from ..._compat.transformers import trainer
-from ..._compat.trl import DataHooks, DistillationHooks, count_microbatch, is_trl, remember_generation_sizes
+from ..._compat.trl import (
+    DataHooks,
+    DistillationHooks,
+    count_microbatch,
+    is_trl,
+    remember_generation_sizes,
+)
 from ...api import build
 from ...api.assemble import compile_layers
 from ...config.environment import started_processes
@@ -38,7 +44,15 @@ from .fused_head import step_of_scores
 from .generations import agree_anew, batches_gathered, count_generations, log_difference
 from .items_in_batch import scaled_if_divided
 from .reference_adapter import ReferenceAdapter
-from .refusals import check_cached, check_dispatch, check_engine, check_layout_of, check_model, check_run, check_trainer
+from .refusals import (
+    check_cached,
+    check_dispatch,
+    check_engine,
+    check_layout_of,
+    check_model,
+    check_run,
+    check_trainer,
+)
 from .resume_callbacks import TrainerRandomStreams
 from .seams import Seams, compiler_of, options_of
 from .trainer_accelerator import TrainerAccelerator
@@ -66,20 +80,28 @@ class TrainerMixin(Checkpoints, DataHooks):
         super().__init_subclass__(**kwargs)
         remember_generation_sizes(cls)
 
-    def __init__(self, model: Any = None, *args: Any, parallel: ParallelConfig | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, model: Any = None, *args: Any, parallel: ParallelConfig | None = None, **kwargs: Any
+    ) -> None:
         init = super().__init__
         given, named = by_name(init, args, kwargs)
         named = with_default_config(type(self), init, model, named)
-        arguments = next((each for each in (*given, *named.values()) if isinstance(each, TrainingArguments)), None)
+        arguments = next(
+            (each for each in (*given, *named.values()) if isinstance(each, TrainingArguments)),
+            None,
+        )
         if arguments is not None:
             check_run(arguments)
             if not is_trl(type(self)):  # whose trainers say first what streams need
                 check_dispatch(arguments)
             check_engine(type(self), arguments)
         self._parallel, self._waiting = parallel, list[Any]()
-        self._carried: Tensor | float = 0.0  # the loss of a step that the end of the data has cut short
+        self._carried: Tensor | float = (
+            0.0  # the loss of a step that the end of the data has cut short
+        )
         self._items: Any = None
-        context, layout = ExitStack(), parallel
+        context = ExitStack()
+        layout = parallel
         if layout is None and ParallelConfig().total_size == started_processes():
             layout = ParallelConfig()  # that of the environment
         if isinstance(model, nn.Module):
@@ -88,7 +110,9 @@ class TrainerMixin(Checkpoints, DataHooks):
             context.enter_context(trainer.taken_for_adapted(runtime_of(model).model))
         if arguments is not None and layout is not None:
             count_generations(arguments, layout.batch_world)
-        named = with_second_models(named, layout or ParallelConfig(), partial(self._cut, layout, arguments))
+        named = with_second_models(
+            named, layout or ParallelConfig(), partial(self._cut, layout, arguments)
+        )
         seed = {} if arguments is None else {"seed": arguments.seed}
         self._seams = Seams(layout, options_of(arguments) | seed)
         if isinstance(model, nn.Module):
@@ -114,7 +138,8 @@ class TrainerMixin(Checkpoints, DataHooks):
 
     def _parallelized(self, model: Any, arguments: TrainingArguments | None) -> Any:
         """Return the model parallelized: as it is, or by the requested layout."""
-        runtime, asked = find_runtime(model), self._parallel
+        runtime = find_runtime(model)
+        asked = self._parallel
         if runtime is not None:
             if asked is not None and asked != runtime.mesh.layout:
                 raise ConfigError(
@@ -124,11 +149,15 @@ class TrainerMixin(Checkpoints, DataHooks):
             return model
         return self._cut(asked, arguments, model)
 
-    def _cut(self, asked: ParallelConfig | None, arguments: TrainingArguments | None, model: Any) -> Any:
+    def _cut(
+        self, asked: ParallelConfig | None, arguments: TrainingArguments | None, model: Any
+    ) -> Any:
         layout = asked or ParallelConfig()
         check_layout_of(model, layout)
         training = model.training
-        options = options_of(arguments) | {"compile": False}  # layers are compiled while this Trainer has the model
+        options = options_of(arguments) | {
+            "compile": False
+        }  # layers are compiled while this Trainer has the model
         return build.parallelize(model, layout, **options).train(training)
 
     # --- hooks of Trainer ---------------------------------------------------------------------------------------------
@@ -145,7 +174,9 @@ class TrainerMixin(Checkpoints, DataHooks):
     def call_model_init(self, trial: Any = None) -> Any:
         """Call the user's ``model_init``, and parallelize a stock model."""
         model = self._parallelized(super().call_model_init(trial), self.args)
-        model.config.use_cache = getattr(self.args, "use_cache", False)  # Trainer sets it on its first model only
+        model.config.use_cache = getattr(
+            self.args, "use_cache", False
+        )  # Trainer sets it on its first model only
         self._while_made.enter_context(trainer.taken_for_adapted(runtime_of(model).model))
         self._adopt(model)
         return model
@@ -158,7 +189,9 @@ class TrainerMixin(Checkpoints, DataHooks):
     @property
     def _scores_tokens(self) -> bool:
         """Return whether the loss is computed from token scores: TRL's, by its fused head."""
-        smoothed = bool(self.args.label_smoothing_factor) and not hasattr(self, "label_pad_token_id")
+        smoothed = bool(self.args.label_smoothing_factor) and not hasattr(
+            self, "label_pad_token_id"
+        )
         return bool(self._seams.heads) and self.compute_loss_func is None and not smoothed
 
     @property
@@ -186,8 +219,12 @@ class TrainerMixin(Checkpoints, DataHooks):
         """Train as Trainer does, resuming from a complete checkpoint."""
         output = self.args.output_dir
         memory = self.in_memory.states_of(self) if self.in_memory else None
-        resume_from_checkpoint = resumed_from(resume_from_checkpoint, Path(output), self.runtime.mesh, memory)
-        self._waiting, self._carried = [], 0.0  # an earlier run may have ended within a step
+        resume_from_checkpoint = resumed_from(
+            resume_from_checkpoint, Path(output), self.runtime.mesh, memory
+        )
+        # an earlier run may have ended within a step
+        self._waiting = []
+        self._carried = 0.0
         self.forget_engine()
         with trainer.batches_skipped_by_accelerator(self), trainer.kernels_left_alone():
             done = super().train(resume_from_checkpoint, *args, **kwargs)
@@ -210,28 +247,42 @@ class TrainerMixin(Checkpoints, DataHooks):
             own = torch.tensor(logs["train_loss"], dtype=torch.float64, device=accelerator.device)
             logs["train_loss"] = accelerator.reduce(own, "mean").item()
         if "loss" in logs:  # of the latest step
-            logs |= {name: value for name, value in metrics(self.model).items() if name.startswith("mtp")}
+            logs |= {
+                name: value for name, value in metrics(self.model).items() if name.startswith("mtp")
+            }
         super().log(logs, *args, **kwargs)
 
-    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
+    def get_batch_samples(
+        self, epoch_iterator: Any, num_batches: int, device: Any
+    ) -> tuple[list[Any], Any]:
         """Return a step's batches as Trainer does, without the rows that pad data ranks at the end of an epoch."""
-        if self._waiting:  # the data ended within a step: stock Trainer adds these gradients to the next one's
+        if (
+            self._waiting
+        ):  # the data ended within a step: stock Trainer adds these gradients to the next one's
             self._carried = self._run_step(self._items)
         batches, count = super().get_batch_samples(epoch_iterator, num_batches, device)
-        drops, stream = self.uses_train_step, isinstance(self.train_dataset, IterableDataset)
+        drops = self.uses_train_step
+        stream = isinstance(self.train_dataset, IterableDataset)
         if not batches or not (drops or (self._scores_tokens and "labels" in batches[-1])):
             if batches and not stream:
                 warn_of_repeated(self, self.accelerator.examples_of(batches[-1]))
             return batches, count
-        looked_at = range(len(batches)) if stream else [len(batches) - 1]  # loader workers end one after the other
-        known = {index: self.accelerator.examples_of(batches[index], of_stream=stream) for index in looked_at}
+        looked_at = (
+            range(len(batches)) if stream else [len(batches) - 1]
+        )  # loader workers end one after the other
+        known = {
+            index: self.accelerator.examples_of(batches[index], of_stream=stream)
+            for index in looked_at
+        }
         if any(known.values()):
             for index in looked_at:
                 batches[index] = first_examples(batches[index], known[index], drop=drops)
             count = trainer.labels_of_step(self, batches)
         return batches, count
 
-    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+    def training_step(
+        self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
+    ) -> Tensor:
         """Collect microbatches until the last one of their step, then run forward and backward over all of them."""
         staged = self.runtime.plan.stages is not None
         if not self.uses_train_step and not staged:
@@ -244,7 +295,8 @@ class TrainerMixin(Checkpoints, DataHooks):
             self.optimizer.train()
         self._waiting.append(trainer.prepared(self, inputs))
         count_microbatch(self)
-        loss, self._carried = self._carried, 0.0
+        loss = self._carried
+        self._carried = 0.0
         if self.accelerator.sync_gradients:
             loss = loss + self._run_step(num_items_in_batch)
         else:
@@ -253,15 +305,23 @@ class TrainerMixin(Checkpoints, DataHooks):
 
     def _run_step(self, num_items_in_batch: Any) -> Tensor:
         """Run forward and backward over the microbatches that wait."""
-        batches, self._waiting = self._waiting, []
-        args, model, staged = self.args, self.model, self.runtime.plan.stages is not None
+        batches = self._waiting
+        self._waiting = []
+        args = self.args
+        model = self.model
+        staged = self.runtime.plan.stages is not None
         if not self.uses_train_step:
             missing = args.gradient_accumulation_steps - len(batches)
             return step_of_scores(self, batches, num_items_in_batch, missing, self._seams.heads)
         items = self._divisor(num_items_in_batch, batches)
         if staged and isinstance(items, list):
-            items += [1.0] * (args.gradient_accumulation_steps - len(batches))  # for padding microbatches
-        given: dict[str, Any] = {"label_smoothing": args.label_smoothing_factor, "num_items_in_batch": items}
+            items += [1.0] * (
+                args.gradient_accumulation_steps - len(batches)
+            )  # for padding microbatches
+        given: dict[str, Any] = {
+            "label_smoothing": args.label_smoothing_factor,
+            "num_items_in_batch": items,
+        }
         if not staged:
             return train_step(model, batches, **given)
         ignores = self.runtime.loss is not None and self.runtime.loss.ignores
@@ -299,13 +359,22 @@ class TrainerMixin(Checkpoints, DataHooks):
             loss = self.prediction_step(model, inputs, True, ignore_keys)[0]
             return evaluation.generated_step(self, inputs, loss, ignore_keys, stock, generates)
         if self._scores_tokens and "labels" in inputs:
-            return evaluation.scored_step(self, model, inputs, prediction_loss_only, ignore_keys, stock)
+            return evaluation.scored_step(
+                self, model, inputs, prediction_loss_only, ignore_keys, stock
+            )
         if not self.knows_loss:
             known = self.accelerator.examples_of(inputs)
-            if known is not None and prediction_loss_only and is_trl(type(self)) and isinstance(inputs, Mapping):
+            if (
+                known is not None
+                and prediction_loss_only
+                and is_trl(type(self))
+                and isinstance(inputs, Mapping)
+            ):
                 return evaluation.counted_step(self, model, inputs, known, ignore_keys, stock)
             return stock(model, inputs, prediction_loss_only, ignore_keys)
-        return evaluation.prediction_step(self, model, inputs, prediction_loss_only, ignore_keys, stock)
+        return evaluation.prediction_step(
+            self, model, inputs, prediction_loss_only, ignore_keys, stock
+        )
 
     def around_inputs(self) -> AbstractContextManager[None]:
         """Return a context for Trainer's preparation of a batch, in which some trainers gather rewards."""
@@ -319,7 +388,11 @@ class TrainerMixin(Checkpoints, DataHooks):
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         """Return the rows of a step, over the distinct batches."""
-        return int(self.accelerator.num_processes * args.gradient_accumulation_steps * args.train_batch_size)
+        return int(
+            self.accelerator.num_processes
+            * args.gradient_accumulation_steps
+            * args.train_batch_size
+        )
 
     def floating_point_ops(self, inputs: Any) -> Any:
         """Return this rank's fraction of a batch's FLOPs, which ranks that share the batch divide between them."""
@@ -337,7 +410,9 @@ class TrainerMixin(Checkpoints, DataHooks):
         if not getattr(self, "calculate_KL", False):  # as KTO's trainer does
             return arguments
         own = copy.copy(arguments)
-        own.per_device_train_batch_size *= 1 if self._seams.layout is None else self._seams.layout.batch_world
+        own.per_device_train_batch_size *= (
+            1 if self._seams.layout is None else self._seams.layout.batch_world
+        )
         return own
 
     def check_cached(self, dataset: Any) -> None:
@@ -357,7 +432,9 @@ class DistillationMixin(DistillationHooks, TrainerMixin):
     def distilled(self, batch: Mapping[str, Any], divisor: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Return the divergence of a batch from the teacher, the sum of the student's entropies, and the labels."""
         if self._taught is None:
-            self._taught = Teacher(self.teacher_model, self.model, beta=self.beta, temperature=self.temperature)
+            self._taught = Teacher(
+                self.teacher_model, self.model, beta=self.beta, temperature=self.temperature
+            )
         return self._taught.loss(batch, divisor)
 
 

@@ -15,7 +15,9 @@ from ..._compat.replaced import attribute_replaced
 from ...train.runtime import local_tensor, runtime_of
 from .fused_head import FusedHead
 
-_TRAINED, _REFERENCE = ".default.", ".ref."  # within names of parameters
+# within names of parameters
+_TRAINED = ".default."
+_REFERENCE = ".ref."
 _NAME = "ref"
 
 
@@ -23,9 +25,12 @@ class ReferenceAdapter:
     """The copy beside ``peft_model``; ``heads`` are the trainer's, which tell when nothing is computed."""
 
     def __init__(self, peft_model: Any, heads: Sequence[FusedHead]) -> None:
-        self._model, self._heads = peft_model, heads
+        self._model = peft_model
+        self._heads = heads
         self._copies: dict[str, Tensor] = {}
-        self._trained: dict[str, Tensor] = {}  # the trained values while those of the copy are in place
+        self._trained: dict[
+            str, Tensor
+        ] = {}  # the trained values while those of the copy are in place
         self._set_adapter: Callable[..., Any] = peft_model.set_adapter
 
     @contextmanager
@@ -34,7 +39,11 @@ class ReferenceAdapter:
         find = self._model.get_parameter
 
         def get_parameter(name: str) -> Any:
-            return self._copies[name.replace(_REFERENCE, _TRAINED)] if _REFERENCE in name else find(name)
+            return (
+                self._copies[name.replace(_REFERENCE, _TRAINED)]
+                if _REFERENCE in name
+                else find(name)
+            )
 
         with ExitStack() as stack:
             stack.enter_context(attribute_replaced(self._model, "add_adapter", self._add))
@@ -57,7 +66,8 @@ class ReferenceAdapter:
         """Switch to the adapter of that name."""
         if name == _NAME:
             recalls = any(
-                head.conversation is not None and head.conversation.scores is not None for head in self._heads
+                head.conversation is not None and head.conversation.scores is not None
+                for head in self._heads
             )
             if not (self._trained or recalls):  # or recorded outputs answer for the reference
                 with runtime_of(self._model).data.as_shards():

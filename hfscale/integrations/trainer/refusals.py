@@ -28,7 +28,9 @@ from .seams import compiler_of
 from .trainer_batches import rebalances
 from .trainer_optimizers import check_optimizer, optimizer_name
 
-_OF_SEVERAL_RANKS = frozenset({"auto_find_batch_size", "neftune_noise_alpha", "eval_use_gather_object"})
+_OF_SEVERAL_RANKS = frozenset(
+    {"auto_find_batch_size", "neftune_noise_alpha", "eval_use_gather_object"}
+)
 _SHARDS = "would shard the model a second time: use hfscale.ParallelConfig(dp_shard_size=...)"
 _REFUSED = {
     "torch_compile_mode": "is for whole models, and most modes record CUDA graphs, which replay the addresses of one "
@@ -78,7 +80,10 @@ def _check_arguments(arguments: Any) -> None:
         )
     if alone:
         return
-    kwargs = getattr(arguments, "activation_checkpointing_kwargs", None) or arguments.gradient_checkpointing_kwargs
+    kwargs = (
+        getattr(arguments, "activation_checkpointing_kwargs", None)
+        or arguments.gradient_checkpointing_kwargs
+    )
     if (kwargs or {}).get("use_reentrant"):
         raise ConfigError(
             "gradient_checkpointing_kwargs={'use_reentrant': True} hides layers from autograd, which then does not sum "
@@ -126,11 +131,16 @@ def check_model(runtime: Runtime, arguments: Any) -> None:
     """Check the model's precision, kernels, schedule and optimizer's device against the arguments."""
     if offloaded(runtime.plan).optimizer:
         refuse_aside(optimizer_name(arguments))
-    built, asked = runtime.options.around_products, str(arguments.mixed_precision)
+    built = runtime.options.around_products
+    asked = str(arguments.mixed_precision)
     if built != asked:
         said = {"no": "neither bf16 nor fp16", "bf16": "bf16=True", "fp16": "fp16=True"}
         told = os.environ.get("ACCELERATE_MIXED_PRECISION") == asked != "no"
-        launcher = " (accelerate launch may say so: ACCELERATE_MIXED_PRECISION, of its config file)" if told else ""
+        launcher = (
+            " (accelerate launch may say so: ACCELERATE_MIXED_PRECISION, of its config file)"
+            if told
+            else ""
+        )
         raise ConfigError(
             f"TrainingArguments has {said[asked]}{launcher}, and the model was built with mixed_precision={built!r}: "
             f"give both the same: hfscale.from_pretrained(..., mixed_precision={asked!r}), or {said[built]}"
@@ -161,10 +171,15 @@ def check_trainer(trainer: Any, scores_tokens: bool) -> None:
     collator = getattr(trainer, "data_collator", None)
     if isinstance(collator, DataCollatorWithFlattening) or getattr(collator, "padding_free", False):
         tokens = getattr(trainer.args, "max_length", None)  # of TRL's trainers
-        check_packed_rows(runtime.model, start=getattr(collator, "position_ids_start", 0), tokens=tokens)
+        check_packed_rows(
+            runtime.model, start=getattr(collator, "position_ids_start", 0), tokens=tokens
+        )
     if hasattr(trainer, "reward_funcs"):
         _check_generation(trainer, runtime)
-    elif hasattr(trainer, "generation_config") and runtime.mesh.layout.pp * runtime.mesh.layout.cp > 1:
+    elif (
+        hasattr(trainer, "generation_config")
+        and runtime.mesh.layout.pp * runtime.mesh.layout.cp > 1
+    ):
         raise ConfigError(
             f"{runtime.mesh.layout.describe()}: {name} generates with the model that it trains, and reads its full "
             f"head, and a rank has some layers, or a part of the sequences: use pp_size=1 and {UNCUT_SEQUENCES}"
@@ -181,7 +196,8 @@ def check_trainer(trainer: Any, scores_tokens: bool) -> None:
 
 def _check_generation(trainer: Any, runtime: Runtime) -> None:
     """Refuse generation by a model that no rank can run alone, and losses that look at a whole step at once."""
-    args, layout = trainer.args, runtime.mesh.layout
+    args = trainer.args
+    layout = runtime.mesh.layout
     own = not getattr(args, "use_vllm", False) and getattr(trainer, "rollout_func", None) is None
     if own and layout.pp * layout.cp > 1:
         raise ConfigError(
@@ -195,7 +211,8 @@ def _check_generation(trainer: Any, runtime: Runtime) -> None:
             "vllm_enable_sleep_mode sends weights before every generation, and ranks whose completions call no tools "
             "generate less often: leave it out, or use data ranks of one distinct batch"
         )
-    adapts, quantile = getattr(args, "use_adaptive_entropy", False), getattr(args, "top_entropy_quantile", 1.0)
+    adapts = getattr(args, "use_adaptive_entropy", False)
+    quantile = getattr(args, "top_entropy_quantile", 1.0)
     if runtime.plan.stages is not None and (adapts or quantile < 1.0):
         given = "use_adaptive_entropy=True" if adapts else f"top_entropy_quantile={quantile}"
         raise ConfigError(
@@ -206,7 +223,8 @@ def _check_generation(trainer: Any, runtime: Runtime) -> None:
 
 def _check_stages(trainer: Any, runtime: Runtime, scores_tokens: bool) -> None:
     """Refuse options that need the full model on one rank."""
-    layout, name = runtime.mesh.layout.describe(), type(trainer).__name__
+    layout = runtime.mesh.layout.describe()
+    name = type(trainer).__name__
     count = trainer.args.gradient_accumulation_steps
     if rebalances(trainer.args) and runtime.mesh.layout.num_microbatches not in (None, count):
         raise ConfigError(
@@ -220,7 +238,9 @@ def _check_stages(trainer: Any, runtime: Runtime, scores_tokens: bool) -> None:
             "routing=hfscale.RoutingConfig(balance_loss=...), or use pp_size=1"
         )
     if getattr(trainer.args, "activation_offloading", False):
-        raise ConfigError(f"{layout}: activation_offloading is not for passes between stages: leave it out")
+        raise ConfigError(
+            f"{layout}: activation_offloading is not for passes between stages: leave it out"
+        )
     own = not has_stock_loss(trainer)
     if (own and not scores_tokens) or runtime.loss is None:
         whose = f"{name}.compute_loss, or compute_loss_func," if own else class_name(runtime.model)
@@ -233,14 +253,17 @@ def _check_stages(trainer: Any, runtime: Runtime, scores_tokens: bool) -> None:
 
 def _check_step(trainer: Any, runtime: Runtime) -> None:
     """Check the microbatches that a step will have, and that their labels can be smoothed."""
-    args, layout = trainer.args, runtime.mesh.layout
+    args = trainer.args
+    layout = runtime.mesh.layout
     if trainer.uses_train_step and args.label_smoothing_factor and runtime.plan.loss is None:
         raise ConfigError(
             f"TrainingArguments(label_smoothing_factor={args.label_smoothing_factor}): {class_name(runtime.model)} "
             f"computes its loss itself, which is not smoothed over {layout.describe()}: leave it out, or use tensor "
             "ranks alone, where Trainer smooths it"
         )
-    if trainer.train_dataset is None or (runtime.plan.stages is None and not trainer.uses_train_step):
+    if trainer.train_dataset is None or (
+        runtime.plan.stages is None and not trainer.uses_train_step
+    ):
         return
     count = args.gradient_accumulation_steps
     uneven = runtime.plan.stages is not None and rebalances(args)
@@ -253,7 +276,9 @@ def _check_step(trainer: Any, runtime: Runtime) -> None:
     elif len(given) != count:
         asked = "" if layout.num_microbatches is None else "leave num_microbatches out, and "
         rows, left = divmod(args.per_device_train_batch_size * count, len(given))
-        same = "" if left else f" and per_device_train_batch_size={rows}, for the same rows per step"
+        same = (
+            "" if left else f" and per_device_train_batch_size={rows}, for the same rows per step"
+        )
         raise ConfigError(
             f"{layout.describe()}: the loss of {type(trainer).__name__} needs uncut batches, "
             f"gradient_accumulation_steps={count} per step, and the schedule would cut them into {len(given)} "

@@ -46,19 +46,27 @@ class TrainerRandomStreams:
         """Write the RNG states into a checkpoint, on its first rank, and the number of ``rows`` in a step."""
         if is_writer(self._mesh):
             directory.mkdir(parents=True, exist_ok=True)
-            torch.save({**_written(self._mesh), "began": self._began, "rows": rows}, directory / RANDOM)
+            torch.save(
+                {**_written(self._mesh), "began": self._began, "rows": rows}, directory / RANDOM
+            )
 
     def read(self, checkpoint: Path, own: bool, rows: int) -> None:
         """Read a checkpoint's RNG states; ``own``: it held this rank's own, which are restored already. Warn where its
         steps had other ``rows``.
         """
-        mesh, found = self._mesh, read_random_states(checkpoint)
-        self._goes_on, self._before, self._left_off = True, None, None
+        mesh = self._mesh
+        found = read_random_states(checkpoint)
+        self._goes_on = True
+        self._before = None
+        self._left_off = None
         if own:
             self._left_off = random_states(mesh)
         elif found is not None:
-            now, place = random_states(mesh), (mesh.data_rank, mesh.pp_rank)
-            restore_random_states(mesh, _read(found), f"{place[0]}, stage {place[1]}" if any(place) else "")
+            now = random_states(mesh)
+            place = (mesh.data_rank, mesh.pp_rank)
+            restore_random_states(
+                mesh, _read(found), f"{place[0]}, stage {place[1]}" if any(place) else ""
+            )
             self._left_off = random_states(mesh)
             restore_random_states(mesh, now)
         if found is not None and found.get("began") is not None:
@@ -120,14 +128,18 @@ class StatesInMemoryCallback(TrainerCallback):
     """
 
     def __init__(self, every: int, memory: str | Path = MEMORY) -> None:
-        self.every, self.memory, self.due = every, memory, False
+        self.every = every
+        self.memory = memory
+        self.due = False
         self.states: StatesInMemory | None = None
 
     def states_of(self, trainer: Any) -> StatesInMemory:
         """Return the states of a trainer; collective the first time."""
         if self.states is None:
             output: str = trainer.args.output_dir
-            self.states = StatesInMemory(trainer.model, output, every=self.every, memory=self.memory)
+            self.states = StatesInMemory(
+                trainer.model, output, every=self.every, memory=self.memory
+            )
         return self.states
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -154,11 +166,18 @@ class StatesInMemoryCallback(TrainerCallback):
     @contextmanager
     def kept(self, trainer: Any) -> Iterator[Path]:
         """Let Trainer write its small files to a directory; save them with the run's state behind the block."""
-        states, self.due = self.states_of(trainer), False
-        states.optimizer, states.others = trainer.optimizer, {"scheduler": trainer.lr_scheduler}
-        with all_or_none(trainer.runtime.mesh, "the state in memory is incomplete"), TemporaryDirectory() as aside:
+        states = self.states_of(trainer)
+        self.due = False
+        states.optimizer = trainer.optimizer
+        states.others = {"scheduler": trainer.lr_scheduler}
+        with (
+            all_or_none(trainer.runtime.mesh, "the state in memory is incomplete"),
+            TemporaryDirectory() as aside,
+        ):
             with (
-                attribute_replaced(trainer, "save_model", lambda directory, **_: Path(directory).mkdir()),
+                attribute_replaced(
+                    trainer, "save_model", lambda directory, **_: Path(directory).mkdir()
+                ),
                 attribute_replaced(trainer, "write_state", lambda _: None),
             ):
                 yield Path(aside)

@@ -25,8 +25,11 @@ class Seams:
     """The replacements, for one trainer, and the layout and options of models that it makes itself."""
 
     def __init__(self, layout: ParallelConfig | None, options: dict[str, Any]) -> None:
-        self.layout, self.options = layout, options
-        self.heads: list[FusedHead] = []  # the fused heads of its models; the first belongs to the trained model
+        self.layout = layout
+        self.options = options
+        self.heads: list[
+            FusedHead
+        ] = []  # the fused heads of its models; the first belongs to the trained model
         self._policy: Runtime | None = None
         self._teaches = False  # whether a second model is a teacher, and no reference
         self._made_of: list[tuple[nn.Parameter, Tensor]] = []
@@ -49,7 +52,11 @@ class Seams:
     def train(self, model: Any) -> None:
         """Remember the trained model, and the tensors behind its parameters."""
         self._policy = runtime_of(model)
-        self._made_of = [(parameter, parameter.data) for parameter in model.parameters() if parameter.requires_grad]
+        self._made_of = [
+            (parameter, parameter.data)
+            for parameter in model.parameters()
+            if parameter.requires_grad
+        ]
 
     def follow_casts(self) -> None:
         """Repeat on FSDP2's shards the cast to bfloat16 that TRL, in ``data``, makes of adapters over 4-bit weights."""
@@ -82,25 +89,37 @@ class Seams:
             )
         self.heads.append(FusedHead(model, temperature, tuple(outputs), trains=not self.heads))
 
-    def _get_peft_model(self, stock: Any, model: Any, peft_config: Any, *args: Any, **kwargs: Any) -> Any:
+    def _get_peft_model(
+        self, stock: Any, model: Any, peft_config: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         if find_runtime(model) is None:
             return stock(model, peft_config, *args, **kwargs)
         adapted = adapt.get_peft_model(model, peft_config)
         self.train(adapted)
         return adapted
 
-    def _create_model_from_path(self, stock: Any, path: str, architecture: Any = None, **kwargs: Any) -> Any:
+    def _create_model_from_path(
+        self, stock: Any, path: str, architecture: Any = None, **kwargs: Any
+    ) -> Any:
         if self.layout is None:
             raise ConfigError(
                 f"{path!r} would be loaded in full by every process: pass parallel=hfscale.ParallelConfig(...) to the "
                 "trainer, or a model of hfscale.from_pretrained"
             )
-        given = {name: value for name, value in kwargs.items() if name != "device_map" and value is not None}
+        given = {
+            name: value
+            for name, value in kwargs.items()
+            if name != "device_map" and value is not None
+        }
         dtype = given.pop("dtype", torch.float32)
         dtype = getattr(torch, dtype) if isinstance(dtype, str) and dtype != "auto" else dtype
-        if self._policy is not None and not self._teaches:  # this is its reference, equal to it before the first step
+        if (
+            self._policy is not None and not self._teaches
+        ):  # this is its reference, equal to it before the first step
             given |= reference_of(self._policy)
-            if dtype == self._policy.model.dtype:  # that of this rank's first parameter, perhaps an adapter's
+            if (
+                dtype == self._policy.model.dtype
+            ):  # that of this rank's first parameter, perhaps an adapter's
                 dtype = self._policy.plan.parameters[0].dtype
         return build.from_pretrained(
             path,
@@ -118,7 +137,11 @@ def options_of(arguments: Any) -> dict[str, Any]:
         return {}
     kernels = (arguments.liger_kernel_config or True) if arguments.use_liger_kernel else False
     precision = str(arguments.mixed_precision)
-    return {"mixed_precision": precision, "use_liger_kernel": kernels, "compile": compiler_of(arguments)}
+    return {
+        "mixed_precision": precision,
+        "use_liger_kernel": kernels,
+        "compile": compiler_of(arguments),
+    }
 
 
 def compiler_of(arguments: TrainingArguments) -> bool | str:
@@ -164,4 +187,6 @@ def _hash_module(stock: Any, module: Any) -> str:
     for planned, parameter in runtime.parameters():
         share = local_tensor(parameter.detach()).cpu().contiguous().view(-1).view(torch.uint8)
         own.update(planned.name.encode() + share.numpy().tobytes())
-    return hashlib.sha256("".join(runtime.mesh.all_gather_object(own.hexdigest())).encode()).hexdigest()
+    return hashlib.sha256(
+        "".join(runtime.mesh.all_gather_object(own.hexdigest())).encode()
+    ).hexdigest()

@@ -26,20 +26,27 @@ from ...train.runtime.full_tensors import SavedTensor, full_tensors, tensors_to_
 from ...train.runtime.parameter_names import stock_name
 from ...train.runtime.writing import is_writer
 
-OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"
+OPTIMIZER = "optimizer.pt"
+SCHEDULER = "scheduler.pt"
 _LARGEST = 16 << 30  # bytes of a state that one process is assumed to have room for
 _Kinds = dict[str, dict[str, torch.dtype | None]]
 """By parameter and state: the dtype of a tensor with the parameter's shape; ``None``: a scalar."""
 
 
-def write(runtime: Runtime, directory: Path, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
+def write(
+    runtime: Runtime, directory: Path, optimizer: torch.optim.Optimizer, scheduler: Any
+) -> None:
     """Write files from which stock Trainer resumes, or refuses to: without any it would begin anew. Collective."""
-    numbers, kinds = _numbers(runtime, optimizer), _kinds(runtime, optimizer)
+    numbers = _numbers(runtime, optimizer)
+    kinds = _kinds(runtime, optimizer)
     written: dict[str, Any] = {"state": {}, "param_groups": [], "resume_with": "hfscale.Trainer"}
     if numbers is not None and kinds is not None and _size(runtime, kinds) <= _LARGEST:
         states = _gathered(runtime, optimizer, kinds)
         names = [name for group in numbers for name in group]
-        options = [{key: v for key, v in group.items() if key != "params"} for group in optimizer.param_groups]
+        options = [
+            {key: v for key, v in group.items() if key != "params"}
+            for group in optimizer.param_groups
+        ]
         number = count()
         written = {
             "state": {place: states[name] for place, name in enumerate(names) if name in states},
@@ -54,11 +61,16 @@ def write(runtime: Runtime, directory: Path, optimizer: torch.optim.Optimizer, s
         torch.save(scheduler.state_dict(), directory / SCHEDULER)
 
 
-def read(runtime: Runtime, checkpoint: Path, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
+def read(
+    runtime: Runtime, checkpoint: Path, optimizer: torch.optim.Optimizer, scheduler: Any
+) -> None:
     """Resume from a checkpoint of stock Trainer's, on every rank; refuse one of other parameters or cut blocks."""
     written = torch.load(checkpoint / OPTIMIZER, map_location="cpu", weights_only=True, mmap=True)
-    names, groups = _numbers(runtime, optimizer), written["param_groups"]
-    if names is None or [len(group["params"]) for group in groups] != [len(group) for group in names]:
+    names = _numbers(runtime, optimizer)
+    groups = written["param_groups"]
+    if names is None or [len(group["params"]) for group in groups] != [
+        len(group) for group in names
+    ]:
         raise CheckpointError(
             f"{checkpoint / OPTIMIZER} is the state of {sum(len(group['params']) for group in groups)} parameters in "
             f"{len(groups)} groups, and this run trains {sum(map(len, names or []))} in {len(optimizer.param_groups)}: "
@@ -67,12 +79,15 @@ def read(runtime: Runtime, checkpoint: Path, optimizer: torch.optim.Optimizer, s
     numbers = [number for group in groups for number in group["params"]]
     number = dict(zip((name for group in names for name in group), numbers, strict=True))
     planned = {id(parameter): planned for planned, parameter in runtime.parameters()}
-    state, mine = dict[int, dict[str, Any]](), list[dict[str, Any]]()
+    state = dict[int, dict[str, Any]]()
+    mine = list[dict[str, Any]]()
     for group, options in zip(optimizer.param_groups, groups, strict=True):
         mine.append({**options, "params": [number[planned[id(p)].name] for p in group["params"]]})
         for parameter, place in zip(group["params"], mine[-1]["params"], strict=True):
             state[place] = {
-                key: _taken(key, value, planned[id(parameter)], parameter, runtime.mesh.ranks, optimizer)
+                key: _taken(
+                    key, value, planned[id(parameter)], parameter, runtime.mesh.ranks, optimizer
+                )
                 for key, value in _flat(written["state"].get(place, {})).items()
             }
             _refuse_blocks(checkpoint, state[place], planned[id(parameter)])
@@ -96,7 +111,12 @@ def _flat(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _taken(
-    key: str, value: Any, planned: ParameterPlan, parameter: Tensor, ranks: dict[str, int], optimizer: Any
+    key: str,
+    value: Any,
+    planned: ParameterPlan,
+    parameter: Tensor,
+    ranks: dict[str, int],
+    optimizer: Any,
 ) -> Any:
     """Return this rank's shard of a state of the full parameter: cut like it, or as hfscale's optimizers say."""
     if not isinstance(value, Tensor) or value.ndim == 0:
@@ -119,14 +139,17 @@ def _numbers(runtime: Runtime, optimizer: torch.optim.Optimizer) -> list[list[st
     whole = empty_copy(runtime.model) if adapters is None else adapters.whole.get_base_model()
     here = {planned.name for planned, p in runtime.parameters() if p.requires_grad}
     trains = set[str]().union(*runtime.mesh.all_gather_object(here))
-    owners, groups = owners_of(whole), list[list[str]]([[], []])
+    owners = owners_of(whole)
+    groups = list[list[str]]([[], []])
     for name, parameter in whole.named_parameters():
         known = name if name in runtime.plan.by_name else stock_name(name)
         if known in trains:
             groups[0 if decays(known, owners[id(parameter)]) else 1].append(known)
     held = {id(parameter): planned.name for planned, parameter in runtime.parameters()}
     mine = [[held[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-    fits = len(mine) == 2 and all(set(own) <= set(group) for own, group in zip(mine, groups, strict=True))
+    fits = len(mine) == 2 and all(
+        set(own) <= set(group) for own, group in zip(mine, groups, strict=True)
+    )
     return groups if all(runtime.mesh.all_gather_object(fits)) else None
 
 
@@ -137,9 +160,15 @@ def _kinds(runtime: Runtime, optimizer: torch.optim.Optimizer) -> _Kinds | None:
     for planned, parameter in runtime.parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
             share = local_tensor(value) if isinstance(value, Tensor) else None
-            whole = share is not None and share.ndim > 0 and share.shape == local_tensor(parameter).shape
+            whole = (
+                share is not None
+                and share.ndim > 0
+                and share.shape == local_tensor(parameter).shape
+            )
             fits = fits and (whole or share is None or share.ndim == 0)
-            found.setdefault(planned.name, {})[key] = share.dtype if whole and share is not None else None
+            found.setdefault(planned.name, {})[key] = (
+                share.dtype if whole and share is not None else None
+            )
     merged: _Kinds = {}
     for ok, other in runtime.mesh.all_gather_object((fits, found)):
         fits = fits and ok
@@ -156,9 +185,14 @@ def _size(runtime: Runtime, kinds: _Kinds) -> int:
     )
 
 
-def _gathered(runtime: Runtime, optimizer: torch.optim.Optimizer, kinds: _Kinds) -> dict[str, dict[str, Any]]:
+def _gathered(
+    runtime: Runtime, optimizer: torch.optim.Optimizer, kinds: _Kinds
+) -> dict[str, dict[str, Any]]:
     """Return full states by parameter, on rank 0; every rank takes part for all of them."""
-    held = {planned.name: optimizer.state.get(parameter, {}) for planned, parameter in runtime.parameters()}
+    held = {
+        planned.name: optimizer.state.get(parameter, {})
+        for planned, parameter in runtime.parameters()
+    }
     scalars = {
         name: {key: value for key, value in states.items() if kinds[name].get(key) is None}
         for name, states in held.items()
@@ -168,7 +202,9 @@ def _gathered(runtime: Runtime, optimizer: torch.optim.Optimizer, kinds: _Kinds)
     for each in runtime.mesh.all_gather_object(scalars):
         for name, values in each.items():
             found.setdefault(name, {}).update(values)
-    entries = [entry for entry in tensors_to_save(runtime) if entry.planned and entry.planned.name in kinds]
+    entries = [
+        entry for entry in tensors_to_save(runtime) if entry.planned and entry.planned.name in kinds
+    ]
     for key in sorted({key for states in kinds.values() for key in states}):
         types = [(entry, kinds[entry.planned.name].get(key)) for entry in entries if entry.planned]
         typed = [replace(entry, dtype=dtype) for entry, dtype in types if dtype is not None]

@@ -24,12 +24,16 @@ class TrainerAccelerator(Accelerator):
     """The :class:`hfscale.Accelerator` of a Trainer, to which its processes are the distinct batches."""
 
     _listed = (Sampler,)
-    _last: tuple[int, int] | None = None  # rows, and rows that count, of an iterable's evaluated batch
+    _last: tuple[int, int] | None = (
+        None  # rows, and rows that count, of an iterable's evaluated batch
+    )
     _counts: list[int] | None = None  # rows that count in the evaluated batch, by data rank
 
     def __init__(self, **kwargs: Any) -> None:
         if kwargs.get("mixed_precision") == "fp16":
-            kwargs["mixed_precision"] = "no"  # the model has its own casts, and train_step scales the loss
+            kwargs["mixed_precision"] = (
+                "no"  # the model has its own casts, and train_step scales the loss
+            )
         kwargs.pop("dynamo_plugin", None)  # the Trainer compiles layers itself
         super().__init__(**kwargs)
 
@@ -50,12 +54,21 @@ class TrainerAccelerator(Accelerator):
     ) -> Any:
         """Prepare as :class:`hfscale.Accelerator` does; ranks that share a batch augment its samples alike."""
         seed_workers_by(data_loader, self.mesh.batch_rank)
-        if isinstance(data_loader.batch_sampler, BatchRebalanceSampler) and self._runtime is not None:
+        if (
+            isinstance(data_loader.batch_sampler, BatchRebalanceSampler)
+            and self._runtime is not None
+        ):
             data_loader = balanced(data_loader, self._runtime)
-        if self.num_processes > 1 and not is_prepared(data_loader):  # data ranks may get some examples twice
+        if self.num_processes > 1 and not is_prepared(
+            data_loader
+        ):  # data ranks may get some examples twice
             if isinstance(data_loader.dataset, IterableDataset):
                 data_loader = dealt(
-                    data_loader, self.num_processes, self.process_index, self.split_batches, DealtStream
+                    data_loader,
+                    self.num_processes,
+                    self.process_index,
+                    self.split_batches,
+                    DealtStream,
                 )
             data_loader.collate_fn = Collator(data_loader.collate_fn)
         # Batches stay on the CPU, where a step checks them without a device sync, and moves them in one copy.
@@ -67,16 +80,24 @@ class TrainerAccelerator(Accelerator):
         Data ranks get batches of one size; the last ones are padded with examples from the beginning. ``None``, on
         every rank alike, if there can be no repeated ones. The loader of a stream for training may have ended already.
         """
-        state, self._last = self.gradient_state, None
+        state = self.gradient_state
+        self._last = None
         if self.num_processes == 1:
             size = getattr(state.active_dataloader, "batch_size", None)
             if state.end_of_dataloader and state.remainder == -1 and size and not of_stream:
-                self._last = size, _rows(batch)  # an iterable dataset's last batch may have fewer rows
+                self._last = (
+                    size,
+                    _rows(batch),
+                )  # an iterable dataset's last batch may have fewer rows
             return None
         if not self.even_batches:
             return None
         if of_stream or isinstance(getattr(state.active_dataloader, "dataset", None), DealtStream):
-            known = batch.known if isinstance(batch, Marked) and any(batch.known) else (_rows(batch),) * 2
+            known = (
+                batch.known
+                if isinstance(batch, Marked) and any(batch.known)
+                else (_rows(batch),) * 2
+            )
             self._last = None if of_stream else known
             return known
         return self._dealt_last(state.active_dataloader) if state.end_of_dataloader else None
@@ -88,7 +109,11 @@ class TrainerAccelerator(Accelerator):
             sampler = getattr(sampler, "batch_sampler", None)
         if sampler is None or sampler.drop_last or not sampler.batch_size:
             return None
-        size = sampler.batch_size // self.num_processes if sampler.split_batches else sampler.batch_size
+        size = (
+            sampler.batch_size // self.num_processes
+            if sampler.split_batches
+            else sampler.batch_size
+        )
         left = len(sampler.batch_sampler.sampler) % (size * self.num_processes)
         return size, size if left == 0 else min(size, max(0, left - self.process_index * size))
 
@@ -109,12 +134,15 @@ class TrainerAccelerator(Accelerator):
         counts = self._counts
         if tensor.ndim == 0:
             return _OfRanks.of(super().gather(tensor), counts)
-        here, most = max(counts[self.process_index], 1), max(counts)
+        here = max(counts[self.process_index], 1)
+        most = max(counts)
         chunks = tensor.unflatten(0, (-1, here))  # chosen and rejected rows, say
         filled = chunks.new_zeros((len(chunks), most, *chunks.shape[2:]))
         filled[:, :here] = chunks
         every = super().gather(filled).unflatten(0, (len(counts), -1))
-        return torch.cat([part[:, :count].flatten(0, 1) for part, count in zip(every, counts, strict=True)])
+        return torch.cat(
+            [part[:, :count].flatten(0, 1) for part, count in zip(every, counts, strict=True)]
+        )
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather over distinct batches, without padding rows, also for iterable datasets of unknown length.
@@ -123,14 +151,18 @@ class TrainerAccelerator(Accelerator):
         are gathered as float64, since TRL returns another dtype for zero rows (KTO, on a rank without desirable ones).
         """
         if isinstance(input_data, torch.Tensor) and input_data.ndim == 0:
-            return self.gather(input_data.double() if input_data.is_floating_point() else input_data)
+            return self.gather(
+                input_data.double() if input_data.is_floating_point() else input_data
+            )
         if self._counts is not None:
             return self.gather(input_data)
         gathered = super().gather_for_metrics(input_data, use_gather_object)
         if self._last is None:
             return gathered
         known = self.gather(torch.tensor([self._last], device=self.device)).sum(0).tolist()
-        return recursively_apply(lambda each: each[: known[1]] if len(each) == known[0] else each, gathered)
+        return recursively_apply(
+            lambda each: each[: known[1]] if len(each) == known[0] else each, gathered
+        )
 
     def _agree_on_order(self, data_loader: Any) -> None:
         sampler = get_sampler(data_loader)

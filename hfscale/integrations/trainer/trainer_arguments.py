@@ -13,7 +13,9 @@ from ...train.runtime import find_runtime
 SECOND_MODELS = ("ref_model", "teacher_model")
 
 
-def by_name(init: Callable[..., Any], given: Sequence[Any], named: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+def by_name(
+    init: Callable[..., Any], given: Sequence[Any], named: dict[str, Any]
+) -> tuple[list[Any], dict[str, Any]]:
     """Return arguments behind the model's as ``init`` names them; those without a name stay where they are."""
     names = [
         name
@@ -26,9 +28,15 @@ def by_name(init: Callable[..., Any], given: Sequence[Any], named: dict[str, Any
     return [], dict(zip(own, given, strict=True)) | named
 
 
-def with_default_config(kind: type, init: Callable[..., Any], model: Any, named: dict[str, Any]) -> dict[str, Any]:
+def with_default_config(
+    kind: type, init: Callable[..., Any], model: Any, named: dict[str, Any]
+) -> dict[str, Any]:
     """Return arguments with the config that TRL would make, in the precision of a model that has been built."""
-    if model is None or named.get("args") is not None or "args" not in inspect.signature(init).parameters:
+    if (
+        model is None
+        or named.get("args") is not None
+        or "args" not in inspect.signature(init).parameters
+    ):
         return named
     runtime = find_runtime(model) if isinstance(model, nn.Module) else None
     precision = {}

@@ -42,24 +42,34 @@ class DealtStream(IterableDatasetShard):
     """Accelerate's shard of an iterable dataset, with :class:`Repeated` examples as padding of the last step."""
 
     def __iter__(self) -> Iterator[Any]:
-        ranks = range(self.process_index * self.batch_size, (self.process_index + 1) * self.batch_size)
-        first, step = list[Any](), list[Any]()
+        ranks = range(
+            self.process_index * self.batch_size, (self.process_index + 1) * self.batch_size
+        )
+        first = list[Any]()
+        step = list[Any]()
         for example in self.dataset:
             step.append(example)
             if len(step) == self.batch_size * self.num_processes:
                 yield from (step[place] for place in ranks)
-                first, step = first or step, []
+                first = first or step
+                step = []
         if step and not self.drop_last:
             first = first or step
             for place in ranks:
-                yield step[place] if place < len(step) else Repeated(first[(place - len(step)) % len(first)])
+                yield (
+                    step[place]
+                    if place < len(step)
+                    else Repeated(first[(place - len(step)) % len(first)])
+                )
 
 
 def balanced(loader: Any, runtime: Runtime) -> Any:
     """Return a copy of ``batch_rebalance``'s loader that shares rows out over distinct batches by their cost."""
     given = loader.batch_sampler
     rows = given.effective_batch_size // given.dp_size * runtime.mesh.batch_world
-    sampler = balanced_batches(runtime.model, given.lengths, rows, given.grad_accum, drop_last=given.drop_last)
+    sampler = balanced_batches(
+        runtime.model, given.lengths, rows, given.grad_accum, drop_last=given.drop_last
+    )
     kept = {name: getattr(loader, name) for name in KEPT if name != "drop_last"}
     return DataLoader(loader.dataset, batch_sampler=sampler, **kept)
 
@@ -82,7 +92,11 @@ class Collator:
     def __call__(self, examples: Any) -> Any:
         """Collate examples, marking repeated and packed ones."""
         repeats = sum(isinstance(each, Repeated) for each in examples)
-        plain = [each.example if isinstance(each, Repeated) else each for each in examples] if repeats else examples
+        plain = (
+            [each.example if isinstance(each, Repeated) else each for each in examples]
+            if repeats
+            else examples
+        )
         batch = self._collate(plain)
         ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
         in_one_row = isinstance(ids, Tensor) and ids.ndim == 2 and 1 == len(ids) < len(plain)
@@ -101,8 +115,11 @@ def cut_by_schedule(
     """Yield a step's batches, padded to the number and size that ``TrainingArguments`` say, as schedules need.
     Added rows repeat the last one without labels; for a loss that ignores no label, see :func:`pieces`.
     """
-    count, rows = arguments.gradient_accumulation_steps, arguments.per_device_train_batch_size
-    uneven = rebalances(arguments)  # batches of few long rows are as long as those of many short ones
+    count = arguments.gradient_accumulation_steps
+    rows = arguments.per_device_train_batch_size
+    uneven = rebalances(
+        arguments
+    )  # batches of few long rows are as long as those of many short ones
     with executor.uncut() if uneven or not ignores else nullcontext():
         if ignores:
             full = [with_rows(batch, 1 if uneven else rows) for batch in batches]
@@ -116,7 +133,9 @@ def rebalances(arguments: Any) -> bool:
     return getattr(arguments, "train_sampling_strategy", None) == "batch_rebalance"
 
 
-def pieces(executor: Executor, batches: Sequence[Batch], count: int, rows: int) -> list[list[Batch]]:
+def pieces(
+    executor: Executor, batches: Sequence[Batch], count: int, rows: int
+) -> list[list[Batch]]:
     """Return the microbatches of each of ``count`` batches of ``rows`` rows; the last batches may have fewer, or none.
     This is for losses without an ignored label, to which no row can be added: 3 rows in 4 microbatches are 1 + 1 + 1 +
     0. Run them inside of ``executor.uncut()``.
@@ -147,7 +166,11 @@ def first_examples(batch: Batch, known: tuple[int, int], drop: bool = True) -> B
 
 def warn_of_repeated(trainer: Any, known: tuple[int, int] | None) -> None:
     """Warn once that ``known[0] - known[1]`` examples count twice in a loss that hfscale does not compute."""
-    if known is None or known[1] >= known[0] or vars(trainer).setdefault("_told_of_repeated", False):
+    if (
+        known is None
+        or known[1] >= known[0]
+        or vars(trainer).setdefault("_told_of_repeated", False)
+    ):
         return
     vars(trainer)["_told_of_repeated"] = True
     warnings.warn(
@@ -165,7 +188,9 @@ def first_rows(batch: Batch, has: int, rows: int) -> Batch:
 
 def first_of_chunks(batch: Batch, has: int, rows: int) -> Batch:
     """Return ``batch`` with the first ``rows`` of its ``has``, in both halves if chosen rows precede rejected ones."""
-    return _by_rows(batch, (has, 2 * has), lambda value: torch.cat([chunk[:rows] for chunk in value.split(has)]))
+    return _by_rows(
+        batch, (has, 2 * has), lambda value: torch.cat([chunk[:rows] for chunk in value.split(has)])
+    )
 
 
 def with_rows(batch: Batch, rows: int) -> Batch:
@@ -178,14 +203,18 @@ def with_rows(batch: Batch, rows: int) -> Batch:
         return torch.cat((value, value[-1:].expand(rows - has, *value.shape[1:])))
 
     more = _by_rows(batch, (has,), padded)
-    of_other_rows = {name: batch[name] for name in _LABELS if name in batch and more[name] is batch[name]}
+    of_other_rows = {
+        name: batch[name] for name in _LABELS if name in batch and more[name] is batch[name]
+    }
     return {**_unlabelled(more, has), **of_other_rows}
 
 
 def _by_rows(batch: Batch, sizes: tuple[int, ...], change: Callable[[Tensor], Tensor]) -> Batch:
     """Return ``batch`` with ``change`` applied to its tensors of that many rows."""
     return {
-        name: change(value) if isinstance(value, Tensor) and value.ndim and len(value) in sizes else value
+        name: change(value)
+        if isinstance(value, Tensor) and value.ndim and len(value) in sizes
+        else value
         for name, value in batch.items()
     }
 

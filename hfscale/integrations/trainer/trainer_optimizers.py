@@ -27,9 +27,14 @@ def check_optimizer(arguments: Any) -> None:
     if left_to_host(name):
         return
     adam = {"betas": (arguments.adam_beta1, arguments.adam_beta2), "eps": arguments.adam_epsilon}
-    choice, given = find_choice(name), parse_arguments(arguments.optim_args)
-    unheard = {*_unheard_options(arguments, given)} & {*choice.adam}  # these have arguments of their own
-    choice.options(name, adam, {option: value for option, value in given.items() if option not in unheard})
+    choice = find_choice(name)
+    given = parse_arguments(arguments.optim_args)
+    unheard = {*_unheard_options(arguments, given)} & {
+        *choice.adam
+    }  # these have arguments of their own
+    choice.options(
+        name, adam, {option: value for option, value in given.items() if option not in unheard}
+    )
 
 
 def left_to_host(name: str) -> bool:
@@ -39,17 +44,28 @@ def left_to_host(name: str) -> bool:
 
 def named_optimizer(trainer: Any, model: nn.Module) -> Any:
     """Return the optimizer of ``args.optim``, or ``None`` if the script chooses another, which Trainer creates."""
-    args, kind, stock = trainer.args, type(trainer), transformers.Trainer
+    args = trainer.args
+    kind = type(trainer)
+    stock = transformers.Trainer
     overridden = kind.get_optimizer_cls_and_kwargs is not stock.get_optimizer_cls_and_kwargs
     name = optimizer_name(args)
     if trainer.optimizer_cls_and_kwargs is not None or overridden or left_to_host(name):
         return None
     groups = None
-    if kind.get_decay_parameter_names is not stock.get_decay_parameter_names:  # the subclass chooses what decays
+    if (
+        kind.get_decay_parameter_names is not stock.get_decay_parameter_names
+    ):  # the subclass chooses what decays
         names = set(trainer.get_decay_parameter_names(model))
-        trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+        trained = [
+            (name, parameter)
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad
+        ]
         groups = [
-            {"params": [each for name, each in trained if (name in names) == decays], "weight_decay": rate}
+            {
+                "params": [each for name, each in trained if (name in names) == decays],
+                "weight_decay": rate,
+            }
             for decays, rate in ((True, args.weight_decay), (False, 0.0))
         ]
     return create_optimizer(

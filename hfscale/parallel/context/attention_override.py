@@ -29,9 +29,29 @@ from ...errors import ConfigError
 from .cut_batch import CutBatch, MaskBlocks
 
 _PREFIX = "hfscale_"
-_SAID = {"sliding_window", "position_ids", "is_causal", "use_cache", "cache_position", "position_embeddings"}
-_SAID |= {*CACHES, "num_items_in_batch", "return_dict", "labels", "logits_to_keep", "output_attentions"}
-_SAID |= {"output_router_logits", "output_hidden_states", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q"}
+_SAID = {
+    "sliding_window",
+    "position_ids",
+    "is_causal",
+    "use_cache",
+    "cache_position",
+    "position_embeddings",
+}
+_SAID |= {
+    *CACHES,
+    "num_items_in_batch",
+    "return_dict",
+    "labels",
+    "logits_to_keep",
+    "output_attentions",
+}
+_SAID |= {
+    "output_router_logits",
+    "output_hidden_states",
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "max_length_q",
+}
 _SAID |= {"max_length_k"}
 """Arguments of an attention call that say nothing that its mask does not."""
 
@@ -129,33 +149,55 @@ def _mask(host: Callable[..., Any], fills: bool, *args: Any, **kwargs: Any) -> A
     if kwargs.get("use_vmap"):  # which the host does not know to take more than one place at a time
         function = place_by_place(function)
     total = passage.batch.split.total
-    said = {"attention_mask": None, "use_vmap": False, "allow_is_bidirectional_skip": False}  # by the function
+    said = {
+        "attention_mask": None,
+        "use_vmap": False,
+        "allow_is_bidirectional_skip": False,
+    }  # by the function
     whole = {**kwargs, **said, "q_length": total, "kv_length": total}
 
     def dense(function: Callable[..., Tensor]) -> Any:
         skips = kwargs.get("allow_is_causal_skip", False) and function is causal_mask_function
         return host(*args, **{**whole, "mask_function": function, "allow_is_causal_skip": skips})
 
-    every = MaskBlocks(passage.batch, function, kwargs["batch_size"], kwargs["device"], passage.attend, dense)
+    every = MaskBlocks(
+        passage.batch, function, kwargs["batch_size"], kwargs["device"], passage.attend, dense
+    )
     found = every.of_examples()
     return found.filled() if fills and passage.batch.padding is not None else found
 
 
 def _attention(
-    host: Callable[..., Any], module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
+    host: Callable[..., Any],
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any,
+    **kwargs: Any,
 ) -> Any:
     if not isinstance(mask, MaskBlocks):
         if _passage.get() is not None:
-            raise ConfigError(f"{class_name(module)} attends with a mask of its own ({type(mask).__name__})")
+            raise ConfigError(
+                f"{class_name(module)} attends with a mask of its own ({type(mask).__name__})"
+            )
         return host(module, query, key, value, mask, **kwargs)
     own = mask.batch.split.length(mask.batch.rank)
     if not query.shape[2] == key.shape[2] == own:
-        raise ConfigError(f"{class_name(module)} has {query.shape[2]} queries and {key.shape[2]} keys of {own} tokens")
+        raise ConfigError(
+            f"{class_name(module)} has {query.shape[2]} queries and {key.shape[2]} keys of {own} tokens"
+        )
     given = {name: value for name, value in kwargs.items() if value is not None}
-    scale, softcap = (None if (x := given.pop(name, None)) is None else float(x) for name in ("scaling", "softcap"))
-    sinks, dropout = given.pop("s_aux", None), float(given.pop("dropout", 0.0))
+    scale, softcap = (
+        None if (x := given.pop(name, None)) is None else float(x)
+        for name in ("scaling", "softcap")
+    )
+    sinks = given.pop("s_aux", None)
+    dropout = float(given.pop("dropout", 0.0))
     if unknown := [name for name in given if name not in _SAID]:
-        raise ConfigError(f"{class_name(module)} passes unknown arguments to attention: {', '.join(unknown)}")
+        raise ConfigError(
+            f"{class_name(module)} passes unknown arguments to attention: {', '.join(unknown)}"
+        )
     call = AttentionCall(
         scale=query.shape[-1] ** -0.5 if scale is None else scale,
         softcap=softcap,

@@ -29,7 +29,9 @@ from ...plan.sequence_split import Interval, Split, starts_of, tokens_of
 
 # Along which dim the tokens of a whole sequence lie; by name, since other inputs may have as many entries by chance.
 _TOKENS_ALONG = {
-    **dict.fromkeys(("input_ids", "inputs_embeds", "attention_mask", "token_type_ids", "mm_token_type_ids"), 1),
+    **dict.fromkeys(
+        ("input_ids", "inputs_embeds", "attention_mask", "token_type_ids", "mm_token_type_ids"), 1
+    ),
     **dict.fromkeys(("labels", "shift_labels", "visual_pos_masks", "per_layer_inputs", ROUTES), 1),
     **dict.fromkeys(("position_ids", IDS, TARGETS), -1),
 }
@@ -38,8 +40,18 @@ _AT_MARKED = {"deepstack_visual_embeds": "visual_pos_masks"}
 CUT_INSIDE = ("visual_pos_masks", "per_layer_inputs", *_AT_MARKED)
 """Of what models of text are given besides embeddings where there are pictures, what can be cut."""
 CUT_FIRST = ("labels", "shift_labels", IDS, TARGETS, ROUTES)
-_NO_TOKENS = ("use_cache", "return_dict", "output_hidden_states", "num_items_in_batch", "output_attentions")
-SKIPPED, FULL, CAUSAL, MASKED = "skipped", "full", "causal", "masked"  # how queries of one interval read another's keys
+_NO_TOKENS = (
+    "use_cache",
+    "return_dict",
+    "output_hidden_states",
+    "num_items_in_batch",
+    "output_attentions",
+)
+# how queries of one interval read another's keys
+SKIPPED = "skipped"
+FULL = "full"
+CAUSAL = "causal"
+MASKED = "masked"
 _ROWS = 1024  # of a block of a mask, looked at at once
 
 
@@ -101,13 +113,16 @@ def cut_batch(
             "sequences, or a smaller cp_size"
         )
     split = Split(total, size)
-    padding, positions = _padding(batch.get("attention_mask")), batch.get("position_ids")
+    padding = _padding(batch.get("attention_mask"))
+    positions = batch.get("position_ids")
     of_text = None if positions is None else text_positions(positions)
     documents = starts = None  # every row is one
     if of_text is not None:
         begins = begins_anew(of_text.expand(samples, -1), batch.get("attention_mask"))
         documents = F.pad(begins.cumsum(-1), (1, 0))
-        starts = starts_of(documents)  # the host waits here, once, for a batch that is on the device
+        starts = starts_of(
+            documents
+        )  # the host waits here, once, for a batch that is on the device
         if not any(starts):
             documents = starts = None
     whole = dict(batch)
@@ -117,14 +132,19 @@ def cut_batch(
         whole["labels"] = F.pad(whole["labels"], (0, shift), value=-100)[..., shift:]
     known = CutBatch(split, rank, padding, positions, documents, starts)
     if inside:
-        return known, {**whole, **cut_inputs(known, {name: whole[name] for name in CUT_FIRST if name in whole})}
+        return known, {
+            **whole,
+            **cut_inputs(known, {name: whole[name] for name in CUT_FIRST if name in whole}),
+        }
     if counted is not None and positions is None:
         whole["position_ids"] = counted
     part = cut_inputs(known, whole)
     if whole_mask:
         mask = batch.get("attention_mask")
         device = next(value.device for value in part.values() if isinstance(value, Tensor))
-        part["attention_mask"] = torch.ones(samples, total, dtype=torch.long, device=device) if mask is None else mask
+        part["attention_mask"] = (
+            torch.ones(samples, total, dtype=torch.long, device=device) if mask is None else mask
+        )
     return known, part
 
 
@@ -159,7 +179,8 @@ def _marked(rows: list[Tensor], marks: Tensor, batch: CutBatch) -> list[Tensor]:
 def _part(name: str, value: Any, batch: CutBatch) -> Any:
     if not isinstance(value, Tensor) or value.ndim == 0 or name in _NO_TOKENS:
         return value
-    dim, total = _TOKENS_ALONG.get(name), batch.split.total
+    dim = _TOKENS_ALONG.get(name)
+    total = batch.split.total
     if dim is None or value.shape[dim] != total:
         raise ConfigError(
             f"{name} of shape {tuple(value.shape)} cannot be cut along sequences of {total} tokens: leave it out, or "
@@ -179,7 +200,9 @@ class MaskBlocks:
     function: Callable[..., Tensor]
     samples: int
     device: torch.device
-    attend: Callable[..., Any]  # computes the attention of calls with this mask: ``(module, q, k, v, mask, call)``
+    attend: Callable[
+        ..., Any
+    ]  # computes the attention of calls with this mask: ``(module, q, k, v, mask, call)``
     # makes transformers' own mask of all tokens, from the function, for attention in a family's own code
     host: Callable[[Callable[..., Tensor]], Any]
     # ``[b, s]``: queries without any key, which read all keys alike; ``None`` where such queries read nothing
@@ -191,12 +214,17 @@ class MaskBlocks:
 
     def of_examples(self) -> "MaskBlocks":
         """Return this mask without padding, and separate for each document."""
-        function, batch = self.function, self.batch
-        starts = batch.starts if function is causal_mask_function and batch.padding is None else None
+        function = self.function
+        batch = self.batch
+        starts = (
+            batch.starts if function is causal_mask_function and batch.padding is None else None
+        )
         if batch.documents is not None:
             positions = text_positions(batch.whole_positions(self.device))
             assert positions is not None  # in which the documents were found
-            function = keep_documents_apart(function, positions.expand(self.samples, -1), batch.documents)
+            function = keep_documents_apart(
+                function, positions.expand(self.samples, -1), batch.documents
+            )
         if batch.padding is not None:
             function = and_masks(function, leave_out_padding(batch.padding))
         return replace(self, function=function, starts=starts, _kinds={})
@@ -214,7 +242,9 @@ class MaskBlocks:
 
     def to(self, dtype: torch.dtype) -> "MaskBlocks":
         """Return this mask with another ``dtype`` of its tensor."""
-        return replace(self, host=lambda f: None if (made := self.host(f)) is None else made.to(dtype))
+        return replace(
+            self, host=lambda f: None if (made := self.host(f)) is None else made.to(dtype)
+        )
 
     def filled(self) -> "MaskBlocks":
         """Return this mask with ``idle`` set: queries without any key (left padding) then read all keys alike."""
@@ -243,8 +273,14 @@ class MaskBlocks:
         if (rows, columns) not in self._kinds:
             starts = ((),) if self.function is causal_mask_function else self.starts
             if starts is None:
-                pieces, ranks = self.batch.split.pieces, range(self.batch.split.size)
-                every = [(own, other) for own in pieces(self.batch.rank) for r in ranks for other in pieces(r)]
+                pieces = self.batch.split.pieces
+                ranks = range(self.batch.split.size)
+                every = [
+                    (own, other)
+                    for own in pieces(self.batch.rank)
+                    for r in ranks
+                    for other in pieces(r)
+                ]
                 self._look([*dict.fromkeys([(rows, columns), *every])])
             else:
                 self._kinds[rows, columns] = _causal_kind(rows, columns, starts)
@@ -253,34 +289,46 @@ class MaskBlocks:
     def _look(self, pairs: Sequence[tuple[Interval, Interval]]) -> None:
         """Find the kinds of all pairs that a pass asks for, with one look of the host at the device."""
         flags = dict[tuple[Interval, Interval], Tensor]()
-        for rows, columns in ((rows, columns) for rows, columns in pairs if columns[0] < columns[1]):
+        for rows, columns in (
+            (rows, columns) for rows, columns in pairs if columns[0] < columns[1]
+        ):
             for start in range(*rows, _ROWS):
                 found = self.block((start, min(start + _ROWS, rows[1])), columns)
                 # a window or a document that is no shorter than the interval hides nothing else
                 below = torch.ones_like(found[0, 0]).tril(start - columns[0])
                 here = torch.stack([found.any(), ~found.all(), (found != below).any()])
                 flags[rows, columns] = flags.get((rows, columns), here) | here
-        for pair, (some, hidden, other) in zip(flags, torch.stack([*flags.values()]).tolist(), strict=True):
+        for pair, (some, hidden, other) in zip(
+            flags, torch.stack([*flags.values()]).tolist(), strict=True
+        ):
             causal = pair[0] == pair[1] and not other
-            self._kinds[pair] = FULL if not hidden else CAUSAL if causal else MASKED if some else SKIPPED
+            self._kinds[pair] = (
+                FULL if not hidden else CAUSAL if causal else MASKED if some else SKIPPED
+            )
 
     def of_own(self, own: slice) -> Tensor:
         """Return ``[b, 1, rows, s]``, True where some of this rank's queries attend to a key, idle ones to none."""
         return self._attends(
-            self.batch.places(self.device)[own], torch.arange(self.batch.split.total, device=self.device)
+            self.batch.places(self.device)[own],
+            torch.arange(self.batch.split.total, device=self.device),
         )
 
     def block(self, rows: Interval, columns: Interval) -> Tensor:
         """Return ``[b, 1, rows, columns]``, True where a query attends to a key."""
-        found = self._attends(*(torch.arange(*each, device=self.device) for each in (rows, columns)))
+        found = self._attends(
+            *(torch.arange(*each, device=self.device) for each in (rows, columns))
+        )
         if self.idle is not None:
             found = found | self.idle[:, None, slice(*rows), None]
         return found
 
     def _attends(self, rows: Tensor, columns: Tensor) -> Tensor:
-        sample, head = torch.arange(self.samples, device=self.device), torch.zeros_like(rows[:1])
+        sample = torch.arange(self.samples, device=self.device)
+        head = torch.zeros_like(rows[:1])
         axes = (sample, head, rows, columns)
-        found = self.function(*(axis.view([-1 if dim == i else 1 for i in range(4)]) for dim, axis in enumerate(axes)))
+        found = self.function(
+            *(axis.view([-1 if dim == i else 1 for i in range(4)]) for dim, axis in enumerate(axes))
+        )
         return found.expand(self.samples, 1, len(rows), len(columns))
 
     def bias(self, rows: Interval, columns: Interval, dtype: torch.dtype) -> Tensor:

@@ -80,12 +80,15 @@ def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, reading: Readi
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, reading: Reading) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, reading: Reading
+    ) -> Tensor:
         queries = reading.pieces(q)
         wide = torch.promote_types(q.dtype, torch.float32)
         found = dict[int, tuple[Tensor, Tensor]]()
         for rank, kb, vb in reading.source.blocks(k, v):
-            keys, values = reading.pieces(kb, rank), reading.pieces(vb, rank)
+            keys = reading.pieces(kb, rank)
+            values = reading.pieces(vb, rank)
             for i, rows, j, columns in reading.pairs(rank):
                 block = reading.block(rows, columns, q.dtype)
                 part = reading.kernel.forward(queries[i], keys[j], values[j], block)
@@ -94,10 +97,15 @@ class _Attention(torch.autograd.Function):
             out = q.new_zeros((*queries[i].shape[:3], v.shape[-1]))
             found[i] = out, out.new_full(out.shape[:3], float("-inf"), dtype=wide)
         outs, norms = zip(*(found[i] for i in range(len(queries))), strict=True)
-        total, norm = joined(outs), joined(norms).to(wide)
+        total = joined(outs)
+        norm = joined(norms).to(wide)
         if sinks is not None:
-            total, norm = _merged(total, norm, torch.zeros_like(total), sinks.to(wide)[None, :, None].expand_as(norm))
-        result = total.to(q.dtype).transpose(1, 2).contiguous().transpose(1, 2)  # in the order in which it is read next
+            total, norm = _merged(
+                total, norm, torch.zeros_like(total), sinks.to(wide)[None, :, None].expand_as(norm)
+            )
+        result = (
+            total.to(q.dtype).transpose(1, 2).contiguous().transpose(1, 2)
+        )  # in the order in which it is read next
         ctx.save_for_backward(q, k, v, sinks, result, norm)
         ctx.reading = reading
         return result
@@ -106,15 +114,21 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         q, k, v, sinks, out, lse = ctx.saved_tensors
         reading: Reading = ctx.reading
-        queries, grad, outs, norms = (reading.pieces(x.contiguous()) for x in (q, grads[0], out, finite(lse)))
+        queries, grad, outs, norms = (
+            reading.pieces(x.contiguous()) for x in (q, grads[0], out, finite(lse))
+        )
         dq = dict[int, Tensor]()
 
         def add(rank: int, kb: Tensor, vb: Tensor) -> tuple[Tensor, Tensor]:
-            keys, values = reading.pieces(kb, rank), reading.pieces(vb, rank)
-            dk, dv = dict[int, Tensor](), dict[int, Tensor]()
+            keys = reading.pieces(kb, rank)
+            values = reading.pieces(vb, rank)
+            dk = dict[int, Tensor]()
+            dv = dict[int, Tensor]()
             for i, rows, j, columns in reading.pairs(rank):
                 block = reading.block(rows, columns, q.dtype)
-                found = reading.kernel.backward(grad[i], queries[i], keys[j], values[j], outs[i], norms[i], block)
+                found = reading.kernel.backward(
+                    grad[i], queries[i], keys[j], values[j], outs[i], norms[i], block
+                )
                 for sums, place, part in zip((dq, dk, dv), (i, j, j), found, strict=True):
                     sums[place] = sums[place].to(lse.dtype).add_(part) if place in sums else part
             return _in_order(dk, keys), _in_order(dv, values)
@@ -138,7 +152,9 @@ def _merged(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple
 
 def _in_order(sums: dict[int, Tensor], pieces: Sequence[Tensor]) -> Tensor:
     """Join the gradients of pieces of a tensor; zeros where there is none."""
-    return joined([sums[i] if i in sums else torch.zeros_like(piece) for i, piece in enumerate(pieces)])
+    return joined(
+        [sums[i] if i in sums else torch.zeros_like(piece) for i, piece in enumerate(pieces)]
+    )
 
 
 class OwnBlocks:
@@ -157,7 +173,8 @@ class GatheredBlocks:
     """Gather blocks of keys and values (Llama Team 2024), and once more in the backward pass; a :class:`Source`."""
 
     def __init__(self, lengths: list[int], group: dist.ProcessGroup) -> None:
-        self._lengths, self._group = lengths, group
+        self._lengths = lengths
+        self._group = group
 
     def blocks(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Yield ``(rank, keys, values)``, each ``[b, h, lengths[rank], d]``, after one all-gather."""
@@ -174,7 +191,9 @@ class GatheredBlocks:
         """Reduce-scatter the gradients of all ranks' keys and values to the ranks that own them."""
         widths = [k.shape[-1], v.shape[-1]]
         sums = k.new_empty(k.shape[0], sum(self._lengths), k.shape[1], sum(widths))
-        for (rank, kb, vb), place in zip(self.blocks(k, v), sums.split(self._lengths, 1), strict=True):
+        for (rank, kb, vb), place in zip(
+            self.blocks(k, v), sums.split(self._lengths, 1), strict=True
+        ):
             dk, dv = backward(rank, kb, vb)
             torch.cat((dk.to(k.dtype), dv.to(k.dtype)), -1, out=place.transpose(1, 2))
         del kb, vb, dk, dv  # these views would keep the gathered tensors alive
@@ -191,7 +210,9 @@ def gather_sequences(x: Tensor, batch: CutBatch, group: dist.ProcessGroup) -> Te
         return all_gather(own, split.lengths, 1, group).index_select(1, split.order(own.device))
 
     def scatter(grad: Tensor) -> Tensor:
-        return reduce_scatter(grad.index_select(1, split.side_by_side(grad.device)), split.lengths, 1, group)
+        return reduce_scatter(
+            grad.index_select(1, split.side_by_side(grad.device)), split.lengths, 1, group
+        )
 
     return apply_mapping(x, gather, scatter)
 
@@ -204,11 +225,14 @@ class RingBlocks:
     """
 
     def __init__(self, lengths: list[int], rank: int, group: dist.ProcessGroup) -> None:
-        self._lengths, self._rank, self._group = lengths, rank, group
+        self._lengths = lengths
+        self._rank = rank
+        self._group = group
 
     def blocks(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Yield ``(rank, keys, values)``: this rank's own first, then those of the preceding ranks."""
-        widths, block = [k.shape[-1], v.shape[-1]], torch.cat((k, v), -1)
+        widths = [k.shape[-1], v.shape[-1]]
+        block = torch.cat((k, v), -1)
         for step in range(len(self._lengths)):
             source = (self._rank - step) % len(self._lengths)
             following = self._pass_on(block, source) if step + 1 < len(self._lengths) else None
@@ -219,7 +243,8 @@ class RingBlocks:
 
     def gradients(self, k: Tensor, v: Tensor, backward: Backward) -> tuple[Tensor, Tensor]:
         """Pass each block's gradient around the ring, adding every rank's contribution."""
-        widths, travelling = [k.shape[-1], v.shape[-1]], None
+        widths = [k.shape[-1], v.shape[-1]]
+        travelling = None
         for source, kb, vb in self.blocks(k, v):
             gradient = torch.cat(backward(source, kb, vb), -1)
             if travelling is not None:
@@ -232,7 +257,9 @@ class RingBlocks:
     def _pass_on(self, block: Tensor, source: int) -> Callable[[], Tensor]:
         """Send the block of rank ``source`` to the next rank; return what waits for that of the rank before it."""
         size = len(self._lengths)
-        arriving = block.new_empty((*block.shape[:2], self._lengths[(source - 1) % size], block.shape[3]))
+        arriving = block.new_empty(
+            (*block.shape[:2], self._lengths[(source - 1) % size], block.shape[3])
+        )
         block = block.contiguous()
         after = dist.get_global_rank(self._group, (self._rank + 1) % size)
         before = dist.get_global_rank(self._group, (self._rank - 1) % size)
@@ -242,7 +269,9 @@ class RingBlocks:
         return partial(_arrived, works, arriving, block, waiting("recv", before, self._group))
 
 
-def _arrived(works: list[Any], arriving: Tensor, _sent: Tensor, known: AbstractContextManager[None]) -> Tensor:
+def _arrived(
+    works: list[Any], arriving: Tensor, _sent: Tensor, known: AbstractContextManager[None]
+) -> Tensor:
     """Wait for a block; the one sent must live, and not change, until then."""
     with known:
         for work in works:

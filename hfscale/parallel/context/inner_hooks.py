@@ -36,8 +36,11 @@ _BY_LENGTH = ("dynamic", "longrope")
 class WholeSequences:
     """Run a mixer on full sequences: those that ``current`` returns, of the pass or of a recomputed layer."""
 
-    def __init__(self, gather: Gather, current: Callable[[], CutBatch | None] = current_batch) -> None:
-        self._gather, self._current = gather, current
+    def __init__(
+        self, gather: Gather, current: Callable[[], CutBatch | None] = current_batch
+    ) -> None:
+        self._gather = gather
+        self._current = current
 
     def install(self, module: nn.Module, reads_masks: bool = False) -> list[Any]:
         """Install hooks on a mixer, or on attention that ``reads_masks`` in code of its own; return their handles."""
@@ -49,20 +52,32 @@ class WholeSequences:
             if batch is None:
                 return None
             whole = tuple(self._whole("", value, batch, reads_masks) for value in args)
-            named = {name: self._whole(name, value, batch, reads_masks) for name, value in kwargs.items()}
+            named = {
+                name: self._whole(name, value, batch, reads_masks) for name, value in kwargs.items()
+            }
             return whole, named
 
         def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
             batch = running.pop()
             return output if batch is None else own_tokens(output, batch)
 
-        return [module.register_forward_pre_hook(before, with_kwargs=True), module.register_forward_hook(after)]
+        return [
+            module.register_forward_pre_hook(before, with_kwargs=True),
+            module.register_forward_hook(after),
+        ]
 
     def _whole(self, name: str, value: Any, batch: CutBatch, reads_masks: bool) -> Any:
         if isinstance(value, MaskBlocks):
-            return value.dense if reads_masks else replace(value.of_groups(batch.split.size), attend=read_alone)
+            return (
+                value.dense
+                if reads_masks
+                else replace(value.of_groups(batch.split.size), attend=read_alone)
+            )
         if isinstance(value, dict):
-            return {key: self._whole(f"{name} {key}", each, batch, reads_masks) for key, each in value.items()}
+            return {
+                key: self._whole(f"{name} {key}", each, batch, reads_masks)
+                for key, each in value.items()
+            }
         if "mask" in name and (value is None or (isinstance(value, Tensor) and value.ndim == 2)):
             return _padding(value, batch)
         if "position_ids" in name and isinstance(value, Tensor):
@@ -72,7 +87,9 @@ class WholeSequences:
 
 def own_tokens(output: Any, batch: CutBatch) -> Any:
     """Cut a module's output for full sequences, tensors ``[b, s, ...]``, to this rank's tokens."""
-    return _on_tokens(output, batch.split.total, lambda x: x.index_select(1, batch.places(x.device)))
+    return _on_tokens(
+        output, batch.split.total, lambda x: x.index_select(1, batch.places(x.device))
+    )
 
 
 def _on_tokens(value: Any, tokens: int, change: Callable[[Tensor], Tensor]) -> Any:
@@ -93,7 +110,9 @@ def _padding(value: Tensor | None, batch: CutBatch) -> Tensor | None:
     return batch.padding.to(batch.padding.dtype if value is None else value.dtype)
 
 
-def read_alone(_: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: MaskBlocks, call: AttentionCall) -> Tensor:
+def read_alone(
+    _: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: MaskBlocks, call: AttentionCall
+) -> Tensor:
     """Return the attention of full sequences, which need no other rank."""
     return read(q, k, v, call.sinks, mask, call, OwnBlocks())
 
@@ -110,10 +129,14 @@ def counting_tables(model: nn.Module) -> list[nn.Module]:
 def ask_for_all_positions(model: nn.Module) -> list[Any]:
     """Make rotary embeddings and tables of positions count as in whole sequences; return the hooks."""
     tables = counting_tables(model)
-    handles: list[Any] = [table.register_forward_pre_hook(_by_places, with_kwargs=True) for table in tables]
+    handles: list[Any] = [
+        table.register_forward_pre_hook(_by_places, with_kwargs=True) for table in tables
+    ]
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
-        if any(kind in _BY_LENGTH for kind in (kinds.values() if isinstance(kinds, dict) else [kinds])):
+        if any(
+            kind in _BY_LENGTH for kind in (kinds.values() if isinstance(kinds, dict) else [kinds])
+        ):
             handles.append(module.register_forward_pre_hook(_all_positions, with_kwargs=True))
             handles.append(module.register_forward_hook(_own_positions))
     return handles
@@ -121,7 +144,11 @@ def ask_for_all_positions(model: nn.Module) -> list[Any]:
 
 def _by_places(table: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     batch = current_batch()
-    return None if batch is None else (args[:1], {**kwargs, "position_ids": batch.places(table.weight.device)})
+    return (
+        None
+        if batch is None
+        else (args[:1], {**kwargs, "position_ids": batch.places(table.weight.device)})
+    )
 
 
 def _all_positions(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -137,7 +164,11 @@ def _all_positions(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 def _own_positions(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     batch = current_batch()
-    return output if batch is None else tuple(table[..., batch.places(table.device), :] for table in output)
+    return (
+        output
+        if batch is None
+        else tuple(table[..., batch.places(table.device), :] for table in output)
+    )
 
 
 def cut_inside(text: nn.Module, learned: Callable[[CutBatch], None] = learn) -> Any:
@@ -156,7 +187,9 @@ def cut_inside(text: nn.Module, learned: Callable[[CutBatch], None] = learn) -> 
             device = next((each.device for each in tokens if isinstance(each, Tensor)), None)
             given["position_ids"] = torch.arange(batch.split.total, device=device)[None]
         learned(replace(batch, position_ids=given.get("position_ids")))
-        passed_on = {name: given.pop(name) for name in CUT_FIRST if name in given}  # which are cut already
+        passed_on = {
+            name: given.pop(name) for name in CUT_FIRST if name in given
+        }  # which are cut already
         return (), {**cut_inputs(batch, given), **passed_on}
 
     return text.register_forward_pre_hook(before, with_kwargs=True)

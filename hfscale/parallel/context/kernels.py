@@ -34,7 +34,9 @@ class ScoreBlock:
     # ``[b, 1, rows, columns]``, 0 or minus infinity, added to scores; ``None``: no mask but ``causal``
     bias: Tensor | None = None
     seed: int = 0
-    idle: Tensor | None = None  # ``[b, 1, rows]``: queries for which all keys score alike; ``None``: there are none
+    idle: Tensor | None = (
+        None  # ``[b, 1, rows]``: queries for which all keys score alike; ``None``: there are none
+    )
     first: int = 0
 
     def of(self, rows: slice) -> "ScoreBlock":
@@ -43,10 +45,14 @@ class ScoreBlock:
             return self
         bias = None if self.bias is None else self.bias[:, :, rows]
         idle = None if self.idle is None else self.idle[:, :, rows]
-        return ScoreBlock(self.causal, bias, (self.seed * 1_000_003 + rows.start) % 2**63, idle, rows.start)
+        return ScoreBlock(
+            self.causal, bias, (self.seed * 1_000_003 + rows.start) % 2**63, idle, rows.start
+        )
 
 
-def kernel_for(q: Tensor, scale: float, softcap: float | None, dropout: float, idle: bool = False) -> "Kernel":
+def kernel_for(
+    q: Tensor, scale: float, softcap: float | None, dropout: float, idle: bool = False
+) -> "Kernel":
     """Return the fastest kernel that takes such queries, for pairs of intervals of every kind."""
     plain = softcap is None and not dropout and not idle
     if plain and q.device.type == "cpu":
@@ -71,13 +77,23 @@ class FlashOnCpu:
         out, lse = flash_on_cpu(q, k, v, block.causal, block.bias, self.scale)
         if block.bias is not None:
             nothing = torch.isneginf(block.bias).all(-1)
-            lse, out = lse.masked_fill(nothing, float("-inf")), out.masked_fill(nothing[..., None], 0.0)
+            lse = lse.masked_fill(nothing, float("-inf"))
+            out = out.masked_fill(nothing[..., None], 0.0)
         return out, lse
 
     def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: ScoreBlock
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        block: ScoreBlock,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return flash_on_cpu_backward(grad, q, k, v, out, lse, causal=block.causal, bias=block.bias, scale=self.scale)
+        return flash_on_cpu_backward(
+            grad, q, k, v, out, lse, causal=block.causal, bias=block.bias, scale=self.scale
+        )
 
 
 @dataclass(frozen=True)
@@ -90,7 +106,10 @@ class ScoreKernel:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block: ScoreBlock) -> tuple[Tensor, Tensor]:
         """Return output and log-sum-exp."""
-        out, lse = zip(*(self._forward(q[:, :, rows], k, v, block.of(rows)) for rows in _row_blocks(q, k)), strict=True)
+        out, lse = zip(
+            *(self._forward(q[:, :, rows], k, v, block.of(rows)) for rows in _row_blocks(q, k)),
+            strict=True,
+        )
         return joined(out), joined(lse)
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, block: ScoreBlock) -> tuple[Tensor, Tensor]:
@@ -103,31 +122,51 @@ class ScoreKernel:
         return out.flatten(1, 2).to(q.dtype), lse.flatten(1, 2)
 
     def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: ScoreBlock
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        block: ScoreBlock,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of q, k and v through this block; ``out`` and ``lse`` are those over all blocks."""
-        found, sums = list[Tensor](), list[Tensor]()
+        found = list[Tensor]()
+        sums = list[Tensor]()
         for rows in _row_blocks(q, k):
             dout, queries, answers, sizes = (x[:, :, rows] for x in (grad, q, out, lse))
             dq, *more = self._backward(dout, queries, answers, sizes, k, v, block.of(rows))
             found.append(dq)
-            sums = [total.add_(part) for total, part in zip(sums, more, strict=True)] if sums else more
+            sums = (
+                [total.add_(part) for total, part in zip(sums, more, strict=True)] if sums else more
+            )
         return joined(found), sums[0].to(k.dtype), sums[1].to(v.dtype)
 
     def _backward(
-        self, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor, block: ScoreBlock
+        self,
+        grad: Tensor,
+        q: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        k: Tensor,
+        v: Tensor,
+        block: ScoreBlock,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of some queries, and their terms of those of keys and values, in the dtype of scores."""
         scores, slope = self._scores(q, k, block)
         wide = scores.dtype
-        grad_, k_, v_ = _grouped(grad, k).to(wide), k.to(wide), v.to(wide)
+        grad_ = _grouped(grad, k).to(wide)
+        k_ = k.to(wide)
+        v_ = v.to(wide)
         delta = (grad.to(wide) * out.to(wide)).sum(-1).view(scores.shape[:-1])
         p = torch.exp(scores - finite(lse).reshape(scores.shape[:-1])[..., None])
         dp = torch.einsum("bkgqd,bksd->bkgqs", grad_, v_)
         kept = p
         if self.dropout:
             mask = self._kept(p, block)
-            dp, kept = dp * mask, p * mask
+            dp = dp * mask
+            kept = p * mask
         dv = torch.einsum("bkgqs,bkgqd->bksd", kept, grad_)
         ds = p * (dp - delta[..., None])
         ds = (ds if slope is None else ds * slope) * self.scale
@@ -142,11 +181,14 @@ class ScoreKernel:
         slope = None
         if self.softcap is not None:
             squashed = torch.tanh(scores / self.softcap)
-            scores, slope = squashed * self.softcap, 1 - squashed**2
+            scores = squashed * self.softcap
+            slope = 1 - squashed**2
         if block.bias is not None:
             scores = scores + block.bias[:, :, None].to(wide)
         if block.causal:
-            above = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1 + block.first)
+            above = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(
+                1 + block.first
+            )
             scores = scores.masked_fill(above, float("-inf"))
         if block.idle is not None:
             scores = scores.masked_fill(block.idle[:, :, None, :, None], 0.0)
@@ -174,17 +216,30 @@ class FlashOnCuda(ScoreKernel):
         return out, lse[..., : q.shape[2]]
 
     def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: ScoreBlock
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        block: ScoreBlock,
     ) -> tuple[Tensor, Tensor, Tensor]:
         if block.bias is not None:
             return super().backward(grad, q, k, v, out, lse, block)
-        return flash_on_cuda_backward(grad, q, k, v, out, lse.contiguous(), block.causal, self.scale)
+        return flash_on_cuda_backward(
+            grad, q, k, v, out, lse.contiguous(), block.causal, self.scale
+        )
 
 
 def _row_blocks(q: Tensor, k: Tensor) -> list[slice]:
     """Split the query rows into slices whose scores fit into memory together."""
     rows = max(1, _SCORES // max(1, q.shape[0] * q.shape[1] * k.shape[2]))
-    return [slice(0, None)] if q.shape[2] <= rows else [slice(i, i + rows) for i in range(0, q.shape[2], rows)]
+    return (
+        [slice(0, None)]
+        if q.shape[2] <= rows
+        else [slice(i, i + rows) for i in range(0, q.shape[2], rows)]
+    )
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:

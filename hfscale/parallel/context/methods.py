@@ -28,7 +28,9 @@ class HeadExchange:
     """
 
     def __init__(self, members: Sequence[Tensor], order: Tensor, group: dist.ProcessGroup) -> None:
-        self.members, self.order, self.group = members, order, group
+        self.members = members
+        self.order = order
+        self.group = group
         self.own = dist.get_rank(group)
 
     def to_heads(self, x: Tensor) -> Tensor:
@@ -43,7 +45,9 @@ class HeadExchange:
         """Exchange ``[b, h / n, s of all, d]`` for ``[b, h, s of this rank, d]``."""
         b, h, _, d = x.shape
         parts = [x.index_select(2, member) for member in self.members]
-        return torch.cat(self._exchanged(parts, [(b, h, len(self.members[self.own]), d)] * len(parts)), 1)
+        return torch.cat(
+            self._exchanged(parts, [(b, h, len(self.members[self.own]), d)] * len(parts)), 1
+        )
 
     def _exchanged(self, parts: list[Tensor], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
         """Send ``parts[r]`` to rank ``r``, and return the tensors received, ``shapes[r]`` from rank ``r``."""
@@ -54,7 +58,13 @@ class HeadExchange:
 
 
 def read(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mask: MaskBlocks, call: AttentionCall, source: Source
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    mask: MaskBlocks,
+    call: AttentionCall,
+    source: Source,
 ) -> Tensor:
     """Return the attention of ``q`` to all keys of ``source``; heads of queries and of values may differ in width."""
     width = v.shape[-1]
@@ -75,12 +85,20 @@ class ContextAttention:
     def __init__(self, method: str, mesh: Mesh, together: int) -> None:
         group = mesh.group("cp")
         assert group is not None
-        self._method, self._group, self._together = method, group, together
+        self._method = method
+        self._group = group
+        self._together = together
         if method == "heads_ring":
             self._near, self._far = context_groups(mesh, mesh.layout.cp, together)
 
     def __call__(
-        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: MaskBlocks, call: AttentionCall
+        self,
+        module: nn.Module,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: MaskBlocks,
+        call: AttentionCall,
     ) -> Tensor:
         """Compute one attention call; see :data:`hfscale.parallel.context.attention_override.Attend`."""
         split = mask.batch.split
@@ -94,10 +112,13 @@ class ContextAttention:
             source = RingBlocks(split.lengths, mask.batch.rank, self._group)
         return read(q, k, v, call.sinks, mask, call, source)
 
-    def _by_heads(self, q: Tensor, k: Tensor, v: Tensor, mask: MaskBlocks, call: AttentionCall, size: int) -> Tensor:
+    def _by_heads(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: MaskBlocks, call: AttentionCall, size: int
+    ) -> Tensor:
         """Exchange tokens for heads in groups of ``size`` ranks, and pass keys around a ring of the groups."""
         together = mask.of_groups(size)
-        split, rank = together.batch.split, together.batch.rank
+        split = together.batch.split
+        rank = together.batch.rank
         alone = split.size == 1
         exchange = HeadExchange(*together.members, self._group if alone else self._near)
         if k.shape[1] < size:  # until each rank has one

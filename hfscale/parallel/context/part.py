@@ -39,11 +39,14 @@ class ContextParallel(Part, ContextAxis):
     def __init__(self) -> None:
         self._override: AttentionOverride | None = None
         self._stack: list[ExitStack] = []
-        self._passes: ForwardPasses[CutBatch | None] | None = None  # where a recomputed layer has to know its own
+        self._passes: ForwardPasses[CutBatch | None] | None = (
+            None  # where a recomputed layer has to know its own
+        )
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
         """Replace the model's attention; its other modules run unchanged."""
-        group, model = runtime.mesh.group("cp"), runtime.model
+        group = runtime.mesh.group("cp")
+        model = runtime.model
         if group is None:
             return
         planned = runtime.plan.feature(ContextPlan)
@@ -75,7 +78,9 @@ class ContextParallel(Part, ContextAxis):
             self._override.remove()
 
     @contextmanager
-    def around_step(self, runtime: Runtime, microbatches: Sequence[Microbatch], train: bool) -> Iterator[None]:
+    def around_step(
+        self, runtime: Runtime, microbatches: Sequence[Microbatch], train: bool
+    ) -> Iterator[None]:
         """Clear the recorded forward passes after the step, unless some are still running."""
         try:
             yield
@@ -83,7 +88,9 @@ class ContextParallel(Part, ContextAxis):
             if self._passes is not None and not runtime.executor.under_way:
                 self._passes.clear()
 
-    def check_step(self, runtime: Runtime, batches: Sequence[Batch], user_loss: bool = False) -> None:
+    def check_step(
+        self, runtime: Runtime, batches: Sequence[Batch], user_loss: bool = False
+    ) -> None:
         """Refuse a ``loss_fn``, which would see the outputs of this rank's tokens alone."""
         if user_loss and runtime.mesh.group("cp") is not None:
             raise ConfigError(
@@ -92,16 +99,21 @@ class ContextParallel(Part, ContextAxis):
             )
 
     def shard_batch(self, batch: Microbatch) -> Microbatch:
-        runtime, inside = self._runtime, bool(self._planned.text)
-        size, rank = runtime.mesh.layout.cp, runtime.mesh.cp_rank
+        runtime = self._runtime
+        inside = bool(self._planned.text)
+        size = runtime.mesh.layout.cp
+        rank = runtime.mesh.cp_rank
         assert runtime.loss is not None
         if (ahead := runtime.plan.feature(PredictionPlan)) is not None:
-            batch = batch.like({**batch, **look_ahead(batch, len(ahead.layers), runtime.loss.shift)})
+            batch = batch.like(
+                {**batch, **look_ahead(batch, len(ahead.layers), runtime.loss.shift)}
+            )
         if self._counts_tokens and batch.get("position_ids") is not None:
             raise ConfigError(
                 f"{runtime.plan.family!r} counts positions by itself over cp_size={size}: leave position_ids out"
             )
-        shift, counted = runtime.loss.shift, self._count(batch)
+        shift = runtime.loss.shift
+        counted = self._count(batch)
         whole, part = cut_batch(batch, size, rank, shift, counted, inside, self._planned.whole_mask)
         if whole.padding is not None and not self._planned.pads:
             raise ConfigError(
@@ -110,9 +122,12 @@ class ContextParallel(Part, ContextAxis):
             )
         own = Microbatch({**part, _BATCH: whole})
         own.shifted = True  # and it restarts nowhere: the host is not to look for examples in positions that jump
-        own.tokens, own.parts = whole.split.length(whole.rank), batch.parts
+        own.tokens = whole.split.length(whole.rank)
+        own.parts = batch.parts
         labels = part["labels"] if part.get("shift_labels") is None else part["shift_labels"]
-        if labels.device.type == "cpu":  # counted on the device, the host would wait for their number
+        if (
+            labels.device.type == "cpu"
+        ):  # counted on the device, the host would wait for their number
             own.valid = int(runtime.loss.look({"labels": labels, "shift_labels": labels})[0])
         return own
 
@@ -150,7 +165,11 @@ class ContextParallel(Part, ContextAxis):
 
     def _whole_segments(self) -> Segments | None:
         batch = self._current()
-        return None if batch is None or batch.starts is None else Segments(((0, batch.split.total),), batch.starts)
+        return (
+            None
+            if batch is None or batch.starts is None
+            else Segments(((0, batch.split.total),), batch.starts)
+        )
 
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Start a pass over this rank's tokens (forward pre-hook of the model)."""

@@ -36,10 +36,14 @@ def plan_context(draft: Draft) -> None:
         )
         return
     if family in UNWRITABLE:
-        draft.problem(f"{draft.layout.describe()} does not fit {family!r} with {UNWRITABLE[family]}: use one process")
+        draft.problem(
+            f"{draft.layout.describe()} does not fit {family!r} with {UNWRITABLE[family]}: use one process"
+        )
         return
     text = find_text_model(draft.model) or ""
-    given = other_inputs(draft.modules[text]) if text else []  # of the text model, besides embeddings
+    given = (
+        other_inputs(draft.modules[text]) if text else []
+    )  # of the text model, besides embeddings
     if uncut := [name for name in given if name not in CUT_INSIDE]:
         draft.problem(
             f"cp_size={size} does not fit {family!r}: its layers read towers' outputs from inputs that cannot be "
@@ -71,7 +75,9 @@ def _averages_tokens(draft: Draft) -> bool:
     """Return whether the loss is a mean over the tokens of the input."""
     if draft.no_step or draft.loss is not None:
         return not draft.no_step
-    return not takes_argument(draft.model, "decoder_input_ids") and bool(ask("token loss", draft.model))
+    return not takes_argument(draft.model, "decoder_input_ids") and bool(
+        ask("token loss", draft.model)
+    )
 
 
 @dataclass(frozen=True)
@@ -80,8 +86,12 @@ class _Reading:
 
     mixing: str  # why sequences cannot be sharded; empty if they can
     pads: bool = False
-    kinds: Collection[str] = ()  # names of classes of modules that mix tokens, and can be run on full sequences
-    handing: Collection[str] = ()  # and of those that can be run on parts, given the state of what is before
+    kinds: Collection[
+        str
+    ] = ()  # names of classes of modules that mix tokens, and can be run on full sequences
+    handing: Collection[
+        str
+    ] = ()  # and of those that can be run on parts, given the state of what is before
     reads_masks: Collection[str] = ()  # and of ``kinds`` that are attention in code of its own
     whole_mask: bool = False
     seen: Collection[str] = ()
@@ -90,16 +100,25 @@ class _Reading:
 def _find(draft: Draft, text: str, layers: dict[str, nn.Module]) -> _Reading:
     """Find the modules that mix tokens, on a clone with every kind of module in the model's ``layers``."""
     unseen = list[str]()
-    for count in (layers_of_every_kind(draft.config), _MANY):  # some kinds come every few layers only
+    for count in (
+        layers_of_every_kind(draft.config),
+        _MANY,
+    ):  # some kinds come every few layers only
         found = _Reading(**ask("mixing", draft.model, str(count), text, text=text, layers=count))
         if found.mixing:
             return found
-        names = ((name, module) for name, module in layers.items() if type(module).__name__ not in found.seen)
+        names = (
+            (name, module)
+            for name, module in layers.items()
+            if type(module).__name__ not in found.seen
+        )
         unseen = [name for name, module in names if not _is_tokenwise(draft, name, module)]
         if not unseen:
             return found
     kind = type(layers[unseen[0]]).__name__
-    return _Reading(f"{kind} may read other tokens, and no tiny clone of {_MANY} layers has one to check it")
+    return _Reading(
+        f"{kind} may read other tokens, and no tiny clone of {_MANY} layers has one to check it"
+    )
 
 
 def _is_tokenwise(draft: Draft, name: str, module: nn.Module) -> bool:
@@ -116,8 +135,15 @@ def modules_in_layers(model: nn.Module, text: str) -> dict[str, nn.Module]:
         if isinstance(module, nn.ModuleList)
         for index, member in enumerate(module)
     ]
-    listed = [(f"{name}.mtp_block", m.mtp_block) if isinstance(m, PredictionLayer) else (name, m) for name, m in listed]
-    return {f"{name}.{child}": module for name, member in listed for child, module in member.named_children()}
+    listed = [
+        (f"{name}.mtp_block", m.mtp_block) if isinstance(m, PredictionLayer) else (name, m)
+        for name, m in listed
+    ]
+    return {
+        f"{name}.{child}": module
+        for name, member in listed
+        for child, module in member.named_children()
+    }
 
 
 def _heads(draft: Draft) -> tuple[int, int]:

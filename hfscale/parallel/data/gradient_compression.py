@@ -49,10 +49,16 @@ class PowerSGD:
         seed: int,
         unit: Callable[[], float] = lambda: 1.0,
     ) -> None:
-        self._group, self._rank, self._sizes, self._seed = group, rank, [tuple(size) for size in sizes], seed
+        self._group, self._rank, self._sizes, self._seed = (
+            group,
+            rank,
+            [tuple(size) for size in sizes],
+            seed,
+        )
         self._errors: dict[int, Tensor] = {}
         self._factors: dict[int, Tensor] = {}
-        self._unit, self._made_in = unit, 1.0
+        self._unit = unit
+        self._made_in = 1.0
 
     def __call__(self, flat: Tensor) -> None:
         """Average ``flat`` over the replicas in place."""
@@ -60,7 +66,11 @@ class PowerSGD:
             self._mean([flat])
             return
         parts = list(flat.split([prod(size) for size in self._sizes]))
-        matrices = {i: parts[i].view(size[0], -1) for i, size in enumerate(self._sizes) if self._is_worth_it(size)}
+        matrices = {
+            i: parts[i].view(size[0], -1)
+            for i, size in enumerate(self._sizes)
+            if self._is_worth_it(size)
+        }
         unit = self._unit()
         if unit != self._made_in:
             self._errors = {i: error * (unit / self._made_in) for i, error in self._errors.items()}
@@ -71,13 +81,19 @@ class PowerSGD:
         self._mean([*left.values(), *vectors])
         for shape in {factor.shape for factor in left.values()}:
             alike = [i for i, factor in left.items() if factor.shape == shape]
-            left |= zip(alike, torch.linalg.qr(torch.stack([left[i] for i in alike]))[0], strict=True)
+            left |= zip(
+                alike, torch.linalg.qr(torch.stack([left[i] for i in alike]))[0], strict=True
+            )
         right = {i: matrix.T @ left[i] for i, matrix in whole.items()}
         self._mean(list(right.values()))
-        averaged = [*right.values(), *vectors]  # so all replicas agree, without a device synchronization
+        averaged = [
+            *right.values(),
+            *vectors,
+        ]  # so all replicas agree, without a device synchronization
         numbers = torch.stack([torch.isfinite(tensor).all() for tensor in averaged]).all()
         for i, matrix in matrices.items():
-            error, factor = self._error(i, matrix), self._factor(i, whole[i])
+            error = self._error(i, matrix)
+            factor = self._factor(i, whole[i])
             matrix.copy_(left[i] @ right[i].T)
             self._errors[i] = torch.where(numbers, whole[i] - matrix, error)
             self._factors[i] = torch.where(numbers, right[i], factor)
@@ -101,8 +117,12 @@ class PowerSGD:
         return self._rank * (rows + columns) < rows * columns and self._rank <= min(rows, columns)
 
     def _error(self, i: int, matrix: Tensor) -> Tensor:
-        if i not in self._errors:  # in 32 bits at least: roundings of matrices in 16 are among the errors
-            self._errors[i] = torch.zeros_like(matrix, dtype=torch.promote_types(matrix.dtype, torch.float32))
+        if (
+            i not in self._errors
+        ):  # in 32 bits at least: roundings of matrices in 16 are among the errors
+            self._errors[i] = torch.zeros_like(
+                matrix, dtype=torch.promote_types(matrix.dtype, torch.float32)
+            )
         return self._errors[i]
 
     def _factor(self, i: int, matrix: Tensor) -> Tensor:
@@ -126,17 +146,23 @@ def compresses(plan: Plan) -> bool:
     return plan.layout.gradient_compression != "no"
 
 
-def install_compression(model: nn.Module, plan: Plan, mesh: Mesh, unit: Callable[[], float]) -> list[PowerSGD]:
+def install_compression(
+    model: nn.Module, plan: Plan, mesh: Mesh, unit: Callable[[], float]
+) -> list[PowerSGD]:
     """Replace FSDP2's average over replicas by a compressed one; return the hooks that have a state to save."""
     kept = list[PowerSGD]()
     experts = tuple(f"{each.name}." for each in plan.experts)
     for number, group in enumerate(parameter_groups(model)):
-        replicas = mesh.group(data_axes(f"{group.module}.".startswith(experts) if experts else False)[0])
+        replicas = mesh.group(
+            data_axes(f"{group.module}.".startswith(experts) if experts else False)[0]
+        )
         if replicas is not None:
             if plan.layout.gradient_compression != "powersgd":
                 dtype = NARROW[str(plan.layout.gradient_compression)]
                 group.average_by(partial(narrow_mean, group=replicas, dtype=dtype))
                 continue
-            kept.append(PowerSGD(replicas, group.sizes, int(plan.layout.powersgd_rank or 1), number, unit))
+            kept.append(
+                PowerSGD(replicas, group.sizes, int(plan.layout.powersgd_rank or 1), number, unit)
+            )
             group.average_by(kept[-1])
     return kept

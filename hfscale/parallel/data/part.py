@@ -32,8 +32,12 @@ class DataParallel(Part, DataAxes):
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
         """Wrap the model in FSDP2, and materialize tensors on the meta device."""
-        model, plan, mesh = runtime.model, runtime.plan, runtime.mesh
-        runtime.data, self._model, self._layout = self, model, mesh.layout
+        model = runtime.model
+        plan = runtime.plan
+        mesh = runtime.mesh
+        runtime.data = self
+        self._model = model
+        self._layout = mesh.layout
         shard.apply_data_axes(model, plan, mesh, runtime.options)
         self._wrapped = shard.wrapped_modules(model)
         if weights is not None:
@@ -43,11 +47,16 @@ class DataParallel(Part, DataAxes):
         if compresses(plan):
             self._compressing = install_compression(model, plan, mesh, runtime.loss_factor)
 
-    def check_step(self, runtime: Runtime, batches: Sequence[Batch], user_loss: bool = False) -> None:
+    def check_step(
+        self, runtime: Runtime, batches: Sequence[Batch], user_loss: bool = False
+    ) -> None:
         """Refuse hooks on gradients, which FSDP2 would not run."""
         if runtime.mesh.data_world == 1:
             return
-        hooked = next((name for name, each in runtime.live_parameters().items() if has_backward_hook(each)), None)
+        hooked = next(
+            (name for name, each in runtime.live_parameters().items() if has_backward_hook(each)),
+            None,
+        )
         if hooked is not None:
             raise ConfigError(
                 f"{hooked} has a hook on its gradient (register_hook), which would never run: over "
@@ -63,7 +72,10 @@ class DataParallel(Part, DataAxes):
         """Return the error feedback of gradient compression, which only the same layout can load."""
         if not self._compressing:
             return {}
-        return {"layout": repr(runtime.mesh.layout), "compression": [each.state() for each in self._compressing]}
+        return {
+            "layout": repr(runtime.mesh.layout),
+            "compression": [each.state() for each in self._compressing],
+        }
 
     def put_state(self, runtime: Runtime, state: dict[str, Any]) -> None:
         """Load the error feedback of gradient compression; another layout starts without."""
@@ -81,7 +93,9 @@ class DataParallel(Part, DataAxes):
 
     def before_backward(self, last: bool) -> None:
         for module in self._wrapped:
-            module.set_requires_gradient_sync(last or bool(self._layout.reduce_each_microbatch), recurse=False)
+            module.set_requires_gradient_sync(
+                last or bool(self._layout.reduce_each_microbatch), recurse=False
+            )
 
     def accumulate_late_gradients(self) -> None:
         if self._layout.data_world > 1:

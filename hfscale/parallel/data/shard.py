@@ -20,7 +20,13 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Shard
 
 from ..._compat.torch_device import accelerators
-from ..._compat.torch_fsdp import agree_on_gradients, gather_root, managed_places, reduce_now, shard_by_type
+from ..._compat.torch_fsdp import (
+    agree_on_gradients,
+    gather_root,
+    managed_places,
+    reduce_now,
+    shard_by_type,
+)
 from ..._compat.transformers.classes import class_name
 from ..._compat.transformers.computing import stays_in_32_bits
 from ...config.options import MIXED_PRECISIONS, Options
@@ -32,13 +38,23 @@ from ...plan import Plan
 from ...plan.feature_plans import PredictionPlan, TowersPlan, offloaded
 from ...plan.parameter import data_axes
 from ...train.runtime import like_sharded
-from ...train.runtime.parameter_names import module_at, owner_of, parameter_at, put_parameter, stock_name
+from ...train.runtime.parameter_names import (
+    module_at,
+    owner_of,
+    parameter_at,
+    put_parameter,
+    stock_name,
+)
 from .gradient_compression import compresses
 
 
 def wrapped_modules(model: nn.Module) -> list[FSDPModule]:
     """Return the modules that FSDP2 wraps, ``model`` first."""
-    return [each for each in model.modules() if isinstance(each, FSDPModule)] if isinstance(model, FSDPModule) else []
+    return (
+        [each for each in model.modules() if isinstance(each, FSDPModule)]
+        if isinstance(model, FSDPModule)
+        else []
+    )
 
 
 def reshard(wrapped: Sequence[FSDPModule]) -> None:
@@ -72,7 +88,9 @@ def refuse_calls_past_the_model(model: Any) -> None:
     if inside is model:
         return
     modules = set(inside.modules())
-    around = next((place for place in managed_places(model, inner=False) if place.module in modules), None)
+    around = next(
+        (place for place in managed_places(model, inner=False) if place.module in modules), None
+    )
     if around is None:
         return
 
@@ -115,7 +133,9 @@ def give_up_whole_weights(model: Any) -> None:
         generating.append(True)
         gather_root(model)  # an encoder is called by itself
         try:
-            return generate(*args, **kwargs)  # for as many steps on all ranks: the host knows FSDP2's models
+            return generate(
+                *args, **kwargs
+            )  # for as many steps on all ranks: the host knows FSDP2's models
         finally:
             generating.pop()
             reshard(wrapped)
@@ -127,7 +147,11 @@ def _policy(plan: Plan, options: Options) -> MixedPrecisionPolicy:
     # As autocast does, it leaves 64 bits alone.
     as_it_is = plan.family in WIDENS_INSIDE or any(p.dtype == torch.float64 for p in plan.owned())
     dtype = MIXED_PRECISIONS["no" if as_it_is else options.mixed_precision]
-    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if dtype else MixedPrecisionPolicy()
+    return (
+        MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        if dtype
+        else MixedPrecisionPolicy()
+    )
 
 
 def apply_data_axes(model: nn.Module, plan: Plan, mesh: Mesh, options: Options) -> None:
@@ -143,34 +167,57 @@ def apply_data_axes(model: nn.Module, plan: Plan, mesh: Mesh, options: Options) 
     # Resharding after the forward pass saves memory only where weights are sharded.
     reshard = mesh.layout.dp_shard > 1 and plan.family not in READ_BY_CACHE
     on_host = offloaded(plan).parameters
-    offload = CPUOffloadPolicy(pin_memory=accelerators().is_available()) if on_host else OffloadPolicy()
+    offload = (
+        CPUOffloadPolicy(pin_memory=accelerators().is_available()) if on_host else OffloadPolicy()
+    )
     alone = _shard_experts(model, plan, mesh, policy, offload)
-    how: dict[str, Any] = {"ignored": alone, "mesh": data_mesh, "mp_policy": policy, "offload_policy": offload}
-    inner, stays = replace(policy, cast_forward_inputs=not options.casts_parameters), stays_in_32_bits(model)
+    how: dict[str, Any] = {
+        "ignored": alone,
+        "mesh": data_mesh,
+        "mp_policy": policy,
+        "offload_policy": offload,
+    }
+    inner = replace(policy, cast_forward_inputs=not options.casts_parameters)
+    stays = stays_in_32_bits(model)
     if options.casts_parameters:
-        how["uncast"] = {parameter for name, parameter in model.named_parameters() if stays(stock_name(name))}
+        how["uncast"] = {
+            parameter for name, parameter in model.named_parameters() if stays(stock_name(name))
+        }
     towers = plan.feature(TowersPlan)
     layers, lent = _layers(model, plan, mesh)
     for module in (*lent, *layers):
         shard_by_type(module, reshard_after_forward=reshard, **{**how, "mp_policy": inner})
     ahead = plan.feature(PredictionPlan)  # whose layers, the last ones, do not run in every pass
-    count = len(layers) - sum(plan.is_local(mesh.pp_rank, layer) for layer in (ahead.layers if ahead else ()))
-    for layer, following in pairwise(layers[:count] if plan.mixtures else []):  # the host waits for routes first
-        layer.set_modules_to_forward_prefetch([m for m in following.modules() if isinstance(m, FSDPModule)])
+    count = len(layers) - sum(
+        plan.is_local(mesh.pp_rank, layer) for layer in (ahead.layers if ahead else ())
+    )
+    for layer, following in pairwise(
+        layers[:count] if plan.mixtures else []
+    ):  # the host waits for routes first
+        layer.set_modules_to_forward_prefetch(
+            [m for m in following.modules() if isinstance(m, FSDPModule)]
+        )
     shard_by_type(model, reshard_after_forward=False, **how)
     give_up_whole_weights(model)
     if towers is not None:  # a rank's batch may have no images, so that its towers get no gradient
-        inside = {module for name, module in model.named_modules() if towers.holds(stock_name(name))}
+        inside = {
+            module for name, module in model.named_modules() if towers.holds(stock_name(name))
+        }
         owners = {owner_of(model, item)[0] for item in towers.items if item in plan.by_name}
         agree_on_gradients(model, inside | owners, partial(_found_by_any, mesh))
 
 
 def _layers(model: nn.Module, plan: Plan, mesh: Mesh) -> tuple[list[Any], list[Any]]:
     """Return this rank's layers outside of towers, and the modules that they borrow from a layer of another stage."""
-    towers, loans = plan.feature(TowersPlan), plan.stages.loans if plan.stages is not None else ()
+    towers = plan.feature(TowersPlan)
+    loans = plan.stages.loans if plan.stages is not None else ()
     local = [layer for layer in plan.layers if plan.is_local(mesh.pp_rank, layer)]
-    layers = [module_at(model, layer) for layer in local if towers is None or not towers.holds(layer)]
-    return layers, [module_at(model, loan.name) for loan in loans if plan.is_local(mesh.pp_rank, loan.name)]
+    layers = [
+        module_at(model, layer) for layer in local if towers is None or not towers.holds(layer)
+    ]
+    return layers, [
+        module_at(model, loan.name) for loan in loans if plan.is_local(mesh.pp_rank, loan.name)
+    ]
 
 
 def _found_by_any(mesh: Mesh, here: list[bool]) -> list[bool]:
@@ -185,8 +232,11 @@ def _shard_experts(
     model: nn.Module, plan: Plan, mesh: Mesh, policy: MixedPrecisionPolicy, offload: OffloadPolicy
 ) -> set[nn.Parameter]:
     """Wrap experts with FSDP2 over ranks that hold the same; return those of one rank, made DTensors for optimizers."""
-    layout, alone = mesh.layout, set[nn.Parameter]()
-    policy = replace(policy, cast_forward_inputs=False)  # weights of routes stay exact; tokens come in the right type
+    layout = mesh.layout
+    alone = set[nn.Parameter]()
+    policy = replace(
+        policy, cast_forward_inputs=False
+    )  # weights of routes stay exact; tokens come in the right type
     shards = layout.size("edp_shard")
     for experts in (e for e in plan.experts if plan.is_local(mesh.pp_rank, e.name)):
         module = model.get_submodule(experts.name)
@@ -194,7 +244,9 @@ def _shard_experts(
         alike = policy.param_dtype is None and not isinstance(offload, CPUOffloadPolicy)
         if shards * layout.size("edp_replicate") == 1 and alike:
             for name, whole in list(module.named_parameters()):
-                local = DTensor.from_local(whole.detach(), mesh.expert_mesh["edp_shard"], [Shard(0)], run_check=False)
+                local = DTensor.from_local(
+                    whole.detach(), mesh.expert_mesh["edp_shard"], [Shard(0)], run_check=False
+                )
                 holder, attribute = owner_of(module, name)
                 holder.register_parameter(attribute, nn.Parameter(local, whole.requires_grad))
             alone |= set(module.parameters())
@@ -203,7 +255,9 @@ def _shard_experts(
         for attribute, p in module.named_parameters():
             name = f"{experts.name}.{attribute}"
             planned = plan.by_name[name if name in plan.by_name else stock_name(name)]
-            dims[p] = 0 if p.dtype == torch.uint8 else planned.cuts[-1].dim  # packed weights are [data ranks, bytes]
+            dims[p] = (
+                0 if p.dtype == torch.uint8 else planned.cuts[-1].dim
+            )  # packed weights are [data ranks, bytes]
         shard_by_type(
             module,
             ignored=set(),
@@ -219,10 +273,14 @@ def _shard_experts(
 def _data_mesh(device_mesh: DeviceMesh, mesh: Mesh, shards_alone: bool, spread: bool) -> DeviceMesh:
     """Return the device mesh over which FSDP2 reduces gradients, with the expert axis where ``spread``."""
     replicate, shard = data_axes(spread)
-    return device_mesh[(replicate, shard) if mesh.layout.size(replicate) > 1 and not shards_alone else (shard,)]
+    return device_mesh[
+        (replicate, shard) if mesh.layout.size(replicate) > 1 and not shards_alone else (shard,)
+    ]
 
 
-def install_local_weights(model: nn.Module, shares: dict[str, Tensor], plan: Plan, mesh: Mesh) -> None:
+def install_local_weights(
+    model: nn.Module, shares: dict[str, Tensor], plan: Plan, mesh: Mesh
+) -> None:
     """Fill a model on the meta device, FSDP2-wrapped or not, with this rank's weights (``shares``, by name)."""
     made: dict[str, nn.Parameter] = {}
     for planned in plan.parameters:

@@ -45,7 +45,9 @@ class Routes:
     send: Sequence[int]
     receive: Sequence[int]
     counts: Sequence[int]  # how many rows arrive for each expert of this rank
-    regroup: Tensor | None  # permutation of arrived rows (by sender) to rows by expert; ``None`` for the identity
+    regroup: (
+        Tensor | None
+    )  # permutation of arrived rows (by sender) to rows by expert; ``None`` for the identity
     ungroup: Tensor | None
     group: dist.ProcessGroup | None
 
@@ -66,7 +68,11 @@ class Routes:
 
     def sum_by_token(self, rows: Tensor, weights: Tensor | None = None) -> Tensor:
         """Sum ``[routes, h]`` in ``order`` over each token's routes to ``[n, h]``, weighted by ``weights [n, k]``."""
-        return self.added_up(rows, weights) if rows.device.type == "cpu" else self.gathered(rows, weights)
+        return (
+            self.added_up(rows, weights)
+            if rows.device.type == "cpu"
+            else self.gathered(rows, weights)
+        )
 
     def added_up(self, rows: Tensor, weights: Tensor | None) -> Tensor:
         """Sum rows into tokens with ``index_add_``: four times faster than :meth:`gathered` on a CPU."""
@@ -86,7 +92,9 @@ class Routes:
         return weights.reshape(-1).index_select(0, self.order).unsqueeze(-1)
 
 
-def plan_routes(experts: Tensor, count: int, group: dist.ProcessGroup | None) -> tuple[Routes, list[int]]:
+def plan_routes(
+    experts: Tensor, count: int, group: dist.ProcessGroup | None
+) -> tuple[Routes, list[int]]:
     """Return the routes of tokens to their ``experts [n, k]`` (``count`` for none), and how many go to each expert."""
     ranks = 1 if group is None else dist.get_world_size(group)
     flat = experts.reshape(-1)
@@ -94,7 +102,8 @@ def plan_routes(experts: Tensor, count: int, group: dist.ProcessGroup | None) ->
     counts = count_each(flat, count + 1)[:count].view(ranks, -1)
     received = all_to_all(counts, [1] * ranks, [1] * ranks, group)
     sent_to, arrived_from = torch.stack((counts, received)).tolist()  # the only look at the host
-    kept, total = sum(map(sum, sent_to)), sum(map(sum, arrived_from))
+    kept = sum(map(sum, sent_to))
+    total = sum(map(sum, arrived_from))
     places = torch.full_like(flat, kept)
     places[order] = torch.arange(len(flat), device=flat.device).clamp_(max=kept)
     regroup = ungroup = None
@@ -102,7 +111,9 @@ def plan_routes(experts: Tensor, count: int, group: dist.ProcessGroup | None) ->
         # from sender to expert order, without a sort or waiting
         lengths = received.t().flatten()
         starts = (received.flatten().cumsum(0) - received.flatten()).view_as(received).t().flatten()
-        shift = (starts - (lengths.cumsum(0) - lengths)).repeat_interleave(lengths, output_size=total)
+        shift = (starts - (lengths.cumsum(0) - lengths)).repeat_interleave(
+            lengths, output_size=total
+        )
         regroup = shift + torch.arange(total, device=flat.device)
         ungroup = torch.empty_like(regroup)
         ungroup[regroup] = torch.arange(total, device=flat.device)
@@ -125,18 +136,25 @@ class _Combine(torch.autograd.Function):
     def forward(ctx: Any, grouped: Tensor, weights: Tensor, routes: Routes, batches: int) -> Tensor:
         rows = routes.from_experts(grouped)
         ctx.save_for_backward(rows, weights)
-        ctx.routes, ctx.batches = routes, batches
+        ctx.routes = routes
+        ctx.batches = batches
         return routes.sum_by_token(rows, weights).to(grouped.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         rows, weights = ctx.saved_tensors
-        routes, back = ctx.routes, grads[0].index_select(0, ctx.routes.tokens)
+        routes = ctx.routes
+        back = grads[0].index_select(0, ctx.routes.tokens)
         of_weights = None
         if ctx.needs_input_grad[1]:
             products = (rows * back).sum(-1, dtype=weights.dtype)
-            of_weights = torch.zeros_like(weights).view(-1).index_copy_(0, routes.order, products).view_as(weights)
+            of_weights = (
+                torch.zeros_like(weights)
+                .view(-1)
+                .index_copy_(0, routes.order, products)
+                .view_as(weights)
+            )
         if not ctx.needs_input_grad[0]:
             return None, of_weights, None, None
         scale = routes.taken(weights)

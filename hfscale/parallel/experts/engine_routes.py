@@ -34,10 +34,15 @@ def routes_from_vllm(model: nn.Module, outputs: Sequence[Any], attention_mask: T
     Raises:
         ConfigError: the arrays have other tokens or layers than the rows and the model.
     """
-    arrays = [np.load(io.BytesIO(base64.b64decode(each))) if isinstance(each, str) else each for each in outputs]
+    arrays = [
+        np.load(io.BytesIO(base64.b64decode(each))) if isinstance(each, str) else each
+        for each in outputs
+    ]
     layers = [int(planned.layer.rpartition(".")[2]) for planned in replayed(runtime_of(model))]
     if len(arrays) != len(attention_mask):
-        raise ConfigError(f"outputs has {len(arrays)} entries for {len(attention_mask)} rows: give one for each")
+        raise ConfigError(
+            f"outputs has {len(arrays)} entries for {len(attention_mask)} rows: give one for each"
+        )
     k = arrays[0].shape[-1] if arrays else experts_per_token(runtime_of(model).model.config) or 1
     routes = torch.full((*attention_mask.shape, len(layers), k), -1, dtype=torch.int32)
     for row, (array, mask) in enumerate(zip(arrays, attention_mask.cpu().bool(), strict=True)):
@@ -48,7 +53,9 @@ def routes_from_vllm(model: nn.Module, outputs: Sequence[Any], attention_mask: T
                 "prompt and completion, without the last token"
             )
         if array.shape[1] != len(layers) and array.shape[1] <= layers[-1]:
-            raise ConfigError(f"row {row} has routes of {array.shape[1]} layers, and the model {layers[-1] + 1}")
+            raise ConfigError(
+                f"row {row} has routes of {array.shape[1]} layers, and the model {layers[-1] + 1}"
+            )
         own = array if array.shape[1] == len(layers) else array[:, layers]
         routes[row, places[: len(array)]] = torch.from_numpy(own.astype(np.int32))
     return routes
@@ -60,10 +67,18 @@ def routes_from_sglang(model: nn.Module, outputs: Sequence[Any], attention_mask:
     Args:
         outputs: of each row ``meta_info`` (``sgl_ext`` of a choice), its ``routed_experts``, or those decoded, flat.
     """
-    config, arrays = runtime_of(model).model.config, []
+    config = runtime_of(model).model.config
+    arrays = []
     for each in outputs:
         told = each if isinstance(each, Mapping) else {"routed_experts": each}
-        values, dtype = told["routed_experts"], told.get("routed_experts_dtype") or "int32"
-        flat = np.frombuffer(base64.b64decode(values), dtype) if isinstance(values, str) else np.asarray(values)
-        arrays.append(flat.reshape(-1, text_config(config).num_hidden_layers, experts_per_token(config) or 1))
+        values = told["routed_experts"]
+        dtype = told.get("routed_experts_dtype") or "int32"
+        flat = (
+            np.frombuffer(base64.b64decode(values), dtype)
+            if isinstance(values, str)
+            else np.asarray(values)
+        )
+        arrays.append(
+            flat.reshape(-1, text_config(config).num_hidden_layers, experts_per_token(config) or 1)
+        )
     return routes_from_vllm(model, arrays, attention_mask)

@@ -18,13 +18,19 @@ from .choice_bias import choice_bias, choice_biases
 from .layer import LayerRouting, RouterLogits, Routing
 
 
-def routing_of_layers(runtime: Runtime, options: RoutingConfig | None) -> tuple[Routing, list[LayerRouting]]:
+def routing_of_layers(
+    runtime: Runtime, options: RoutingConfig | None
+) -> tuple[Routing, list[LayerRouting]]:
     """Return the routing state of the model, and the routing of every mixture that this rank holds."""
     chosen = options or RoutingConfig()
     _check(runtime, chosen)
     routing = Routing(runtime.mesh, chosen)
     names = choice_biases(runtime) if chosen.bias_update_rate else {}
-    here = [(number, planned) for number, planned in enumerate(runtime.plan.mixtures) if runtime.is_local(planned.name)]
+    here = [
+        (number, planned)
+        for number, planned in enumerate(runtime.plan.mixtures)
+        if runtime.is_local(planned.name)
+    ]
     for _, planned in here:
         if (inner := names.get(wild_name(planned.name))) is None:
             continue
@@ -33,15 +39,23 @@ def routing_of_layers(runtime: Runtime, options: RoutingConfig | None) -> tuple[
     return routing, [_routing_of(runtime, routing, planned, number) for number, planned in here]
 
 
-def _routing_of(runtime: Runtime, routing: Routing, planned: ExpertsPlan, number: int) -> LayerRouting:
-    options, layout = routing.options, runtime.mesh.layout
-    logits, scores, times = None, options.balance_scores or "softmax", 1.0
+def _routing_of(
+    runtime: Runtime, routing: Routing, planned: ExpertsPlan, number: int
+) -> LayerRouting:
+    options = routing.options
+    layout = runtime.mesh.layout
+    logits = None
+    scores = options.balance_scores or "softmax"
+    times = 1.0
     if options.needs_logits:
         name, router, place = _router(runtime, planned)
         logits = RouterLogits(router, place)
         if options.balance_scores is None and scores_by_sigmoid(router):
             scores = "sigmoid"
-        if any("tp" in runtime.plan.by_name[f"{name}.{p}"].partial for p, _ in router.named_parameters()):
+        if any(
+            "tp" in runtime.plan.by_name[f"{name}.{p}"].partial
+            for p, _ in router.named_parameters()
+        ):
             times = 1 / layout.tp
 
     is_cut = partial(has_part_of_tokens, runtime, planned)
@@ -54,7 +68,8 @@ def has_part_of_tokens(runtime: Runtime, planned: ExpertsPlan) -> bool:
 
 
 def _check(runtime: Runtime, options: RoutingConfig) -> None:
-    model, kind = runtime.model, class_name(runtime.model)
+    model = runtime.model
+    kind = class_name(runtime.model)
     if not runtime.plan.mixtures:
         raise ConfigError(
             f"routing={options}: {kind} has no experts that transformers keeps in one module of 3-D parameters: leave "

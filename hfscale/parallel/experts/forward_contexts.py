@@ -38,7 +38,8 @@ class ForwardContexts(ForwardPasses[Pass]):
         super().__init__()
         # the number of real tokens in the current step, over all ranks; ``None`` outside ``train_step``
         self.tokens: Tensor | None = None
-        self.draws, self._with_labels = draws, False
+        self.draws = draws
+        self._with_labels = False
 
     def install(self, model: nn.Module) -> None:
         """Install hooks on the model, so that each of its forward passes gets a context and adds its router losses."""
@@ -46,7 +47,10 @@ class ForwardContexts(ForwardPasses[Pass]):
         model.register_forward_hook(self._after)
 
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = {**dict(zip(inspect.signature(model.forward).parameters, args, strict=False)), **kwargs}
+        given = {
+            **dict(zip(inspect.signature(model.forward).parameters, args, strict=False)),
+            **kwargs,
+        }
         self._with_labels = given.get("labels") is not None
         real = real_tokens(given)
         seed = int(torch.randint(2**31, ())) if self.draws and model.training else None
@@ -74,7 +78,9 @@ def real_tokens(batch: Mapping[str, Any]) -> Tensor:
     ids = batch.get("input_ids")
     tokens = batch.get("inputs_embeds") if ids is None else ids
     if not isinstance(tokens, Tensor) or tokens.ndim < 2:
-        raise ConfigError("routing= needs input_ids or inputs_embeds in every batch, and found neither: add one")
+        raise ConfigError(
+            "routing= needs input_ids or inputs_embeds in every batch, and found neither: add one"
+        )
     samples, length = tokens.shape[:2]
     mask = batch.get("attention_mask")
     if isinstance(mask, Mapping):  # by kind of layer

@@ -59,7 +59,8 @@ class RouterLogits:
 
     def take(self, n: int, count: int, name: str) -> Tensor:
         """Return the recorded router logits as ``[n, experts]``, once."""
-        found, self._latest = self._latest, None
+        found = self._latest
+        self._latest = None
         if found is None or found.shape[-1] != count or found.numel() != n * count:
             raise ConfigError(
                 f"{name}: routing= needs the router's logits of {n} tokens for {count} experts, and found "
@@ -73,10 +74,14 @@ class Routing:
 
     def __init__(self, mesh: Mesh, options: RoutingConfig) -> None:
         # asked: whether the counts were read; without ``train_step`` they accumulate until then
-        self.options, self.mesh, self.asked = options, mesh, False
+        self.options = options
+        self.mesh = mesh
+        self.asked = False
         # contexts of the model's forward passes; ``None`` where no layer needs them
         self.passes = ForwardContexts(options.draws) if options.needs_tokens else None
-        self.counters: dict[str, LayerCounter] = {}  # tokens per expert, by the name of the experts' module
+        self.counters: dict[
+            str, LayerCounter
+        ] = {}  # tokens per expert, by the name of the experts' module
         self.biases: dict[str, ChoiceBias] = {}  # the routers' biases to move, by the same
 
     def count_anew(self) -> None:
@@ -112,7 +117,9 @@ class Routing:
         """Update the router biases from the loads of all batches, equally on every rank with a layer."""
         counters = [self.counters[name] for name in self.biases]
         device = self.mesh.device
-        flat = torch.cat([torch.zeros(c.count, dtype=torch.int64, device=device) + c.wanted for c in counters])
+        flat = torch.cat(
+            [torch.zeros(c.count, dtype=torch.int64, device=device) + c.wanted for c in counters]
+        )
         for group in (*self.mesh.loss_groups, *self.mesh.groups("tp")):
             dist.all_reduce(flat, group=group)
         loads = flat.split([counter.count for counter in counters])
@@ -128,14 +135,24 @@ class LayerRouting:
     number: int  # its index among the model's mixtures of experts
     routing: Routing
     is_cut: Callable[[], bool]  # whether this rank has only a part of the tokens
-    logits: RouterLogits | None = None  # records the router's logits; ``None`` where they are not needed
-    scores: str = "softmax"  # ``"softmax"`` or ``"sigmoid"``, which makes probabilities of the logits
+    logits: RouterLogits | None = (
+        None  # records the router's logits; ``None`` where they are not needed
+    )
+    scores: str = (
+        "softmax"  # ``"softmax"`` or ``"sigmoid"``, which makes probabilities of the logits
+    )
     times: float = 1.0  # factor of the loss's gradient, where tensor ranks have the same tokens and sum their gradients
 
     def __post_init__(self) -> None:
-        self.options, self.passes, self.mesh = self.routing.options, self.routing.passes, self.routing.mesh
-        self.is_first = self.mesh.tp_rank == 0  # which counts the tokens where all tensor ranks have the same ones
-        self.fixed = not self.mesh.layout.slices_tokens  # whether a limited capacity uses buffers of fixed size
+        self.options = self.routing.options
+        self.passes = self.routing.passes
+        self.mesh = self.routing.mesh
+        self.is_first = (
+            self.mesh.tp_rank == 0
+        )  # which counts the tokens where all tensor ranks have the same ones
+        self.fixed = (
+            not self.mesh.layout.slices_tokens
+        )  # whether a limited capacity uses buffers of fixed size
         self.counter = self.routing.counters[self.planned.name] = LayerCounter(self.planned.count)
 
     def choose(self, index: Tensor, weights: Tensor) -> Choice:
@@ -160,9 +177,14 @@ class LayerRouting:
             self.counter.add(counts)
 
     def _choose(self, now: Pass, index: Tensor, weights: Tensor) -> Choice:
-        options, own = self.options, self._own_tokens(now, index.shape[0])
+        options = self.options
+        own = self._own_tokens(now, index.shape[0])
         counts = not recomputing() and (bool(own.lengths) or self.is_first)
-        logits = None if self.logits is None else self.logits.take(len(index), self.planned.count, self.planned.name)
+        logits = (
+            None
+            if self.logits is None
+            else self.logits.take(len(index), self.planned.count, self.planned.name)
+        )
         if options.router != "model":
             assert logits is not None
             index, new = self._rerouted(logits, index.shape[1], now, own)
@@ -172,18 +194,27 @@ class LayerRouting:
         if options.has_loss:
             assert logits is not None
             by_token = logits.view(*own.real.shape, self.planned.count)
-            loss = self._loss(now, router_functions.expert_sums(by_token, by_sample, own.real, self.scores))
+            loss = self._loss(
+                now, router_functions.expert_sums(by_token, by_sample, own.real, self.scores)
+            )
         if options.bias_update_rate and counts:
             wanted = router_functions.expert_counts(by_sample, self.planned.count, own.real)
             self.counter.wanted = self.counter.wanted + wanted.sum(0)
         if options.force_balanced:
             index = router_functions.round_robin(index, self.planned.count)
         choice = Choice(index, weights, loss=loss)
-        return choice if options.capacity is None else self._limited(choice, options.capacity, now, own, counts)
+        return (
+            choice
+            if options.capacity is None
+            else self._limited(choice, options.capacity, now, own, counts)
+        )
 
-    def _limited(self, choice: Choice, capacity: float, now: Pass, own: "_OwnTokens", counts: bool) -> Choice:
+    def _limited(
+        self, choice: Choice, capacity: float, now: Pass, own: "_OwnTokens", counts: bool
+    ) -> Choice:
         """Drop the routes beyond the capacity of their experts."""
-        count, index = self.planned.count, choice.index.view(*own.real.shape, choice.index.shape[1])
+        count = self.planned.count
+        index = choice.index.view(*own.real.shape, choice.index.shape[1])
         kept, places = self._within(capacity, index, now, own)
         if counts:
             self.counter.add_numbers(0, (own.real.unsqueeze(-1) & (index < count) & ~kept).sum())
@@ -191,10 +222,17 @@ class LayerRouting:
         if not self.fixed:
             return replace(choice, index=index.flatten(0, 1))
         k = index.shape[2]
-        slots = [samples * router_functions.room(tokens, capacity, k, count) for samples, tokens in self._shapes(now)]
+        slots = [
+            samples * router_functions.room(tokens, capacity, k, count)
+            for samples, tokens in self._shapes(now)
+        ]
         mine = slots[0] if len(slots) == 1 else slots[dist.get_rank(self.mesh.group("ep"))]
         sample = torch.arange(len(index), device=index.device).view(-1, 1, 1)
-        places = index * mine + sample * router_functions.room(index.shape[1], capacity, k, count) + places
+        places = (
+            index * mine
+            + sample * router_functions.room(index.shape[1], capacity, k, count)
+            + places
+        )
         places = places.where(kept, count * mine)
         return replace(choice, index=index.flatten(0, 1), places=places.flatten(0, 1), slots=slots)
 
@@ -211,7 +249,9 @@ class LayerRouting:
             )
         return _OwnTokens(lengths, start, now.real.narrow(1, start, own) if lengths else now.real)
 
-    def _rerouted(self, logits: Tensor, k: int, now: Pass, own: "_OwnTokens") -> tuple[Tensor, Tensor]:
+    def _rerouted(
+        self, logits: Tensor, k: int, now: Pass, own: "_OwnTokens"
+    ) -> tuple[Tensor, Tensor]:
         """Route with the router of the options; random draws cover all tokens and agree on all tensor ranks."""
         options, (samples, tokens) = self.options, now.real.shape
         if options.router == "switch":
@@ -220,11 +260,15 @@ class LayerRouting:
         if now.seed is not None:
             generator = torch.Generator(logits.device).manual_seed(now.seed * 4096 + self.number)
             if options.router == "gshard":
-                draws = own.of(torch.rand(samples, tokens, generator=generator, device=logits.device)).flatten()
+                draws = own.of(
+                    torch.rand(samples, tokens, generator=generator, device=logits.device)
+                ).flatten()
             else:
                 count = self.planned.count
                 std = 1 / count if options.noise_std is None else options.noise_std
-                noise = torch.randn(samples, tokens, count, generator=generator, device=logits.device)
+                noise = torch.randn(
+                    samples, tokens, count, generator=generator, device=logits.device
+                )
                 noise = own.of(noise).flatten(0, 1) * std
         if options.router == "gshard":
             return router_functions.gshard(logits, draws)
@@ -236,7 +280,8 @@ class LayerRouting:
             sums = reduce_from_tp_region(sums, self.mesh.tp_group)
         if self.mesh.context is not None:  # each has a part of every sequence
             sums = reduce_from_tp_region(sums, self.mesh.context)
-        balance, z = router_functions.balance_loss(sums), router_functions.z_loss(sums)
+        balance = router_functions.balance_loss(sums)
+        z = router_functions.z_loss(sums)
         loss = (self.options.balance_loss * balance + self.options.z_loss * z) / now.tokens
         if not recomputing():
             now.add(loss)
@@ -245,14 +290,18 @@ class LayerRouting:
                 self.counter.add_numbers(1, balance * once, z * once, now.real.sum())
         return loss
 
-    def _within(self, factor: float, index: Tensor, now: Pass, own: "_OwnTokens") -> tuple[Tensor, Tensor]:
+    def _within(
+        self, factor: float, index: Tensor, now: Pass, own: "_OwnTokens"
+    ) -> tuple[Tensor, Tensor]:
         """Return which routes ``[b, s, k]`` fit the capacity, and their queue places over all tensor ranks' tokens."""
         count = self.planned.count
         whole = index.where(own.real.unsqueeze(-1), count)  # padding uses no capacity
         group = self.mesh.tp_group
         if own.lengths and group is not None:
             whole = all_gather(whole, own.lengths, 1, group)
-        limits = router_functions.room(now.real.sum(1), factor, index.shape[2], count).view(-1, 1, 1)
+        limits = router_functions.room(now.real.sum(1), factor, index.shape[2], count).view(
+            -1, 1, 1
+        )
         places = router_functions.queue_places(whole, count)
         kept = (places < limits) & (whole < count)
         return own.of(kept), own.of(places)
@@ -284,14 +333,18 @@ class LayerCounter:
     """Count a layer's tokens on one rank, without waiting for the device; of equal counts one rank keeps them."""
 
     count: int
-    counts: Tensor | int = 0  # routes to each expert, on the host or on the device, wherever they are counted
+    counts: Tensor | int = (
+        0  # routes to each expert, on the host or on the device, wherever they are counted
+    )
     # ``[4]``: dropped routes; the balance loss and the z-loss, each times tokens; real tokens
     numbers: Tensor | None = None
     wanted: Tensor | int = 0  # routes of real tokens to each expert, for the update of its bias
 
     def reset(self) -> None:
         """Set all counts to zero."""
-        self.counts, self.wanted, self.numbers = 0, 0, None
+        self.counts = 0
+        self.wanted = 0
+        self.numbers = None
 
     def add(self, counts: Sequence[int] | Tensor) -> None:
         """Add routes to each expert."""
@@ -301,10 +354,14 @@ class LayerCounter:
         """Add to ``numbers``, from ``place`` on."""
         if self.numbers is None:
             self.numbers = torch.zeros(NUMBERS, dtype=torch.float64, device=values[0].device)
-        self.numbers[place : place + len(values)] += torch.stack([value.detach().double() for value in values])
+        self.numbers[place : place + len(values)] += torch.stack(
+            [value.detach().double() for value in values]
+        )
 
     def total(self, device: torch.device) -> Tensor:
         """Return all counts but ``wanted`` as ``[experts + 4]``."""
         given = torch.as_tensor(self.counts).to(device, non_blocking=True)
         counts = torch.zeros(self.count, dtype=torch.float64, device=device) + given
-        return torch.cat((counts, counts.new_zeros(NUMBERS) if self.numbers is None else self.numbers))
+        return torch.cat(
+            (counts, counts.new_zeros(NUMBERS) if self.numbers is None else self.numbers)
+        )

@@ -38,11 +38,14 @@ class LayerLoad:
     @property
     def entropy(self) -> float:
         """Entropy of the loads over its maximum: 1 where they are even or all zero, 0 with one busy expert."""
-        total, count = sum(self.tokens), len(self.tokens)
+        total = sum(self.tokens)
+        count = len(self.tokens)
         if not total or count == 1:
             return 1.0
         shares = torch.tensor(self.tokens, dtype=torch.float64) / total
-        return float(torch.special.entr(shares).sum()) / float(torch.tensor(float(count)).double().log())
+        return float(torch.special.entr(shares).sum()) / float(
+            torch.tensor(float(count)).double().log()
+        )
 
     @property
     def dropped_share(self) -> float:
@@ -87,7 +90,8 @@ def expert_load(model: nn.Module) -> ExpertLoad:
             if runtime.plan.mixtures
             else f"{class_name(runtime.model)} has no experts that hfscale knows, so it has no expert load"
         )
-    routing, mesh = part.routing, runtime.mesh
+    routing = part.routing
+    mesh = runtime.mesh
     rows = []
     for planned in runtime.plan.mixtures:
         counter = routing.counters.get(planned.name)
@@ -97,11 +101,13 @@ def expert_load(model: nn.Module) -> ExpertLoad:
     for group in (*mesh.loss_groups, *mesh.groups("tp", "pp")):
         dist.all_reduce(flat, group=group)
     routing.asked = True
-    layers, every = [], iter(flat.tolist())
+    layers = []
+    every = iter(flat.tolist())
     for planned, row in zip(runtime.plan.mixtures, rows, strict=True):
         values = list(islice(every, len(row)))
         dropped, balance, z, tokens = values[planned.count :]
-        loads, tokens = tuple(round(value) for value in values[: planned.count]), max(1.0, tokens)
+        loads = tuple(round(value) for value in values[: planned.count])
+        tokens = max(1.0, tokens)
         layers.append(LayerLoad(planned.name, loads, round(dropped), balance / tokens, z / tokens))
     return ExpertLoad(tuple(layers))
 
@@ -123,7 +129,9 @@ class ExpertLoadHistory:
         self.path = None if path is None else Path(path)
         self.steps: list[tuple[int, ExpertLoad]] = []
         if self.path is not None and not self.path.parent.is_dir():
-            raise ConfigError(f"{self.path} cannot be written: there is no folder {self.path.parent}")
+            raise ConfigError(
+                f"{self.path} cannot be written: there is no folder {self.path.parent}"
+            )
 
     @classmethod
     def read(cls, path: str | Path) -> "ExpertLoadHistory":
@@ -132,10 +140,15 @@ class ExpertLoadHistory:
         try:
             for line in Path(path).read_text().splitlines():
                 entry = json.loads(line)
-                layers = tuple(LayerLoad(**{**each, "tokens": tuple(each["tokens"])}) for each in entry["layers"])
+                layers = tuple(
+                    LayerLoad(**{**each, "tokens": tuple(each["tokens"])})
+                    for each in entry["layers"]
+                )
                 history.steps.append((int(entry["step"]), ExpertLoad(layers)))
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{path} holds no loads that hfscale.ExpertLoadHistory recorded: {error}") from error
+            raise ConfigError(
+                f"{path} holds no loads that hfscale.ExpertLoadHistory recorded: {error}"
+            ) from error
         return history
 
     def record(self, step: int, load: ExpertLoad) -> None:
@@ -155,7 +168,9 @@ class ExpertLoadHistory:
         if not self.steps:
             raise ConfigError("there is no load to draw: record some steps first")
         if target.suffix not in _SUFFIXES or not target.parent.is_dir():
-            raise ConfigError(f"{target} cannot be drawn: use a name in a folder, ending in {' or '.join(_SUFFIXES)}")
+            raise ConfigError(
+                f"{target} cannot be drawn: use a name in a folder, ending in {' or '.join(_SUFFIXES)}"
+            )
         try:
             from matplotlib.figure import Figure
         except ImportError as error:
@@ -177,11 +192,19 @@ class ExpertLoadHistory:
     def _draw_layer(self, axes: Any, number: int) -> Any:
         steps = [step for step, _ in self.steps]
         loads = [load.layers[number] for _, load in self.steps]
-        relative = [[n * len(load.tokens) / max(1, sum(load.tokens)) for n in load.tokens] for load in loads]
+        relative = [
+            [n * len(load.tokens) / max(1, sum(load.tokens)) for n in load.tokens] for load in loads
+        ]
         by_expert = list(zip(*relative, strict=True))
         edges = [steps[0] - 0.5, steps[-1] + 0.5, len(by_expert) - 0.5, -0.5]
         image = axes.imshow(
-            by_expert, aspect="auto", interpolation="nearest", vmin=0, vmax=2, extent=edges, cmap="RdBu_r"
+            by_expert,
+            aspect="auto",
+            interpolation="nearest",
+            vmin=0,
+            vmax=2,
+            extent=edges,
+            cmap="RdBu_r",
         )
         latest = loads[-1]
         axes.set_title(

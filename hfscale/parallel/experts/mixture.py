@@ -34,9 +34,11 @@ class Mixture:
     """Run a layer's experts on tokens of ``batches`` batches; tensor ranks ``shares`` each send a part of one."""
 
     def __init__(self, routing: LayerRouting) -> None:
-        mesh, layout = routing.mesh, routing.mesh.layout
+        mesh = routing.mesh
+        layout = routing.mesh.layout
         self.routing, self.group, self.batches = routing, mesh.group("ep"), layout.expert_batches
-        self.shares, self.count = mesh.tp_group if layout.slices_tokens else None, routing.planned.count
+        self.shares = mesh.tp_group if layout.slices_tokens else None
+        self.count = routing.planned.count
 
     def run(self, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """Replace the stock ``experts(hidden [n, h], index [n, k], weights [n, k])`` with this rank's ``experts``."""
@@ -44,7 +46,9 @@ class Mixture:
         if choice.places is None:
             out = self._routed(experts, hidden, choice.index, choice.weights)
         else:
-            self.routing.count(count_each(choice.index.flatten(), self.count + 1)[:-1])  # on the device
+            self.routing.count(
+                count_each(choice.index.flatten(), self.count + 1)[:-1]
+            )  # on the device
             given = hidden, choice.weights, choice.places, self.count, choice.slots
             out = through_slots(*given, partial(run_experts, experts), self.group, self.batches)
         return self.routing.finish(out, choice)
@@ -55,7 +59,8 @@ class Mixture:
             return self._exchanged(experts, hidden, index, weights)
         if self.batches == 1 and 2 * index.shape[1] >= dist.get_world_size(self.shares):
             return self._summed(experts, hidden, index, weights, self.shares)
-        size, rank = dist.get_world_size(self.shares), dist.get_rank(self.shares)
+        size = dist.get_world_size(self.shares)
+        rank = dist.get_rank(self.shares)
         lengths = share_evenly(hidden.shape[0], size)
         own_index = index.narrow(0, sum(lengths[:rank]), lengths[rank])
         own_hidden, own_weights = (
@@ -65,7 +70,12 @@ class Mixture:
         return collectives.gather_from_tp_region(out, lengths, self.shares, 0)
 
     def _summed(
-        self, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor, ranks: dist.ProcessGroup
+        self,
+        experts: nn.Module,
+        hidden: Tensor,
+        index: Tensor,
+        weights: Tensor,
+        ranks: dist.ProcessGroup,
     ) -> Tensor:
         """Run this rank's experts on all tokens, and all-reduce the outputs."""
         own = self.count // dist.get_world_size(ranks)
@@ -75,17 +85,25 @@ class Mixture:
         routes, counts = plan_routes(local, own, None)
         self.routing.count([0] * before + counts + [0] * (self.count - before - own))
         entered = collectives.copy_to_tp_region(hidden.to(compute_type(experts, hidden)), ranks)
-        out = through_experts(experts, entered, collectives.copy_to_tp_region(weights, ranks), routes)
+        out = through_experts(
+            experts, entered, collectives.copy_to_tp_region(weights, ranks), routes
+        )
         return collectives.reduce_from_tp_region(out, ranks).to(hidden.dtype)
 
-    def _exchanged(self, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    def _exchanged(
+        self, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor
+    ) -> Tensor:
         routes, counts = plan_routes(index, self.count, self.group)
         self.routing.count(counts)
-        computed = through_experts(experts, hidden.to(compute_type(experts, hidden)), weights, routes, self.batches)
+        computed = through_experts(
+            experts, hidden.to(compute_type(experts, hidden)), weights, routes, self.batches
+        )
         return computed.to(hidden.dtype)
 
 
-def through_experts(experts: Any, hidden: Tensor, weights: Tensor, routes: Routes, batches: int = 1) -> Tensor:
+def through_experts(
+    experts: Any, hidden: Tensor, weights: Tensor, routes: Routes, batches: int = 1
+) -> Tensor:
     """Send tokens ``hidden [n, h]`` through their experts on all ranks and back, weighted by ``weights [n, k]``."""
     grouped = run_experts(experts, dispatch(hidden, routes, batches), routes.counts)
     return combine(grouped, weights, routes, batches)
@@ -99,12 +117,20 @@ def install_experts(runtime: Runtime, options: RoutingConfig | None = None) -> R
     Comes before the edges of tensor parallelism, which may read parameters of experts in their own way.
     """
     mesh = runtime.mesh
-    modules = [runtime.model.get_submodule(e.name) for e in runtime.plan.mixtures if runtime.is_local(e.name)]
-    changed = any(unwrapped(module) is not module or packings_of(unwrapped(module)) for module in modules)
+    modules = [
+        runtime.model.get_submodule(e.name)
+        for e in runtime.plan.mixtures
+        if runtime.is_local(e.name)
+    ]
+    changed = any(
+        unwrapped(module) is not module or packings_of(unwrapped(module)) for module in modules
+    )
     narrow = mesh.tp_group is not None and any(
         _too_narrow(module, runtime.options.mixed_precision) for module in modules
     )
-    copies = bool(modules) and runtime.shares_casts  # of which the host would make one for each microbatch
+    copies = (
+        bool(modules) and runtime.shares_casts
+    )  # of which the host would make one for each microbatch
     if mesh.group("ep") is None and options is None and not (changed or narrow or copies):
         return None
     routing, layers = routing_of_layers(runtime, options)
@@ -119,7 +145,11 @@ def _too_narrow(experts: nn.Module, mixed_precision: str) -> bool:
     if not runs_grouped_products(experts):
         return False
     weights = [parameter for parameter in experts.parameters() if parameter.ndim == 3]
-    size = 2 if mixed_precision != "no" else min((weight.element_size() for weight in weights), default=ALIGNED)
+    size = (
+        2
+        if mixed_precision != "no"
+        else min((weight.element_size() for weight in weights), default=ALIGNED)
+    )
     return any(dim * size % ALIGNED for weight in weights for dim in weight.shape[1:])
 
 
@@ -141,15 +171,21 @@ def through_slots(
     and how many of them each of this rank's experts has.
     """
     ranks, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
-    local, own, width = count // ranks, slots[rank], hidden.shape[-1]
+    local = count // ranks
+    own = slots[rank]
+    width = hidden.shape[-1]
     k = places.shape[1]
     rows = hidden if k == 1 else hidden.repeat_interleave(k, 0)
     # One extra row receives the dropped routes, and is cut off.
     buffer = hidden.new_zeros(count * own + 1, width).index_copy(0, places.flatten(), rows)[:-1]
-    send, receive = [local * own] * ranks, [local * other for other in slots]
+    send = [local * own] * ranks
+    receive = [local * other for other in slots]
     if group is not None:
         buffer = _exchanged(buffer, send, receive, group, float(batches))
-    by_sender = [part.view(local, other, width) for part, other in zip(buffer.split(receive), slots, strict=True)]
+    by_sender = [
+        part.view(local, other, width)
+        for part, other in zip(buffer.split(receive), slots, strict=True)
+    ]
     grouped = torch.cat(by_sender, 1).flatten(0, 1)
     out = compute(grouped, [sum(slots)] * local).view(local, sum(slots), -1)
     leaving = torch.cat([part.flatten(0, 1) for part in out.split(list(slots), 1)])
@@ -159,7 +195,9 @@ def through_slots(
     return (back[places] * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
 
 
-def _exchanged(rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup, factor: float) -> Tensor:
+def _exchanged(
+    rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup, factor: float
+) -> Tensor:
     """Exchange rows by all-to-all; multiply the gradients by ``factor`` on their way back."""
     return collectives.apply_mapping(
         rows,
@@ -172,7 +210,9 @@ def compute_type(experts: Any, x: Tensor) -> torch.dtype:
     """Return the dtype that the transformers module ``experts`` computes in now, given input ``x``."""
     experts = unwrapped(experts)
     weight: Tensor = experts.down_proj
-    if torch.is_autocast_enabled(weight.device.type) and weight.dtype != torch.float64:  # which it leaves alone
+    if (
+        torch.is_autocast_enabled(weight.device.type) and weight.dtype != torch.float64
+    ):  # which it leaves alone
         return torch.get_autocast_dtype(weight.device.type)
     packing = packings_of(experts).get("down_proj")
     return weight.dtype if packing is None else packing.compute_dtype or x.dtype
@@ -182,7 +222,8 @@ def run_experts(experts: Any, x: Tensor, counts: Sequence[int]) -> Tensor:
     """Compute a stock module of experts on ``x [rows, h]``, ``counts`` per expert; parameters are looked up anew."""
     dtype = compute_type(experts, x)
     added, experts = low_rank_terms(experts), unwrapped(experts)
-    biased, transposed = experts.has_bias, experts.is_transposed
+    biased = experts.has_bias
+    transposed = experts.is_transposed
 
     def linear(x: Tensor, name: str) -> Tensor:
         out = whole_rank(x, name)
@@ -196,7 +237,11 @@ def run_experts(experts: Any, x: Tensor, counts: Sequence[int]) -> Tensor:
         if name in packings_of(experts):
             # dequantized in each of both passes (QLoRA, Dettmers et al. 2023)
             return frozen_grouped_linear(
-                x, lambda dtype: read_packed(experts, name).to(dtype), bias, counts, transposed=transposed
+                x,
+                lambda dtype: read_packed(experts, name).to(dtype),
+                bias,
+                counts,
+                transposed=transposed,
             )
         weight = cast_weight(local_tensor(getattr(experts, name)), dtype)
         return grouped_linear(x, weight, bias, counts, transposed=transposed)
@@ -216,6 +261,9 @@ def low_rank_terms(experts: Any) -> dict[str, list[tuple[Tensor, Tensor, float]]
     found: dict[str, list[tuple[Tensor, Tensor, float]]] = {}
     for name, *both, count, scaling in terms_of_experts(experts):
         a, b = (local_tensor(factor) for factor in both)
-        factors = a.reshape(count, -1, a.shape[1]), b.reshape(b.shape[0], -1, count).permute(2, 0, 1).contiguous()
+        factors = (
+            a.reshape(count, -1, a.shape[1]),
+            b.reshape(b.shape[0], -1, count).permute(2, 0, 1).contiguous(),
+        )
         found.setdefault(name, []).append((*factors, scaling))
     return found

@@ -39,7 +39,9 @@ class ExpertRouting(Part):
         if self.routing is not None and self.routing.passes is not None:
             self.routing.passes.install(runtime.model)
 
-    def check_step(self, runtime: Runtime, batches: Sequence[Batch], user_loss: bool = False) -> None:
+    def check_step(
+        self, runtime: Runtime, batches: Sequence[Batch], user_loss: bool = False
+    ) -> None:
         """Refuse router losses that are no mean over the step, as transformers' is one per microbatch."""
         parts = len(batches) * runtime.mesh.data_world
         if getattr(runtime.model.config, "output_router_logits", False) and parts > 1:
@@ -65,7 +67,9 @@ class ExpertRouting(Part):
         return self.routing.step(microbatches, train and runtime.model.training)
 
     @contextmanager
-    def around_stage_pass(self, runtime: Runtime, arrives: int | None, leaves: bool) -> Iterator[None]:
+    def around_stage_pass(
+        self, runtime: Runtime, arrives: int | None, leaves: bool
+    ) -> Iterator[None]:
         """Begin the backward passes of this stage's router losses with the scale of the model's loss."""
         yield
         if leaves and self.routing is not None:

@@ -16,7 +16,8 @@ from ...plan.parameter import data_cut
 
 def plan_experts(draft: Draft) -> None:
     """Find the mixtures of experts, and shard their experts over the expert axis."""
-    size, found = draft.layout.ep, list[ExpertsPlan]()
+    size = draft.layout.ep
+    found = list[ExpertsPlan]()
     for name, module in draft.modules.items():
         if holds_experts(module):
             owner = next((layer for layer in draft.layers if name.startswith(f"{layer}.")), "")
@@ -31,7 +32,8 @@ def plan_experts(draft: Draft) -> None:
             f"use_experts_implementation), and {type(draft.model).__name__} has none: use ep_size=1"
         )
     for planned in draft.experts:
-        name, count = planned.name, planned.count
+        name = planned.name
+        count = planned.count
         if count % size:
             fits = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
             draft.problem(
@@ -53,7 +55,8 @@ def expert_cuts(layout: ParallelConfig, shape: tuple[int, ...], cuts: list[Cut])
     data axis shards by experts too, or by rows of every expert where there are too few experts for even shards.
     """
     cuts = [Cut("ep", 0, layout.ep), *cuts]
-    shards, by_rows = layout.size("edp_shard"), False
+    shards = layout.size("edp_shard")
+    by_rows = False
     if shards > 1:
         local = cut_shape(shape, cuts, {})
         by_rows = local[0] % shards != 0 and local[1] % shards == 0

@@ -39,7 +39,8 @@ from ...train.runtime.forward_passes import ForwardPasses
 from ...train.runtime.shards import LocalWeights
 from .expert_routing import has_part_of_tokens
 
-_CHOOSES, _HIDES = (torch.topk, Tensor.topk), (torch.masked_fill, Tensor.masked_fill)
+_CHOOSES = (torch.topk, Tensor.topk)
+_HIDES = (torch.masked_fill, Tensor.masked_fill)
 
 
 class _Choice(TorchFunctionMode):
@@ -47,10 +48,15 @@ class _Choice(TorchFunctionMode):
 
     def __init__(self, count: int, given: Tensor | None, is_part: bool) -> None:
         super().__init__()
-        self.count, self.given, self.is_part = count, given, is_part
+        self.count = count
+        self.given = given
+        self.is_part = is_part
         self.index: Tensor | None = None  # the latest answer
         self.made: Tensor | None = None  # ``[n, k]``, the one that the experts got
-        self._hidden: tuple[Any, Any] = (None, None)  # scores without those of groups that lost, and with them
+        self._hidden: tuple[Any, Any] = (
+            None,
+            None,
+        )  # scores without those of groups that lost, and with them
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -58,12 +64,15 @@ class _Choice(TorchFunctionMode):
             self._hidden = (result, args[0])
         if func not in _CHOOSES or args[0].shape[-1] != self.count:
             return result
-        scores, own, given = args[0], result[1], self.given if self.made is None else self.made
+        scores = args[0]
+        own = result[1]
+        given = self.given if self.made is None else self.made
         if given is not None and (given.shape[-1], given.numel()) != (own.shape[-1], own.numel()):
             return result  # over groups of experts
         given = own if given is None else given.view_as(own).to(own.dtype)
         self.index = given.where(given >= 0, own)
-        scores, self._hidden = self._hidden[1] if scores is self._hidden[0] else scores, (None, None)
+        scores = self._hidden[1] if scores is self._hidden[0] else scores
+        self._hidden = (None, None)
         return torch.return_types.topk((scores.gather(-1, self.index), self.index))
 
 
@@ -73,7 +82,9 @@ class _Pass:
 
     given: Tensor | None  # ``[b, s, layers, k]`` of this rank's tokens
     batch: Microbatch | None  # its arguments, if it is recorded
-    choices: dict[int, _Choice] = field(default_factory=dict)  # by the layer's index among those with mixtures
+    choices: dict[int, _Choice] = field(
+        default_factory=dict
+    )  # by the layer's index among those with mixtures
 
 
 class RouteReplay(Part):
@@ -90,7 +101,9 @@ class RouteReplay(Part):
         while self._handles:
             self._handles.pop().remove()
 
-    def check_step(self, runtime: Runtime, batches: Sequence[Batch], user_loss: bool = False) -> None:
+    def check_step(
+        self, runtime: Runtime, batches: Sequence[Batch], user_loss: bool = False
+    ) -> None:
         """Refuse routes that do not fit the batch or the model."""
         for batch in batches:
             if batch.get(ROUTES) is not None:
@@ -98,7 +111,9 @@ class RouteReplay(Part):
                 _check(runtime, batch, batch[ROUTES])
 
     @contextmanager
-    def around_step(self, runtime: Runtime, microbatches: Sequence[Microbatch], train: bool) -> Iterator[None]:
+    def around_step(
+        self, runtime: Runtime, microbatches: Sequence[Microbatch], train: bool
+    ) -> Iterator[None]:
         """Give every microbatch its record, to which all stages of this rank add; forget the passes at the end."""
         if self._recorded is not None:
             for microbatch in microbatches:
@@ -114,18 +129,25 @@ class RouteReplay(Part):
     def record(self, runtime: Runtime) -> Iterator[list[Tensor]]:
         """Record the passes of the with block: see :func:`hfscale.record_routes`."""
         if self._recorded is not None:
-            raise ConfigError("the routes of this model are being recorded already: leave the first record_routes")
+            raise ConfigError(
+                "the routes of this model are being recorded already: leave the first record_routes"
+            )
         refusal: ConfigError | None = None
         try:
             self._hook(runtime)
         except ConfigError as error:  # of a mixture that only this stage has
             refusal = error
         if runtime.mesh.largest(refusal is not None)[0]:
-            raise refusal or ConfigError("another stage's mixtures cannot record routes: see its error")
-        recorded, routes = list[_Pass](), list[Tensor]()
+            raise refusal or ConfigError(
+                "another stage's mixtures cannot record routes: see its error"
+            )
+        recorded = list[_Pass]()
+        routes = list[Tensor]()
         with attribute_replaced(self, "_recorded", recorded):
             yield routes
-            whole = [_whole(runtime, each, each.batch) for each in recorded if each.batch is not None]
+            whole = [
+                _whole(runtime, each, each.batch) for each in recorded if each.batch is not None
+            ]
         while whole:
             parts = whole[0][1]
             routes.append(torch.cat([each for each, _ in whole[:parts]]).cpu())
@@ -135,12 +157,15 @@ class RouteReplay(Part):
         if self._handles:
             return
         _refuse(runtime)
-        self._passes, model = ForwardPasses(), runtime.model
+        self._passes = ForwardPasses()
+        model = runtime.model
         self._passes.begin(None)
 
         def begin(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             given = kwargs.pop(ROUTES, None)
-            self._passes.begin(given if isinstance(given, _Pass) else self._new_pass(given, Microbatch(kwargs)))
+            self._passes.begin(
+                given if isinstance(given, _Pass) else self._new_pass(given, Microbatch(kwargs))
+            )
             return args, kwargs
 
         def end(*_: Any) -> None:
@@ -158,7 +183,9 @@ class RouteReplay(Part):
         return self._recorded[-1]
 
     def _hook_mixture(self, runtime: Runtime, number: int, planned: ExpertsPlan) -> None:
-        experts, block = map(runtime.model.get_submodule, (planned.name, planned.name.rpartition(".")[0]))
+        experts, block = map(
+            runtime.model.get_submodule, (planned.name, planned.name.rpartition(".")[0])
+        )
         running: list[_Choice] = []
 
         def enter(*_: Any) -> None:
@@ -172,9 +199,12 @@ class RouteReplay(Part):
             now = self._passes.current()
             if now is None or number not in now.choices:
                 return
-            choice, got = now.choices[number], [*args, *kwargs.values()][1]
+            choice = now.choices[number]
+            got = [*args, *kwargs.values()][1]
             made = choice.index
-            if made is None or (made.data_ptr() != got.data_ptr() and not torch.equal(made.view_as(got), got)):
+            if made is None or (
+                made.data_ptr() != got.data_ptr() and not torch.equal(made.view_as(got), got)
+            ):
                 raise ConfigError(
                     f"{wild_name(planned.name)}: the experts of {runtime.plan.family!r} are not those of one top-k of "
                     f"{choice.count} scores, so routes cannot be replayed or recorded: leave routes out"
@@ -214,16 +244,25 @@ def record_routes(model: nn.Module) -> AbstractContextManager[list[Tensor]]:
 
 def replayed(runtime: Runtime) -> list[ExpertsPlan]:
     """Return the mixtures that routes are of, in the model's order: not those of multi-token prediction."""
-    return [planned for planned in runtime.plan.mixtures if not planned.name.startswith(f"{PREDICTION}.")]
+    return [
+        planned
+        for planned in runtime.plan.mixtures
+        if not planned.name.startswith(f"{PREDICTION}.")
+    ]
 
 
 def _local_mixtures(runtime: Runtime) -> list[tuple[int, ExpertsPlan]]:
-    return [(number, planned) for number, planned in enumerate(replayed(runtime)) if runtime.is_local(planned.name)]
+    return [
+        (number, planned)
+        for number, planned in enumerate(replayed(runtime))
+        if runtime.is_local(planned.name)
+    ]
 
 
 def _choice(runtime: Runtime, number: int, planned: ExpertsPlan, given: Tensor | None) -> _Choice:
     """Return the choice of one layer's own tokens."""
-    is_part, mesh = has_part_of_tokens(runtime, planned), runtime.mesh
+    is_part = has_part_of_tokens(runtime, planned)
+    mesh = runtime.mesh
     if given is not None:
         lengths = share_evenly(given.shape[1], mesh.layout.tp) if is_part else [given.shape[1]]
         rank = mesh.tp_rank if is_part else 0
@@ -233,18 +272,30 @@ def _choice(runtime: Runtime, number: int, planned: ExpertsPlan, given: Tensor |
 
 def _refuse(runtime: Runtime) -> None:
     """Refuse a model whose routes cannot be replayed."""
-    model, options, mixtures, family = runtime.model, runtime.options.routing, replayed(runtime), runtime.plan.family
+    model = runtime.model
+    options = runtime.options.routing
+    mixtures = replayed(runtime)
+    family = runtime.plan.family
     if not mixtures or getattr(model.config, "is_encoder_decoder", False):
         raise ConfigError(
             f"{class_name(model)} has no decoder whose layers call experts with the index of each token's "
             "(transformers' use_experts_implementation), so it takes no routes: leave them out"
         )
     if options is not None and (options.router != "model" or options.force_balanced):
-        raise ConfigError(f"routes are for the model's own router, and routing={options} replaces it: leave one out")
+        raise ConfigError(
+            f"routes are for the model's own router, and routing={options} replaces it: leave one out"
+        )
     if len({planned.layer for planned in mixtures}) < len(mixtures):
-        raise ConfigError(f"{family!r} has several mixtures in a layer, each for some tokens: leave routes out")
-    if any(is_compiled_in_place(model.get_submodule(planned.layer)) for _, planned in _local_mixtures(runtime)):
-        raise ConfigError("routes do not reach layers that are compiled already: load the model without compile=True")
+        raise ConfigError(
+            f"{family!r} has several mixtures in a layer, each for some tokens: leave routes out"
+        )
+    if any(
+        is_compiled_in_place(model.get_submodule(planned.layer))
+        for _, planned in _local_mixtures(runtime)
+    ):
+        raise ConfigError(
+            "routes do not reach layers that are compiled already: load the model without compile=True"
+        )
     for _, planned in _local_mixtures(runtime):
         block = model.get_submodule(planned.name.rpartition(".")[0])
         if not any("topk" in used_names(type(module)) for module in block.modules()):
@@ -256,14 +307,17 @@ def _refuse(runtime: Runtime) -> None:
 
 def _check(runtime: Runtime, batch: Batch, routes: Tensor) -> None:
     """Refuse routes of another shape than the batch's, and experts that no router would choose."""
-    mixtures, place = replayed(runtime), tokens_of(batch)
+    mixtures = replayed(runtime)
+    place = tokens_of(batch)
     k = experts_per_token(runtime.model.config) or routes.shape[-1]
     if routes.shape != (*place, len(mixtures), k):
         raise ConfigError(
             f"routes are {list(routes.shape)} for {place[0]} rows of {place[1]} tokens and {len(mixtures)} layers with "
             f"mixtures of {k} experts per token: give {[*place, len(mixtures), k]}"
         )
-    counts = torch.tensor([planned.count for planned in mixtures], device=routes.device).unsqueeze(-1)
+    counts = torch.tensor([planned.count for planned in mixtures], device=routes.device).unsqueeze(
+        -1
+    )
     ordered = routes.sort(-1).values
     unlike = ordered.diff(dim=-1).bool().all(-1) & (ordered >= 0).all(-1)
     strange = ~((unlike & (routes < counts).all(-1)) | (routes == -1).all(-1))
@@ -281,9 +335,16 @@ def _whole(runtime: Runtime, made: _Pass, batch: Microbatch) -> tuple[Tensor, in
     """Return a pass's routes ``[b, s, layers, k]`` of all ranks, and the number of passes of its batch; collective."""
     mesh, (samples, length) = runtime.mesh, tokens_of(batch)
     tokens = batch.tokens or length
-    taken = {number: choice.made for number, choice in made.choices.items() if choice.made is not None}
-    k = max((index.shape[-1] for index in taken.values()), default=experts_per_token(runtime.model.config) or 0)
-    own = torch.zeros(samples, tokens, len(replayed(runtime)), k, dtype=torch.int32, device=mesh.device)
+    taken = {
+        number: choice.made for number, choice in made.choices.items() if choice.made is not None
+    }
+    k = max(
+        (index.shape[-1] for index in taken.values()),
+        default=experts_per_token(runtime.model.config) or 0,
+    )
+    own = torch.zeros(
+        samples, tokens, len(replayed(runtime)), k, dtype=torch.int32, device=mesh.device
+    )
     for number, index in taken.items():
         found = index.to(torch.int32).view(samples, -1, k)
         if made.choices[number].is_part and mesh.tp_group is not None:

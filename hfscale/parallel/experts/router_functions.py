@@ -80,7 +80,9 @@ def queue_places(index: Tensor, count: int) -> Tensor:
     """Return how many routes precede each of ``index [b, s, k]`` (``count``: none) in its queue, without host syncs."""
     samples, tokens, k = index.shape
     queues = torch.arange(samples, device=index.device).view(-1, 1, 1) * (count + 1) + index
-    flat = queues.transpose(1, 2).reshape(-1)  # all first choices of a sequence, then all second ones
+    flat = queues.transpose(1, 2).reshape(
+        -1
+    )  # all first choices of a sequence, then all second ones
     order = flat.argsort(stable=True)
     lengths = count_each(flat, samples * (count + 1))
     starts = lengths.cumsum(0) - lengths
@@ -119,7 +121,8 @@ def balance_loss(sums: Tensor) -> Tensor:
     20). It is 1 where both are even.
     """
     count = sums.shape[1] // 2
-    routes, mass = sums[:, :count], sums[:, count : 2 * count]
+    routes = sums[:, :count]
+    mass = sums[:, count : 2 * count]
     share = routes / routes.sum(1, keepdim=True).clamp(min=1)
     # The number of tokens, over which the mass would be averaged, cancels.
     return count * (share * mass).sum()

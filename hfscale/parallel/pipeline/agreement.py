@@ -23,14 +23,20 @@ from ...errors import ConfigError
 from ...train.runtime import Runtime, local_tensor
 from ...train.runtime.shards import gradients_aside
 
-_ABSENT, _FROZEN, _TRAINS, _CHANGED = 0, 1, 2, 2  # states of a tied tensor; _CHANGED is added if requires_grad changed
+# states of a tied tensor; _CHANGED is added if requires_grad changed
+_ABSENT = 0
+_FROZEN = 1
+_TRAINS = 2
+_CHANGED = 2
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # as wide as an entry
 
 
 @dataclass(frozen=True)
 class _Report:
-    rank_in_stage: int  # ranks of different stages with the same one hold the same shards of tied tensors
+    rank_in_stage: (
+        int  # ranks of different stages with the same one hold the same shards of tied tensors
+    )
     trains: list[int]  # per stage, whether an untied parameter of this rank trains in it
     # per tied tensor, :data:`_ABSENT`, :data:`_FROZEN` or :data:`_TRAINS`, plus :data:`_CHANGED` if it changed since
     # the last step
@@ -43,25 +49,30 @@ class StageAgreement:
 
     def __init__(self, runtime: Runtime) -> None:
         assert runtime.plan.stages is not None
-        self._runtime, self._stages = runtime, runtime.plan.stages
+        self._runtime = runtime
+        self._stages = runtime.plan.stages
         self._held = runtime.plan.local_names(runtime.mesh.pp_rank)  # owned name -> name here
         owned = [planned.name for planned in runtime.plan.owned()]
         self._tied = [name for name in owned if len(runtime.plan.holders(name)) > 1]
         live = runtime.live_parameters()
-        self._tie_trains = {name: live[self._held[name]].requires_grad for name in self._tied if name in self._held}
+        self._tie_trains = {
+            name: live[self._held[name]].requires_grad for name in self._tied if name in self._held
+        }
         self._own_stages: dict[str, list[int]] = {}
         self._reports: list[_Report] = []
         self._thawed: set[int] = set()  # stages with a tied tensor that trains
         # alone: whether this rank runs without the others; all stages are then assumed to train
         # loss_type: the dtype of the loss, which only ranks with the last stage compute
-        self.loss_type, self.alone = torch.float32, False
+        self.loss_type = torch.float32
+        self.alone = False
 
     def tell(self, train: bool) -> tuple[list[int], list[Tensor]]:
         """Return this rank's integers on host and device; refuse hooks that would see a part of a gradient."""
         live = self._runtime.live_parameters()
         wide = any(parameter.dtype == torch.float64 for parameter in live.values())
         self.loss_type = torch.float64 if wide else torch.float32
-        trains, states = [0] * len(self._stages.stages), [_ABSENT] * len(self._tied)
+        trains = [0] * len(self._stages.stages)
+        states = [_ABSENT] * len(self._tied)
         zero = torch.zeros(1, dtype=torch.int64, device=self._runtime.mesh.device)
         sums = [zero] * len(self._tied)
         if train:
@@ -98,11 +109,15 @@ class StageAgreement:
         """Take all ranks' reports; freeze or train a tie alike on all stages, as those say that changed it."""
         ties = 1 + len(self._stages.stages)
         sums = ties + len(self._tied)
-        self._reports = [_Report(each[0], each[1:ties], each[ties:sums], each[sums:]) for each in told]
+        self._reports = [
+            _Report(each[0], each[1:ties], each[ties:sums], each[sums:]) for each in told
+        ]
         live = self._runtime.live_parameters() if self._tied else {}
         self._thawed.clear()
         for index, name in enumerate(self._tied):
-            states = [report.ties[index] for report in self._reports if report.ties[index] != _ABSENT]
+            states = [
+                report.ties[index] for report in self._reports if report.ties[index] != _ABSENT
+            ]
             states = [state for state in states if state > _TRAINS] or states
             if not states:  # an evaluation
                 continue
@@ -122,7 +137,9 @@ class StageAgreement:
             same = (report for report in self._reports if report.rank_in_stage == mine)
             here = [report for report in same if report.ties[index] != _ABSENT]
             if len({report.sums[index] for report in here}) > 1:
-                names = " = ".join(next(tie.names for tie in self._stages.ties if name in tie.names))
+                names = " = ".join(
+                    next(tie.names for tie in self._stages.ties if name in tie.names)
+                )
                 raise ConfigError(
                     f"{names} is one tied tensor on several stages, and its copies differ since the last update: give "
                     "it the same optimizer options under all of its names (a parameter group chosen by name may have "
@@ -146,25 +163,37 @@ class TiedGradients:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._known: dict[tuple[int, ...], list[bool]] = {}  # which get a gradient, once a step has shown it
+        self._known: dict[
+            tuple[int, ...], list[bool]
+        ] = {}  # which get a gradient, once a step has shown it
 
     @contextmanager
     def summed(self) -> Iterator[None]:
         """Sum the gradients of tied tensors over their stages after the with block, and add them to earlier ones."""
         plan = self._runtime.plan
-        copies = [(p, plan.holders(planned.name)) for planned, p in self._runtime.parameters()] if plan.ties else []
+        copies = (
+            [(p, plan.holders(planned.name)) for planned, p in self._runtime.parameters()]
+            if plan.ties
+            else []
+        )
         # this rank's trained copies, each with the pipeline ranks that hold one
-        tied = [(copy, holders) for copy, holders in copies if len(holders) > 1 and copy.requires_grad]
+        tied = [
+            (copy, holders) for copy, holders in copies if len(holders) > 1 and copy.requires_grad
+        ]
         with gradients_aside([parameter for parameter, _ in tied]):
             yield
-            for holders in dict.fromkeys(each for _, each in tied):  # the plan's order, equal on all ranks
+            for holders in dict.fromkeys(
+                each for _, each in tied
+            ):  # the plan's order, equal on all ranks
                 self._sum([parameter for parameter, each in tied if each == holders], holders)
 
     def _sum(self, copies: list[Tensor], holders: tuple[int, ...]) -> None:
         key = tuple(map(id, copies))
         if key not in self._known:  # exchanged once, since it depends only on the model
             here = torch.tensor([copy.grad is not None for copy in copies], dtype=torch.int64)
-            dist.all_reduce(here, op=dist.ReduceOp.MAX, group=self._runtime.mesh.tie_reports[holders])
+            dist.all_reduce(
+                here, op=dist.ReduceOp.MAX, group=self._runtime.mesh.tie_reports[holders]
+            )
             self._known[key] = [bool(each) for each in here.tolist()]
         for copy, used in zip(copies, self._known[key], strict=True):
             if copy.grad is not None and not used:

@@ -54,7 +54,9 @@ class _Version:
                     if id(parameter) not in leaves:
                         leaves[id(parameter)] = parameter, nn.Parameter(parameter.data)
                     self._places.append((own_parameters(module), name, leaves[id(parameter)][1]))
-        self.leaves = list(leaves.values())  # parameters, each with the weight that microbatches compute with
+        self.leaves = list(
+            leaves.values()
+        )  # parameters, each with the weight that microbatches compute with
         self.kept: list[tuple[Tensor, Tensor]] = []
         self._casts = Casts()
         self.call = call
@@ -73,7 +75,9 @@ class _Version:
 
     def retire(self) -> None:
         """Keep the gradients and free the weights, which no microbatch needs any more."""
-        self.kept = [(parameter, leaf.grad) for parameter, leaf in self.leaves if leaf.grad is not None]
+        self.kept = [
+            (parameter, leaf.grad) for parameter, leaf in self.leaves if leaf.grad is not None
+        ]
         self.leaves, self._places, self._casts = [], [], Casts()
 
 
@@ -84,7 +88,9 @@ class AsynchronousPipeline(Pipeline):
         super().__init__(runtime)
         self._last = self._layout.pp - 1
         self._depth = self._last - self._rank  # microbatches in flight between two calls
-        self._every = self._layout.pipeline_schedule == "pipedream_2bw"  # all stages update with one batch's gradient
+        self._every = (
+            self._layout.pipeline_schedule == "pipedream_2bw"
+        )  # all stages update with one batch's gradient
         self._broken = False
         self._trained: list[str] = []
         self._evaluators = [self._worker(stage) for stage in self._stages.of_rank(self._rank)]
@@ -95,8 +101,12 @@ class AsynchronousPipeline(Pipeline):
         self._held: dict[int, Microbatch] = {}  # microbatches in flight, by number
         self._versions: dict[int, _Version] = {}  # microbatch -> the weights of its forward pass
         self._finished: deque[_Version] = deque()  # versions whose backward passes are over
-        self._reports: deque[tuple[Tensor, Any]] = deque()  # losses of calls, being sent to all stages
-        self._unsent: tuple[Tensor, Any] | None = None  # the last call's, on its way from the device, and its arrival
+        self._reports: deque[tuple[Tensor, Any]] = (
+            deque()
+        )  # losses of calls, being sent to all stages
+        self._unsent: tuple[Tensor, Any] | None = (
+            None  # the last call's, on its way from the device, and its arrival
+        )
         for worker in self.workers:
             worker.reset()
 
@@ -117,8 +127,11 @@ class AsynchronousPipeline(Pipeline):
                     "leave num_microbatches out, or use pipedream_2bw, which accumulates gradients"
                 )
             return [dict(batch) for batch in given]
-        pp_size, towers = self._layout.pp, self._towers is not None
-        return share_out(given, self._layout.num_microbatches, pp_size, lambda number: number >= pp_size, towers)
+        pp_size = self._layout.pp
+        towers = self._towers is not None
+        return share_out(
+            given, self._layout.num_microbatches, pp_size, lambda number: number >= pp_size, towers
+        )
 
     def older_weights(self) -> list[Tensor]:
         """Return the weights of all versions in flight; the newest may share memory with the parameters."""
@@ -126,13 +139,19 @@ class AsynchronousPipeline(Pipeline):
 
     def waiting_gradients(self) -> list[Tensor]:
         """Return the gradients of versions in flight, and of finished ones not handed out yet."""
-        return [each for version in (*self._versions.values(), *self._finished) for each in version.gradients()]
+        return [
+            each
+            for version in (*self._versions.values(), *self._finished)
+            for each in version.gradients()
+        ]
 
     def agrees(self, train: bool) -> bool:
         """Return whether the stages exchange reports now: not while microbatches are in flight."""
         return not train or not self._calls
 
-    def run(self, model: nn.Module, batches: Sequence[Microbatch], objective: Objective, backward: bool) -> Tensor:
+    def run(
+        self, model: nn.Module, batches: Sequence[Microbatch], objective: Objective, backward: bool
+    ) -> Tensor:
         """Run one call, and return the loss of the batch whose gradients have reached the first stage, on all stages:
         the one of ``p - 1`` calls ago (PipeDream), of the last call (2BW); nan while the pipeline fills.
         """
@@ -148,7 +167,9 @@ class AsynchronousPipeline(Pipeline):
         if self._finished and (not self._every or self._finished[0].call < self._calls - 1):
             with self._ties.summed():
                 for parameter, gradient in self._finished.popleft().kept:
-                    parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+                    parameter.grad = (
+                        gradient if parameter.grad is None else parameter.grad.add_(gradient)
+                    )
 
     def _call(self, batches: Sequence[Microbatch], objective: Objective) -> Tensor:
         if self._broken:
@@ -171,9 +192,11 @@ class AsynchronousPipeline(Pipeline):
         try:
             first = self._forward  # microbatches are numbered over all calls
             numbered = replace(
-                objective, loss=lambda called, batch, index: objective.loss(called, batch, index - first)
+                objective,
+                loss=lambda called, batch, index: objective.loss(called, batch, index - first),
             )
-            self._batches, self._objective = self._held, numbered
+            self._batches = self._held
+            self._objective = numbered
             for batch in batches:
                 index = self._forward
                 self._held[index], self._versions[index] = batch, version
@@ -191,7 +214,9 @@ class AsynchronousPipeline(Pipeline):
             raise
         finally:
             self._objective = None
-        for parameter, _ in version.leaves if version.left else ():  # the stash: the optimizer changes new memory
+        for parameter, _ in (
+            version.leaves if version.left else ()
+        ):  # the stash: the optimizer changes new memory
             parameter.data = parameter.data.clone()
         self._calls += 1
         return self._reported()
@@ -201,7 +226,11 @@ class AsynchronousPipeline(Pipeline):
         return order("1f1b", self._layout.pp, num_microbatches)
 
     def _what_trains(self) -> list[str]:
-        return [name for name, parameter in self._runtime.model.named_parameters() if parameter.requires_grad]
+        return [
+            name
+            for name, parameter in self._runtime.model.named_parameters()
+            if parameter.requires_grad
+        ]
 
     def _step_back(self, worker: Any) -> None:
         """Run the backward pass of the oldest microbatch in flight."""
@@ -223,11 +252,16 @@ class AsynchronousPipeline(Pipeline):
         """Begin to copy this call's loss to the host, and return that of an earlier call, which has arrived. The next
         call sends it to all stages: sent now, it would make the host wait for this call.
         """
-        device, copied = self._mesh.device, None
+        device = self._mesh.device
+        copied = None
         carried = torch.zeros((), dtype=torch.float64, pin_memory=is_accelerator(device))
         if self._losses:  # on the last stage
             carried.copy_(sum(self._losses[1:], self._losses[0]), non_blocking=True)
-            copied = device_module(device).current_stream().record_event() if is_accelerator(device) else None
+            copied = (
+                device_module(device).current_stream().record_event()
+                if is_accelerator(device)
+                else None
+            )
         self._unsent = carried, copied
         if len(self._reports) < (1 if self._every else self._last):
             return self._on_device(float("nan"))
@@ -239,7 +273,9 @@ class AsynchronousPipeline(Pipeline):
             (carried, copied), self._unsent = self._unsent, None
             if copied is not None:
                 copied.synchronize()
-            self._reports.append((carried, dist.all_reduce(carried, group=self._mesh.reports, async_op=True)))
+            self._reports.append(
+                (carried, dist.all_reduce(carried, group=self._mesh.reports, async_op=True))
+            )
 
     def _report(self) -> Tensor:
         found, work = self._reports.popleft()

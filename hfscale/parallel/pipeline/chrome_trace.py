@@ -21,9 +21,18 @@ from .timeline import KINDS, LETTERS, RELEASE, Action, Span, Timeline
 def write_trace(path: Path, *timelines: Timeline, labels: Sequence[str] = ()) -> None:
     """Write runs, or steps of one, (``pid`` 0, 1, ...) to ``path``, called by ``labels`` or by their schedules."""
     names = labels or [timeline.name or f"run {run}" for run, timeline in enumerate(timelines)]
-    events = [event for run, timeline in enumerate(timelines) for event in _events(run, timeline, names[run])]
+    events = [
+        event
+        for run, timeline in enumerate(timelines)
+        for event in _events(run, timeline, names[run])
+    ]
     about = [
-        {"schedule": t.name, "unit": t.unit, "microbatches": t.num_microbatches, "ranks": t.num_ranks}
+        {
+            "schedule": t.name,
+            "unit": t.unit,
+            "microbatches": t.num_microbatches,
+            "ranks": t.num_ranks,
+        }
         for t in timelines
     ]
     document = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"runs": about}}
@@ -44,11 +53,16 @@ def read_runs(path: Path) -> dict[int, Timeline]:
             run = int(event.get("pid", 0))
             factor = 1e-6 if _about(about, run).get("unit", "s") == "s" else 1e-3
             action = Action(
-                int(arguments["stage"]), arguments["kind"], int(arguments["microbatch"]), bool(arguments.get("paired"))
+                int(arguments["stage"]),
+                arguments["kind"],
+                int(arguments["microbatch"]),
+                bool(arguments.get("paired")),
             )
             begin = float(event["ts"])
             end = begin + float(event["dur"])
-            events.setdefault(run, []).append((int(event["tid"]), Span(action, begin * factor, end * factor)))
+            events.setdefault(run, []).append(
+                (int(event["tid"]), Span(action, begin * factor, end * factor))
+            )
         runs: dict[int, Timeline] = {}
         for run in sorted(events):
             told = _about(about, run)
@@ -57,7 +71,9 @@ def read_runs(path: Path) -> dict[int, Timeline]:
             how = told.get("schedule", ""), told.get("unit", "s"), told.get("microbatches", 0)
             runs[run] = _from_zero(rows, *how)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{path} is not a trace of a pipeline: {type(error).__name__}: {error}") from error
+        raise ConfigError(
+            f"{path} is not a trace of a pipeline: {type(error).__name__}: {error}"
+        ) from error
     if not runs:
         raise ConfigError(
             f"{path} has no actions: a trace is what hfscale.record_schedule and `hfscale schedule --save-trace` write"
@@ -140,7 +156,10 @@ def merge_records(records: Sequence[Record], name: str = "", microbatches: int =
 def _from_zero(rows: Sequence[list[Span]], name: str, unit: str, microbatches: int) -> Timeline:
     first = min((span.start for row in rows for span in row), default=0.0)
     ranks = (
-        sorted((Span(span.action, span.start - first, span.end - first) for span in row), key=lambda span: span.start)
+        sorted(
+            (Span(span.action, span.start - first, span.end - first) for span in row),
+            key=lambda span: span.start,
+        )
         for row in rows
     )
     return Timeline(tuple(map(tuple, ranks)), name=name, unit=unit, microbatches=microbatches)
@@ -150,7 +169,13 @@ def _events(run: int, timeline: Timeline, name: str) -> Iterator[dict[str, Any]]
     factor = 1e6 if timeline.unit == "s" else 1e3
     yield {"ph": "M", "name": "process_name", "pid": run, "args": {"name": name}}
     for rank in range(timeline.num_ranks):
-        yield {"ph": "M", "name": "thread_name", "pid": run, "tid": rank, "args": {"name": f"rank {rank}"}}
+        yield {
+            "ph": "M",
+            "name": "thread_name",
+            "pid": run,
+            "tid": rank,
+            "args": {"name": f"rank {rank}"},
+        }
     for rank, span in timeline.spans():
         stage, kind, microbatch, paired = span.action
         yield {
@@ -161,5 +186,6 @@ def _events(run: int, timeline: Timeline, name: str) -> Iterator[dict[str, Any]]
             "tid": rank,
             "ts": round(span.start * factor, 3),
             "dur": round((span.end - span.start) * factor, 3),
-            "args": {"stage": stage, "microbatch": microbatch, "kind": kind} | ({"paired": True} if paired else {}),
+            "args": {"stage": stage, "microbatch": microbatch, "kind": kind}
+            | ({"paired": True} if paired else {}),
         }

@@ -22,9 +22,13 @@ def write_csv(order: Order, path: Path) -> None:
     """Write ``order`` to ``path``."""
     with open(path, "w", newline="") as file:
         for actions in order:
-            pieces = [[f"{a.stage}{LETTERS[a.kind]}{a.microbatch}" for a in piece] for piece in pieces_of(actions)]
+            pieces = [
+                [f"{a.stage}{LETTERS[a.kind]}{a.microbatch}" for a in piece]
+                for piece in pieces_of(actions)
+            ]
             csv.writer(file).writerow(
-                f"({';'.join(cells)})OVERLAP_F_B" if len(cells) > 1 else cells[0] for cells in pieces
+                f"({';'.join(cells)})OVERLAP_F_B" if len(cells) > 1 else cells[0]
+                for cells in pieces
             )
 
 
@@ -38,8 +42,13 @@ def read_csv(path: Path) -> Order:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"no schedule could be read from {path}: {error}") from error
     if not rows:
-        raise ConfigError(f"{path} has no rows: a schedule has one row of actions such as 0F0, 0B0 per rank")
-    order = tuple(tuple(a for cell in row for a in _parse(cell, path, number)) for number, row in enumerate(rows, 1))
+        raise ConfigError(
+            f"{path} has no rows: a schedule has one row of actions such as 0F0, 0B0 per rank"
+        )
+    order = tuple(
+        tuple(a for cell in row for a in _parse(cell, path, number))
+        for number, row in enumerate(rows, 1)
+    )
     _complete(order, path)
     simulate(order, name=str(path))
     return order
@@ -50,8 +59,12 @@ def _parse(cell: str, path: Path, row: int) -> list[Action]:
     if text in ("", "None"):
         return []
     if pair := _PAIR.fullmatch(text):
-        actions = [action for part in pair.group(1).split(";") for action in _parse(part, path, row)]
-        return [action._replace(paired=index < len(actions) - 1) for index, action in enumerate(actions)]
+        actions = [
+            action for part in pair.group(1).split(";") for action in _parse(part, path, row)
+        ]
+        return [
+            action._replace(paired=index < len(actions) - 1) for index, action in enumerate(actions)
+        ]
     if match := _CELL.fullmatch(text):
         stage, letter, microbatch = match.groups()
         return [Action(int(stage), _KIND[letter], int(microbatch))]
@@ -83,7 +96,9 @@ def _complete(order: Order, path: Path) -> None:
             f"{path}: {len(stages)} stages do not divide evenly over {len(order)} ranks: give each rank as many"
         )
     counts: dict[tuple[int, int], tuple[int, ...]] = {
-        (stage, index): tuple(seen.pop((stage, kind, index), 0) for kind in _KIND.values() if kind != "update")
+        (stage, index): tuple(
+            seen.pop((stage, kind, index), 0) for kind in _KIND.values() if kind != "update"
+        )
         for stage in stages
         for index in microbatches
     }

@@ -25,7 +25,11 @@ _GIVEN = ("decoder_input_ids", "decoder_inputs_embeds")
 
 
 def share_out(
-    given: Sequence[Batch], wanted: int | None, pp_size: int, accepts: Callable[[int], bool], towers: bool = False
+    given: Sequence[Batch],
+    wanted: int | None,
+    pp_size: int,
+    accepts: Callable[[int], bool],
+    towers: bool = False,
 ) -> list[dict[str, Any]]:
     """Split the given batches into the microbatches of one step.
 
@@ -38,14 +42,20 @@ def share_out(
     if wanted == count or (wanted is None and count > 1 and accepts(count)):
         return [dict(batch) for batch in given]
     rows = [rows_of(batch) for batch in given]
-    fitting = [parts for parts in range(1, min(rows) + 1) if gcd(*rows) % parts == 0 and accepts(parts * count)]
+    fitting = [
+        parts
+        for parts in range(1, min(rows) + 1)
+        if gcd(*rows) % parts == 0 and accepts(parts * count)
+    ]
     few = [parts for parts in fitting if parts * count <= _PER_STAGE * pp_size]
     parts = max(few, default=min(fitting, default=0)) if wanted is None else wanted
     if parts not in fitting:
         raise ConfigError(_unfit(count, wanted, rows, fitting, accepts))
     if towers and parts > 1:
         _refuse_pictures(given, parts * count)
-    return [part for batch, size in zip(given, rows, strict=True) for part in _cut(batch, size, parts)]
+    return [
+        part for batch, size in zip(given, rows, strict=True) for part in _cut(batch, size, parts)
+    ]
 
 
 def _refuse_pictures(given: Sequence[Batch], parts: int) -> None:
@@ -75,7 +85,8 @@ def rows_of(batch: Batch) -> int:
 def _cut(batch: Batch, rows: int, parts: int) -> list[dict[str, Any]]:
     size = rows // parts
     return [
-        {name: _part(name, value, rows, index * size, size) for name, value in batch.items()} for index in range(parts)
+        {name: _part(name, value, rows, index * size, size) for name, value in batch.items()}
+        for index in range(parts)
     ]
 
 
@@ -92,9 +103,23 @@ def _part(name: str, value: Any, rows: int, start: int, size: int) -> Any:
     )
 
 
-def _unfit(count: int, wanted: int | None, rows: list[int], fitting: list[int], accepts: Callable[[int], bool]) -> str:
-    what = f"a batch of {rows[0]} rows" if count == 1 else f"a list of {count} batches of {sorted(set(rows))} rows"
-    asked = f"num_microbatches={wanted} does not divide {what}" if wanted else f"{what} does not fit the schedule"
+def _unfit(
+    count: int,
+    wanted: int | None,
+    rows: list[int],
+    fitting: list[int],
+    accepts: Callable[[int], bool],
+) -> str:
+    what = (
+        f"a batch of {rows[0]} rows"
+        if count == 1
+        else f"a list of {count} batches of {sorted(set(rows))} rows"
+    )
+    asked = (
+        f"num_microbatches={wanted} does not divide {what}"
+        if wanted
+        else f"{what} does not fit the schedule"
+    )
     if fitting:
         return f"{asked} into microbatches that the schedule accepts: use num_microbatches {_listed(fitting)}"
     lengths = [number for number in range(1, 65) if accepts(number)]
@@ -121,7 +146,11 @@ def targets_of(batch: Batch) -> tuple[int, int]:
 def with_targets(model: nn.Module, decoder: nn.Module, batch: Batch) -> Batch:
     """Return the batch with the decoder's input, made from labels; refuse a decoder that is not called with tokens."""
     labels = batch.get("labels")
-    if any(batch.get(name) is not None for name in _GIVEN) or not isinstance(labels, Tensor) or labels.ndim < 2:
+    if (
+        any(batch.get(name) is not None for name in _GIVEN)
+        or not isinstance(labels, Tensor)
+        or labels.ndim < 2
+    ):
         return batch
     seen: list[Any] = []
 
@@ -131,9 +160,13 @@ def with_targets(model: nn.Module, decoder: nn.Module, batch: Batch) -> Batch:
 
     handle = decoder.register_forward_pre_hook(note, with_kwargs=True, prepend=True)
     try:
-        with torch.no_grad():  # the class's forward, since the instance's is a stage's, and without the model's hooks
+        with (
+            torch.no_grad()
+        ):  # the class's forward, since the instance's is a stage's, and without the model's hooks
             made = encoder_outputs(torch.zeros(*tokens_of(batch), 1, device=labels.device))
-            inputs = {name: batch[name] for name in ("input_ids",) if name in batch}  # classifiers make them of these
+            inputs = {
+                name: batch[name] for name in ("input_ids",) if name in batch
+            }  # classifiers make them of these
             if takes_argument(model, "use_cache"):
                 inputs["use_cache"] = False
             type(model).forward(model, **inputs, labels=labels, encoder_outputs=made)
@@ -158,20 +191,28 @@ def in_flight_together(plan: Plan, num_microbatches: int | None) -> tuple[int, .
     """Return, per stage, microbatches in flight when its rank's stages together keep most (one alone may keep more)."""
     if plan.stages is None:
         return ()
-    return fullest_live(_order(plan, num_microbatches), [max(1, len(stage.layers)) for stage in plan.stages.stages])
+    return fullest_live(
+        _order(plan, num_microbatches), [max(1, len(stage.layers)) for stage in plan.stages.stages]
+    )
 
 
 @cache
-def in_flight_of_ranks(schedule: str, pp_size: int, num_microbatches: int, virtual_stages: int) -> tuple[int, ...]:
+def in_flight_of_ranks(
+    schedule: str, pp_size: int, num_microbatches: int, virtual_stages: int
+) -> tuple[int, ...]:
     """Return, per rank, the most microbatches that its stages, of equal size, hold; of a step, ``2 pp_size`` count."""
     played = order(schedule, pp_size, min(num_microbatches, 2 * pp_size), virtual_stages)
     live = fullest_live(played, [1] * (pp_size * virtual_stages))
-    return tuple(sum(live[stage] for stage in {action.stage for action in actions}) for actions in played)
+    return tuple(
+        sum(live[stage] for stage in {action.stage for action in actions}) for actions in played
+    )
 
 
 def _order(plan: Plan, num_microbatches: int | None) -> Order:
     layout = plan.layout
     count = num_microbatches or layout.num_microbatches or layout.pp
     schedule = str(layout.pipeline_schedule)
-    steps = layout.pp if schedule in ASYNCHRONOUS else 1  # those of earlier steps are still under way
+    steps = (
+        layout.pp if schedule in ASYNCHRONOUS else 1
+    )  # those of earlier steps are still under way
     return order(schedule, layout.pp, count, layout.virtual_stages or 1, steps)

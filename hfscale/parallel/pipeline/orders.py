@@ -20,10 +20,14 @@ from .timeline import Action, Kind, Order
 _SINGLE = ("gpipe", "1f1b", *ASYNCHRONOUS)
 
 
-def _breadth_first(rank: int, pp_size: int, num_microbatches: int, virtual_stages: int) -> list[Action]:
+def _breadth_first(
+    rank: int, pp_size: int, num_microbatches: int, virtual_stages: int
+) -> list[Action]:
     """Return the actions that run all microbatches stage by stage, backward in reverse (Lamy-Poirier 2023)."""
     stages = range(rank, pp_size * virtual_stages, pp_size)
-    forward = [Action(stage, "forward", index) for stage in stages for index in range(num_microbatches)]
+    forward = [
+        Action(stage, "forward", index) for stage in stages for index in range(num_microbatches)
+    ]
     return forward + [action._replace(kind="backward") for action in reversed(forward)]
 
 
@@ -32,18 +36,24 @@ def _interleaved(
 ) -> list[Action]:
     """Run interleaved 1F1B (Narayanan et al. 2021b); with ``halves``, weights come later (ZB-H1, Qi et al. 2023)."""
     forward = _in_rounds("forward", rank, pp_size, num_microbatches, virtual_stages)
-    backward = _in_rounds("backward_input" if halves else "backward", rank, pp_size, num_microbatches, virtual_stages)
+    backward = _in_rounds(
+        "backward_input" if halves else "backward", rank, pp_size, num_microbatches, virtual_stages
+    )
     weights = [action._replace(kind="backward_weight") for action in backward] if halves else []
     # forwards before the first backward, which is so many hops after the last rank's
     hops = (1 if halves else 2) * (pp_size - 1 - rank)
     rounds = (virtual_stages - 1) * _round_size(pp_size, num_microbatches)
     warmup = min(rounds + hops, num_microbatches * virtual_stages)
     later: list[Action | None] = [None] * min(rank, len(backward)) + weights
-    turns = chain(*zip_longest(forward[warmup:], backward, later))  # one of each, until there are none
+    turns = chain(
+        *zip_longest(forward[warmup:], backward, later)
+    )  # one of each, until there are none
     return [*forward[:warmup], *filter(None, turns)]
 
 
-def _in_rounds(kind: Kind, rank: int, pp_size: int, num_microbatches: int, virtual_stages: int) -> list[Action]:
+def _in_rounds(
+    kind: Kind, rank: int, pp_size: int, num_microbatches: int, virtual_stages: int
+) -> list[Action]:
     """List one action per stage of the rank and microbatch, in rounds; backward from the last stage to the first."""
     size = _round_size(pp_size, num_microbatches)
     stages = [rank + place * pp_size for place in range(virtual_stages)]
@@ -63,9 +73,12 @@ class _Row:
     """Build the action list of one rank; per stage and kind, microbatches are numbered in order."""
 
     def __init__(self, rank: int, pp_size: int) -> None:
-        self.down, self.up = rank, 2 * pp_size - 1 - rank
+        self.down = rank
+        self.up = 2 * pp_size - 1 - rank
         self.actions: list[Action] = []
-        self.waiting: deque[tuple[int, int]] = deque()  # (stage, microbatch) whose weight gradients are queued
+        self.waiting: deque[tuple[int, int]] = (
+            deque()
+        )  # (stage, microbatch) whose weight gradients are queued
         self.done = Counter[tuple[int, Kind]]()  # (stage, kind) -> microbatches that have had it
 
     def forward(self, stage: int, paired: bool = False) -> None:
@@ -94,7 +107,9 @@ class _Row:
 
 def _zbv(rank: int, pp_size: int, num_microbatches: int, _: int) -> list[Action]:
     """Fill the V, then run one forward, input and weight gradient each; fill gaps with the rest (Qi et al. 2023)."""
-    row, total = _Row(rank, pp_size), max(2 * pp_size - 1, num_microbatches)  # fewer would not fill it: left out below
+    # fewer would not fill it: left out below
+    row = _Row(rank, pp_size)
+    total = max(2 * pp_size - 1, num_microbatches)
     for _i in range(2 * (pp_size - rank) - 1):
         row.forward(row.down)
     for _i in range(rank):
@@ -123,7 +138,9 @@ def _zbv(rank: int, pp_size: int, num_microbatches: int, _: int) -> list[Action]
 
 def _dualpipev(rank: int, pp_size: int, num_microbatches: int, _: int) -> list[Action]:
     """Fill the V, then pair forwards with backwards of the other stage (DeepSeek 2025)."""
-    row, behind = _Row(rank, pp_size), pp_size - rank - 1  # ranks behind this one
+    # ranks behind this one
+    row = _Row(rank, pp_size)
+    behind = pp_size - rank - 1
     for _i in range(2 * behind):
         row.forward(row.down)
     for _i in range(rank + 1):
@@ -134,7 +151,9 @@ def _dualpipev(rank: int, pp_size: int, num_microbatches: int, _: int) -> list[A
         row.weights()
         row.forward(row.up)
     for step in range(num_microbatches - 2 * pp_size + rank + 1):
-        row.forward(row.down, paired=step > 0 or behind > 0)  # the last rank's first would make the others wait
+        row.forward(
+            row.down, paired=step > 0 or behind > 0
+        )  # the last rank's first would make the others wait
         row.backward(row.up)
         row.forward(row.up, paired=True)
         row.backward(row.down)
@@ -185,7 +204,9 @@ if TYPE_CHECKING:
     from ...config.parallel import ParallelConfig
 
 
-def order(schedule: str, pp_size: int, num_microbatches: int, virtual_stages: int = 1, steps: int = 1) -> Order:
+def order(
+    schedule: str, pp_size: int, num_microbatches: int, virtual_stages: int = 1, steps: int = 1
+) -> Order:
     """Return, per rank, the sequence of its actions.
 
     ``gpipe`` (Huang et al. 2019), ``1f1b`` (PipeDream-Flush, Narayanan et al. 2021a), ``interleaved1f1b`` (PTD-P,
@@ -202,7 +223,9 @@ def order(schedule: str, pp_size: int, num_microbatches: int, virtual_stages: in
     if schedule.endswith(".csv"):
         found = read_csv(Path(schedule))
         stages = 1 + max(action.stage for actions in found for action in actions)
-        passes = 1 + max(action.microbatch for actions in found for action in actions if action.kind == "forward")
+        passes = 1 + max(
+            action.microbatch for actions in found for action in actions if action.kind == "forward"
+        )
         if (len(found), stages, passes) != (pp_size, pp_size * virtual_stages, num_microbatches):
             raise ConfigError(
                 f"{schedule} is a schedule of {len(found)} ranks, {stages} stages and {passes} microbatches: use "
@@ -212,16 +235,26 @@ def order(schedule: str, pp_size: int, num_microbatches: int, virtual_stages: in
     if schedule in ASYNCHRONOUS:
         return asynchronous_order(schedule, pp_size, num_microbatches, steps)
     row = _ROWS[schedule]
-    return tuple(tuple(row(rank, pp_size, num_microbatches, virtual_stages)) for rank in range(pp_size))
+    return tuple(
+        tuple(row(rank, pp_size, num_microbatches, virtual_stages)) for rank in range(pp_size)
+    )
 
 
-def check(schedule: str, pp_size: int, num_microbatches: int, virtual_stages: int = 1, steps: int = 1) -> None:
+def check(
+    schedule: str, pp_size: int, num_microbatches: int, virtual_stages: int = 1, steps: int = 1
+) -> None:
     """Refuse numbers that ``schedule`` cannot run, naming those that it can."""
-    for name, value in (("pp_size", pp_size), ("num_microbatches", num_microbatches), ("steps", steps)):
+    for name, value in (
+        ("pp_size", pp_size),
+        ("num_microbatches", num_microbatches),
+        ("steps", steps),
+    ):
         if value < 1:
             raise ConfigError(f"{name}={value} is invalid: use a whole number of at least 1")
     if schedule not in SCHEDULES and not schedule.endswith(".csv"):
-        raise ConfigError(f"schedule {schedule!r} is unknown: use one of {', '.join(SCHEDULES)}, or a .csv file")
+        raise ConfigError(
+            f"schedule {schedule!r} is unknown: use one of {', '.join(SCHEDULES)}, or a .csv file"
+        )
     valid = allowed_virtual_stages(schedule)
     if virtual_stages not in valid:
         values = str(valid[0]) if len(valid) == 1 else f"{valid[0]} or more"
@@ -233,7 +266,9 @@ def check(schedule: str, pp_size: int, num_microbatches: int, virtual_stages: in
         raise ConfigError(
             f"num_microbatches={num_microbatches} is too few for {schedule} over pp_size={pp_size}: use {least} or more"
         )
-    if schedule in ("interleaved1f1b", "interleaved_zero_bubble") and not _whole_rounds(num_microbatches, pp_size):
+    if schedule in ("interleaved1f1b", "interleaved_zero_bubble") and not _whole_rounds(
+        num_microbatches, pp_size
+    ):
         below = next(m for m in range(num_microbatches - 1, 0, -1) if _whole_rounds(m, pp_size))
         above = next(m for m in count(num_microbatches + 1) if _whole_rounds(m, pp_size))
         raise ConfigError(
@@ -241,14 +276,19 @@ def check(schedule: str, pp_size: int, num_microbatches: int, virtual_stages: in
             f"{schedule} over pp_size={pp_size}: use {below} or {above} (any multiple of pp_size will do)"
         )
     if steps > 1 and schedule not in ASYNCHRONOUS:
-        raise ConfigError(f"steps={steps}: {schedule} ends every step with a flush, so its steps look alike: use 1")
+        raise ConfigError(
+            f"steps={steps}: {schedule} ends every step with a flush, so its steps look alike: use 1"
+        )
 
 
 def check_layout(layout: "ParallelConfig") -> None:
     """Refuse a layout whose schedule cannot run its stages and microbatches; a file is checked where it is read."""
-    schedule, ranks = str(layout.pipeline_schedule), layout.pp
+    schedule = str(layout.pipeline_schedule)
+    ranks = layout.pp
     if ranks > 1 and not schedule.endswith(".csv"):
-        check(schedule, ranks, layout.num_microbatches or 2 * ranks, int(layout.virtual_stages or 1))
+        check(
+            schedule, ranks, layout.num_microbatches or 2 * ranks, int(layout.virtual_stages or 1)
+        )
 
 
 def allowed_virtual_stages(schedule: str) -> range:
@@ -265,7 +305,11 @@ def _why_virtual(schedule: str) -> str:
         return " (the model goes down the ranks and up again)"
     if schedule in _SINGLE:
         return " (it keeps one stage per rank; interleaved1f1b and looped_bfs take several)"
-    return " (with one stage per rank it is " + {"interleaved1f1b": "1f1b", "looped_bfs": "gpipe"}[schedule] + ")"
+    return (
+        " (with one stage per rank it is "
+        + {"interleaved1f1b": "1f1b", "looped_bfs": "gpipe"}[schedule]
+        + ")"
+    )
 
 
 def _whole_rounds(num_microbatches: int, pp_size: int) -> bool:

@@ -21,11 +21,15 @@ class PipelineStages(Part):
             runtime.executor = (AsynchronousPipeline if asynchronous else Pipeline)(runtime)
             list_under_first_names(runtime)
 
-    def check_step(self, runtime: Runtime, batches: Sequence[Batch], user_loss: bool = False) -> None:
+    def check_step(
+        self, runtime: Runtime, batches: Sequence[Batch], user_loss: bool = False
+    ) -> None:
         """Refuse transformers' router loss, which would need the layers of several stages."""
         asked = getattr(runtime.model.config, "output_router_logits", False)
         given = (batch.get("output_router_logits") for batch in batches)
-        if runtime.plan.stages is not None and any(asked if each is None else each for each in given):
+        if runtime.plan.stages is not None and any(
+            asked if each is None else each for each in given
+        ):
             raise ConfigError(
                 "output_router_logits=True makes a loss of the router logits of all stages: leave it out, and "
                 "load the model with routing=hfscale.RoutingConfig(balance_loss=...), or use pp_size=1"

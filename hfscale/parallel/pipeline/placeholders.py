@@ -39,7 +39,9 @@ class StageForward:
     first: int = 0  # index of the stage's first layer; placeholders of earlier layers return the received hidden states
     shape: tuple[int, int] = (0, 0)
     under_way: bool = False
-    arriving: Tensor | None = None  # hidden states from the previous stage; ``None`` on the first stage
+    arriving: Tensor | None = (
+        None  # hidden states from the previous stage; ``None`` on the first stage
+    )
     arrived: bool = False  # whether they were used
     leaving: Tensor | None = None  # hidden states after the stage's last layer, once computed
     border: int | None = None
@@ -48,13 +50,21 @@ class StageForward:
 
     def blank(self, target: bool, width: int | None = None) -> Tensor:
         """Return zeros ``[b, s, h]`` for all tokens, in memory of their own, since stock code scales them in place."""
-        stream = next(found for found in (self.arriving, self.leaving, self.memory) if found is not None)
+        stream = next(
+            found for found in (self.arriving, self.leaving, self.memory) if found is not None
+        )
         shape = self.target if target else self.shape
-        return torch.zeros(*shape, width or stream.shape[-1], dtype=stream.dtype, device=stream.device)
+        return torch.zeros(
+            *shape, width or stream.shape[-1], dtype=stream.dtype, device=stream.device
+        )
 
-    def arrive(self, arrived: Tensor | None, source: tuple[int, int], target: tuple[int, int]) -> None:
+    def arrive(
+        self, arrived: Tensor | None, source: tuple[int, int], target: tuple[int, int]
+    ) -> None:
         """Begin with the received hidden states; ``source``, ``target``: samples and tokens of encoder and decoder."""
-        self.shape, self.target, self.arriving = source, target, arrived
+        self.shape = source
+        self.target = target
+        self.arriving = arrived
         if arrived is None or self.border is None or self.first < self.border:
             return
         self.memory = arrived if self.first == self.border else arrived[:, target[1] :]
@@ -68,7 +78,9 @@ class StageForward:
         if self.border is not None and index >= self.border:
             assert stream is not None
             assert self.memory is not None
-            stream = self.memory if index == self.border else torch.cat([stream, self.memory], dim=1)
+            stream = (
+                self.memory if index == self.border else torch.cat([stream, self.memory], dim=1)
+            )
         self.leaving = stream
 
 
@@ -95,9 +107,14 @@ class _Placeholder(nn.Module):
             raise AttributeError(name)
         if name in own_modules(self):
             return own_modules(self)[name]
-        found, passage = getattr(self.__dict__["_absent"], name), self.__dict__["_passage"]
-        if isinstance(found, nn.Module) and not (passage.arriving is None and passage.leaving is None):
-            return PlaceholderModule(found, passage, None)  # stock code may call a submodule without its parent
+        found = getattr(self.__dict__["_absent"], name)
+        passage = self.__dict__["_passage"]
+        if isinstance(found, nn.Module) and not (
+            passage.arriving is None and passage.leaving is None
+        ):
+            return PlaceholderModule(
+                found, passage, None
+            )  # stock code may call a submodule without its parent
         return found
 
     def keep(self, path: str) -> None:
@@ -116,14 +133,18 @@ class _Placeholder(nn.Module):
         made = type(self).__new__(type(self))
         memo[id(self)] = made
         shared = {name: self.__dict__[name] for name in ("_absent", "_passage")}
-        made.__dict__.update(copy.deepcopy({**self.__dict__, **dict.fromkeys(shared)}, memo) | shared)
+        made.__dict__.update(
+            copy.deepcopy({**self.__dict__, **dict.fromkeys(shared)}, memo) | shared
+        )
         return made
 
 
 class PlaceholderLayer(_Placeholder):
     """Replace a layer of another stage; ``returns`` as in :class:`hfscale.plan.stages.StagePlan`."""
 
-    def __init__(self, absent: nn.Module, passage: StageForward, index: int, returns: int | None) -> None:
+    def __init__(
+        self, absent: nn.Module, passage: StageForward, index: int, returns: int | None
+    ) -> None:
         super().__init__(absent, passage)
         self.__dict__.update(_index=index, _returns=returns)
 
@@ -132,7 +153,8 @@ class PlaceholderLayer(_Placeholder):
         passage: StageForward = self._passage
         stream: Tensor | None = hidden_states_of(args, kwargs)
         if self._index < passage.first:
-            stream, passage.arrived = passage.arriving, True
+            stream = passage.arriving
+            passage.arrived = True
         else:
             passage.leave(stream, self._index)
         return _in_shape(stream, self._returns)
@@ -141,7 +163,9 @@ class PlaceholderLayer(_Placeholder):
 class PlaceholderModule(_Placeholder):
     """Replace a module around the layers of another stage: an embedding, the last norm, the head."""
 
-    def __init__(self, absent: nn.Module, passage: StageForward, returns: int | None, target: bool = False) -> None:
+    def __init__(
+        self, absent: nn.Module, passage: StageForward, returns: int | None, target: bool = False
+    ) -> None:
         super().__init__(absent, passage)
         self.__dict__.update(_returns=returns, _target=target)
 
@@ -150,7 +174,9 @@ class PlaceholderModule(_Placeholder):
         passage: StageForward = self._passage
         # Heads of encoder-decoders: stock code adds a bias to what they return.
         wide = passage.border is not None and isinstance(self._absent, nn.Linear)
-        return _in_shape(passage.blank(self._target, self._absent.out_features if wide else None), self._returns)
+        return _in_shape(
+            passage.blank(self._target, self._absent.out_features if wide else None), self._returns
+        )
 
 
 def _in_shape(x: Tensor | None, returns: int | None) -> Any:
@@ -178,11 +204,17 @@ def drop_other_stages(model: nn.Module, plan: Plan, rank: int) -> None:
             setattr(holder, child, torch.zeros((), device="meta").expand(absent.shape))
 
 
-def run_stages_apart(model: nn.Module, stages: StagePlan, own: tuple[Stage, ...]) -> Callable[[Stage], Any]:
+def run_stages_apart(
+    model: nn.Module, stages: StagePlan, own: tuple[Stage, ...]
+) -> Callable[[Stage], Any]:
     """Prepare a model that holds the stages ``own``; return a context manager in which it runs the given one alone."""
-    passage = next(module._passage for module in model.modules() if isinstance(module, _Placeholder))
+    passage = next(
+        module._passage for module in model.modules() if isinstance(module, _Placeholder)
+    )
     made = _boundary(stages, passage)
-    swaps: dict[int, list[tuple[dict[str, Any], str, nn.Module]]] = {stage.index: [] for stage in own}
+    swaps: dict[int, list[tuple[dict[str, Any], str, nn.Module]]] = {
+        stage.index: [] for stage in own
+    }
     for name, make in made.items():
         holders = [stage for stage in own if stage.is_local(name)]
         owner, _, child = name.rpartition(".")
@@ -192,7 +224,9 @@ def run_stages_apart(model: nn.Module, stages: StagePlan, own: tuple[Stage, ...]
             for stage in own:
                 if stage not in holders:
                     swaps[stage.index].append((children, child, placeholder))
-    for loan, stage in product(stages.loans, own):  # to the first layer of its list, unless that is the lender
+    for loan, stage in product(
+        stages.loans, own
+    ):  # to the first layer of its list, unless that is the lender
         layers = [layer for layer in stage.layers if layer.rpartition(".")[0] == loan.layer_list]
         if layers and layers[0] != loan.lender:
             lend(loan, module_at(model, loan.name), module_at(model, layers[0]))
@@ -215,7 +249,9 @@ def run_stages_apart(model: nn.Module, stages: StagePlan, own: tuple[Stage, ...]
     @contextmanager
     def running(stage: Stage) -> Iterator[StageForward]:
         active[:] = [stage]
-        passage.first, passage.arrived, passage.leaving = places[stage.layers[0]], False, None
+        passage.first = places[stage.layers[0]]
+        passage.arrived = False
+        passage.leaving = None
         passage.under_way = True
         try:
             yield passage
@@ -227,17 +263,26 @@ def run_stages_apart(model: nn.Module, stages: StagePlan, own: tuple[Stage, ...]
     return running
 
 
-def _boundary(stages: StagePlan, passage: StageForward) -> dict[str, Callable[[nn.Module], _Placeholder]]:
+def _boundary(
+    stages: StagePlan, passage: StageForward
+) -> dict[str, Callable[[nn.Module], _Placeholder]]:
     """Return, by module name, the constructor of the placeholder of each module that belongs to a stage."""
-    returns, places, stacks = dict(stages.module_returns), stages.places, stages.stacks
+    returns = dict(stages.module_returns)
+    places = stages.places
+    stacks = stages.stacks
     lent = {loan.name for loan in stages.loans}  # part of a layer
     made: dict[str, Callable[[nn.Module], _Placeholder]] = {}
     for stage in stages.stages:
         for name in stage.layers:
             made[name] = functools.partial(
-                PlaceholderLayer, passage=passage, index=places[name], returns=returns.get(name, stages.returns)
+                PlaceholderLayer,
+                passage=passage,
+                index=places[name],
+                returns=returns.get(name, stages.returns),
             )
         for name in (name for name in stage.modules if name not in lent):
             target = stacks is not None and not name.startswith(f"{stacks.encoder}.")
-            made[name] = functools.partial(PlaceholderModule, passage=passage, returns=returns.get(name), target=target)
+            made[name] = functools.partial(
+                PlaceholderModule, passage=passage, returns=returns.get(name), target=target
+            )
     return made

@@ -10,7 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from ..._compat.torch_device import device_module, is_accelerator
 from ...config.schedules import ASYNCHRONOUS
@@ -53,14 +56,20 @@ def record_schedule(model: nn.Module, path: str | os.PathLike[str]) -> Iterator[
         )
     workers = pipeline.workers
     if any(worker.recorder is not None for worker in workers):
-        raise ConfigError("this model is being recorded already: leave the first record_schedule before the next")
-    missing = [not target.absolute().parent.is_dir()]  # of rank 0, for which the others would wait at the end
+        raise ConfigError(
+            "this model is being recorded already: leave the first record_schedule before the next"
+        )
+    missing = [
+        not target.absolute().parent.is_dir()
+    ]  # of rank 0, for which the others would wait at the end
     dist.broadcast_object_list(missing, src=0, group=runtime.mesh.control)
     if missing[0]:
         raise ConfigError(f"{target} cannot be written: {target.absolute().parent} is not a folder")
     device = runtime.mesh.device
     # Synchronize the compute stream, not the device: sends and receives in flight go on.
-    recorder = Recorder(device_module(device).current_stream(device).synchronize if is_accelerator(device) else None)
+    recorder = Recorder(
+        device_module(device).current_stream(device).synchronize if is_accelerator(device) else None
+    )
     dist.barrier(group=runtime.mesh.control)
     recorder.start()
     for worker in workers:
@@ -73,18 +82,30 @@ def record_schedule(model: nn.Module, path: str | os.PathLike[str]) -> Iterator[
             worker.recorder = None
     records = _gather(recorder.record, runtime.mesh)
     if records:
-        layout, count = runtime.mesh.layout, 0
-        if layout.pipeline_schedule in ASYNCHRONOUS:  # where steps overlap, microbatches of one cannot be counted
-            count = 1 if layout.pipeline_schedule == "pipedream" else int(layout.num_microbatches or 0)
+        layout = runtime.mesh.layout
+        count = 0
+        if (
+            layout.pipeline_schedule in ASYNCHRONOUS
+        ):  # where steps overlap, microbatches of one cannot be counted
+            count = (
+                1 if layout.pipeline_schedule == "pipedream" else int(layout.num_microbatches or 0)
+            )
         whole = merge_records(records, str(layout.pipeline_schedule), count)
         steps = split_steps(whole)
-        write_trace(target, *steps, labels=[f"{whole.name}, step {number}" for number in range(1, len(steps) + 1)])
+        write_trace(
+            target,
+            *steps,
+            labels=[f"{whole.name}, step {number}" for number in range(1, len(steps) + 1)],
+        )
 
 
 def split_steps(whole: Timeline) -> list[Timeline]:
     """Split a run into steps, each begun by an action that repeats; overlapping (asynchronous) steps stay one."""
     ranks = [_parts(spans) for spans in whole.ranks]
-    return [replace(whole, ranks=tuple(parts[step] for parts in ranks)) for step in range(min(map(len, ranks)))]
+    return [
+        replace(whole, ranks=tuple(parts[step] for parts in ranks))
+        for step in range(min(map(len, ranks)))
+    ]
 
 
 def _parts(spans: Iterable[Span]) -> list[tuple[Span, ...]]:
@@ -108,14 +129,20 @@ def _gather(record: Record, mesh: Mesh) -> list[Record]:
 
 
 @contextmanager
-def _updates_noted(recorder: Recorder, stage: int, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+def _updates_noted(
+    recorder: Recorder, stage: int, parameters: Iterable[nn.Parameter]
+) -> Iterator[None]:
     """Record optimizer steps over any of ``parameters`` as updates of ``stage``, from the first recorded action on."""
     own = {id(parameter) for parameter in parameters}
     begun: list[int] = []
     count = 0
 
     def is_ours(optimizer: torch.optim.Optimizer) -> bool:
-        return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
+        return any(
+            id(parameter) in own
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        )
 
     def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if recorder.record.events and is_ours(optimizer):

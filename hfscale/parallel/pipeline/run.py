@@ -47,7 +47,9 @@ _LABELS = ("labels", "shift_labels", "num_items_in_batch", IDS, TARGETS)
 
 def stage_places(layout: ParallelConfig) -> dict[int, int] | None:
     """Return the pipeline rank of each stage where the schedule is a CSV file; else ``None``."""
-    schedule, pp_size, count = str(layout.pipeline_schedule), layout.pp, layout.num_microbatches
+    schedule = str(layout.pipeline_schedule)
+    pp_size = layout.pp
+    count = layout.num_microbatches
     virtual = int(layout.virtual_stages or 1)
     if pp_size == 1:
         return None
@@ -61,7 +63,9 @@ def stage_places(layout: ParallelConfig) -> dict[int, int] | None:
             f"{layout.describe()}: {schedule} keeps several weight versions, which FSDP2 cannot: use "
             "dp_shard_size=1 and dp_replicate_size=1, or a schedule with a flush"
         )
-    check(schedule, pp_size, count or 2 * pp_size, virtual)  # the default is a number that all schedules accept
+    check(
+        schedule, pp_size, count or 2 * pp_size, virtual
+    )  # the default is a number that all schedules accept
     return None
 
 
@@ -79,10 +83,14 @@ class Pipeline(Executor):
     """Run the stages of one rank under a schedule."""
 
     def __init__(self, runtime: Runtime) -> None:
-        self._runtime, self._mesh = runtime, runtime.mesh
-        stages, layout = runtime.plan.stages, runtime.mesh.layout
+        self._runtime = runtime
+        self._mesh = runtime.mesh
+        stages = runtime.plan.stages
+        layout = runtime.mesh.layout
         assert stages is not None
-        self._stages, self._layout, self._rank = stages, layout, self._mesh.pp_rank
+        self._stages = stages
+        self._layout = layout
+        self._rank = self._mesh.pp_rank
         group = self._mesh.group("pp")
         assert group is not None
         self._group = group
@@ -92,31 +100,42 @@ class Pipeline(Executor):
         self._ties = TiedGradients(runtime)
         self.workers = [self._worker(stage) for stage in own]
         self._agreement = StageAgreement(runtime)
-        self._accepts, self._program = cache(self._can_run), cache(self._program_of)  # asked at every step
+        self._accepts, self._program = (
+            cache(self._can_run),
+            cache(self._program_of),
+        )  # asked at every step
         self._batches: Sequence[Microbatch] | dict[int, Microbatch] = ()
         self._objective: Objective | None = None
         self._towers = runtime.plan.feature(TowersPlan)
-        self._trains, self._uncut = True, False
+        self._trains = True
+        self._uncut = False
         self._losses: list[Tensor] = []
         runtime.model.register_forward_pre_hook(self._refuse_others)
         runtime.model.generate = self._refuse_generate
 
     def _worker(self, stage: Stage) -> StageWorker:
-        place = StagePlace(stage.index, self._stages.ranks, self._group, self._mesh.streams, self._mesh.device)
-        compute, shape = partial(self._compute, stage), partial(self._shape, stage.index)
+        place = StagePlace(
+            stage.index, self._stages.ranks, self._group, self._mesh.streams, self._mesh.device
+        )
+        compute = partial(self._compute, stage)
+        shape = partial(self._shape, stage.index)
         worker = StageWorker(place, compute, shape, self._runtime.model.parameters)
         data = self._runtime.data  # installed before the stages
-        worker.accumulate, worker.reduce = data.accumulate_late_gradients, data.after_microbatch
+        worker.accumulate = data.accumulate_late_gradients
+        worker.reduce = data.after_microbatch
         return worker
 
     def share_out(self, given: Sequence[Batch]) -> list[dict[str, Any]]:
         """Split batches into the microbatches of one step: see :func:`.microbatches.share_out`."""
-        accepts, towers = self._accepts, self._towers is not None
+        accepts = self._accepts
+        towers = self._towers is not None
         if self._stages.stacks is not None:
             model = self._runtime.model
             decoder = model.get_submodule(self._stages.stacks.decoder)
             given = [with_targets(model, decoder, batch) for batch in given]
-        wanted = len(given) if self._uncut and accepts(len(given)) else self._layout.num_microbatches
+        wanted = (
+            len(given) if self._uncut and accepts(len(given)) else self._layout.num_microbatches
+        )
         return share_out(given, wanted, self._layout.pp, accepts, towers)
 
     def uncut(self) -> AbstractContextManager[None]:
@@ -125,7 +144,9 @@ class Pipeline(Executor):
 
     def fewest_rows(self) -> int:
         """Return the fewest rows of a batch: one per microbatch."""
-        return int(self._layout.num_microbatches or 2 * self._layout.pp)  # which every schedule can run
+        return int(
+            self._layout.num_microbatches or 2 * self._layout.pp
+        )  # which every schedule can run
 
     def passes_together(self, microbatches: int) -> int:
         """Return the passes that gather weights, reduce gradients or exchange tokens; 0: once a step."""
@@ -140,7 +161,9 @@ class Pipeline(Executor):
             "= hfscale.train_step(model, batch), which leaves the gradients in .grad"
         )
 
-    def run(self, model: nn.Module, batches: Sequence[Microbatch], objective: Objective, backward: bool) -> Tensor:
+    def run(
+        self, model: nn.Module, batches: Sequence[Microbatch], objective: Objective, backward: bool
+    ) -> Tensor:
         """See :meth:`hfscale.train.runtime.Executor.run`; a stage runs the stock model, without its wrappers."""
         runtime = self._runtime
         if is_compiled(model):
@@ -154,13 +177,17 @@ class Pipeline(Executor):
             share = self._all_passes(batches, objective, backward=True)
         return runtime.sum_of_shares(share)
 
-    def _all_passes(self, batches: Sequence[Microbatch], objective: Objective, backward: bool) -> Tensor:
+    def _all_passes(
+        self, batches: Sequence[Microbatch], objective: Objective, backward: bool
+    ) -> Tensor:
         """Run all passes in the schedule's order; return the loss of this batch rank on the last stage, elsewhere 0."""
         runtime = self._runtime
         with runtime.around(lambda part: part.around_interleaved(runtime, backward)):
             self._learn()
-            self._batches, self._objective = batches, objective
-            self._trains, self._losses = backward, []
+            self._batches = batches
+            self._objective = objective
+            self._trains = backward
+            self._losses = []
             self._tell_workers(backward)
             try:
                 program = self._program(len(batches), backward)
@@ -169,7 +196,8 @@ class Pipeline(Executor):
                     worker.finish()
                 self._types.finish()
             finally:
-                self._batches, self._objective = (), None
+                self._batches = ()
+                self._objective = None
                 for worker in self.workers:
                     worker.reset()
             total = torch.zeros((), dtype=self._agreement.loss_type, device=self._mesh.device)
@@ -183,13 +211,17 @@ class Pipeline(Executor):
 
     def _order(self, num_microbatches: int) -> Order:
         layout = self._layout
-        schedule, virtual = str(layout.pipeline_schedule), int(layout.virtual_stages or 1)
+        schedule = str(layout.pipeline_schedule)
+        virtual = int(layout.virtual_stages or 1)
         return order(schedule, layout.pp, num_microbatches, virtual)
 
     def _program_of(self, num_microbatches: int, backward: bool) -> list[Step]:
         actions = self._order(num_microbatches)
         if not backward:
-            actions = tuple(tuple(a._replace(paired=False) for a in row if a.kind == "forward") for row in actions)
+            actions = tuple(
+                tuple(a._replace(paired=False) for a in row if a.kind == "forward")
+                for row in actions
+            )
         return rank_programs(actions)[self._rank]
 
     def tell(self, train: bool) -> tuple[list[int], list[Tensor]]:
@@ -213,7 +245,8 @@ class Pipeline(Executor):
             worker.trains_before = worker.index > 0 and trains[worker.index - 1]
 
     def _tell_workers(self, backward: bool) -> None:
-        reenters, planned = recomputes(self._runtime.model), recomputed(self._runtime.plan)
+        reenters = recomputes(self._runtime.model)
+        planned = recomputed(self._runtime.plan)
         again = reenters or bool(planned.layers or planned.modules)
         again = again or (self._objective is not None and self._objective.recomputes)
         # The second half of a backward pass would recompute a layer once per weight; and weights that were given up
@@ -222,14 +255,21 @@ class Pipeline(Executor):
         compiled = bool(self._runtime.compiled)  # one node of the graph, whose halves are not apart
         splits = backward and not (again or regathers or compiled) and splits_exactly()
         for worker in self.workers:
-            worker.has_backward, worker.recomputes, worker.splits = backward, reenters, splits
+            worker.has_backward = backward
+            worker.recomputes = reenters
+            worker.splits = splits
 
     def _compute(self, stage: Stage, arrived: Tensor | None, microbatch: int) -> Tensor:
-        batch, last = self._batches[microbatch], stage.index == len(self._stages.stages) - 1
+        batch = self._batches[microbatch]
+        last = stage.index == len(self._stages.stages) - 1
         tokens = hidden_shape(batch)[1]
-        inputs = batch.like({name: value for name, value in batch.items() if self._reads(stage, name, value)})
+        inputs = batch.like(
+            {name: value for name, value in batch.items() if self._reads(stage, name, value)}
+        )
         arrives = tokens if arrived is not None else None
-        hold = self._runtime.around(lambda part: part.around_stage_pass(self._runtime, arrives, leaves=not last))
+        hold = self._runtime.around(
+            lambda part: part.around_stage_pass(self._runtime, arrives, leaves=not last)
+        )
         with hold, self._running(stage) as passage:
             passage.arrive(arrived, tokens_of(batch), targets_of(batch))
             if passage.memory is not None:
@@ -253,7 +293,8 @@ class Pipeline(Executor):
             return loss
         assert leaving is not None
         if self._stages.ranks[stage.index + 1] != self._rank:
-            leading, peer = self._leading(stage.index + 1, batch), self._peer(stage.index + 1)
+            leading = self._leading(stage.index + 1, batch)
+            peer = self._peer(stage.index + 1)
             self._types.announce(stage.index + 1, leaving, leading, peer, self._trains)
         return leaving
 

@@ -3,7 +3,18 @@
 from dataclasses import dataclass
 
 from ...errors import ConfigError
-from .timeline import GRADIENT, Action, Kind, Order, Result, Span, Timeline, needs, play, stage_ranks
+from .timeline import (
+    GRADIENT,
+    Action,
+    Kind,
+    Order,
+    Result,
+    Span,
+    Timeline,
+    needs,
+    play,
+    stage_ranks,
+)
 
 
 @dataclass(frozen=True)
@@ -16,7 +27,9 @@ class Costs:
     backward_weight: float = 1.0  # gradients of the weights alone
     update: float = 0.0
     communication: float = 0.0  # from one rank to the next; 0 between stages of one rank
-    pair: float | None = None  # a paired forward and backward; None is the sum of the two, as without overlap
+    pair: float | None = (
+        None  # a paired forward and backward; None is the sum of the two, as without overlap
+    )
     stages: tuple[float, ...] = ()  # a factor per stage; empty if all take the same time
 
     def of(self, kind: Kind, stage: int = 0) -> float:
@@ -27,7 +40,9 @@ class Costs:
 DEFAULT_COSTS = Costs()
 
 
-def simulate(order: Order, costs: Costs = DEFAULT_COSTS, name: str = "", microbatches: int = 0) -> Timeline:
+def simulate(
+    order: Order, costs: Costs = DEFAULT_COSTS, name: str = "", microbatches: int = 0
+) -> Timeline:
     """Return the timeline of an order in which every action starts as soon as its rank and its inputs are ready.
 
     A forward needs the forward of the stage before; a backward (of the input) its own forward and the gradient of
@@ -61,7 +76,12 @@ def simulate(order: Order, costs: Costs = DEFAULT_COSTS, name: str = "", microba
 
 
 def _run(
-    piece: list[Action], now: float, costs: Costs, home: dict[int, int], last: int, ready: dict[Result, float]
+    piece: list[Action],
+    now: float,
+    costs: Costs,
+    home: dict[int, int],
+    last: int,
+    ready: dict[Result, float],
 ) -> list[Span] | None:
     """Return the spans of a piece's actions, or ``None`` if an input does not exist yet."""
     durations = [costs.of(action.kind, action.stage) for action in piece]
@@ -79,6 +99,10 @@ def _run(
         spans.append(Span(action, now, now + duration))
         now += duration
         if action.kind in ("forward", *GRADIENT):
-            own[action.stage, "activation" if action.kind == "forward" else "gradient", action.microbatch] = now
+            own[
+                action.stage,
+                "activation" if action.kind == "forward" else "gradient",
+                action.microbatch,
+            ] = now
     ready.update(dict.fromkeys(own, now))  # results of a pair are sent when both actions are done
     return spans

@@ -22,7 +22,9 @@ Split = list[dict[str, Any]]
 """What the second half needs: groups of weights, each with the graph's nodes next to them and the gradients there."""
 
 
-def backward_of_input(output: Tensor, gradient: Tensor | None, given: Tensor, weights: Iterable[Any]) -> Split:
+def backward_of_input(
+    output: Tensor, gradient: Tensor | None, given: Tensor, weights: Iterable[Any]
+) -> Split:
     """Run the first half: add to ``given.grad``; ``gradient`` is that of ``output``, ``None`` for a scalar."""
     gradients: Any = None if gradient is None else [gradient]
     with each_gradient_once():
@@ -53,7 +55,9 @@ def _merged(groups: Split) -> Split:
         for one in (*common, group):
             nodes.update(zip(one["intermediates"], one["grads"], strict=True))
         params = set().union(*(one["params"] for one in (*common, group)))
-        merged.append({"params": params, "intermediates": list(nodes), "grads": list(nodes.values())})
+        merged.append(
+            {"params": params, "intermediates": list(nodes), "grads": list(nodes.values())}
+        )
     return merged
 
 
@@ -61,12 +65,18 @@ def _merged(groups: Split) -> Split:
 def splits_exactly() -> bool:
     """Return whether the two halves give the gradients of a full backward pass in this torch version."""
     names = ("given", "twice", "shared", "first", "second")
-    leaves = {name: torch.linspace(0.5, 1.5 + index, 4, requires_grad=True) for index, name in enumerate(names)}
+    leaves = {
+        name: torch.linspace(0.5, 1.5 + index, 4, requires_grad=True)
+        for index, name in enumerate(names)
+    }
 
     def use() -> Tensor:
         once = leaves["given"] * leaves["twice"]
         both = once * leaves["twice"] + once.sin()
-        return ((both * leaves["shared"] + leaves["first"]) * (both.cos() * leaves["shared"] + leaves["second"])).sum()
+        return (
+            (both * leaves["shared"] + leaves["first"])
+            * (both.cos() * leaves["shared"] + leaves["second"])
+        ).sum()
 
     weights = [leaf for name, leaf in leaves.items() if name != "given"]
     with torch.enable_grad():
@@ -76,4 +86,7 @@ def splits_exactly() -> bool:
         except Exception:  # another torch may have other private functions
             return False
     found = [leaf.grad for leaf in leaves.values()]
-    return all(grad is not None and torch.allclose(grad, want) for grad, want in zip(found, wanted, strict=True))
+    return all(
+        grad is not None and torch.allclose(grad, want)
+        for grad, want in zip(found, wanted, strict=True)
+    )

@@ -18,7 +18,9 @@ GRADIENT: tuple[Kind, Kind] = ("backward", "backward_input")
 """The kinds that make the gradient which the stage before waits for."""
 RELEASE: tuple[Kind, Kind] = ("backward", "backward_weight")
 """The kinds after which a microbatch's activations are no longer needed."""
-Result: TypeAlias = tuple[int, str, int]  # a stage's ``"activation"`` or ``"gradient"`` (of its input) of a microbatch
+Result: TypeAlias = tuple[
+    int, str, int
+]  # a stage's ``"activation"`` or ``"gradient"`` (of its input) of a microbatch
 
 
 class Action(NamedTuple):
@@ -76,7 +78,8 @@ class Timeline:
     def num_microbatches(self) -> int:
         """Microbatches in one step."""
         counted = 1 + max(
-            (span.action.microbatch for _, span in self.spans() if span.action.kind == "forward"), default=-1
+            (span.action.microbatch for _, span in self.spans() if span.action.kind == "forward"),
+            default=-1,
         )
         return self.microbatches or counted
 
@@ -127,8 +130,14 @@ class Timeline:
     @property
     def steady_idle(self) -> float | None:
         """Fraction waited between all stages' first backward and last forward; ``None`` for a run too short."""
-        begin = max(min((s.end for s in spans if s.action.kind in GRADIENT), default=0.0) for spans in self.ranks)
-        end = min(max((s.start for s in spans if s.action.kind == "forward"), default=0.0) for spans in self.ranks)
+        begin = max(
+            min((s.end for s in spans if s.action.kind in GRADIENT), default=0.0)
+            for spans in self.ranks
+        )
+        end = min(
+            max((s.start for s in spans if s.action.kind == "forward"), default=0.0)
+            for spans in self.ranks
+        )
         if end <= begin:
             return None
         busy = sum(_busy(spans, begin, end) for spans in self.ranks)
@@ -155,7 +164,10 @@ def needs(action: Action, last: int) -> list[Result]:
     if kind == "forward":
         return [(stage - 1, "activation", index)] if stage else []
     if kind in GRADIENT:
-        return [(stage, "activation", index), *([(stage + 1, "gradient", index)] if stage < last else [])]
+        return [
+            (stage, "activation", index),
+            *([(stage + 1, "gradient", index)] if stage < last else []),
+        ]
     return [(stage, "gradient", index)] if kind == "backward_weight" else []
 
 
@@ -176,12 +188,15 @@ def peak_live(order: Order) -> tuple[int, ...]:
     """Return, per stage, the most microbatches between their forward and their weight gradients."""
     every = [action for actions in order for action in actions]
     stages = range(1 + max((action.stage for action in every), default=-1))
-    return fullest_live(tuple(tuple(a for a in every if a.stage == stage) for stage in stages), [1] * len(stages))
+    return fullest_live(
+        tuple(tuple(a for a in every if a.stage == stage) for stage in stages), [1] * len(stages)
+    )
 
 
 def fullest_live(order: Order, sizes: Sequence[int]) -> tuple[int, ...]:
     """Return, per stage, the microbatches in flight when its rank's stages, weighted by their ``sizes``, hold most."""
-    alive, found = [0] * len(sizes), [0] * len(sizes)
+    alive = [0] * len(sizes)
+    found = [0] * len(sizes)
     for actions in order:
         most = 0
         own = {action.stage for action in actions}

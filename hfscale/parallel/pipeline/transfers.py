@@ -23,10 +23,17 @@ if TYPE_CHECKING:
 
 _CALLS = {
     "backward_weight": "backward_weight",
-    **{"SEND_F": "send_output", "RECV_F": "receive_input", "SEND_B": "send_gradient", "RECV_B": "receive_gradient"},
+    **{
+        "SEND_F": "send_output",
+        "RECV_F": "receive_input",
+        "SEND_B": "send_gradient",
+        "RECV_B": "receive_gradient",
+    },
 }
 _RESULTS = {"forward": (0, "activation"), "RECV_F": (-1, "activation"), "RECV_B": (1, "gradient")}
-_RESULTS |= dict.fromkeys(GRADIENT, (0, "gradient"))  # what a step gives its rank: the result of a stage further on
+_RESULTS |= dict.fromkeys(
+    GRADIENT, (0, "gradient")
+)  # what a step gives its rank: the result of a stage further on
 Step = tuple[str, int, int]
 """Name what a rank does: a kind of action or one of the transfers above; the stage; the microbatch."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -88,7 +95,8 @@ def _steps(piece: Sequence[Action], homes: Mapping[int, int]) -> Iterator[tuple[
     for action in piece:
         if action.kind != "backward_weight":
             further, letter = (1, "F") if action.kind == "forward" else (-1, "B")
-            here, there = homes[action.stage], homes.get(action.stage + further)
+            here = homes[action.stage]
+            there = homes.get(action.stage + further)
             if there is not None and there != here:
                 yield here, (f"SEND_{letter}", action.stage, action.microbatch)
                 yield there, (f"RECV_{letter}", action.stage + further, action.microbatch)
@@ -110,7 +118,9 @@ class ActivationTypes:
         """Assume this kind for all hidden states received, without waiting for the sender to announce it."""
         self._expected = trailing, dtype
 
-    def announce(self, stage: int, stream: Tensor, leading: tuple[int, ...], peer: int, training: bool) -> None:
+    def announce(
+        self, stage: int, stream: Tensor, leading: tuple[int, ...], peer: int, training: bool
+    ) -> None:
         """Send ``stage`` on rank ``peer`` the kind of hidden states that it will get, the first time. Raise
         :class:`ConfigError` if the stream is not of that kind any more, or does not begin with ``leading``.
         """

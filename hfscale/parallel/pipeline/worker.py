@@ -27,7 +27,9 @@ from .timeline import Action, Kind
 
 Compute = Callable[[Tensor | None, int], Tensor]
 """Forward pass of a stage: (stream from the stage before, microbatch) -> stream for the next one, or the loss."""
-Shape = Callable[[int], tuple[torch.Size, torch.dtype]]  # microbatch -> shape and type of the stream that arrives
+Shape = Callable[
+    [int], tuple[torch.Size, torch.dtype]
+]  # microbatch -> shape and type of the stream that arrives
 
 
 @dataclass(frozen=True)
@@ -49,16 +51,24 @@ class _Kept:
     arrived: Tensor | None
     output: Tensor
     split: Split | None = None
-    gradient: Tensor | None = None  # of the output, where the second half runs the full backward pass
+    gradient: Tensor | None = (
+        None  # of the output, where the second half runs the full backward pass
+    )
 
 
 class _Transfer:
     """Hold a tensor in transfer, which must stay alive until it has arrived."""
 
     def __init__(self, move: Any, tensor: Tensor, peer: int, group: dist.ProcessGroup) -> None:
-        self.tensor, self._group, self._peer = tensor, group, peer
+        self.tensor = tensor
+        self._group = group
+        self._peer = peer
         self._call = "recv" if move is dist.irecv else "send"
-        self._works = dist.batch_isend_irecv([dist.P2POp(move, tensor, peer, group)]) if tensor.numel() else []
+        self._works = (
+            dist.batch_isend_irecv([dist.P2POp(move, tensor, peer, group)])
+            if tensor.numel()
+            else []
+        )
 
     def wait(self) -> Tensor:
         with waiting(self._call, self._peer, self._group):
@@ -72,9 +82,16 @@ class StageWorker:
     """Run the passes of one pipeline stage over single microbatches, and its transfers."""
 
     def __init__(
-        self, place: StagePlace, compute: Compute, shape: Shape, parameters: Callable[[], Iterable[Any]]
+        self,
+        place: StagePlace,
+        compute: Compute,
+        shape: Shape,
+        parameters: Callable[[], Iterable[Any]],
     ) -> None:
-        self.place, self._compute, self._shape, self._parameters = place, compute, shape, parameters
+        self.place = place
+        self._compute = compute
+        self._shape = shape
+        self._parameters = parameters
         # splits: whether the halves of a split backward pass run separately; else the first half does everything
         # trains: whether anything up to this stage's end trains
         # trains_before: whether anything before this stage trains; its input then has a gradient
@@ -83,14 +100,17 @@ class StageWorker:
         self.recorder: Recorder | None = None
         # called after every second half, whose gradients autograd's hooks do not see
         self.accumulate: Callable[[], None] = lambda: None
-        self.reduce: Callable[[], None] = lambda: None  # called when a microbatch's backward pass is over
+        self.reduce: Callable[[], None] = lambda: (
+            None
+        )  # called when a microbatch's backward pass is over
         self._kept: dict[int, _Kept] = {}
         self._arriving: dict[int, _Transfer | Tensor] = {}
         self._gradients: dict[int, _Transfer | Tensor] = {}
         self.returning: dict[int, Tensor] = {}
         self._leaving: dict[int, _Transfer] = {}
         self._sent: list[_Transfer] = []
-        self.index, self.has_backward = place.index, True
+        self.index = place.index
+        self.has_backward = True
         self.is_first, self.is_last = place.index == 0, place.index == len(place.ranks) - 1
 
     # --- computing ----------------------------------------------------------------------------------------------------
@@ -125,7 +145,9 @@ class StageWorker:
             elif kept.arrived is None or not wants:
                 kept.gradient = gradient  # no stage waits for the input's gradient: the second half does everything
             elif kept.output.requires_grad:
-                kept.split = backward_of_input(kept.output, gradient, kept.arrived, self._parameters())
+                kept.split = backward_of_input(
+                    kept.output, gradient, kept.arrived, self._parameters()
+                )
         if wants:
             assert kept.arrived is not None
             grad, kept.arrived.grad = kept.arrived.grad, None
@@ -155,7 +177,11 @@ class StageWorker:
 
     def send_output(self, microbatch: int) -> None:
         """Start sending the hidden states."""
-        output = self._kept[microbatch].output if self.has_backward else self._kept.pop(microbatch).output
+        output = (
+            self._kept[microbatch].output
+            if self.has_backward
+            else self._kept.pop(microbatch).output
+        )
         if not self.has_backward:  # no returning gradient will show which sends have arrived
             for index in list(self._leaving)[:-1]:
                 self._leaving.pop(index).wait()
@@ -164,7 +190,9 @@ class StageWorker:
     def receive_gradient(self, microbatch: int) -> None:
         """Start receiving the gradient of the hidden states."""
         if self.trains and not self.is_last:
-            buffer = torch.empty_like(self._kept[microbatch].output, memory_format=torch.contiguous_format)
+            buffer = torch.empty_like(
+                self._kept[microbatch].output, memory_format=torch.contiguous_format
+            )
             self._gradients[microbatch] = self._move(dist.irecv, buffer, +1)
 
     def send_gradient(self, microbatch: int) -> None:
@@ -201,7 +229,8 @@ class StageWorker:
     def _move(self, move: Any, tensor: Tensor, step: int) -> _Transfer:
         """Start a transfer to, or from, the stage ``step`` stages further on."""
         place = self.place
-        here, there = place.ranks[place.index], place.ranks[place.index + step]
+        here = place.ranks[place.index]
+        there = place.ranks[place.index + step]
         group = place.streams[(there, here) if move is dist.irecv else (here, there)]
         return _Transfer(move, tensor.contiguous(), dist.get_global_rank(place.group, there), group)
 

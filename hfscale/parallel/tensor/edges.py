@@ -44,7 +44,8 @@ class Overlap:
     """Compute the weight gradients of one block's column projections after starting the block's backward collective."""
 
     def __init__(self, columns: list[nn.Module], group: dist.ProcessGroup, regather: bool) -> None:
-        self.group, self.regather = group, regather
+        self.group = group
+        self.regather = regather
         # exact types: a subclass may compute something else
         self.columns: list[Any] = [module for module in columns if type(module) in PROJECTIONS]
         self._low_rank: dict[Any, Callable[[Tensor], Tensor]] = {}
@@ -59,9 +60,13 @@ class Overlap:
         self.gathered = None
         if self._waiting:  # of a pass that failed, or did not run every projection
             self._waiting = {}
-        if torch.compiler.is_compiling():  # the compiler overlaps collectives itself, and cannot keep this state
+        if (
+            torch.compiler.is_compiling()
+        ):  # the compiler overlaps collectives itself, and cannot keep this state
             return _entered(x, self.group, stream)
-        gather, reduce, entries = (None, self._start_sum, x.numel()) if stream is None else stream.collectives(x)
+        gather, reduce, entries = (
+            (None, self._start_sum, x.numel()) if stream is None else stream.collectives(x)
+        )
         # The gradient is a sum over projections that ran in the autocast dtype: send it in that.
         if torch.is_autocast_enabled(x.device.type):
             reduce = narrowed(reduce, torch.get_autocast_dtype(x.device.type))
@@ -70,9 +75,19 @@ class Overlap:
         if not (agrees or self.regather) and entries * x.element_size() < overlap.OVERLAPPED_FROM:
             enter = (lambda x: x.view_as(x)) if gather is None else lambda x: gather(x).result()
             return collectives.apply_mapping(x, enter, lambda grad: reduce(grad).result())
-        asked = {**dict.fromkeys(self.columns, as_it_is), **(self._low_rank if self.regather and stream else {})}
-        reads = {each: read for each, read in asked.items() if torch.is_grad_enabled() and each.weight.requires_grad}
-        weights = [(read(each.weight), is_transposed(each), multiplied_by(each)()) for each, read in reads.items()]
+        asked = {
+            **dict.fromkeys(self.columns, as_it_is),
+            **(self._low_rank if self.regather and stream else {}),
+        }
+        reads = {
+            each: read
+            for each, read in asked.items()
+            if torch.is_grad_enabled() and each.weight.requires_grad
+        }
+        weights = [
+            (read(each.weight), is_transposed(each), multiplied_by(each)())
+            for each, read in reads.items()
+        ]
         x, later = enter_overlapped(x, weights, reduce, gather, self.regather, agrees)
         self._waiting = dict(zip(reads, later, strict=True))
         self.gathered = later[0].regather if later else None
@@ -86,25 +101,36 @@ class Overlap:
 
     def _start_sum(self, grad: Tensor) -> collectives.Started:
         # A copy, since autograd may hand the same gradient tensor to another branch.
-        return collectives.start_all_reduce(grad.clone(memory_format=torch.contiguous_format), self.group)
+        return collectives.start_all_reduce(
+            grad.clone(memory_format=torch.contiguous_format), self.group
+        )
 
     def _take_apart(self, module: Any) -> None:
         forward = module.forward
 
         def forward_apart(x: Tensor, *args: Any, **kwargs: Any) -> Any:
             later = self._waiting.pop(module, None) if self._waiting else None
-            return forward(x, *args, **kwargs) if later is None else column_parallel_linear(x, later, module.bias)
+            return (
+                forward(x, *args, **kwargs)
+                if later is None
+                else column_parallel_linear(x, later, module.bias)
+            )
 
         module.forward = forward_apart
 
 
 def install_block_edges(
-    model: nn.Module, block: BlockPlan, mesh: Mesh, stream: SequenceRegion | None = None, overlap: Overlap | None = None
+    model: nn.Module,
+    block: BlockPlan,
+    mesh: Mesh,
+    stream: SequenceRegion | None = None,
+    overlap: Overlap | None = None,
 ) -> None:
     """Install hooks on entry and exit of ``block``, between which random numbers are this rank's own. Where the
     ``stream`` is cut along the sequence, entering gathers it and leaving scatters it.
     """
-    group, rank = mesh.tp_group, mesh.tp_rank
+    group = mesh.tp_group
+    rank = mesh.tp_rank
     assert group is not None
     ends = _BlockEnds(group, stream, overlap)
     edge = Edge(
@@ -119,7 +145,9 @@ def install_block_edges(
     hook_block(model, block, edge)
     rows = [model.get_submodule(name) for name in block.row]
     if stream is not None and stream.plan.dropout:
-        draw_sums_alike(stream, block.name, rows, [model.get_submodule(name) for name in block.leave])
+        draw_sums_alike(
+            stream, block.name, rows, [model.get_submodule(name) for name in block.leave]
+        )
     if block.dropout > 0:
         whole = (lambda: not stream.cut) if stream is not None else (lambda: True)
         start = block.enter[0] if block.cut_from is None else block.cut_from
@@ -134,17 +162,27 @@ def _entered(x: Tensor, group: dist.ProcessGroup, stream: SequenceRegion | None)
 class _BlockEnds:
     """Run the collectives at a block's entry and exit; with ``overlap``, the entry's overlap with weight gradients."""
 
-    def __init__(self, group: dist.ProcessGroup, stream: SequenceRegion | None, overlap: Overlap | None) -> None:
-        self.group, self.stream, self.overlap = group, stream, overlap
+    def __init__(
+        self, group: dist.ProcessGroup, stream: SequenceRegion | None, overlap: Overlap | None
+    ) -> None:
+        self.group = group
+        self.stream = stream
+        self.overlap = overlap
         self._flat = False  # whether the block's input is ``[b s, h]``
         self._tokens: tuple[int, ...] = ()  # shape of the latest full input, without the hidden dim
 
     def enter(self, x: Tensor) -> Tensor:
         """Return the block's input with all tokens; its gradient is summed over the tensor ranks."""
         stream = self._cut_stream
-        x = _entered(x, self.group, stream) if self.overlap is None else self.overlap.enter(x, stream)
+        x = (
+            _entered(x, self.group, stream)
+            if self.overlap is None
+            else self.overlap.enter(x, stream)
+        )
         self._flat = x.ndim == 2
-        if not torch.compiler.is_compiling():  # the graph of a checkpoint may change nothing outside of it
+        if (
+            not torch.compiler.is_compiling()
+        ):  # the graph of a checkpoint may change nothing outside of it
             self._tokens = tuple(x.shape[:-1])
         return x
 
@@ -156,7 +194,9 @@ class _BlockEnds:
         # a compiled entry notes nothing, also where the exit is not compiled
         told = RUNNING.told if torch.compiler.is_compiling() or not self._tokens else None
         tokens = self._tokens if told is None else (told.samples, told.total)
-        if x.ndim == 2 and len(tokens) == 2 and not self._flat:  # MoE blocks flatten [b, s, h] to [b s, h]: undo it
+        if (
+            x.ndim == 2 and len(tokens) == 2 and not self._flat
+        ):  # MoE blocks flatten [b, s, h] to [b s, h]: undo it
             return stream.leave(x.unflatten(0, tokens)).flatten(0, 1)
         return stream.leave(x)
 
@@ -165,13 +205,18 @@ class _BlockEnds:
         return self.stream if self.stream is not None and self.stream.cut else None
 
 
-def install_head_edge(head: nn.Module, group: dist.ProcessGroup, streams: Sequence[SequenceRegion] = ()) -> None:
+def install_head_edge(
+    head: nn.Module, group: dist.ProcessGroup, streams: Sequence[SequenceRegion] = ()
+) -> None:
     """Install hooks on the entry of the projection onto the vocabulary; its output stays sharded."""
 
     def before(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         from_stream = (stream.enter_head(args[0]) for stream in streams)
         entered = next((x for x in from_stream if x is not None), None)
-        return (collectives.copy_to_tp_region(args[0], group) if entered is None else entered, *args[1:])
+        return (
+            collectives.copy_to_tp_region(args[0], group) if entered is None else entered,
+            *args[1:],
+        )
 
     head.register_forward_pre_hook(before)
     for stream in streams:
@@ -186,7 +231,9 @@ class Edge:
     size: int
     enter: Callable[[Tensor], Tensor]
     leave: Callable[[Tensor], Tensor]
-    enter_other: Callable[[Tensor], Tensor]  # applied to the block's other inputs, which are the same on all ranks
+    enter_other: Callable[
+        [Tensor], Tensor
+    ]  # applied to the block's other inputs, which are the same on all ranks
     # concatenates the ranks' slices of a tensor's last dim, given their lengths
     gather: Callable[[Tensor, list[int]], Tensor]
 
@@ -206,11 +253,21 @@ def hook_block(model: nn.Module, block: BlockPlan, edge: Edge) -> None:
         return args, own
 
     def entered(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        others = {name: edge.enter_other(kwargs[name]) for name in block.enter_inputs if kwargs.get(name) is not None}
-        return with_hidden_states(args, {**kwargs, **others}, edge.enter(hidden_states_of(args, kwargs)))
+        others = {
+            name: edge.enter_other(kwargs[name])
+            for name in block.enter_inputs
+            if kwargs.get(name) is not None
+        }
+        return with_hidden_states(
+            args, {**kwargs, **others}, edge.enter(hidden_states_of(args, kwargs))
+        )
 
     def left(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        return (edge.leave(output[0]), *output[1:]) if isinstance(output, tuple) else edge.leave(output)
+        return (
+            (edge.leave(output[0]), *output[1:])
+            if isinstance(output, tuple)
+            else edge.leave(output)
+        )
 
     if block.heads or block.sample_heads:
         model.get_submodule(block.name).register_forward_pre_hook(own_heads, with_kwargs=True)
@@ -219,7 +276,12 @@ def hook_block(model: nn.Module, block: BlockPlan, edge: Edge) -> None:
     for name in block.leave:
         model.get_submodule(name).register_forward_hook(left)
     for name, width in block.across:
-        _compute_across(model.get_submodule(name), width, block.replicas if name in block.replicated else 1, edge)
+        _compute_across(
+            model.get_submodule(name),
+            width,
+            block.replicas if name in block.replicated else 1,
+            edge,
+        )
 
 
 def _compute_across(module: nn.Module, width: int, replicas: int, edge: Edge) -> None:
@@ -231,7 +293,9 @@ def _compute_across(module: nn.Module, width: int, replicas: int, edge: Edge) ->
         # What follows differs between ranks, so the gradient of the whole is the sum over them.
         every = edge.gather(args[0], lengths)
         if replicas > 1:
-            every = every.unflatten(-1, (edge.size // replicas, replicas, -1))[..., 0, :].flatten(-2)
+            every = every.unflatten(-1, (edge.size // replicas, replicas, -1))[..., 0, :].flatten(
+                -2
+            )
         return edge.enter_other(every), *args[1:]
 
     module.register_forward_pre_hook(gathered)
@@ -256,6 +320,8 @@ class _LocalConfig:
         self.__dict__.update(local, _whole=config)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "_whole":  # asked for by copy and pickle, before there is anything here
+        if (
+            name.startswith("__") or name == "_whole"
+        ):  # asked for by copy and pickle, before there is anything here
             raise AttributeError(name)
         return getattr(self._whole, name)

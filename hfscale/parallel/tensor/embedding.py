@@ -57,7 +57,9 @@ def install_vocab_parallel_embedding(
         look_up_by(module, unwrapped(module).look_up)  # type: ignore[arg-type]
     if any(wraps) and not adds:
         return  # the stock class's lookup is summed inside
-    if any(wraps) and mesh.tp_rank > 0:  # summed inside already: zero on other ranks than 0, but keep the gradient
+    if (
+        any(wraps) and mesh.tp_rank > 0
+    ):  # summed inside already: zero on other ranks than 0, but keep the gradient
         unwrapped(module).register_forward_hook(lambda _, args, whole: whole - whole.detach())
 
     def summed(_: nn.Module, args: Any, found: Tensor) -> Tensor:
@@ -70,7 +72,9 @@ def install_vocab_parallel_embedding(
 def _cut_lookup(module: nn.Module, planned: ParameterPlan, start: int, mesh: Mesh) -> bool:
     """Cut an embedding along the vocabulary; return whether the class computes after the lookup and so sums inside."""
     if not isinstance(module, nn.Embedding):
-        raise ConfigError(f"{planned.name} must belong to an nn.Embedding, got {type(module).__name__}: use tp_size=1")
+        raise ConfigError(
+            f"{planned.name} must belong to an nn.Embedding, got {type(module).__name__}: use tp_size=1"
+        )
     if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
         raise ConfigError(
             f"{planned.name}: an embedding with max_norm, scale_grad_by_freq or sparse gradients cannot be cut along "
@@ -80,8 +84,11 @@ def _cut_lookup(module: nn.Module, planned: ParameterPlan, start: int, mesh: Mes
     if stock is nn.Embedding:
         module.__class__ = VocabParallelEmbedding
     else:  # the stock subclass first, so that its forward calls ours
-        module.__class__ = type(stock.__name__, (stock, VocabParallelEmbedding), {"__module__": stock.__module__})
-    group, wraps = mesh.tp_group, stock.forward is not nn.Embedding.forward
+        module.__class__ = type(
+            stock.__name__, (stock, VocabParallelEmbedding), {"__module__": stock.__module__}
+        )
+    group = mesh.tp_group
+    wraps = stock.forward is not nn.Embedding.forward
     module._hfscale_start = start  # type: ignore[assignment]
     module._hfscale_sum = (lambda found: reduce_from_tp_region(found, group)) if wraps else None  # type: ignore[assignment]
     return wraps

@@ -32,10 +32,30 @@ _POINTWISE = (
     "__radd__", "__rsub__", "__rmul__", "__rdiv__", "__rtruediv__",
 )  # fmt: skip
 _ASKS = (
-    *("shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized"),
-    *("is_nested", "itemsize", "nbytes"),
+    "shape",
+    "dtype",
+    "device",
+    "ndim",
+    "layout",
+    "is_cuda",
+    "is_cpu",
+    "is_meta",
+    "is_sparse",
+    "is_quantized",
+    "is_nested",
+    "itemsize",
+    "nbytes",
 )
-_QUESTIONS = ("size", "dim", "numel", "nelement", "element_size", "is_floating_point", "is_complex", "__len__")
+_QUESTIONS = (
+    "size",
+    "dim",
+    "numel",
+    "nelement",
+    "element_size",
+    "is_floating_point",
+    "is_complex",
+    "__len__",
+)
 _REQUIRES_GRAD = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 _IGNORED = -100
 
@@ -52,7 +72,9 @@ def _pointwise() -> dict[Any, tuple[str, Callable[..., Any]]]:
 
 
 _REPLAYED = _pointwise()
-_ANSWERED = {getattr(Tensor, name).__get__ for name in _ASKS} | {getattr(Tensor, name) for name in _QUESTIONS}
+_ANSWERED = {getattr(Tensor, name).__get__ for name in _ASKS} | {
+    getattr(Tensor, name) for name in _QUESTIONS
+}
 _ANSWERED |= {torch.is_floating_point, torch.is_complex, torch.numel}
 
 
@@ -74,8 +96,13 @@ class LazyLogits(Tensor):
         """Create the logits as a tensor without memory."""
         shape = (*hidden.shape[:-1], sample.shape[-1])
         made: LazyLogits = tensor_without_memory(cls, shape, sample.dtype, sample.device)
-        made.hidden, made.head, made.sample, made.graph = hidden, head, sample, graph
-        made.finish, made.reusable, made.value = None, True, None
+        made.hidden = hidden
+        made.head = head
+        made.sample = sample
+        made.graph = graph
+        made.finish = None
+        made.reusable = True
+        made.value = None
         return made
 
     def __init__(self, *_: Any) -> None:
@@ -88,9 +115,13 @@ class LazyLogits(Tensor):
 
     def split_rows(self, sizes: list[int]) -> "list[LazyLogits]":
         """Split along the first dim into logits of so many rows each."""
-        parts = [LazyLogits(hidden, self.head, self.sample, self.graph) for hidden in self.hidden.split(sizes)]
+        parts = [
+            LazyLogits(hidden, self.head, self.sample, self.graph)
+            for hidden in self.hidden.split(sizes)
+        ]
         for part in parts:
-            part.finish, part.reusable = self.finish, self.reusable
+            part.finish = self.finish
+            part.reusable = self.reusable
         return parts
 
     def materialize(self) -> Tensor:
@@ -140,11 +171,18 @@ def _record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LazyLog
     if func not in _REPLAYED or any(isinstance(value, Tensor) for value in kwargs.values()):
         return None
     positions = [index for index, value in enumerate(args) if not _plain(value)]
-    if len(positions) != 1 or not isinstance(lazy := args[positions[0]], LazyLogits) or lazy.value is not None:
+    if (
+        len(positions) != 1
+        or not isinstance(lazy := args[positions[0]], LazyLogits)
+        or lazy.value is not None
+    ):
         return None
     name, replayed = _REPLAYED[func]
     # Clone scalar tensors, which may change before the operation is replayed.
-    kept = tuple(value.clone() if type(value) is Tensor else None if value is lazy else value for value in args)
+    kept = tuple(
+        value.clone() if type(value) is Tensor else None if value is lazy else value
+        for value in args
+    )
     step = _Step(lazy.finish, replayed, positions[0], kept, kwargs)
     sample = step.alone(lazy.sample)
     if sample is lazy.sample:  # e.g. .to() with their own dtype
@@ -156,7 +194,9 @@ def _record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LazyLog
     elif sample.dtype != lazy.dtype:  # an in-place operation keeps the dtype
         return None
     # tanh saves its result for its gradient.
-    lazy.sample, lazy.finish, lazy.reusable = sample, step, name != "tanh"
+    lazy.sample = sample
+    lazy.finish = step
+    lazy.reusable = name != "tanh"
     return lazy
 
 
@@ -174,13 +214,17 @@ class _Step:
         return self.alone(logits if self.before is None else self.before(logits))
 
     def alone(self, logits: Tensor) -> Tensor:
-        return self.function(*self.args[: self.place], logits, *self.args[self.place + 1 :], **self.kwargs)
+        return self.function(
+            *self.args[: self.place], logits, *self.args[self.place + 1 :], **self.kwargs
+        )
 
 
 def _plain(value: Any) -> bool:
     if isinstance(value, Tensor):
         return type(value) is Tensor and value.dim() == 0 and not value.requires_grad
-    return isinstance(value, (Number, torch.dtype, torch.device, torch.memory_format, str, type(None)))
+    return isinstance(
+        value, (Number, torch.dtype, torch.device, torch.memory_format, str, type(None))
+    )
 
 
 class Scoring:
@@ -193,8 +237,11 @@ class Scoring:
                                                       ^------ made again in the backward pass ------|
     """
 
-    def __init__(self, temperature: float = 1.0, read: Callable[[Any, VocabularySlice], Any] | None = None) -> None:
-        self.temperature, self._read = temperature, read
+    def __init__(
+        self, temperature: float = 1.0, read: Callable[[Any, VocabularySlice], Any] | None = None
+    ) -> None:
+        self.temperature = temperature
+        self._read = read
         self.made: Any = None  # by ``read``, while the head has its weights
         self.scores: TokenScores | None = None  # of the last pass, ``[b, s]``
 
@@ -213,22 +260,34 @@ class Scoring:
             return logits.hidden.new_zeros((), dtype=compute_dtype(logits.dtype))
         project: Pointwise = as_it_is
         if isinstance(logits, LazyLogits) and logits.value is None:
-            rows, project = logits.hidden.reshape(-1, logits.hidden.shape[-1]), logits.logits
+            rows = logits.hidden.reshape(-1, logits.hidden.shape[-1])
+            project = logits.logits
         else:
             real = logits.materialize() if isinstance(logits, LazyLogits) else logits
             rows = real.reshape(-1, real.shape[-1])
         valid = (targets != _IGNORED).nonzero().squeeze(1)
-        compute, shape = compute_dtype(logits.dtype), logits.shape[:-1]
+        compute = compute_dtype(logits.dtype)
+        shape = logits.shape[:-1]
 
         def chunk(given: Tensor, wanted: Tensor) -> tuple[Tensor, ...]:
             return token_scores(project(given).to(compute) / temperature, wanted, vocabulary).each()
 
         made = []
-        for chosen in valid.split(rows_per_chunk(len(valid), vocabulary.widest, rows.device)) if len(valid) else ():
+        for chosen in (
+            valid.split(rows_per_chunk(len(valid), vocabulary.widest, rows.device))
+            if len(valid)
+            else ()
+        ):
             given = rows.index_select(0, chosen), targets.index_select(0, chosen)
-            kept = checkpoint(chunk, *given, use_reentrant=False) if torch.is_grad_enabled() else chunk(*given)
+            kept = (
+                checkpoint(chunk, *given, use_reentrant=False)
+                if torch.is_grad_enabled()
+                else chunk(*given)
+            )
             made.append(kept)
-        if not made:  # nothing to score; but gradients, of zeros, are to come to every rank, of the head too
+        if (
+            not made
+        ):  # nothing to score; but gradients, of zeros, are to come to every rank, of the head too
             empty = (project(rows[:1]).sum() * 0).to(compute).expand(len(targets))
             whole = [empty, empty, *(empty.detach(),) * 2, empty.detach().bool()]
         else:

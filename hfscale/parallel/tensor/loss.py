@@ -27,7 +27,12 @@ from ...distributed.mesh import Mesh
 from ...distributed.ops.collectives import gather_from_tp_region
 from ...distributed.ops.divergence import TaughtRows
 from ...distributed.ops.head_cross_entropy import AnyRows, HeadRows, LinearRows, head_cross_entropy
-from ...distributed.ops.vocab_cross_entropy import RowTerms, Targets, VocabularySlice, vocab_cross_entropy
+from ...distributed.ops.vocab_cross_entropy import (
+    RowTerms,
+    Targets,
+    VocabularySlice,
+    vocab_cross_entropy,
+)
 from ...errors import ConfigError
 from ...plan import Plan
 from ...train.runtime import Runtime
@@ -65,13 +70,18 @@ class VocabParallelLoss(KeepsOutputs):
         self.group = mesh.tp_group
         cut = weight.cut_over("tp")
         size = mesh.layout.tp
-        self.lengths = [cut.local_length(weight.shape[0], r) if cut else weight.shape[0] for r in range(size)]
+        self.lengths = [
+            cut.local_length(weight.shape[0], r) if cut else weight.shape[0] for r in range(size)
+        ]
         self.start = sum(self.lengths[: mesh.tp_rank])
         self.count: Tensor | None = None
-        self.label_smoothing, self.expected_gradient = 0.0, 1.0
+        self.label_smoothing = 0.0
+        self.expected_gradient = 1.0
         self.head: nn.Module | None = None
-        self._with_labels, self._shows_logits = False, True
-        self._called, self._shifted = False, False
+        self._with_labels = False
+        self._shows_logits = True
+        self._called = False
+        self._shifted = False
         self._known: tuple[Any, int] | None = None  # labels that are counted already
         self._scoring: Scoring | None = None
         self._teacher: TaughtRows | None = None
@@ -92,20 +102,29 @@ class VocabParallelLoss(KeepsOutputs):
     def check_smoothing(self, label_smoothing: float) -> None:
         """Accept any label smoothing."""
 
-    def of(self, model: nn.Module, batch: Microbatch, count: Tensor, label_smoothing: float) -> Tensor:
+    def of(
+        self, model: nn.Module, batch: Microbatch, count: Tensor, label_smoothing: float
+    ) -> Tensor:
         """Return the loss of one microbatch, divided by the ``count`` valid labels of the step, without logits."""
         given = batch.get("labels") if batch.get("shift_labels") is None else batch["shift_labels"]
         self._known = None if batch.valid is None else (given, batch.valid)
-        self._shifted, self.count, self.label_smoothing = batch.shifted, count, label_smoothing
+        self._shifted = batch.shifted
+        self.count = count
+        self.label_smoothing = label_smoothing
         try:
             with packing(batch.packed, batch):
                 output = model(**batch)
         finally:
-            self._known, self._shifted, self.count, self.label_smoothing = None, False, None, 0.0
+            self._known = None
+            self._shifted = False
+            self.count = None
+            self.label_smoothing = 0.0
         self._keep(output)
         return output[0] if isinstance(output, tuple) else output.loss
 
-    def scoring(self, temperature: float = 1.0, read: Any = None) -> AbstractContextManager[Scoring]:
+    def scoring(
+        self, temperature: float = 1.0, read: Any = None
+    ) -> AbstractContextManager[Scoring]:
         """Score every token in a forward pass with labels, inside the with block: see ``Scoring``."""
         return attribute_replaced(self, "_scoring", Scoring(temperature, read))
 
@@ -129,21 +148,28 @@ class VocabParallelLoss(KeepsOutputs):
         smoothing = self.label_smoothing if label_smoothing is None else label_smoothing
         if not 0.0 <= smoothing <= 1.0:
             raise ConfigError(f"label_smoothing must be between 0 and 1, got {smoothing!r}")
-        vocabulary = VocabularySlice(self.start, sum(self.lengths), max(self.lengths), self.group, smoothing)
+        vocabulary = VocabularySlice(
+            self.start, sum(self.lengths), max(self.lengths), self.group, smoothing
+        )
         logits, *later = [logits] if self.ahead is None else self.ahead.split(logits)
         given, targets = self._flat_targets(logits, labels, shift_labels)
         count = self.count if self.count is not None else num_items_in_batch
         if self._scoring is not None:
             total = self._scoring.take(logits, targets, vocabulary)
-            return total / ((targets != ignore_index).sum().clamp(min=1) if count is None else count)
+            return total / (
+                (targets != ignore_index).sum().clamp(min=1) if count is None else count
+            )
         known = self._known is not None and self._known[0] is given and ignore_index == -100
         valid = self._known[1] if known and self._known is not None else None
         loss = self._mean(logits, targets, vocabulary, count, ignore_index, valid)
         if self.ahead is None:
             return loss
         count = (targets != ignore_index).sum() if count is None else torch.as_tensor(count)
-        every, hits = self.ahead.targets.flatten(), self.ahead.hits.view(-1)
-        mean = self._mean(later[0], every, vocabulary, count * len(self.ahead.targets), -100, hits=hits)
+        every = self.ahead.targets.flatten()
+        hits = self.ahead.hits.view(-1)
+        mean = self._mean(
+            later[0], every, vocabulary, count * len(self.ahead.targets), -100, hits=hits
+        )
         self.ahead.loss = mean.detach()
         return loss + self.ahead.weight * mean
 
@@ -163,9 +189,11 @@ class VocabParallelLoss(KeepsOutputs):
         if isinstance(logits, LazyLogits) or self._teacher is not None:
             assert self.head is not None
             if isinstance(logits, LazyLogits):
-                head, hidden = _rows_of(self.head, logits), logits.hidden
+                head = _rows_of(self.head, logits)
+                hidden = logits.hidden
             else:
-                head, hidden = AnyRows(torch.clone, [], None, logits.requires_grad), logits
+                head = AnyRows(torch.clone, [], None, logits.requires_grad)
+                hidden = logits
             return head_cross_entropy(
                 hidden.reshape(-1, hidden.shape[-1]),
                 targets,
@@ -183,7 +211,9 @@ class VocabParallelLoss(KeepsOutputs):
         total = vocab_cross_entropy(rows, targets, ignore_index=ignore_index, vocabulary=vocabulary)
         if hits is not None:
             found = Targets.of(targets, vocabulary, rows.shape[1])
-            hits |= RowTerms(rows.detach(), found, vocabulary).hits(rows.detach()) & (targets != ignore_index)
+            hits |= RowTerms(rows.detach(), found, vocabulary).hits(rows.detach()) & (
+                targets != ignore_index
+            )
         return total / ((targets != ignore_index).sum() if count is None else count)
 
     def _flat_targets(
@@ -208,9 +238,18 @@ class VocabParallelLoss(KeepsOutputs):
 
     def before_model(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record whether the call has labels, and whether anyone reads its logits (forward pre-hook of the model)."""
-        named = dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) if args else {}
-        self._with_labels, self._called = {**named, **kwargs}.get("labels") is not None, False
-        unseen = self.count is not None or self._scoring is not None or (model.training and torch.is_grad_enabled())
+        named = (
+            dict(zip(inspect.signature(model.forward).parameters, args, strict=False))
+            if args
+            else {}
+        )
+        self._with_labels = {**named, **kwargs}.get("labels") is not None
+        self._called = False
+        unseen = (
+            self.count is not None
+            or self._scoring is not None
+            or (model.training and torch.is_grad_enabled())
+        )
         unseen = unseen and self._kept is None
         self._shows_logits = not (self._with_labels and unseen)
 
@@ -223,19 +262,29 @@ class VocabParallelLoss(KeepsOutputs):
 
     def after_head(self, _: nn.Module, args: tuple[Any, ...], logits: Tensor) -> Tensor:
         """Keep logits cut for the loss, gather them for all else (forward hook of the head)."""
-        return logits if self._with_labels else gather_from_tp_region(logits, self.lengths, self.group)
+        return (
+            logits if self._with_labels else gather_from_tp_region(logits, self.lengths, self.group)
+        )
 
     def after_model(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Gather the logits that the caller sees, or drop them (forward hook of the model)."""
         if not self._with_labels:
             return output
-        shown, self._with_labels, self._shows_logits = self._shows_logits, False, True
+        shown = self._shows_logits
+        self._with_labels = False
+        self._shows_logits = True
         if not self._called:
             return self._left_alone(model, output)
         if isinstance(output, tuple):  # (loss, logits, ...)
             logits = gather_from_tp_region(output[1], self.lengths, self.group) if shown else None
-            return (output[0], logits, *(None if isinstance(each, LazyLogits) else each for each in output[2:]))
-        output.logits = gather_from_tp_region(output.logits, self.lengths, self.group) if shown else None
+            return (
+                output[0],
+                logits,
+                *(None if isinstance(each, LazyLogits) else each for each in output[2:]),
+            )
+        output.logits = (
+            gather_from_tp_region(output.logits, self.lengths, self.group) if shown else None
+        )
         return output
 
     def _left_alone(self, model: nn.Module, output: Any) -> Any:
@@ -251,8 +300,12 @@ class VocabParallelLoss(KeepsOutputs):
                 "loss.backward() instead of train_step"
             )
         if isinstance(output, tuple):
-            return tuple(each.materialize() if isinstance(each, LazyLogits) else each for each in output)
-        if isinstance(getattr(output, "logits", None), LazyLogits):  # a replaced forward may return no logits
+            return tuple(
+                each.materialize() if isinstance(each, LazyLogits) else each for each in output
+            )
+        if isinstance(
+            getattr(output, "logits", None), LazyLogits
+        ):  # a replaced forward may return no logits
             output.logits = output.logits.materialize()
         return output
 
@@ -264,7 +317,9 @@ def _rows_of(head: nn.Module, lazy: LazyLogits) -> HeadRows:
     parameters = list(head.parameters())
     by_hand = (
         getattr(inspect.unwrap(lazy.head), "__func__", None) is nn.Linear.forward
-        and all(type(p) in (nn.Parameter, Tensor) and p.dtype == lazy.hidden.dtype for p in parameters)
+        and all(
+            type(p) in (nn.Parameter, Tensor) and p.dtype == lazy.hidden.dtype for p in parameters
+        )
         and not torch.is_autocast_enabled(lazy.hidden.device.type)
     )
     if by_hand:
@@ -274,7 +329,8 @@ def _rows_of(head: nn.Module, lazy: LazyLogits) -> HeadRows:
 
 def install_loss(runtime: Runtime, regions: Sequence[SequenceRegion]) -> VocabParallelLoss | None:
     """Put :class:`VocabParallelLoss` into the model, where the plan names a head it can run on."""
-    plan, model = runtime.plan, runtime.model
+    plan = runtime.plan
+    model = runtime.model
     if plan.head is None:
         return None
     loss = VocabParallelLoss(plan, runtime.mesh)
@@ -283,7 +339,9 @@ def install_loss(runtime: Runtime, regions: Sequence[SequenceRegion]) -> VocabPa
     loss.head = head = model.get_submodule(plan.head)
     if (group := runtime.mesh.tp_group) is not None:
         install_head_edge(head, group, regions)
-    head.forward = partial(loss.run_head, head.forward)  # not a closure, so that deep copies of the model work
+    head.forward = partial(
+        loss.run_head, head.forward
+    )  # not a closure, so that deep copies of the model work
     head.register_forward_hook(loss.after_head)
     model.register_forward_pre_hook(loss.before_model, with_kwargs=True)
     model.register_forward_hook(loss.after_model)

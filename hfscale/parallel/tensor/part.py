@@ -73,7 +73,9 @@ class TensorParallel(Part, SequenceAxis):
     """Cut the blocks over the tensor ranks, and with sequence parallelism the hidden states between them."""
 
     def __init__(self) -> None:
-        self.sums: PartialSums | None = None  # sums partial gradients over the tensor ranks; ``None`` for one rank
+        self.sums: PartialSums | None = (
+            None  # sums partial gradients over the tensor ranks; ``None`` for one rank
+        )
         self.regions: list[SequenceRegion] = []
         # entries of blocks that overlap their collectives with weight gradients, by the block's name
         self.overlaps: dict[str, Overlap] = {}
@@ -83,12 +85,16 @@ class TensorParallel(Part, SequenceAxis):
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
         """Install the collectives in a model that holds this rank's tensor shards."""
-        model, plan, mesh, is_local = runtime.model, runtime.plan, runtime.mesh, runtime.is_local
+        model = runtime.model
+        plan = runtime.plan
+        mesh = runtime.mesh
+        is_local = runtime.is_local
         group = mesh.tp_group
         if group is None:
             return
         runtime.sequence = self
-        self._blocks, self._head = [block.name for block in plan.blocks], plan.head
+        self._blocks = [block.name for block in plan.blocks]
+        self._head = plan.head
         self.sums = PartialSums(group)
         self.regions = [SequenceRegion(planned, group) for planned in plan.sequence_regions]
         for region in self.regions:
@@ -106,7 +112,12 @@ class TensorParallel(Part, SequenceAxis):
         if self.regions:
             model.register_forward_pre_hook(_refuse_cut_outputs, with_kwargs=True)
         for name, regions in ((plan.embedding, self.regions), (PREDICTION_LOOKUP, [])):
-            if plan.embedding is not None and name and is_local(name) and f"{name}.weight" in plan.by_name:
+            if (
+                plan.embedding is not None
+                and name
+                and is_local(name)
+                and f"{name}.weight" in plan.by_name
+            ):
                 planned = plan.by_name[f"{name}.weight"]
                 install_vocab_parallel_embedding(model.get_submodule(name), planned, mesh, regions)
 
@@ -120,13 +131,18 @@ class TensorParallel(Part, SequenceAxis):
             return None
         # The gradient of a replicated weight is summed inside backward, so it cannot be computed later.
         columns = [name for name in block.column if plan.by_name[f"{name}.weight"].replicas == 1]
-        modules, regather = [runtime.model.get_submodule(name) for name in columns], bool(plan.layout.sequence_regather)
+        modules = [runtime.model.get_submodule(name) for name in columns]
+        regather = bool(plan.layout.sequence_regather)
         return Overlap(modules, sums.group, regather)
 
     def region_of(self, name: str) -> SequenceRegion | None:
         """Return the sequence-parallel region that a module in the layers belongs to; ``None`` if it is in none."""
         if name not in self._region_of:  # layers ask in every pass
-            inside = (r for r in self.regions if any(f"{name}.".startswith(f"{layer}.") for layer in r.plan.layers))
+            inside = (
+                r
+                for r in self.regions
+                if any(f"{name}.".startswith(f"{layer}.") for layer in r.plan.layers)
+            )
             self._region_of[name] = next(inside, None)
         return self._region_of[name]
 
@@ -134,13 +150,17 @@ class TensorParallel(Part, SequenceAxis):
         """Sum gradients that are partial over the tensor ranks once, after the with block."""
         if self.sums is None:
             return nullcontext()
-        partial = [parameter for planned, parameter in runtime.parameters() if "tp" in planned.partial]
+        partial = [
+            parameter for planned, parameter in runtime.parameters() if "tp" in planned.partial
+        ]
         # A gradient hook (an optimizer that steps in backward) must see full gradients: sum them inside backward.
         if any(has_backward_hook(p) or has_accumulation_hook(p) for p in partial):
             return nullcontext()
         return self.sums.at_the_end([p for p in partial if p.requires_grad])
 
-    def around_stage_pass(self, runtime: Runtime, arrives: int | None, leaves: bool) -> AbstractContextManager[None]:
+    def around_stage_pass(
+        self, runtime: Runtime, arrives: int | None, leaves: bool
+    ) -> AbstractContextManager[None]:
         """Let hidden states arrive as shards of the sequence, and leave so."""
         for region in self.regions:
             if not region.plan.alone:
@@ -148,7 +168,11 @@ class TensorParallel(Part, SequenceAxis):
         return nullcontext()
 
     def local_seqlen(self, tokens: int) -> int:
-        return share_evenly(tokens, self.regions[0].size)[self.regions[0].rank] if self.regions else tokens
+        return (
+            share_evenly(tokens, self.regions[0].size)[self.regions[0].rank]
+            if self.regions
+            else tokens
+        )
 
     def is_seq_sharded(self, module: str) -> bool:
         region = self.region_of(module)
@@ -179,7 +203,9 @@ def _refuse_partial_outputs(model: Any, args: tuple[Any, ...], kwargs: dict[str,
 
 def _refuse_cut_outputs(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     wanted = kwargs.get("output_hidden_states")
-    if torch.is_grad_enabled() and (model.config.output_hidden_states if wanted is None else wanted):
+    if torch.is_grad_enabled() and (
+        model.config.output_hidden_states if wanted is None else wanted
+    ):
         raise ConfigError(
             "output_hidden_states=True would return only this rank's tokens under sequence_parallel: ask for "
             "hidden states under torch.no_grad(), or use sequence_parallel=False"
@@ -205,7 +231,9 @@ class RandomStreams(Part):
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
         """Install hooks on ``generate()`` and the first training pass, for training loops without ``train_step``."""
         install_generate(runtime.model, runtime.mesh)
-        runtime.model.register_forward_pre_hook(lambda model, _: self.synchronize(runtime) if model.training else None)
+        runtime.model.register_forward_pre_hook(
+            lambda model, _: self.synchronize(runtime) if model.training else None
+        )
 
     def synchronize(self, runtime: Runtime) -> None:
         """Agree on random streams once, before the first training step, after the user's seeding."""

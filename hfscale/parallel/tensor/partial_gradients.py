@@ -44,11 +44,14 @@ class PartialSums:
     """Sum partial gradients over tensor ranks: in backward or, where :meth:`at_the_end` is ``deferred``, at its end."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group, self.deferred = group, False
+        self.group = group
+        self.deferred = False
 
     def read(self, parameter: Tensor) -> Tensor:
         """Return the parameter as a computation reads it; a local shard where data ranks do not gather it (experts)."""
-        return parameter if self.deferred else copy_to_tp_region(local_tensor(parameter), self.group)
+        return (
+            parameter if self.deferred else copy_to_tp_region(local_tensor(parameter), self.group)
+        )
 
     @contextmanager
     def at_the_end(self, parameters: Sequence[Tensor]) -> Iterator[None]:
@@ -66,7 +69,11 @@ def install_partial_sums(
     model: nn.Module, plan: Plan, sums: PartialSums, holds: Callable[[str], bool], first: bool
 ) -> None:
     """Make modules read what this rank ``holds`` through ``sums``; the ``first`` adds biases of row projections."""
-    once = {name for block in plan.blocks for name in (*block.once, *(f"{row}.bias" for row in block.row))}
+    once = {
+        name
+        for block in plan.blocks
+        for name in (*block.once, *(f"{row}.bias" for row in block.row))
+    }
     adapters = {adapter.name for adapter in plan.adapters}
     reads: dict[tuple[nn.Module, bool], dict[str, None]] = {}  # one module may have two names
     for planned in plan.parameters:
@@ -101,13 +108,17 @@ def read_partial(
             read_through(module, held, dict.fromkeys(chosen, read))
 
 
-def read_through(module: nn.Module, holder: nn.Module, reads: dict[str, Callable[[Tensor], Tensor]]) -> None:
+def read_through(
+    module: nn.Module, holder: nn.Module, reads: dict[str, Callable[[Tensor], Tensor]]
+) -> None:
     """Replace parameters of ``holder`` by ``reads[name](parameter)`` during each forward of ``module``."""
     forward: Callable[..., Any] = module.forward
 
     def forward_reading(*args: Any, **kwargs: Any) -> Any:
         # Only during the forward: FSDP, optimizers and state dicts must see the leaf.
-        leaves = {name: leaf for name in reads if (leaf := own_parameters(holder).get(name)) is not None}
+        leaves = {
+            name: leaf for name in reads if (leaf := own_parameters(holder).get(name)) is not None
+        }
         values = {name: reads[name](leaf) for name, leaf in leaves.items()}
         if all(values[name] is leaf for name, leaf in leaves.items()):
             return forward(*args, **kwargs)
@@ -124,10 +135,14 @@ def computes_with(model: nn.Module, holder: nn.Module) -> nn.Module:
     """Return the module whose forward reads parameters of ``holder``: itself, or an adapter around a ParameterDict."""
     if not isinstance(holder, nn.ParameterDict):
         return holder
-    return next(module for module in model.modules() if any(child is holder for child in module.children()))
+    return next(
+        module for module in model.modules() if any(child is holder for child in module.children())
+    )
 
 
-def install_replica_sums(model: nn.Module, plan: Plan, mesh: Mesh, holds: Callable[[str], bool]) -> None:
+def install_replica_sums(
+    model: nn.Module, plan: Plan, mesh: Mesh, holds: Callable[[str], bool]
+) -> None:
     """Sum in backward, over the groups of :attr:`hfscale.plan.Plan.replicas`, gradients of heads held several times."""
     sums: dict[nn.Module, dict[str, list[_Sum]]] = {}
     reader: dict[nn.Module, nn.Module] = {}
@@ -143,13 +158,18 @@ def install_replica_sums(model: nn.Module, plan: Plan, mesh: Mesh, holds: Callab
 
 def _replicas(planned: ParameterPlan) -> list[int]:
     """Return how many consecutive tensor ranks hold the same heads, for each sum of their gradients in the plan."""
-    return [step.replicas for step in planned.reductions if step.kind == "sum-replicas" and step.axis == "tp"]
+    return [
+        step.replicas
+        for step in planned.reductions
+        if step.kind == "sum-replicas" and step.axis == "tp"
+    ]
 
 
 def _sums_of(planned: ParameterPlan, mesh: Mesh) -> list[_Sum]:
     cut = planned.cut_over("tp")
     assert cut is not None
-    length, rank = planned.shape[cut.dim], mesh.tp_rank
+    length = planned.shape[cut.dim]
+    rank = mesh.tp_rank
     result: list[_Sum] = []
     for count in _replicas(planned):
         spans = cut.local_spans(length, rank, lambda replicas, count=count: replicas == count)  # type: ignore[misc]
@@ -159,7 +179,11 @@ def _sums_of(planned: ParameterPlan, mesh: Mesh) -> list[_Sum]:
 
 
 def _read(leaf: Tensor, sums: list[_Sum]) -> Tensor:
-    return apply_mapping(leaf, lambda x: x.view_as(x), partial(_summed, sums=sums)) if leaf.requires_grad else leaf
+    return (
+        apply_mapping(leaf, lambda x: x.view_as(x), partial(_summed, sums=sums))
+        if leaf.requires_grad
+        else leaf
+    )
 
 
 def _summed(grad: Tensor, sums: list[_Sum]) -> Tensor:

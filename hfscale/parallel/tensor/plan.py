@@ -30,7 +30,10 @@ def plan_sequence(draft: Draft) -> None:
         lists.setdefault(layer.rpartition(".")[0], []).append(layer)
     owners = {path.rpartition(".")[0]: members for path, members in lists.items()}
     if len(owners) < len(lists):  # XLM's attention is in one, what follows it in another
-        _unfit(draft, f"one module runs several lists of layers ({', '.join(lists)}), and computes between them")
+        _unfit(
+            draft,
+            f"one module runs several lists of layers ({', '.join(lists)}), and computes between them",
+        )
         return
     firsts = {members[0]: owner for owner, members in owners.items()}
     embedding = draft.embedding
@@ -47,21 +50,31 @@ def plan_sequence(draft: Draft) -> None:
 
 def _unfit(draft: Draft, why: str) -> None:
     family = draft.config.model_type
-    draft.problem(f"sequence_parallel=True does not fit {family!r}: {why}: use sequence_parallel=False")
+    draft.problem(
+        f"sequence_parallel=True does not fit {family!r}: {why}: use sequence_parallel=False"
+    )
 
 
 def _region_ahead(draft: Draft, layer: str) -> SequencePlan:
     """Plan the region of one layer of multi-token prediction, which gets and returns all tokens."""
-    gathered, partial = tuple(_gathered(draft, layer)), tuple(_partial(draft, [layer]))
-    return SequencePlan(layer, layer, (layer,), gathered, partial, direct=False, dropout=_drops_out(draft, [layer]))
+    gathered = tuple(_gathered(draft, layer))
+    partial = tuple(_partial(draft, [layer]))
+    return SequencePlan(
+        layer, layer, (layer,), gathered, partial, direct=False, dropout=_drops_out(draft, [layer])
+    )
 
 
-def _region(draft: Draft, owner: str, layers: list[str], entry: dict[str, Any]) -> SequencePlan | None:
+def _region(
+    draft: Draft, owner: str, layers: list[str], entry: dict[str, Any]
+) -> SequencePlan | None:
     """Plan the region of layers below ``owner``; where that fails, note problems in the draft and return ``None``."""
     lists = {layer.rpartition(".")[0] for layer in draft.stack}
     children = direct_children(draft.modules, owner)
-    around = [name for name in children if name not in lists and [*draft.modules[name].parameters()]]
-    before, odd = entry["before"].get(owner), entry["odd"].get(owner)
+    around = [
+        name for name in children if name not in lists and [*draft.modules[name].parameters()]
+    ]
+    before = entry["before"].get(owner)
+    odd = entry["odd"].get(owner)
     if around and before is None:
         draft.problem(
             f"sequence_parallel=True needs to know which of {', '.join(map(wild_name, around))} come before the "
@@ -72,16 +85,21 @@ def _region(draft: Draft, owner: str, layers: list[str], entry: dict[str, Any]) 
     if odd is not None:
         tried = f"{PROBED[0]} sample of {PROBED[1]} tokens"
         _unfit(
-            draft, f"its layers get a stream of the shape {tuple(odd)} for {tried}, and not (samples, tokens, width)"
+            draft,
+            f"its layers get a stream of the shape {tuple(odd)} for {tried}, and not (samples, tokens, width)",
         )
         return None
     after = [name for name in around if name not in (before or ())]
     embedding = draft.embedding
     # Then the embedding's sum over ranks may be left to the first layer.
-    only_looks_up = embedding is not None and type(draft.modules[embedding]).forward is nn.Embedding.forward
+    only_looks_up = (
+        embedding is not None and type(draft.modules[embedding]).forward is nn.Embedding.forward
+    )
     return SequencePlan(
         owner=owner,
-        exit=after[0] if len(after) == 1 else owner,  # an owner may reshape what its only norm returns
+        exit=after[0]
+        if len(after) == 1
+        else owner,  # an owner may reshape what its only norm returns
         layers=tuple(layers),
         gathered=tuple(name for layer in layers for name in _gathered(draft, layer)),
         partial=tuple(_partial(draft, [*layers, *after])),
@@ -94,9 +112,13 @@ def _gathered(draft: Draft, path: str) -> Iterator[str]:
     """List the modules under ``path`` that are outside all block edges and may mix tokens."""
     edges = {name for block in draft.blocks for name in (*block.enter, *block.leave, *block.row)}
     # which compute token by token: a router, experts, and shared experts with edges
-    mixtures = {each.name.rpartition(".")[0] for each in draft.experts if draft.layout.slices_tokens}
+    mixtures = {
+        each.name.rpartition(".")[0] for each in draft.experts if draft.layout.slices_tokens
+    }
     for name in direct_children(draft.modules, path):
-        module = draft.modules[path].get_submodule(name.rpartition(".")[2])  # layers may share it: it has one name
+        module = draft.modules[path].get_submodule(
+            name.rpartition(".")[2]
+        )  # layers may share it: it has one name
         if name in edges or name in mixtures or is_tokenwise(module):
             continue
         if any(edge.startswith(f"{name}.") for edge in edges):

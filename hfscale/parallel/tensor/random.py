@@ -73,8 +73,12 @@ class LayerRandom:
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self._after: torch.Tensor | None = None  # where the replicated stream goes on after this layer
-        self._cut: tuple[str, torch.Tensor] | None = None  # where the cut stream goes on after this block
+        self._after: torch.Tensor | None = (
+            None  # where the replicated stream goes on after this layer
+        )
+        self._cut: tuple[str, torch.Tensor] | None = (
+            None  # where the cut stream goes on after this block
+        )
         self._generator: torch.Generator | None = None
 
     def reset(self) -> None:
@@ -88,7 +92,9 @@ class LayerRandom:
         if layer.training:
             self._generator = _generator_of(layer)
             after = _switch(self._generator, self.rank)
-            self._after = None if recomputing() else after  # a recomputation puts back what it found by itself
+            self._after = (
+                None if recomputing() else after
+            )  # a recomputation puts back what it found by itself
 
     def leave_layer(self, layer: nn.Module) -> None:
         """Switch back to the replicated random stream."""
@@ -110,7 +116,9 @@ class LayerRandom:
             self._cut = None
 
 
-def drop_own(dropout: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, rank: int) -> torch.Tensor:
+def drop_own(
+    dropout: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, rank: int
+) -> torch.Tensor:
     """Apply dropout to a sharded activation while the replicated stream is in use: each rank draws its own mask."""
     generator = default_generator(x.device)
     after = _switch(generator, rank)
@@ -120,7 +128,9 @@ def drop_own(dropout: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, r
         generator.set_state(after)
 
 
-def drop_again(dropout: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, key: str) -> Derive:
+def drop_again(
+    dropout: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, key: str
+) -> Derive:
     """Return dropout of the replicated ``x`` under a cut stream: at any time, on all ranks, with the same mask."""
     seed = derive_seed(str(default_generator(x.device).initial_seed() // _RANKS), key)
 
@@ -168,9 +178,17 @@ def agree_on_replicated_stream(mesh: Mesh) -> None:
     # Some models draw from the CPU generator on a GPU too (LayerDrop).
     for device in dict.fromkeys((torch.device("cpu"), mesh.device)):
         generator = default_generator(device)
-        state = generator.get_state() if group is None else take_first_state(generator, group, mesh.device)
+        state = (
+            generator.get_state()
+            if group is None
+            else take_first_state(generator, group, mesh.device)
+        )
         if mesh.data_rank > 0 or mesh.pp_rank > 0:
-            place = mesh.data_rank if mesh.pp_rank == 0 else f"{mesh.data_rank}, stage {mesh.ranks['pp']}"
+            place = (
+                mesh.data_rank
+                if mesh.pp_rank == 0
+                else f"{mesh.data_rank}, stage {mesh.ranks['pp']}"
+            )
             generator.manual_seed(derive_seed(state, place))
 
 
@@ -183,7 +201,9 @@ def default_generator(device: torch.device) -> torch.Generator:
     return torch.default_generator
 
 
-def take_first_state(generator: torch.Generator, group: dist.ProcessGroup, device: torch.device) -> torch.Tensor:
+def take_first_state(
+    generator: torch.Generator, group: dist.ProcessGroup, device: torch.device
+) -> torch.Tensor:
     """Set a generator to the state that it has on the group's first rank, sent by ``device``, and return that."""
     state = generator.get_state().to(device)
     dist.broadcast(state, group=group, group_src=0)
@@ -195,7 +215,9 @@ def take_first_state(generator: torch.Generator, group: dist.ProcessGroup, devic
 def derive_seed(source: torch.Tensor | str, key: int | str) -> int:
     """Return a seed made of a key and a generator's state or a string."""
     content = source.encode() if isinstance(source, str) else source.cpu().numpy().tobytes()
-    digest = hashlib.blake2b(content, key=hashlib.blake2b(str(key).encode(), digest_size=32).digest(), digest_size=8)
+    digest = hashlib.blake2b(
+        content, key=hashlib.blake2b(str(key).encode(), digest_size=32).digest(), digest_size=8
+    )
     return int.from_bytes(digest.digest(), "little") >> 1
 
 

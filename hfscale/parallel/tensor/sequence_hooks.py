@@ -6,14 +6,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..._compat.transformers.hidden_states import hidden_states_of, other_arguments, with_hidden_states
+from ..._compat.transformers.hidden_states import (
+    hidden_states_of,
+    other_arguments,
+    with_hidden_states,
+)
 from ...distributed.ops.collectives import copy_to_tp_region
 from .sequence_region import SequenceRegion
 
 
-def install_sequence_hooks(region: SequenceRegion, model: nn.Module, holds: Callable[[str], bool]) -> None:
+def install_sequence_hooks(
+    region: SequenceRegion, model: nn.Module, holds: Callable[[str], bool]
+) -> None:
     """Install hooks on the layers, their owner, and modules that need the full sequence, where this stage has them."""
-    plan, hooks = region.plan, _Hooks(region)
+    plan = region.plan
+    hooks = _Hooks(region)
     owner = model.get_submodule(plan.owner)
     owner.register_forward_pre_hook(lambda *_: region.begin())
     if plan.exit == plan.owner or holds(plan.exit):
@@ -23,17 +30,23 @@ def install_sequence_hooks(region: SequenceRegion, model: nn.Module, holds: Call
         layer = model.get_submodule(name)
         layer.register_forward_pre_hook(hooks.before_layer, with_kwargs=True)
         if plan.dropout:
-            layer.register_forward_hook(lambda module, args, output: region.random.leave_layer(module))
+            layer.register_forward_hook(
+                lambda module, args, output: region.random.leave_layer(module)
+            )
     for name in filter(holds, plan.gathered):
         module = model.get_submodule(name)
         module.register_forward_pre_hook(hooks.before_whole, with_kwargs=True)
         module.register_forward_hook(hooks.after_whole)
 
 
-def draw_sums_alike(region: SequenceRegion, block: str, rows: Sequence[nn.Module], exits: Sequence[nn.Module]) -> None:
+def draw_sums_alike(
+    region: SequenceRegion, block: str, rows: Sequence[nn.Module], exits: Sequence[nn.Module]
+) -> None:
     """Make dropout between the row projections of ``block`` and its exits the same on every rank."""
     for row in rows:
-        row.register_forward_pre_hook(lambda module, _: region.random.enter_sums(module, block) if region.cut else None)
+        row.register_forward_pre_hook(
+            lambda module, _: region.random.enter_sums(module, block) if region.cut else None
+        )
     for module in exits:
         module.register_forward_hook(lambda *_: region.random.leave_sums())
 
@@ -43,7 +56,9 @@ class _Hooks:
         self.region = region
 
     @torch.compiler.disable  # it asks autograd, and hooks gradients, which would end a graph each
-    def before_layer(self, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+    def before_layer(
+        self, layer: nn.Module, args: Any, kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]] | None:
         """Cut the input of the first layer to this rank's tokens."""
         if not self.region.active:
             return None
@@ -65,14 +80,23 @@ class _Hooks:
         output.last_hidden_state = self.region.gather(output.last_hidden_state)
         return output
 
-    def before_whole(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+    def before_whole(
+        self, _: nn.Module, args: Any, kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]] | None:
         """Gather all tokens for a module that mixes tokens."""
-        region, group = self.region, self.region.group
+        region = self.region
+        group = self.region.group
         if not region.cut:
             return None
-        args, kwargs = with_hidden_states(args, kwargs, region.enter(hidden_states_of(args, kwargs)))
+        args, kwargs = with_hidden_states(
+            args, kwargs, region.enter(hidden_states_of(args, kwargs))
+        )
         # Other inputs (an encoder's output) have all tokens already; each rank computes a part of their gradient.
-        others = {name: copy_to_tp_region(x, group) for name, x in other_arguments(kwargs).items() if _trains(x)}
+        others = {
+            name: copy_to_tp_region(x, group)
+            for name, x in other_arguments(kwargs).items()
+            if _trains(x)
+        }
         rest = (copy_to_tp_region(x, group) if _trains(x) else x for x in args[1:])
         return (*args[:1], *rest), {**kwargs, **others}
 

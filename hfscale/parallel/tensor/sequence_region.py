@@ -49,7 +49,8 @@ class ForwardPass:
     """
 
     def __init__(self, total: int, samples: int) -> None:
-        self.sizes, self.done = torch.empty(total, samples, 0), False
+        self.sizes = torch.empty(total, samples, 0)
+        self.done = False
 
     @property
     def total(self) -> int:
@@ -77,7 +78,8 @@ class SequencePasses:
     """Hold the passes of one region, by references that their graphs keep."""
 
     def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
+        self.rank = rank
+        self.size = size
         self.latest: ForwardPass | None = None
         self._begun: list[weakref.ref[ForwardPass]] = []
 
@@ -85,22 +87,33 @@ class SequencePasses:
         """Begin a pass over samples of ``total`` tokens, with this rank's tokens ``share``."""
         self.latest = begun = ForwardPass(total, share.shape[0])
         self._begun.append(weakref.ref(begun))
-        if share.requires_grad:  # the backward pass is done when the gradient of the first layer's local input arrives
+        if (
+            share.requires_grad
+        ):  # the backward pass is done when the gradient of the first layer's local input arrives
             share.register_hook(lambda grad: setattr(begun, "done", True))
         keep_with_graph(share, begun)
 
     def waiting(self) -> list[ForwardPass]:
         """Return the passes with live graphs that still wait for their backward pass; if none, the latest."""
         self._begun = [reference for reference in self._begun if reference() is not None]
-        alive = [found for reference in self._begun if (found := reference()) is not None and not found.done]
+        alive = [
+            found
+            for reference in self._begun
+            if (found := reference()) is not None and not found.done
+        ]
         return alive or ([self.latest] if self.latest is not None else [])
 
     def of_recomputed(self, x: Tensor, whole: bool) -> ForwardPass:
         """Return the pass that ``x`` is recomputed for; all ranks agree, or raise."""
-        kinds = {(found.total, found.samples if x.ndim == 2 else 0): found for found in self.waiting()}
+        kinds = {
+            (found.total, found.samples if x.ndim == 2 else 0): found for found in self.waiting()
+        }
         shares = [share_evenly(total, self.size) for total, _ in kinds]
         mixed = any(
-            a == b for i, one in enumerate(shares) for other in shares[:i] for a, b in zip(one, other, strict=True)
+            a == b
+            for i, one in enumerate(shares)
+            for other in shares[:i]
+            for a, b in zip(one, other, strict=True)
         )
         if len(kinds) > 1 and (mixed or x.ndim == 2):
             raise ConfigError(
@@ -112,7 +125,9 @@ class SequencePasses:
             length = found.total if whole else share_evenly(found.total, self.size)[self.rank]
             if len(kinds) == 1 or x.shape[TOKENS] == length:
                 return found
-        raise ConfigError(f"sequence_parallel=True: no forward pass had {x.shape[TOKENS]} tokens here: run it again")
+        raise ConfigError(
+            f"sequence_parallel=True: no forward pass had {x.shape[TOKENS]} tokens here: run it again"
+        )
 
 
 def keep_with_graph(x: Tensor, thing: Any) -> None:
@@ -146,25 +161,36 @@ class SequenceRegion:
     """
 
     def __init__(self, plan: SequencePlan, group: dist.ProcessGroup) -> None:
-        self.plan, self.group = plan, group
+        self.plan = plan
+        self.group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.random = LayerRandom(self.rank)
         self.feeds_head = False  # whether a vocabulary-parallel head reads this stack's output
         self._passes = SequencePasses(self.rank, self.size)
         self._open = False  # inside a forward pass of the owner that saves activations
-        self._total: int | None = None  # tokens per sample in that pass, once hidden states are sharded
+        self._total: int | None = (
+            None  # tokens per sample in that pass, once hidden states are sharded
+        )
         self._first: nn.Module | None = None  # the layer that scattered them
-        self._arrives: int | None = None  # tokens per sample, if a stage receives hidden states that are sharded
-        self._leaves = False  # hidden states stay sharded at the end of the pass, for the next stage
+        self._arrives: int | None = (
+            None  # tokens per sample, if a stage receives hidden states that are sharded
+        )
+        self._leaves = (
+            False  # hidden states stay sharded at the end of the pass, for the next stage
+        )
         self._partial = False  # the embedding left its sum over ranks to the first layer
-        self._left: tuple[Tensor, Tensor] | None = None  # the stack's output: this rank's tokens, and all tokens
+        self._left: tuple[Tensor, Tensor] | None = (
+            None  # the stack's output: this rank's tokens, and all tokens
+        )
 
     @property
     def cut(self) -> bool:
         """Return whether hidden states between blocks are this rank's tokens only."""
         if torch.compiler.is_compiling() and RUNNING.told is not None:
             return True
-        return bool(self._passes.waiting()) if self._again else self._open and self._total is not None
+        return (
+            bool(self._passes.waiting()) if self._again else self._open and self._total is not None
+        )
 
     @property
     def active(self) -> bool:
@@ -204,15 +230,21 @@ class SequenceRegion:
         """All-gather ``[b, s/t, h]`` or ``[b s/t, h]`` to all tokens; reduce-scatter the gradient."""
         return gather_from_sequence_region(x, self.lengths(x), self.group, _dim(x))
 
-    def collectives(self, x: Tensor) -> tuple[Callable[[Tensor], Started], Callable[[Tensor], Started], int]:
+    def collectives(
+        self, x: Tensor
+    ) -> tuple[Callable[[Tensor], Started], Callable[[Tensor], Started], int]:
         """Return starts of the all-gather of tensors like ``x`` and of its reverse, and the number of all entries."""
         how: dict[str, Any] = {"lengths": self.lengths(x), "dim": _dim(x), "group": self.group}
-        entries = sum(how["lengths"]) * math.prod(size for dim, size in enumerate(x.shape) if dim != how["dim"])
+        entries = sum(how["lengths"]) * math.prod(
+            size for dim, size in enumerate(x.shape) if dim != how["dim"]
+        )
         return partial(start_all_gather, **how), partial(start_reduce_scatter, **how), entries
 
     def leave(self, x: Tensor) -> Tensor:
         """Reduce-scatter partial sums of all tokens to the sums of this rank's tokens."""
-        return reduce_scatter_to_sequence_region(x, self.lengths(x, whole=True), self.group, _dim(x))
+        return reduce_scatter_to_sequence_region(
+            x, self.lengths(x, whole=True), self.group, _dim(x)
+        )
 
     def keep_own(self, x: Tensor) -> Tensor:
         """Cut all tokens to this rank's; the other tokens get no gradient here."""
@@ -232,8 +264,14 @@ class SequenceRegion:
             return None
         (own, whole), self._left = self._left, None
         # x must be an unchanged view of the stack's output, and not detached.
-        same = x.data_ptr() == whole.data_ptr() and x.shape == whole.shape and x.stride() == whole.stride()
-        same = same and x.requires_grad == whole.requires_grad and version_of(x) == version_of(whole)
+        same = (
+            x.data_ptr() == whole.data_ptr()
+            and x.shape == whole.shape
+            and x.stride() == whole.stride()
+        )
+        same = (
+            same and x.requires_grad == whole.requires_grad and version_of(x) == version_of(whole)
+        )
         if not same:
             return None
         return gather_from_sequence_region(
@@ -242,11 +280,15 @@ class SequenceRegion:
 
     def passes(self, arrives: int | None, leaves: bool) -> None:
         """Announce a pipeline stage's pass: its input may be cut from so many tokens, its output may stay cut."""
-        self._arrives, self._leaves = arrives, leaves
+        self._arrives = arrives
+        self._leaves = leaves
 
     def begin(self) -> None:
         """Reset the state before the owner of the layers runs."""
-        self._open, self._total, self._partial, self._left = torch.is_grad_enabled(), None, False, None
+        self._open = torch.is_grad_enabled()
+        self._total = None
+        self._partial = False
+        self._left = None
         RUNNING.told = None
         self.random.reset()
 
@@ -275,7 +317,8 @@ class SequenceRegion:
         """End the layers; return whether their output must be gathered by :meth:`gather`."""
         if self._leaves:
             return False
-        cut, self._open = self.cut, False
+        cut = self.cut
+        self._open = False
         return cut
 
     def gather(self, x: Tensor) -> Tensor:

@@ -52,9 +52,13 @@ class LayerCosts:
 
     def balanced(self, stages: int, first: int = 0) -> tuple[int, ...]:
         """Balance layers over ``stages`` (:func:`hfscale.plan.stages.balance`); the first gets at least ``first``."""
-        works, before, after = [layer.work() for layer in self.layers], self.before.work(), self.after.work()
+        works = [layer.work() for layer in self.layers]
+        before = self.before.work()
+        after = self.after.work()
         found = balance(works, stages, before, after)
-        return found if found[0] >= first else (first, *balance(works[first:], stages - 1, 0, after))
+        return (
+            found if found[0] >= first else (first, *balance(works[first:], stages - 1, 0, after))
+        )
 
     def of_stages(self, counts: Sequence[int]) -> tuple[Cost, ...]:
         """Return the cost of each stage, given its number of layers."""
@@ -111,7 +115,9 @@ def _flops(module: nn.Module, config: Any, sequence: int, share: tuple[int, int]
         share = active
     flops = 0
     if not isinstance(module, nn.Embedding):
-        flops = sum(2 * parameter.numel() * share[0] // share[1] for parameter in own if parameter.ndim > 1)
+        flops = sum(
+            2 * parameter.numel() * share[0] // share[1] for parameter in own if parameter.ndim > 1
+        )
     # The innermost module whose class is named so computes attention itself.
     if [inner for inner in module.modules() if "Attention" in type(inner).__name__] == [module]:
         flops += _attention(module, config, sequence)
@@ -121,7 +127,11 @@ def _flops(module: nn.Module, config: Any, sequence: int, share: tuple[int, int]
 def _attention(module: Any, config: Any, sequence: int) -> int:
     heads = first_count(module, HEAD_FIELDS) or first_count(config, HEAD_FIELDS) or 0
     hidden = first_count(config, ("hidden_size",)) or 0
-    head_dim = first_count(module, ("head_dim",)) or first_count(config, ("head_dim",)) or hidden // max(1, heads)
+    head_dim = (
+        first_count(module, ("head_dim",))
+        or first_count(config, ("head_dim",))
+        or hidden // max(1, heads)
+    )
     widths = (first_count(module, (name,)) or head_dim for name in ("qk_head_dim", "v_head_dim"))
     window = first_count(module, ("sliding_window", "window_size"))
     return 2 * min(sequence, window or sequence) * heads * sum(widths)
@@ -129,7 +139,8 @@ def _attention(module: Any, config: Any, sequence: int) -> int:
 
 def plan_pipeline(draft: Draft) -> None:
     """Split the draft's layers into the stages of its layout; where that fails, note problems."""
-    layout, layers = draft.layout, draft.stack
+    layout = draft.layout
+    layers = draft.stack
     if layout.pp == 1:
         _check_stage_layers(draft)
         return
@@ -148,7 +159,11 @@ def plan_pipeline(draft: Draft) -> None:
     if ranks is None:
         ranks = place_stages(str(layout.pipeline_schedule), layout.pp, virtual)
     if len(ranks) != count:
-        stage_problem(draft, f"the schedule has {len(ranks)} stages, and the layout {count}", "a schedule that fits")
+        stage_problem(
+            draft,
+            f"the schedule has {len(ranks)} stages, and the layout {count}",
+            "a schedule that fits",
+        )
         return
     stacks = find_stacks(draft, lists) if len(lists) > 1 else None
     if draft.problems:
@@ -156,7 +171,9 @@ def plan_pipeline(draft: Draft) -> None:
     passage = trace(draft, lists[0]) if stacks is None else trace_stacks(draft, lists, stacks)
     if passage is None:
         return
-    costs = layer_costs(draft.model, layers, passage.before, passage.after, passage.shared, beside=passage.beside)
+    costs = layer_costs(
+        draft.model, layers, passage.before, passage.after, passage.shared, beside=passage.beside
+    )
     first = _layers_with_pictures(draft, len(layers), count)
     if draft.problems:
         return
@@ -166,7 +183,8 @@ def plan_pipeline(draft: Draft) -> None:
 
 def _check_stage_layers(draft: Draft) -> bool:
     """Return whether ``stage_layers`` adds up to the number of layers; note a problem if not."""
-    asked, layers = draft.layout.stage_layers, draft.stack
+    asked = draft.layout.stage_layers
+    layers = draft.stack
     if asked is None or sum(asked) == len(layers):
         return True
     draft.problem(
@@ -180,11 +198,18 @@ def _lists(draft: Draft, layers: list[str], count: int) -> list[str] | None:
     """Return the names of the layer lists (one, or an encoder's and a decoder's); ``None`` if they cannot be split."""
     lists = list(dict.fromkeys(layer.rpartition(".")[0] for layer in layers))
     if len(lists) > 1 and not getattr(draft.config, "is_encoder_decoder", False):
-        stage_problem(draft, f"stages need one list of layers, and there are {len(lists)} ({', '.join(lists)})")
+        stage_problem(
+            draft,
+            f"stages need one list of layers, and there are {len(lists)} ({', '.join(lists)})",
+        )
     elif not lists or not all(isinstance(draft.modules[name], nn.ModuleList) for name in lists):
-        stage_problem(draft, "no list of layers was found", "pp_size=1, or a blueprint that names it")
+        stage_problem(
+            draft, "no list of layers was found", "pp_size=1, or a blueprint that names it"
+        )
     elif sum(len(draft.modules[name]) for name in lists) != len(layers):
-        stage_problem(draft, f"layers in {', '.join(lists)} share parameters with the rest of the model")
+        stage_problem(
+            draft, f"layers in {', '.join(lists)} share parameters with the rest of the model"
+        )
     elif inside := _crosses_borders(draft):
         stage_problem(draft, *inside)
     elif _check_stage_layers(draft) and count > len(layers):
@@ -209,7 +234,8 @@ def _crosses_borders(draft: Draft) -> tuple[str, str] | None:
 
 def _layers_with_pictures(draft: Draft, layers: int, stages: int) -> int:
     """Return how many layers the first stage needs, because images are added after them."""
-    towers, asked = draft.feature(TowersPlan), draft.layout.stage_layers
+    towers = draft.feature(TowersPlan)
+    asked = draft.layout.stage_layers
     first = 0 if towers is None else towers.first_layers
     if asked is not None and asked[0] < first:
         stage_problem(
@@ -232,17 +258,25 @@ def _layers_with_pictures(draft: Draft, layers: int, stages: int) -> int:
 def _too_many(draft: Draft, layers: int) -> None:
     virtual = int(draft.layout.virtual_stages or 1)
     most = layers // virtual
-    asked, fits = f"pp_size={draft.layout.pp}", f"pp_size 1 to {most}" if most > 1 else "pp_size=1"
+    asked = f"pp_size={draft.layout.pp}"
+    fits = f"pp_size 1 to {most}" if most > 1 else "pp_size=1"
     if virtual > 1:
-        asked, fits = f"{asked} x virtual_stages={virtual}", f"{fits} with virtual_stages={virtual if most else 1}"
+        asked = f"{asked} x virtual_stages={virtual}"
+        fits = f"{fits} with virtual_stages={virtual if most else 1}"
     many = f"{layers} layer{'s' if layers > 1 else ''}"
     draft.problem(f"{asked} exceeds the {many} of {draft.config.model_type!r}: use {fits}")
 
 
 def _stages(
-    draft: Draft, layer_list: str, passage: StageInputs, costs: LayerCosts, counts: Sequence[int], ranks: Ranks
+    draft: Draft,
+    layer_list: str,
+    passage: StageInputs,
+    costs: LayerCosts,
+    counts: Sequence[int],
+    ranks: Ranks,
 ) -> StagePlan:
-    stages, start = [], 0
+    stages = []
+    start = 0
     holders: dict[int, list[int]] = {}
     each = costs.of_stages(counts)
     for index, (count, cost) in enumerate(zip(counts, each, strict=True)):
@@ -255,7 +289,9 @@ def _stages(
             held |= tensors_of(draft.model, name)
         for tensor in held:
             holders.setdefault(tensor, []).append(index)
-        stages.append(Stage(index, ranks[index], tuple(own), modules, sum(held.values()), cost.flops))
+        stages.append(
+            Stage(index, ranks[index], tuple(own), modules, sum(held.values()), cost.flops)
+        )
         start += count
     names: dict[int, list[str]] = {}  # in the model's order
     for name, parameter in draft.named():
@@ -268,10 +304,16 @@ def _stages(
         returns=passage.returns,
         module_returns=tuple(
             (name, passage.item_returns[name])
-            for name in dict.fromkeys(name for stage in stages for name in (*stage.layers, *stage.modules))
+            for name in dict.fromkeys(
+                name for stage in stages for name in (*stage.layers, *stage.modules)
+            )
             if name in passage.item_returns
         ),
-        ties=tuple(Tie(tuple(known), tuple(holders[key])) for key, known in names.items() if len(holders[key]) > 1),
+        ties=tuple(
+            Tie(tuple(known), tuple(holders[key]))
+            for key, known in names.items()
+            if len(holders[key]) > 1
+        ),
         work=tuple(cost.work() for cost in each),
         loans=passage.loans,
     )

@@ -46,12 +46,16 @@ class PlacedBlock:
         if self.replicas == 1 or child not in self.role.key_value:
             return ()
         chosen = self.role.key_value[child]
-        return tuple(self.replicas if not chosen or index in chosen else 1 for index in range(max(1, len(parts))))
+        return tuple(
+            self.replicas if not chosen or index in chosen else 1
+            for index in range(max(1, len(parts)))
+        )
 
 
 def cut_parameters(block: PlacedBlock, is_layer: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Draft the rules of a block's parameters; return its modules used whole, and parameters that one rank adds."""
-    draft, role = block.draft, block.role
+    draft = block.draft
+    role = block.role
     for child in role.column:
         _cut_projection(block, child, column=True)
     for child in role.row:
@@ -75,9 +79,16 @@ def cut_parameters(block: PlacedBlock, is_layer: bool) -> tuple[tuple[str, ...],
 
 
 def _cut_projection(block: PlacedBlock, child: str, column: bool) -> None:
-    draft, role, path = block.draft, block.role, block.path(child)
+    draft = block.draft
+    role = block.role
+    path = block.path(child)
     module = draft.modules.get(path)
-    if module is None and column and role.own_heads and (parameter := block.parameter(child)) is not None:
+    if (
+        module is None
+        and column
+        and role.own_heads
+        and (parameter := block.parameter(child)) is not None
+    ):
         # the host lists sinks beside projections
         draft.cut(path, 0, parameter.shape[0], (), block.parts_replicas(child))
         return
@@ -103,7 +114,8 @@ def _cut_projection(block: PlacedBlock, child: str, column: bool) -> None:
 
 def _parts(block: PlacedBlock, child: str, length: int) -> tuple[int, ...]:
     """Return the lengths of the matrices fused in a projection along its sharded dim of ``length``; empty for one."""
-    draft, fused = block.draft, block.role.parts.get(child, 1)
+    draft = block.draft
+    fused = block.role.parts.get(child, 1)
     if not isinstance(fused, int):
         return fused(draft.block_config)
     if length % fused:
@@ -117,7 +129,9 @@ def _parts(block: PlacedBlock, child: str, length: int) -> tuple[int, ...]:
 
 def _cut_other(block: PlacedBlock, child: str, dim: int, fused: int) -> None:
     """Shard a parameter that belongs to no projection: one matrix per expert, for example."""
-    draft, path, parameter = block.draft, block.path(child), block.parameter(child)
+    draft = block.draft
+    path = block.path(child)
+    parameter = block.parameter(child)
     if parameter is None:
         return
     length = parameter.shape[dim]
@@ -133,7 +147,8 @@ def _cut_other(block: PlacedBlock, child: str, dim: int, fused: int) -> None:
 
 def _share_rest(block: PlacedBlock) -> Iterator[str]:
     """Give the rule of shared modules to modules inside the block whose parameters have no rule yet."""
-    draft, outside = block.draft, tuple(map(block.path, block.role.outside))
+    draft = block.draft
+    outside = tuple(map(block.path, block.role.outside))
     for path, module in draft.modules[block.name].named_modules(prefix=block.name):
         own = [f"{path}.{name}" for name, _ in module.named_parameters(recurse=False)]
         if own and path not in outside and not any(name in draft.rules for name in own):
@@ -150,9 +165,11 @@ def _refuse_writers(draft: Draft, path: str, module: Any) -> None:
         return
     if draft.wider is not None and draft.wider.get_parameter(f"{path}.weight").shape[0] == hidden:
         return  # another size, which happens to be as large
-    does, roles = "write its block's output, which every rank would add", "column or row"
+    does = "write its block's output, which every rank would add"
+    roles = "column or row"
     if weight.ndim == 1:
-        does, roles = "read its block's output, which is a partial sum there", "shared or outside"
+        does = "read its block's output, which is a partial sum there"
+        roles = "shared or outside"
     draft.problem(
         f"tp_size={draft.tp}: {wild_name(path)} may {does}, and the blueprint gives it no role: name it as {roles}, "
         "or use tp_size=1"
@@ -161,7 +178,8 @@ def _refuse_writers(draft: Draft, path: str, module: Any) -> None:
 
 def _refuse_roleless(block: PlacedBlock) -> None:
     """Refuse parameters without a role in a block that is a module of its own."""
-    draft, role = block.draft, block.role
+    draft = block.draft
+    role = block.role
     if role.enter != ("",):
         return
     outside = tuple(f"{block.path(child)}." for child in role.outside)

@@ -27,7 +27,9 @@ _KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 def plan_tensor(draft: Draft) -> None:
     """Plan the tensor-parallel blocks, by the draft's blueprint."""
     if draft.tp > 1 and (asked := partial_output(draft.config)):
-        draft.problem(f"tp_size={draft.tp}: the config's {asked}: set it to False, or use tp_size=1")
+        draft.problem(
+            f"tp_size={draft.tp}: the config's {asked}: set it to False, or use tp_size=1"
+        )
     if draft.tp > 1 and draft.blueprint:
         draft.blocks = plan_blocks(draft, draft.blueprint, draft.decoders)
 
@@ -38,19 +40,30 @@ def plan_blocks(draft: Draft, blueprint: Blueprint, layers: list[str]) -> list[B
     matched: set[str] = set()  # paths in the blueprint that some layer has
     unfit = blueprint.unfit(draft.block_config)
     if unfit:
-        draft.problem(f"tp_size={draft.tp}: {draft.config.model_type!r} with {unfit}: use tp_size=1")
+        draft.problem(
+            f"tp_size={draft.tp}: {draft.config.model_type!r} with {unfit}: use tp_size=1"
+        )
         return []
     for layer in layers:
         for path, role in blueprint.blocks.items():
             name = join_path(layer, path)
             wanted = [*role.column, *role.row, *(child.rpartition(".")[0] for child in role.cut)]
-            applies = not role.optional or any(f"{name}.{child}" in draft.modules for child in wanted)
+            applies = not role.optional or any(
+                f"{name}.{child}" in draft.modules for child in wanted
+            )
             if name in draft.modules and applies:
                 matched.add(path)
-                blocks += [_block(draft, *inner, layers) for inner in blocks_around_experts(draft, name, role)]
+                blocks += [
+                    _block(draft, *inner, layers)
+                    for inner in blocks_around_experts(draft, name, role)
+                ]
     _refuse_unmatched(draft, blueprint, matched)
     # Blocks that know their key/value heads were checked one by one.
-    keyed = any(_key_value_path(draft, block.name, role) for block in blocks for role in blueprint.blocks.values())
+    keyed = any(
+        _key_value_path(draft, block.name, role)
+        for block in blocks
+        for role in blueprint.blocks.values()
+    )
     if blocks and not keyed:
         check_heads(draft, max(role.head_groups for role in blueprint.blocks.values()))
     check_block_heads(draft, blocks)
@@ -62,7 +75,9 @@ def _refuse_unmatched(draft: Draft, blueprint: Blueprint, matched: set[str]) -> 
     config = text_config(draft.config)
     if matched and any(field(config, name) for name in PER_LAYER):
         return
-    if len(find_lists(draft.model, blueprint)) < len(blueprint.layer_lists):  # a decoder, or one tower, alone
+    if len(find_lists(draft.model, blueprint)) < len(
+        blueprint.layer_lists
+    ):  # a decoder, or one tower, alone
         return
     for path, role in blueprint.blocks.items():
         if path and path not in matched and not role.optional:
@@ -77,7 +92,11 @@ def _key_value_path(draft: Draft, block: str, role: Block) -> str | None:
     for child, chosen in role.key_value.items():
         parts = role.parts.get(child, 1)
         count = parts if isinstance(parts, int) else len(parts(draft.block_config))
-        if child in role.column and max(chosen, default=0) < max(1, count) and f"{block}.{child}" in draft.modules:
+        if (
+            child in role.column
+            and max(chosen, default=0) < max(1, count)
+            and f"{block}.{child}" in draft.modules
+        ):
             return f"{block}.{child}"
     return None
 
@@ -88,7 +107,10 @@ def _key_value_replicas(draft: Draft, block: str, role: Block) -> int:
     if path is None:
         return 1
     replicas = key_value_replicas(draft, draft.modules[path.rpartition(".")[0]], role.head_groups)
-    counted = any(path.rpartition(".")[2] in KEY_VALUE_COUNTS for path in (*role.local_attributes, *role.local_config))
+    counted = any(
+        path.rpartition(".")[2] in KEY_VALUE_COUNTS
+        for path in (*role.local_attributes, *role.local_config)
+    )
     if replicas > 1 and not (counted or _group_attributes(draft, block)):
         draft.problem(
             f"tp_size={draft.tp} exceeds the key/value heads of {wild_name(block)}, whose number of queries per "
@@ -115,13 +137,18 @@ def _block(draft: Draft, name: str, role: Block, layers: list[str]) -> BlockPlan
         row=block.modules(role.row),
         shared=shared,
         local_attributes=_local_attributes(block),
-        dropout=max((float(reduce(field, path.split("."), config) or 0.0) for path in role.dropout), default=0.0),
+        dropout=max(
+            (float(reduce(field, path.split("."), config) or 0.0) for path in role.dropout),
+            default=0.0,
+        ),
         enter=tuple(map(block.path, role.enter)),
         enter_inputs=role.enter_inputs,
         leave=block.modules(role.leave) or (name,),
         heads=tuple(role.heads.items()),
         sample_heads=role.sample_heads,
-        across=tuple((path, draft.modules[path].weight.shape[-1]) for path in block.modules(role.across)),
+        across=tuple(
+            (path, draft.modules[path].weight.shape[-1]) for path in block.modules(role.across)
+        ),
         local_config=tuple((field, _divisor(block, field)) for field in role.local_config),
         replicas=replicas,
         replicated=tuple(block.path(child) for child in role.key_value if replicas > 1),
@@ -132,14 +159,19 @@ def _block(draft: Draft, name: str, role: Block, layers: list[str]) -> BlockPlan
 
 def _local_attributes(block: PlacedBlock) -> tuple[tuple[str, int], ...]:
     """List the attributes that the block's forward reads as local sizes, with their divisors."""
-    draft, role = block.draft, block.role
+    draft = block.draft
+    role = block.role
 
     def has(path: str) -> bool:
         owner, _, attribute = block.path(path).rpartition(".")
         return not role.optional or hasattr(draft.modules.get(owner), attribute)
 
     sizes = ((path, _divisor(block, path)) for path in role.local_attributes if has(path))
-    groups = ((path, block.replicas) for path in _group_attributes(draft, block.name) if block.replicas > 1)
+    groups = (
+        (path, block.replicas)
+        for path in _group_attributes(draft, block.name)
+        if block.replicas > 1
+    )
     return (*sizes, *groups)
 
 
@@ -151,11 +183,17 @@ def _divisor(block: PlacedBlock, attribute: str) -> int:
 
 def blocks_around_experts(draft: Draft, name: str, role: Block) -> Iterator[tuple[str, Block]]:
     """Yield the blocks that the tensor axis shards in ``name``: itself, or shared experts of which ranks hold all."""
-    inside = [path for path, module in draft.modules.items() if path.startswith(f"{name}.") and holds_experts(module)]
+    inside = [
+        path
+        for path, module in draft.modules.items()
+        if path.startswith(f"{name}.") and holds_experts(module)
+    ]
     if not draft.layout.slices_tokens or not inside:
         yield name, role
         return
-    children = dict.fromkeys(child.rpartition(".")[0] for child in (*role.column, *role.row) if "." in child)
+    children = dict.fromkeys(
+        child.rpartition(".")[0] for child in (*role.column, *role.row) if "." in child
+    )
     for child in children:
         if f"{name}.{child}" in draft.modules:
             yield f"{name}.{child}", _inner(role, child)
@@ -165,7 +203,9 @@ def _inner(role: Block, child: str) -> Block:
     """Return the part of a block's role that concerns its module ``child``."""
 
     def within(paths: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(path.removeprefix(f"{child}.") for path in paths if path.startswith(f"{child}."))
+        return tuple(
+            path.removeprefix(f"{child}.") for path in paths if path.startswith(f"{child}.")
+        )
 
     return Block(
         column=within(role.column),
@@ -184,7 +224,13 @@ def check_heads(draft: Draft, groups: int) -> None:
         return
     common = gcd(heads, key_heads) // groups
     if common % draft.tp or not common:
-        _refuse(draft, heads, key_heads, groups, [size for size in range(1, common + 1) if common % size == 0])
+        _refuse(
+            draft,
+            heads,
+            key_heads,
+            groups,
+            [size for size in range(1, common + 1) if common % size == 0],
+        )
 
 
 def key_value_replicas(draft: Draft, attention: Any, groups: int) -> int:
@@ -202,9 +248,13 @@ def key_value_replicas(draft: Draft, attention: Any, groups: int) -> int:
     own = first_count(attention, _HEADS) or heads
     per_key_head = getattr(attention, "num_key_value_groups", None)
     shared = own // per_key_head if per_key_head else key_heads if own == heads else own
-    heads, key_heads = own, first_count(attention, _KEY_VALUE_HEADS) or shared
-    each, each_key = heads // groups, max(1, key_heads // groups)
-    valid = [n for n in range(1, each + 1) if each % n == 0 and (each_key % n == 0 or n % each_key == 0)]
+    heads = own
+    key_heads = first_count(attention, _KEY_VALUE_HEADS) or shared
+    each = heads // groups
+    each_key = max(1, key_heads // groups)
+    valid = [
+        n for n in range(1, each + 1) if each % n == 0 and (each_key % n == 0 or n % each_key == 0)
+    ]
     if draft.tp not in valid:
         _refuse(draft, heads, key_heads, groups, valid)
         return 1
@@ -230,7 +280,9 @@ def check_block_heads(draft: Draft, blocks: list[BlockPlan]) -> None:
 def _heads_of_config(draft: Draft) -> tuple[int | None, int | None]:
     """Return heads and key/value heads by the config; their greatest common divisors where layers differ."""
     config = text_config(draft.config)
-    heads = key_heads = counts(config, ("decoder_attention_heads",))  # the other names mean the encoder's
+    heads = key_heads = counts(
+        config, ("decoder_attention_heads",)
+    )  # the other names mean the encoder's
     if not heads:
         heads = counts(config, HEAD_FIELDS)
         key_heads = counts(config, _KEY_VALUE_HEADS) or heads

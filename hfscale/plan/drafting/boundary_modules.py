@@ -25,7 +25,11 @@ def items_around(model: nn.Module, path: str) -> Iterator[str]:
         module = model.get_submodule(owner)
         names = [name for name, _ in module.named_parameters(recurse=False)]
         # Not named_children, which leaves out a module's second name.
-        names += [name for name, child in own_modules(module).items() if child is not None and name != inner]
+        names += [
+            name
+            for name, child in own_modules(module).items()
+            if child is not None and name != inner
+        ]
         yield from (join_path(owner, name) if owner else name for name in names)
         owner = join_path(owner, inner) if owner else inner
 
@@ -40,7 +44,9 @@ def tensors_of(model: nn.Module, item: str) -> dict[int, int]:
 
 def direct_children(modules: dict[str, Any], owner: str) -> list[str]:
     """Return the full names of the modules directly below ``owner``."""
-    return [join_path(owner, name) if owner else name for name, _ in modules[owner].named_children()]
+    return [
+        join_path(owner, name) if owner else name for name, _ in modules[owner].named_children()
+    ]
 
 
 def find_loan(model: Any, layer_list: str) -> Loan | None:
@@ -60,7 +66,11 @@ def candidate(layers: list[nn.Module], layer_list: str) -> Loan | None:
         return None
     owner, _, child = extra[0].rpartition(".")
     has, lacks = (vars(layer.get_submodule(owner)) for layer in layers[:2])
-    flags = ((name, value) for name, value in has.items() if isinstance(value, bool) and lacks.get(name) is not value)
+    flags = (
+        (name, value)
+        for name, value in has.items()
+        if isinstance(value, bool) and lacks.get(name) is not value
+    )
     return Loan(layer_list, owner, child, tuple(sorted(flags)))
 
 

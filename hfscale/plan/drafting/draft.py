@@ -30,21 +30,37 @@ class Draft:
     """
 
     def __init__(
-        self, model: Any, layout: ParallelConfig, ranks: Ranks | None = None, options: Options = NO_OPTIONS
+        self,
+        model: Any,
+        layout: ParallelConfig,
+        ranks: Ranks | None = None,
+        options: Options = NO_OPTIONS,
     ) -> None:
-        self.model, self.layout, self.tp = model, layout, layout.tp
+        self.model = model
+        self.layout = layout
+        self.tp = layout.tp
         # options: the user's choices beside the layout
         # ranks: the pipeline rank of each stage, if the schedule is a file that assigns them
-        self.config, self.ranks, self.options = model.config, ranks, options
+        self.config = model.config
+        self.ranks = ranks
+        self.options = options
         self.problems: list[str] = []  # why the layout does not fit, in words; each once
-        self.modules: dict[str, Any] = dict(model.named_modules())  # every module of the model by name
+        self.modules: dict[str, Any] = dict(
+            model.named_modules()
+        )  # every module of the model by name
         # parameter name -> (its cut over the tensor axis, the axes over which its gradient is partial)
         self.rules: dict[str, tuple[Cut | None, tuple[str, ...]]] = {}
         self.spread: set[str] = set()  # parameters of experts that are sharded over the expert axis
-        self.roleless: list[str] = []  # parameters inside blocks for which the blueprint has no role
+        self.roleless: list[
+            str
+        ] = []  # parameters inside blocks for which the blueprint has no role
         self.blueprint: Blueprint | None = None
         self.layers: list[str] = []
-        added = self.modules.get(f"{PREDICTION}.layers") if options.mtp_loss_weight is not None else None
+        added = (
+            self.modules.get(f"{PREDICTION}.layers")
+            if options.mtp_loss_weight is not None
+            else None
+        )
         # the layers of multi-token prediction; the last of ``layers``
         self.predictors = [f"{PREDICTION}.layers.{depth}" for depth in range(len(added or ()))]
         self.mixtures: tuple[ExpertsPlan, ...] = ()
@@ -101,7 +117,12 @@ class Draft:
         return f"{self.layout.describe()} does not fit {type(self.model).__name__}:{listed}"
 
     def cut(
-        self, name: str, dim: int, length: int, parts: tuple[int, ...] = (), replicas: tuple[int, ...] = ()
+        self,
+        name: str,
+        dim: int,
+        length: int,
+        parts: tuple[int, ...] = (),
+        replicas: tuple[int, ...] = (),
     ) -> None:
         """Cut a parameter of ``length`` entries along ``dim`` over the tensor axis."""
         cut = Cut("tp", dim, self.tp, parts, replicas)
@@ -123,7 +144,9 @@ class Draft:
 
     def layer_drops(self) -> list[str]:
         """List the config fields that make training skip layers at random (LayerDrop, Fan et al. 2019)."""
-        return [name for name, value in self.config.to_dict().items() if "layerdrop" in name and value]
+        return [
+            name for name, value in self.config.to_dict().items() if "layerdrop" in name and value
+        ]
 
     def place(self, name: str) -> tuple[int, str]:
         """Return the module that holds a parameter, and its attribute there."""

@@ -16,13 +16,21 @@ def find_layers(draft: Draft, blueprint: Blueprint | None) -> list[str]:
     lists = _lists(draft, blueprint) if blueprint is not None else []
     if not lists:
         # those of transformers' ``_no_split_modules``, which only group parameters then
-        classes, found = layer_classes(draft.model), list[str]()
-        for name, module in draft.modules.items():  # outer modules come first; one inside another is no layer
-            if type(module).__name__ in classes and not name.startswith(tuple(f"{layer}." for layer in found)):
+        classes = layer_classes(draft.model)
+        found = list[str]()
+        for (
+            name,
+            module,
+        ) in draft.modules.items():  # outer modules come first; one inside another is no layer
+            if type(module).__name__ in classes and not name.startswith(
+                tuple(f"{layer}." for layer in found)
+            ):
                 found.append(name)
         tied = {layer for layer, _ in _tied_outside(draft, found)}
         return [layer for layer in found if layer not in tied]
-    layers = [f"{path}.{name}" for path in lists for name, _ in draft.modules[path].named_children()]
+    layers = [
+        f"{path}.{name}" for path in lists for name, _ in draft.modules[path].named_children()
+    ]
     for layer, name in _tied_outside(draft, layers) if draft.layout.data_world > 1 else ():
         draft.problem(
             f"{draft.layout.describe()}: {wild_name(layer)} shares {wild_name(name)} with another part of "
@@ -35,7 +43,9 @@ def _lists(draft: Draft, blueprint: Blueprint) -> list[str]:
     """Return the names of the blueprint's layer lists in the model; note a problem if tensor ranks need one."""
     found = find_lists(draft.model, blueprint)
     if not found and draft.tp > 1:
-        wanted = " or ".join(repr(base_prefix(draft.model) + path) for path in blueprint.layer_lists)
+        wanted = " or ".join(
+            repr(base_prefix(draft.model) + path) for path in blueprint.layer_lists
+        )
         draft.problem(
             f"tp_size={draft.tp}: the blueprint of {draft.config.model_type!r} names the layer list {wanted}, "
             f"which {type(draft.model).__name__} does not have: correct the blueprint, or use tp_size=1"
@@ -45,10 +55,15 @@ def _lists(draft: Draft, blueprint: Blueprint) -> list[str]:
 
 def find_lists(model: Any, blueprint: Blueprint) -> list[str]:
     """Return the full names of a blueprint's layer lists, given relative to the base model, that this class has."""
-    modules, found = dict(model.named_modules()), list[str]()
+    modules = dict(model.named_modules())
+    found = list[str]()
     for path in blueprint.layer_lists:
         # Some classes keep their base model under another name than `base_model_prefix`.
-        ends = [name for name, module in modules.items() if name.endswith(f".{path}") and any(module.children())]
+        ends = [
+            name
+            for name, module in modules.items()
+            if name.endswith(f".{path}") and any(module.children())
+        ]
         known = [name for name in (base_prefix(model) + path, path) if name in modules]
         found += known[:1] or (ends if len(ends) == 1 else [])
     return found
@@ -66,9 +81,16 @@ def _tied_outside(draft: Draft, layers: list[str]) -> list[tuple[str, str]]:
         homes.setdefault(id(parameter), {})[draft.place(name)] = name
     found = []
     for names in (list(places.values()) for places in homes.values() if len(places) > 1):
-        owners = [next((layer for layer in layers if name.startswith(f"{layer}.")), None) for name in names]
+        owners = [
+            next((layer for layer in layers if name.startswith(f"{layer}.")), None)
+            for name in names
+        ]
         if len(set(owners)) > 1:
-            found += [(owner, name) for owner, name in zip(owners, names, strict=True) if owner is not None]
+            found += [
+                (owner, name)
+                for owner, name in zip(owners, names, strict=True)
+                if owner is not None
+            ]
     return found
 
 
@@ -76,11 +98,15 @@ def find_layer_list(model: Any) -> str:
     """Return the name of the base model's list of layers: the outermost list with most parameters."""
     lists: dict[str, int] = {}
     for name, module in getattr(model, "base_model", model).named_modules():
-        if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{outer}.") for outer in lists):
+        if isinstance(module, nn.ModuleList) and not any(
+            name.startswith(f"{outer}.") for outer in lists
+        ):
             lists[name] = sum(parameter.numel() for parameter in module.parameters())
     ranked = sorted((name for name in lists if lists[name]), key=lambda name: -lists[name])
     if not ranked:
         raise PlanError("its base model has no list of layers (nn.ModuleList)")
     if len(ranked) > 1 and 2 * lists[ranked[1]] >= lists[ranked[0]]:
-        raise PlanError(f"it has several lists of layers of the same weight: {', '.join(ranked[:2])}")
+        raise PlanError(
+            f"it has several lists of layers of the same weight: {', '.join(ranked[:2])}"
+        )
     return base_prefix(model) + ranked[0]

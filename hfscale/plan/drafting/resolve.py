@@ -19,12 +19,26 @@ from .draft import Draft
 from .layers import find_layers
 from .text_model import blueprint_of_text, find_text_model
 
-_STYLES = {"colwise": "column", "rowwise": "row", "replicated_with_grad_allreduce": "shared", "mla_kv_a_proj": "shared"}
+_STYLES = {
+    "colwise": "column",
+    "rowwise": "row",
+    "replicated_with_grad_allreduce": "shared",
+    "mla_kv_a_proj": "shared",
+}
 # Which dim, and how many matrices side by side in it, of a parameter with one matrix per expert [experts, out, in].
-_EXPERT_STYLES = {"colwise": (1, 1), "packed_colwise": (1, 2), "rowwise": (2, 1), "packed_rowwise": (2, 2)}
+_EXPERT_STYLES = {
+    "colwise": (1, 1),
+    "packed_colwise": (1, 2),
+    "rowwise": (2, 1),
+    "packed_rowwise": (2, 2),
+}
 _GATHERED = ("colwise_gather_output", "rowwise_split_input")
-_Rule = tuple[str, str, str]  # transformers' for a module: its layer list, its path inside a layer, and a style
-_Roles = dict[str, dict[str, Any]]  # of one block: field of :class:`Block` -> module, and how it is cut, if it says so
+_Rule = tuple[
+    str, str, str
+]  # transformers' for a module: its layer list, its path inside a layer, and a style
+_Roles = dict[
+    str, dict[str, Any]
+]  # of one block: field of :class:`Block` -> module, and how it is cut, if it says so
 
 
 def find_blueprint(model: Any, may_infer: bool = True) -> Blueprint:
@@ -79,7 +93,9 @@ def _completed(model: Any, translated: Blueprint) -> Blueprint:
     for path, layer in product(blocks, layers):
         blocks[path] = _with_roles(draft, join_path(layer, path), blocks[path])
     completed = replace(translated, blocks=blocks)
-    about = json.dumps({path: block_as_data(block) for path, block in blocks.items()}, sort_keys=True)
+    about = json.dumps(
+        {path: block_as_data(block) for path, block in blocks.items()}, sort_keys=True
+    )
     if ask("completed", model, about, blueprint=completed, forgotten=draft.roleless):
         return completed
     with suppress(PlanError):
@@ -89,10 +105,16 @@ def _completed(model: Any, translated: Blueprint) -> Blueprint:
 
 def _with_roles(draft: Draft, block: str, role: Block) -> Block:
     """Add a block's roleless modules: norms as wide as a cut projection are computed across, all else is used whole."""
-    inside = (name.removeprefix(f"{block}.") for name in draft.roleless if name.startswith(f"{block}."))
+    inside = (
+        name.removeprefix(f"{block}.") for name in draft.roleless if name.startswith(f"{block}.")
+    )
     modules = draft.modules
-    widths = {getattr(modules.get(f"{block}.{column}"), "out_features", None) for column in role.column}
-    shared, across, keys = list(role.shared), list(role.across), dict(role.key_value)
+    widths = {
+        getattr(modules.get(f"{block}.{column}"), "out_features", None) for column in role.column
+    }
+    shared = list(role.shared)
+    across = list(role.across)
+    keys = dict(role.key_value)
     for child in dict.fromkeys(name.rpartition(".")[0] for name in inside):
         weight = getattr(modules.get(f"{block}.{child}"), "weight", None)
         wide = weight is not None and weight.ndim == 1 and len(weight) in widths
@@ -124,7 +146,11 @@ def translate_host_plan(host_plan: dict[str, str], family: str) -> Blueprint:
             f"{'; '.join(unknown) or 'rules for more than one layer list: ' + ', '.join(sorted(lists))}. "
             "Use tp_size=1, or add the family to hfscale.models.FAMILIES"
         )
-    incomplete = [block for block, role in roles.items() if not (role["column"] and role["row"]) and not role["cut"]]
+    incomplete = [
+        block
+        for block, role in roles.items()
+        if not (role["column"] and role["row"]) and not role["cut"]
+    ]
     if incomplete:
         raise PlanError(
             f"tp_size > 1 cannot use the tensor-parallel plan of {family!r}: the blocks {', '.join(incomplete)} "
@@ -133,7 +159,12 @@ def translate_host_plan(host_plan: dict[str, str], family: str) -> Blueprint:
     return Blueprint(
         layers=lists.pop(),
         blocks={
-            block: _block(role, own_heads=block in own_heads, mixture=block in mixtures, optional=bool(experts))
+            block: _block(
+                role,
+                own_heads=block in own_heads,
+                mixture=block in mixtures,
+                optional=bool(experts),
+            )
             for block, role in roles.items()
         },
         source=TRANSLATED,
@@ -142,7 +173,8 @@ def translate_host_plan(host_plan: dict[str, str], family: str) -> Blueprint:
 
 def _rules_of_layers(host_plan: dict[str, str]) -> tuple[list[_Rule], list[str]]:
     """Return the rules of modules in layers and, in words, those of anything else."""
-    rules, unknown = [], []
+    rules = []
+    unknown = []
     for pattern, style in host_plan.items():
         prefix, star, rest = pattern.partition(".*.")
         if style == "embedding_rowwise":
@@ -154,15 +186,21 @@ def _rules_of_layers(host_plan: dict[str, str]) -> tuple[list[_Rule], list[str]]
     return rules, unknown
 
 
-def _roles(rules: Sequence[_Rule], experts: tuple[str, ...]) -> tuple[dict[str, _Roles], tuple[str, ...], list[_Rule]]:
+def _roles(
+    rules: Sequence[_Rule], experts: tuple[str, ...]
+) -> tuple[dict[str, _Roles], tuple[str, ...], list[_Rule]]:
     """Return the roles by block, the blocks whose roleless modules stay uncut, and the rules with unknown styles."""
     mixtures = tuple(path.rpartition(".")[0] for path in experts)
     inside_experts = tuple(f"{path}." for path in experts)
     roles: dict[str, _Roles] = defaultdict(lambda: defaultdict(dict))
-    whole, unknown = set(), []
+    whole = set()
+    unknown = []
     for rule in rules:
         _, path, style = rule
-        block = next((mixture for mixture in mixtures if path.startswith(f"{mixture}.")), path.rpartition(".")[0])
+        block = next(
+            (mixture for mixture in mixtures if path.startswith(f"{mixture}.")),
+            path.rpartition(".")[0],
+        )
         name = path.removeprefix(f"{block}.")
         if style in ("moe_tp_experts", "local_params"):
             continue
@@ -172,7 +210,9 @@ def _roles(rules: Sequence[_Rule], experts: tuple[str, ...]) -> tuple[dict[str, 
             roles[block]["cut"][name] = _EXPERT_STYLES[style]
         elif style in _STYLES:
             roles[block][_STYLES[style]][name] = None
-            if style == "mla_kv_a_proj":  # low-rank attention computes its latents whole, inside the edges
+            if (
+                style == "mla_kv_a_proj"
+            ):  # low-rank attention computes its latents whole, inside the edges
                 mixtures += (block,)
         else:
             unknown.append(rule)
@@ -181,7 +221,8 @@ def _roles(rules: Sequence[_Rule], experts: tuple[str, ...]) -> tuple[dict[str, 
 
 def _block(role: _Roles, own_heads: bool, mixture: bool, optional: bool) -> Block:
     """Return one block of a layer; ``optional`` where dense layers and mixtures use the same entry."""
-    column, row = list(role["column"]), list(role["row"])
+    column = list(role["column"])
+    row = list(role["row"])
     for name in ("shared_expert", "shared_experts", "shared_mlp") if role["cut"] else ():
         # plans made for experts alone leave the shared expert out
         column += [f"{name}.{part}" for part in ("gate_proj", "up_proj", "gate_up_proj")]

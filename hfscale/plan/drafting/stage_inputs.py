@@ -26,20 +26,28 @@ class StageInputs:
     everywhere: tuple[str, ...]
     returns: int | None  # a layer, where item_returns does not say otherwise
     item_returns: Mapping[str, int | None]
-    beside: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # layer -> what is where that layer is
-    loans: tuple[Loan, ...] = ()  # what every stage with layers of a list holds of the list's first layer
+    beside: Mapping[str, tuple[str, ...]] = field(
+        default_factory=dict
+    )  # layer -> what is where that layer is
+    loans: tuple[
+        Loan, ...
+    ] = ()  # what every stage with layers of a list holds of the list's first layer
 
     def beside_all(self, layers: Sequence[str]) -> list[str]:
         """Return the modules and parameters outside the layers that the stage of these layers holds."""
         items = [item for layer in layers for item in self.beside.get(layer, ())]
         lists = {layer.rpartition(".")[0] for layer in layers}
-        borrowed = (loan for loan in self.loans if loan.layer_list in lists and loan.lender not in layers)
+        borrowed = (
+            loan for loan in self.loans if loan.layer_list in lists and loan.lender not in layers
+        )
         return items + [loan.name for loan in borrowed]
 
 
 def stage_problem(draft: Draft, what: str, instead: str = "pp_size=1") -> None:
     """Record why a model cannot be cut into stages."""
-    draft.problem(f"pp_size={draft.layout.pp} does not fit {type(draft.model).__name__}: {what}: use {instead}")
+    draft.problem(
+        f"pp_size={draft.layout.pp} does not fit {type(draft.model).__name__}: {what}: use {instead}"
+    )
 
 
 @dataclass(frozen=True)
@@ -57,13 +65,19 @@ def see_passage(draft: Draft, layer_list: str, items: Iterable[str]) -> LayersSe
     """Trace a run of the model, or of a tiny clone where its code reads values; ``None`` where neither can be."""
     found = ask("passage", draft.model, layer_list, layer_list=layer_list, items=list(items))
     if failure := found["failure"]:
-        stage_problem(draft, f"it cannot be traced, so what comes before its layers is unknown ({failure})")
+        stage_problem(
+            draft, f"it cannot be traced, so what comes before its layers is unknown ({failure})"
+        )
         return None
     phases = {item: set(names) for item, names in found["phases"].items()}
-    return LayersSeen(phases, found["returns"], found["item_returns"], found["obstacles"], set(found["shared"]))
+    return LayersSeen(
+        phases, found["returns"], found["item_returns"], found["obstacles"], set(found["shared"])
+    )
 
 
-def note_obstacles(draft: Draft, layer_list: str, seen: LayersSeen, read: Collection[str] = ()) -> tuple[Loan, ...]:
+def note_obstacles(
+    draft: Draft, layer_list: str, seen: LayersSeen, read: Collection[str] = ()
+) -> tuple[Loan, ...]:
     """Report obstacles between layers, and inputs that they ``read``; return what the first layer can lend instead."""
     loan = find_loan(draft.model, layer_list) if GIVEN in seen.obstacles else None
     for obstacle in seen.obstacles:
@@ -76,7 +90,11 @@ def note_obstacles(draft: Draft, layer_list: str, seen: LayersSeen, read: Collec
 
 def trace(draft: Draft, layer_list: str) -> StageInputs | None:
     """Classify the modules and parameters around one list of layers."""
-    around = (item for item in items_around(draft.model, layer_list) if not draft.predictors or item != PREDICTION)
+    around = (
+        item
+        for item in items_around(draft.model, layer_list)
+        if not draft.predictors or item != PREDICTION
+    )
     tensors = {item: set(tensors_of(draft.model, item)) for item in around}
     seen = see_passage(draft, layer_list, tensors)
     if seen is None:
@@ -89,8 +107,13 @@ def trace(draft: Draft, layer_list: str) -> StageInputs | None:
     used = {item: order for order, item in enumerate(seen.phases)}
     ordered = sorted(placed, key=lambda item: used.get(item, len(used)))
     return StageInputs(
-        before=tuple(item for item in ordered if "before" in placed[item] and item not in seen.shared),
-        after=(*(item for item in ordered if "after" in placed[item]), *([PREDICTION] if draft.predictors else ())),
+        before=tuple(
+            item for item in ordered if "before" in placed[item] and item not in seen.shared
+        ),
+        after=(
+            *(item for item in ordered if "after" in placed[item]),
+            *([PREDICTION] if draft.predictors else ()),
+        ),
         shared=tuple(item for item in ordered if item in seen.shared),
         everywhere=tuple(item for item, held in tensors.items() if not held),
         returns=seen.returns,
@@ -102,13 +125,19 @@ def trace(draft: Draft, layer_list: str) -> StageInputs | None:
 def _refuse_shared_pictures(draft: Draft, shared: set[str]) -> None:
     """Report token embeddings read by all layers of a multimodal model: pictures are on the first stage only."""
     embedding = input_embedding(draft.model)
-    if draft.feature(TowersPlan) is not None and any(draft.modules.get(item) is embedding for item in shared):
-        stage_problem(draft, f"all of its layers read what goes into the first, pictures included{ALONE}")
+    if draft.feature(TowersPlan) is not None and any(
+        draft.modules.get(item) is embedding for item in shared
+    ):
+        stage_problem(
+            draft, f"all of its layers read what goes into the first, pictures included{ALONE}"
+        )
 
 
 def _phases(draft: Draft, seen: LayersSeen, item: str, tensors: dict[str, set[int]]) -> set[str]:
     """Return when ``item`` is used; report a problem if it can be neither on one stage nor on all."""
-    phases, held, towers = seen.phases.get(item, set()), tensors[item], draft.feature(TowersPlan)
+    phases = seen.phases.get(item, set())
+    held = tensors[item]
+    towers = draft.feature(TowersPlan)
     reached = {tensor for used in seen.phases for tensor in tensors.get(used, ())}
     if "between" in phases:
         stage_problem(draft, f"{item} is used between layers, so every stage would need it")
@@ -134,16 +163,28 @@ def find_stacks(draft: Draft, lists: list[str]) -> TwoStacks | None:
         what = f"an encoder-decoder is cut where its encoder and its decoder have a list of layers each ({found})"
         stage_problem(draft, what)
     elif not (lists[0].startswith(f"{encoder}.") and lists[1].startswith(f"{decoder}.")):
-        stage_problem(draft, f"its lists of layers ({', '.join(lists)}) are not those of its encoder and its decoder")
+        stage_problem(
+            draft,
+            f"its lists of layers ({', '.join(lists)}) are not those of its encoder and its decoder",
+        )
     elif getattr(model, "main_input_name", "input_ids") != "input_ids":
-        stage_problem(draft, f"its encoder reads {model.main_input_name}, and stages of encoder-decoders read tokens")
+        stage_problem(
+            draft,
+            f"its encoder reads {model.main_input_name}, and stages of encoder-decoders read tokens",
+        )
     elif first_count(text_config(draft.config), EXPERT_FIELDS):
-        stage_problem(draft, "its encoder returns what its routers say besides, and only hidden states travel")
+        stage_problem(
+            draft, "its encoder returns what its routers say besides, and only hidden states travel"
+        )
     elif draft.layout.sequence_parallel:
-        stage_problem(draft, "sequence_parallel cuts one stream, and two travel", "sequence_parallel=False")
+        stage_problem(
+            draft, "sequence_parallel cuts one stream, and two travel", "sequence_parallel=False"
+        )
     elif str(draft.layout.pipeline_schedule) in ASYNCHRONOUS:
         schedule = f"pipeline_schedule={draft.layout.pipeline_schedule}"
-        stage_problem(draft, f"{schedule} has no flush, and its decoder reads what its encoder makes", "1f1b")
+        stage_problem(
+            draft, f"{schedule} has no flush, and its decoder reads what its encoder makes", "1f1b"
+        )
     else:
         return TwoStacks(encoder, decoder, f"{lists[1]}.0")
     return None
@@ -163,26 +204,43 @@ def trace_stacks(draft: Draft, lists: list[str], stacks: TwoStacks) -> StageInpu
     if probes is None:
         return None
     (encoding, decoding), loans = probes
-    held = {item: set(tensors_of(model, item)) for item in (*of_encoder, *around) if item != stacks.encoder}
-    phases = {item: (encoding if item in of_encoder else decoding).phases.get(item, set()) for item in held}
+    held = {
+        item: set(tensors_of(model, item))
+        for item in (*of_encoder, *around)
+        if item != stacks.encoder
+    }
+    phases = {
+        item: (encoding if item in of_encoder else decoding).phases.get(item, set())
+        for item in held
+    }
     for item in filter(held.get, held):
         _check(draft, item, phases[item], held)
     if draft.problems:
         return None
 
     def placed(phase: str, inside: bool) -> tuple[str, ...]:
-        return tuple(item for item in held if held[item] and phase in phases[item] and (item in of_encoder) == inside)
+        return tuple(
+            item
+            for item in held
+            if held[item] and phase in phases[item] and (item in of_encoder) == inside
+        )
 
     # Second names, of the table that both stacks share, are where it is used first.
     names = tuple(item for item in held if held[item] and not phases[item])
-    layers = [f"{lists[0]}.{number}" for number in range(len(draft.modules[lists[0]]))]  # of the encoder
+    layers = [
+        f"{lists[0]}.{number}" for number in range(len(draft.modules[lists[0]]))
+    ]  # of the encoder
     return StageInputs(
         before=(*placed("before", True), *names),
         after=placed("after", False),
         shared=(),
         everywhere=tuple(item for item in held if not held[item]),
         returns=decoding.returns,
-        item_returns={**encoding.item_returns, **decoding.item_returns, **dict.fromkeys(layers, encoding.returns)},
+        item_returns={
+            **encoding.item_returns,
+            **decoding.item_returns,
+            **dict.fromkeys(layers, encoding.returns),
+        },
         beside={layers[-1]: placed("after", True), stacks.first: placed("before", False)},
         loans=loans,
     )
@@ -192,7 +250,9 @@ def _probed(
     draft: Draft, lists: list[str], around: Sequence[list[str]], stacks: TwoStacks
 ) -> tuple[tuple[LayersSeen, LayersSeen], tuple[Loan, ...]] | None:
     """Trace a run through both lists, and the loans of their first layers; ``None`` where they cannot be cut."""
-    encoding, decoding = (see_passage(draft, path, items) for path, items in zip(lists, around, strict=True))
+    encoding, decoding = (
+        see_passage(draft, path, items) for path, items in zip(lists, around, strict=True)
+    )
     if encoding is None or decoding is None:
         return None
     loans: tuple[Loan, ...] = ()
@@ -205,7 +265,9 @@ def _check(draft: Draft, item: str, phases: set[str], held: Mapping[str, set[int
     """Note a problem where an item cannot be on one stage."""
     if "between" in phases:
         stage_problem(draft, f"{item} is used between layers, so every stage would need it")
-    elif not phases and not held[item] <= {tensor for other in held if other != item for tensor in held[other]}:
+    elif not phases and not held[item] <= {
+        tensor for other in held if other != item for tensor in held[other]
+    }:
         stage_problem(draft, f"{item} has no part in a pass over tokens, so it belongs to no stage")
 
 

@@ -26,9 +26,24 @@ from .draft import Draft
 from .layers import find_layer_list, find_lists
 
 _PLAIN = {
-    *("args", "kwargs", "input_ids", "inputs_embeds", "attention_mask", "position_ids", "cache_position", "head_mask"),
-    *("token_type_ids", "mm_token_type_ids", "labels", "logits_to_keep", "use_cache", *CACHES),
-    *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict"),
+    "args",
+    "kwargs",
+    "input_ids",
+    "inputs_embeds",
+    "attention_mask",
+    "position_ids",
+    "cache_position",
+    "head_mask",
+    "token_type_ids",
+    "mm_token_type_ids",
+    "labels",
+    "logits_to_keep",
+    "use_cache",
+    *CACHES,
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "return_dict",
 }
 """Inputs of models of text, none of which is made of pictures but the embeddings."""
 
@@ -48,9 +63,15 @@ _MEDIA = ("pixel_values", "flattened_patches", "input_features", "input_values")
 def find_text_model(model: Any) -> str | None:
     """Return the name of the module with ``model``'s text config; ``None`` if that is itself, or an encoder-decoder."""
     config = text_config(model.config)
-    if config is model.config or any(getattr(c, "is_encoder_decoder", False) for c in (model.config, config)):
+    if config is model.config or any(
+        getattr(c, "is_encoder_decoder", False) for c in (model.config, config)
+    ):
         return None
-    inner = ((name, module) for name, module in model.named_modules() if name and isinstance(module, PreTrainedModel))
+    inner = (
+        (name, module)
+        for name, module in model.named_modules()
+        if name and isinstance(module, PreTrainedModel)
+    )
     return next((name for name, module in inner if module.config is config), None)
 
 
@@ -63,9 +84,18 @@ def blueprint_of_text(model: Any, name: str, find: Find, may_infer: bool) -> Blu
     except PlanError:
         if may_infer:
             raise
-        found, lists = Blueprint("", {}), [find_layer_list(inner)]
-    blocks = {child: _with_cross_inputs(inner, lists, child, block) for child, block in found.blocks.items()}
-    return replace(found, layers=tuple(f"{name}.{path}" for path in lists), blocks=blocks, config_of=text_config)
+        found = Blueprint("", {})
+        lists = [find_layer_list(inner)]
+    blocks = {
+        child: _with_cross_inputs(inner, lists, child, block)
+        for child, block in found.blocks.items()
+    }
+    return replace(
+        found,
+        layers=tuple(f"{name}.{path}" for path in lists),
+        blocks=blocks,
+        config_of=text_config,
+    )
 
 
 def _with_cross_inputs(inner: Any, lists: list[str], child: str, block: Block) -> Block:
@@ -75,7 +105,12 @@ def _with_cross_inputs(inner: Any, lists: list[str], child: str, block: Block) -
     modules = dict(inner.named_modules())
     layers = (f"{path}.{name}" for path in lists for name, _ in modules[path].named_children())
     blocks = (modules.get(join_path(layer, child)) for layer in layers)
-    inputs = {name for found in blocks if found is not None for name in inspect.signature(found.forward).parameters}
+    inputs = {
+        name
+        for found in blocks
+        if found is not None
+        for name in inspect.signature(found.forward).parameters
+    }
     missing = tuple(name for name in _CROSS if name in inputs and name not in block.enter_inputs)
     return replace(block, enter_inputs=(*block.enter_inputs, *missing)) if missing else block
 
@@ -89,20 +124,33 @@ def plan_towers(draft: Draft) -> None:
     """Find the modules and parameters that text without images does not use."""
     text = find_text_model(draft.model)
     items = _beside_tokens(draft) if text is None else _around_text(draft, text)
-    sizes = {tensor: size for item in items for tensor, size in tensors_of(draft.model, item).items()}
+    sizes = {
+        tensor: size for item in items for tensor, size in tensors_of(draft.model, item).items()
+    }
     if sizes:
         inputs = () if text is None else other_inputs(draft.modules[text])
         first = _first_layers(draft.config.to_dict()) if set(inputs) == _ADDED_BEHIND_LAYERS else 0
-        draft.features.append(TowersPlan(text or "", tuple(items), sum(sizes.values()), inputs, first))
+        draft.features.append(
+            TowersPlan(text or "", tuple(items), sum(sizes.values()), inputs, first)
+        )
 
 
 def _around_text(draft: Draft, text: str) -> list[str]:
     """Return what is around a text model, but the head, and the layers in it that a pass over tokens alone skips."""
     layers: list[str] = []
-    if draft.layout.data_world > 1:  # those that a pass over tokens alone skips: they read only a tower's output
-        found = ask("reach", draft.model, *dict.fromkeys(map(wild_name, draft.stack)), layers=draft.stack)
-        classes, names = set(found["classes"]), set(found["names"])
-        layers = [name for name in draft.stack if name in names or type(draft.modules[name]).__name__ in classes]
+    if (
+        draft.layout.data_world > 1
+    ):  # those that a pass over tokens alone skips: they read only a tower's output
+        found = ask(
+            "reach", draft.model, *dict.fromkeys(map(wild_name, draft.stack)), layers=draft.stack
+        )
+        classes = set(found["classes"])
+        names = set(found["names"])
+        layers = [
+            name
+            for name in draft.stack
+            if name in names or type(draft.modules[name]).__name__ in classes
+        ]
     around = [item for item in items_around(draft.model, text) if tensors_of(draft.model, item)]
     return [item for item in (*around, *layers) if item != draft.head]
 
@@ -118,5 +166,8 @@ def _beside_tokens(draft: Draft) -> list[str]:
     media = any(takes_argument(draft.model, name) for name in _MEDIA)
     if draft.layout.data_world == 1 or not media or not takes_argument(draft.model, "input_ids"):
         return []
-    known = {*draft.modules, *(name for name, _ in draft.named())}  # a clone has the same modules, but for its layers
+    known = {
+        *draft.modules,
+        *(name for name, _ in draft.named()),
+    }  # a clone has the same modules, but for its layers
     return [item for item in ask("unused", draft.model) if item in known]

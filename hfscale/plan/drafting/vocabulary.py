@@ -20,10 +20,16 @@ def plan_vocabulary(draft: Draft) -> None:
     draft.head, draft.loss, draft.no_step = _find_head(draft)
     embedding = input_embedding(draft.model)
     name = next((name for name, module in draft.modules.items() if module is embedding), None)
-    known = name is not None and isinstance(embedding, nn.Embedding) and looks_up_like_stock(embedding)
+    known = (
+        name is not None and isinstance(embedding, nn.Embedding) and looks_up_like_stock(embedding)
+    )
     # Placeholder token ids (of images or sounds) may be outside of the embedding's range.
-    numbers = [value for field, value in vars(draft.config).items() if _PLACEHOLDER.fullmatch(field)]
-    outside = known and any(isinstance(number, int) and number >= embedding.num_embeddings for number in numbers)
+    numbers = [
+        value for field, value in vars(draft.config).items() if _PLACEHOLDER.fullmatch(field)
+    ]
+    outside = known and any(
+        isinstance(number, int) and number >= embedding.num_embeddings for number in numbers
+    )
     draft.lookup = name if known and not outside else None
     if draft.tp > 1:
         draft.embedding = _cut_vocabulary(draft, draft.head, name, embedding)
@@ -31,7 +37,11 @@ def plan_vocabulary(draft: Draft) -> None:
 
 def plan_own_loss(draft: Draft) -> None:
     """Plan how to divide a loss that the model computes itself, where it is a mean over rows or over labels."""
-    if not draft.no_step or not takes_argument(draft.model, "labels") or not takes_argument(draft.model, "input_ids"):
+    if (
+        not draft.no_step
+        or not takes_argument(draft.model, "labels")
+        or not takes_argument(draft.model, "input_ids")
+    ):
         return
     found = ask("own loss", draft.model)
     if found is not None:
@@ -43,12 +53,24 @@ def _find_head(draft: Draft) -> tuple[str | None, str | None, str]:
     """Return the head's name and its loss, or why hfscale does not run that loss."""
     kind = type(draft.model).__name__
     loss = getattr(draft.model, "loss_type", None) or "ForCausalLM"  # the host's own default
-    head = draft.model.get_output_embeddings() if hasattr(draft.model, "get_output_embeddings") else None
+    head = (
+        draft.model.get_output_embeddings()
+        if hasattr(draft.model, "get_output_embeddings")
+        else None
+    )
     proved = find_text_model(draft.model) is not None and has_causal_loss(draft.model)
     if loss != SHIFTED and not proved:
-        return None, None, f"{kind} has another loss than a causal language model's (loss_type {loss!r})"
+        return (
+            None,
+            None,
+            f"{kind} has another loss than a causal language model's (loss_type {loss!r})",
+        )
     if not isinstance(head, nn.Linear):
-        return None, None, f"the head of {kind} is {'not there' if head is None else f'a {type(head).__name__}'}"
+        return (
+            None,
+            None,
+            f"the head of {kind} is {'not there' if head is None else f'a {type(head).__name__}'}",
+        )
     if has_own_loss(draft.model, head):
         return None, None, f"{kind} takes a cross entropy of its own, in its forward pass"
     if proved and (other := ask("loss", draft.model)) is not None:
@@ -77,7 +99,9 @@ def _cut_vocabulary(draft: Draft, head: str | None, name: str | None, embedding:
             )
             draft.cut(f"{name}.weight", 0, embedding.weight.shape[0])
         return None
-    if head is None and sum(parameter is embedding.weight for _, parameter in draft.named()) > 1:  # it is tied
+    if (
+        head is None and sum(parameter is embedding.weight for _, parameter in draft.named()) > 1
+    ):  # it is tied
         return None
     if embedding.max_norm is not None or embedding.scale_grad_by_freq or embedding.sparse:
         draft.problem(

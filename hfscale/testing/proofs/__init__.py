@@ -16,17 +16,20 @@ from .mixing import prove_mixing
 from .score_scaling import prove_score_scaling
 
 _ALL: tuple[Callable[..., tuple[Any, bool]], ...] = (
-    *(
-        prove_blueprint,
-        prove_choice_bias,
-        prove_completed,
-        prove_documents,
-        prove_entry,
-        prove_loan,
-        prove_loss,
-        prove_mixing,
-    ),
-    *(prove_own_loss, prove_passage, prove_reach, prove_score_scaling, prove_token_loss, prove_unused),
+    prove_blueprint,
+    prove_choice_bias,
+    prove_completed,
+    prove_documents,
+    prove_entry,
+    prove_loan,
+    prove_loss,
+    prove_mixing,
+    prove_own_loss,
+    prove_passage,
+    prove_reach,
+    prove_score_scaling,
+    prove_token_loss,
+    prove_unused,
 )
 PROOFS = {proof.__name__.removeprefix("prove_").replace("_", " "): proof for proof in _ALL}
 """Question -> its proof, of a model and of what else is given."""

@@ -15,7 +15,8 @@ from ...models.module_kinds import holds_experts
 from ...models.names import wild_name
 from .probe import end_texts, perturb, tiny_model_of, without_cache
 
-_LITTLE, _MUCH = 1e-3, 100.0
+_LITTLE = 1e-3
+_MUCH = 100.0
 _CALLED = ("bias", "biases")
 Routes = tuple[Tensor, Tensor]  # the experts that tokens chose, and their weights
 
@@ -38,7 +39,11 @@ def prove_choice_bias(model: Any, kind: Any) -> tuple[dict[str, str], bool]:
             use_eager_experts(clone)
         for name, block, experts in _mixtures(whole if clone is None else clone):
             for inner, tensor in _candidates(block, experts):
-                if inner.endswith(_CALLED) if clone is None else _is_for_the_choice(clone, block, experts, tensor):
+                if (
+                    inner.endswith(_CALLED)
+                    if clone is None
+                    else _is_for_the_choice(clone, block, experts, tensor)
+                ):
                     found.setdefault(wild_name(name), inner)
     return found, True
 
@@ -55,7 +60,9 @@ def _layers_of_every_block(whole: nn.Module) -> int:
     firsts: dict[frozenset[str], int] = {}
     for name, block, experts in _mixtures(whole):
         numbers = [int(part) for part in name.split(".") if part.isdigit()]
-        firsts.setdefault(frozenset(dict(_candidates(block, experts))), numbers[0] if numbers else 0)
+        firsts.setdefault(
+            frozenset(dict(_candidates(block, experts))), numbers[0] if numbers else 0
+        )
     return 1 + max(firsts.values(), default=0)
 
 
@@ -64,7 +71,9 @@ def _candidates(block: nn.Module, experts: Any) -> Iterator[tuple[str, Tensor]]:
     inside = {id(tensor) for tensor in (*experts.parameters(), *experts.buffers())}
     frozen = ((name, each) for name, each in block.named_parameters() if not each.requires_grad)
     for name, tensor in (*block.named_buffers(), *frozen):
-        is_vector = tensor.is_floating_point() and tensor.ndim > 0 and tensor.numel() == max(tensor.shape)
+        is_vector = (
+            tensor.is_floating_point() and tensor.ndim > 0 and tensor.numel() == max(tensor.shape)
+        )
         if is_vector and tensor.numel() >= experts.num_experts and id(tensor) not in inside:
             yield name, tensor
 
@@ -99,10 +108,15 @@ def _routes(clone: Any, block: nn.Module, experts: nn.Module) -> Routes | None:
     ids = torch.randint(3, 60, (2, 7), generator=torch.Generator().manual_seed(1))
     end_texts(ids, clone.config)
     given = {"decoder_input_ids": ids} if clone.config.is_encoder_decoder else {}
-    hidden = torch.randn(2, 7, text_config(clone.config).hidden_size, generator=torch.Generator().manual_seed(1))
+    hidden = torch.randn(
+        2, 7, text_config(clone.config).hidden_size, generator=torch.Generator().manual_seed(1)
+    )
     handle = experts.register_forward_pre_hook(take, with_kwargs=True)
     try:
-        for run in (lambda: clone(input_ids=ids, **given, **without_cache(clone)), lambda: block(hidden)):
+        for run in (
+            lambda: clone(input_ids=ids, **given, **without_cache(clone)),
+            lambda: block(hidden),
+        ):
             with suppress(Exception):  # of stock code, which may need more
                 run()
             if taken:

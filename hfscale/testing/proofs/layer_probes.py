@@ -14,18 +14,33 @@ from ..._compat.transformers.hidden_states import hidden_states_of
 from ...models.module_kinds import takes_routes
 from ...plan.drafting.boundary_modules import ALONE, GIVEN, PROBED, direct_children, lend
 from ...plan.stages import Loan
-from .probe import Probe, Reached, end_texts, names_no_size, probed, skipped_experts, tiny_model, without_cache
+from .probe import (
+    Probe,
+    Reached,
+    end_texts,
+    names_no_size,
+    probed,
+    skipped_experts,
+    tiny_model,
+    without_cache,
+)
 
 _TOKENS = 5  # of the text on which a loan is proved
 
 
-def prove_entry(model: Any, firsts: dict[str, str], embedding: str | None) -> tuple[dict[str, Any], bool]:
+def prove_entry(
+    model: Any, firsts: dict[str, str], embedding: str | None
+) -> tuple[dict[str, Any], bool]:
     """Trace the model up to its first layers; ``firsts`` maps the first layer of each list to the module that runs the
     list. Return ``before`` and ``direct`` of :class:`_EntryProbe`, its ``failure``, and ``odd``: the shapes that are no
     samples, tokens and width.
     """
     probe = probed(_EntryProbe, model, firsts, embedding)
-    odd = {owner: shape for owner, shape in probe.shapes.items() if len(shape) != 3 or shape[0] != PROBED[0]}
+    odd = {
+        owner: shape
+        for owner, shape in probe.shapes.items()
+        if len(shape) != 3 or shape[0] != PROBED[0]
+    }
     before = {owner: sorted(called) for owner, called in probe.before.items()}
     answer = {"before": before, "direct": probe.direct, "odd": odd, "failure": probe.failure}
     return answer, not odd and names_no_size(probe.failure)
@@ -39,7 +54,9 @@ class _EntryProbe(Probe):
         modules: dict[str, Any] = dict(model.named_modules())
         # owner -> modules directly below it that were called before its first layer
         self.before: dict[str, set[str]] = {}
-        self.direct: str | None = None  # the first layer that got what the embedding returned, when nothing else did
+        self.direct: str | None = (
+            None  # the first layer that got what the embedding returned, when nothing else did
+        )
         # owner -> the shape of what its first layer got, where it got a tensor
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._embedded: Tensor | None = None
@@ -68,7 +85,8 @@ class _EntryProbe(Probe):
         return hook
 
     def _after_embedding(self, _: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        self._embedded, self._uses = output, 0
+        self._embedded = output
+        self._uses = 0
 
     def _operated(self, given: list[Tensor], result: Any) -> None:
         self._uses += any(tensor is self._embedded for tensor in given)
@@ -93,7 +111,8 @@ class PassageProbe(Probe):
 
     def __init__(self, model: Any, layer_list: str, items: Iterable[str]) -> None:
         super().__init__(model)
-        modules, layers = dict(model.named_modules()), list(model.get_submodule(layer_list))
+        modules = dict(model.named_modules())
+        layers = list(model.get_submodule(layer_list))
         # module or parameter of ``items`` -> when it was used: ``"before"``, ``"between"`` or ``"after"`` the layers
         self.phases: dict[str, set[str]] = {}
         # what a layer returns: ``None`` for a tensor, ``n`` for a tuple of ``n`` with the stream first
@@ -105,10 +124,14 @@ class PassageProbe(Probe):
         # those of ``items`` that the layers get something from besides the stream (inputs per layer, positions from a
         # table): every process would have to hold them
         self.shared: set[str] = set()
-        self._count, self._entered, self._left = len(layers), 0, 0
+        self._count = len(layers)
+        self._entered = 0
+        self._left = 0
         self._inside = False
         self._stream: Tensor | None = None  # what the last layer returned
-        self._sources = WeakTensorKeyDictionary()  # tensor -> the items that it depends on; "" for the layers
+        self._sources = (
+            WeakTensorKeyDictionary()
+        )  # tensor -> the items that it depends on; "" for the layers
         self._offered: list[Tensor] = []  # by layers before, in a mapping, to the one that runs
         self._calling: list[str] = []
         self._uses: dict[int, str] = {}  # parameters that one item alone has -> the item
@@ -135,7 +158,13 @@ class PassageProbe(Probe):
     def _watch(self, modules: dict[str, Any], item: str) -> None:
         owner, _, child = item.rpartition(".")
         found = getattr(modules.get(owner), child, None)
-        tensors = list(found.parameters()) if isinstance(found, nn.Module) else [found] if found is not None else []
+        tensors = (
+            list(found.parameters())
+            if isinstance(found, nn.Module)
+            else [found]
+            if found is not None
+            else []
+        )
         for tensor in tensors:
             # A tensor that two items share (a tied head) is told apart by which module is called.
             self._uses[id(tensor)] = item if self._uses.get(id(tensor), item) == item else ""
@@ -173,27 +202,37 @@ class PassageProbe(Probe):
             lying = [leaf for leaf in _tensors_in_mappings(given) if leaf in self._sources]
             self._offered = [leaf for leaf in lying if "" in self._sources[leaf]]
             self.shared |= frozenset().union(*(self._sources[leaf] for leaf in lying)) - {""}
-            self._entered, self._inside = self._entered + 1, True
+            self._entered = self._entered + 1
+            self._inside = True
 
         return hook
 
     def _leave(self, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         structure = _structure(output)
         if structure == 0:
-            self._obstacle(f"its layers return a {type(output).__name__} that does not begin with the stream")
+            self._obstacle(
+                f"its layers return a {type(output).__name__} that does not begin with the stream"
+            )
         elif self._left and structure != self.returns:
             self._obstacle("its layers do not all return the same")
         stream = output if structure is None else output[0] if structure else None
         if stream is not None and tuple(stream.shape[:2]) != PROBED:
             shape = f"{tuple(stream.shape)} for {PROBED[0]} sample of {PROBED[1]} tokens"
-            self._obstacle(f"its stream does not begin with samples and tokens (it has the shape {shape})")
+            self._obstacle(
+                f"its stream does not begin with samples and tokens (it has the shape {shape})"
+            )
         self.returns = structure
         self._stream = stream
-        self._left, self._inside = self._left + 1, False
+        self._left = self._left + 1
+        self._inside = False
 
     def _operated(self, given: list[Tensor], result: Any) -> None:
         # Which item a tensor of two items (a tied head) is used for, the module that is being called says.
-        items = [self._uses[id(tensor)] or "".join(self._calling[-1:]) for tensor in given if id(tensor) in self._uses]
+        items = [
+            self._uses[id(tensor)] or "".join(self._calling[-1:])
+            for tensor in given
+            if id(tensor) in self._uses
+        ]
         for item in filter(None, items):
             self._used(item)
         if self._inside and any(tensor is other for tensor in given for other in self._offered):
@@ -218,7 +257,11 @@ def _structure(output: Any) -> int | None:
     """Return ``None`` for a tensor, ``n`` for a tuple of ``n`` that begins with one, else 0."""
     if isinstance(output, Tensor):
         return None
-    return len(output) if type(output) in (tuple, list) and output and isinstance(output[0], Tensor) else 0
+    return (
+        len(output)
+        if type(output) in (tuple, list) and output and isinstance(output[0], Tensor)
+        else 0
+    )
 
 
 def prove_reach(model: Any, layers: list[str]) -> tuple[dict[str, list[str]], bool]:
@@ -263,7 +306,9 @@ class _ReachProbe(Probe):
         for layer in layers:
             self._before(model.get_submodule(layer), lambda *_, name=layer: self.reached.add(name))
         places = torch.zeros(*PROBED, 4, device=next(model.parameters()).device)
-        self._run(**({"bbox": places} if takes_argument(model, "bbox") else {}))  # of tokens on a page
+        self._run(
+            **({"bbox": places} if takes_argument(model, "bbox") else {})
+        )  # of tokens on a page
 
     def _operated(self, given: list[Tensor], result: Any) -> None:
         self.used |= self._parameters.intersection(map(id, given))
@@ -272,7 +317,9 @@ class _ReachProbe(Probe):
 def prove_loan(model: Any, loan: Loan) -> tuple[bool, bool]:
     """Return whether a tiny clone shows that layers can use the loan."""
     clone = tiny_model(model)
-    with suppress(Exception):  # whatever stock code says of layers that are not given what they were
+    with suppress(
+        Exception
+    ):  # whatever stock code says of layers that are not given what they were
         return clone is not None and proved(clone, loan), True
     return False, True
 
@@ -288,7 +335,9 @@ def proved(model: Any, loan: Loan) -> bool:
     first, *others = model.get_submodule(loan.layer_list)
     for layer in (first, *others):
         layer.register_forward_hook(  # returns the hidden states alone, as the placeholder of a layer does
-            lambda _, args, out: (out[0], *(None for _ in out[1:])) if isinstance(out, tuple) else out
+            lambda _, args, out: (
+                (out[0], *(None for _ in out[1:])) if isinstance(out, tuple) else out
+            )
         )
     for layer in others:
         lend(loan, lent, layer)
@@ -298,6 +347,8 @@ def proved(model: Any, loan: Loan) -> bool:
 def _output(model: Any) -> Tensor:
     # All tokens differ: attention to equal ones is the same whatever its scores.
     ids = torch.arange(3, 3 + _TOKENS)[None]
-    inputs: dict[str, Any] = {"decoder_input_ids": ids.flip(1)} if model.config.is_encoder_decoder else {}
+    inputs: dict[str, Any] = (
+        {"decoder_input_ids": ids.flip(1)} if model.config.is_encoder_decoder else {}
+    )
     end_texts(ids, model.config)
     return model(input_ids=ids, **inputs, **without_cache(model))[0]

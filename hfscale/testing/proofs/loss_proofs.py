@@ -24,10 +24,21 @@ from ...plan.drafting.boundary_modules import PROBED
 from ...plan.feature_plans import OwnLossPlan
 from ...train.guards.packed_rows import PackedRows
 from ...train.runtime.batches import BORDERS, with_borders
-from .probe import Probe, apart, names_no_size, perturb, probed, skipped_experts, tiny_model_of, without_cache
+from .probe import (
+    Probe,
+    apart,
+    names_no_size,
+    perturb,
+    probed,
+    skipped_experts,
+    tiny_model_of,
+    without_cache,
+)
 
-_ROWS, _TOKENS = (3, 2), 6
-_IGNORED, _LARGEST_ID = -100, 60
+_ROWS = (3, 2)
+_TOKENS = 6
+_IGNORED = -100
+_LARGEST_ID = 60
 _TOLERANCE = 1e-9
 _COUNTS = {"rows": len, "labels": lambda labels: (labels != _IGNORED).sum()}
 
@@ -52,7 +63,9 @@ class _LossProbe(Probe):
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)
-        self.difference: str | None = None  # how the model's loss differs, in words; ``None`` if it does not
+        self.difference: str | None = (
+            None  # how the model's loss differs, in words; ``None`` if it does not
+        )
         self._calls = 0
         device = next(model.parameters()).device
         self._labels = torch.full(PROBED, 4, dtype=torch.long, device=device)
@@ -65,14 +78,20 @@ class _LossProbe(Probe):
         self._calls += 1
         if not isinstance(logits, Tensor) or tuple(logits.shape[:2]) != PROBED:
             self.difference = "its loss is not of the logits of all tokens"
-        elif not isinstance(labels, Tensor) or labels.shape != self._labels.shape or not self._is_given(labels):
+        elif (
+            not isinstance(labels, Tensor)
+            or labels.shape != self._labels.shape
+            or not self._is_given(labels)
+        ):
             self.difference = "it changes labels before its loss"
         elif kwargs.get("shift_labels") is not None:
             self.difference = "it shifts labels itself"
         return self._answer
 
     def _is_given(self, labels: Tensor) -> bool:
-        return labels is self._labels or (not labels.is_meta and bool((labels == self._labels).all()))
+        return labels is self._labels or (
+            not labels.is_meta and bool((labels == self._labels).all())
+        )
 
     def _compare(self, _: Any, args: Any, output: Any) -> None:
         loss = output[0] if isinstance(output, tuple) else getattr(output, "loss", None)
@@ -98,16 +117,27 @@ def prove_own_loss(model: Any) -> tuple[dict[str, Any] | None, bool]:
         # Decoders find the last token of each row by padding; without it they take one row at a time.
         part.pad_token_id = 0 if getattr(part, "pad_token_id", None) is None else part.pad_token_id
     end = getattr(text, "eos_token_id", None)  # which encoder-decoders classify texts by
-    end = end if isinstance(end, int) and getattr(model.config, "is_encoder_decoder", False) else None
+    end = (
+        end if isinstance(end, int) and getattr(model.config, "is_encoder_decoder", False) else None
+    )
     vocabulary = getattr(text, "vocab_size", _LARGEST_ID)  # some look up hashes of characters
     for first, second in _pairs(int(getattr(config, "num_labels", 2) or 2), int(vocabulary), end):
-        with suppress(Exception), torch.no_grad(), keep_float64():  # whatever stock code says of labels of a wrong kind
+        with (
+            suppress(Exception),
+            torch.no_grad(),
+            keep_float64(),
+        ):  # whatever stock code says of labels of a wrong kind
             together = {name: torch.cat([first[name], second[name]]) for name in first}
             losses = [float(model(**batch).loss) for batch in (first, second, together)]
-            over = next((over for over, count in _COUNTS.items() if _is_mean(count, losses, first, second)), None)
+            over = next(
+                (over for over, count in _COUNTS.items() if _is_mean(count, losses, first, second)),
+                None,
+            )
             if over is not None:
                 return asdict(OwnLossPlan(over, _divides(model, first, losses[0]))), True
-            if first["labels"].ndim > 1 or not (first["labels"] == _IGNORED).any():  # no row was ignored
+            if (
+                first["labels"].ndim > 1 or not (first["labels"] == _IGNORED).any()
+            ):  # no row was ignored
                 return None, True
     return None, True
 
@@ -117,29 +147,50 @@ def prove_token_loss(model: Any) -> tuple[bool, bool]:
     them, and so, of a part of the tokens, the mean over theirs; on a tiny clone.
     """
     model = tiny_model_of(type(model), model.config, torch.float64)
-    ids = torch.randint(3, _LARGEST_ID, (max(_ROWS), _TOKENS), generator=torch.Generator().manual_seed(3))
+    ids = torch.randint(
+        3, _LARGEST_ID, (max(_ROWS), _TOKENS), generator=torch.Generator().manual_seed(3)
+    )
     labels = (ids % 2).masked_fill(ids % 3 == 0, _IGNORED)
-    with suppress(Exception), torch.no_grad(), keep_float64():  # no clone, or whatever stock code says of such labels
+    with (
+        suppress(Exception),
+        torch.no_grad(),
+        keep_float64(),
+    ):  # no clone, or whatever stock code says of such labels
         use_eager_experts(model)
-        padded = takes_argument(model, "attention_mask")  # some leave out labels on padding, which others count
-        mask = {"attention_mask": (torch.arange(_TOKENS) < _TOKENS - 2).long().expand_as(ids)} if padded else {}
+        padded = takes_argument(
+            model, "attention_mask"
+        )  # some leave out labels on padding, which others count
+        mask = (
+            {"attention_mask": (torch.arange(_TOKENS) < _TOKENS - 2).long().expand_as(ids)}
+            if padded
+            else {}
+        )
         output = model.eval()(input_ids=ids, labels=labels, **mask)
         wanted = nn.functional.cross_entropy(output.logits.flatten(0, 1), labels.flatten())
         return abs(float(output.loss - wanted)) <= _TOLERANCE, True
     return False, True
 
 
-def _pairs(classes: int, vocabulary: int, end: int | None) -> Iterator[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+def _pairs(
+    classes: int, vocabulary: int, end: int | None
+) -> Iterator[tuple[dict[str, Tensor], dict[str, Tensor]]]:
     """Yield pairs of batches labelled by row or by token, some with ignored labels; every row ends with ``end``."""
     generator = torch.Generator().manual_seed(3)
-    ids = [torch.randint(3, min(_LARGEST_ID, vocabulary), (rows, _TOKENS), generator=generator) for rows in _ROWS]
+    ids = [
+        torch.randint(3, min(_LARGEST_ID, vocabulary), (rows, _TOKENS), generator=generator)
+        for rows in _ROWS
+    ]
     if end is not None:
         ids = [each.masked_fill(each == end, 3 if end != 3 else 4) for each in ids]
         for each in ids:
             each[:, -1] = end
     kinds = torch.randint(0, max(classes, 1), (sum(_ROWS), _TOKENS), generator=generator)
     tokens = kinds.masked_fill(torch.rand(kinds.shape, generator=generator) < 0.4, _IGNORED)
-    rows = kinds[:, 0] if classes > 1 else kinds[:, 0] + torch.rand(sum(_ROWS), generator=generator).double()
+    rows = (
+        kinds[:, 0]
+        if classes > 1
+        else kinds[:, 0] + torch.rand(sum(_ROWS), generator=generator).double()
+    )
     some = rows.index_fill(0, torch.tensor([1]), _IGNORED)
     for labels in (some, rows, tokens) if classes > 1 else (rows, tokens):
         first, second = (
@@ -156,7 +207,9 @@ def _divides(model: Any, batch: dict[str, Tensor], mean: float) -> bool:
     return abs(float(model(**batch, num_items_in_batch=1000).loss) - mean) > _TOLERANCE
 
 
-def _is_mean(count: Any, losses: list[float], first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
+def _is_mean(
+    count: Any, losses: list[float], first: dict[str, Tensor], second: dict[str, Tensor]
+) -> bool:
     one, other = (int(count(batch["labels"])) for batch in (first, second))
     weighted = (losses[0] * one + losses[1] * other) / (one + other)
     return abs(weighted - losses[2]) <= _TOLERANCE * abs(losses[2])
@@ -183,7 +236,9 @@ def prove_documents(
         keep_states_apart(model, PackedRows().segments)
         ids = torch.randint(3, min(VOCABULARY, 60), (1, sum(_LENGTHS)))
         try:
-            parts = [_logits(model.eval(), {"input_ids": part}) for part in ids.split(_LENGTHS, dim=1)]
+            parts = [
+                _logits(model.eval(), {"input_ids": part}) for part in ids.split(_LENGTHS, dim=1)
+            ]
             found = _in_one_row(model, ids, flash, masked, start)
         except Exception as error:  # whatever stock code says of arguments that it does not take
             return f"{type(error).__name__}: {error}".split("\n")[0][:200], True
@@ -191,13 +246,21 @@ def prove_documents(
     if found.shape != expected.shape:
         return "its logits are not one row per token", True
     relative = apart(found, expected)
-    return "" if relative <= _APART else f"logits of a tiny copy change by {relative:.1g} of the largest", True
+    return (
+        ""
+        if relative <= _APART
+        else f"logits of a tiny copy change by {relative:.1g} of the largest",
+        True,
+    )
 
 
 def _in_one_row(model: Any, ids: Tensor, flash: bool, masked: bool, start: int) -> Tensor:
     if masked:
         triangles = [torch.ones(length, length, dtype=torch.bool).tril() for length in _LENGTHS]
-        return _logits(model, {"input_ids": ids, "attention_mask": torch.block_diag(*triangles).bool()[None, None]})
+        return _logits(
+            model,
+            {"input_ids": ids, "attention_mask": torch.block_diag(*triangles).bool()[None, None]},
+        )
     positions = torch.cat([torch.arange(length) + start for length in _LENGTHS])[None]
     batch = {"input_ids": ids, "position_ids": positions}
     with packing(True, batch):
@@ -208,7 +271,9 @@ def _logits(model: Any, batch: Any) -> Tensor:
     return model(**batch, **without_cache(model)).logits
 
 
-def _attend(host: Any, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kwargs: Any) -> Any:
+def _attend(
+    host: Any, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kwargs: Any
+) -> Any:
     """Attend as a flash kernel does, which separates documents by the lengths in ``cu_seq_lens_q`` alone."""
     starts = kwargs.pop(BORDERS[0], None)
     if starts is not None:

@@ -33,7 +33,8 @@ from .probe import TokenByToken, apart, perturb, tiny_model_of, without_cache
 _WINDOWS = ("sliding_window", "attention_chunk_size")
 _WINDOW = 5
 _TOLERANCE = 1e-9
-_TOKENS, _PARTS = 13, 2
+_TOKENS = 13
+_PARTS = 2
 _PICTURE = slice(5, 9)
 _PADDED = 3  # tokens at the left of the first row, and at the right of the second
 
@@ -48,11 +49,18 @@ def prove_mixing(model: Any, text: str, layers: int) -> tuple[dict[str, Any], bo
     short = {name: _WINDOW for name in _WINDOWS if isinstance(field(model.config, name), int)}
     clone = tiny_model_of(type(model), model.config, torch.float64, layers=layers, **short)
     if clone is None:
-        return {"mixing": "no tiny clone of it can be built, on which to prove what reads which tokens"}, True
-    clone = clone.double()  # what a family keeps in 32 bits by itself, too: nothing but the arithmetic is compared
+        return {
+            "mixing": "no tiny clone of it can be built, on which to prove what reads which tokens"
+        }, True
+    clone = (
+        clone.double()
+    )  # what a family keeps in 32 bits by itself, too: nothing but the arithmetic is compared
     use_eager_experts(clone)  # the host's grouped products take no float64
     candidates = list(modules_in_layers(clone, text).values())
-    keep_states_apart(clone, lambda: TokenByToken() if isinstance(attention_override.attending(), _OneToken) else None)
+    keep_states_apart(
+        clone,
+        lambda: TokenByToken() if isinstance(attention_override.attending(), _OneToken) else None,
+    )
     mixers = _Mixers(candidates)
     mixing = _find_mixing(clone, False, mixers, text)
     if mixing and mixers.read_masks and not text and takes_argument(clone, "attention_mask"):
@@ -60,9 +68,12 @@ def prove_mixing(model: Any, text: str, layers: int) -> tuple[dict[str, Any], bo
         mixing = _find_mixing(clone, False, mixers, text)
     if mixing:
         return {"mixing": mixing}, True
-    kinds, seen = set(mixers.mix), set(map(type, candidates))
+    kinds = set(mixers.mix)
+    seen = set(map(type, candidates))
     pads = not _find_mixing(clone, True, mixers, text) and mixers.mix <= kinds
-    handing = {type(module) for module in candidates if any(map(reads_by_functions, module.modules()))} - kinds
+    handing = {
+        type(module) for module in candidates if any(map(reads_by_functions, module.modules()))
+    } - kinds
     found = {"kinds": kinds, "seen": seen, "handing": handing, "reads_masks": mixers.read_masks}
     names = {name: sorted({kind.__name__ for kind in each}) for name, each in found.items()}
     answer = {"mixing": "", "pads": pads, "kinds": names.pop("kinds"), "seen": names.pop("seen")}
@@ -75,8 +86,12 @@ def _find_mixing(model: Any, padded: bool, mixers: "_Mixers", text: str) -> str:
     mixers.mix = set(mixers.read_masks)
     try:
         with keep_float64(), torch.no_grad(), _as_in_training(model), mixers:
-            return _compare(_Subject(model, text, mixers), _batch(model, padded, bool(text)), mixers)
-    except Exception as error:  # the override's, or whatever stock code says of masks and parts of sequences
+            return _compare(
+                _Subject(model, text, mixers), _batch(model, padded, bool(text)), mixers
+            )
+    except (
+        Exception
+    ) as error:  # the override's, or whatever stock code says of masks and parts of sequences
         kind = None if padded else mixers.raised_in(error)
         if kind is not None and kind not in mixers.read_masks:
             mixers.read_masks.add(kind)
@@ -95,7 +110,9 @@ class _Mixers:
     def __init__(self, candidates: Sequence[nn.Module]) -> None:
         self._candidates, self._handles = candidates, list[Any]()
         self.mix: set[type] = set()
-        self.read_masks: set[type] = set()  # of attention in code of its own, which needs masks as tensors
+        self.read_masks: set[type] = (
+            set()
+        )  # of attention in code of its own, which needs masks as tensors
         self.whole_mask = False  # whether the model is given the attention_mask of all tokens
 
     def __enter__(self) -> "_Mixers":
@@ -103,15 +120,24 @@ class _Mixers:
         self._given: dict[int, list[tuple[Any, Any]]] = {}
         self.gathers = False
         self.begin()
-        self._handles = [m.register_forward_hook(self._after, with_kwargs=True) for m in self._candidates]
+        self._handles = [
+            m.register_forward_hook(self._after, with_kwargs=True) for m in self._candidates
+        ]
         reading = (module for module in self._candidates if type(module) in self.read_masks)
-        self._handles += [m.register_forward_pre_hook(self._run_alone, with_kwargs=True) for m in reading]
+        self._handles += [
+            m.register_forward_pre_hook(self._run_alone, with_kwargs=True) for m in reading
+        ]
         return self
 
     def raised_in(self, error: BaseException) -> type | None:
         """Return the class of the candidate in whose forward pass an error was raised."""
-        objects = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
-        return next((type(each) for each in objects if any(each is module for module in self._candidates)), None)
+        objects = [
+            frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)
+        ]
+        return next(
+            (type(each) for each in objects if any(each is module for module in self._candidates)),
+            None,
+        )
 
     def _run_alone(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run attention in code of its own as outside of a pass, on all tokens, also where its input is a part."""
@@ -125,8 +151,13 @@ class _Mixers:
         else:
             given = hidden_states_of(args, kwargs)
             args, kwargs = self._given[id(module)][self._calls.get(id(module), -1) + 1]
-            if apart(given, inner_hooks.own_tokens(hidden_states_of(args, kwargs), self._part)) > _TOLERANCE:
-                raise ConfigError("something before its attention reads other tokens of a sequence, or counts them")
+            if (
+                apart(given, inner_hooks.own_tokens(hidden_states_of(args, kwargs), self._part))
+                > _TOLERANCE
+            ):
+                raise ConfigError(
+                    "something before its attention reads other tokens of a sequence, or counts them"
+                )
         return args, kwargs
 
     def __exit__(self, *_: object) -> None:
@@ -140,10 +171,14 @@ class _Mixers:
         """Begin a pass: one that ``records`` full sequences, one over a part, or one that is ignored."""
         self._records, self._part, self._calls = records, part, dict[int, int]()
 
-    def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    def _after(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> Any:
         given = hidden_states_of(args, kwargs)
         if self._records:
-            kept = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, output)  # code may add to it in place
+            kept = tree_map(
+                lambda x: x.clone() if isinstance(x, Tensor) else x, output
+            )  # code may add to it in place
             self._calls_of.setdefault(id(module), []).append((given, kept))
             return output
         if self._part is None:
@@ -176,7 +211,10 @@ class _Subject:
 
     def __init__(self, model: Any, text: str, mixers: "_Mixers") -> None:
         self._whole_mask, self._count = mixers.whole_mask, position_counter(model)
-        self.model, self.seam = model, attention_override.AttentionOverride(attention_override.attention_configs(model))
+        self.model, self.seam = (
+            model,
+            attention_override.AttentionOverride(attention_override.attention_configs(model)),
+        )
         for module in mixers.found():  # so far those that read masks
             self.seam.leave_out(module)
         inner = model.get_submodule(text)
@@ -190,10 +228,14 @@ class _Subject:
         for handle in self._handles:
             handle.remove()
 
-    def part(self, batch: dict[str, Tensor], parts: int = 1, rank: int = 0) -> tuple[CutBatch, dict[str, Any]]:
+    def part(
+        self, batch: dict[str, Tensor], parts: int = 1, rank: int = 0
+    ) -> tuple[CutBatch, dict[str, Any]]:
         return cut_batch(batch, parts, rank, 0, self._count(batch), self._inside, self._whole_mask)
 
-    def passed(self, part: tuple[CutBatch, dict[str, Any]], attend: attention_override.Attend) -> Tensor:
+    def passed(
+        self, part: tuple[CutBatch, dict[str, Any]], attend: attention_override.Attend
+    ) -> Tensor:
         with self.seam.passing(part[0], attend):
             return _run(self.model, part[1])
 
@@ -201,7 +243,9 @@ class _Subject:
 def _compare(subject: _Subject, batch: dict[str, Tensor], mixers: _Mixers) -> str:
     try:
         whole = subject.part(batch)
-        if _differ(subject.passed(whole, inner_hooks.read_alone), _run(subject.model, batch), batch):
+        if _differ(
+            subject.passed(whole, inner_hooks.read_alone), _run(subject.model, batch), batch
+        ):
             return "its attention is not the usual one"
         alone = _OneToken()
         mixers.begin(records=True)
@@ -211,8 +255,12 @@ def _compare(subject: _Subject, batch: dict[str, Tensor], mixers: _Mixers) -> st
             here = _OneToken()
             mixers.begin(part)
             if _differ(subject.passed((part, own), here), local[:, part.places()], batch, part):
-                return "something besides attention reads other tokens of a sequence, or counts them"
-            if len(here.masks) != len(alone.masks) or not all(map(torch.equal, here.masks, alone.masks)):
+                return (
+                    "something besides attention reads other tokens of a sequence, or counts them"
+                )
+            if len(here.masks) != len(alone.masks) or not all(
+                map(torch.equal, here.masks, alone.masks)
+            ):
                 return "its mask is made of more than places and padding"
         return _compare_gathered(subject, batch, mixers)
     finally:
@@ -223,19 +271,28 @@ def _compare_gathered(subject: _Subject, batch: dict[str, Tensor], mixers: _Mixe
     """Compare again with mixers run on full sequences, as in a run: their inputs must have a token dim."""
     mixers.begin()
     mixers.gathers = True
-    tape, tape_place = list[Tensor](), [0]
+    tape = list[Tensor]()
+    tape_place = [0]
 
     def record_or_play(x: Tensor, part: CutBatch) -> Tensor:
         if part.split.size == 1:
             tape.append(x)
             return x
         whole, tape_place[0] = tape[tape_place[0]], tape_place[0] + 1
-        if "attention_mask" not in batch and apart(x, inner_hooks.own_tokens(whole, part)) > _TOLERANCE:
+        if (
+            "attention_mask" not in batch
+            and apart(x, inner_hooks.own_tokens(whole, part)) > _TOLERANCE
+        ):
             raise ConfigError("a mixer in it is given what is counted in a part of a sequence")
         return whole
 
-    gathered, reads = inner_hooks.WholeSequences(record_or_play), mixers.read_masks
-    handles = [handle for module in mixers.found() for handle in gathered.install(module, type(module) in reads)]
+    gathered = inner_hooks.WholeSequences(record_or_play)
+    reads = mixers.read_masks
+    handles = [
+        handle
+        for module in mixers.found()
+        for handle in gathered.install(module, type(module) in reads)
+    ]
     try:
         wanted = subject.passed(subject.part(batch), inner_hooks.read_alone)
         if _differ(wanted, _run(subject.model, batch), batch):
@@ -256,12 +313,15 @@ def _compare_gathered(subject: _Subject, batch: dict[str, Tensor], mixers: _Mixe
     return ""
 
 
-def _differ(found: Tensor, wanted: Tensor, batch: dict[str, Tensor], part: CutBatch | None = None) -> bool:
+def _differ(
+    found: Tensor, wanted: Tensor, batch: dict[str, Tensor], part: CutBatch | None = None
+) -> bool:
     """Return whether outputs for a batch, or a part of it, differ anywhere but in padding."""
     mask = batch.get("attention_mask")
     if mask is not None:
         real = (mask if part is None else mask[:, part.places()]).bool()
-        found, wanted = found[real], wanted[real]
+        found = found[real]
+        wanted = wanted[real]
     return apart(found, wanted) > _TOLERANCE
 
 
@@ -278,11 +338,18 @@ class _OneToken:
         self.masks: list[Tensor] = []
 
     def __call__(
-        self, _: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: MaskBlocks, call: attention_override.AttentionCall
+        self,
+        _: nn.Module,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: MaskBlocks,
+        call: attention_override.AttentionCall,
     ) -> Tensor:
         self.masks.append(mask.block((0, mask.batch.split.total), (0, mask.batch.split.total)))
         groups = q.shape[1] // k.shape[1]
-        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        k = k.repeat_interleave(groups, 1)
+        v = v.repeat_interleave(groups, 1)
         return v * torch.tanh((q * k).sum(-1, keepdim=True) * call.scale)
 
 

@@ -39,7 +39,10 @@ def tiny_model_of(kind: Any, config: Any, dtype: torch.dtype, **changes: Any) ->
 def size_of(kind: Any, config: Any) -> int:
     """Return the number of parameters of a class's model."""
     with torch.device("meta"):
-        return sum(parameter.numel() for parameter in from_config(kind, config, dtype=torch.float32).parameters())
+        return sum(
+            parameter.numel()
+            for parameter in from_config(kind, config, dtype=torch.float32).parameters()
+        )
 
 
 def on_cpu(kind: Any, config: Any, dtype: torch.dtype) -> Any:
@@ -86,7 +89,8 @@ class Probe(TorchDispatchMode):
 
     def __init__(self, model: Any) -> None:
         super().__init__()
-        self.model, self.failure = model, ""
+        self.model = model
+        self.failure = ""
         self._handles: list[Any] = []
 
     def _before(self, module: nn.Module, hook: Callable[..., None]) -> None:
@@ -104,7 +108,11 @@ class Probe(TorchDispatchMode):
             # Without values, the host's masks want a cache; with them, classes without attention want none.
             inputs.setdefault("use_cache", False)
         modes = [(module, module.training) for module in model.modules()]
-        inputs = {"input_ids": ids, **({"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}), **inputs}
+        inputs = {
+            "input_ids": ids,
+            **({"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}),
+            **inputs,
+        }
         try:
             model.eval()  # some models leave out layers at random while they train
             with torch.no_grad(), fork_random_state(device), self:
@@ -124,7 +132,9 @@ class Probe(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self._operated([leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)], result)
+        self._operated(
+            [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)], result
+        )
         return result
 
 
@@ -141,7 +151,9 @@ def probed(probe: Callable[..., ProbeT], model: Any, *about: Any) -> ProbeT:
 @contextmanager
 def skipped_experts(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Skip experts inside the with block: routes depend on values, kernels take few dtypes; no layer ends in them."""
-    skipped = [module for module in modules if takes_routes(module) and "forward" not in module.__dict__]
+    skipped = [
+        module for module in modules if takes_routes(module) and "forward" not in module.__dict__
+    ]
     for module in skipped:
         module.forward = lambda hidden_states, *args, **kwargs: torch.zeros_like(hidden_states)
     try:
@@ -161,12 +173,18 @@ class TokenByToken:
         scan = SCANS[name]
 
         def scanned(*args: Any, **kwargs: Any) -> Any:
-            given = {**dict(zip(inspect.signature(function).parameters, args, strict=False)), **kwargs}
+            given = {
+                **dict(zip(inspect.signature(function).parameters, args, strict=False)),
+                **kwargs,
+            }
             y = given[scan.output]
             for argument, dim in scan.tokens.items():
                 if (x := given.get(argument)) is not None:
                     token = x.transpose(1, dim).flatten(2).mean(-1) if x.ndim > 2 else x
-                    y = y * (1 + token.view(len(token), *(-1 if d == dim else 1 for d in range(1, y.ndim))))
+                    y = y * (
+                        1
+                        + token.view(len(token), *(-1 if d == dim else 1 for d in range(1, y.ndim)))
+                    )
             return (y, None) if scan.pairs else y
 
         return scanned

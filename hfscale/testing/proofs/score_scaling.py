@@ -23,7 +23,9 @@ def prove_score_scaling(model: Any, kind: Any) -> tuple[dict[str, str], bool]:
     found = dict[str, str]()
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad(), keep_float64():
         torch.manual_seed(0)
-        clone: Any = tiny_model_of(kind, model.config, torch.float64, layers=layers_of_every_kind(model.config))
+        clone: Any = tiny_model_of(
+            kind, model.config, torch.float64, layers=layers_of_every_kind(model.config)
+        )
         ids = torch.randint(3, 60, (2, 7))
         if clone is None:
             return {}, True
@@ -41,7 +43,9 @@ def prove_score_scaling(model: Any, kind: Any) -> tuple[dict[str, str], bool]:
         except Exception:  # of stock code, which may need more than tokens
             return {}, True
         for module in modules:
-            found[type(module).__name__] = found.get(type(module).__name__) or _why_not(module, measured)
+            found[type(module).__name__] = found.get(type(module).__name__) or _why_not(
+                module, measured
+            )
     return found, True
 
 
@@ -49,7 +53,8 @@ def _why_not(module: Any, measured: Callable[[], dict[nn.Module, Tensor]]) -> st
     """Scale the scores of a module's heads, and return what keeps them from following, in words."""
     if not all(isinstance(getattr(module, each, None), nn.Linear) for each in PROJECTIONS):
         return f"has no linear layers {' and '.join(PROJECTIONS)} (it has latent attention or fused projections)"
-    projections, before = [getattr(module, each) for each in PROJECTIONS], measured()[module]
+    projections = [getattr(module, each) for each in PROJECTIONS]
+    before = measured()[module]
     gamma = torch.rand_like(before) + 0.1
     if len(gamma) != first_count(module.config, HEAD_FIELDS):
         return "has another number of heads than its config says"
@@ -58,4 +63,6 @@ def _why_not(module: Any, measured: Callable[[], dict[nn.Module, Tensor]]) -> st
         for parameter in projection.parameters():
             parameter.mul_(along_outputs(factors, parameter.shape))
     follows = apart(measured()[module], before * gamma) <= _TOLERANCE
-    return "" if follows else "normalizes, clips or changes queries or keys behind their projections"
+    return (
+        "" if follows else "normalizes, clips or changes queries or keys behind their projections"
+    )

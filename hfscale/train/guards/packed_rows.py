@@ -53,31 +53,53 @@ def check_packed_rows(
             "by text positions: give [4, rows, tokens] with text positions first, or every document its own row"
         )
     told = (batch.get("position_ids", batch.get("attention_mask")) for batch in batches)
-    longest = max((each.shape[-1] if isinstance(each, Tensor) else 0 for each in told), default=tokens or 0)
+    longest = max(
+        (each.shape[-1] if isinstance(each, Tensor) else 0 for each in told), default=tokens or 0
+    )
     for kind in sorted(kinds):
-        positions = [text_positions(each["position_ids"]) for each in batches if told_apart_by(each) == "positions"]
+        positions = [
+            text_positions(each["position_ids"])
+            for each in batches
+            if told_apart_by(each) == "positions"
+        ]
         given = [each for each in positions if each is not None and kind == "positions"]
         _refuse(model, kind, start, longest, given)
 
 
 def _refuse(model: Any, kind: str, start: int, longest: int, given: list[Tensor]) -> None:
     """Refuse documents separated by ``kind``, in rows of up to ``longest`` tokens with the ``given`` positions."""
-    made, flash, masked, config = stock_class(model), uses_flash_attention(model), kind == "mask", model.config
+    made, flash, masked, config = (
+        stock_class(model),
+        uses_flash_attention(model),
+        kind == "mask",
+        model.config,
+    )
 
     def found(name: str = "", length: int = 0) -> str:
-        about = f"from {start}{' by mask' if masked else ''}{' by flash attention' if flash else ''}"
+        about = (
+            f"from {start}{' by mask' if masked else ''}{' by flash attention' if flash else ''}"
+        )
         about += f" with {name} {length}" if name else ""
         given = {"flash": flash, "masked": masked, "start": start, "name": name, "length": length}
         return ask("documents", model, about, stock=made, kind=made, **given)
 
-    why, where = found(), ""
-    if why and given and (first := min(int(positions.min()) for positions in given)) > 0:  # as RoBERTa counts them
+    why = found()
+    where = ""
+    if (
+        why and given and (first := min(int(positions.min()) for positions in given)) > 0
+    ):  # as RoBERTa counts them
         start = first
         why = found()
     if not why:
-        why, where = _beyond_lengths(lengths_of(config), found, longest, [positions - start for positions in given])
+        why, where = _beyond_lengths(
+            lengths_of(config), found, longest, [positions - start for positions in given]
+        )
     if why:
-        told = "position_ids that begin anew within it" if kind == "positions" else "a mask, without position_ids"
+        told = (
+            "position_ids that begin anew within it"
+            if kind == "positions"
+            else "a mask, without position_ids"
+        )
         raise ConfigError(
             f"documents in one row ({told}) must not affect each other, but in {made.__name__} they do{where} ({why}): "
             "give every document its own row (packing=False, padding_free=False, data.packing=false, a collator that "
@@ -143,7 +165,11 @@ class PackedRows(Part):
             if told_apart_by(batch) != "positions":
                 return None
             stack.enter_context(packing(True, batch))
-            return (args, {**kwargs, **with_borders(batch, model)}) if uses_flash_attention(model) else None
+            return (
+                (args, {**kwargs, **with_borders(batch, model)})
+                if uses_flash_attention(model)
+                else None
+            )
 
         def end(*_: Any) -> None:
             if passes:  # none, where a hook before `begin` has raised

@@ -41,23 +41,43 @@ def count_whole(runtime: Runtime) -> None:
     """Make ``model.num_parameters()`` return the number of the full model, on every rank, without communication:
     parameters of other stages are assumed to train as when the model was built (adapters alone, or everything).
     """
-    model, plan = runtime.model, runtime.plan
-    adapters = {adapter.name: math.prod(plan.by_name[adapter.name].shape) for adapter in plan.adapters}
+    model = runtime.model
+    plan = runtime.plan
+    adapters = {
+        adapter.name: math.prod(plan.by_name[adapter.name].shape) for adapter in plan.adapters
+    }
 
     @functools.lru_cache
     def whole() -> tuple[dict[str, int], set[str]]:
         """Return parameter sizes by stock names, and the names of embeddings."""
         empty = empty_copy(model)
-        embeddings = {f"{name}.weight" for name, module in empty.named_modules() if isinstance(module, nn.Embedding)}
-        return {**{name: each.numel() for name, each in empty.named_parameters()}, **adapters}, embeddings
+        embeddings = {
+            f"{name}.weight"
+            for name, module in empty.named_modules()
+            if isinstance(module, nn.Embedding)
+        }
+        return {
+            **{name: each.numel() for name, each in empty.named_parameters()},
+            **adapters,
+        }, embeddings
 
     def num_parameters(only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         sizes, embeddings = whole()
-        counted = {name: size for name, size in sizes.items() if not (exclude_embeddings and name in embeddings)}
+        counted = {
+            name: size
+            for name, size in sizes.items()
+            if not (exclude_embeddings and name in embeddings)
+        }
         if not only_trainable:
             return sum(counted.values())
-        live = {name: parameter.requires_grad for name, parameter in runtime.live_parameters().items()}
-        return sum(size for name, size in counted.items() if live.get(name, name in adapters or not adapters))
+        live = {
+            name: parameter.requires_grad for name, parameter in runtime.live_parameters().items()
+        }
+        return sum(
+            size
+            for name, size in counted.items()
+            if live.get(name, name in adapters or not adapters)
+        )
 
     model.num_parameters = num_parameters
 
@@ -104,13 +124,19 @@ class SharedBatch(Part):
                 handle.remove()
                 batch = {**dict(zip(names, args, strict=False)), **kwargs}
                 zero = torch.zeros((), dtype=torch.int64)
-                zero = zero.to(next((v.device for v in batch.values() if isinstance(v, Tensor)), zero.device))
+                zero = zero.to(
+                    next((v.device for v in batch.values() if isinstance(v, Tensor)), zero.device)
+                )
                 agree([batch], look_at([batch], lambda _: (zero, zero), hashed=True), True, sharing)
 
         if sharing is not None and runtime.plan.stages is None:
-            self._first = handle = runtime.model.register_forward_pre_hook(compare, with_kwargs=True)
+            self._first = handle = runtime.model.register_forward_pre_hook(
+                compare, with_kwargs=True
+            )
 
-    def check_step(self, runtime: Runtime, batches: Sequence[Batch], user_loss: bool = False) -> None:
+    def check_step(
+        self, runtime: Runtime, batches: Sequence[Batch], user_loss: bool = False
+    ) -> None:
         """Remove the hook on plain loops: a step compares its batches itself."""
         if self._first is not None:
             self._first.remove()
@@ -127,9 +153,12 @@ class StockCode(Part):
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
         """Install all guards; this part comes last."""
-        model, layout = runtime.model, runtime.mesh.layout
+        model = runtime.model
+        layout = runtime.mesh.layout
         refuse_changes(model, layout)
-        if layout.total_size > 1 or runtime.plan.adapters:  # transformers would save adapters' wrapped names
+        if (
+            layout.total_size > 1 or runtime.plan.adapters
+        ):  # transformers would save adapters' wrapped names
             model.save_pretrained = _saves_all_of_it(model, self._save)
         refuse_other_optimizers(runtime)
         if layout.total_size == 1:
@@ -139,7 +168,9 @@ class StockCode(Part):
         refuse_stock_clipping(runtime)
         count_whole(runtime)
         self.structure = Structure(runtime)
-        if runtime.plan.stages is None:  # stages run in steps alone, with older weights in some schedules
+        if (
+            runtime.plan.stages is None
+        ):  # stages run in steps alone, with older weights in some schedules
             model.register_forward_pre_hook(self._look, prepend=True)
 
     def _look(self, model: nn.Module, args: Any) -> None:
@@ -198,7 +229,9 @@ def before_step(runtime: Runtime) -> None:
     runtime.steps += 1
     if runtime.steps == 1:
         # in float16 gradients could not be unscaled; by the plan, the same on every rank
-        if found := next((p.name for p in runtime.plan.parameters if p.dtype == torch.float16), None):
+        if found := next(
+            (p.name for p in runtime.plan.parameters if p.dtype == torch.float16), None
+        ):
             raise ConfigError(
                 f"{found} is in float16, where gradients below 6e-8 and most updates are zero: load it with "
                 'dtype=torch.float32 and mixed_precision="fp16", which scales the loss and computes in float16, or '
@@ -216,20 +249,30 @@ def before_step(runtime: Runtime) -> None:
 def _warn_of_rounding(runtime: Runtime) -> None:
     """Warn of weights that are quantized, and of a launcher's precision that differs from the model's."""
     for line in describe_quantization(runtime.plan)[1:]:
-        _log.warning("%s (losses differ from those of one process by the rounding of these weights)", line)
-    asked, own = os.environ.get("ACCELERATE_MIXED_PRECISION", "no"), runtime.options.mixed_precision
+        _log.warning(
+            "%s (losses differ from those of one process by the rounding of these weights)", line
+        )
+    asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    own = runtime.options.mixed_precision
     if asked not in ("no", own, runtime.options.around_products):
         _log.warning(
             "ACCELERATE_MIXED_PRECISION=%s (from accelerate launch, its config file or TrainingArguments) does not "
             "change a model that was built with mixed_precision=%r: build it with mixed_precision=%r if that is meant",
-            *(asked, own, asked),
+            asked,
+            own,
+            asked,
         )
 
 
 def _warn_of_misread_rows(runtime: Runtime) -> None:
     """Warn of 4-bit matrices that bitsandbytes misreads on CPUs, in stock models too, so no comparison shows it."""
     quantized = runtime.plan.quantized
-    if quantized is None or quantized.as_stored or quantized.bits != 4 or runtime.mesh.device.type != "cpu":
+    if (
+        quantized is None
+        or quantized.as_stored
+        or quantized.bits != 4
+        or runtime.mesh.device.type != "cpu"
+    ):
         return
     widths = set[int]()
     for name in quantized.weights:
@@ -240,7 +283,8 @@ def _warn_of_misread_rows(runtime: Runtime) -> None:
         _log.warning(
             "on CPUs this version of bitsandbytes takes wrong scales for 4-bit matrices whose rows are no whole blocks "
             "of %d values (%s here), in stock models as well: their numbers are not those that a GPU computes",
-            *(BLOCK, ", ".join(map(str, misread))),
+            BLOCK,
+            ", ".join(map(str, misread)),
         )
 
 
@@ -249,13 +293,18 @@ def _warn_of_a_base_alone(runtime: Runtime) -> None:
     quantized = runtime.plan.quantized
     if quantized is None or runtime.plan.adapters:
         return
-    rest = [(planned.name, p) for planned, p in runtime.parameters() if planned.name not in quantized.weights]
+    rest = [
+        (planned.name, p)
+        for planned, p in runtime.parameters()
+        if planned.name not in quantized.weights
+    ]
     if rest and all(parameter.requires_grad for _, parameter in rest):
         _log.warning(
             "the model is held in %d bits, which do not train, and has no adapters: all that trains are its embeddings "
             "and norms (%s, for one). Put adapters around it - from_pretrained(..., peft_config=LoraConfig(...)), or "
             "hfscale.get_peft_model(model, config) - or freeze what should stay with requires_grad_(False)",
-            *(quantized.bits, rest[0][0]),
+            quantized.bits,
+            rest[0][0],
         )
 
 
@@ -272,5 +321,8 @@ def _warn_of_lost_updates(runtime: Runtime) -> None:
             "rounded away, and AdamW at lr=1e-5 leaves nine weights in ten as they are. Load the model with "
             'dtype=torch.float32, mixed_precision="bf16", which computes in bfloat16 over float32 weights, or make the '
             "optimizer by hfscale.create_optimizer(..., stochastic_rounding=True)",
-            *(len(half), len(trained), str(dtype).removeprefix("torch."), name),
+            len(half),
+            len(trained),
+            str(dtype).removeprefix("torch."),
+            name,
         )

@@ -26,7 +26,9 @@ from ...plan.cut import share_spans
 from ..runtime import Runtime, local_tensor
 
 _WIDTHS = (64, 4096)
-_ROUNDINGS = 1e-3  # relative to a tensor's largest entry: larger differences are not rounding, on a GPU
+_ROUNDINGS = (
+    1e-3  # relative to a tensor's largest entry: larger differences are not rounding, on a GPU
+)
 _LOOKED_AT = 16  # parameters whose drift is measured
 _ENTRIES = 256  # entries compared of each
 _MODULUS = 1 << 64
@@ -37,18 +39,31 @@ _Place = tuple[tuple[tuple[int, int], ...], ...]
 _log = logging.getLogger(__name__)
 
 
-def check_replicas(runtime: Runtime, saving: str | None = None, tolerance: float | None = None) -> None:
+def check_replicas(
+    runtime: Runtime, saving: str | None = None, tolerance: float | None = None
+) -> None:
     """Compare the parameters that several ranks hold, before the call ``saving`` if that would save them; collective.
     Warn instead of raising, on every rank, if no difference exceeds the ``tolerance``, a fraction of a tensor's largest
     entry; by default 0 on the CPU.
     """
-    if runtime.mesh.control is None or not any(_is_replicated(runtime, planned) for planned in runtime.plan.owned()):
+    if runtime.mesh.control is None or not any(
+        _is_replicated(runtime, planned) for planned in runtime.plan.owned()
+    ):
         return
     apart = _apart(runtime.mesh.all_gather_object(_checksums(runtime)))
     if not apart:
         return
-    tolerance = tolerance if tolerance is not None else 0.0 if runtime.mesh.device.type == "cpu" else _ROUNDINGS
-    if tolerance == 0.0 or (drift := _drift(runtime, {name for name, _ in apart[:_LOOKED_AT]})) > tolerance:
+    tolerance = (
+        tolerance
+        if tolerance is not None
+        else 0.0
+        if runtime.mesh.device.type == "cpu"
+        else _ROUNDINGS
+    )
+    if (
+        tolerance == 0.0
+        or (drift := _drift(runtime, {name for name, _ in apart[:_LOOKED_AT]})) > tolerance
+    ):
         cause = _cause(apart)
         if saving is None:
             raise ConfigError(f"{cause} Load the model again: the ranks no longer hold one model")
@@ -57,7 +72,9 @@ def check_replicas(runtime: Runtime, saving: str | None = None, tolerance: float
             "first ranks' values all the same"
         )
     if not any(runtime.mesh.ranks.values()):
-        _log.warning("%s The relative difference is only %.0e, as from rounding.", _cause(apart), drift)
+        _log.warning(
+            "%s The relative difference is only %.0e, as from rounding.", _cause(apart), drift
+        )
 
 
 def _checksums(runtime: Runtime) -> dict[tuple[str, _Place], int]:
@@ -78,7 +95,11 @@ def _apart(every: list[dict[tuple[str, _Place], int]]) -> list[tuple[str, list[l
     for rank, held in enumerate(every):
         for place, value in held.items():
             values[place][value].append(rank)
-    return [(place[0], list(by_value.values())) for place, by_value in values.items() if len(by_value) > 1]
+    return [
+        (place[0], list(by_value.values()))
+        for place, by_value in values.items()
+        if len(by_value) > 1
+    ]
 
 
 def _drift(runtime: Runtime, names: set[str]) -> float:
@@ -89,7 +110,8 @@ def _drift(runtime: Runtime, names: set[str]) -> float:
             for spans, piece in _pieces(runtime, planned, parameter):
                 entries = piece.flatten()[:: -(-piece.numel() // _ENTRIES) or 1]
                 mine[planned.name, spans] = entries.double().tolist()
-    worst, first = 0.0, dict[tuple[str, _Place], list[float]]()
+    worst = 0.0
+    first = dict[tuple[str, _Place], list[float]]()
     for held in runtime.mesh.all_gather_object(mine):
         for place, entries in held.items():
             known = first.setdefault(place, entries)
@@ -108,15 +130,19 @@ def checksum(share: Tensor) -> Tensor:
     data = data.view(torch.uint8)
     if data.data_ptr() % 8:
         data = data.clone()
-    words, rest = data[: len(data) // 8 * 8].view(torch.int64), data[len(data) // 8 * 8 :]
+    words = data[: len(data) // 8 * 8].view(torch.int64)
+    rest = data[len(data) // 8 * 8 :]
     width = min(max(isqrt(len(words)), _WIDTHS[0]), _WIDTHS[1])
     rows = len(words) // width
-    table, last = words[: rows * width].view(rows, width), words[rows * width :]
+    table = words[: rows * width].view(rows, width)
+    last = words[rows * width :]
     # Row sums and column sums are both weighted, so swapping two words changes the checksum.
     parts = [table.sum(0), table.sum(1), last, rest.long()]
     total = torch.zeros_like(parts[0][0])
     for salt, part in enumerate(parts):  # sums weighted by position, which overflow on purpose
-        total += (part * odd_numbers(torch.arange(len(part), device=part.device) + (salt << 48))).sum()
+        total += (
+            part * odd_numbers(torch.arange(len(part), device=part.device) + (salt << 48))
+        ).sum()
     return total
 
 
@@ -128,26 +154,41 @@ def odd_numbers(index: Tensor) -> Tensor:
 
 def _is_replicated(runtime: Runtime, planned: ParameterPlan) -> bool:
     """Return whether several ranks hold entries of a parameter; the same answer on every rank."""
-    layout, spread = runtime.mesh.layout, planned.cut_over("ep") is not None
+    layout = runtime.mesh.layout
+    spread = planned.cut_over("ep") is not None
     free = runtime.mesh.free_axes(planned.cuts)
     sizes = (layout.size("expert_tp" if axis == "tp" and spread else axis) for axis in free)
-    return max(sizes, default=1) > 1 or planned.replicas > 1 or len(runtime.plan.holders(planned.name)) > 1
+    return (
+        max(sizes, default=1) > 1
+        or planned.replicas > 1
+        or len(runtime.plan.holders(planned.name)) > 1
+    )
 
 
-def _pieces(runtime: Runtime, planned: ParameterPlan, parameter: Tensor) -> Iterator[tuple[_Place, Tensor]]:
+def _pieces(
+    runtime: Runtime, planned: ParameterPlan, parameter: Tensor
+) -> Iterator[tuple[_Place, Tensor]]:
     """Yield a shard with its position in the full tensor; fused weights by sub-matrix: only some may be replicated."""
     share, (_, ranks) = local_tensor(parameter.detach()), runtime.mesh.view(planned.cuts)
     spans = share_spans(planned.shape, planned.cuts, ranks)
-    fused = next((cut for cut in planned.cuts if cut.most_replicas > 1 and len(cut.parts) > 1), None)
-    if fused is None or share.shape != planned.local_shape(ranks):  # packed weights have no rows and columns
+    fused = next(
+        (cut for cut in planned.cuts if cut.most_replicas > 1 and len(cut.parts) > 1), None
+    )
+    if fused is None or share.shape != planned.local_shape(
+        ranks
+    ):  # packed weights have no rows and columns
         yield tuple(tuple(dim) for dim in spans), share
         return
     offset = 0
     for stop, length in zip(accumulate(fused.parts), fused.parts, strict=True):
         low = stop - length
-        inside = tuple((max(a, low), min(b, stop)) for a, b in spans[fused.dim] if max(a, low) < min(b, stop))
+        inside = tuple(
+            (max(a, low), min(b, stop)) for a, b in spans[fused.dim] if max(a, low) < min(b, stop)
+        )
         size = sum(b - a for a, b in inside)
-        place = tuple(inside if dim == fused.dim else tuple(found) for dim, found in enumerate(spans))
+        place = tuple(
+            inside if dim == fused.dim else tuple(found) for dim, found in enumerate(spans)
+        )
         yield place, share.narrow(fused.dim, offset, size)
         offset += size
 

@@ -43,7 +43,9 @@ _INSTEAD = (
     "the optimizer by hfscale.create_optimizer(model, name, lr=...), which has 'adafactor' and 'muon' over shards, or "
     "use one like AdamW, SGD or Lion"
 )
-_judged: "WeakKeyDictionary[torch.optim.Optimizer, int]" = WeakKeyDictionary()  # with so many groups
+_judged: "WeakKeyDictionary[torch.optim.Optimizer, int]" = (
+    WeakKeyDictionary()
+)  # with so many groups
 _hooked: list[Any] = []
 _trying: list[None] = []  # not empty during a trial step, which is not checked itself
 _spread_models: "WeakSet[nn.Module]" = WeakSet()
@@ -89,7 +91,9 @@ def _check_first(holder: Any, name: str, check: Callable[..., tuple[Any, ...]]) 
 
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        given = inspect.signature(function).bind(*args, **kwargs)  # arguments given by name are positional here too
+        given = inspect.signature(function).bind(
+            *args, **kwargs
+        )  # arguments given by name are positional here too
         return function(*check(*given.args, **given.kwargs), **given.kwargs)
 
     setattr(checked, _PATCHED, True)
@@ -126,7 +130,9 @@ def _check_models(accelerator: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...
 def _check_tensors(name: str, tensors: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
     """Refuse parameters, or their gradients, of which ranks see different norms."""
     given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-    parts = {id(p.grad): p for model in _spread_models for p in model.parameters() if p.grad is not None}
+    parts = {
+        id(p.grad): p for model in _spread_models for p in model.parameters() if p.grad is not None
+    }
     spread = _spread_of([*given, *(parts[id(each)] for each in given if id(each) in parts)])
     if spread is not None:
         raise ConfigError(f"torch.nn.utils.{name} {_NORMS[name].format(spread)}")
@@ -140,7 +146,9 @@ def _spread_of(parameters: Iterable[Tensor]) -> str | None:
 
 
 def _check_scaler(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-    spread = _spread_of(parameter for group in optimizer.param_groups for parameter in group["params"])
+    spread = _spread_of(
+        parameter for group in optimizer.param_groups for parameter in group["params"]
+    )
     if spread is not None and scaler.is_enabled():
         raise ConfigError(
             f"torch.amp.GradScaler would look for overflows, on each rank of {spread}, in what that rank holds, and "
@@ -163,7 +171,8 @@ class _Held(NamedTuple):
 
 def refuse_other_optimizers(runtime: Runtime) -> None:
     """Refuse, at their first step, optimizers that differ from one process, fail on shards, or undo offloading."""
-    layout, on_host = runtime.mesh.layout, offloaded(runtime.plan).optimizer
+    layout = runtime.mesh.layout
+    on_host = offloaded(runtime.plan).optimizer
     _judged.clear()  # their parameters may have been replaced
     if not _hooked:
         _hooked.append(register_optimizer_step_pre_hook(_check))
@@ -172,7 +181,11 @@ def refuse_other_optimizers(runtime: Runtime) -> None:
     for planned, parameter in runtime.parameters():
         cut = any(cut.axis in ("tp", "ep") for cut in planned.cuts)
         differs = max(layout.tp, layout.pp, layout.ep) > 1
-        setattr(parameter, _MARK, _Held(layout.describe(), planned.name, cut, layout.pp > 1, differs, on_host))
+        setattr(
+            parameter,
+            _MARK,
+            _Held(layout.describe(), planned.name, cut, layout.pp > 1, differs, on_host),
+        )
 
 
 def _check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -187,7 +200,9 @@ def _check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             f"the model was built with offload_optimizer=True, and {type(optimizer).__name__} would keep its state "
             "where the parameters are: make it by hfscale.create_optimizer(model, 'adamw_torch', lr=...)"
         )
-    if not getattr(optimizer, "keeps_plain_state", False):  # hfscale's own optimizers know which parameters are cut
+    if not getattr(
+        optimizer, "keeps_plain_state", False
+    ):  # hfscale's own optimizers know which parameters are cut
         cut = next((part for part in parts if part.cut), None)
         if cut is not None and _differs(optimizer, held[0].device, halved=True):
             _refuse(optimizer, cut, f"{cut.name} is cut")
@@ -198,7 +213,9 @@ def _check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def _refuse_over_shards(optimizer: torch.optim.Optimizer, held: Sequence[Tensor]) -> None:
-    sharded = next((each for each in held if hasattr(each, _MARK) and isinstance(each, DTensor)), None)
+    sharded = next(
+        (each for each in held if hasattr(each, _MARK) and isinstance(each, DTensor)), None
+    )
     if sharded is not None and (error := _fails_on_shards(optimizer, sharded, held)):
         raise ConfigError(
             f"{type(optimizer).__name__} cannot step parameters that FSDP2 shards over "
@@ -213,7 +230,9 @@ def _refuse(optimizer: torch.optim.Optimizer, part: _Held, why: str) -> None:
     )
 
 
-def _fails_on_shards(optimizer: torch.optim.Optimizer, sharded: DTensor, held: Sequence[Tensor]) -> str:
+def _fails_on_shards(
+    optimizer: torch.optim.Optimizer, sharded: DTensor, held: Sequence[Tensor]
+) -> str:
     """Return the error that only small DTensors, sharded like ``sharded``, raise in a step, or ``""``; collective."""
     if isinstance(optimizer, torch.optim.LBFGS):
         return "it puts all of them into one vector"
@@ -265,9 +284,15 @@ def _stepped(
 ) -> list[Tensor]:
     """Return the parameters after steps from ``start`` by another optimizer of the same class and options."""
     asked = inspect.signature(type(optimizer)).parameters
-    options = {name: value for name, value in optimizer.defaults.items() if name in asked and name != "params"}
+    options = {
+        name: value
+        for name, value in optimizer.defaults.items()
+        if name in asked and name != "params"
+    }
     wanted = inspect.signature(type(optimizer).step).parameters.get("closure")
-    closure = [lambda: 0.0] if wanted is not None and wanted.default is inspect.Parameter.empty else []
+    closure = (
+        [lambda: 0.0] if wanted is not None and wanted.default is inspect.Parameter.empty else []
+    )
     parameters = [nn.Parameter(shard(each.clone().to(device))) for each in start]
     _trying.append(None)
     try:

@@ -80,7 +80,8 @@ class Structure:
         # FSDP2 gathers into buffers of the dtype that the first pass found.
         other = next((place for place in self._managed if place.has_another_type()), None)
         if other is not None:
-            name, now = self._place(other.module, other.name), getattr(other.module, other.name).dtype
+            name = self._place(other.module, other.name)
+            now = getattr(other.module, other.name).dtype
             raise ConfigError(
                 f"{name} was given another type ({now}) behind a pass, and over "
                 f"{self._runtime.mesh.layout.describe()} its shards travel in the type of the first one: call "
@@ -88,10 +89,15 @@ class Structure:
             )
 
     def _watch_hooks(self) -> None:
-        for module, _ in self._modules:  # warn in the next pass of users' hooks that see sharded activations
+        for (
+            module,
+            _,
+        ) in self._modules:  # warn in the next pass of users' hooks that see sharded activations
             if id(module) not in self._hooked and any(map(_is_somebodys, forward_hooks(module))):
                 self._hooked.add(id(module))
-                if found := self._name(module):  # sharded inputs and outputs of the model itself are refused elsewhere
+                if found := self._name(
+                    module
+                ):  # sharded inputs and outputs of the model itself are refused elsewhere
                     self._warn_beside(module, found)
 
     @contextmanager
@@ -103,15 +109,21 @@ class Structure:
             return
         _log.warning(
             "%s since %s: the save has the trained model, without this change. Change the saved model instead",
-            *(changed, self._spread()),
+            changed,
+            self._spread(),
         )
         before = [*((own_modules(module), held) for module, held in self._modules)]
         before += [
-            (own_parameters(module), {name: kept for name, kept in held.items() if kept is not None})
+            (
+                own_parameters(module),
+                {name: kept for name, kept in held.items() if kept is not None},
+            )
             for module, held in self._parameters
         ]
         found = [(place, dict(place)) for place, _ in before]
-        found += [(held, dict(held)) for held in (own_parameters(place.module) for place in self._managed)]
+        found += [
+            (held, dict(held)) for held in (own_parameters(place.module) for place in self._managed)
+        ]
         for place, held in before:
             place.update(held)
         for managed in self._managed:
@@ -131,9 +143,13 @@ class Structure:
         followed = False
         for module, held in self._modules:
             if (inside := own_modules(module)) != held:
-                for name in (name for name in held | inside if held.get(name) is not inside.get(name)):
+                for name in (
+                    name for name in held | inside if held.get(name) is not inside.get(name)
+                ):
                     if not self._is_moved(held.get(name), inside.get(name)):
-                        return f"{self._place(module, name)} was {_what(name in held, name in inside)}"
+                        return (
+                            f"{self._place(module, name)} was {_what(name in held, name in inside)}"
+                        )
                 followed = True
         for module, parameters in self._parameters:
             now = own_parameters(module)
@@ -153,18 +169,31 @@ class Structure:
     def _is_moved(self, old: nn.Module | None, new: nn.Module | None) -> bool:
         """Return whether ``new`` has the children and parameters of ``old`` by name, and nothing installed was lost."""
         restore = self._runtime.restore
-        if old is None or new is None or restore is None or not own_modules(old).keys() <= own_modules(new).keys():
+        if (
+            old is None
+            or new is None
+            or restore is None
+            or not own_modules(old).keys() <= own_modules(new).keys()
+        ):
             return False
-        before, after = (dict(module.named_parameters(remove_duplicate=False)) for module in (old, new))
-        same = before.keys() == after.keys() and all(after[name] is held for name, held in before.items())
-        return bool(before) and same and not restore.touches(set(old.modules()) - set(new.modules()))
+        before, after = (
+            dict(module.named_parameters(remove_duplicate=False)) for module in (old, new)
+        )
+        same = before.keys() == after.keys() and all(
+            after[name] is held for name, held in before.items()
+        )
+        return (
+            bool(before) and same and not restore.touches(set(old.modules()) - set(new.modules()))
+        )
 
     def _place(self, module: nn.Module, name: str) -> str:
         path = self._name(module)
         return f"{path}.{name}" if path else name
 
     def _name(self, module: nn.Module) -> str:
-        return next((name for name, found in self._runtime.model.named_modules() if found is module), "")
+        return next(
+            (name for name, found in self._runtime.model.named_modules() if found is module), ""
+        )
 
     def _warn_beside(self, module: nn.Module, name: str) -> None:
         """Add a hook beside a user's, which warns once, for all layers, if the module sees sharded activations."""
@@ -179,7 +208,9 @@ class Structure:
                 self._said.add(everywhere)
                 _log.warning(
                     "a hook on %s, like others of its kind, reads and changes only this rank's part (%s): %s",
-                    *(name, self._runtime.mesh.layout.describe(), seen),
+                    name,
+                    self._runtime.mesh.layout.describe(),
+                    seen,
                 )
 
         handle = module.register_forward_pre_hook(look)

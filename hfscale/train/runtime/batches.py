@@ -30,8 +30,21 @@ _tell_once = lru_cache(logging.getLogger(__name__).warning)
 Look = Callable[[Mapping[str, Any]], tuple[Tensor, Tensor]]
 """Count the valid labels of a microbatch, and its labels outside of the vocabulary."""
 
-BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")  # transformers' FlashAttentionKwargs
-_PLAIN = {"input_ids", "labels", "shift_labels", "attention_mask", "position_ids", "use_cache", "num_items_in_batch"}
+BORDERS = (
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
+)  # transformers' FlashAttentionKwargs
+_PLAIN = {
+    "input_ids",
+    "labels",
+    "shift_labels",
+    "attention_mask",
+    "position_ids",
+    "use_cache",
+    "num_items_in_batch",
+}
 _PLAIN |= {*BORDERS, ROUTES}
 
 
@@ -59,7 +72,9 @@ class Microbatch(dict[str, Any]):
 
     valid: int | None = None  # number of valid labels; ``None``: not known
     restarts: bool = False  # whether positions restart within its rows
-    shifted: bool = False  # whether its labels are already shifted: each is the target of the token beside it
+    shifted: bool = (
+        False  # whether its labels are already shifted: each is the target of the token beside it
+    )
     # tokens per sample in this rank's hidden states if the sequence is cut; ``None``: all of them
     tokens: int | None = None
     parts: int = 1  # into how many microbatches the batch that was given is cut
@@ -72,7 +87,10 @@ class Microbatch(dict[str, Any]):
 
     def learn(self, counts: Counts) -> None:
         """Take the facts that :func:`agree` returned for it."""
-        self.valid, self.restarts = counts.valid, bool(counts.packed) and told_apart_by(self) == "positions"
+        self.valid, self.restarts = (
+            counts.valid,
+            bool(counts.packed) and told_apart_by(self) == "positions",
+        )
 
     def like(self, values: Mapping[str, Any]) -> "Microbatch":
         """Return a microbatch of other arguments with the attributes of this one."""
@@ -81,7 +99,9 @@ class Microbatch(dict[str, Any]):
         return other
 
 
-def look_at(batches: Sequence[Mapping[str, Any]], look: Look, hashed: bool, tokens: int | None = None) -> Tensor:
+def look_at(
+    batches: Sequence[Mapping[str, Any]], look: Look, hashed: bool, tokens: int | None = None
+) -> Tensor:
     """Return the :class:`Counts` of microbatches, ``[microbatches, 5]``, on their device; never waits for it. Hash the
     contents if other ranks are given the same batch (``hashed``). ``tokens`` is the size of the vocabulary, to count
     input ids outside of it: a sharded embedding would not fail on them.
@@ -93,10 +113,18 @@ def look_at(batches: Sequence[Mapping[str, Any]], look: Look, hashed: bool, toke
         ids = batch.get("input_ids")
         if tokens is not None and ids is not None:
             strange = (ids.clamp(0, tokens - 1) != ids).sum()
-            outside = outside + (strange if strange.device == outside.device else strange.to(outside.device))
+            outside = outside + (
+                strange if strange.device == outside.device else strange.to(outside.device)
+            )
         documents = holds_documents(batch)
         packed = zero if documents is None else documents.to(zero.device, zero.dtype)
-        rows += [valid, outside, packed, _numbers(batch, zero), _hash(batch, zero) if hashed else zero]
+        rows += [
+            valid,
+            outside,
+            packed,
+            _numbers(batch, zero),
+            _hash(batch, zero) if hashed else zero,
+        ]
     return torch.stack(rows).view(-1, len(Counts._fields))
 
 
@@ -135,7 +163,12 @@ def _hash(batch: Mapping[str, Any], zero: Tensor) -> Tensor:
     """Hash the integer and boolean tensors (ids, labels, masks) into 64 bits; floats may differ by rounding."""
     total = zero
     for value in batch.values():
-        if isinstance(value, Tensor) and not value.is_floating_point() and not value.is_complex() and value.numel():
+        if (
+            isinstance(value, Tensor)
+            and not value.is_floating_point()
+            and not value.is_complex()
+            and value.numel()
+        ):
             flat = value.detach().reshape(-1).to(torch.int64)
             flat = flat if flat.device == zero.device else flat.to(zero.device)
             weights = _weights(1 << (flat.numel() - 1).bit_length(), zero.device)
@@ -167,10 +200,15 @@ def agree(
     own, *more = _on_host([empty if seen is None else seen, *(read if group is not None else ())])
     if group is None:
         return [Counts(*row) for row in own.tolist()], [[*told]]
-    shapes = [[(name, tuple(v.shape)) for name, v in batch.items() if isinstance(v, Tensor)] for batch in batches]
+    shapes = [
+        [(name, tuple(v.shape)) for name, v in batch.items() if isinstance(v, Tensor)]
+        for batch in batches
+    ]
     about = [int(seen is None), len(batches), zlib.crc32(repr((shapes, train)).encode())]
     content = (own[:, -1] * _weights(1 << len(own).bit_length(), own.device)[: len(own)]).sum()
-    mine = torch.cat((torch.tensor(about), content.view(1), torch.tensor(told, dtype=torch.int64), *more))
+    mine = torch.cat(
+        (torch.tensor(about), content.view(1), torch.tensor(told, dtype=torch.int64), *more)
+    )
     every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     group.allgather([every], [mine]).wait()
     flat = torch.cat((own.flatten(), *every)).tolist()  # the only read by the host
@@ -179,7 +217,9 @@ def agree(
     shared = [_Shared(*rank[:same]) for rank in ranks]
     if seen is not None and any(each != shared[0] for each in shared):
         raise ConfigError(_different(shared, dist.get_process_group_ranks(group)))
-    return [Counts(*row) for row in _parts(rows, len(Counts._fields))], [rank[same:] for rank in ranks]
+    return [Counts(*row) for row in _parts(rows, len(Counts._fields))], [
+        rank[same:] for rank in ranks
+    ]
 
 
 def _parts(numbers: list[int], length: int) -> list[list[int]]:
@@ -187,7 +227,11 @@ def _parts(numbers: list[int], length: int) -> list[list[int]]:
 
 
 def total_of(
-    valid: int, refused: ConfigError | None, group: dist.ProcessGroup | None, counts: bool, passes: int
+    valid: int,
+    refused: ConfigError | None,
+    group: dist.ProcessGroup | None,
+    counts: bool,
+    passes: int,
 ) -> int:
     """Return the number of valid labels in all distinct batches, summed over ``group`` on the host (``None``: one
     batch); of the ranks that share a batch, one ``counts``. All raise :class:`ConfigError` if one has ``refused`` its
@@ -196,7 +240,9 @@ def total_of(
     numbers = [valid if counts or group is None else 0, passes, passes**2]
     elsewhere = "{} other rank(s) refused their batch of this step: see their error"
     total, every, squares = sum_or_raise(numbers, group, refused, elsewhere)
-    if group is not None and squares * dist.get_world_size(group) != every**2:  # equal only if all have the same
+    if (
+        group is not None and squares * dist.get_world_size(group) != every**2
+    ):  # equal only if all have the same
         raise ConfigError(
             f"this rank has {passes} microbatches in this step and another has more or fewer, and data ranks "
             "gather weights, or exchange tokens, in each: pass as many on every rank; of a batch that is cut into "
@@ -210,14 +256,24 @@ def _on_host(tensors: list[Tensor]) -> list[Tensor]:
     away = [tensor for tensor in tensors if tensor.device.type != "cpu"]
     if not away:
         return tensors
-    parts = iter(torch.cat([tensor.flatten() for tensor in away]).cpu().split([tensor.numel() for tensor in away]))
-    return [tensor if tensor.device.type == "cpu" else next(parts).view(tensor.shape) for tensor in tensors]
+    parts = iter(
+        torch.cat([tensor.flatten() for tensor in away])
+        .cpu()
+        .split([tensor.numel() for tensor in away])
+    )
+    return [
+        tensor if tensor.device.type == "cpu" else next(parts).view(tensor.shape)
+        for tensor in tensors
+    ]
 
 
 def _different(ranks: list[_Shared], names: list[int]) -> str:
     if refusing := [str(name) for name, rank in zip(names, ranks, strict=True) if rank.refused]:
         return f"rank(s) {', '.join(refusing)}, which share this rank's batch, refused theirs: see their error"
-    given = ", ".join(f"rank {name}: {rank.microbatches} microbatches" for name, rank in zip(names, ranks, strict=True))
+    given = ", ".join(
+        f"rank {name}: {rank.microbatches} microbatches"
+        for name, rank in zip(names, ranks, strict=True)
+    )
     return (
         "ranks that share a batch (those of one tensor group or pipeline) were given different batches, or some train "
         f"where others evaluate ({given}): ranks with equal hfscale.batch_rank(model) pass the same batch"
@@ -229,10 +285,19 @@ def with_borders(batch: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
     none. Without them, transformers derives borders from ``position_ids`` by a device sync in every layer if there is
     one row, and attends across examples if there are several.
     """
-    if batch.get("attention_mask") is not None or any(batch.get(name) is not None for name in BORDERS):
+    if batch.get("attention_mask") is not None or any(
+        batch.get(name) is not None for name in BORDERS
+    ):
         return dict(batch)
-    rows = max(len(batch[name]) for name in ("input_ids", "inputs_embeds", "labels") if batch.get(name) is not None)
-    if all(kind.kind != kind.VAR_KEYWORD for kind in inspect.signature(model.forward).parameters.values()):
+    rows = max(
+        len(batch[name])
+        for name in ("input_ids", "inputs_embeds", "labels")
+        if batch.get(name) is not None
+    )
+    if all(
+        kind.kind != kind.VAR_KEYWORD
+        for kind in inspect.signature(model.forward).parameters.values()
+    ):
         if rows == 1:
             return dict(batch)
         raise ConfigError(
@@ -241,17 +306,24 @@ def with_borders(batch: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
         )
     positions = batch["position_ids"].cpu().expand(rows, -1)
     begins = nn.functional.pad(positions.diff(dim=-1) != 1, (1, 0), value=True).flatten()
-    starts = nn.functional.pad(begins.nonzero().squeeze(1), (0, 1), value=begins.numel()).to(torch.int32)
+    starts = nn.functional.pad(begins.nonzero().squeeze(1), (0, 1), value=begins.numel()).to(
+        torch.int32
+    )
     longest = int(starts.diff().max())
     return {**batch, **dict(zip(BORDERS, (starts, starts, longest, longest), strict=True))}
 
 
 def to_device(batches: Sequence[Microbatch], device: torch.device) -> list[Microbatch]:
     """Return the microbatches on ``device``: CPU tensors without gradients by one non-blocking copy of one buffer."""
-    moved, away = [batch.like(batch) for batch in batches], device.type != "cpu"
-    together: dict[int, tuple[Tensor, list[tuple[Microbatch, str]]]] = {}  # shared tensors are copied once
+    moved = [batch.like(batch) for batch in batches]
+    away = device.type != "cpu"
+    together: dict[
+        int, tuple[Tensor, list[tuple[Microbatch, str]]]
+    ] = {}  # shared tensors are copied once
     for batch in moved:
-        for name, value in [(name, v) for name, v in batch.items() if isinstance(v, Tensor) and v.device != device]:
+        for name, value in [
+            (name, v) for name, v in batch.items() if isinstance(v, Tensor) and v.device != device
+        ]:
             if away and value.device.type == "cpu" and not value.requires_grad:
                 together.setdefault(id(value), (value, []))[1].append((batch, name))
             else:

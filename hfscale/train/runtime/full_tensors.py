@@ -61,12 +61,15 @@ def tensors_of_stage(runtime: Runtime) -> list[tuple[Any, ...]]:
         if runtime.counts(planned)
     ]
     buffers = _buffers(runtime).items()
-    return parameters + [(name, tuple(buffer.shape), buffer.dtype, home, "") for name, buffer in buffers]
+    return parameters + [
+        (name, tuple(buffer.shape), buffer.dtype, home, "") for name, buffer in buffers
+    ]
 
 
 def in_order(runtime: Runtime, told: list[list[tuple[Any, ...]]]) -> list[SavedTensor]:
     """Merge what all stages told into the sorted list of tensors to save; not collective."""
-    plan, ignored = runtime.plan, never_stored(runtime.model)
+    plan = runtime.plan
+    ignored = never_stored(runtime.model)
     found = [
         SavedTensor(name, torch.Size(shape), dtype, home, plan.by_name.get(planned))
         for entries in told
@@ -74,7 +77,9 @@ def in_order(runtime: Runtime, told: list[list[tuple[Any, ...]]]) -> list[SavedT
     ]
     places = {planned.name: place for place, planned in enumerate(plan.owned())}
     found.sort(key=lambda entry: places[entry.planned.name] if entry.planned else len(places))
-    first = {entry.name: entry for entry in reversed(found)}  # the first stage saves buffers that several have
+    first = {
+        entry.name: entry for entry in reversed(found)
+    }  # the first stage saves buffers that several have
     return [entry for entry in found if first[entry.name] is entry and entry.name not in ignored]
 
 
@@ -106,7 +111,9 @@ def full_tensors(
     one rank alone: after a failure shards are still exchanged, so that no rank waits, and values mean nothing.
     """
     gathering = _Gathering(runtime.mesh, share_of or shares(runtime), to, attempt)
-    for bucket in buckets(entries, attrgetter("nbytes"), max((entry.nbytes for entry in entries), default=0)):
+    for bucket in buckets(
+        entries, attrgetter("nbytes"), max((entry.nbytes for entry in entries), default=0)
+    ):
         yield from gathering.full(bucket)
 
 
@@ -122,11 +129,16 @@ def shares(runtime: Runtime) -> Callable[[SavedTensor], Tensor | None]:
     return share_of
 
 
-_Piece = tuple[SavedTensor, dict[str, int]]  # a shard of a tensor: at these ranks of the axes that cut it
+_Piece = tuple[
+    SavedTensor, dict[str, int]
+]  # a shard of a tensor: at these ranks of the axes that cut it
 
 
 def _forms(pieces: Sequence[_Piece]) -> list[Form]:
-    return [(each.planned.local_shape(at) if each.planned else each.shape, each.dtype) for each, at in pieces]
+    return [
+        (each.planned.local_shape(at) if each.planned else each.shape, each.dtype)
+        for each, at in pieces
+    ]
 
 
 def _pieces(bucket: list[SavedTensor], mesh: Mesh, to: Sequence[int]) -> dict[int, list[_Piece]]:
@@ -155,7 +167,9 @@ class _Gathering:
         shards: dict[int, list[tuple[dict[str, int], Tensor]]] = {}
         pieces = {} if self.mesh.control is None else _pieces(bucket, self.mesh, self.to)
         for source, flat in self._exchanged(pieces).items():
-            for (entry, ranks), share in zip(pieces[source], views_of(flat, _forms(pieces[source])), strict=True):
+            for (entry, ranks), share in zip(
+                pieces[source], views_of(flat, _forms(pieces[source])), strict=True
+            ):
                 shards.setdefault(id(entry), []).append((ranks, share))
         for entry in bucket:
             wanted = self.mesh.control is None or self.mesh.rank in self.to
@@ -164,7 +178,8 @@ class _Gathering:
 
     def _exchanged(self, pieces: dict[int, list[_Piece]]) -> dict[int, Tensor]:
         """Send this rank's bytes of a bucket; return those of every rank, by rank, where they are wanted."""
-        rank, group = self.mesh.rank, self.mesh.control
+        rank = self.mesh.rank
+        group = self.mesh.control
         sizes = {source: bytes_before(_forms(own))[-1] for source, own in pieces.items()}
         wanted = [source for source in sizes if source != rank] if rank in self.to else []
         sent = {source: torch.empty(sizes[source], dtype=torch.uint8) for source in wanted}
@@ -172,7 +187,9 @@ class _Gathering:
         if rank in pieces:
             own = self.attempt(self._copied, pieces[rank])
             flat = torch.empty(sizes[rank], dtype=torch.uint8) if own is None else own
-            works += [dist.isend(flat, dst=other, group=group) for other in self.to if other != rank]
+            works += [
+                dist.isend(flat, dst=other, group=group) for other in self.to if other != rank
+            ]
             sent |= {rank: flat} if rank in self.to else {}
         for work in filter(None, works):
             work.wait()
@@ -180,14 +197,18 @@ class _Gathering:
 
     def _copied(self, pieces: list[_Piece]) -> Tensor:
         """Return the bytes of this rank's shards on the CPU: one copy off the device, to pinned memory."""
-        filled = [piece for piece in pieces if prod(_forms([piece])[0][0])]  # an optimizer has no state of empty shards
+        filled = [
+            piece for piece in pieces if prod(_forms([piece])[0][0])
+        ]  # an optimizer has no state of empty shards
         found = [share for entry, _ in filled if (share := self.share_of(entry)) is not None]
         flat = packed(found, _forms(filled))
         if not is_accelerator(flat.device):
             return flat
         return torch.empty(flat.shape, dtype=torch.uint8, pin_memory=True).copy_(flat)
 
-    def _put_together(self, entry: SavedTensor, shards: list[tuple[dict[str, int], Tensor]]) -> Tensor | None:
+    def _put_together(
+        self, entry: SavedTensor, shards: list[tuple[dict[str, int], Tensor]]
+    ) -> Tensor | None:
         """Return a full tensor from the shards that ranks sent; if none did, this rank has all of it. Return ``None``
         if the attempt to make it fails.
         """

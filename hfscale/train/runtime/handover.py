@@ -41,14 +41,18 @@ class _Successor:
 
     def state_of(self, values: dict[str, Any]) -> dict[str, Any]:
         """Return an optimizer's state of the replaced parameter for the new one."""
-        return {key: self._moved(key, value) if isinstance(value, Tensor) else value for key, value in values.items()}
+        return {
+            key: self._moved(key, value) if isinstance(value, Tensor) else value
+            for key, value in values.items()
+        }
 
     def _moved(self, key: str, value: Tensor) -> Tensor:
         assert self.planned is not None  # or the optimizer was refused
         assert self.parameter is not None  # or its state was dropped
         if value.ndim == 0:
             return value
-        new, share = local_tensor(self.parameter), local_tensor(value)
+        new = local_tensor(self.parameter)
+        share = local_tensor(value)
         if self.planned.cuts and share.shape != new.shape:
             if tuple(share.shape) != self.planned.shape:
                 raise ConfigError(
@@ -74,11 +78,14 @@ class Replaced:
         live = set(map(id, now.values()))
         marked = False
         for name, reference in self._before:
-            old, planned = reference(), plans.get(name)
+            old = reference()
+            planned = plans.get(name)
             if old is None or id(old) in live:
                 continue
             owner = name if planned is None else planned.tied_to or name
-            successor = _Successor(owner, self._by, plans.get(owner), now.get(owner), runtime.mesh.ranks)
+            successor = _Successor(
+                owner, self._by, plans.get(owner), now.get(owner), runtime.mesh.ranks
+            )
             setattr(old, _MARK, successor)
             marked = True
         if marked:
@@ -88,7 +95,9 @@ class Replaced:
 def _let_all_follow() -> None:
     for found in gc.get_objects():
         if issubclass(type(found), Optimizer):
-            with suppress(ConfigError):  # one that nobody uses any more is none of ours; others are refused in a step
+            with suppress(
+                ConfigError
+            ):  # one that nobody uses any more is none of ours; others are refused in a step
                 follow(found)
 
 
@@ -117,7 +126,9 @@ def follow(optimizer: Any) -> None:
     for old in held:
         successor = found.get(id(old))
         if successor is not None and old in optimizer.state:
-            moved = None if successor.parameter is None else successor.state_of(optimizer.state[old])
+            moved = (
+                None if successor.parameter is None else successor.state_of(optimizer.state[old])
+            )
             states.append((old, successor.parameter, moved))
     for old, new, moved in states:
         del optimizer.state[old]
@@ -129,7 +140,8 @@ def follow(optimizer: Any) -> None:
 
 def _refuse(optimizer: Any, held: list[Tensor], found: dict[int, _Successor]) -> None:
     """Refuse what cannot follow: parameters that are gone or frozen, and steppers over the old ones."""
-    first, kind = next(iter(found.values())), type(optimizer).__name__
+    first = next(iter(found.values()))
+    kind = type(optimizer).__name__
     remedy = f"make the optimizer after {first.by}"
     if getattr(optimizer, "keeps_plain_state", False):
         raise ConfigError(
@@ -156,7 +168,9 @@ def _replace(group: dict[str, Any], found: dict[int, _Successor]) -> None:
     kept = [_now(parameter, found) for parameter in group["params"]]
     names = group.get("param_names")
     if names is not None:
-        names[:] = [name for name, parameter in zip(names, kept, strict=True) if parameter is not None]
+        names[:] = [
+            name for name, parameter in zip(names, kept, strict=True) if parameter is not None
+        ]
     group["params"][:] = [parameter for parameter in kept if parameter is not None]
 
 
@@ -173,7 +187,12 @@ def check_optimizers(optimizers: Sequence[Any], runtimes: Sequence[Runtime]) -> 
     if spread is None:
         return
     own = {id(parameter) for runtime in runtimes for _, parameter in runtime.parameters()}
-    held = [parameter for each in optimizers for group in each.param_groups for parameter in group["params"]]
+    held = [
+        parameter
+        for each in optimizers
+        for group in each.param_groups
+        for parameter in group["params"]
+    ]
     if held and own.isdisjoint(map(id, held)):
         raise ConfigError(
             f"the optimizer must hold parameters of the model that is trained over {spread.mesh.layout.describe()}, "

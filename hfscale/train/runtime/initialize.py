@@ -28,7 +28,11 @@ _WHOLE_NUMBER = 113  # the marker of integer tensors: no table of positions is f
 
 
 def initialize_local_weights(
-    template: Any, plan: Plan, mesh: Mesh, seed: int, wanted: Callable[[str], bool] = lambda name: True
+    template: Any,
+    plan: Plan,
+    mesh: Mesh,
+    seed: int,
+    wanted: Callable[[str], bool] = lambda name: True,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return this rank's shards of the freshly initialized parameters that are ``wanted``, by owned name, and the full
     buffers. Modules of ``template``, the full stock model on the meta device, are filled and emptied again one by one.
@@ -41,7 +45,11 @@ def initialize_local_weights(
     for name, unit, recurse in _units(template, "", set(plan.layers)):
         prefix = f"{name}." if name else ""
         parameters = [prefix + key for key, _ in unit.named_parameters(recurse=recurse)]
-        names = [key for key in parameters if plan.by_name[key].tied_to is None and key in held and wanted(key)]
+        names = [
+            key
+            for key in parameters
+            if plan.by_name[key].tied_to is None and key in held and wanted(key)
+        ]
         every_buffer = [prefix + key for key, _ in unit.named_buffers(recurse=recurse)]
         buffer_names = [key for key in every_buffer if not is_elsewhere(plan, rank, key)]
         if not names and not buffer_names:
@@ -81,7 +89,8 @@ class _Constructors:
     """Fill entries that ``_init_weights`` does not write with first values from modules' constructors."""
 
     def __init__(self, template: Any, seed: int) -> None:
-        self._template, self._seed = template, seed
+        self._template = template
+        self._seed = seed
         self._kinds: set[type[nn.Module]] = set()
         self._made: Any = None
 
@@ -89,7 +98,9 @@ class _Constructors:
         """Fill the entries of the template's parameters and buffers ``names`` that still have the marker."""
         template = self._template
         tensors = {name: _tensor_at(template, name) for name in names}
-        left = {name: where for name, tensor in tensors.items() if (where := _untouched(tensor)).any()}
+        left = {
+            name: where for name, tensor in tensors.items() if (where := _untouched(tensor)).any()
+        }
         kinds = {type(template.get_submodule(name.rpartition(".")[0])) for name in left}
         if not kinds <= self._kinds:
             self._kinds |= kinds

@@ -20,5 +20,7 @@ def with_latecomers(plan: Plan, live: Mapping[str, nn.Parameter]) -> Plan:
     late: dict[int, ParameterPlan] = {}
     for name, parameter in live.items():
         if id(parameter) not in known and name not in plan.by_name:
-            late[id(parameter)] = ParameterPlan(name=name, shape=tuple(parameter.shape), dtype=parameter.dtype)
+            late[id(parameter)] = ParameterPlan(
+                name=name, shape=tuple(parameter.shape), dtype=parameter.dtype
+            )
     return replace(plan, parameters=(*plan.parameters, *late.values())) if late else plan

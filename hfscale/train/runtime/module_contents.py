@@ -24,7 +24,9 @@ class ModuleContents:
     """Remember the children and the parameters of every module of a model, and the parameters' types."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._model, self._version, self._fixed = model, 0, False
+        self._model = model
+        self._version = 0
+        self._fixed = False
         self.modules: list[nn.Module] = []  # every module once
         self._names: list[Any] = []
         self._held: list[Any] = []
@@ -33,7 +35,11 @@ class ModuleContents:
         """Return a number that is another one once any module has other children or parameters than before."""
         if not self._fixed:
             names, held = self._look()
-            same = names == self._names and len(held) == len(self._held) and all(map(is_, held, self._held))
+            same = (
+                names == self._names
+                and len(held) == len(self._held)
+                and all(map(is_, held, self._held))
+            )
             if not (same and self.modules):
                 self.modules = list(self._model.modules())
                 self._names, self._held = self._look()

@@ -32,7 +32,9 @@ class StepLoss(Protocol):
     def look(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """Count a microbatch's labels in the loss, and those outside the vocabulary, on its device, without waiting."""
 
-    def of(self, model: nn.Module, batch: Microbatch, count: Tensor, label_smoothing: float) -> Tensor:
+    def of(
+        self, model: nn.Module, batch: Microbatch, count: Tensor, label_smoothing: float
+    ) -> Tensor:
         """Compute the loss of one microbatch, scaled for a step with ``count`` valid labels."""
 
     def check_smoothing(self, label_smoothing: float) -> None:
@@ -72,8 +74,10 @@ class OwnLoss(KeepsOutputs):
     needs_labels = True
 
     def __init__(self, planned: OwnLossPlan, name: str) -> None:
-        self._rows, self._name = planned.over == "rows", name
-        self.ignores, self.divides = planned.over == "labels", planned.divides
+        self._rows = planned.over == "rows"
+        self._name = name
+        self.ignores = planned.over == "labels"
+        self.divides = planned.divides
 
     def look(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """Count the rows, or the labels that are not ignored."""
@@ -89,13 +93,19 @@ class OwnLoss(KeepsOutputs):
                 "own: leave it out, or smooth labels in a plain loop"
             )
 
-    def of(self, model: nn.Module, batch: Microbatch, count: Tensor, label_smoothing: float) -> Tensor:
+    def of(
+        self, model: nn.Module, batch: Microbatch, count: Tensor, label_smoothing: float
+    ) -> Tensor:
         """Compute the loss of one microbatch, scaled for a step with ``count`` rows or labels."""
         loss: Tensor
         valid = self.look(batch)[0] if batch.valid is None else batch.valid
         if not valid:  # the mean over no labels is NaN
-            kept = "decoder_input_ids" not in batch and takes_argument(model, "decoder_input_ids")  # from labels
-            output = model(**{name: value for name, value in batch.items() if kept or name != "labels"})
+            kept = "decoder_input_ids" not in batch and takes_argument(
+                model, "decoder_input_ids"
+            )  # from labels
+            output = model(
+                **{name: value for name, value in batch.items() if kept or name != "labels"}
+            )
             scores = output[1 if kept else 0]  # after the loss, if there is one
             loss = 0.0 * scores.float().sum()
         else:
@@ -104,7 +114,9 @@ class OwnLoss(KeepsOutputs):
             scores = output[1] if len(output) > 1 else loss
         self._keep(output)
         # All ranks sum their losses, so the dtype must not depend on whether a rank has labels.
-        return loss.to(torch.float64 if getattr(scores, "dtype", None) == torch.float64 else torch.float32)
+        return loss.to(
+            torch.float64 if getattr(scores, "dtype", None) == torch.float64 else torch.float32
+        )
 
     def scoring(self, *_: Any, **__: Any) -> AbstractContextManager[Any]:
         """Refuse token scores and distillation: they are defined for causal language models."""
@@ -121,4 +133,6 @@ class Objective:
 
     # ``loss(model, microbatch, index)``, scaled so that the step's loss is the sum over microbatches
     loss: Callable[[Any, Microbatch, int], Tensor]
-    recomputes: bool = False  # whether its backward pass recomputes, so that weight gradients cannot be deferred
+    recomputes: bool = (
+        False  # whether its backward pass recomputes, so that weight gradients cannot be deferred
+    )

@@ -25,7 +25,9 @@ class LiveParameters:
     """
 
     def __init__(self, model: nn.Module, contents: ModuleContents) -> None:
-        self._model, self._contents, self._version = model, contents, 0
+        self._model = model
+        self._contents = contents
+        self._version = 0
         self._found: dict[str, nn.Parameter] = {}
         self._around: ModuleContents | None = None
         self._changed = False
@@ -41,19 +43,23 @@ class LiveParameters:
         contents = self._around or self._contents
         if self._version != (version := contents.version()):
             self._found = self._look()
-            self._version, self._changed = version, True
+            self._version = version
+            self._changed = True
         return dict(self._found)
 
     def changed(self) -> bool:
         """Return whether :meth:`by_name` has found others than when this was asked before."""
-        changed, self._changed = self._changed, False
+        changed = self._changed
+        self._changed = False
         return changed
 
     def _look(self) -> dict[str, nn.Parameter]:
         full = dict(self._model.named_parameters(remove_duplicate=False))
         found = {stock_name(name): parameter for name, parameter in full.items()} | full
         here = set(map(id, full.values()))
-        earlier = {name: parameter for name, parameter in self._found.items() if id(parameter) in here}
+        earlier = {
+            name: parameter for name, parameter in self._found.items() if id(parameter) in here
+        }
         found = earlier | found
         for name, parameter in self.outermost.named_parameters():
             if id(parameter) not in here:
@@ -62,7 +68,8 @@ class LiveParameters:
 
     def forget(self) -> None:
         """Hold no parameters any more."""
-        self._found, self._version = {}, 0
+        self._found = {}
+        self._version = 0
 
 
 def unwrapped(module: nn.Module) -> nn.Module:

@@ -59,7 +59,9 @@ class Part:
         """
         return None
 
-    def check_step(self, runtime: "Runtime", batches: Sequence[Batch], user_loss: bool = False) -> None:
+    def check_step(
+        self, runtime: "Runtime", batches: Sequence[Batch], user_loss: bool = False
+    ) -> None:
         """Raise :class:`ConfigError` if this part cannot run the microbatches of a step. With ``user_loss``, the loss
         is a ``loss_fn``: a sum over whole outputs, divided after the backward pass.
         """
@@ -74,7 +76,9 @@ class Part:
         """Return this part's factor on a loss before its backward pass."""
         return 1.0
 
-    def around_stage_pass(self, runtime: "Runtime", arrives: int | None, leaves: bool) -> AbstractContextManager[None]:
+    def around_stage_pass(
+        self, runtime: "Runtime", arrives: int | None, leaves: bool
+    ) -> AbstractContextManager[None]:
         """Hold during one forward pass through a pipeline stage: ``arrives`` tokens per sample come from another stage
         (``None`` on the first), and the hidden states go on to another if it ``leaves``.
         """
@@ -84,7 +88,9 @@ class Part:
         """Wrap the backward passes of a step; on leaving, gradients that are partial over ranks are reduced."""
         return nullcontext()
 
-    def around_interleaved(self, runtime: "Runtime", backward: bool) -> AbstractContextManager[None]:
+    def around_interleaved(
+        self, runtime: "Runtime", backward: bool
+    ) -> AbstractContextManager[None]:
         """Wrap passes of which several are in flight at once; this part runs no collective between their layers."""
         return nullcontext()
 
@@ -147,7 +153,9 @@ class Executor:
     def hear(self, told: list[list[int]]) -> None:
         """Read the numbers that each rank sent, by rank."""
 
-    def run(self, model: nn.Module, batches: Sequence[Microbatch], objective: Objective, backward: bool) -> Tensor:
+    def run(
+        self, model: nn.Module, batches: Sequence[Microbatch], objective: Objective, backward: bool
+    ) -> Tensor:
         """Run forward passes over the microbatches; with ``backward``, leave gradients in ``.grad``. Return the loss of
         the whole step, on every rank: the sum of ``objective`` over the microbatches of all distinct batches. The
         ``model`` is what the caller calls: the runtime's, or a wrapper of it (PEFT, ``torch.compile``).
@@ -155,7 +163,9 @@ class Executor:
         run = self._train if backward else self._evaluate
         return self._runtime.sum_of_shares(run(model, batches, objective))
 
-    def _train(self, model: nn.Module, batches: Sequence[Microbatch], objective: Objective) -> Tensor:
+    def _train(
+        self, model: nn.Module, batches: Sequence[Microbatch], objective: Objective
+    ) -> Tensor:
         runtime = self._runtime
         total: Tensor | None = None
         with runtime.around(lambda part: part.around_gradients(runtime)):
@@ -167,7 +177,9 @@ class Executor:
         assert total is not None  # a step has a microbatch
         return total
 
-    def _evaluate(self, model: nn.Module, batches: Sequence[Microbatch], objective: Objective) -> Tensor:
+    def _evaluate(
+        self, model: nn.Module, batches: Sequence[Microbatch], objective: Objective
+    ) -> Tensor:
         total = sum(objective.loss(model, batch, index) for index, batch in enumerate(batches))
         self._runtime.data.release()
         return torch.as_tensor(total, device=self._runtime.mesh.device)
@@ -237,18 +249,30 @@ class Runtime:
     mesh: Mesh
     options: Options  # the user's choices besides the layout
     parts: tuple[Part, ...]  # the features of its layout, in the order in which they were installed
-    executor: Executor = field(init=False)  # what runs its steps: the loop of one process, until stages install theirs
+    executor: Executor = field(
+        init=False
+    )  # what runs its steps: the loop of one process, until stages install theirs
     # what the data, context and tensor axes do in a step; nothing where one rank has all
     data: DataAxes = field(default_factory=DataAxes)
     context: ContextAxis = field(default_factory=ContextAxis)
     sequence: SequenceAxis = field(default_factory=SequenceAxis)
-    loss: StepLoss | None = None  # the loss that steps are normalized for; ``None`` where the model keeps its own
-    restore: Undo | None = None  # takes out of the model what makes it compute with other ranks; see :mod:`.snapshot`
+    loss: StepLoss | None = (
+        None  # the loss that steps are normalized for; ``None`` where the model keeps its own
+    )
+    restore: Undo | None = (
+        None  # takes out of the model what makes it compute with other ranks; see :mod:`.snapshot`
+    )
     steps: int = 0  # how many training steps have begun
     compiled: bool | str = False  # how its layers are compiled now, as :attr:`Options.compile` says
-    keeps_small_updates: bool = False  # whether the optimizer loses no small updates of 16-bit weights
-    scores: Any = None  # what measures the attention scores of all tokens in training, for the optimizer
-    run: str = ""  # the id of the run, stored in its saved states; empty before it saves or loads one
+    keeps_small_updates: bool = (
+        False  # whether the optimizer loses no small updates of 16-bit weights
+    )
+    scores: Any = (
+        None  # what measures the attention scores of all tokens in training, for the optimizer
+    )
+    run: str = (
+        ""  # the id of the run, stored in its saved states; empty before it saves or loads one
+    )
     stored_layout: Any = None  # the latest stream's tensors, and how transformers stores them
 
     def __post_init__(self) -> None:
@@ -277,7 +301,9 @@ class Runtime:
     def latecomers(self) -> tuple[str, ...]:
         """Return the names of parameters that joined the model since it was planned; in one process alone."""
         self.live_parameters()
-        return tuple(planned.name for planned in self.plan.parameters[len(self._planned.parameters) :])
+        return tuple(
+            planned.name for planned in self.plan.parameters[len(self._planned.parameters) :]
+        )
 
     def part(self, kind: type[_P]) -> _P | None:
         """Return the part of a class; ``None`` if there is none."""
@@ -292,14 +318,18 @@ class Runtime:
                     stack.enter_context(context)
             yield
 
-    def run_step(self, model: nn.Module, batches: Sequence[Microbatch], objective: Objective, backward: bool) -> Tensor:
+    def run_step(
+        self, model: nn.Module, batches: Sequence[Microbatch], objective: Objective, backward: bool
+    ) -> Tensor:
         """Run the passes of one step, with every part around them: see :meth:`Executor.run`."""
         with self.around(lambda part: part.around_step(self, batches, train=backward)):
             return self.executor.run(model, batches, objective, backward)
 
     def local_view(self, module: str) -> str | None:
         """Describe in words which tokens a hook on a module sees in this pass; ``None``: all of them."""
-        return next((seen for part in self.parts if (seen := part.local_view(module)) is not None), None)
+        return next(
+            (seen for part in self.parts if (seen := part.local_view(module)) is not None), None
+        )
 
     def loss_factor(self) -> float:
         """Return the factor on a loss before its backward pass."""
@@ -314,7 +344,8 @@ class Runtime:
     def parameters(self) -> list[tuple[ParameterPlan, Tensor]]:
         """Return every owned parameter that this rank holds, with its plan, in plan order."""
         self.data.release()  # or weights that FSDP2 has gathered would be returned instead of shards
-        live, held = self.live_parameters(), self.plan.local_names(self.mesh.pp_rank)
+        live = self.live_parameters()
+        held = self.plan.local_names(self.mesh.pp_rank)
         here = [planned for planned in self.plan.owned() if planned.name in held]
         if self.mesh.layout.total_size == 1:  # stock code may have taken modules out
             here = [planned for planned in here if held[planned.name] in live]

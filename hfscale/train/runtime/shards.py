@@ -17,8 +17,11 @@ def like_sharded(share: Tensor, other: Tensor) -> Tensor:
     """Return this rank's ``share`` as a DTensor sharded like ``other``; unchanged if ``other`` is no DTensor."""
     if not isinstance(other, DTensor):
         return share
-    mesh, placements = other.device_mesh, other.placements
-    return DTensor.from_local(share, mesh, placements, run_check=False, shape=other.shape, stride=other.stride())
+    mesh = other.device_mesh
+    placements = other.placements
+    return DTensor.from_local(
+        share, mesh, placements, run_check=False, shape=other.shape, stride=other.stride()
+    )
 
 
 def memory_of(tensor: Tensor) -> list[Tensor]:
@@ -65,7 +68,9 @@ def gather_full(share: Tensor, shape: Sequence[int], cuts: Sequence[Cut], mesh: 
         if not cut.parts and cut.most_replicas == 1:
             whole = every
             continue
-        whole = every.new_empty([length if dim == cut.dim else size for dim, size in enumerate(every.shape)])
+        whole = every.new_empty(
+            [length if dim == cut.dim else size for dim, size in enumerate(every.shape)]
+        )
         for rank, piece in enumerate(every.split(lengths, cut.dim)):
             write_share(whole, piece, [cut], {cut.axis: rank})
     return whole

@@ -46,7 +46,8 @@ class Undo:
     def touches(self, modules: Collection[nn.Module]) -> bool:
         """Return whether anything but FSDP2's marks was changed in one of ``modules``."""
         return any(
-            module in modules and (type(module) is not kind or changed.keys() - MARKS or any(added.values()))
+            module in modules
+            and (type(module) is not kind or changed.keys() - MARKS or any(added.values()))
             for module, kind, changed, added in self.changes
         )
 
@@ -75,7 +76,8 @@ def watch(model: nn.Module) -> Callable[[], Undo]:
 
 
 def _look(model: nn.Module) -> _Look:
-    looks, left_out = [], {*HOOKS, *CONTENTS}
+    looks = []
+    left_out = {*HOOKS, *CONTENTS}
     for module in model.modules():
         # Parameters, buffers and submodules are put back by the code that takes the model apart.
         attributes = {name: value for name, value in vars(module).items() if name not in left_out}

@@ -18,7 +18,9 @@ from ...errors import CheckpointError, ConfigError, HFScaleError, RankFailedErro
 
 _log = logging.getLogger(__name__)
 _saves: list[None] = []  # one entry per running save of this process
-Attempt = Callable[..., Any]  # calls a function and returns its result, or keeps its exception and returns ``None``
+Attempt = Callable[
+    ..., Any
+]  # calls a function and returns its result, or keeps its exception and returns ``None``
 _Result = TypeVar("_Result")
 
 
@@ -69,17 +71,32 @@ def all_or_none(mesh: Mesh | None, what: str) -> Iterator[None]:
         yield
     except Exception as error:
         failure = error
-    if isinstance(failure, HFScaleError) and failure.everywhere and not isinstance(failure, RankFailedError):
+    if (
+        isinstance(failure, HFScaleError)
+        and failure.everywhere
+        and not isinstance(failure, RankFailedError)
+    ):
         raise failure  # from a nested block: all ranks have it already
-    told, alike = (str(failure), False) if isinstance(failure, RankFailedError) else _tell(mesh, in_words(failure))
+    told, alike = (
+        (str(failure), False)
+        if isinstance(failure, RankFailedError)
+        else _tell(mesh, in_words(failure))
+    )
     if told:
-        own = failure if alike and isinstance(failure, HFScaleError) else CheckpointError(f"{what}: {told}")
+        own = (
+            failure
+            if alike and isinstance(failure, HFScaleError)
+            else CheckpointError(f"{what}: {told}")
+        )
         own.everywhere = True
         raise own from (failure.__cause__ if failure is own else failure)
 
 
 def sum_or_raise(
-    numbers: Sequence[int], group: dist.ProcessGroup | None, refused: Exception | None, elsewhere: str
+    numbers: Sequence[int],
+    group: dist.ProcessGroup | None,
+    refused: Exception | None,
+    elsewhere: str,
 ) -> list[int]:
     """Sum numbers over ``group`` in one all-reduce over gloo; collective. A rank with an error ``refused`` raises it,
     and all others a :class:`ConfigError` of the words ``elsewhere``, where ``{}`` is the number of those with one.
@@ -132,7 +149,11 @@ def warn_of_not_finite(mesh: Mesh, name: str, where: str) -> None:
     """Warn of the first non-empty ``name`` on any rank, a tensor with NaN or infinity; collective."""
     found = next(filter(None, mesh.all_gather_object(name)), None)
     if found and is_writer(mesh):
-        _log.warning("%s has NaN or infinity in %s: every loss from there is NaN, so use an earlier one", where, found)
+        _log.warning(
+            "%s has NaN or infinity in %s: every loss from there is NaN, so use an earlier one",
+            where,
+            found,
+        )
 
 
 class Staging:
@@ -155,7 +176,9 @@ class Staging:
 
 
 @contextmanager
-def atomic_directory(directory: Any, mesh: Mesh | None = None, *, stale: Sequence[str] = ()) -> Iterator[Staging]:
+def atomic_directory(
+    directory: Any, mesh: Mesh | None = None, *, stale: Sequence[str] = ()
+) -> Iterator[Staging]:
     """Write files to a temporary directory inside the `with` block, and move them to ``directory`` if no rank failed.
 
     Collective over ``mesh`` (``None``: this process alone), whose first rank makes the directory and moves it
@@ -164,7 +187,8 @@ def atomic_directory(directory: Any, mesh: Mesh | None = None, *, stale: Sequenc
     failure, which every rank raises, the directory is as it was before.
     """
     target = target_of(directory)
-    staging, new = Staging(target), None
+    staging = Staging(target)
+    new = None
     with all_or_none(mesh, f"{target} could not be written"):
         try:
             if mesh is None or is_writer(mesh):

@@ -23,11 +23,17 @@ SMALL: dict[str, Any] = {
 }
 
 
-def save_dense(directory: Path, family: str = "llama", dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
+def save_dense(
+    directory: Path, family: str = "llama", dtype: torch.dtype = torch.float32, **changes: Any
+) -> Path:
     """A dense checkpoint whose every parameter has something to say, biases and norms too."""
-    kwargs = {"max_shard_size": changes.pop("max_shard_size")} if "max_shard_size" in changes else {}
+    kwargs = (
+        {"max_shard_size": changes.pop("max_shard_size")} if "max_shard_size" in changes else {}
+    )
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**SMALL, **changes})).to(dtype)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(family, **{**SMALL, **changes})
+    ).to(dtype)
     for parameter in model.parameters():
         parameter.data.add_(0.1 * torch.randn_like(parameter))
     model.save_pretrained(directory, **kwargs)
@@ -35,7 +41,9 @@ def save_dense(directory: Path, family: str = "llama", dtype: torch.dtype = torc
 
 
 def load(directory: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(directory, dtype="auto", experts_implementation="eager")
+    return AutoModelForCausalLM.from_pretrained(
+        directory, dtype="auto", experts_implementation="eager"
+    )
 
 
 def stored(directory: Path) -> dict[str, torch.Tensor]:

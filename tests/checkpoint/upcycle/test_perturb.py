@@ -17,7 +17,9 @@ from .dense import save_dense, stored
 
 def experts_of(directory: Path, projection: str, layer: int = 0) -> list[torch.Tensor]:
     found = stored(directory)
-    names = [f"model.layers.{layer}.mlp.experts.{expert}.{projection}_proj.weight" for expert in range(4)]
+    names = [
+        f"model.layers.{layer}.mlp.experts.{expert}.{projection}_proj.weight" for expert in range(4)
+    ]
     return [found[name] for name in names]
 
 
@@ -30,9 +32,13 @@ def test_the_dropped_share_is_the_share_and_one_set_of_channels(tmp_path: Path) 
         whole = dense[f"model.layers.0.mlp.{projection}_proj.weight"]
         experts = experts_of(target, projection)
         assert all(expert.shape == whole.shape for expert in experts)
-        changed[projection] = [set((e != whole).any(other_dim).nonzero().flatten().tolist()) for e in experts]
+        changed[projection] = [
+            set((e != whole).any(other_dim).nonzero().flatten().tolist()) for e in experts
+        ]
         # A channel is drawn anew whole.
-        assert all((e != whole).any(other_dim).sum() == (e != whole).all(other_dim).sum() for e in experts)
+        assert all(
+            (e != whole).any(other_dim).sum() == (e != whole).all(other_dim).sum() for e in experts
+        )
     assert changed["gate"] == changed["up"] == changed["down"]
     assert [len(channels) for channels in changed["gate"]] == [12] * 4  # of 48
     assert len({frozenset(channels) for channels in changed["gate"]}) == 4
@@ -47,7 +53,8 @@ def test_what_is_drawn_has_the_statistics_of_what_it_replaces() -> None:
     channels = variation.channels(512, 0, 0)
     varied = variation.apply(weight, "gate", 0, 0)
     assert len(channels) == len(channels.unique()) == 256
-    before, after = weight[channels], varied[channels]
+    before = weight[channels]
+    after = varied[channels]
     assert after.mean().item() == pytest.approx(before.mean().item(), abs=0.1)
     assert after.std().item() == pytest.approx(before.std().item(), rel=0.03)
     # As they are not kept in place, nothing of the old ones is left.
@@ -56,7 +63,9 @@ def test_what_is_drawn_has_the_statistics_of_what_it_replaces() -> None:
     kept = torch.ones(512, dtype=torch.bool)
     kept[channels] = False
     assert torch.equal(down[:, kept], weight.T[:, kept])
-    assert not torch.equal(down[:, channels], varied.T[:, channels])  # drawn for each projection by itself
+    assert not torch.equal(
+        down[:, channels], varied.T[:, channels]
+    )  # drawn for each projection by itself
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -70,7 +79,9 @@ def test_noise_is_relative_to_the_weights(dtype: torch.dtype) -> None:
     assert not torch.equal(varied, Variation(noise=0.1).apply(weight, "up", 0, 1))
 
 
-@pytest.mark.parametrize("options", [{}, {"noise": 0.01}, {"reinitialize": 0.5, "noise": 0.01}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"noise": 0.01}, {"reinitialize": 0.5, "noise": 0.01}], ids=str
+)
 def test_a_seed_is_one_mixture(tmp_path: Path, options: dict[str, float]) -> None:
     source = save_dense(tmp_path / "dense", "granite", torch.bfloat16)
     results = [
@@ -103,17 +114,25 @@ def test_every_tensor_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(TensorOnDisk, "read", count)
     opened = open_whole(source)
-    call = importlib.import_module("hfscale.checkpoint.upcycle.upcycle")  # hfscale.upcycle is the function
+    call = importlib.import_module(
+        "hfscale.checkpoint.upcycle.upcycle"
+    )  # hfscale.upcycle is the function
     monkeypatch.setattr(call, "open_whole", lambda _: opened)
     hfscale.upcycle(source, tmp_path / "mixture", noise=0.1)
     assert len(read) == len(set(read)) == len(opened.tensors)
 
 
-@pytest.mark.parametrize(("options", "copies"), [({}, 2), ({"noise": 0.1, "reinitialize": 0.5}, 4)], ids=["", "varied"])
-def test_a_few_tensors_are_in_memory_at_a_time(tmp_path: Path, options: dict[str, float], copies: int) -> None:
+@pytest.mark.parametrize(
+    ("options", "copies"), [({}, 2), ({"noise": 0.1, "reinitialize": 0.5}, 4)], ids=["", "varied"]
+)
+def test_a_few_tensors_are_in_memory_at_a_time(
+    tmp_path: Path, options: dict[str, float], copies: int
+) -> None:
     source = save_dense(tmp_path / "dense", hidden_size=64, intermediate_size=256)
     with follow_memory() as memory:
         hfscale.upcycle(source, tmp_path / "mixture", num_experts=16, **options)
     one = 64 * 256 * 4
-    assert memory.peak < copies * one + 64 * 67 * 4  # and a small one beside it; the mixture has 144 such projections
+    assert (
+        memory.peak < copies * one + 64 * 67 * 4
+    )  # and a small one beside it; the mixture has 144 such projections
     assert (tmp_path / "mixture" / "model.safetensors").stat().st_size > 144 * one

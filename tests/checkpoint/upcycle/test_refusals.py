@@ -23,13 +23,38 @@ from .dense import SMALL, distance, load, save_dense, stored
 @pytest.mark.parametrize(
     ("family", "features", "arguments", "message"),
     [
-        ("llama", {"mlp_bias": True}, {}, "mlp_bias=True does not fit a mixtral config.*with mlp_bias=False"),
-        ("llama", {"attention_bias": True}, {}, "attention_bias=True does not fit a mixtral config"),
+        (
+            "llama",
+            {"mlp_bias": True},
+            {},
+            "mlp_bias=True does not fit a mixtral config.*with mlp_bias=False",
+        ),
+        (
+            "llama",
+            {"attention_bias": True},
+            {},
+            "attention_bias=True does not fit a mixtral config",
+        ),
         ("granite", {"mlp_bias": True}, {}, "mlp_bias=True does not fit a granitemoe config"),
-        ("llama", {}, {"every": 2}, "every=2 leaves layers dense, and in a mixtral model every layer.*use every=1"),
+        (
+            "llama",
+            {},
+            {"every": 2},
+            "every=2 leaves layers dense, and in a mixtral model every layer.*use every=1",
+        ),
         ("qwen3", {}, {"every": 4}, "every=4 is invalid with 3 layers"),
-        ("llama", {}, {"num_experts": 0}, "num_experts=0 is invalid: use a whole number of at least 1"),
-        ("llama", {}, {"num_experts": 4, "top_k": 5}, "top_k=5 of num_experts=4 is invalid: use 1 to 4"),
+        (
+            "llama",
+            {},
+            {"num_experts": 0},
+            "num_experts=0 is invalid: use a whole number of at least 1",
+        ),
+        (
+            "llama",
+            {},
+            {"num_experts": 4, "top_k": 5},
+            "top_k=5 of num_experts=4 is invalid: use 1 to 4",
+        ),
         ("llama", {}, {"top_k": 0}, "top_k=0 is invalid: use a whole number of at least 1"),
         ("llama", {}, {"noise": -1.0}, "noise=-1.0 is invalid"),
         ("llama", {}, {"reinitialize": 1.5}, "reinitialize=1.5 is invalid.*of at most 1"),
@@ -39,7 +64,12 @@ from .dense import SMALL, distance, load, save_dense, stored
             {},
             "layer_types mix full_attention and sliding_attention, and a qwen3_moe model has one window",
         ),
-        ("olmo", {}, {}, "'olmo' model cannot be upcycled: its layer norms have no weights.*llama -> mixtral"),
+        (
+            "olmo",
+            {},
+            {},
+            "'olmo' model cannot be upcycled: its layer norms have no weights.*llama -> mixtral",
+        ),
         ("mixtral", {}, {}, "it is a mixture of experts already"),
         (
             "gemma",
@@ -47,7 +77,12 @@ from .dense import SMALL, distance, load, save_dense, stored
             {},
             "knows no mixture of experts with its layers.*hfscale/checkpoint/upcycle/moe_targets.py",
         ),
-        ("llama", {"mlp_bias": True}, {"every": 2}, "every=2 leaves.*; mlp_bias=True does not fit"),  # all at once
+        (
+            "llama",
+            {"mlp_bias": True},
+            {"every": 2},
+            "every=2 leaves.*; mlp_bias=True does not fit",
+        ),  # all at once
     ],
 )
 def test_what_does_not_fit_is_named(
@@ -74,15 +109,22 @@ def test_a_router_that_learns_from_nothing_is_warned_about(tmp_path: Path) -> No
 
 def test_other_models_are_refused(tmp_path: Path) -> None:
     config = LlamaConfig(**SMALL)
-    with pytest.raises(ConfigError, match="LlamaForSequenceClassification cannot be upcycled, only causal"):
+    with pytest.raises(
+        ConfigError, match="LlamaForSequenceClassification cannot be upcycled, only causal"
+    ):
         hfscale.upcycle(LlamaForSequenceClassification(config))
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(config)
-    with pytest.raises(ConfigError, match=r"not a full model in memory \(it has no weights \(meta device\)\): save it"):
+    with pytest.raises(
+        ConfigError,
+        match=r"not a full model in memory \(it has no weights \(meta device\)\): save it",
+    ):
         hfscale.upcycle(empty)
     with pytest.raises(ConfigError, match=r"not a full model in memory \(hfscale parallelized it"):
         hfscale.upcycle(hfscale.from_config(config))
-    with pytest.raises(ConfigError, match=r"a Linear is not a model of transformers.*merge_and_unload"):
+    with pytest.raises(
+        ConfigError, match=r"a Linear is not a model of transformers.*merge_and_unload"
+    ):
         hfscale.upcycle(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
 
 
@@ -91,18 +133,26 @@ def test_a_checkpoint_that_is_not_whole_is_refused(tmp_path: Path) -> None:
     tensors = load_file(source / "model.safetensors")
     lost = {name: t for name, t in tensors.items() if "layers.1.mlp.up" not in name}
     save_file(lost, source / "model.safetensors", {"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"lacks model.layers.1.mlp.up_proj.weight: save the model again"):
+    with pytest.raises(
+        CheckpointError, match=r"lacks model.layers.1.mlp.up_proj.weight: save the model again"
+    ):
         hfscale.upcycle(source, tmp_path / "mixture")
-    narrow = {name: t[:5].clone() if "layers.1.mlp.up" in name else t for name, t in tensors.items()}
+    narrow = {
+        name: t[:5].clone() if "layers.1.mlp.up" in name else t for name, t in tensors.items()
+    }
     save_file(narrow, source / "model.safetensors", {"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"has the shape \(5, 32\) and its config says \(48, 32\)"):
+    with pytest.raises(
+        CheckpointError, match=r"has the shape \(5, 32\) and its config says \(48, 32\)"
+    ):
         hfscale.upcycle(source, tmp_path / "mixture")
     mixed = {name: t.bfloat16() if "layers.1.mlp.up" in name else t for name, t in tensors.items()}
     save_file(mixed, source / "model.safetensors", {"format": "pt"})
     with pytest.raises(CheckpointError, match=r"several types, torch.bfloat16, torch.float32"):
         hfscale.upcycle(source, tmp_path / "mixture")
     (source / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"neither model.safetensors nor model.safetensors.index.json"):
+    with pytest.raises(
+        CheckpointError, match=r"neither model.safetensors nor model.safetensors.index.json"
+    ):
         hfscale.upcycle(source, tmp_path / "mixture")
     (source / "model.safetensors.index.json").write_text("[]")
     with pytest.raises(CheckpointError, match=r"model.safetensors.index.json is damaged"):
@@ -119,9 +169,14 @@ def test_a_head_stored_under_its_tied_name_is_found(tmp_path: Path) -> None:
     expected = load(source)
     tensors = load_file(source / "model.safetensors")
     tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
-    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)  # old checkpoints have such tables
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(
+        4
+    )  # old checkpoints have such tables
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
-    assert distance(expected, load(hfscale.upcycle(source, tmp_path / "mixture", num_experts=2))) < 1e-5
+    assert (
+        distance(expected, load(hfscale.upcycle(source, tmp_path / "mixture", num_experts=2)))
+        < 1e-5
+    )
 
 
 def test_no_such_model(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,18 +184,24 @@ def test_no_such_model(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError("no network")
 
     monkeypatch.setattr(expert_tensors, "snapshot_download", offline)
-    with pytest.raises(CheckpointError, match=r"'some/where' is neither a directory here nor .*no network"):
+    with pytest.raises(
+        CheckpointError, match=r"'some/where' is neither a directory here nor .*no network"
+    ):
         hfscale.upcycle("some/where")
 
 
 def test_the_dense_model_is_not_written_over(tmp_path: Path) -> None:
     source = save_dense(tmp_path / "dense")
-    with pytest.raises(ConfigError, match="holds the dense model, which would be overwritten: name another"):
+    with pytest.raises(
+        ConfigError, match="holds the dense model, which would be overwritten: name another"
+    ):
         hfscale.upcycle(source, tmp_path / "x" / ".." / "dense")
     assert load(source).config.model_type == "llama"
 
 
-def test_a_write_that_fails_leaves_the_earlier_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_that_fails_leaves_the_earlier_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = save_dense(tmp_path / "dense")
     target = hfscale.upcycle(source, tmp_path / "mixture", num_experts=2)
     before = stored(target)

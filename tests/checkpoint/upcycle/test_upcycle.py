@@ -14,27 +14,59 @@ from hfscale.checkpoint.upcycle.moe_targets import FAMILIES
 from .dense import IDS, distance, load, logits, save_dense, stored
 
 LLAMA3 = {
-    **{"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "original_max_position_embeddings": 16},
+    **{
+        "rope_type": "llama3",
+        "rope_theta": 5e5,
+        "factor": 8.0,
+        "original_max_position_embeddings": 16,
+    },
     **{"low_freq_factor": 1.0, "high_freq_factor": 4.0},
 }
 # Per family, features that have to carry over: each changes the logits.
 FEATURES: dict[str, list[dict[str, Any]]] = {
     "llama": [
-        {"tie_word_embeddings": True, "head_dim": 16, "rope_parameters": LLAMA3, "hidden_act": "gelu"},
-        {"rms_norm_eps": 1e-2, "rope_parameters": {"rope_type": "default", "rope_theta": 50.0}, "sliding_window": 3},
+        {
+            "tie_word_embeddings": True,
+            "head_dim": 16,
+            "rope_parameters": LLAMA3,
+            "hidden_act": "gelu",
+        },
+        {
+            "rms_norm_eps": 1e-2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 50.0},
+            "sliding_window": 3,
+        },
     ],
-    "mistral": [{"sliding_window": 5, "head_dim": 16}, {"tie_word_embeddings": True, "sliding_window": None}],
+    "mistral": [
+        {"sliding_window": 5, "head_dim": 16},
+        {"tie_word_embeddings": True, "sliding_window": None},
+    ],
     "qwen2": [
-        {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1, "tie_word_embeddings": True},
+        {
+            "use_sliding_window": True,
+            "sliding_window": 4,
+            "max_window_layers": 1,
+            "tie_word_embeddings": True,
+        },
         {},
     ],
     "qwen3": [
         {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0, "head_dim": 16},
-        {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 3, "attention_bias": True},
+        {
+            "use_sliding_window": True,
+            "sliding_window": 4,
+            "max_window_layers": 3,
+            "attention_bias": True,
+        },
     ],
     "olmo2": [{"attention_bias": True, "num_key_value_heads": 4}, {"tie_word_embeddings": True}],
     "granite": [
-        {"attention_bias": True, "embedding_multiplier": 3.0, "logits_scaling": 2.0, "tie_word_embeddings": True},
+        {
+            "attention_bias": True,
+            "embedding_multiplier": 3.0,
+            "logits_scaling": 2.0,
+            "tie_word_embeddings": True,
+        },
         {"residual_multiplier": 0.5, "attention_multiplier": 0.2},
     ],
 }
@@ -51,7 +83,9 @@ def test_every_family_is_tested() -> None:
     "mistral-1-torch.float32-1e-05",
     "olmo2-0-torch.float32-1e-05",
 )
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-12)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-12)], ids=str
+)
 @pytest.mark.parametrize(("family", "features"), CASES)
 def test_a_mixture_computes_what_the_dense_model_does(
     tmp_path: Path, family: str, features: int, dtype: torch.dtype, tolerance: float
@@ -74,7 +108,11 @@ def test_a_mixture_computes_what_the_dense_model_does(
 def test_both_write_the_same(tmp_path: Path, family: str) -> None:
     source = save_dense(tmp_path / "dense", family, torch.float64, **FEATURES[family][0])
     mixture = load(hfscale.upcycle(source, tmp_path / "mixture", num_experts=4))
-    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}  # past the windows, from the cache
+    options = {
+        "max_new_tokens": 12,
+        "do_sample": False,
+        "eos_token_id": None,
+    }  # past the windows, from the cache
     assert torch.equal(load(source).generate(IDS, **options), mixture.generate(IDS, **options))
 
 
@@ -138,11 +176,16 @@ def test_every_second_layer(tmp_path: Path, family: str) -> None:
 
 def test_a_shared_expert_gives_half(tmp_path: Path) -> None:
     source = save_dense(tmp_path / "dense", "qwen2")
-    found, dense = stored(hfscale.upcycle(source, tmp_path / "mixture", num_experts=2)), stored(source)
+    found = stored(hfscale.upcycle(source, tmp_path / "mixture", num_experts=2))
+    dense = stored(source)
     for projection, share in (("gate", 1), ("up", 1), ("down", 0.5)):
         whole = dense[f"model.layers.1.mlp.{projection}_proj.weight"]
-        assert torch.equal(found[f"model.layers.1.mlp.shared_expert.{projection}_proj.weight"], whole)
-        assert torch.equal(found[f"model.layers.1.mlp.experts.1.{projection}_proj.weight"], whole * share)
+        assert torch.equal(
+            found[f"model.layers.1.mlp.shared_expert.{projection}_proj.weight"], whole
+        )
+        assert torch.equal(
+            found[f"model.layers.1.mlp.experts.1.{projection}_proj.weight"], whole * share
+        )
 
 
 def test_it_loads_with_hfscale_and_trains(tmp_path: Path) -> None:
@@ -151,7 +194,9 @@ def test_it_loads_with_hfscale_and_trains(tmp_path: Path) -> None:
     model = hfscale.from_pretrained(target).train()
     batch = {"input_ids": IDS, "labels": IDS}
     dense = hfscale.from_pretrained(source).train()
-    assert hfscale.train_step(model, batch).item() == pytest.approx(hfscale.train_step(dense, batch).item(), rel=1e-5)
+    assert hfscale.train_step(model, batch).item() == pytest.approx(
+        hfscale.train_step(dense, batch).item(), rel=1e-5
+    )
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
         assert parameter.grad.abs().max() > 0, name  # the router's too
@@ -167,7 +212,13 @@ def test_all_that_trains_gets_a_gradient_beside_a_shared_expert(tmp_path: Path) 
 
 def test_tokenizer_and_generation_come_along_and_the_card_does_not(tmp_path: Path) -> None:
     source = save_dense(tmp_path / "dense")
-    kept = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "merges.txt", "chat_template.jinja"]
+    kept = [
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "merges.txt",
+        "chat_template.jinja",
+    ]
     for name in [*kept, "README.md", "optimizer.pt"]:
         (source / name).write_text(name)
     GenerationConfig(temperature=0.3, do_sample=True, eos_token_id=5).save_pretrained(source)

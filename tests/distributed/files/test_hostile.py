@@ -24,9 +24,18 @@ from ...tiny_models import tiny
 F = '"dtype":"F32"'
 HEADERS = {
     "beyond the file": (b'{"a":{%s,"shape":[4],"data_offsets":[0,16]}}', 8),
-    "overlapping": (b'{"a":{%s,"shape":[2],"data_offsets":[0,8]},"b":{%s,"shape":[2],"data_offsets":[4,12]}}', 12),
-    "a gap": (b'{"a":{%s,"shape":[1],"data_offsets":[0,4]},"b":{%s,"shape":[1],"data_offsets":[8,12]}}', 12),
-    "twice": (b'{"a":{%s,"shape":[1],"data_offsets":[0,4]},"a":{%s,"shape":[1],"data_offsets":[0,4]}}', 4),
+    "overlapping": (
+        b'{"a":{%s,"shape":[2],"data_offsets":[0,8]},"b":{%s,"shape":[2],"data_offsets":[4,12]}}',
+        12,
+    ),
+    "a gap": (
+        b'{"a":{%s,"shape":[1],"data_offsets":[0,4]},"b":{%s,"shape":[1],"data_offsets":[8,12]}}',
+        12,
+    ),
+    "twice": (
+        b'{"a":{%s,"shape":[1],"data_offsets":[0,4]},"a":{%s,"shape":[1],"data_offsets":[0,4]}}',
+        4,
+    ),
     "negative shape": (b'{"a":{%s,"shape":[-1,-1],"data_offsets":[0,4]}}', 4),
     "huge shape": (b'{"a":{%s,"shape":[1000000000000],"data_offsets":[0,4]}}', 4),
     "huge empty shape": (b'{"a":{%s,"shape":[0,99999999999999999999999],"data_offsets":[0,0]}}', 0),
@@ -39,7 +48,9 @@ HEADERS = {
 
 def written(path: Path, header: bytes, data: int, length: int | None = None) -> Path:
     header = header.replace(b"%s", F.encode())
-    path.write_bytes(struct.pack("<Q", len(header) if length is None else length) + header + bytes(data))
+    path.write_bytes(
+        struct.pack("<Q", len(header) if length is None else length) + header + bytes(data)
+    )
     return path
 
 
@@ -76,11 +87,15 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
 def index_of(directory: Path, *names: Any) -> Path:
     directory.mkdir(exist_ok=True)
     path = directory / "model.safetensors.index.json"
-    path.write_text(json.dumps({"weight_map": {str(number): name for number, name in enumerate(names)}}))
+    path.write_text(
+        json.dumps({"weight_map": {str(number): name for number, name in enumerate(names)}})
+    )
     return path
 
 
-@pytest.mark.parametrize("name", ["../x.safetensors", "/etc/passwd", "a/../../x.safetensors", "", 7, None, ["x"]])
+@pytest.mark.parametrize(
+    "name", ["../x.safetensors", "/etc/passwd", "a/../../x.safetensors", "", 7, None, ["x"]]
+)
 def test_names_that_leave_the_directory(tmp_path: Path, name: Any) -> None:
     with pytest.raises(CheckpointError, match="index"):
         named_files(index_of(tmp_path / "checkpoint", name))
@@ -127,8 +142,12 @@ def state(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     return model, directory
 
 
-@pytest.mark.parametrize("change", [{"shape": [10**9, 10**9]}, {"cuts": [["tp", 0, 10**12, [], []]]}], ids=str)
-def test_a_state_of_more_than_its_files_hold(state: tuple[Any, Path], tmp_path: Path, change: Any) -> None:
+@pytest.mark.parametrize(
+    "change", [{"shape": [10**9, 10**9]}, {"cuts": [["tp", 0, 10**12, [], []]]}], ids=str
+)
+def test_a_state_of_more_than_its_files_hold(
+    state: tuple[Any, Path], tmp_path: Path, change: Any
+) -> None:
     shutil.copytree(state[1], tmp_path / "state")
     told = json.loads((tmp_path / "state" / INDEX).read_text())
     next(iter(told["tensors"].values())).update(change)

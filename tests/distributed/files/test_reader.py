@@ -43,7 +43,12 @@ def bytes_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize("dtype", list(NAMES), ids=str)
 def test_every_type_reads_like_safetensors(dtype: torch.dtype, tmp_path: Path) -> None:
-    stored = {"m": _tensor(dtype, 5, 3), "s": _tensor(dtype), "e": _tensor(dtype, 0, 3), "v": _tensor(dtype, 7)}
+    stored = {
+        "m": _tensor(dtype, 5, 3),
+        "s": _tensor(dtype),
+        "e": _tensor(dtype, 0, 3),
+        "v": _tensor(dtype, 7),
+    }
     save_file(stored, tmp_path / "f.safetensors")
     expected = load_file(tmp_path / "f.safetensors")
     slices = SafetensorsFile(tmp_path / "f.safetensors").slices()
@@ -51,7 +56,10 @@ def test_every_type_reads_like_safetensors(dtype: torch.dtype, tmp_path: Path) -
     with safe_open(tmp_path / "f.safetensors", "pt") as file:
         for name, lazy in slices.items():
             theirs = file.get_slice(name)
-            assert (lazy.get_dtype(), lazy.get_shape()) == (theirs.get_dtype(), list(theirs.get_shape()))
+            assert (lazy.get_dtype(), lazy.get_shape()) == (
+                theirs.get_dtype(),
+                list(theirs.get_shape()),
+            )
             read = lazy[...]
             assert (read.dtype, read.shape) == (dtype, expected[name].shape)
             assert torch.equal(_bits(read), _bits(expected[name]))
@@ -59,20 +67,30 @@ def test_every_type_reads_like_safetensors(dtype: torch.dtype, tmp_path: Path) -
 
 
 @given(data=st.data())
-@settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    deadline=None, max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 def test_any_box(data: st.DataObject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader, "_BLOCK_BYTES", data.draw(st.sampled_from([1, 64, 1 << 20])))  # several row blocks
+    monkeypatch.setattr(
+        reader, "_BLOCK_BYTES", data.draw(st.sampled_from([1, 64, 1 << 20]))
+    )  # several row blocks
     shape = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3))
     whole = torch.arange(float(torch.Size(shape).numel())).view(shape)
     save_file({"before": torch.ones(3), "t": whole, "z": torch.ones(2)}, tmp_path / "f.safetensors")
-    spans = tuple(tuple(sorted(data.draw(st.tuples(st.integers(0, size), st.integers(0, size))))) for size in shape)
+    spans = tuple(
+        tuple(sorted(data.draw(st.tuples(st.integers(0, size), st.integers(0, size)))))
+        for size in shape
+    )
     read = SafetensorsFile(tmp_path / "f.safetensors").slices()["t"].read(spans)
     assert torch.equal(read, whole[tuple(slice(*span) for span in spans)])
     assert read.is_contiguous()
 
 
 def test_a_slice_of_rows_reads_only_its_bytes(tmp_path: Path, bytes_read: list[int]) -> None:
-    save_file({"t": _tensor(torch.float32, 100, 8), "u": _tensor(torch.float32, 50)}, tmp_path / "f.safetensors")
+    save_file(
+        {"t": _tensor(torch.float32, 100, 8), "u": _tensor(torch.float32, 50)},
+        tmp_path / "f.safetensors",
+    )
     lazy = SafetensorsFile(tmp_path / "f.safetensors").slices()["t"]
     assert bytes_read == []  # opening reads no tensor
     lazy.read(((25, 50), (0, 8)))
@@ -92,7 +110,9 @@ def test_a_slice_of_columns_reads_its_rows_in_blocks(
 
 def test_an_empty_share_reads_nothing(tmp_path: Path, bytes_read: list[int]) -> None:
     save_file({"t": _tensor(torch.float32, 4, 2)}, tmp_path / "f.safetensors")
-    assert SafetensorsFile(tmp_path / "f.safetensors").slices()["t"].read(((4, 4), (0, 2))).shape == (0, 2)
+    assert SafetensorsFile(tmp_path / "f.safetensors").slices()["t"].read(
+        ((4, 4), (0, 2))
+    ).shape == (0, 2)
     assert bytes_read == []
 
 
@@ -101,7 +121,9 @@ def test_short_reads_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     save_file({"t": whole}, tmp_path / "f.safetensors")
     lazy = SafetensorsFile(tmp_path / "f.safetensors").slices()["t"]
     stock = os.preadv
-    monkeypatch.setattr(os, "preadv", lambda file, buffers, offset: stock(file, [buffers[0][:7]], offset))
+    monkeypatch.setattr(
+        os, "preadv", lambda file, buffers, offset: stock(file, [buffers[0][:7]], offset)
+    )
     assert torch.equal(lazy[...], whole)
 
 
@@ -175,13 +197,18 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
 
 def test_bytes_that_do_not_match_the_shape(tmp_path: Path) -> None:
     path = _write(tmp_path / "f.safetensors", {"t": {**_ENTRY, "shape": [3]}}, bytes(8))
-    with pytest.raises(CheckpointError, match=r"t of shape \(3,\) and type F32 has 8 bytes, so the file is damaged"):
+    with pytest.raises(
+        CheckpointError, match=r"t of shape \(3,\) and type F32 has 8 bytes, so the file is damaged"
+    ):
         SafetensorsFile(path).slices()
 
 
 def test_a_type_that_is_not_read(tmp_path: Path) -> None:
     path = _write(tmp_path / "f.safetensors", {"t": {**_ENTRY, "dtype": "F4"}}, bytes(8))
-    with pytest.raises(CheckpointError, match="t has the type F4, which hfscale does not read: convert it to one of"):
+    with pytest.raises(
+        CheckpointError,
+        match="t has the type F4, which hfscale does not read: convert it to one of",
+    ):
         SafetensorsFile(path).slices()
 
 

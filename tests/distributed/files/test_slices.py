@@ -20,12 +20,15 @@ def _on_disk(whole: torch.Tensor, directory: Path) -> SafetensorsFile:
 
 
 @given(data=st.data())
-@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 def test_reads_what_the_plan_takes(data: st.DataObject, tmp_path: Path) -> None:
     shape = data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=3))
     cuts = []
     for axis in data.draw(st.sampled_from([(), ("tp",), ("dp_shard",), ("tp", "dp_shard")])):
-        dim, parts = data.draw(st.integers(0, len(shape) - 1)), ()
+        dim = data.draw(st.integers(0, len(shape) - 1))
+        parts = ()
         if axis == "tp" and data.draw(st.booleans()):
             parts = tuple(data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
             shape[dim] = sum(parts)

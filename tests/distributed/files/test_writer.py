@@ -10,7 +10,14 @@ from safetensors.torch import load_file, save_file
 
 from hfscale import CheckpointError
 from hfscale.distributed.files.reader import NAMES, SafetensorsFile
-from hfscale.distributed.files.writer import INDEX, STALE, WEIGHTS, CheckpointWriter, bytes_of, write_tensors
+from hfscale.distributed.files.writer import (
+    INDEX,
+    STALE,
+    WEIGHTS,
+    CheckpointWriter,
+    bytes_of,
+    write_tensors,
+)
 from hfscale.train.runtime.writing import atomic_directory
 
 
@@ -24,9 +31,16 @@ def _tensors() -> dict[str, torch.Tensor]:
     }
 
 
-def _write(directory: Path, tensors: dict[str, torch.Tensor], size: str | int = "5GB", reverse: bool = False) -> None:
+def _write(
+    directory: Path,
+    tensors: dict[str, torch.Tensor],
+    size: str | int = "5GB",
+    reverse: bool = False,
+) -> None:
     with atomic_directory(directory, stale=STALE) as staging:
-        writer = CheckpointWriter(staging.path, {name: tensor.to("meta") for name, tensor in tensors.items()}, size)
+        writer = CheckpointWriter(
+            staging.path, {name: tensor.to("meta") for name, tensor in tensors.items()}, size
+        )
         for name in reversed(tensors) if reverse else tensors:
             writer.add(name, tensors[name])
         writer.finish()
@@ -51,19 +65,27 @@ def test_one_file_reads_with_safetensors(reverse: bool, tmp_path: Path) -> None:
 
 def test_tensors_lie_as_safetensors_writes_them(tmp_path: Path) -> None:
     """The largest types first, then by name, so that every offset is a multiple of its type."""
-    tensors = {f"{dtype}".removeprefix("torch."): torch.ones(3, dtype=torch.uint8).to(dtype) for dtype in NAMES}
+    tensors = {
+        f"{dtype}".removeprefix("torch."): torch.ones(3, dtype=torch.uint8).to(dtype)
+        for dtype in NAMES
+    }
     tensors |= {f"a.{name}": tensor[:1].clone() for name, tensor in tensors.items()}
     write_tensors(tmp_path / "one", tensors)
     save_file(tensors, tmp_path / "other")
     _write(tmp_path / "new", tensors)
-    places = [SafetensorsFile(tmp_path / name).header for name in ("one", "other", f"new/{WEIGHTS}")]
+    places = [
+        SafetensorsFile(tmp_path / name).header for name in ("one", "other", f"new/{WEIGHTS}")
+    ]
     for found in places:
         found.pop("__metadata__", None)
         for name, entry in found.items():
             assert entry["data_offsets"][0] % tensors[name].itemsize == 0
     assert places[0] == places[1] == places[2]
     loaded = load_file(tmp_path / "one")
-    assert all(torch.equal(bytes_seen(loaded[name]), bytes_seen(tensor)) for name, tensor in tensors.items())
+    assert all(
+        torch.equal(bytes_seen(loaded[name]), bytes_seen(tensor))
+        for name, tensor in tensors.items()
+    )
 
 
 def bytes_seen(tensor: torch.Tensor) -> torch.Tensor:
@@ -109,7 +131,11 @@ def test_views_are_written_as_they_look(tmp_path: Path) -> None:
 
 def test_earlier_weights_are_replaced_whatever_their_shape(tmp_path: Path) -> None:
     _write(tmp_path, _tensors(), 40)
-    for name in ("pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "pytorch_model.bin.index.json"):
+    for name in (
+        "pytorch_model.bin",
+        "pytorch_model-00001-of-00002.bin",
+        "pytorch_model.bin.index.json",
+    ):
         (tmp_path / name).write_text("old")
     kept = ["adapter_model.safetensors", "config.json", "model_card.safetensors", "tokenizer.json"]
     for name in kept:
@@ -133,7 +159,9 @@ def test_nothing_moves_before_the_end(tmp_path: Path) -> None:
 
 def test_what_a_killed_save_left_does_not_become_part_of_the_next(tmp_path: Path) -> None:
     (tmp_path / ".incomplete").mkdir()
-    (tmp_path / ".incomplete" / WEIGHTS).write_text("half a model, which would be preferred to the shards")
+    (tmp_path / ".incomplete" / WEIGHTS).write_text(
+        "half a model, which would be preferred to the shards"
+    )
     _write(tmp_path, {"t": torch.ones(20), "u": torch.ones(20)}, 80)
     assert WEIGHTS not in _weights(tmp_path)
 
@@ -141,7 +169,9 @@ def test_what_a_killed_save_left_does_not_become_part_of_the_next(tmp_path: Path
 def test_a_tensor_that_never_came_is_not_zeros(tmp_path: Path) -> None:
     _write(tmp_path, {"t": torch.ones(2)})
     with atomic_directory(tmp_path, stale=STALE) as staging:
-        writer = CheckpointWriter(staging.path, {name: torch.empty(2, device="meta") for name in "tuv"}, "5GB")
+        writer = CheckpointWriter(
+            staging.path, {name: torch.empty(2, device="meta") for name in "tuv"}, "5GB"
+        )
         writer.add("u", torch.ones(2))
         with pytest.raises(CheckpointError, match="these tensors were not written: t, v"):
             writer.finish()
@@ -153,7 +183,9 @@ def test_a_tensor_that_never_came_is_not_zeros(tmp_path: Path) -> None:
 
 def test_a_tensor_that_is_not_the_announced_one_is_refused(tmp_path: Path) -> None:
     writer = CheckpointWriter(tmp_path, {"t": torch.empty(2, device="meta")}, "5GB")
-    with pytest.raises(CheckpointError, match=r"t was announced as \(2,\) of torch.float32 and arrived as \(3,\)"):
+    with pytest.raises(
+        CheckpointError, match=r"t was announced as \(2,\) of torch.float32 and arrived as \(3,\)"
+    ):
         writer.add("t", torch.ones(3))  # it would overwrite its neighbour
     with pytest.raises(CheckpointError, match=r"arrived as \(2,\) of torch.int32"):
         writer.add("t", torch.ones(2, dtype=torch.int32))
@@ -167,11 +199,17 @@ def test_a_tensor_that_is_not_the_announced_one_is_refused(tmp_path: Path) -> No
 
 def test_a_size_that_is_none_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
-        CheckpointError, match=r"max_shard_size='64 bytes' is not a size: use a number of bytes, or .*'5GB'"
+        CheckpointError,
+        match=r"max_shard_size='64 bytes' is not a size: use a number of bytes, or .*'5GB'",
     ):
         CheckpointWriter(tmp_path, {"t": torch.empty(2, device="meta")}, "64 bytes")
 
 
 def test_a_type_without_a_name_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"t has the type torch.complex128, which safetensors files cannot hold"):
-        CheckpointWriter(tmp_path, {"t": torch.empty(2, dtype=torch.complex128, device="meta")}, "5GB")
+    with pytest.raises(
+        CheckpointError,
+        match=r"t has the type torch.complex128, which safetensors files cannot hold",
+    ):
+        CheckpointWriter(
+            tmp_path, {"t": torch.empty(2, dtype=torch.complex128, device="meta")}, "5GB"
+        )

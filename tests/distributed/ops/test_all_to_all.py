@@ -19,12 +19,19 @@ TABLES = {
 }
 
 
-def exchanged(table: list[list[int]], dtype: torch.dtype, strided: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    rank, group = dist.get_rank(), dist.group.WORLD
+def exchanged(
+    table: list[list[int]], dtype: torch.dtype, strided: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rank = dist.get_rank()
+    group = dist.group.WORLD
     rows = [(rank, to, number) for to, count in enumerate(table[rank]) for number in range(count)]
     x = torch.tensor(rows, dtype=dtype).view(-1, 3)
     x = x.t().contiguous().t() if strided else x
-    counts = all_to_all(torch.tensor(table[rank]).view(-1, 1), [1] * 4, [1] * 4, group).flatten().tolist()
+    counts = (
+        all_to_all(torch.tensor(table[rank]).view(-1, 1), [1] * 4, [1] * 4, group)
+        .flatten()
+        .tolist()
+    )
     there = all_to_all(x, table[rank], counts, group)
     assert torch.equal(all_to_all(there, counts, table[rank], group), x)
     return torch.tensor(counts), there
@@ -32,11 +39,15 @@ def exchanged(table: list[list[int]], dtype: torch.dtype, strided: bool) -> tupl
 
 @pytest.mark.parametrize("name", TABLES)
 @pytest.mark.parametrize(("dtype", "strided"), [(torch.float64, False), (torch.bfloat16, True)])
-def test_rows_arrive_in_the_order_of_their_senders(pools: Pools, name: str, dtype: torch.dtype, strided: bool) -> None:
+def test_rows_arrive_in_the_order_of_their_senders(
+    pools: Pools, name: str, dtype: torch.dtype, strided: bool
+) -> None:
     table = TABLES[name]
     for rank, (counts, rows) in enumerate(pools(4).run(exchanged, table, dtype, strided)):
         assert counts.tolist() == [line[rank] for line in table]
-        expected = [[sender, rank, i] for sender, line in enumerate(table) for i in range(line[rank])]
+        expected = [
+            [sender, rank, i] for sender, line in enumerate(table) for i in range(line[rank])
+        ]
         assert rows.dtype == dtype
         assert rows.long().tolist() == expected
 

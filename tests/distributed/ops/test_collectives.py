@@ -47,7 +47,9 @@ def test_parts_are_summed(pools: Pools) -> None:
         torch.testing.assert_close(grad, parts[rank].grad, rtol=1e-14, atol=1e-14)
 
 
-def gathered(shape: tuple[int, ...], dim: int, lengths: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+def gathered(
+    shape: tuple[int, ...], dim: int, lengths: Sequence[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
     own = piece(values(0, *shape), lengths, dim, dist.get_rank()).clone().requires_grad_()
     whole = collectives.gather_from_tp_region(own, lengths, dist.group.WORLD, dim)
     loss(whole, values(1, *shape)).backward()
@@ -68,7 +70,8 @@ def test_gathering_for_equal_computations(
 def gathered_for_parts(
     shape: tuple[int, ...], dim: int, lengths: Sequence[int], again: bool
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
-    rank, group = dist.get_rank(), dist.group.WORLD
+    rank = dist.get_rank()
+    group = dist.group.WORLD
     own = piece(values(0, *shape), lengths, dim, rank).clone().requires_grad_()
     known = values(0, *shape) if again else None
     with count_traffic() as traffic:
@@ -85,23 +88,31 @@ def test_gathering_for_different_computations(
     """What is known already is not gathered again, and has the same gradient."""
     x = values(0, *shape).requires_grad_()
     sum(loss(x, values(1 + rank, *shape)) for rank in range(2)).backward()
-    for rank, (whole, grad, calls) in enumerate(pools(2).run(gathered_for_parts, shape, dim, lengths, again)):
+    for rank, (whole, grad, calls) in enumerate(
+        pools(2).run(gathered_for_parts, shape, dim, lengths, again)
+    ):
         assert (calls == 0) == again
         assert torch.equal(whole, x.detach())
         torch.testing.assert_close(grad, piece(x.grad, lengths, dim, rank), rtol=1e-14, atol=1e-14)
 
 
-def scattered(shape: tuple[int, ...], dim: int, lengths: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+def scattered(
+    shape: tuple[int, ...], dim: int, lengths: Sequence[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
     rank = dist.get_rank()
     whole = values(0, *shape).requires_grad_()
     own = collectives.scatter_to_tp_region(whole, lengths, dist.group.WORLD, dim)
-    assert own.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr()  # so that the whole can be given up
+    assert (
+        own.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr()
+    )  # so that the whole can be given up
     loss(own, piece(values(1, *shape), lengths, dim, rank)).backward()
     return own.detach(), whole.grad
 
 
 @cuts
-def test_cutting_a_tensor(pools: Pools, shape: tuple[int, ...], dim: int, lengths: Sequence[int]) -> None:
+def test_cutting_a_tensor(
+    pools: Pools, shape: tuple[int, ...], dim: int, lengths: Sequence[int]
+) -> None:
     x = values(0, *shape).requires_grad_()
     loss(x, values(1, *shape)).backward()
     for rank, (own, grad) in enumerate(pools(2).run(scattered, shape, dim, lengths)):
@@ -109,7 +120,9 @@ def test_cutting_a_tensor(pools: Pools, shape: tuple[int, ...], dim: int, length
         torch.testing.assert_close(grad, x.grad, rtol=1e-14, atol=1e-14)
 
 
-def summed_and_cut(shape: tuple[int, ...], dim: int, lengths: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+def summed_and_cut(
+    shape: tuple[int, ...], dim: int, lengths: Sequence[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
     rank = dist.get_rank()
     part = values(rank, *shape).requires_grad_()
     own = collectives.reduce_scatter_to_sequence_region(part, lengths, dist.group.WORLD, dim)
@@ -118,12 +131,16 @@ def summed_and_cut(shape: tuple[int, ...], dim: int, lengths: Sequence[int]) -> 
 
 
 @cuts
-def test_summing_and_cutting(pools: Pools, shape: tuple[int, ...], dim: int, lengths: Sequence[int]) -> None:
+def test_summing_and_cutting(
+    pools: Pools, shape: tuple[int, ...], dim: int, lengths: Sequence[int]
+) -> None:
     parts = [values(rank, *shape).requires_grad_() for rank in range(2)]
     whole = parts[0] + parts[1]
     loss(whole, values(9, *shape)).backward()
     for rank, (own, grad) in enumerate(pools(2).run(summed_and_cut, shape, dim, lengths)):
-        torch.testing.assert_close(own, piece(whole.detach(), lengths, dim, rank), rtol=1e-14, atol=1e-14)
+        torch.testing.assert_close(
+            own, piece(whole.detach(), lengths, dim, rank), rtol=1e-14, atol=1e-14
+        )
         torch.testing.assert_close(grad, parts[rank].grad, rtol=1e-14, atol=1e-14)
 
 

@@ -9,27 +9,38 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from hfscale.distributed.ops.divergence import DivergenceTerms, StoredRows, TeacherRows, log_sum_exps, top_tokens
+from hfscale.distributed.ops.divergence import (
+    DivergenceTerms,
+    StoredRows,
+    TeacherRows,
+    log_sum_exps,
+    top_tokens,
+)
 from hfscale.distributed.ops.head_cross_entropy import AnyRows, LinearRows, head_cross_entropy
 from hfscale.distributed.ops.vocab_cross_entropy import VocabularySlice
 from hfscale.testing import RankPool
 
 from .pieces import piece, values
 
-ROWS, HIDDEN, WIDER, LENGTHS = 9, 4, 6, (5, 2)
+ROWS = 9
+HIDDEN = 4
+WIDER = 6
+LENGTHS = (5, 2)
 IGNORED = [1, 4, 8]
 CASES = [(0.0, 1.0), (1.0, 1.0), (0.5, 1.0), (0.1, 2.0), (1.0, 0.7), (0.0, 3.0)]
 
 
 def divergence(logits: Tensor, teacher: Tensor, beta: float, temperature: float) -> Tensor:
     """The definition, row by row."""
-    log_p, log_q = (logits / temperature).log_softmax(-1), (teacher / temperature).log_softmax(-1)
+    log_p = (logits / temperature).log_softmax(-1)
+    log_q = (teacher / temperature).log_softmax(-1)
     return between(log_p, log_q, beta)
 
 
 def bucketed(logits: Tensor, teacher: Tensor, beta: float, temperature: float, k: int) -> Tensor:
     """The divergence of ``k + 1`` events: the teacher's first tokens, and any other."""
-    log_p, log_q = (logits / temperature).log_softmax(-1), (teacher / temperature).log_softmax(-1)
+    log_p = (logits / temperature).log_softmax(-1)
+    log_q = (teacher / temperature).log_softmax(-1)
     if k == logits.shape[-1]:
         return between(log_p, log_q, beta)
     chosen = log_q.topk(k).indices
@@ -57,8 +68,14 @@ def _case(rank: int | None) -> tuple[Tensor, ...]:
     """Hidden rows and weight of the student and the teacher, targets of which three are ignored."""
     targets = torch.randint(sum(LENGTHS), (ROWS,), generator=torch.Generator().manual_seed(2))
     targets[IGNORED] = -100
-    weights = [values(1, sum(LENGTHS), HIDDEN), values(4, sum(LENGTHS), WIDER), values(5, sum(LENGTHS))]
-    own = [weight if rank is None else piece(weight, LENGTHS, 0, rank).clone() for weight in weights]
+    weights = [
+        values(1, sum(LENGTHS), HIDDEN),
+        values(4, sum(LENGTHS), WIDER),
+        values(5, sum(LENGTHS)),
+    ]
+    own = [
+        weight if rank is None else piece(weight, LENGTHS, 0, rank).clone() for weight in weights
+    ]
     return (
         values(0, ROWS, HIDDEN).requires_grad_(),
         own[0].requires_grad_(),
@@ -72,7 +89,9 @@ def _tanh(logits: Tensor) -> Tensor:
     return 3 * torch.tanh(logits / 3)
 
 
-def computed(beta: float, temperature: float, by_hand: bool, top_k: int | None = None) -> tuple[Tensor, ...]:
+def computed(
+    beta: float, temperature: float, by_hand: bool, top_k: int | None = None
+) -> tuple[Tensor, ...]:
     rank = dist.get_rank()
     hidden, weight, teacher, its_weight, its_bias, targets = _case(rank)
     vocabulary = VocabularySlice(sum(LENGTHS[:rank]), sum(LENGTHS), max(LENGTHS), dist.group.WORLD)
@@ -83,7 +102,9 @@ def computed(beta: float, temperature: float, by_hand: bool, top_k: int | None =
     its_logits = F.linear(teacher, its_weight, its_bias)
     given: dict[str, Any] = {"beta": beta, "temperature": temperature, "entropy": entropy}
     if top_k is None:
-        rows: Any = TeacherRows(hidden=teacher, weight=its_weight, bias=its_bias, finish=_tanh, **given)
+        rows: Any = TeacherRows(
+            hidden=teacher, weight=its_weight, bias=its_bias, finish=_tanh, **given
+        )
     else:
         stored = top_tokens(_tanh(its_logits), top_k, temperature, vocabulary)
         rows = StoredRows(**dict(zip(("stored", "tokens", "rest"), stored, strict=True)), **given)
@@ -97,10 +118,15 @@ def computed(beta: float, temperature: float, by_hand: bool, top_k: int | None =
 )
 @pytest.mark.parametrize(("beta", "temperature"), CASES)
 def test_two_ranks_equal_autograd(
-    pools: Callable[[int], RankPool], beta: float, temperature: float, by_hand: bool, top_k: int | None
+    pools: Callable[[int], RankPool],
+    beta: float,
+    temperature: float,
+    by_hand: bool,
+    top_k: int | None,
 ) -> None:
     hidden, weight, teacher, its_weight, its_bias, targets = _case(None)
-    logits, its_logits = hidden @ weight.T, _tanh(F.linear(teacher, its_weight, its_bias))
+    logits = hidden @ weight.T
+    its_logits = _tanh(F.linear(teacher, its_weight, its_bias))
     whole = bucketed(logits, its_logits, beta, temperature, top_k or sum(LENGTHS))
     expected = whole[targets != -100].mean()
     (3 * expected).backward()
@@ -110,18 +136,23 @@ def test_two_ranks_equal_autograd(
     torch.testing.assert_close(sum(rank[1] for rank in found), hidden.grad, rtol=1e-12, atol=1e-13)
     for rank, (loss, _, by_weight, entropy) in enumerate(found):
         torch.testing.assert_close(loss, expected.detach(), rtol=1e-13, atol=1e-14)
-        torch.testing.assert_close(by_weight, piece(weight.grad, LENGTHS, 0, rank), rtol=1e-12, atol=1e-13)
+        torch.testing.assert_close(
+            by_weight, piece(weight.grad, LENGTHS, 0, rank), rtol=1e-12, atol=1e-13
+        )
         torch.testing.assert_close(entropy, entropies, rtol=1e-13, atol=1e-14)
 
 
-def terms(logits: Tensor, teacher: Tensor, vocabulary: VocabularySlice, beta: float) -> DivergenceTerms:
+def terms(
+    logits: Tensor, teacher: Tensor, vocabulary: VocabularySlice, beta: float
+) -> DivergenceTerms:
     lse = log_sum_exps([logits, teacher], vocabulary)
     return DivergenceTerms(logits - lse[0], teacher - lse[1], vocabulary, beta, 1.0)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
 def test_an_impossible_token_has_no_term(beta: float) -> None:
-    logits, teacher = values(0, ROWS, 7), values(1, ROWS, 7)
+    logits = values(0, ROWS, 7)
+    teacher = values(1, ROWS, 7)
     whole = VocabularySlice(0, 7, 7)
     plain = terms(logits[:, :5], teacher[:, :5], VocabularySlice(0, 5, 5), beta)
     logits[:, 5:], teacher[:, 5:] = -torch.inf, -torch.inf

@@ -16,9 +16,12 @@ from hfscale.parallel.pipeline.split import backward_of_input, backward_of_weigh
 from .pieces import Products
 
 
-def loop(x: Tensor, weight: Tensor, bias: Tensor | None, counts: list[int], transposed: bool) -> Tensor:
+def loop(
+    x: Tensor, weight: Tensor, bias: Tensor | None, counts: list[int], transposed: bool
+) -> Tensor:
     """What it stands for."""
-    out, start = [], 0
+    out = []
+    start = 0
     for group, count in enumerate(counts):
         matrix = weight[group] if transposed else weight[group].t()
         rows = x[start : start + count] @ matrix
@@ -27,11 +30,15 @@ def loop(x: Tensor, weight: Tensor, bias: Tensor | None, counts: list[int], tran
     return torch.cat(out)
 
 
-def inputs(counts: list[int], wide: int, out: int, transposed: bool, biased: bool, seed: int) -> list[Tensor]:
+def inputs(
+    counts: list[int], wide: int, out: int, transposed: bool, biased: bool, seed: int
+) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     shape = (len(counts), wide, out) if transposed else (len(counts), out, wide)
     shapes = [(sum(counts), wide), shape, *([(len(counts), out)] if biased else [])]
-    return [torch.randn(s, dtype=torch.float64, generator=generator).requires_grad_() for s in shapes]
+    return [
+        torch.randn(s, dtype=torch.float64, generator=generator).requires_grad_() for s in shapes
+    ]
 
 
 @settings(max_examples=60, deadline=None)
@@ -43,13 +50,17 @@ def inputs(counts: list[int], wide: int, out: int, transposed: bool, biased: boo
     biased=st.booleans(),
     seed=st.integers(0, 1000),
 )
-def test_equals_a_loop(counts: list[int], wide: int, out: int, transposed: bool, biased: bool, seed: int) -> None:
+def test_equals_a_loop(
+    counts: list[int], wide: int, out: int, transposed: bool, biased: bool, seed: int
+) -> None:
     given_inputs = inputs(counts, wide, out, transposed, biased, seed)
     x, weight, *bias = given_inputs
     expected = loop(x, weight, bias[0] if bias else None, counts, transposed)
     found = grouped_linear(x, weight, bias[0] if bias else None, counts, transposed=transposed)
     torch.testing.assert_close(found, expected)
-    grad = torch.randn(expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed + 1))
+    grad = torch.randn(
+        expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed + 1)
+    )
     for ours, theirs in zip(
         torch.autograd.grad(found, given_inputs, grad),
         torch.autograd.grad(expected, given_inputs, grad, materialize_grads=True),
@@ -73,13 +84,16 @@ def test_each_half_of_a_backward_pass_makes_its_own_products() -> None:
 @pytest.mark.parametrize("counts", [[2, 0, 3], [0, 0], [1]])
 def test_gradients(counts: list[int], transposed: bool) -> None:
     x, weight, bias = inputs(counts, 3, 2, transposed, biased=True, seed=3)
-    assert torch.autograd.gradcheck(lambda *a: grouped_linear(*a, counts, transposed=transposed), (x, weight, bias))
+    assert torch.autograd.gradcheck(
+        lambda *a: grouped_linear(*a, counts, transposed=transposed), (x, weight, bias)
+    )
 
 
 @pytest.mark.parametrize("trains", [(True, False), (False, True)])
 def test_frozen(trains: tuple[bool, bool]) -> None:
     x, weight = (
-        t.detach().requires_grad_(on) for t, on in zip(inputs([2, 0], 3, 2, False, False, 1), trains, strict=True)
+        t.detach().requires_grad_(on)
+        for t, on in zip(inputs([2, 0], 3, 2, False, False, 1), trains, strict=True)
     )
     grouped_linear(x, weight, None, [2, 0]).sum().backward()
     assert (x.grad is not None, weight.grad is not None) == trains
@@ -130,7 +144,10 @@ def test_the_kernel_is_asked_for_what_it_takes(hidden: int, transposed: bool) ->
     with FakeTensorMode():
         offs = torch.empty(4, dtype=torch.int32, device="cuda")
         for width in WIDTHS:
-            x, grad = (torch.empty(8, size, dtype=torch.bfloat16, device="cuda") for size in (hidden, width))
+            x, grad = (
+                torch.empty(8, size, dtype=torch.bfloat16, device="cuda")
+                for size in (hidden, width)
+            )
             shape = (4, hidden, width) if transposed else (4, width, hidden)
             weight = torch.empty(shape, dtype=torch.bfloat16, device="cuda")
             matrix = weight if transposed else weight.transpose(1, 2)

@@ -15,7 +15,9 @@ from hfscale.testing import RankPool
 
 from .pieces import piece, values
 
-ROWS, HIDDEN, LENGTHS = 9, 4, (5, 2)
+ROWS = 9
+HIDDEN = 4
+LENGTHS = (5, 2)
 OPTIONS: list[dict[str, Any]] = [{}, {"divisor": 5}, {"valid": 6}]
 
 
@@ -31,7 +33,9 @@ def _case(rank: int | None) -> tuple[Tensor, Tensor, Tensor]:
 def computed(options: dict[str, Any], smoothing: float) -> tuple[Tensor, Tensor, Tensor]:
     rank = dist.get_rank()
     hidden, weight, targets = _case(rank)
-    vocabulary = VocabularySlice(sum(LENGTHS[:rank]), sum(LENGTHS), max(LENGTHS), dist.group.WORLD, smoothing)
+    vocabulary = VocabularySlice(
+        sum(LENGTHS[:rank]), sum(LENGTHS), max(LENGTHS), dist.group.WORLD, smoothing
+    )
     head = LinearRows(weight, None, None, reusable=True, needed=True)
     loss = head_cross_entropy(hidden, targets, head, vocabulary=vocabulary, **options)
     (3 * loss).backward()
@@ -40,7 +44,9 @@ def computed(options: dict[str, Any], smoothing: float) -> tuple[Tensor, Tensor,
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 @pytest.mark.parametrize("options", OPTIONS, ids=["mean", "divisor", "valid"])
-def test_two_ranks_equal_torch(pools: Callable[[int], RankPool], options: dict[str, Any], smoothing: float) -> None:
+def test_two_ranks_equal_torch(
+    pools: Callable[[int], RankPool], options: dict[str, Any], smoothing: float
+) -> None:
     hidden, weight, targets = _case(None)
     total = F.cross_entropy(hidden @ weight.T, targets, reduction="sum", label_smoothing=smoothing)
     expected = total / options.get("divisor", 6)
@@ -50,4 +56,6 @@ def test_two_ranks_equal_torch(pools: Callable[[int], RankPool], options: dict[s
     torch.testing.assert_close(by_hidden, hidden.grad, rtol=1e-13, atol=1e-13)
     for rank, (loss, _, by_weight) in enumerate(found):
         torch.testing.assert_close(loss, expected.detach(), rtol=1e-13, atol=1e-13)
-        torch.testing.assert_close(by_weight, piece(weight.grad, LENGTHS, 0, rank), rtol=1e-13, atol=1e-13)
+        torch.testing.assert_close(
+            by_weight, piece(weight.grad, LENGTHS, 0, rank), rtol=1e-13, atol=1e-13
+        )

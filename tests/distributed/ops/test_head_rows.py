@@ -12,7 +12,10 @@ from hfscale.distributed.ops.head_cross_entropy import AnyRows, LinearRows
 
 from .pieces import loss, values
 
-ROWS, HIDDEN, VOCABULARY, CHUNKS = 7, 4, 6, (3, 4)
+ROWS = 7
+HIDDEN = 4
+VOCABULARY = 6
+CHUNKS = (3, 4)
 Finish = Callable[[Tensor], Tensor] | None
 
 
@@ -33,14 +36,16 @@ def _head(kind: str, weight: Tensor, bias: Tensor | None, finish: Finish, needed
     ("biased", "trains", "needed"), [(False, True, True), (True, True, False), (True, False, True)]
 )
 def test_chunks_add_up(kind: str, finish: Finish, biased: bool, trains: bool, needed: bool) -> None:
-    rows, weights = values(0, ROWS, HIDDEN), values(3, ROWS, VOCABULARY)
+    rows = values(0, ROWS, HIDDEN)
+    weights = values(3, ROWS, VOCABULARY)
     weight = values(1, VOCABULARY, HIDDEN).requires_grad_(trains)
     bias = values(2, VOCABULARY).requires_grad_() if biased else None
     leaf = rows.clone().requires_grad_(needed)
     logits = F.linear(leaf, weight, bias)
     loss(finish(logits) if finish else logits, weights).backward()
 
-    head, by_rows = _head(kind, weight, bias, finish, needed), []
+    head = _head(kind, weight, bias, finish, needed)
+    by_rows = []
     with torch.no_grad():
         for chunk, its_weights in zip(rows.split(CHUNKS), weights.split(CHUNKS), strict=True):
             found = head.logits(chunk.clone(), True)

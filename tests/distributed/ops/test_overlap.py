@@ -10,7 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from hfscale.distributed.ops.collectives import Started, start_all_gather, start_all_reduce, start_reduce_scatter
+from hfscale.distributed.ops.collectives import (
+    Started,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+)
 from hfscale.distributed.ops.overlap import Products, column_parallel_linear, enter_overlapped
 from hfscale.parallel.pipeline.split import backward_of_input, backward_of_weights
 from hfscale.testing import RankPool
@@ -18,32 +23,42 @@ from hfscale.testing import RankPool
 from . import pieces
 from .pieces import loss, piece, values
 
-ROWS, LENGTHS, IN, OUT = 2, (4, 3), 5, (3, 2)
+ROWS = 2
+LENGTHS = (4, 3)
+IN = 5
+OUT = (3, 2)
 
 
 def _weights(rank: int) -> tuple[Tensor, Tensor, Tensor]:
     """Rows of one projection with a bias, and of one whose weight is stored transposed."""
-    one, other = values(10, sum(OUT), IN), values(11, IN, sum(OUT))
+    one = values(10, sum(OUT), IN)
+    other = values(11, IN, sum(OUT))
     bias = values(12, sum(OUT))
     own = (piece(one, OUT, 0, rank), piece(other, OUT, 1, rank), piece(bias, OUT, 0, rank))
     return tuple(tensor.clone().requires_grad_() for tensor in own)  # type: ignore[return-value]
 
 
 def _of_outputs(rank: int) -> tuple[Tensor, Tensor]:
-    return tuple(piece(values(seed, ROWS, sum(LENGTHS), sum(OUT)), OUT, -1, rank) for seed in (20, 21))  # type: ignore[return-value]
+    return tuple(
+        piece(values(seed, ROWS, sum(LENGTHS), sum(OUT)), OUT, -1, rank) for seed in (20, 21)
+    )  # type: ignore[return-value]
 
 
 def overlapped(sequence: bool, regather: bool) -> dict[str, Tensor]:
-    rank, group = dist.get_rank(), dist.group.WORLD
+    rank = dist.get_rank()
+    group = dist.group.WORLD
     whole = values(0, ROWS, sum(LENGTHS), IN)
     x = (piece(whole, LENGTHS, 1, rank) if sequence else whole).clone().requires_grad_()
-    gather: Any = partial(start_all_gather, lengths=LENGTHS, dim=1, group=group) if sequence else None
+    gather: Any = (
+        partial(start_all_gather, lengths=LENGTHS, dim=1, group=group) if sequence else None
+    )
     scatter = partial(start_reduce_scatter, lengths=LENGTHS, dim=1, group=group)
     reduce: Any = scatter if sequence else lambda grad: start_all_reduce(grad.clone(), group)
     one, other, bias = _weights(rank)
     projections = [(one, False, Products()), (other, True, Products())]
     inside, later = enter_overlapped(x, projections, reduce, gather, regather)
-    first, second = column_parallel_linear(inside, later[0], bias), column_parallel_linear(inside, later[1], None)
+    first = column_parallel_linear(inside, later[0], bias)
+    second = column_parallel_linear(inside, later[1], None)
     weights = _of_outputs(rank)
     (loss(first, weights[0]) + loss(second, weights[1])).backward()
     found = {"first": first.detach(), "second": second.detach()}
@@ -52,23 +67,33 @@ def overlapped(sequence: bool, regather: bool) -> dict[str, Tensor]:
 
 def _plain() -> tuple[Tensor, list[dict[str, Tensor]]]:
     """The gradient of the whole input, and what each rank has of the rest."""
-    x, ranks, total = values(0, ROWS, sum(LENGTHS), IN).requires_grad_(), [], torch.zeros((), dtype=torch.float64)
+    x = values(0, ROWS, sum(LENGTHS), IN).requires_grad_()
+    ranks = []
+    total = torch.zeros((), dtype=torch.float64)
     for rank in range(2):
         one, other, bias = _weights(rank)
-        first, second = F.linear(x, one, bias), x @ other
+        first = F.linear(x, one, bias)
+        second = x @ other
         weights = _of_outputs(rank)
         total = total + loss(first, weights[0]) + loss(second, weights[1])
         ranks.append({"first": first, "second": second, "one": one, "other": other, "bias": bias})
     total.backward()
     grads: Sequence[str] = ("one", "other", "bias")
-    return x.grad, [{k: v.grad if k in grads else v.detach() for k, v in rank.items()} for rank in ranks]  # type: ignore[misc, return-value]
+    return x.grad, [
+        {k: v.grad if k in grads else v.detach() for k, v in rank.items()} for rank in ranks
+    ]  # type: ignore[misc, return-value]
 
 
 @pytest.mark.parametrize(("sequence", "regather"), [(False, False), (True, False), (True, True)])
-def test_equals_plain_projections(pools: Callable[[int], RankPool], sequence: bool, regather: bool) -> None:
+def test_equals_plain_projections(
+    pools: Callable[[int], RankPool], sequence: bool, regather: bool
+) -> None:
     to_input, expected = _plain()
     for rank, found in enumerate(pools(2).run(overlapped, sequence, regather)):
-        wanted = {**expected[rank], "x": piece(to_input, LENGTHS, 1, rank) if sequence else to_input}
+        wanted = {
+            **expected[rank],
+            "x": piece(to_input, LENGTHS, 1, rank) if sequence else to_input,
+        }
         assert found.keys() == wanted.keys()
         for name, value in wanted.items():
             torch.testing.assert_close(found[name], value, rtol=1e-13, atol=1e-13, msg=name)
@@ -83,9 +108,12 @@ class Asking(Products):
 @pytest.mark.parametrize("products", [Products, Asking])
 def test_each_half_of_a_backward_pass_makes_its_own_products(products: type[Products]) -> None:
     """The first that of the input, the second that of the weight, which leaves no gradients behind."""
-    given, weights = values(0, 3, IN).requires_grad_(), [values(seed, sum(OUT), IN) for seed in (1, 2)]
+    given = values(0, 3, IN).requires_grad_()
+    weights = [values(seed, sum(OUT), IN) for seed in (1, 2)]
     asked = [(weight.requires_grad_(), False, products()) for weight in weights]
-    inside, later = enter_overlapped(given * 2, asked, lambda grad: Started(None, grad.clone), agrees=products.agrees)
+    inside, later = enter_overlapped(
+        given * 2, asked, lambda grad: Started(None, grad.clone), agrees=products.agrees
+    )
     output = sum((column_parallel_linear(inside, each, None) for each in later), torch.zeros(()))
     with pieces.Products() as first, torch.autograd.set_multithreading_enabled(False):
         split = backward_of_input(output, torch.ones_like(output), given, weights)

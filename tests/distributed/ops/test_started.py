@@ -11,14 +11,26 @@ import torch.testing._internal.distributed.fake_pg  # noqa: F401  (registers the
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hfscale.distributed.ops.collectives import start_all_gather, start_all_reduce, start_reduce_scatter
+from hfscale.distributed.ops.collectives import (
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+)
 from hfscale.distributed.processes import backend_of
 from hfscale.plan.cut import share_evenly
 from hfscale.testing import RankPool, count_traffic
 
 Pools = Callable[[int], RankPool]
 # shape of the whole, dim: one sample and several, of lengths that divide and that do not, in front and behind
-SHAPES = [((1, 8, 3), 1), ((1, 7, 3), 1), ((2, 8, 3), 1), ((2, 7, 3), -2), ((8, 3), 0), ((7, 3), 0), ((2, 3, 8), -1)]
+SHAPES = [
+    ((1, 8, 3), 1),
+    ((1, 7, 3), 1),
+    ((2, 8, 3), 1),
+    ((2, 7, 3), -2),
+    ((8, 3), 0),
+    ((7, 3), 0),
+    ((2, 3, 8), -1),
+]
 
 
 class _Copies(TorchDispatchMode):
@@ -34,8 +46,12 @@ class _Copies(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _exchanged(shapes: list[tuple[tuple[int, ...], int]]) -> list[tuple[torch.Tensor, torch.Tensor, list[str]]]:
-    world, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+def _exchanged(
+    shapes: list[tuple[tuple[int, ...], int]],
+) -> list[tuple[torch.Tensor, torch.Tensor, list[str]]]:
+    world = dist.group.WORLD
+    rank = dist.get_rank()
+    size = dist.get_world_size()
     found = []
     for shape, dim in shapes:
         whole = torch.arange(torch.Size(shape).numel(), dtype=torch.float64).view(shape)
@@ -58,9 +74,12 @@ def test_shares_along_any_dim(pools: Pools, size: int) -> None:
             whole = torch.arange(torch.Size(shape).numel(), dtype=torch.float64).view(shape)
             assert torch.equal(gathered, whole)
             assert torch.equal(
-                summed, (whole * (size * (size + 1) // 2)).split(share_evenly(shape[dim], size), dim)[rank]
+                summed,
+                (whole * (size * (size + 1) // 2)).split(share_evenly(shape[dim], size), dim)[rank],
             )
-            in_order = all(length == 1 for length in shape[: dim % len(shape)]) and shape[dim] % size == 0
+            in_order = (
+                all(length == 1 for length in shape[: dim % len(shape)]) and shape[dim] % size == 0
+            )
             assert bool(copies) == (not in_order), (shape, dim, copies)
 
 
@@ -76,7 +95,9 @@ def _group(backend: str) -> Iterator[dist.ProcessGroup]:
 
 def _collectives(backend: str, device: str) -> tuple[str, list[str]]:
     with _group(backend) as group, FakeTensorMode() if device == "cuda" else torch.no_grad():
-        x = torch.ones(1, 4, 1 << 14, device=device)  # large enough for what gloo does to large ones
+        x = torch.ones(
+            1, 4, 1 << 14, device=device
+        )  # large enough for what gloo does to large ones
         with count_traffic() as traffic:
             start_reduce_scatter(x, [2, 2], 1, group).result()
             start_all_gather(x, [4, 4], 1, group).result()
@@ -84,7 +105,8 @@ def _collectives(backend: str, device: str) -> tuple[str, list[str]]:
         return backend_of(group, x.device), sorted(traffic.calls.elements())
 
 
-GLOO, OTHERS = ["allreduce", "alltoall", "alltoall"], ["allgather", "allreduce", "reduce_scatter"]
+GLOO = ["allreduce", "alltoall", "alltoall"]
+OTHERS = ["allgather", "allreduce", "reduce_scatter"]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,9 @@ from .pieces import piece
 losses: Any = importlib.import_module("hfscale.distributed.ops.vocab_cross_entropy")
 
 
-def _case(rows: int, vocabulary: int, ignored: float = 0.3, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def _case(
+    rows: int, vocabulary: int, ignored: float = 0.3, seed: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(rows, vocabulary, generator=generator, dtype=torch.float64) * 5
     targets = torch.randint(vocabulary, (rows,), generator=generator)
@@ -32,13 +34,17 @@ def _case(rows: int, vocabulary: int, ignored: float = 0.3, seed: int = 0) -> tu
     st.integers(0, 99),
 )  # fmt: skip
 @settings(deadline=None, max_examples=100)
-def test_equals_torch(rows: int, vocabulary: int, ignored: float, smoothing: float, seed: int) -> None:
+def test_equals_torch(
+    rows: int, vocabulary: int, ignored: float, smoothing: float, seed: int
+) -> None:
     logits, targets = _case(rows, vocabulary, ignored, seed)
     reference = logits.clone().requires_grad_()
     expected = F.cross_entropy(reference, targets, reduction="sum", label_smoothing=smoothing)
     (-3 * expected).backward()
     leaf = logits.clone().requires_grad_()
-    loss = vocab_cross_entropy(leaf, targets, vocabulary=VocabularySlice(0, vocabulary, vocabulary, None, smoothing))
+    loss = vocab_cross_entropy(
+        leaf, targets, vocabulary=VocabularySlice(0, vocabulary, vocabulary, None, smoothing)
+    )
     (-3 * loss).backward()
     assert loss.dtype == torch.float64
     torch.testing.assert_close(loss, expected, rtol=1e-13, atol=1e-13)
@@ -49,7 +55,8 @@ def test_equals_torch(rows: int, vocabulary: int, ignored: float, smoothing: flo
 def test_blocks_of_rows(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(vocab_cross_entropy.__globals__, "_BLOCK_ELEMENTS", block)
     logits, targets = _case(13, 7)
-    reference, leaf = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    reference = logits.clone().requires_grad_()
+    leaf = logits.clone().requires_grad_()
     expected = F.cross_entropy(reference, targets, reduction="sum")
     loss = vocab_cross_entropy(leaf, targets)
     expected.backward()
@@ -101,7 +108,9 @@ def test_low_precision_is_reduced_in_float32(dtype: torch.dtype) -> None:
 
 
 def test_large_logits_do_not_overflow() -> None:
-    logits = torch.tensor([[1e4, -1e4, 0.0], [-1e4, -1e4, -1e4]], dtype=torch.float32, requires_grad=True)
+    logits = torch.tensor(
+        [[1e4, -1e4, 0.0], [-1e4, -1e4, -1e4]], dtype=torch.float32, requires_grad=True
+    )
     loss = vocab_cross_entropy(logits, torch.tensor([1, 2]))
     loss.backward()
     assert loss.item() == pytest.approx(2e4 + 1.0986, rel=1e-6)
@@ -111,7 +120,9 @@ def test_large_logits_do_not_overflow() -> None:
 def test_a_slice_of_the_vocabulary_counts_only_its_own_targets() -> None:
     # What one rank of two would contribute before the exchange: the log-sum-exp of its slice minus its own targets.
     logits, targets = _case(6, 8, ignored=0.0)
-    loss = vocab_cross_entropy(logits[:, 4:].contiguous(), targets, vocabulary=VocabularySlice(4, 8, 4))
+    loss = vocab_cross_entropy(
+        logits[:, 4:].contiguous(), targets, vocabulary=VocabularySlice(4, 8, 4)
+    )
     own = torch.where(targets >= 4, logits.gather(1, targets[:, None]).squeeze(1), 0)
     torch.testing.assert_close(loss, (logits[:, 4:].logsumexp(-1) - own).sum())
 
@@ -123,7 +134,9 @@ def over_two(smoothing: float) -> tuple[torch.Tensor, torch.Tensor]:
     rank = dist.get_rank()
     logits, targets = _case(9, sum(LENGTHS))
     own = piece(logits, LENGTHS, 1, rank).clone().requires_grad_()
-    vocabulary = VocabularySlice(sum(LENGTHS[:rank]), sum(LENGTHS), max(LENGTHS), dist.group.WORLD, smoothing)
+    vocabulary = VocabularySlice(
+        sum(LENGTHS[:rank]), sum(LENGTHS), max(LENGTHS), dist.group.WORLD, smoothing
+    )
     loss = vocab_cross_entropy(own, targets, vocabulary=vocabulary)
     (-3 * loss).backward()
     return loss.detach(), own.grad
@@ -137,7 +150,9 @@ def test_two_ranks_equal_torch(pools: Callable[[int], RankPool], smoothing: floa
     (-3 * expected).backward()
     for rank, (loss, grad) in enumerate(pools(2).run(over_two, smoothing)):
         torch.testing.assert_close(loss, expected.detach(), rtol=1e-13, atol=1e-13)
-        torch.testing.assert_close(grad, piece(logits.grad, LENGTHS, 1, rank), rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(
+            grad, piece(logits.grad, LENGTHS, 1, rank), rtol=1e-12, atol=1e-14
+        )
 
 
 @pytest.fixture
@@ -146,9 +161,13 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(losses, "is_fused", lambda _: True)
 
 
-def terms(logits: torch.Tensor, targets: torch.Tensor, vocabulary: VocabularySlice) -> tuple[torch.Tensor, ...]:
+def terms(
+    logits: torch.Tensor, targets: torch.Tensor, vocabulary: VocabularySlice
+) -> tuple[torch.Tensor, ...]:
     """Losses and gradients, as the operator that runs the head has them made."""
-    found = losses.RowTerms(logits, losses.Targets.of(targets, vocabulary, logits.shape[1]), vocabulary)
+    found = losses.RowTerms(
+        logits, losses.Targets.of(targets, vocabulary, logits.shape[1]), vocabulary
+    )
     loss = found.losses()
     return loss.squeeze(1), found.gradient(logits, torch.tensor(-3.0, dtype=logits.dtype))
 
@@ -156,7 +175,13 @@ def terms(logits: torch.Tensor, targets: torch.Tensor, vocabulary: VocabularySli
 @pytest.mark.usefixtures("fused")
 @pytest.mark.parametrize(
     ("masked", "smoothing"),
-    [(None, 0.0), (None, 0.2), (-1e4, 0.0), (torch.finfo(torch.bfloat16).min, 0.0), (-float("inf"), 0.0)],
+    [
+        (None, 0.0),
+        (None, 0.2),
+        (-1e4, 0.0),
+        (torch.finfo(torch.bfloat16).min, 0.0),
+        (-float("inf"), 0.0),
+    ],
 )
 def test_the_fused_kernel_equals_torch(masked: float | None, smoothing: float) -> None:
     """Also where the first entry of the vocabulary is masked, as padding of it may be."""
@@ -173,7 +198,8 @@ def test_the_fused_kernel_equals_torch(masked: float | None, smoothing: float) -
 
 
 def fused_over_two(masked: float, last: int) -> tuple[torch.Tensor, ...]:
-    rank, before = dist.get_rank(), losses.is_fused
+    rank = dist.get_rank()
+    before = losses.is_fused
     logits, targets = _masked_case(masked, last)
     vocabulary = VocabularySlice(sum(LENGTHS[:rank]), sum(LENGTHS), max(LENGTHS), dist.group.WORLD)
     losses.is_fused = lambda _: True
@@ -192,11 +218,15 @@ def _masked_case(masked: float, last: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("last", [LENGTHS[0] + 1, sum(LENGTHS)])
 @pytest.mark.parametrize("masked", [torch.finfo(torch.float32).min, -float("inf")])
-def test_the_fused_kernel_of_a_slice_that_is_masked(pools: Callable[[int], RankPool], masked: float, last: int) -> None:
+def test_the_fused_kernel_of_a_slice_that_is_masked(
+    pools: Callable[[int], RankPool], masked: float, last: int
+) -> None:
     logits, targets = _masked_case(masked, last)
     logits.requires_grad_()
     expected = F.cross_entropy(logits, targets, reduction="none")
     (-3 * expected.sum()).backward()
     for rank, (loss, gradient) in enumerate(pools(2).run(fused_over_two, masked, last)):
         torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(gradient, piece(logits.grad, LENGTHS, 1, rank), rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(
+            gradient, piece(logits.grad, LENGTHS, 1, rank), rtol=1e-12, atol=1e-14
+        )

@@ -65,20 +65,27 @@ def trained(model: Any) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
 
 
-@pytest.mark.daily("prompt-get_peft_model", "adaption-parallelize", "tokens-get_peft_model", "bank-around ours")
+@pytest.mark.daily(
+    "prompt-get_peft_model", "adaption-parallelize", "tokens-get_peft_model", "bank-around ours"
+)
 @pytest.mark.parametrize("way", ["get_peft_model", "around ours", "parallelize"])
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_it_trains_as_in_stock_code(tmp_path: Path, kind: str, way: str) -> None:
     with keep_float64():  # stock rotary embeddings are in 32 bits
-        reference, model = by_stock(stock(), kind), built(kind, way)
+        reference = by_stock(stock(), kind)
+        model = built(kind, way)
         expected = torch.optim.SGD([p for p in reference.parameters() if p.requires_grad], lr=1.0)
         optimizer = hfscale.create_optimizer(model, "sgd", lr=1.0)
         for _ in range(3):
             loss = reference(**BATCH).loss
             loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
-            assert float(hfscale.train_step(model, BATCH)) == pytest.approx(float(loss.detach()), rel=1e-9)
-            assert float(hfscale.clip_grad_norm_(model, 0.1)) == pytest.approx(float(norm), rel=1e-8)
+            assert float(hfscale.train_step(model, BATCH)) == pytest.approx(
+                float(loss.detach()), rel=1e-9
+            )
+            assert float(hfscale.clip_grad_norm_(model, 0.1)) == pytest.approx(
+                float(norm), rel=1e-8
+            )
             for each in (expected, optimizer):
                 each.step()
                 each.zero_grad()
@@ -101,7 +108,8 @@ def test_it_trains_as_in_stock_code(tmp_path: Path, kind: str, way: str) -> None
 
 
 def test_a_second_adapter_and_all_that_pefts_model_does(tmp_path: Path) -> None:
-    reference, model = by_stock(stock(), "lora"), built("lora", "get_peft_model")
+    reference = by_stock(stock(), "lora")
+    model = built("lora", "get_peft_model")
     reference.save_pretrained(tmp_path / "third")
     for each in (reference, model):
         torch.manual_seed(2)
@@ -110,12 +118,15 @@ def test_a_second_adapter_and_all_that_pefts_model_does(tmp_path: Path) -> None:
         each.load_adapter(str(tmp_path / "third"), "three")
         each.delete_adapter("three")
     optimizers = [
-        torch.optim.SGD([p for p in each.parameters() if p.requires_grad], lr=1.0) for each in (reference, model)
+        torch.optim.SGD([p for p in each.parameters() if p.requires_grad], lr=1.0)
+        for each in (reference, model)
     ]
     for _ in range(2):
         loss = reference(**BATCH).loss
         loss.backward()
-        assert float(hfscale.train_step(model, BATCH)) == pytest.approx(float(loss.detach()), rel=1e-6)
+        assert float(hfscale.train_step(model, BATCH)) == pytest.approx(
+            float(loss.detach()), rel=1e-6
+        )
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -167,9 +178,14 @@ def test_a_checkpoint_gets_them_and_goes_on(tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["prefix", "adaption"])
 def test_a_trainer_trains_them_as_stock_trainer_does(tmp_path: Path, kind: str) -> None:
-    rows = Dataset.from_dict({"input_ids": IDS.repeat(4, 1).tolist(), "labels": IDS.repeat(4, 1).tolist()})
+    rows = Dataset.from_dict(
+        {"input_ids": IDS.repeat(4, 1).tolist(), "labels": IDS.repeat(4, 1).tolist()}
+    )
     logs = []
-    for trainer, folder in ((transformers.Trainer, tmp_path / "stock"), (hfscale.Trainer, tmp_path / "ours")):
+    for trainer, folder in (
+        (transformers.Trainer, tmp_path / "stock"),
+        (hfscale.Trainer, tmp_path / "ours"),
+    ):
         arguments = transformers.TrainingArguments(
             str(folder),
             max_steps=3,
@@ -185,7 +201,11 @@ def test_a_trainer_trains_them_as_stock_trainer_does(tmp_path: Path, kind: str) 
         made.train()
         made = trainer(model=by_stock(stock().float(), kind), args=arguments, train_dataset=rows)
         made.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
-        found = [(log["loss"], float(log["grad_norm"])) for log in made.state.log_history if "loss" in log]
+        found = [
+            (log["loss"], float(log["grad_norm"]))
+            for log in made.state.log_history
+            if "loss" in log
+        ]
         logs.append([number for pair in found for number in pair])
     assert len(logs[0]) == 6
     assert logs[1] == pytest.approx(logs[0], rel=1e-4)
@@ -193,7 +213,15 @@ def test_a_trainer_trains_them_as_stock_trainer_does(tmp_path: Path, kind: str) 
 
 def test_it_generates_behind_a_prefix() -> None:
     found = []
-    for model in (by_stock(stock().float(), "prefix"), by_stock(hfscale.parallelize(stock().float()), "prefix")):
-        given = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS), "max_new_tokens": 3, "do_sample": False}
+    for model in (
+        by_stock(stock().float(), "prefix"),
+        by_stock(hfscale.parallelize(stock().float()), "prefix"),
+    ):
+        given = {
+            "input_ids": IDS,
+            "attention_mask": torch.ones_like(IDS),
+            "max_new_tokens": 3,
+            "do_sample": False,
+        }
         found.append(model.eval().generate(**given))
     assert torch.equal(*found)

@@ -29,14 +29,21 @@ BOTH = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
 def _lora(**changes: Any) -> LoraConfig:
-    given = {"r": 3, "target_modules": ["q_proj", "o_proj"], "target_parameters": BOTH, "task_type": "CAUSAL_LM"}
+    given = {
+        "r": 3,
+        "target_modules": ["q_proj", "o_proj"],
+        "target_parameters": BOTH,
+        "task_type": "CAUSAL_LM",
+    }
     return LoraConfig(**{**given, **changes})
 
 
 def _check(pools: Pools, case: Case, layout: str) -> None:
     parallel = ParallelConfig(**LAYOUTS[layout])
     case.hf_kwargs = EAGER
-    assert_layout_equal(case, parallel, pools(parallel.total_size) if parallel.total_size > 1 else None)
+    assert_layout_equal(
+        case, parallel, pools(parallel.total_size) if parallel.total_size > 1 else None
+    )
 
 
 @pytest.mark.daily("ep2-tp2-sequence")
@@ -54,7 +61,9 @@ def test_transposed_weights_with_biases(pools: Pools, layout: str) -> None:
 @pytest.mark.daily("ep2-tp2")
 @pytest.mark.parametrize("layout", ["tp2", "ep2", "ep2-tp2"])
 def test_experts_alone_and_one_projection_of_them(pools: Pools, layout: str) -> None:
-    _check(pools, Case(qwen2_moe(), peft=_lora(target_modules=[], target_parameters=BOTH[1:])), layout)
+    _check(
+        pools, Case(qwen2_moe(), peft=_lora(target_modules=[], target_parameters=BOTH[1:])), layout
+    )
 
 
 @pytest.mark.daily("tp2")
@@ -63,7 +72,9 @@ def test_experts_alone_and_one_projection_of_them(pools: Pools, layout: str) -> 
 def test_names_of_projections_that_are_fused_now(pools: Pools, layout: str) -> None:
     """PEFT translates targets of older transformers into parameters of experts, with ranks of their own."""
     targets = ["q_proj", "gate_proj", "up_proj", "down_proj"]
-    _check(pools, Case(qwen3_moe(), peft=_lora(target_modules=targets, target_parameters=None)), layout)
+    _check(
+        pools, Case(qwen3_moe(), peft=_lora(target_modules=targets, target_parameters=None)), layout
+    )
 
 
 def test_around_a_mixture_that_computes_already(pools: Pools) -> None:

@@ -26,9 +26,13 @@ def broken(*_: Any) -> Any:
 
 def failed(layout: dict[str, Any], why: str) -> tuple[str, float, float, float]:
     """The words of a failed merge, and the losses before and after it, and once the earlier optimizer has stepped."""
-    lora = peft.LoraConfig(r=4, target_modules=["q_proj", "o_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    lora = peft.LoraConfig(
+        r=4, target_modules=["q_proj", "o_proj"], init_lora_weights=False, task_type="CAUSAL_LM"
+    )
     parallel = ParallelConfig(**layout)
-    model = hfscale.from_config(tiny("llama"), parallel=parallel, dtype=torch.float64, seed=0, peft_config=lora)
+    model = hfscale.from_config(
+        tiny("llama"), parallel=parallel, dtype=torch.float64, seed=0, peft_config=lora
+    )
     runtime = runtime_of(model)
     rows = IDS.chunk(hfscale.batch_world(model))[hfscale.batch_rank(model)]
     batch = {"input_ids": rows, "labels": rows}
@@ -36,7 +40,9 @@ def failed(layout: dict[str, Any], why: str) -> tuple[str, float, float, float]:
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
     optimizer.zero_grad()
     first = not any(runtime.mesh.ranks.values())
-    factor = next(p for planned, p in runtime.parameters() if planned.name.endswith("lora_B.default.weight"))
+    factor = next(
+        p for planned, p in runtime.parameters() if planned.name.endswith("lora_B.default.weight")
+    )
     entry = local_tensor(factor.detach())[0, 0].clone()
     if why == "nan" and first:
         local_tensor(factor.detach())[0, 0] = float("nan")
@@ -53,7 +59,9 @@ def failed(layout: dict[str, Any], why: str) -> tuple[str, float, float, float]:
 WORDS = {"nan": "holds NaN or infinity on rank 0", "rank": "out of luck"}
 
 
-@pytest.mark.parametrize(("layout", "why"), [("tp_size", "nan"), ("tp_size", "rank"), ("dp_shard_size", "rank")])
+@pytest.mark.parametrize(
+    ("layout", "why"), [("tp_size", "nan"), ("tp_size", "rank"), ("dp_shard_size", "rank")]
+)
 def test_the_model_goes_on(pools: Pools, layout: str, why: str) -> None:
     for words, before, after, trained in pools(2).run(failed, {layout: 2}, why):
         assert WORDS[why] in words
@@ -63,7 +71,9 @@ def test_the_model_goes_on(pools: Pools, layout: str, why: str) -> None:
 
 
 def conversion(layout: dict[str, Any]) -> str:
-    config = peft.LoHaConfig(r=4, target_modules=["q_proj"], init_weights=False, task_type="CAUSAL_LM")
+    config = peft.LoHaConfig(
+        r=4, target_modules=["q_proj"], init_weights=False, task_type="CAUSAL_LM"
+    )
     model = hfscale.from_config(tiny("llama"), parallel=ParallelConfig(**layout), seed=0)
     with pytest.raises(HFScaleError) as error:
         peft.convert_to_lora(hfscale.get_peft_model(model, config, seed=0), rank=2)

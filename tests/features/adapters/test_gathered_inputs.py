@@ -31,7 +31,12 @@ CASES: dict[str, dict[str, Any]] = {
     "autocast": {"dtype": torch.float32, "mixed_precision": "bf16", "lora": {"lora_dropout": 0.3}},
     "recomputed": {"memory": {"recompute": "full"}, "lora": {"lora_dropout": 0.3}},
     "zbv": {"layout": {"pp_size": 2, "pipeline_schedule": "zbv"}, "lora": {"lora_dropout": 0.3}},
-    "several": {"lora": {"target_modules": ["q_proj", "v_proj", "up_proj", "o_proj"], "rank_pattern": {"q_proj": 2}}},
+    "several": {
+        "lora": {
+            "target_modules": ["q_proj", "v_proj", "up_proj", "o_proj"],
+            "rank_pattern": {"q_proj": 2},
+        }
+    },
     "gpt2": {"family": "gpt2", "lora": {"fan_in_fan_out": True, "lora_dropout": 0.3}},
     "loop": {"loop": True, "lora": {"lora_dropout": 0.3}},
 }
@@ -51,7 +56,8 @@ def trained(asked: dict[str, Any]) -> tuple[list[float], dict[str, Tensor], int]
         memory=MemoryConfig(**asked.get("memory", {})),
         **options,
     ).train()
-    runtime, losses = runtime_of(model), []
+    runtime = runtime_of(model)
+    losses = []
     generator = torch.Generator().manual_seed(0)
     for planned, parameter in runtime.parameters():  # second factors begin at zero
         if "lora_B" in planned.name:
@@ -69,9 +75,17 @@ def trained(asked: dict[str, Any]) -> tuple[list[float], dict[str, Tensor], int]
             losses.append(float(loss.detach()))
             optimizer.step()
     held = {planned.name: parameter for planned, parameter in runtime.parameters()}
-    found = {f"{name}.grad": local_tensor(p.grad).clone() for name, p in held.items() if p.grad is not None}
+    found = {
+        f"{name}.grad": local_tensor(p.grad).clone()
+        for name, p in held.items()
+        if p.grad is not None
+    }
     assert any(found[name].abs().max() > 0 for name in found if "lora_A" in name)
-    return losses, found | {name: p.detach().clone() for name, p in held.items() if p.requires_grad}, saved.layers
+    return (
+        losses,
+        found | {name: p.detach().clone() for name, p in held.items() if p.requires_grad},
+        saved.layers,
+    )
 
 
 def both(asked: dict[str, Any]) -> tuple[Any, Any]:
@@ -85,7 +99,9 @@ def both(asked: dict[str, Any]) -> tuple[Any, Any]:
 @pytest.mark.parametrize("case", cases(CASES, daily=["plain", "dropout", "bf16"]))
 def test_gathering_again_changes_no_bit(pools: Pools, case: str) -> None:
     asked = CASES[case]
-    for (losses, found, kept), (expected, wanted, whole) in pools(4 if "layout" in asked else 2).run(both, asked):
+    for (losses, found, kept), (expected, wanted, whole) in pools(
+        4 if "layout" in asked else 2
+    ).run(both, asked):
         assert losses == expected
         assert found.keys() == wanted.keys()
         assert not [name for name, value in found.items() if not torch.equal(value, wanted[name])]
@@ -106,8 +122,12 @@ def test_gathering_again_changes_no_bit(pools: Pools, case: str) -> None:
     ),
 )
 @pytest.mark.parametrize("recomputes", cases([False, True], daily=[False]))
-def test_equals_one_process(pools: Pools, layout: str, changes: dict[str, Any], recomputes: bool) -> None:
-    sizes = {"tp2": {}, "tp2-pp2": {"pp_size": 2, "num_microbatches": 2}, "tp4": {"tp_size": 4}}[layout]
+def test_equals_one_process(
+    pools: Pools, layout: str, changes: dict[str, Any], recomputes: bool
+) -> None:
+    sizes = {"tp2": {}, "tp2-pp2": {"pp_size": 2, "num_microbatches": 2}, "tp4": {"tp_size": 4}}[
+        layout
+    ]
     parallel = ParallelConfig(**{**AGAIN, **sizes})
     case = Case(tiny("llama"), peft=LoraConfig(**{**LORA, **changes}), checkpointing=recomputes)
     assert_layout_equal(case, parallel, pools(parallel.total_size))
@@ -123,11 +143,15 @@ IN_THE_LAYER = ["opt", "bert", "xglm"]
 def test_blocks_around_blocks_equal_one_process(
     pools: Pools, family: str, changes: dict[str, Any], recomputes: bool
 ) -> None:
-    case = Case(config_of(family), steps=3, peft=LoraConfig(**{**LORA, **changes}), checkpointing=recomputes)
+    case = Case(
+        config_of(family), steps=3, peft=LoraConfig(**{**LORA, **changes}), checkpointing=recomputes
+    )
     assert_layout_equal(case, ParallelConfig(**AGAIN), pools(2))
 
 
-def losses_and_gradients(family: str, layout: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
+def losses_and_gradients(
+    family: str, layout: dict[str, Any]
+) -> tuple[list[float], dict[str, Tensor]]:
     """Of three steps of a plain loop."""
     model = hfscale.from_config(
         config_of(family),
@@ -138,7 +162,8 @@ def losses_and_gradients(family: str, layout: dict[str, Any]) -> tuple[list[floa
     ).train()
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     ids = torch.randint(3, 60, (2, 11), generator=torch.Generator().manual_seed(0))
-    losses, plan = [], runtime_of(model).plan
+    losses = []
+    plan = runtime_of(model).plan
     for _ in range(3):
         optimizer.zero_grad()
         loss = model(input_ids=ids, labels=ids).loss
@@ -147,7 +172,9 @@ def losses_and_gradients(family: str, layout: dict[str, Any]) -> tuple[list[floa
         optimizer.step()
     cut = {planned.name for planned in plan.parameters if planned.cuts}
     named = runtime_of(model).parameters()
-    return losses, {p.name: leaf.grad for p, leaf in named if leaf.grad is not None and p.name not in cut}
+    return losses, {
+        p.name: leaf.grad for p, leaf in named if leaf.grad is not None and p.name not in cut
+    }
 
 
 def test_blocks_around_blocks_in_a_plain_loop(pools: Pools) -> None:

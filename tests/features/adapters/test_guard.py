@@ -25,7 +25,9 @@ BATCH = {"input_ids": IDS, "labels": IDS}
 
 
 def _lora(**changes: Any) -> LoraConfig:
-    return LoraConfig(**{"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **changes})
+    return LoraConfig(
+        **{"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **changes}
+    )
 
 
 def _loaded(start: str, sizes: dict[str, Any], **kwargs: Any) -> Any:
@@ -59,14 +61,18 @@ def _own_methods(start: str, out: str) -> tuple[list[str], tuple[int, int], str]
     ]
     merged = model.merge_and_unload(safe_merge=True)
     assert not [name for name, _ in merged.named_parameters() if "lora" in name]
-    left = sorted(name for name in ("add_adapter", "load_adapter", "peft_config") if name in merged.__dict__)
+    left = sorted(
+        name for name in ("add_adapter", "load_adapter", "peft_config") if name in merged.__dict__
+    )
     return messages, model.get_nb_trainable_parameters(), ", ".join(left)
 
 
 def test_methods_of_pefts_model(pools: Pools, tmp_path: Path) -> None:
     """On one rank's part they would write, merge or train as if that were the model."""
     start = _start(tmp_path / "start")
-    counts = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(start), _lora()).get_nb_trainable_parameters()
+    counts = peft.get_peft_model(
+        AutoModelForCausalLM.from_pretrained(start), _lora()
+    ).get_nb_trainable_parameters()
     for messages, found, left in pools(2).run(_own_methods, start, str(tmp_path / "out")):
         assert all("does not work on a sharded model" in message for message in messages)
         assert found == counts
@@ -82,7 +88,9 @@ def _state_dicts(start: str, sizes: dict[str, Any]) -> list[str] | None:
     stock = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(start), _lora())
     if "dp_replicate_size" in sizes:
         found, expected = (peft.get_peft_model_state_dict(each) for each in (wrapped, stock))
-        assert {name: each.shape for name, each in found.items()} == {n: each.shape for n, each in expected.items()}
+        assert {name: each.shape for name, each in found.items()} == {
+            n: each.shape for n, each in expected.items()
+        }
         return None
     assert len(peft.get_peft_model_state_dict(stock)) == 28
     return [
@@ -93,11 +101,16 @@ def _state_dicts(start: str, sizes: dict[str, Any]) -> list[str] | None:
 
 @pytest.mark.daily("tp_size", "dp_shard_size")
 @pytest.mark.parametrize("axis", ["tp_size", "pp_size", "dp_shard_size", "dp_replicate_size"])
-def test_a_part_of_an_adapter_is_not_taken_for_all_of_it(pools: Pools, tmp_path: Path, axis: str) -> None:
+def test_a_part_of_an_adapter_is_not_taken_for_all_of_it(
+    pools: Pools, tmp_path: Path, axis: str
+) -> None:
     start = _start(tmp_path)
     for messages in pools(2).run(_state_dicts, start, {axis: 2}):
         assert (messages is None) == (axis == "dp_replicate_size")
-        assert all("call hfscale.save_pretrained(model, directory)" in message for message in messages or ())
+        assert all(
+            "call hfscale.save_pretrained(model, directory)" in message
+            for message in messages or ()
+        )
 
 
 def _goes_on(start: str, wrong: str, sizes: dict[str, Any]) -> list[tuple[float, float]]:
@@ -127,7 +140,8 @@ def _goes_on(start: str, wrong: str, sizes: dict[str, Any]) -> list[tuple[float,
 def test_a_model_goes_on_after_an_adapter_that_does_not_fit(
     pools: Pools, tmp_path: Path, sizes: dict[str, Any]
 ) -> None:
-    start, wrong = _start(tmp_path / "start"), tmp_path / "wrong"
+    start = _start(tmp_path / "start")
+    wrong = tmp_path / "wrong"
     peft.get_peft_model(AutoModelForCausalLM.from_pretrained(start), _lora()).save_pretrained(wrong)
     file = wrong / "adapter_model.safetensors"
     tensors = load_file(file)
@@ -139,7 +153,9 @@ def test_a_model_goes_on_after_an_adapter_that_does_not_fit(
         assert all(other == first for other in others)
 
 
-def _types(start: str, sizes: dict[str, Any], changes: dict[str, Any]) -> tuple[float, float, set[torch.dtype]]:
+def _types(
+    start: str, sizes: dict[str, Any], changes: dict[str, Any]
+) -> tuple[float, float, set[torch.dtype]]:
     model = _loaded(start, sizes, dtype="bfloat16")
     hfscale.get_peft_model(model, _lora(**changes), seed=0).train()
     rows = (
@@ -148,16 +164,26 @@ def _types(start: str, sizes: dict[str, Any], changes: dict[str, Any]) -> tuple[
         else {key: rows[hfscale.batch_rank(model) :: 2] for key, rows in BATCH.items()}
     )
     loss = float(hfscale.train_step(model, rows))
-    return loss, float(hfscale.clip_grad_norm_(model, 1.0)), {p.dtype for p in model.parameters() if p.requires_grad}
+    return (
+        loss,
+        float(hfscale.clip_grad_norm_(model, 1.0)),
+        {p.dtype for p in model.parameters() if p.requires_grad},
+    )
 
 
 @pytest.mark.daily("copy")
-@pytest.mark.parametrize("changes", [{"modules_to_save": ["input_layernorm"]}, {"bias": "all"}], ids=["copy", "bias"])
-def test_sixteen_and_thirty_two_bits_train_side_by_side(pools: Pools, tmp_path: Path, changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "changes", [{"modules_to_save": ["input_layernorm"]}, {"bias": "all"}], ids=["copy", "bias"]
+)
+def test_sixteen_and_thirty_two_bits_train_side_by_side(
+    pools: Pools, tmp_path: Path, changes: dict[str, Any]
+) -> None:
     start = _start(tmp_path, attention_bias=True)
     loss, norm, types = _types(start, {}, changes)
     assert types == {torch.bfloat16, torch.float32}
-    for sharded_loss, sharded_norm, sharded_types in pools(2).run(_types, start, {"dp_shard_size": 2}, changes):
+    for sharded_loss, sharded_norm, sharded_types in pools(2).run(
+        _types, start, {"dp_shard_size": 2}, changes
+    ):
         assert sharded_types == types
         assert sharded_loss == pytest.approx(loss, rel=1e-5)
         assert sharded_norm == pytest.approx(norm, rel=1e-2)
@@ -171,8 +197,12 @@ def _tied(start: str, changes: dict[str, Any]) -> str:
 
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
-@pytest.mark.parametrize("changes", [{"target_modules": ["embed_tokens"]}, {"modules_to_save": ["lm_head"]}])
-def test_one_of_two_tied_weights_is_not_merged(pools: Pools, tmp_path: Path, changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "changes", [{"target_modules": ["embed_tokens"]}, {"modules_to_save": ["lm_head"]}]
+)
+def test_one_of_two_tied_weights_is_not_merged(
+    pools: Pools, tmp_path: Path, changes: dict[str, Any]
+) -> None:
     start = _start(tmp_path, tie_word_embeddings=True)
     for message in pools(2).run(_tied, start, changes):
         assert "lm_head.weight and model.embed_tokens.weight are one weight" in message
@@ -185,7 +215,10 @@ def _tied_by_peft(start: str) -> str:
 
 def test_adapters_that_peft_would_tie_are_refused(pools: Pools, tmp_path: Path) -> None:
     start = _start(tmp_path, tie_word_embeddings=True)
-    assert all("ensure_weight_tying=True is not supported" in words for words in pools(2).run(_tied_by_peft, start))
+    assert all(
+        "ensure_weight_tying=True is not supported" in words
+        for words in pools(2).run(_tied_by_peft, start)
+    )
 
 
 def test_what_was_left_out_of_all_linear(pools: Pools) -> None:
@@ -199,7 +232,11 @@ def _refused_layouts(start: str, mixture: str) -> list[str]:
     loha = LoHaConfig(r=3, target_modules=["q_proj"], rank_dropout=0.5)
     return [
         _message(lambda: hfscale.get_peft_model(dense, loha)),
-        _message(lambda: hfscale.get_peft_model(sparse, _lora(target_modules=["q_proj"], modules_to_save=["mlp"]))),
+        _message(
+            lambda: hfscale.get_peft_model(
+                sparse, _lora(target_modules=["q_proj"], modules_to_save=["mlp"])
+            )
+        ),
     ]
 
 
@@ -252,9 +289,13 @@ def test_dora_beside_a_bias_that_ranks_have_copies_of(pools: Pools) -> None:
 
 
 @pytest.mark.daily("lm_head")
-@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`", "ignore:Setting `save_embedding_layers`")
+@pytest.mark.filterwarnings(
+    "ignore:Model has `tie_word_embeddings=True`", "ignore:Setting `save_embedding_layers`"
+)
 @pytest.mark.parametrize("target", ["q_proj", "lm_head"])
 def test_an_adapter_on_a_tied_embedding_in_stages(pools: Pools, target: str) -> None:
     """With the embedding PEFT saves its weight, and that of the head it is tied to, which another stage holds."""
-    case = Case(tiny("llama", tie_word_embeddings=True), peft=_lora(target_modules=["embed_tokens", target]))
+    case = Case(
+        tiny("llama", tie_word_embeddings=True), peft=_lora(target_modules=["embed_tokens", target])
+    )
     assert_layout_equal(case, ParallelConfig(pp_size=2, num_microbatches=2), pools(2))

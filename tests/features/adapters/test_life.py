@@ -43,18 +43,25 @@ KINDS = {
 
 
 def _lora(**changes: Any) -> LoraConfig:
-    return LoraConfig(**{"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **changes})
+    return LoraConfig(
+        **{"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **changes}
+    )
 
 
 def _saved(start: str, out: str, config: Any, sizes: dict[str, Any], later: bool = False) -> float:
     given = None if later else config
-    model = hfscale.from_pretrained(start, parallel=ParallelConfig(**sizes), peft_config=given, seed=3)
+    model = hfscale.from_pretrained(
+        start, parallel=ParallelConfig(**sizes), peft_config=given, seed=3
+    )
     if later:
         torch.manual_seed(3)  # from which adapters without a seed are drawn
         model = hfscale.get_peft_model(model, config)
     hfscale.save_pretrained(model, out)
     if config.init_lora_weights is True and not config.use_dora:
-        batch = {"input_ids": torch.arange(24).reshape(4, 6), "labels": torch.arange(24).reshape(4, 6)}
+        batch = {
+            "input_ids": torch.arange(24).reshape(4, 6),
+            "labels": torch.arange(24).reshape(4, 6),
+        }
         return float(hfscale.eval_step(model, batch))
     return 0.0
 
@@ -69,7 +76,9 @@ def start(tmp_path: Path) -> str:
 @pytest.mark.daily("tp2-pissa", "one-dora")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layout", ["one", *LAYOUTS])
-def test_first_values_are_pefts(pools: Pools, start: str, tmp_path: Path, layout: str, kind: str) -> None:
+def test_first_values_are_pefts(
+    pools: Pools, start: str, tmp_path: Path, layout: str, kind: str
+) -> None:
     config = _lora(**KINDS[kind])
     stock = AutoModelForCausalLM.from_pretrained(start)
     torch.manual_seed(3)
@@ -82,7 +91,9 @@ def test_first_values_are_pefts(pools: Pools, start: str, tmp_path: Path, layout
     found = load_file(tmp_path / layout / "adapter_model.safetensors")
     assert found.keys() == expected.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=0, atol=2e-6 if kind == "dora" else 0, msg=name)
+        torch.testing.assert_close(
+            found[name], value, rtol=0, atol=2e-6 if kind == "dora" else 0, msg=name
+        )
 
 
 @pytest.mark.slow
@@ -140,20 +151,28 @@ def _merge(start: str, adapter: str, out: str, sizes: dict[str, Any]) -> None:
     model = hfscale.from_pretrained(start, parallel=ParallelConfig(**sizes), peft_config=adapter)
     merged = hfscale.merge_and_unload(model)
     assert type(merged).__mro__.count(type(merged)) == 1
-    assert not [name for name, _ in merged.named_modules() if "base_layer" in name or "lora" in name]
+    assert not [
+        name for name, _ in merged.named_modules() if "base_layer" in name or "lora" in name
+    ]
     hfscale.save_pretrained(merged, out)
 
 
 def test_merging_says_what_it_changed(start: str, capsys: pytest.CaptureFixture[str]) -> None:
     model = hfscale.from_pretrained(start, peft_config=_lora())
     hfscale.merge_and_unload(model)
-    assert "merged the adapters of 14 weights: largest difference of the logits" in capsys.readouterr().err
+    assert (
+        "merged the adapters of 14 weights: largest difference of the logits"
+        in capsys.readouterr().err
+    )
 
 
 def test_merged_mixture(pools: Pools, tmp_path: Path) -> None:
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(qwen3_moe()).save_pretrained(tmp_path / "start")
-    config = _lora(target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])
+    config = _lora(
+        target_modules=["q_proj"],
+        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    )
     stock = get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "start"), config)
     with torch.no_grad():
         for parameter in stock.parameters():
@@ -162,7 +181,9 @@ def test_merged_mixture(pools: Pools, tmp_path: Path) -> None:
     stock.save_pretrained(tmp_path / "adapter")
     expected = stock.merge_and_unload().state_dict()
     sizes = {"ep_size": 2, "tp_size": 2}
-    pools(2).run(_merge, str(tmp_path / "start"), str(tmp_path / "adapter"), str(tmp_path / "merged"), sizes)
+    pools(2).run(
+        _merge, str(tmp_path / "start"), str(tmp_path / "adapter"), str(tmp_path / "merged"), sizes
+    )
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").state_dict()
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, atol=2e-6, rtol=0, msg=name)
@@ -180,9 +201,13 @@ def test_pefts_model_is_returned_and_works(start: str, tmp_path: Path) -> None:
     with model.disable_adapter():
         plain = model(input_ids=ids).logits
     assert (adapted - plain).abs().max() > 1e-2
-    torch.testing.assert_close(plain, AutoModelForCausalLM.from_pretrained(start)(input_ids=ids).logits)
+    torch.testing.assert_close(
+        plain, AutoModelForCausalLM.from_pretrained(start)(input_ids=ids).logits
+    )
     hfscale.save_pretrained(model, tmp_path / "adapter")
-    again = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(start), str(tmp_path / "adapter"))
+    again = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(start), str(tmp_path / "adapter")
+    )
     torch.testing.assert_close(again(input_ids=ids).logits, adapted)
 
 
@@ -191,7 +216,9 @@ def test_a_copy_takes_adapters_of_its_own(start: str) -> None:
     twin = hfscale.get_peft_model(copy.deepcopy(model), _lora())
     ids = torch.arange(6).reshape(1, 6)
     loss = hfscale.train_step(model, {"input_ids": ids, "labels": ids})
-    assert hfscale.train_step(twin, {"input_ids": ids, "labels": ids}) == pytest.approx(float(loss), rel=1e-6)
+    assert hfscale.train_step(twin, {"input_ids": ids, "labels": ids}) == pytest.approx(
+        float(loss), rel=1e-6
+    )
     assert not [name for name, _ in model.named_parameters() if "lora" in name]
     assert all(parameter.grad is not None for parameter in model.parameters())
 
@@ -218,25 +245,42 @@ def _refusals(start: str) -> list[str]:
 @pytest.mark.filterwarnings("ignore:`init_lora_weights` is .eva.")
 def test_what_cannot_be_sharded_is_refused_over_ranks(pools: Pools, start: str) -> None:
     expected = [
-        *("peft_type VERA", "PREFIX_TUNING", "layer_replication", "init_lora_weights='eva'", "'pissa_niter_4'"),
-        *("trainable_token_indices", "has the adapter 'default' already"),
+        "peft_type VERA",
+        "PREFIX_TUNING",
+        "layer_replication",
+        "init_lora_weights='eva'",
+        "'pissa_niter_4'",
+        "trainable_token_indices",
+        "has the adapter 'default' already",
     ]
     for found in pools(2).run(_refusals, start):
-        assert [words for words, part in zip(found, expected, strict=True) if part not in words] == []
+        assert [
+            words for words, part in zip(found, expected, strict=True) if part not in words
+        ] == []
 
 
 @pytest.mark.parametrize("sizes", [{}, {"tp_size": 2}], ids=["one", "tp2"])
 @pytest.mark.parametrize("init", ["pissa", "olora", "orthogonal"])
-def test_decompositions_of_stacked_experts_are_refused_by_the_plan(init: str, sizes: dict[str, Any]) -> None:
-    config = _lora(target_modules=["q_proj"], target_parameters=["mlp.experts.down_proj"], init_lora_weights=init)
-    with pytest.raises(ConfigError, match=rf"'{init}'\) needs a matrix, and target_parameters names .*down_proj, a"):
+def test_decompositions_of_stacked_experts_are_refused_by_the_plan(
+    init: str, sizes: dict[str, Any]
+) -> None:
+    config = _lora(
+        target_modules=["q_proj"],
+        target_parameters=["mlp.experts.down_proj"],
+        init_lora_weights=init,
+    )
+    with pytest.raises(
+        ConfigError, match=rf"'{init}'\) needs a matrix, and target_parameters names .*down_proj, a"
+    ):
         hfscale.plan(qwen3_moe(), ParallelConfig(**sizes), peft_config=config)
 
 
 def test_loftq_is_refused_on_a_cpu(start: str) -> None:
     config = _lora()
     config.init_lora_weights = "loftq"  # PEFT's own check asks for SciPy
-    with pytest.raises(ConfigError, match=r"'loftq'.* is computed by bitsandbytes on an accelerator"):
+    with pytest.raises(
+        ConfigError, match=r"'loftq'.* is computed by bitsandbytes on an accelerator"
+    ):
         hfscale.from_pretrained(start, peft_config=config)
 
 
@@ -254,8 +298,12 @@ def test_patterns_that_match_nothing_are_said_once(field: str) -> None:
     assert len(said) == 1
 
 
-def test_pefts_warning_of_a_base_without_a_config_is_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("peft.utils.save_and_load.check_file_exists_on_hf_hub", lambda *_, **__: None)
+def test_pefts_warning_of_a_base_without_a_config_is_heard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "peft.utils.save_and_load.check_file_exists_on_hf_hub", lambda *_, **__: None
+    )
     config = tiny("llama")
     config.name_or_path = "me/tiny"
     model = hfscale.from_config(config, peft_config=_lora())
@@ -265,10 +313,19 @@ def test_pefts_warning_of_a_base_without_a_config_is_heard(tmp_path: Path, monke
 
 def test_what_is_right_nowhere_is_refused_by_name(start: str) -> None:
     refused = [
-        (_lora(init_lora_weights="pissa_niter_4"), "'pissa_niter_4'.* is drawn anew when the saved adapter is loaded"),
+        (
+            _lora(init_lora_weights="pissa_niter_4"),
+            "'pissa_niter_4'.* is drawn anew when the saved adapter is loaded",
+        ),
         (_lora(target_modules=["query"]), "the model has .*q_proj"),
-        (_lora(target_modules=["q_proj", "query"]), "target_modules names 'query', which matches nothing"),
-        (_lora(modules_to_save=["classifier"]), "modules_to_save names 'classifier', which matches nothing"),
+        (
+            _lora(target_modules=["q_proj", "query"]),
+            "target_modules names 'query', which matches nothing",
+        ),
+        (
+            _lora(modules_to_save=["classifier"]),
+            "modules_to_save names 'classifier', which matches nothing",
+        ),
         ("nowhere/at/all", "does not exist"),
         ({"r": 4}, "must be a PEFT config or the path of a saved adapter, got a dict"),
     ]
@@ -283,12 +340,17 @@ def test_what_is_right_nowhere_is_refused_by_name(start: str) -> None:
 @pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match")
 def _copy_of_a_block(start: str) -> str:
     with pytest.raises(ConfigError) as caught:
-        hfscale.from_pretrained(start, parallel=ParallelConfig(tp_size=2), peft_config=_lora(modules_to_save=["mlp"]))
+        hfscale.from_pretrained(
+            start, parallel=ParallelConfig(tp_size=2), peft_config=_lora(modules_to_save=["mlp"])
+        )
     return str(caught.value)
 
 
 def test_copies_of_blocks_are_refused(pools: Pools, start: str) -> None:
-    assert all("modules_to_save='mlp' is or holds" in message for message in pools(2).run(_copy_of_a_block, start))
+    assert all(
+        "modules_to_save='mlp' is or holds" in message
+        for message in pools(2).run(_copy_of_a_block, start)
+    )
 
 
 def test_what_has_adapters(tmp_path: Path) -> None:
@@ -297,7 +359,8 @@ def test_what_has_adapters(tmp_path: Path) -> None:
     assert "0.0% of expert parameters have adapters" in hfscale.coverage_report(model)
     assert "no expert has an adapter" in hfscale.coverage_report(model)
     model = hfscale.from_config(
-        config, peft_config=_lora(target_modules=["q_proj"], target_parameters=["mlp.experts.down_proj"])
+        config,
+        peft_config=_lora(target_modules=["q_proj"], target_parameters=["mlp.experts.down_proj"]),
     )
     assert "33.3% of expert parameters have adapters" in hfscale.coverage_report(model)
     assert "no expert" not in hfscale.coverage_report(model)
@@ -308,10 +371,14 @@ def test_around_a_model_that_looks_up_no_tokens(tmp_path: Path) -> None:
     config = ResNetConfig(embedding_size=8, hidden_sizes=[8, 8], depths=[1, 1])
     stock = ResNetForImageClassification(config)
     stock.save_pretrained(tmp_path / "base")
-    adapted = get_peft_model(stock, LoraConfig(target_modules=["classifier.1"], r=2, init_lora_weights=False))
+    adapted = get_peft_model(
+        stock, LoraConfig(target_modules=["classifier.1"], r=2, init_lora_weights=False)
+    )
     adapted.save_pretrained(tmp_path / "adapter")
     model = hfscale.from_pretrained(
-        tmp_path / "base", auto_class=AutoModelForImageClassification, peft_config=str(tmp_path / "adapter")
+        tmp_path / "base",
+        auto_class=AutoModelForImageClassification,
+        peft_config=str(tmp_path / "adapter"),
     )
     found = dict(model.named_parameters())
     for name, parameter in stock.named_parameters():

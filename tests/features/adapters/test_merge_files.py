@@ -26,13 +26,19 @@ pytestmark = [
 KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "lora": (lambda: tiny("llama"), {"target_modules": "all-linear"}),
     "dora": (lambda: tiny("llama"), {"target_modules": ["q_proj", "down_proj"], "use_dora": True}),
-    "transposed": (lambda: tiny("gpt2"), {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}),
+    "transposed": (
+        lambda: tiny("gpt2"),
+        {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True},
+    ),
     "copy": (
         lambda: tiny("llama", tie_word_embeddings=False),
         {"target_modules": ["v_proj"], "modules_to_save": ["lm_head"]},
     ),
     "mixture": (qwen3_moe, {"target_modules": ["q_proj", "o_proj"]}),
-    "experts": (qwen3_moe, {"target_modules": [], "target_parameters": ["mlp.experts.gate_up_proj"]}),
+    "experts": (
+        qwen3_moe,
+        {"target_modules": [], "target_parameters": ["mlp.experts.gate_up_proj"]},
+    ),
 }
 
 
@@ -42,14 +48,17 @@ def test_merged(tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]) -
     torch.manual_seed(0)
     base = AutoModelForCausalLM.from_config(make(), dtype=torch.float32)
     base.save_pretrained(tmp_path / "base", max_shard_size="30KB")
-    adapted = get_peft_model(base, LoraConfig(r=4, init_lora_weights=False, task_type="CAUSAL_LM", **options))
+    adapted = get_peft_model(
+        base, LoraConfig(r=4, init_lora_weights=False, task_type="CAUSAL_LM", **options)
+    )
     adapted.save_pretrained(tmp_path / "adapter")
     adapted.merge_and_unload().save_pretrained(tmp_path / "expected")
     assert main(["merge", *(str(tmp_path / name) for name in ("base", "adapter", "out"))]) == 0
     out = capsys.readouterr().out
     assert "tensors have the adapter in them" in out
     assert float(out.partition("differ by ")[2].split()[0]) < 1e-5
-    expected, found = ({}, {})
+    expected = {}
+    found = {}
     for name, into in (("expected", expected), ("out", found)):
         for file in (tmp_path / name).glob("*.safetensors"):
             into.update(load_file(file))
@@ -57,18 +66,25 @@ def test_merged(tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]) -
     assert all(torch.equal(expected[key], found[key]) for key in expected)
 
 
-def test_what_is_there_stays_unless_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_there_stays_unless_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     base = AutoModelForCausalLM.from_config(tiny("llama"), dtype=torch.float32)
     base.save_pretrained(tmp_path / "base")
     config = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
     get_peft_model(base, config).save_pretrained(tmp_path / "adapter")
     places = [str(tmp_path / name) for name in ("base", "adapter", "out")]
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "adapter_config.json").write_text("{}")  # which stock transformers would load on top
+    (tmp_path / "out" / "adapter_config.json").write_text(
+        "{}"
+    )  # which stock transformers would load on top
     (tmp_path / "out" / "notes.txt").write_text("mine")
     assert main(["merge", *places, "--no-check"]) == 2
     said = capsys.readouterr().err
-    assert "out has files already (adapter_config.json, notes.txt): name another directory, or replace them" in said
+    assert (
+        "out has files already (adapter_config.json, notes.txt): name another directory, or replace them"
+        in said
+    )
     assert main(["merge", *places, "--no-check", "--overwrite"]) == 0
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert {"config.json", "model.safetensors", "notes.txt"} <= names
@@ -93,7 +109,9 @@ def places(directory: Path) -> list[str]:
     return [str(directory / name) for name in ("base", "adapter", "out")]
 
 
-def save_trained(directory: Path, config: Any, tokens: int, embedding: bool = False, **options: Any) -> float:
+def save_trained(
+    directory: Path, config: Any, tokens: int, embedding: bool = False, **options: Any
+) -> float:
     """A base and a trained stock adapter; the live loss on ``tokens`` tokens."""
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(directory / "base")
@@ -101,7 +119,9 @@ def save_trained(directory: Path, config: Any, tokens: int, embedding: bool = Fa
     if tokens != config.vocab_size:
         base.resize_token_embeddings(tokens)
     options = {"target_modules": ["q_proj"], **options}
-    model = get_peft_model(base, LoraConfig(r=4, init_lora_weights=False, task_type="CAUSAL_LM", **options))
+    model = get_peft_model(
+        base, LoraConfig(r=4, init_lora_weights=False, task_type="CAUSAL_LM", **options)
+    )
     if embedding:
         model.get_input_embeddings().weight.requires_grad_(True)
     ids = IDS % tokens
@@ -112,7 +132,9 @@ def save_trained(directory: Path, config: Any, tokens: int, embedding: bool = Fa
                 if parameter.grad is not None:
                     parameter -= parameter.grad
                     parameter.grad = None
-    model.save_pretrained(directory / "adapter", save_embedding_layers=True if embedding else "auto")
+    model.save_pretrained(
+        directory / "adapter", save_embedding_layers=True if embedding else "auto"
+    )
     return loss_of(model, ids)
 
 
@@ -142,21 +164,41 @@ def test_what_is_no_factor_is_merged_too(tmp_path: Path, kind: str) -> None:
 def test_an_adapter_of_new_tokens_that_hfscale_saved(tmp_path: Path) -> None:
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(tiny("llama")).save_pretrained(tmp_path / "base")
-    config = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
-    options: dict[str, Any] = {"dtype": torch.float32, "peft_config": config, "resize_token_embeddings": 70}
+    config = LoraConfig(
+        r=2, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM"
+    )
+    options: dict[str, Any] = {
+        "dtype": torch.float32,
+        "peft_config": config,
+        "resize_token_embeddings": 70,
+    }
     model = hfscale.from_pretrained(tmp_path / "base", **options)
     hfscale.save_pretrained(model, tmp_path / "adapter")
     (tmp_path / "adapter" / "tokenizer.json").write_text("{}")
     assert main(["merge", *places(tmp_path)]) == 0
     assert (tmp_path / "out" / "tokenizer.json").exists()
     assert AutoConfig.from_pretrained(tmp_path / "out").vocab_size == 70
-    assert loss_of(AutoModelForCausalLM.from_pretrained(tmp_path / "out"), IDS) == pytest.approx(loss_of(model, IDS))
+    assert loss_of(AutoModelForCausalLM.from_pretrained(tmp_path / "out"), IDS) == pytest.approx(
+        loss_of(model, IDS)
+    )
 
 
 REFUSED = {
-    "strange": (lambda key: "q_proj.lora_A" in key, lambda key: key.replace("q_proj", "z_proj"), "lacks 2 tensors"),
-    "beside": (None, lambda key: key.replace("q_proj", "z_proj"), "z_proj.lora_A.weight, which its config and"),
-    "head": (lambda key: "lm_head" in key, None, "trained with 70 tokens, and has no lm_head.weight"),
+    "strange": (
+        lambda key: "q_proj.lora_A" in key,
+        lambda key: key.replace("q_proj", "z_proj"),
+        "lacks 2 tensors",
+    ),
+    "beside": (
+        None,
+        lambda key: key.replace("q_proj", "z_proj"),
+        "z_proj.lora_A.weight, which its config and",
+    ),
+    "head": (
+        lambda key: "lm_head" in key,
+        None,
+        "trained with 70 tokens, and has no lm_head.weight",
+    ),
 }
 
 
@@ -168,7 +210,11 @@ def test_keys_without_a_place_are_refused_before_anything_is_written(
     save_trained(tmp_path, tiny("llama"), 70)
     file = tmp_path / "adapter" / "adapter_model.safetensors"
     tensors = load_file(file)
-    more = {added(key): value.clone() for key, value in tensors.items() if "q_proj" in key} if added else {}
+    more = (
+        {added(key): value.clone() for key, value in tensors.items() if "q_proj" in key}
+        if added
+        else {}
+    )
     kept = {key: value for key, value in tensors.items() if dropped is None or not dropped(key)}
     save_file({**more, **kept}, file, metadata={"format": "pt"})
     assert main(["merge", *places(tmp_path)]) != 0
@@ -182,7 +228,9 @@ def test_a_failed_check_is_an_exit_code_and_leaves_what_was_there(
     save_trained(tmp_path, tiny("llama"), 67)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "config.json").write_text("mine")
-    with patch.object(adapter_files.WholeMerge, "merged", lambda self, name, parts: {name: 2 * parts[name]}):
+    with patch.object(
+        adapter_files.WholeMerge, "merged", lambda self, name, parts: {name: 2 * parts[name]}
+    ):
         assert main(["merge", *places(tmp_path), "--overwrite"]) != 0
     assert "where rounding explains" in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["config.json"]

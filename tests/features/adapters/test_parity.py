@@ -46,12 +46,18 @@ KINDS = {
     "tied-embedding": ("llama-tied", {"target_modules": ["embed_tokens", "o_proj"]}),
     "padding-embedding": ("llama-padding", {"target_modules": ["embed_tokens", "o_proj"]}),
     "copies": ("llama", {"modules_to_save": ["lm_head", "embed_tokens", "norm"]}),
-    "copied-row": ("llama-biases", {"target_modules": ["q_proj"], "modules_to_save": ["o_proj", "up_proj"]}),
+    "copied-row": (
+        "llama-biases",
+        {"target_modules": ["q_proj"], "modules_to_save": ["o_proj", "up_proj"]},
+    ),
     "rows-only": ("llama", {"target_modules": ["o_proj"]}),
     "one-layer": ("llama", {"target_modules": ["q_proj"], "layers_to_transform": [1]}),
     "ranks": ("llama", {"rank_pattern": {"q_proj": 2, "layers.1.mlp.down_proj": 3}}),
     "conv1d": ("gpt2", {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True}),
-    "conv1d-dora": ("gpt2", {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True, "use_dora": True}),
+    "conv1d-dora": (
+        "gpt2",
+        {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True, "use_dora": True},
+    ),
     "fused": ("phi3", {"target_modules": ["qkv_proj", "gate_up_proj", "down_proj"]}),
     "norms-per-head": ("qwen3", {}),
 }
@@ -70,7 +76,9 @@ FAMILIES = {
 
 
 def _lora(**changes: object) -> LoraConfig:
-    return LoraConfig(**{"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **changes})
+    return LoraConfig(
+        **{"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **changes}
+    )
 
 
 @pytest.mark.daily("pp2")
@@ -82,10 +90,19 @@ def test_lora_on_all_linear(pools: Pools, layout: str) -> None:
 def _rough() -> list[Any]:
     """Every kind over tensor ranks; in the other layouts those most unlike plain LoRA."""
     often = {"dora-biases", "copies"}
-    return pairs(KINDS, ROUGH, daily=[(k, at) for k in KINDS for at in ROUGH if at == "tp2" or k in often])
+    return pairs(
+        KINDS, ROUGH, daily=[(k, at) for k in KINDS for at in ROUGH if at == "tp2" or k in often]
+    )
 
 
-@pytest.mark.daily("ranks-tp2", "conv1d-dora-tp2", "head-tp2", "lora-bias-tp2", "copied-row-tp2", "tied-embedding-tp2")
+@pytest.mark.daily(
+    "ranks-tp2",
+    "conv1d-dora-tp2",
+    "head-tp2",
+    "lora-bias-tp2",
+    "copied-row-tp2",
+    "tied-embedding-tp2",
+)
 @pytest.mark.parametrize(("kind", "layout"), _rough())
 def test_kinds_of_lora(pools: Pools, kind: str, layout: str) -> None:
     family, changes = KINDS[kind]
@@ -95,14 +112,19 @@ def test_kinds_of_lora(pools: Pools, kind: str, layout: str) -> None:
 @pytest.mark.daily("sp2")
 @pytest.mark.parametrize("layout", cases(ROUGH, daily=["sp2", "tp2-shard2"]))
 def test_other_methods(pools: Pools, layout: str) -> None:
-    targets = {"target_modules": ["k_proj", "v_proj", "o_proj", "down_proj"], "task_type": "CAUSAL_LM"}
+    targets = {
+        "target_modules": ["k_proj", "v_proj", "o_proj", "down_proj"],
+        "task_type": "CAUSAL_LM",
+    }
     ia3 = IA3Config(**targets, feedforward_modules=["down_proj"])
     _check(pools, Case(tiny("llama"), peft=ia3), layout)
     _check(pools, Case(tiny("llama", attention_bias=True), peft=LoHaConfig(**targets, r=3)), layout)
 
 
 @pytest.mark.daily("pp2")
-@pytest.mark.parametrize("layout", cases([*ROUGH, "pp2"], daily=["one", "sp2", "tp2-shard2", "pp2"]))
+@pytest.mark.parametrize(
+    "layout", cases([*ROUGH, "pp2"], daily=["one", "sp2", "tp2-shard2", "pp2"])
+)
 def test_adapters_around_a_model_that_computes_already(pools: Pools, layout: str) -> None:
     # One layout around a model from memory, the others around one from a checkpoint.
     build = {"build": "parallelize"} if layout == "tp2-shard2" else {"peft_build": "get_peft_model"}

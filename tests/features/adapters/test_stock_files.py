@@ -40,7 +40,9 @@ def saved_by_stock(base: str, adapter: Path, kind: str) -> Tensor:
         model.resize_token_embeddings(tokens, mean_resizing=False)
         return model
 
-    config = peft.LoraConfig(r=4, target_modules=targets, modules_to_save=saved, task_type="CAUSAL_LM")
+    config = peft.LoraConfig(
+        r=4, target_modules=targets, modules_to_save=saved, task_type="CAUSAL_LM"
+    )
     trained: Any = peft.get_peft_model(resized(), config)
     torch.manual_seed(1)
     with torch.no_grad():
@@ -60,7 +62,11 @@ def logits_of(base: str, adapters: dict[str, str], layout: dict[str, int]) -> di
         tokens = SAVED[kind][2]
         more = {} if tokens == 67 else {"resize_token_embeddings": tokens}
         model = hfscale.from_pretrained(
-            base, parallel=ParallelConfig(**layout), dtype=torch.float32, peft_config=adapter, **more
+            base,
+            parallel=ParallelConfig(**layout),
+            dtype=torch.float32,
+            peft_config=adapter,
+            **more,
         )
         with torch.no_grad():
             found[kind] = torch.as_tensor(model(input_ids=IDS).logits)
@@ -75,20 +81,29 @@ def test_copies_and_embeddings(tied: bool, pools: Pools, tmp_path: Path) -> None
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(tiny("llama", tie_word_embeddings=tied)).save_pretrained(base)
     adapters = {kind: str(tmp_path / kind.replace(" ", "_")) for kind in SAVED}
-    expected = {kind: saved_by_stock(base, Path(adapter), kind) for kind, adapter in adapters.items()}
-    for found in (logits_of(base, adapters, {}), *pools(2).run(logits_of, base, adapters, {"tp_size": 2})):
+    expected = {
+        kind: saved_by_stock(base, Path(adapter), kind) for kind, adapter in adapters.items()
+    }
+    for found in (
+        logits_of(base, adapters, {}),
+        *pools(2).run(logits_of, base, adapters, {"tp_size": 2}),
+    ):
         for kind, logits in found.items():
             torch.testing.assert_close(logits, expected[kind], rtol=0, atol=2e-5, msg=kind)
 
 
 @pytest.mark.filterwarnings("ignore:.*save_embedding_layers")
 def test_two_tensors_of_one_parameter(tmp_path: Path) -> None:
-    base, adapter = str(tmp_path / "base"), tmp_path / "adapter"
+    base = str(tmp_path / "base")
+    adapter = tmp_path / "adapter"
     AutoModelForCausalLM.from_config(tiny("llama")).save_pretrained(base)
     saved_by_stock(base, adapter, "both")
     file = adapter / "adapter_model.safetensors"
     tensors = load_file(file)
     tensors["base_model.model.lm_head.modules_to_save.weight"] += 1
     save_file(tensors, file)
-    with pytest.raises(CheckpointError, match=r"lm_head\.weight and .*modules_to_save\.weight are the same parameter"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"lm_head\.weight and .*modules_to_save\.weight are the same parameter",
+    ):
         hfscale.from_pretrained(base, peft_config=str(adapter), resize_token_embeddings=TOKENS)

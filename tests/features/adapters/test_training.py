@@ -33,7 +33,9 @@ IDS = torch.randint(0, 67, (2, 12), generator=torch.Generator().manual_seed(4))
 
 
 def _lora(**changes: Any) -> LoraConfig:
-    return LoraConfig(**{"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **changes})
+    return LoraConfig(
+        **{"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **changes}
+    )
 
 
 def _check(pools: Pools, case: Case, layout: str) -> None:
@@ -49,21 +51,27 @@ def test_a_plain_loop(pools: Pools, layout: str) -> None:
 
 
 def test_a_plain_loop_over_experts(pools: Pools) -> None:
-    config = _lora(target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"], target_modules=["q_proj"])
+    config = _lora(
+        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        target_modules=["q_proj"],
+    )
     _check(pools, plain.PlainCase(qwen3_moe(), peft=config, hf_kwargs=EAGER), "tp2")
 
 
 @pytest.mark.daily("classes of texts-tp2")
 @pytest.mark.parametrize("layout", ["tp2", "sp2"])
 @pytest.mark.parametrize(
-    "kind", ["classes of texts", "attention to an encoder", "one layer many times", "relative biases"]
+    "kind",
+    ["classes of texts", "attention to an encoder", "one layer many times", "relative biases"],
 )
 def test_other_classes(pools: Pools, kind: str, layout: str) -> None:
     """Edges on projections themselves sit outside of what PEFT wraps around these."""
     if (kind, layout) == ("one layer many times", "sp2"):
         pytest.skip("the plan refuses it")
     case = plain_case(kind)
-    case.peft = LoraConfig(r=3, target_modules="all-linear", task_type="SEQ_CLS" if "classes" in kind else None)
+    case.peft = LoraConfig(
+        r=3, target_modules="all-linear", task_type="SEQ_CLS" if "classes" in kind else None
+    )
     _check(pools, case, layout)
 
 
@@ -76,12 +84,16 @@ def test_recomputed_layers(pools: Pools, layout: str) -> None:
 
 def _masks(path: str, sizes: dict[str, Any], seed: int) -> tuple[float, dict[str, Tensor]]:
     """Loss of a step with dropout, and the masks, by the module that drew them."""
-    model = hfscale.from_pretrained(path, parallel=ParallelConfig(**sizes), peft_config=_lora(lora_dropout=0.5))
+    model = hfscale.from_pretrained(
+        path, parallel=ParallelConfig(**sizes), peft_config=_lora(lora_dropout=0.5)
+    )
     model.train()
     masks: dict[str, Tensor] = {}
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Dropout) and "lora_dropout" in name:
-            module.register_forward_hook(lambda _, args, out, name=name: masks.update({name: (out == 0).clone()}))
+            module.register_forward_hook(
+                lambda _, args, out, name=name: masks.update({name: (out == 0).clone()})
+            )
     torch.manual_seed(seed)
     loss = hfscale.train_step(model, {"input_ids": IDS, "labels": IDS})
     return loss.item(), masks
@@ -107,8 +119,12 @@ def test_dropout_in_front_of_adapters(
 
 def _resumed(start: str, state: str, sizes: dict[str, Any]) -> bool:
     def build() -> tuple[Any, Any]:
-        model = hfscale.from_pretrained(start, parallel=ParallelConfig(**sizes), peft_config=_lora(lora_dropout=0.2))
-        return model.train(), torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        model = hfscale.from_pretrained(
+            start, parallel=ParallelConfig(**sizes), peft_config=_lora(lora_dropout=0.2)
+        )
+        return model.train(), torch.optim.AdamW(
+            [p for p in model.parameters() if p.requires_grad], lr=1e-2
+        )
 
     def steps(model: Any, optimizer: Any, count: int) -> None:
         for _ in range(count):
@@ -125,7 +141,9 @@ def _resumed(start: str, state: str, sizes: dict[str, Any]) -> bool:
     hfscale.load_state(again, state, optimizer=other)
     steps(again, other, 2)
     pairs = zip(runtime_of(model).parameters(), runtime_of(again).parameters(), strict=True)
-    return all(torch.equal(local_tensor(a.detach()), local_tensor(b.detach())) for (_, a), (_, b) in pairs)
+    return all(
+        torch.equal(local_tensor(a.detach()), local_tensor(b.detach())) for (_, a), (_, b) in pairs
+    )
 
 
 @pytest.mark.daily("tp2")
@@ -134,12 +152,16 @@ def test_a_resumed_run(pools: Pools, tmp_path: Path, layout: str) -> None:
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(tiny("llama")).save_pretrained(tmp_path / "start")
     size = ParallelConfig(**LAYOUTS[layout]).total_size
-    assert all(pools(size).run(_resumed, str(tmp_path / "start"), str(tmp_path / "state"), LAYOUTS[layout]))
+    assert all(
+        pools(size).run(_resumed, str(tmp_path / "start"), str(tmp_path / "state"), LAYOUTS[layout])
+    )
 
 
 def _sixteen_bits(start: str, sizes: dict[str, Any], checkpointing: bool) -> dict[str, Any]:
     """Types, and what a few small steps change, of adapters around 16-bit weights."""
-    model = hfscale.from_pretrained(start, parallel=ParallelConfig(**sizes), dtype="bfloat16", peft_config=_lora())
+    model = hfscale.from_pretrained(
+        start, parallel=ParallelConfig(**sizes), dtype="bfloat16", peft_config=_lora()
+    )
     if checkpointing:
         enable_checkpointing(model)
     model.train()
@@ -152,9 +174,15 @@ def _sixteen_bits(start: str, sizes: dict[str, Any], checkpointing: bool) -> dic
         assert not missing, f"without a gradient: {missing}"
         optimizer.step()
         optimizer.zero_grad()
-    moved = {n.name for n, p in parameters if not torch.equal(local_tensor(p.detach()), before[n.name])}
+    moved = {
+        n.name for n, p in parameters if not torch.equal(local_tensor(p.detach()), before[n.name])
+    }
     factors = {planned.name for planned, p in parameters if p.requires_grad}
-    return {"moved": moved, "factors": factors, "types": {p.dtype for _, p in parameters if p.requires_grad}}
+    return {
+        "moved": moved,
+        "factors": factors,
+        "types": {p.dtype for _, p in parameters if p.requires_grad},
+    }
 
 
 @pytest.mark.slow
@@ -171,19 +199,25 @@ def test_sixteen_bit_weights(pools: Pools, tmp_path: Path, layout: str) -> None:
 
 def _after_steps(start: str, sizes: dict[str, Any]) -> dict[str, Tensor]:
     """Factors that every tensor rank holds whole, after some steps of AdamW."""
-    model = hfscale.from_pretrained(start, parallel=ParallelConfig(**sizes), peft_config=_lora(use_dora=True)).train()
+    model = hfscale.from_pretrained(
+        start, parallel=ParallelConfig(**sizes), peft_config=_lora(use_dora=True)
+    ).train()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     for _ in range(4):
         hfscale.train_step(model, {"input_ids": IDS, "labels": IDS})
         optimizer.step()
         optimizer.zero_grad()
     held = runtime_of(model).parameters()
-    return {p.name: value.detach().clone() for p, value in held if p.partial and value.requires_grad}
+    return {
+        p.name: value.detach().clone() for p, value in held if p.partial and value.requires_grad
+    }
 
 
 @pytest.mark.daily("sp2")
 @pytest.mark.parametrize("layout", ["tp2", "sp2", "tp4"])
-def test_copies_of_factors_stay_equal_to_the_last_bit(pools: Pools, tmp_path: Path, layout: str) -> None:
+def test_copies_of_factors_stay_equal_to_the_last_bit(
+    pools: Pools, tmp_path: Path, layout: str
+) -> None:
     """T6."""
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(tiny("llama")).save_pretrained(tmp_path)

@@ -38,11 +38,18 @@ def left_padded(tokens: int) -> dict[str, Tensor]:
 
 def small(heads: int) -> LlamaConfig:
     """Heads of 64 / ``heads`` numbers each."""
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": heads, "num_key_value_heads": heads}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+    }
     return tiny("llama", **sizes)
 
 
-def gradients(layout: dict[str, Any], heads: int, compress: bool) -> tuple[float, dict[str, Tensor], dict[str, Any]]:
+def gradients(
+    layout: dict[str, Any], heads: int, compress: bool
+) -> tuple[float, dict[str, Tensor], dict[str, Any]]:
     """The loss, and what this rank holds of the gradients, by name; and where it lies in the whole."""
     model = hfscale.from_config(
         small(heads),
@@ -53,7 +60,10 @@ def gradients(layout: dict[str, Any], heads: int, compress: bool) -> tuple[float
     ).train()
     loss = hfscale.train_step(model, left_padded(32))
     runtime = runtime_of(model)
-    held = {planned.name: local_tensor(parameter.grad).clone() for planned, parameter in runtime.parameters()}
+    held = {
+        planned.name: local_tensor(parameter.grad).clone()
+        for planned, parameter in runtime.parameters()
+    }
     return float(loss), held, {"ranks": runtime.mesh.ranks, "plan": runtime.plan.by_name}
 
 
@@ -69,5 +79,6 @@ def test_the_error_is_that_of_one_process(pools: Pools, layout: str, heads: int)
         apart = whole = 0.0
         for name, mine in found.items():
             theirs = place["plan"][name].take(wanted[name], place["ranks"])
-            apart, whole = apart + float((mine - theirs).pow(2).sum()), whole + float(theirs.pow(2).sum())
+            apart = apart + float((mine - theirs).pow(2).sum())
+            whole = whole + float(theirs.pow(2).sum())
         assert 0 < (apart / whole) ** 0.5 < ERROR

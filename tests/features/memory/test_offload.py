@@ -47,19 +47,23 @@ DATA = [name for name, layout in LAYOUTS.items() if ParallelConfig(**layout).dat
                 ("regather", "activations"),
             ],
         )
-        if (case.values[1] not in ("parameters", "all") or case.values[0] in DATA) and case.values != ("cp2", "scores")
+        if (case.values[1] not in ("parameters", "all") or case.values[0] in DATA)
+        and case.values != ("cp2", "scores")
     ],
 )
 def test_equal_to_one_process(pools: Pools, layout: str, way: str) -> None:
     parallel = ParallelConfig(**LAYOUTS[layout])
     case = case_of(layout, "selective" if way == "scores" else "full")
     case.memory = MemoryConfig(**WAYS[way])
-    assert_layout_equal(case, parallel, pools(parallel.total_size) if parallel.total_size > 1 else None)
+    assert_layout_equal(
+        case, parallel, pools(parallel.total_size) if parallel.total_size > 1 else None
+    )
 
 
 def plainly_held() -> list[str]:
     """Parameters that nobody brings from the host to the device that computes."""
-    config, memory = qwen3_moe(num_hidden_layers=2), MemoryConfig(offload_parameters=True)
+    config = qwen3_moe(num_hidden_layers=2)
+    memory = MemoryConfig(offload_parameters=True)
     model = hfscale.from_config(config, parallel=ParallelConfig(ep_size=2), memory=memory, **EAGER)
     managed = {id(place.module._parameters.get(place.name)) for place in managed_places(model)}
     return [name for name, parameter in model.named_parameters() if id(parameter) not in managed]
@@ -85,12 +89,20 @@ def copied(layout: dict[str, Any], memory: MemoryConfig) -> tuple[float, int, li
     """Bytes that a step copied, the estimate of what stays, and its notes."""
     config = tiny("llama", num_hidden_layers=4)
     model = hfscale.from_config(
-        config, parallel=ParallelConfig(**layout), memory=memory, attn_implementation="sdpa", dtype=torch.float32
+        config,
+        parallel=ParallelConfig(**layout),
+        memory=memory,
+        attn_implementation="sdpa",
+        dtype=torch.float32,
     )
     ids = torch.randint(3, 60, (4, 32), generator=torch.Generator().manual_seed(0))
     hfscale.train_step(model, {"input_ids": ids, "labels": ids})
     estimated = hfscale.memory_estimate(model, tokens=TOKENS)
-    return hfscale.metrics(model)["offloaded_activation_bytes"], estimated.activations, list(estimated.notes)
+    return (
+        hfscale.metrics(model)["offloaded_activation_bytes"],
+        estimated.activations,
+        list(estimated.notes),
+    )
 
 
 @pytest.mark.daily("sequence")
@@ -128,7 +140,8 @@ def test_over_four_bits(pools: Pools, tmp_path: Path, layout: str) -> None:
 
 def test_a_graph_that_is_kept_is_read_twice() -> None:
     memory = MemoryConfig(offload_activations="64")
-    ids, found = torch.arange(24).view(2, 12), []
+    ids = torch.arange(24).view(2, 12)
+    found = []
     for asked in (None, memory):
         model = hfscale.from_config(tiny("llama"), memory=asked, dtype=torch.float32)
         loss = model(input_ids=ids, labels=ids).loss
@@ -140,21 +153,31 @@ def test_a_graph_that_is_kept_is_read_twice() -> None:
 
 def where(layout: dict[str, Any]) -> set[str]:
     model = hfscale.from_config(
-        tiny("llama"), parallel=ParallelConfig(**layout), memory=MemoryConfig(offload_parameters=True)
+        tiny("llama"),
+        parallel=ParallelConfig(**layout),
+        memory=MemoryConfig(offload_parameters=True),
     )
     estimated = hfscale.memory_estimate(model)
     assert estimated.weights == estimated.gradients == estimated.optimizer == 0 < estimated.gathered
-    assert any(note.startswith("on the host: shards, gradients and optimizer of") for note in estimated.notes)
+    assert any(
+        note.startswith("on the host: shards, gradients and optimizer of")
+        for note in estimated.notes
+    )
     return {local_tensor(p.detach()).device.type for _, p in runtime_of(model).parameters()}
 
 
 def test_what_does_not_fit_is_refused(pools: Pools) -> None:
     assert pools(2).run(where, LAYOUTS["shard2"]) == [{"cpu"}] * 2
     with pytest.raises(PlanError, match="use dp_shard_size=2 or more, or offload_optimizer=True"):
-        hfscale.plan(tiny("llama"), ParallelConfig(tp_size=2), memory=MemoryConfig(offload_parameters=True))
+        hfscale.plan(
+            tiny("llama"), ParallelConfig(tp_size=2), memory=MemoryConfig(offload_parameters=True)
+        )
     for wrong in (3, "much"):
         with pytest.raises(ConfigError, match="use True, False, or a size like '1MiB'"):
             MemoryConfig(offload_activations=wrong)  # type: ignore[arg-type]
     memory = MemoryConfig(offload_activations=True, offload_optimizer=True)
     plan = str(hfscale.plan(tiny("llama"), memory=memory))
-    assert "on the host: the optimizer's state, what layers keep for the backward pass, in tensors of 1,048,576" in plan
+    assert (
+        "on the host: the optimizer's state, what layers keep for the backward pass, in tensors of 1,048,576"
+        in plan
+    )

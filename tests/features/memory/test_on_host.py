@@ -20,7 +20,9 @@ class Recorded:
     """A stream that writes down what is asked of it; an event is the stream's name and a number."""
 
     def __init__(self, name: str, log: LOG) -> None:
-        self.name, self._log, self._count = name, log, 0
+        self.name = name
+        self._log = log
+        self._count = 0
 
     def wait_stream(self, other: "Recorded") -> None:
         self._log.append((self.name, f"after {other.name}"))
@@ -86,28 +88,47 @@ def step(model: Any, tokens: int = 32) -> list[torch.Tensor]:
 
 def built(**memory: Any) -> Any:
     config = tiny("llama", num_hidden_layers=4)
-    return hfscale.from_config(config, memory=MemoryConfig(recompute="full", **memory), dtype=torch.float32).train()
+    return hfscale.from_config(
+        config, memory=MemoryConfig(recompute="full", **memory), dtype=torch.float32
+    ).train()
 
 
 def test_copies_run_beside_each_other_and_wait_by_events(streams: Streams) -> None:
-    plain, model, log = step(built()), built(offload_activations="64"), streams.log
-    for number, layer in enumerate(model.model.layers):  # the last gradient of a layer is that of its first norm
+    plain = step(built())
+    model = built(offload_activations="64")
+    log = streams.log
+    for number, layer in enumerate(
+        model.model.layers
+    ):  # the last gradient of a layer is that of its first norm
         done = ("compute", f"done with layer {number}")
-        layer.input_layernorm.weight.register_post_accumulate_grad_hook(lambda _, done=done: log.append(done))
+        layer.input_layernorm.weight.register_post_accumulate_grad_hook(
+            lambda _, done=done: log.append(done)
+        )
     for _ in range(2):
         log.clear()
         assert all(map(torch.equal, step(model), plain))
     # Of the second step, whose buffers were read by the copies back of the first.
-    asked = {lane: [what for name, what in log if name == lane] for lane in ("outward", "inward", "compute")}
+    asked = {
+        lane: [what for name, what in log if name == lane]
+        for lane in ("outward", "inward", "compute")
+    }
     orders = (("after inward {}", "after compute", "copies {}"), ("after outward {}", "copies {}"))
-    assert asked["outward"] == [each.format(n + 4 * ("copies" in each)) for n in range(1, 5) for each in orders[0]]
+    assert asked["outward"] == [
+        each.format(n + 4 * ("copies" in each)) for n in range(1, 5) for each in orders[0]
+    ]
     assert asked["inward"] == [
         each.format(n if "copies" in each else 13 - n) for n in range(5, 9) for each in orders[1]
     ]
     waits = [what for what in asked["compute"] if what.startswith("after")]
     assert waits == [f"after inward {n}" for n in range(5, 9)]
-    for number in (3, 2, 1):  # the copy back of the layer before runs under the backward pass of this one
-        assert log.index(("inward", f"copies {9 - number}")) < log.index(("compute", f"done with layer {number}"))
+    for number in (
+        3,
+        2,
+        1,
+    ):  # the copy back of the layer before runs under the backward pass of this one
+        assert log.index(("inward", f"copies {9 - number}")) < log.index(
+            ("compute", f"done with layer {number}")
+        )
 
 
 def test_buffers_are_exact_reused_and_bounded(streams: Streams) -> None:

@@ -48,14 +48,19 @@ def fits(layout: str, *levers: str) -> bool:
         and ("4 bits" not in levers or layout not in ("ep2", "pipedream"))
         and not {layout, *levers} >= {"cp2", "selective"}
         and not {layout, *levers} >= {"pipedream", "fp16"}
-        and not ("compressed" in levers and recomputing)  # rounds what recomputed layers keep, which is something else
+        and not (
+            "compressed" in levers and recomputing
+        )  # rounds what recomputed layers keep, which is something else
     )
 
 
 PAIRS = [
     (layout, one, other)
     for layout in LAYOUTS
-    for one, other in [*combinations(KEEPS, 2), *((keep, change) for keep in KEEPS for change in CHANGES)]
+    for one, other in [
+        *combinations(KEEPS, 2),
+        *((keep, change) for keep in KEEPS for change in CHANGES),
+    ]
     if fits(layout, one, other)
 ]
 DAILY = [
@@ -87,12 +92,22 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> str:
 def built(layout: dict[str, Any], change: str, base: str, **asked: Any) -> Any:
     """A model in training, with what ``change`` asks for."""
     torch.manual_seed(0)
-    lora = LoraConfig(r=2, target_modules=["q_proj", "o_proj"]) if change in ("lora", "4 bits") else None
-    asked |= {"parallel": ParallelConfig(**layout), "peft_config": lora, "attn_implementation": "eager"}
+    lora = (
+        LoraConfig(r=2, target_modules=["q_proj", "o_proj"])
+        if change in ("lora", "4 bits")
+        else None
+    )
+    asked |= {
+        "parallel": ParallelConfig(**layout),
+        "peft_config": lora,
+        "attn_implementation": "eager",
+    }
     if change == "4 bits":
         return hfscale.from_pretrained(base, quantization_config=four_bits(), **asked).train()
     return hfscale.from_config(
-        qwen3_moe(num_hidden_layers=4) if "ep_size" in layout else tiny("llama", num_hidden_layers=4),
+        qwen3_moe(num_hidden_layers=4)
+        if "ep_size" in layout
+        else tiny("llama", num_hidden_layers=4),
         mixed_precision=change if change in ("bf16", "fp16", "fp8") else "no",
         dtype=torch.bfloat16 if change == "rounding" else torch.float32,
         **asked,
@@ -109,11 +124,17 @@ def trained(layout: dict[str, Any], keeps: list[str], change: str, base: str) ->
     asked |= {"compress_activations": "64"} if change == "compressed" else {}
     compressed = {"gradient_compression": "powersgd"} if change == "compression" else {}
     model = built({**layout, **compressed}, change, base, memory=MemoryConfig(**asked))
-    optimizer = hfscale.create_optimizer(model, "adamw_torch", lr=1e-3, stochastic_rounding=change == "rounding")
+    optimizer = hfscale.create_optimizer(
+        model, "adamw_torch", lr=1e-3, stochastic_rounding=change == "rounding"
+    )
     generator = torch.Generator().manual_seed(1)
     for _ in range(2):
         batches = [ragged_batch(generator, 67, 2, 12, False) for _ in range(4)]
-        losses = [hfscale.train_step(model, batches[hfscale.batch_rank(model) :: hfscale.batch_world(model)])]
+        losses = [
+            hfscale.train_step(
+                model, batches[hfscale.batch_rank(model) :: hfscale.batch_world(model)]
+            )
+        ]
         hfscale.clip_grad_norm_(model, 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -129,11 +150,17 @@ def trained(layout: dict[str, Any], keeps: list[str], change: str, base: str) ->
     ("layout", "one", "other"),
     [pytest.param(*case, marks=() if case in DAILY else pytest.mark.slow) for case in PAIRS],
 )
-def test_levers_leave_each_other_alone(pools: Pools, base: str, layout: str, one: str, other: str) -> None:
+def test_levers_leave_each_other_alone(
+    pools: Pools, base: str, layout: str, one: str, other: str
+) -> None:
     sizes = dict(LAYOUTS[layout])
-    if "modules" in (one, other):  # a block that is recomputed alone enters without overlap, and adds in another order
+    if "modules" in (
+        one,
+        other,
+    ):  # a block that is recomputed alone enters without overlap, and adds in another order
         sizes["overlap"] = False
-    pool, change = pools(2), other if other in CHANGES else ""
+    pool = pools(2)
+    change = other if other in CHANGES else ""
     both = [one] if change else [one, other]
     alone, together = (pool.run(trained, sizes, keeps, change, base) for keeps in ([], both))
     # Products of experts' rows round by where the rows lie in memory, which is elsewhere after a copy (measured: 2e-7);
@@ -147,13 +174,19 @@ def test_levers_leave_each_other_alone(pools: Pools, base: str, layout: str, one
 
 def gradients(layout: dict[str, Any], change: str, compress: bool, base: str) -> list[Tensor]:
     """The loss of a step, and this rank's gradients."""
-    asked: dict[str, Any] = {"memory": MemoryConfig(compress_activations="64") if compress else None}
+    asked: dict[str, Any] = {
+        "memory": MemoryConfig(compress_activations="64") if compress else None
+    }
     asked |= {"loss_scaling": GradScalerKwargs(init_scale=64.0)} if change == "fp16" else {}
     compressed = {"gradient_compression": "bf16"} if change == "compression" else {}
     model = built({**layout, **compressed}, change, base, **asked)
     generator = torch.Generator().manual_seed(1)
-    batches = [ragged_batch(generator, 67, 2, 12, False) for _ in range(2 * hfscale.batch_world(model))]
-    loss = hfscale.train_step(model, batches[hfscale.batch_rank(model) :: hfscale.batch_world(model)])
+    batches = [
+        ragged_batch(generator, 67, 2, 12, False) for _ in range(2 * hfscale.batch_world(model))
+    ]
+    loss = hfscale.train_step(
+        model, batches[hfscale.batch_rank(model) :: hfscale.batch_world(model)]
+    )
     return [loss, *(local_tensor(p.grad).float() for p in model.parameters() if p.grad is not None)]
 
 
@@ -169,16 +202,22 @@ BESIDE = [
 @pytest.mark.parametrize(
     ("layout", "change"), cases(BESIDE, daily=[("sequence", "fp8"), ("replicate2", "compression")])
 )
-def test_compressed_activations_beside_what_changes(pools: Pools, base: str, layout: str, change: str) -> None:
+def test_compressed_activations_beside_what_changes(
+    pools: Pools, base: str, layout: str, change: str
+) -> None:
     """Losses are those without, and gradients near."""
-    pool, sizes = pools(2), LAYOUTS[layout]
+    pool = pools(2)
+    sizes = LAYOUTS[layout]
     apart = whole = 0.0
     for plain, found in zip(
-        *(pool.run(gradients, sizes, change, compress, base) for compress in (False, True)), strict=True
+        *(pool.run(gradients, sizes, change, compress, base) for compress in (False, True)),
+        strict=True,
     ):
         assert torch.equal(plain[0], found[0])
         assert len(plain) == len(found) > 10 - 6 * (change in ("lora", "4 bits"))
-        apart += sum(float((a - b).square().sum()) for a, b in zip(plain[1:], found[1:], strict=True))
+        apart += sum(
+            float((a - b).square().sum()) for a, b in zip(plain[1:], found[1:], strict=True)
+        )
         whole += sum(float(a.square().sum()) for a in plain[1:])
     assert 0 < (apart / whole) ** 0.5 < (0.15 if change == "fp8" else 0.05)
 

@@ -32,7 +32,19 @@ from ..quantization.models import four_bits, save, wide
 
 Pools = Callable[[int], RankPool]
 LAYOUTS: dict[str, dict[str, Any]] = {
-    **named("one", "tp2", "sequence", "regather", "1f1b", "zbv", "shard2", "replicate2", "ep2", "ep2, tp2", "cp2"),
+    **named(
+        "one",
+        "tp2",
+        "sequence",
+        "regather",
+        "1f1b",
+        "zbv",
+        "shard2",
+        "replicate2",
+        "ep2",
+        "ep2, tp2",
+        "cp2",
+    ),
     **{f"lora, {name}": sizes for name, sizes in named("tp2", "sequence", "shard2").items()},
     **named("pp2, tp2"),
 }
@@ -44,7 +56,9 @@ WAYS: dict[str, MemoryConfig] = {
     "second": MemoryConfig(recompute=2),
     "modules": MemoryConfig(recompute=["mlp", "self_attn", "input_layernorm"]),
     "within": MemoryConfig(recompute=["act_fn", "q_proj", "post_attention_layernorm"]),
-    "kept": MemoryConfig(recompute="full", recompute_keep=["aten.mm", "aten.addmm.default", "aten.bmm"]),
+    "kept": MemoryConfig(
+        recompute="full", recompute_keep=["aten.mm", "aten.addmm.default", "aten.bmm"]
+    ),
     "budget": MemoryConfig(recompute="150KB"),
 }
 REFUSED = {("modules", "regather"), ("within", "regather"), ("selective", "cp2")}
@@ -62,7 +76,11 @@ def case_of(layout: str, way: str) -> Case:
         memory = MemoryConfig(recompute=["q_proj", "post_attention_layernorm"])
     if mixture and way == "budget":
         memory = MemoryConfig(recompute="400KB")
-    lora = LoraConfig(r=3, target_modules="all-linear", task_type="CAUSAL_LM") if layout.startswith("lora") else None
+    lora = (
+        LoraConfig(r=3, target_modules="all-linear", task_type="CAUSAL_LM")
+        if layout.startswith("lora")
+        else None
+    )
     return Case(config, accumulation=3, hf_kwargs=kwargs, memory=memory, peft=lora)
 
 
@@ -77,7 +95,10 @@ def case_of(layout: str, way: str) -> Case:
             daily=[
                 *((layout, "full") for layout in ("sequence", "zbv", "cp2")),
                 *((layout, "selective") for layout in ("tp2", "zbv")),
-                *((layout, "elementwise") for layout in ("sequence", "zbv", "shard2", "ep2, tp2", "cp2")),
+                *(
+                    (layout, "elementwise")
+                    for layout in ("sequence", "zbv", "shard2", "ep2, tp2", "cp2")
+                ),
                 *((layout, "modules") for layout in ("zbv", "ep2, tp2", "lora, shard2")),
                 *((layout, "tiles") for layout in ("sequence", "zbv", "shard2")),
                 ("ep2", "kept"),
@@ -125,7 +146,11 @@ def kept(
     """Bytes that layers kept in a step, what an estimate says of all activations, and the layers recomputed."""
     config = tiny("llama", num_hidden_layers=layers)
     model = hfscale.from_config(
-        config, parallel=ParallelConfig(**layout), memory=memory, attn_implementation=attention, dtype=torch.float32
+        config,
+        parallel=ParallelConfig(**layout),
+        memory=memory,
+        attn_implementation=attention,
+        dtype=torch.float32,
     )
     model.train()
     runtime = runtime_of(model)
@@ -134,11 +159,20 @@ def kept(
         hfscale.train_step(model, {"input_ids": ids, "labels": ids})
     part = runtime.part(Recomputation)
     assert part is not None
-    return saved.layers, hfscale.memory_estimate(model, tokens=4 * 32).activations, part.chosen or frozenset()
+    return (
+        saved.layers,
+        hfscale.memory_estimate(model, tokens=4 * 32).activations,
+        part.chosen or frozenset(),
+    )
 
 
-TOKENS, HIDDEN, HEADS, FLOAT = 4 * 32, 32, 4, 4
-ROTARY = 2 * 32 * HIDDEN // HEADS * FLOAT  # sines and cosines of a sequence, which all layers have in common
+TOKENS = 4 * 32
+HIDDEN = 32
+HEADS = 4
+FLOAT = 4
+ROTARY = (
+    2 * 32 * HIDDEN // HEADS * FLOAT
+)  # sines and cosines of a sequence, which all layers have in common
 
 
 @pytest.mark.daily("sequence")
@@ -149,15 +183,20 @@ def test_kept_bytes_are_the_formula(pools: Pools, layout: str) -> None:
     tp = sizes.get("tp_size", 1)
     run = pools(2).run if tp > 1 else lambda function, *given: [function(*given)]
     stream = TOKENS * HIDDEN * FLOAT // (tp if "sequence" in layout else 1)
-    whole, full, second = (run(kept, memory, sizes, "sdpa") for memory in (None, WAYS["full"], WAYS["second"]))
+    whole, full, second = (
+        run(kept, memory, sizes, "sdpa") for memory in (None, WAYS["full"], WAYS["second"])
+    )
     flash, scores = (
-        [found[0] for found in run(kept, WAYS["selective"], sizes, attention)] for attention in ("sdpa", "eager")
+        [found[0] for found in run(kept, WAYS["selective"], sizes, attention)]
+        for attention in ("sdpa", "eager")
     )
     for rank in range(tp):
         assert full[rank][0] == 4 * stream
         layer = (whole[rank][0] - ROTARY) // 4
         assert second[rank][0] == 2 * layer + 2 * stream + ROTARY
-        assert flash[rank] == whole[rank][0] - 4 * TOKENS * HEADS * FLOAT // tp  # a logarithm for each row of scores
+        assert (
+            flash[rank] == whole[rank][0] - 4 * TOKENS * HEADS * FLOAT // tp
+        )  # a logarithm for each row of scores
         assert scores[rank] == flash[rank]
         assert full[rank][1] < second[rank][1] < whole[rank][1]
 
@@ -172,9 +211,14 @@ def test_a_budget_takes_as_few_layers_as_it_needs() -> None:
         assert 0 < len(chosen) < 4
         assert estimate < budget + 60_000  # what is around the layers comes on top
     assert found[600_000] < found[800_000] < whole
-    with pytest.raises(ConfigError, match=r"recomputing all 4 layers of this rank still keeps .*: use smaller micro"):
+    with pytest.raises(
+        ConfigError,
+        match=r"recomputing all 4 layers of this rank still keeps .*: use smaller micro",
+    ):
         kept(MemoryConfig(recompute="100KB"), {}, "sdpa")
-    with pytest.raises(ConfigError, match="still keeps"):  # before anything runs, where the tokens are known
+    with pytest.raises(
+        ConfigError, match="still keeps"
+    ):  # before anything runs, where the tokens are known
         hfscale.from_config(tiny("llama"), memory=MemoryConfig(recompute="1KB", tokens=4096))
 
 
@@ -199,7 +243,12 @@ def gradients(path: str, layout: dict[str, Any], memory: MemoryConfig | None) ->
 def test_over_four_bits_with_dropout(pools: Pools, tmp_path: Path, layout: str) -> None:
     """The same bits, with the masks of the forward pass."""
     path = save(wide("llama"), tmp_path)
-    ways = (None, WAYS["full"], WAYS["selective"], MemoryConfig(recompute=["gate_proj", "input_layernorm"]))
+    ways = (
+        None,
+        WAYS["full"],
+        WAYS["selective"],
+        MemoryConfig(recompute=["gate_proj", "input_layernorm"]),
+    )
     found = [pools(2).run(gradients, path, LAYOUTS[layout], way) for way in ways]
     for other in found[1:]:
         for rank, expected in zip(other, found[0], strict=True):
@@ -208,7 +257,10 @@ def test_over_four_bits_with_dropout(pools: Pools, tmp_path: Path, layout: str) 
 
 @pytest.mark.parametrize(
     ("config", "ways"),
-    [(tiny("llama", num_hidden_layers=4), WAYS), (config_of("roformer", num_hidden_layers=4), ["full", "second"])],
+    [
+        (tiny("llama", num_hidden_layers=4), WAYS),
+        (config_of("roformer", num_hidden_layers=4), ["full", "second"]),
+    ],
     ids=["by name", "by position"],
 )
 def test_a_plain_loop_with_a_cache(config: Any, ways: list[str]) -> None:
@@ -229,16 +281,36 @@ def test_a_plain_loop_with_a_cache(config: Any, ways: list[str]) -> None:
     ("memory", "layout", "family", "message"),
     [
         ({"recompute": ["mpl"]}, {}, "llama", "no layer has a module 'mpl': did you mean 'mlp'"),
-        ({"recompute": "full", "recompute_keep": ["aten.mmm"]}, {}, "llama", "torch has no operator 'aten.mmm'"),
+        (
+            {"recompute": "full", "recompute_keep": ["aten.mmm"]},
+            {},
+            "llama",
+            "torch has no operator 'aten.mmm'",
+        ),
         (
             {"recompute": "full", "recompute_keep": ["aten.add_"]},
             {},
             "llama",
             "works in place and returns no new tensor",
         ),
-        ({"recompute": "selective"}, {"cp_size": 2}, "llama", "keeps no scores .*: use recompute='none', 'full'"),
-        ({"recompute": ["mlp"]}, LAYOUTS["regather"], "llama", "use recompute='full', or sequence_regather=False"),
-        ({"recompute": ["attn"]}, {"tp_size": 2}, "gpt2", "applies dropout to activations sharded over tp_size=2"),
+        (
+            {"recompute": "selective"},
+            {"cp_size": 2},
+            "llama",
+            "keeps no scores .*: use recompute='none', 'full'",
+        ),
+        (
+            {"recompute": ["mlp"]},
+            LAYOUTS["regather"],
+            "llama",
+            "use recompute='full', or sequence_regather=False",
+        ),
+        (
+            {"recompute": ["attn"]},
+            {"tp_size": 2},
+            "gpt2",
+            "applies dropout to activations sharded over tp_size=2",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_with_the_plan(
@@ -259,7 +331,10 @@ def test_what_does_not_fit_is_refused_with_the_plan(
         ({"recompute": []}, "must have at least one name"),
         ({"recompute": ["mlp", 3]}, "pass a list of names"),
         ({"recompute_keep": ["aten.mm"]}, "recompute='none' recomputes none"),
-        ({"recompute": "full", "recompute_keep": True}, "recompute_keep=True is invalid: pass a list of names"),
+        (
+            {"recompute": "full", "recompute_keep": True},
+            "recompute_keep=True is invalid: pass a list of names",
+        ),
         ({"tokens": 12}, "needs a memory budget"),
         ({"recompute": "1GB", "tokens": 0}, "at least 1"),
         ({"recomputes": "full"}, "did you mean 'recompute'"),
@@ -276,7 +351,9 @@ def test_a_plan_says_what_is_computed_again() -> None:
 
     assert "computed again in the backward pass: 1 of 2 layers\n" in lines(recompute=2)
     assert "again in the backward pass: model.layers.*.mlp x2\n" in lines(recompute=["mlp"])
-    assert "2 of 2 layers; results of aten.mm are kept" in lines(recompute="full", recompute_keep=["aten.mm"])
+    assert "2 of 2 layers; results of aten.mm are kept" in lines(
+        recompute="full", recompute_keep=["aten.mm"]
+    )
     assert "keep below 1,500,000,000 bytes on a rank" in lines(recompute="1.5 GB")
     assert "attention between its projections" in lines(recompute="selective")
     assert MemoryConfig(recompute="8GiB").budget == 8 << 30
@@ -285,8 +362,20 @@ def test_a_plan_says_what_is_computed_again() -> None:
 
 # Families without a tiny clone that runs by token ids alone.
 _NOT_RUN = {
-    *("blt", "cohere_compass_text", "emu3", "gemma4_assistant", "gemma4_unified_assistant", "longcat_flash", "mllama"),
-    *("musicgen", "musicgen_melody", "qwen4_exp", "reformer", "xlm", "zamba", "zamba2"),
+    "blt",
+    "cohere_compass_text",
+    "emu3",
+    "gemma4_assistant",
+    "gemma4_unified_assistant",
+    "longcat_flash",
+    "mllama",
+    "musicgen",
+    "musicgen_melody",
+    "qwen4_exp",
+    "reformer",
+    "xlm",
+    "zamba",
+    "zamba2",
 }
 
 
@@ -297,9 +386,13 @@ _NOT_RUN = {
         daily=["llama", "gpt2", "qwen3_moe", "bert", "nemotron_h"],
     ),
 )
-def test_random_state_of_the_device_is_kept_for_every_module(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+def test_random_state_of_the_device_is_kept_for_every_module(
+    monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
     """Torch keeps it for the devices of positional tensors only, and hosts call modules of layers by keyword too."""
-    model = AutoModelForCausalLM.from_config(config_of(family), experts_implementation="eager").train()
+    model = AutoModelForCausalLM.from_config(
+        config_of(family), experts_implementation="eager"
+    ).train()
     called, without = list[str](), list[str]()
     for name, module in model.named_modules():
         if re.search(r"\.\d+\.", f"{name}."):  # a layer, or within one
@@ -311,7 +404,9 @@ def test_random_state_of_the_device_is_kept_for_every_module(monkeypatch: pytest
             without.append(called[-1])
         return [], []
 
-    used = SimpleNamespace(_initialized=True)  # as the module of a GPU is once something has run there
+    used = SimpleNamespace(
+        _initialized=True
+    )  # as the module of a GPU is once something has run there
     monkeypatch.setattr(torch.utils.checkpoint, "_get_device_module", lambda _: used)
     monkeypatch.setattr(torch.utils.checkpoint, "get_device_states", device_states)
     model(input_ids=torch.arange(3, 11)[None], use_cache=False)

@@ -47,11 +47,14 @@ class Live(TorchDispatchMode):
         return out
 
 
-def step(config: Any, memory: MemoryConfig | None, dtype: torch.dtype) -> tuple[list[Tensor], int, int]:
+def step(
+    config: Any, memory: MemoryConfig | None, dtype: torch.dtype
+) -> tuple[list[Tensor], int, int]:
     """Gradients of a step, bytes that layers kept, and operations."""
     torch.manual_seed(0)
     model = hfscale.from_config(config, memory=memory, dtype=dtype).train()
-    runtime, fired = runtime_of(model), list[int]()
+    runtime = runtime_of(model)
+    fired = list[int]()
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: fired.append(id(p)))
     torch.manual_seed(1)
@@ -70,7 +73,10 @@ DROPS = {"resid_pdrop": 0.1, "attn_pdrop": 0.1, "embd_pdrop": 0.1}
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize(
     "config",
-    cases([tiny("llama"), tiny("gpt2", **DROPS), config_of("qwen3_moe")], daily=[tiny("gpt2", **DROPS)]),
+    cases(
+        [tiny("llama"), tiny("gpt2", **DROPS), config_of("qwen3_moe")],
+        daily=[tiny("gpt2", **DROPS)],
+    ),
     ids=lambda config: config.model_type,
 )
 def test_the_same_bits_for_fewer_bytes_and_no_product_more(config: Any, dtype: torch.dtype) -> None:
@@ -83,7 +89,9 @@ def test_the_same_bits_for_fewer_bytes_and_no_product_more(config: Any, dtype: t
 
 def test_a_layer_of_llama_keeps_what_products_and_attention_read() -> None:
     config = tiny("llama", num_hidden_layers=3)
-    hidden, inner, heads = config.hidden_size, config.intermediate_size, config.num_attention_heads
+    hidden = config.hidden_size
+    inner = config.intermediate_size
+    heads = config.num_attention_heads
     keys = hidden * config.num_key_value_heads // heads
     rotary = 2 * TOKENS // 2 * hidden // heads * 4
     expected = 3 * TOKENS * (4 * (4 * hidden + 2 * keys + 2 * inner) + 4 * heads) + rotary
@@ -110,7 +118,8 @@ class Writing(nn.Module):
 
 def test_memory_that_is_written_into_is_kept_before() -> None:
     """And all may be read twice."""
-    x, found = torch.randn(3, 4, 8), []
+    x = torch.randn(3, 4, 8)
+    found = []
     torch.manual_seed(0)
     module = Writing().train()
     for again in (False, True):
@@ -148,14 +157,17 @@ def kept_by_version(tensor: Tensor, known: dict[Any, Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("again", [False, True])
 def test_contents_of_one_place_are_kept_apart(again: bool) -> None:
-    gradients, known = [], dict[Any, Tensor]()
+    gradients = []
+    known = dict[Any, Tensor]()
     for kept in (False, True):
         torch.manual_seed(0)
-        layer, x = Twice().train(), torch.randn(4, 8, requires_grad=True)
+        layer = Twice().train()
+        x = torch.randn(4, 8, requires_grad=True)
         if kept and again:
             rematerialize(layer)
         with torch.autograd.graph.saved_tensors_hooks(
-            lambda tensor, kept=kept: kept_by_version(tensor, known) if kept else tensor, lambda tensor: tensor
+            lambda tensor, kept=kept: kept_by_version(tensor, known) if kept else tensor,
+            lambda tensor: tensor,
         ):
             output = layer(x)
         output.sum().backward()
@@ -188,8 +200,11 @@ def most_per_token(length: int, **memory: Any) -> float:
 
 @pytest.mark.slow
 def test_in_tiles_a_layer_holds_no_multiple_of_its_widest_matrix() -> None:
-    plain, again = most_per_token(256), most_per_token(256, recompute="full")
-    short, long = (most_per_token(length, recompute="full", tile_tokens=32) for length in (256, 512))
+    plain = most_per_token(256)
+    again = most_per_token(256, recompute="full")
+    short, long = (
+        most_per_token(length, recompute="full", tile_tokens=32) for length in (256, 512)
+    )
     assert long < 1.01 * short
     assert 2 * short < again < plain
 
@@ -201,11 +216,15 @@ def test_in_tiles_a_layer_holds_no_multiple_of_its_widest_matrix() -> None:
         (tiny("llama"), {"mixed_precision": "fp8"}, "fp8', which scales whole tensors"),
     ],
 )
-def test_what_cannot_run_in_tiles_is_refused_with_the_plan(config: Any, given: dict[str, Any], message: str) -> None:
+def test_what_cannot_run_in_tiles_is_refused_with_the_plan(
+    config: Any, given: dict[str, Any], message: str
+) -> None:
     with pytest.raises(PlanError, match=message):
         hfscale.plan(config, memory=MemoryConfig(recompute="full", tile_tokens=8), **given)
 
 
 def test_tiles_need_layers_that_are_recomputed() -> None:
-    with pytest.raises(ConfigError, match="needs recompute='full' or 'elementwise', got recompute='none'"):
+    with pytest.raises(
+        ConfigError, match="needs recompute='full' or 'elementwise', got recompute='none'"
+    ):
         MemoryConfig(tile_tokens=8)

@@ -17,7 +17,12 @@ import hfscale
 from hfscale import ConfigError, Float8Config, MemoryConfig, ParallelConfig, PlanError
 from hfscale.distributed.ops.overlap import multiply_by
 from hfscale.features.fp8.part import compute
-from hfscale.features.fp8.scaled_matmul import FORWARD, Float8Groups, Float8Products, on_tensor_cores
+from hfscale.features.fp8.scaled_matmul import (
+    FORWARD,
+    Float8Groups,
+    Float8Products,
+    on_tensor_cores,
+)
 from hfscale.testing import RankPool
 from hfscale.testing.parity import Batch, Case, assert_layout_equal
 from tests.float8_reference import convert, float8_in_32_bits
@@ -46,7 +51,11 @@ class Float8Case(Case):
 
     def reference_step(self, model: Any, step: list[list[Batch]]) -> list[Tensor]:
         def chosen(module: nn.Module, name: str) -> bool:
-            return ".layers." in name and "lora_" not in name and not any(part in name for part in self.left)
+            return (
+                ".layers." in name
+                and "lora_" not in name
+                and not any(part in name for part in self.left)
+            )
 
         if not hasattr(model, "converted"):
             (self.converts or convert)(model, self.recipe, chosen)
@@ -83,7 +92,12 @@ def test_a_layout_rounds_as_one_process(pools: Pools, layout: str, recipe: str) 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize(
-    "sizes", [{"tp_size": 2, "dp_shard_size": 2}, {"tp_size": 2, "cp_size": 2}, {"tp_size": 2, "pp_size": 2}]
+    "sizes",
+    [
+        {"tp_size": 2, "dp_shard_size": 2},
+        {"tp_size": 2, "cp_size": 2},
+        {"tp_size": 2, "pp_size": 2},
+    ],
 )
 def test_products_of_axes(pools: Pools, sizes: dict[str, int], recipe: str) -> None:
     assert_layout_equal(case(recipe), ParallelConfig(**sizes), pools(4))
@@ -97,15 +111,21 @@ def test_adapters_over_a_base_in_8_bits(pools: Pools, layout: str) -> None:
 
 @pytest.mark.parametrize("layout", cases(["one", "ep2"], daily=["ep2"]))
 def test_experts_and_routers_stay_as_they_are(pools: Pools, layout: str) -> None:
-    mixture = replace(case(left=("mlp.",)), config=qwen3_moe(num_experts=16), asked={"mixed_precision": "fp8"})
+    mixture = replace(
+        case(left=("mlp.",)), config=qwen3_moe(num_experts=16), asked={"mixed_precision": "fp8"}
+    )
     one = layout == "one"
-    assert_layout_equal(mixture, ParallelConfig() if one else ParallelConfig(ep_size=2), None if one else pools(2))
+    assert_layout_equal(
+        mixture, ParallelConfig() if one else ParallelConfig(ep_size=2), None if one else pools(2)
+    )
 
 
 @pytest.mark.parametrize("memory", cases(["full", "mlp"], daily=["full"]))
 def test_recomputed_layers_are_rounded_alike(pools: Pools, memory: str) -> None:
     again = MemoryConfig(recompute="full" if memory == "full" else ["mlp"])
-    assert_layout_equal(case(memory=again), ParallelConfig(tp_size=2, sequence_parallel=True), pools(2))
+    assert_layout_equal(
+        case(memory=again), ParallelConfig(tp_size=2, sequence_parallel=True), pools(2)
+    )
 
 
 def run(module: Any, x: Tensor, grad: Tensor) -> list[Tensor]:
@@ -128,14 +148,18 @@ def test_a_frozen_weight_keeps_no_input() -> None:
 
 def test_weights_stored_the_other_way_round() -> None:
     torch.manual_seed(0)
-    one, other = nn.Linear(32, 48), Conv1D(48, 32)
+    one = nn.Linear(32, 48)
+    other = Conv1D(48, 32)
     with torch.no_grad():
         other.weight.copy_(one.weight.t())
         other.bias.copy_(one.bias)
-    x, grad = torch.randn(5, 32), torch.randn(5, 48)
+    x = torch.randn(5, 32)
+    grad = torch.randn(5, 48)
     for module in (one, other):
         multiply_by(module, lambda: Float8Products(Float8Groups(), rowwise=True))
-    a, b = (run(partial(compute, module), x.clone().requires_grad_(), grad) for module in (one, other))
+    a, b = (
+        run(partial(compute, module), x.clone().requires_grad_(), grad) for module in (one, other)
+    )
     for expected, found in zip([*a[:2], a[2].t(), a[3]], b, strict=True):
         torch.testing.assert_close(found, expected)
 
@@ -145,10 +169,17 @@ def test_weights_stored_the_other_way_round() -> None:
 def test_torchs_kernel_is_what_is_emulated(rowwise: bool, fast: bool) -> None:
     """Torch has it on CPUs, too; sizes that are no multiples of 16 have zeros put behind them."""
     torch.manual_seed(0)
-    a, b = torch.randn(5, 19).to(torch.float8_e4m3fn), torch.randn(19, 21).to(torch.float8_e4m3fn)
-    of_a, of_b = (torch.rand(5, 1) + 1, torch.rand(1, 21) + 1) if rowwise else (torch.tensor(2.0), torch.tensor(3.0))
+    a = torch.randn(5, 19).to(torch.float8_e4m3fn)
+    b = torch.randn(19, 21).to(torch.float8_e4m3fn)
+    of_a, of_b = (
+        (torch.rand(5, 1) + 1, torch.rand(1, 21) + 1)
+        if rowwise
+        else (torch.tensor(2.0), torch.tensor(3.0))
+    )
     found = on_tensor_cores(a, of_a, b, of_b, torch.bfloat16, fast)
-    torch.testing.assert_close(found, ((a.float() / of_a) @ (b.float() / of_b)).bfloat16(), rtol=0.02, atol=0.02)
+    torch.testing.assert_close(
+        found, ((a.float() / of_a) @ (b.float() / of_b)).bfloat16(), rtol=0.02, atol=0.02
+    )
 
 
 @pytest.mark.parametrize("rowwise", [True, False])
@@ -159,7 +190,9 @@ def test_torchs_kernel_takes_every_shape(rowwise: bool, columns: tuple[int, int]
     for n, fast, a_transposed, b_transposed in product((0, 1, 17), *[(False, True)] * 3):
         a = torch.empty(k, n, device="meta", dtype=FORWARD).t() if a_transposed else _empty(n, k)
         b = torch.empty(m, k, device="meta", dtype=FORWARD).t() if b_transposed else _empty(k, m)
-        scales = [torch.empty(shape if rowwise else (), device="meta") for shape in ((n, 1), (1, m))]
+        scales = [
+            torch.empty(shape if rowwise else (), device="meta") for shape in ((n, 1), (1, m))
+        ]
         assert on_tensor_cores(a, scales[0], b, scales[1], torch.bfloat16, fast).shape == (n, m)
 
 
@@ -171,35 +204,49 @@ def test_a_matrix_without_entries_has_a_scale() -> None:
     products = Float8Products(Float8Groups())
     assert products.output(torch.zeros(0, 16), torch.randn(32, 16), None).shape == (0, 32)
     assert (
-        Float8Products(Float8Groups(), True).to_weight(torch.zeros(0, 32), torch.zeros(0, 16), False).abs().sum() == 0
+        Float8Products(Float8Groups(), True)
+        .to_weight(torch.zeros(0, 32), torch.zeros(0, 16), False)
+        .abs()
+        .sum()
+        == 0
     )
 
 
 def test_the_plan_says_what_is_and_what_is_not() -> None:
     config = tiny("llama", hidden_size=64, intermediate_size=50)
-    planned = hfscale.plan(config, mixed_precision="fp8", float8=Float8Config("rowwise", ["q_proj"]))
+    planned = hfscale.plan(
+        config, mixed_precision="fp8", float8=Float8Config("rowwise", ["q_proj"])
+    )
     text = str(planned)
     assert "products in 8 bits, scaled by rows: model.layers.*.self_attn.k_proj x2" in text
     assert "not in 8 bits (leave_out): model.layers.*.self_attn.q_proj x2" in text
     assert "not in 8 bits (sizes are no multiples of 16): model.layers.*.mlp.gate_proj x2" in text
     assert "lm_head" not in "".join(line for line in text.splitlines() if "8 bits" in line)
     mixture = str(hfscale.plan(qwen3_moe(num_experts=16), mixed_precision="fp8"))
-    assert "not in 8 bits" not in mixture  # experts are no modules of their own, and routers no projections
+    assert (
+        "not in 8 bits" not in mixture
+    )  # experts are no modules of their own, and routers no projections
     assert "8 bits" not in str(hfscale.plan(config, mixed_precision="bf16"))
 
 
 def test_what_cannot_work_is_refused() -> None:
     multi_query = tiny("llama", hidden_size=64, intermediate_size=48, num_key_value_heads=1)
     with pytest.raises(
-        PlanError, match=r"one term of the weight gradients of .*k_proj.*leave_out=\['k_proj', 'v_proj'\]"
+        PlanError,
+        match=r"one term of the weight gradients of .*k_proj.*leave_out=\['k_proj', 'v_proj'\]",
     ):
         hfscale.plan(multi_query, ParallelConfig(tp_size=2), mixed_precision="fp8")
     left = Float8Config(leave_out=["k_proj", "v_proj"])
     hfscale.plan(multi_query, ParallelConfig(tp_size=2), mixed_precision="fp8", float8=left)
-    with pytest.raises(PlanError, match="no projection of the layers is called 'up_prj': did you mean 'up_proj'"):
+    with pytest.raises(
+        PlanError, match="no projection of the layers is called 'up_prj': did you mean 'up_proj'"
+    ):
         hfscale.plan(multi_query, mixed_precision="fp8", float8=Float8Config(leave_out=["up_prj"]))
     with pytest.raises(PlanError, match="multiples of 16, and none was found"):
-        hfscale.plan(tiny("llama", hidden_size=40, num_attention_heads=5, num_key_value_heads=5), mixed_precision="fp8")
+        hfscale.plan(
+            tiny("llama", hidden_size=40, num_attention_heads=5, num_key_value_heads=5),
+            mixed_precision="fp8",
+        )
     bits = BitsAndBytesConfig(load_in_4bit=True)
     with pytest.raises(ConfigError, match="cannot be used with quantization_config"):
         hfscale.plan(multi_query, mixed_precision="fp8", quantization_config=bits)

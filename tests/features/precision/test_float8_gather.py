@@ -33,10 +33,17 @@ def run(
     of a layer, and of what is around the layers.
     """
     torch.manual_seed(0)
-    config = tiny("llama", hidden_size=64, intermediate_size=96, num_hidden_layers=LAYERS, vocab_size=68)
+    config = tiny(
+        "llama", hidden_size=64, intermediate_size=96, num_hidden_layers=LAYERS, vocab_size=68
+    )
     parallel = ParallelConfig(**layout)
     model = hfscale.from_config(
-        config, parallel=parallel, mixed_precision=precision, float8=float8, dtype=torch.float32, **asked
+        config,
+        parallel=parallel,
+        mixed_precision=precision,
+        float8=float8,
+        dtype=torch.float32,
+        **asked,
     )
     optimizer = torch.optim.SGD(model.train().parameters(), lr=0.1)
     generator = torch.Generator().manual_seed(1)
@@ -50,7 +57,13 @@ def run(
         optimizer.zero_grad()
     sizes = {"matrices": 0, "norms": 0, "around": 0}
     for planned, parameter in runtime_of(model).parameters():
-        kind = "around" if ".layers." not in planned.name else "matrices" if parameter.ndim > 1 else "norms"
+        kind = (
+            "around"
+            if ".layers." not in planned.name
+            else "matrices"
+            if parameter.ndim > 1
+            else "norms"
+        )
         sizes[kind] += local_tensor(parameter).numel()
     return traffic, [local_tensor(p.detach()).clone() for p in model.parameters()], sizes
 
@@ -70,7 +83,11 @@ WITH: dict[str, dict[str, Any]] = {
     "on the host": {"memory": MemoryConfig(offload_parameters=True, offload_activations="64")},
     "compressed": {"memory": MemoryConfig(compress_activations="64")},
     "lora": {"peft_config": LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")},
-    "dora": {"peft_config": LoraConfig(r=2, target_modules="all-linear", use_dora=True, task_type="CAUSAL_LM")},
+    "dora": {
+        "peft_config": LoraConfig(
+            r=2, target_modules="all-linear", use_dora=True, task_type="CAUSAL_LM"
+        )
+    },
 }
 
 
@@ -89,7 +106,8 @@ def test_weights_are_those_without_bit_by_bit(pools: Pools, layout: str, besides
     sixteen = pool.run(run, sizes, float8=PLAIN, **WITH[besides])
     for (sent, found, held), (before, expected, _) in zip(eight, sixteen, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-        gathered, whole = sent.payload["allgather"], before.payload["allgather"]
+        gathered = sent.payload["allgather"]
+        whole = before.payload["allgather"]
         if besides == "dora":
             assert gathered == whole
         elif not besides and layout == "shard2":
@@ -104,7 +122,8 @@ def test_weights_are_those_without_bit_by_bit(pools: Pools, layout: str, besides
             assert gathered < whole
 
 
-ROWS, SEQUENCE = Float8Config("rowwise"), {"tp_size": 2, "sequence_parallel": True}
+ROWS = Float8Config("rowwise")
+SEQUENCE = {"tp_size": 2, "sequence_parallel": True}
 # Of a layer: inputs of two row projections, and the gradients at the entries of two blocks, of outputs of five column
 # projections. A base is frozen: the first layer's input has no gradient. What is recomputed is asked for again.
 ASKED: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
@@ -133,7 +152,9 @@ def test_scales_are_asked_for_once_for_all_that_are_known(pools: Pools, case: st
         assert fp8.calls["allreduce"] - bf16.calls["allreduce"] == 1 + questions * MICROBATCHES
         saved = ("tp_size" in layout) * 3 * LAYERS - 2 * (case == "lora")
         assert each.calls["allreduce"] - fp8.calls["allreduce"] == saved * MICROBATCHES
-        if case != "lora":  # whose factors read the input too: their gradients are added in another order
+        if (
+            case != "lora"
+        ):  # whose factors read the input too: their gradients are added in another order
             assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
@@ -154,7 +175,9 @@ def plain_loop() -> bool:
     for float8 in (None, PLAIN):
         torch.manual_seed(0)
         parallel = ParallelConfig(dp_shard_size=2)
-        model = hfscale.from_config(tiny("llama"), parallel=parallel, mixed_precision="fp8", float8=float8)
+        model = hfscale.from_config(
+            tiny("llama"), parallel=parallel, mixed_precision="fp8", float8=float8
+        )
         ids = torch.arange(24).view(2, 12)
         model(input_ids=ids, labels=ids).loss.backward()
         found.append([local_tensor(parameter.grad) for parameter in model.parameters()])
@@ -162,24 +185,33 @@ def plain_loop() -> bool:
 
 
 def test_what_is_gathered_in_8_bits_is_for_products_only() -> None:
-    entries, scale = torch.ones(32, 16).to(torch.float8_e4m3fn), torch.tensor(2.0)
+    entries = torch.ones(32, 16).to(torch.float8_e4m3fn)
+    scale = torch.tensor(2.0)
     weight = torch.nn.Parameter(Float8Weight(entries, scale, torch.bfloat16))
     assert (weight.dtype, weight.shape, weight.t().shape) == (torch.bfloat16, (32, 16), (16, 32))
     assert weight.view_as(weight).scale is scale
     assert torch.zeros_like(weight).sum() == 0
-    with pytest.raises(ConfigError, match=r"use float8=hfscale.Float8Config\(fp8_all_gather=False\)"):
+    with pytest.raises(
+        ConfigError, match=r"use float8=hfscale.Float8Config\(fp8_all_gather=False\)"
+    ):
         weight.norm()
 
 
 def test_which_are_is_in_the_plan() -> None:
     def planned(float8: Float8Config | None = None, shards: int = 2) -> str:
         layout = ParallelConfig(dp_shard_size=shards)
-        return str(hfscale.plan(tiny("llama", hidden_size=64), layout, mixed_precision="fp8", float8=float8))
+        return str(
+            hfscale.plan(
+                tiny("llama", hidden_size=64), layout, mixed_precision="fp8", float8=float8
+            )
+        )
 
     line = "data ranks gather their weights in 8 bits"
     assert line in planned()
     assert line not in planned(shards=1) + planned(PLAIN) + planned(Float8Config("rowwise"))
-    with pytest.raises(ConfigError, match="two copies in 8 bits are no smaller than one in 16: use 'tensorwise'"):
+    with pytest.raises(
+        ConfigError, match="two copies in 8 bits are no smaller than one in 16: use 'tensorwise'"
+    ):
         Float8Config("rowwise", fp8_all_gather=True)
     with pytest.raises(ConfigError, match="fp8_all_gather='yes' is not a switch"):
         Float8Config(fp8_all_gather="yes")  # type: ignore[arg-type]

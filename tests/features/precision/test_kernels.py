@@ -94,7 +94,8 @@ def step(config: Any, **given: Any) -> tuple[Any, Tensor]:
 
 
 def test_modules_of_this_model_get_them_and_nothing_else(package: None) -> None:
-    config, stock_norm = tiny("llama"), modeling_llama.LlamaRMSNorm
+    config = tiny("llama")
+    stock_norm = modeling_llama.LlamaRMSNorm
     expected = step(config)[1]
     assert calls == []
     model, loss = step(config, use_liger_kernel=True)
@@ -150,9 +151,12 @@ def test_another_activation_than_the_kernels(package: None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("installed", "advice"), [(False, "pip install liger-kernel"), (True, r"needs a GPU.*TRITON_INTERPRET=1")]
+    ("installed", "advice"),
+    [(False, "pip install liger-kernel"), (True, r"needs a GPU.*TRITON_INTERPRET=1")],
 )
-def test_a_machine_without_them(monkeypatch: pytest.MonkeyPatch, installed: bool, advice: str) -> None:
+def test_a_machine_without_them(
+    monkeypatch: pytest.MonkeyPatch, installed: bool, advice: str
+) -> None:
     monkeypatch.setattr(liger, "is_installed", lambda: installed)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(ConfigError, match=advice):

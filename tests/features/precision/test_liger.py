@@ -40,7 +40,9 @@ def stock_liger(model: Any, **switches: bool) -> Iterator[None]:
 
     names = vars(sys.modules[type(model).__module__])
     before = dict(names)
-    _apply_liger_kernel_to_instance(model, cross_entropy=False, fused_linear_cross_entropy=False, **switches)
+    _apply_liger_kernel_to_instance(
+        model, cross_entropy=False, fused_linear_cross_entropy=False, **switches
+    )
     try:
         yield
     finally:
@@ -65,7 +67,9 @@ class LigerCase(Case):
 
 def case(family: str = "llama", **changes: Any) -> LigerCase:
     asked = {"use_liger_kernel": changes.pop("use", True)}
-    return LigerCase(tiny(family, num_hidden_layers=changes.pop("layers", 2)), asked=asked, **changes)
+    return LigerCase(
+        tiny(family, num_hidden_layers=changes.pop("layers", 2)), asked=asked, **changes
+    )
 
 
 LAYOUTS = named("one", "tp2", "sequence", "regather", "1f1b", "zbv", "shard2", "cp2")
@@ -75,7 +79,8 @@ EXACT = ("one", "tp2", "1f1b", "zbv", "shard2")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_layout_equals_one_process(pools: Pools, layout: str) -> None:
     """Where ranks share tokens out, each sums its own rows of a norm's gradient, which the kernel does in float32."""
-    layers, tolerance = 4 if layout == "zbv" else 2, 1e-10 if layout in EXACT else ROUNDING
+    layers = 4 if layout == "zbv" else 2
+    tolerance = 1e-10 if layout in EXACT else ROUNDING
     pool = None if layout == "one" else pools(2)
     assert_layout_equal(case(layers=layers), ParallelConfig(**LAYOUTS[layout]), pool, tolerance)
 
@@ -94,7 +99,9 @@ def test_adapters(pools: Pools, layout: str) -> None:
 
 @pytest.mark.parametrize("again", ["full", ["mlp", "input_layernorm"]])
 def test_recomputed_layers(pools: Pools, again: Any) -> None:
-    assert_layout_equal(case(memory=MemoryConfig(recompute=again)), ParallelConfig(tp_size=2), pools(2))
+    assert_layout_equal(
+        case(memory=MemoryConfig(recompute=again)), ParallelConfig(tp_size=2), pools(2)
+    )
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "olmo2", "qwen3_moe"])
@@ -107,7 +114,9 @@ def test_families(pools: Pools, family: str) -> None:
     assert_layout_equal(mixed, ParallelConfig(tp_size=2), pools(2), ROUNDING)
 
 
-def train(path: str, out: str, kind: Any, rows: list[dict[str, Tensor]], layout: Any = None) -> list[float]:
+def train(
+    path: str, out: str, kind: Any, rows: list[dict[str, Tensor]], layout: Any = None
+) -> list[float]:
     args = TrainingArguments(
         out, use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="no", max_steps=2, logging_steps=1,
         per_device_train_batch_size=2, use_liger_kernel=True, liger_kernel_config={"fused_linear_cross_entropy": False},
@@ -115,8 +124,11 @@ def train(path: str, out: str, kind: Any, rows: list[dict[str, Tensor]], layout:
     )  # fmt: skip
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
     if layout is not None:
-        kernels, parallel = args.liger_kernel_config, ParallelConfig(**layout)
-        model = hfscale.from_pretrained(path, dtype=torch.float64, parallel=parallel, use_liger_kernel=kernels)
+        kernels = args.liger_kernel_config
+        parallel = ParallelConfig(**layout)
+        model = hfscale.from_pretrained(
+            path, dtype=torch.float64, parallel=parallel, use_liger_kernel=kernels
+        )
     data = {"train_dataset": rows, "eval_dataset": rows[:2]}
     if kind is hfscale.Trainer:
         trainer = kind(model, args, **data)
@@ -125,20 +137,29 @@ def train(path: str, out: str, kind: Any, rows: list[dict[str, Tensor]], layout:
         trainer = kind(model, args, **data)
         with stock_liger(model):  # Trainer's own call replaces names for good
             trainer.train()
-    return [each[key] for each in trainer.state.log_history for key in ("loss", "eval_loss") if key in each]
+    return [
+        each[key]
+        for each in trainer.state.log_history
+        for key in ("loss", "eval_loss")
+        if key in each
+    ]
 
 
 @pytest.mark.parametrize("layout", [{"tp_size": 2}, {"pp_size": 2, "num_microbatches": 2}])
 def test_a_trainer_asks_for_them(pools: Pools, layout: dict[str, int], tmp_path: Path) -> None:
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(tiny("llama"), dtype=torch.float64).save_pretrained(tmp_path / "in")
+    AutoModelForCausalLM.from_config(tiny("llama"), dtype=torch.float64).save_pretrained(
+        tmp_path / "in"
+    )
     ids = torch.arange(48).view(4, 12)
     rows = [{"input_ids": row, "labels": row} for row in ids]
     path = str(tmp_path / "in")
     expected = train(path, str(tmp_path / "stock"), transformers.Trainer, rows)
     for found in pools(2).run(train, path, str(tmp_path / "cut"), hfscale.Trainer, rows, layout):
         assert found == pytest.approx(expected, rel=1e-6)
-    assert train(path, str(tmp_path / "ours"), hfscale.Trainer, rows) == pytest.approx(expected, rel=1e-6)
+    assert train(path, str(tmp_path / "ours"), hfscale.Trainer, rows) == pytest.approx(
+        expected, rel=1e-6
+    )
 
 
 def fine_tune(path: str, out: str, layout: Any = None) -> list[float]:
@@ -165,16 +186,25 @@ def fine_tune(path: str, out: str, layout: Any = None) -> list[float]:
     else:
         trainer = hfscale.trl.SFTTrainer(path, parallel=ParallelConfig(**layout), **given)
         trainer.train()
-    return [each[key] for each in trainer.state.log_history for key in ("loss", "grad_norm") if key in each]
+    return [
+        each[key]
+        for each in trainer.state.log_history
+        for key in ("loss", "grad_norm")
+        if key in each
+    ]
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("layout", [{"tp_size": 2}, {"pp_size": 2}])
-def test_a_trainer_of_trl_asks_for_them(pools: Pools, layout: dict[str, int], tmp_path: Path) -> None:
+def test_a_trainer_of_trl_asks_for_them(
+    pools: Pools, layout: dict[str, int], tmp_path: Path
+) -> None:
     pytest.importorskip("trl")
     torch.manual_seed(0)
     tokens = {"eos_token_id": 1, "bos_token_id": None, "pad_token_id": 0}
-    AutoModelForCausalLM.from_config(tiny("llama", **tokens), dtype=torch.float32).save_pretrained(tmp_path / "in")
+    AutoModelForCausalLM.from_config(tiny("llama", **tokens), dtype=torch.float32).save_pretrained(
+        tmp_path / "in"
+    )
     expected = fine_tune(str(tmp_path / "in"), str(tmp_path / "stock"))
     for found in pools(2).run(fine_tune, str(tmp_path / "in"), str(tmp_path / "cut"), layout):
         assert found == pytest.approx(expected, rel=1e-5)

@@ -33,8 +33,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2, tp2": {"pp_size": 2, "tp_size": 2},
     "pp2, shard2": {"pp_size": 2, "dp_shard_size": 2},
 }
-OVERFLOWS, FITS = 2.0**22, 2.0**14
-DATA = ("shard2", "replicate2", "cp2", "pp2, shard2")  # FSDP2 sums weights' gradients over tokens in 16 bits
+OVERFLOWS = 2.0**22
+FITS = 2.0**14
+DATA = (
+    "shard2",
+    "replicate2",
+    "cp2",
+    "pp2, shard2",
+)  # FSDP2 sums weights' gradients over tokens in 16 bits
 STEPS = 8
 
 
@@ -45,7 +51,10 @@ def config(tied: bool = False) -> Any:
 def batches(world: int) -> list[list[list[dict[str, Tensor]]]]:
     """``[step][distinct batch][microbatch]``: the same four microbatches whatever the layout."""
     generator = torch.Generator().manual_seed(4)
-    steps = [[ragged_batch(generator, 67, 2, length, False) for length in (13, 8, 13, 8)] for _ in range(STEPS)]
+    steps = [
+        [ragged_batch(generator, 67, 2, length, False) for length in (13, 8, 13, 8)]
+        for _ in range(STEPS)
+    ]
     return [[step[rank::world] for rank in range(world)] for step in steps]
 
 
@@ -54,7 +63,8 @@ def reference(path: str, scale: float) -> tuple[list[float], list[float], dict[s
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
     scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=1000)
-    losses, scales = [], []
+    losses = []
+    scales = []
     for (microbatches,) in batches(1):
         labels = [int((each["labels"][:, 1:] != -100).sum()) for each in microbatches]
         total = 0.0
@@ -73,7 +83,9 @@ def reference(path: str, scale: float) -> tuple[list[float], list[float], dict[s
     return losses, scales, {name: value.clone() for name, value in model.state_dict().items()}
 
 
-def trained(path: str, layout: dict[str, Any], scale: float) -> tuple[list[float], list[dict[str, float]], float]:
+def trained(
+    path: str, layout: dict[str, Any], scale: float
+) -> tuple[list[float], list[dict[str, float]], float]:
     """Losses and metrics of a layout, and the largest difference of its weights from the reference's."""
     model = hfscale.from_pretrained(
         path,
@@ -84,7 +96,8 @@ def trained(path: str, layout: dict[str, Any], scale: float) -> tuple[list[float
     )
     model.train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
-    losses, seen = [], []
+    losses = []
+    seen = []
     for step in batches(hfscale.batch_world(model)):
         losses.append(float(hfscale.train_step(model, step[hfscale.batch_rank(model)])))
         seen.append(hfscale.metrics(model))
@@ -97,14 +110,22 @@ def trained(path: str, layout: dict[str, Any], scale: float) -> tuple[list[float
     runtime = runtime_of(model)
     expected = torch.load(Path(path) / f"end {scale}.pt")
     apart = max(
-        float((local_tensor(p.detach()) - planned.take(expected[planned.name], runtime.mesh.ranks)).abs().max())
+        float(
+            (local_tensor(p.detach()) - planned.take(expected[planned.name], runtime.mesh.ranks))
+            .abs()
+            .max()
+        )
         for planned, p in runtime.parameters()
         if local_tensor(p).numel()
     )
     return losses, seen, apart
 
 
-@pytest.fixture(scope="module", params=[False, pytest.param(True, marks=pytest.mark.slow)], ids=["untied", "tied"])
+@pytest.fixture(
+    scope="module",
+    params=[False, pytest.param(True, marks=pytest.mark.slow)],
+    ids=["untied", "tied"],
+)
 def start(request: pytest.FixtureRequest) -> Iterator[Any]:
     with tempfile.TemporaryDirectory() as directory:
         torch.manual_seed(1)
@@ -116,14 +137,17 @@ def start(request: pytest.FixtureRequest) -> Iterator[Any]:
         yield directory, found
 
 
-def run(pools: Pools, layout: dict[str, Any], function: Callable[..., Any], *given: Any) -> list[Any]:
+def run(
+    pools: Pools, layout: dict[str, Any], function: Callable[..., Any], *given: Any
+) -> list[Any]:
     size = ParallelConfig(**layout).total_size
     return pools(size).run(function, *given) if size > 1 else [function(*given)]
 
 
 @pytest.mark.daily("untied-zbv")
 @pytest.mark.parametrize(
-    "layout", cases(LAYOUTS, daily=LAYOUTS.keys() - {"tp2", "1f1b", "replicate2", "pp2, tp2", "shard2"})
+    "layout",
+    cases(LAYOUTS, daily=LAYOUTS.keys() - {"tp2", "1f1b", "replicate2", "pp2, tp2", "shard2"}),
 )
 def test_steps_are_those_of_a_grad_scaler(pools: Pools, start: Any, layout: str) -> None:
     """The first steps overflow, and change nothing; then it trains. Over data ranks gradients overflow a little earlier
@@ -167,17 +191,23 @@ def gradients_of(layout: dict[str, Any], mixed: str, again: str | None) -> list[
 
 
 @pytest.mark.daily("zbv")
-@pytest.mark.parametrize("layout", cases(EXACT, daily=EXACT.keys() - {"sequence", "pp2, tp2", "ep2, tp2", "1f1b"}))
+@pytest.mark.parametrize(
+    "layout", cases(EXACT, daily=EXACT.keys() - {"sequence", "pp2, tp2", "ep2, tp2", "1f1b"})
+)
 def test_gradients_are_true(pools: Pools, layout: str) -> None:
     """Every factor on the way is a power of two."""
     for again in (None, "full"):
         plain, scaled = (
-            run(pools, EXACT[layout], gradients_of, EXACT[layout], mixed, again) for mixed in ("no", "fp16")
+            run(pools, EXACT[layout], gradients_of, EXACT[layout], mixed, again)
+            for mixed in ("no", "fp16")
         )
         for one, other in zip(plain, scaled, strict=True):
             largest = max(float(gradient.abs().max()) for gradient in one)
             assert largest > 1e-4
-            assert all(torch.allclose(a, b, rtol=0, atol=1e-14 * largest) for a, b in zip(one, other, strict=True))
+            assert all(
+                torch.allclose(a, b, rtol=0, atol=1e-14 * largest)
+                for a, b in zip(one, other, strict=True)
+            )
 
 
 class Poison(Part):
@@ -190,7 +220,9 @@ class Poison(Part):
     def around_gradients(self, runtime: Runtime) -> Iterator[None]:
         yield
         last = ParallelConfig.total_size.fget(runtime.mesh.layout) - 1
-        if (dist.get_rank() if dist.is_initialized() else 0) == last and runtime.steps in self._steps:
+        if (
+            dist.get_rank() if dist.is_initialized() else 0
+        ) == last and runtime.steps in self._steps:
             gradient = next(p.grad for _, p in reversed(runtime.parameters()) if p.grad is not None)
             local_tensor(gradient).view(-1)[0] = float("inf")
 
@@ -223,7 +255,10 @@ def poisoned(path: str, layout: dict[str, Any], name: str) -> list[tuple[dict[st
         hfscale.train_step(model, step[hfscale.batch_rank(model)])
         optimizer.step()
         optimizer.zero_grad()
-        same = all(torch.equal(a, local_tensor(p.detach())) for a, p in zip(before, model.parameters(), strict=True))
+        same = all(
+            torch.equal(a, local_tensor(p.detach()))
+            for a, p in zip(before, model.parameters(), strict=True)
+        )
         found.append((hfscale.metrics(model), same))
     return found
 
@@ -241,20 +276,35 @@ def poisoned(path: str, layout: dict[str, Any], name: str) -> list[tuple[dict[st
         ("one", "adamw_torch"),
     ],
 )
-def test_an_overflow_on_one_rank_skips_the_step_on_all(pools: Pools, tmp_path: Path, layout: str, name: str) -> None:
+def test_an_overflow_on_one_rank_skips_the_step_on_all(
+    pools: Pools, tmp_path: Path, layout: str, name: str
+) -> None:
     """With any optimizer; and a resumed run goes on with the scale."""
     AutoModelForCausalLM.from_config(config(tied=True)).save_pretrained(tmp_path)
-    scales = [1024.0, 2048.0, 1024.0, 512.0, 512.0, 1024.0, 512.0, 512.0]  # grows at 2 and 6; overflows at 3, 4, 7
+    scales = [
+        1024.0,
+        2048.0,
+        1024.0,
+        512.0,
+        512.0,
+        1024.0,
+        512.0,
+        512.0,
+    ]  # grows at 2 and 6; overflows at 3, 4, 7
     for found in run(pools, LAYOUTS[layout], poisoned, str(tmp_path), LAYOUTS[layout], name):
         assert [metrics["loss_scale"] for metrics, _ in found] == scales
-        assert [same for _, same in found] == [number in (3, 4, 7) for number in range(1, STEPS + 1)]
+        assert [same for _, same in found] == [
+            number in (3, 4, 7) for number in range(1, STEPS + 1)
+        ]
         assert found[-1][0]["skipped_steps"] == 3
 
 
 def test_losses_that_nobody_scales_are_refused() -> None:
     model = hfscale.from_config(config(), mixed_precision="fp16", dtype=torch.float32)
     ids = torch.ones(1, 4, dtype=torch.int64)
-    with pytest.raises(ConfigError, match=r"a scaled loss, which only hfscale\.train_step computes"):
+    with pytest.raises(
+        ConfigError, match=r"a scaled loss, which only hfscale\.train_step computes"
+    ):
         model(input_ids=ids, labels=ids)
     with torch.no_grad():
         assert model(input_ids=ids).logits.dtype == torch.float16
@@ -282,7 +332,11 @@ def test_losses_that_nobody_scales_are_refused() -> None:
             {},
             "and enabled=True, got",
         ),
-        ({"mixed_precision": "fp16"}, {"pp_size": 2, "pipeline_schedule": "pipedream_2bw"}, "a schedule with a flush"),
+        (
+            {"mixed_precision": "fp16"},
+            {"pp_size": 2, "pipeline_schedule": "pipedream_2bw"},
+            "a schedule with a flush",
+        ),
         ({"mixed_precision": "fp4"}, {}, "is unknown: use no, bf16, bf16_params, fp8, fp16"),
     ],
 )

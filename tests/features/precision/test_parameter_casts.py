@@ -30,7 +30,19 @@ from ...tiny_models import tiny
 Pools = Callable[[int], RankPool]
 CAST: dict[str, Any] = {"mixed_precision": "bf16_params", "dtype": torch.float32}
 LAYOUTS = {
-    **named("one", "tp2", "sequence", "regather", "1f1b", "zbv", "shard2", "replicate2", "ep2", "ep2, tp2", "cp2"),
+    **named(
+        "one",
+        "tp2",
+        "sequence",
+        "regather",
+        "1f1b",
+        "zbv",
+        "shard2",
+        "replicate2",
+        "ep2",
+        "ep2, tp2",
+        "cp2",
+    ),
     "pp2, tp2": {"pp_size": 2, "tp_size": 2, "sequence_parallel": True},
     "shard2, tp2": {"dp_shard_size": 2, "tp_size": 2},
 }
@@ -40,7 +52,9 @@ ASKED: dict[str, dict[str, Any]] = {
     "tied": {"sizes": {"tie_word_embeddings": True}},
     "frozen": {"frozen": "layers.1."},
     "lora": {"lora": LORA},
-    "lora of experts": {"lora": {**LORA, "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}},
+    "lora of experts": {
+        "lora": {**LORA, "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+    },
     "full": {"memory": {"recompute": "full"}},
     "blocks": {"memory": {"recompute": ["self_attn", "post_attention_layernorm"]}},
     "elementwise": {"memory": {"recompute": "elementwise"}},
@@ -53,7 +67,8 @@ ASKED: dict[str, dict[str, Any]] = {
 def built(layout: dict[str, Any], asked: dict[str, Any], **more: Any) -> Any:
     """A model in training."""
     torch.manual_seed(0)
-    sizes, family = {"num_hidden_layers": 4, **asked.get("sizes", {})}, asked.get("family", "llama")
+    sizes = {"num_hidden_layers": 4, **asked.get("sizes", {})}
+    family = asked.get("family", "llama")
     if "ep_size" in layout:
         config = qwen3_moe(num_hidden_layers=4)
     else:
@@ -75,10 +90,14 @@ def whole(runtime: Any) -> dict[str, Tensor]:
     """Full parameters by their planned names, on every rank."""
     entries = [entry for entry in tensors_to_save(runtime) if entry.planned is not None]
     ranks = range(runtime.mesh.layout.total_size)
-    return {entry.owned: tensor.clone() for entry, tensor in full_tensors(runtime, entries, to=ranks)}
+    return {
+        entry.owned: tensor.clone() for entry, tensor in full_tensors(runtime, entries, to=ranks)
+    }
 
 
-def trained(layout: dict[str, Any], asked: dict[str, Any], computes: torch.dtype, exact: bool) -> dict[str, Tensor]:
+def trained(
+    layout: dict[str, Any], asked: dict[str, Any], computes: torch.dtype, exact: bool
+) -> dict[str, Tensor]:
     """Losses and norms of two steps, and the gradients and weights of the second, computed in a type."""
 
     def in_32_bits(runtime: Any, total: Tensor) -> Tensor:
@@ -89,7 +108,9 @@ def trained(layout: dict[str, Any], asked: dict[str, Any], computes: torch.dtype
     with in_type, patched, keep_float64() if exact else nullcontext():
         model = built(layout, asked)
         runtime, optimizer = runtime_of(model), hfscale.create_optimizer(model, "sgd", lr=1e-2)
-        generator, rank, world = torch.Generator().manual_seed(1), hfscale.batch_rank(model), hfscale.batch_world(model)
+        generator = torch.Generator().manual_seed(1)
+        rank = hfscale.batch_rank(model)
+        world = hfscale.batch_world(model)
         found = dict[str, Tensor]()
         for step in range(2):
             optimizer.zero_grad()
@@ -102,15 +123,24 @@ def trained(layout: dict[str, Any], asked: dict[str, Any], computes: torch.dtype
         found |= whole(runtime)
         for _, parameter in runtime.parameters():
             gradient = parameter.grad
-            local_tensor(parameter.detach()).copy_(torch.tensor(0.0) if gradient is None else local_tensor(gradient))
+            local_tensor(parameter.detach()).copy_(
+                torch.tensor(0.0) if gradient is None else local_tensor(gradient)
+            )
         return found | {f"{name}.grad": tensor for name, tensor in whole(runtime).items()}
 
 
-def compare(pools: Pools, layout: str, case: str, computes: torch.dtype, apart: float, exact: bool) -> None:
+def compare(
+    pools: Pools, layout: str, case: str, computes: torch.dtype, apart: float, exact: bool
+) -> None:
     """Hold every rank's results to those of one process, by the largest entry of each."""
-    asked, sizes = ASKED[case], LAYOUTS[layout]
-    expected = pools(1).run(trained, {"ep_size": 1} if "ep_size" in sizes else {}, asked, computes, exact)[0]
-    for found in pools(ParallelConfig(**sizes).total_size).run(trained, sizes, asked, computes, exact):
+    asked = ASKED[case]
+    sizes = LAYOUTS[layout]
+    expected = pools(1).run(
+        trained, {"ep_size": 1} if "ep_size" in sizes else {}, asked, computes, exact
+    )[0]
+    for found in pools(ParallelConfig(**sizes).total_size).run(
+        trained, sizes, asked, computes, exact
+    ):
         assert found.keys() == expected.keys()
         for name, value in expected.items():
             limit = apart * max(float(value.abs().max()), 1e-3)
@@ -126,7 +156,13 @@ EVERY = [
     and not (case == "blocks" and layout == "regather")
     and not (case == "lora of experts" and "ep_size" not in LAYOUTS[layout])
 ]
-DAILY = [("sequence", "tied"), ("zbv", "frozen"), ("shard2", "kept in 32 bits"), ("tp2", "blocks"), ("1f1b", "lora")]
+DAILY = [
+    ("sequence", "tied"),
+    ("zbv", "frozen"),
+    ("shard2", "kept in 32 bits"),
+    ("tp2", "blocks"),
+    ("1f1b", "lora"),
+]
 
 
 @pytest.mark.daily("1f1b-lora", "shard2-kept in 32 bits", "sequence-tied")
@@ -143,10 +179,15 @@ def stepped(**asked: Any) -> tuple[float, dict[str, Tensor], int]:
     """The loss of a step on two microbatches, its gradients, and the bytes that layers kept."""
     model = built({}, asked.pop("case", {}), **asked)
     generator = torch.Generator().manual_seed(1)
-    runtime, batches = runtime_of(model), [ragged_batch(generator, 60, 2, 12, masked=False) for _ in range(2)]
+    runtime = runtime_of(model)
+    batches = [ragged_batch(generator, 60, 2, 12, masked=False) for _ in range(2)]
     with count_saved(model, runtime.plan.layers, runtime.plan.head) as saved:
         loss = hfscale.train_step(model, batches)
-    return float(loss), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, saved.layers
+    return (
+        float(loss),
+        {name: p.grad for name, p in model.named_parameters() if p.grad is not None},
+        saved.layers,
+    )
 
 
 def test_one_step_is_that_of_a_model_in_16_bits_but_for_sums_of_gradients() -> None:
@@ -156,13 +197,16 @@ def test_one_step_is_that_of_a_model_in_16_bits_but_for_sums_of_gradients() -> N
     assert (loss, kept) == (pure_loss, pure_kept)
     assert kept < 0.75 * autocast[2]
     for name, gradient in gradients.items():
-        assert torch.allclose(gradient, pure[name].float(), rtol=2**-7, atol=2**-7 * float(gradient.abs().max()))
+        assert torch.allclose(
+            gradient, pure[name].float(), rtol=2**-7, atol=2**-7 * float(gradient.abs().max())
+        )
 
 
 @pytest.mark.daily("elementwise", "blocks")
 @pytest.mark.parametrize("case", ["full", "blocks", "elementwise", "offloaded"])
 def test_memory_options_change_no_bit(case: str) -> None:
-    expected, found = stepped(), stepped(case=ASKED[case])
+    expected = stepped()
+    found = stepped(case=ASKED[case])
     assert found[0] == expected[0]
     assert all(torch.equal(found[1][name], value) for name, value in expected[1].items())
 
@@ -204,7 +248,9 @@ def test_states_and_checkpoints_are_in_32_bits(tmp_path: Path) -> None:
 
 def test_what_cannot_be_cast_is_refused() -> None:
     for family in ("xglm", "openai-gpt"):
-        with pytest.raises(PlanError, match=f"'bf16_params' cannot be used with '{family}', which widens"):
+        with pytest.raises(
+            PlanError, match=f"'bf16_params' cannot be used with '{family}', which widens"
+        ):
             hfscale.from_config(config_of(family), **CAST)
     with pytest.raises(ConfigError, match="float8= needs mixed_precision='fp8', got 'bf16_params'"):
         hfscale.from_config(tiny("llama"), float8=hfscale.Float8Config(), **CAST)

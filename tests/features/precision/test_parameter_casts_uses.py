@@ -36,7 +36,9 @@ STAGES = {"pp_size": 2, "num_microbatches": 2}
 def in_64_bits(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """The same where 64 bits are what is cast to; losses are in 32, as on stages that have none."""
     stock = Runtime.sum_of_shares
-    in_32_bits = patch.object(Runtime, "sum_of_shares", lambda runtime, total: stock(runtime, total.float()))
+    in_32_bits = patch.object(
+        Runtime, "sum_of_shares", lambda runtime, total: stock(runtime, total.float())
+    )
     with patch.dict(MIXED_PRECISIONS, bf16_params=torch.float64), in_32_bits:
         return function(*args, **kwargs)
 
@@ -47,8 +49,12 @@ def exactly(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return in_64_bits(function, *args, **kwargs)
 
 
-@pytest.mark.parametrize("layout", cases([{}, {"dp_shard_size": 2}, {"tp_size": 2}], daily=[{"tp_size": 2}]))
-def test_an_accelerators_loop_equals_one_process(pools: Pools, layout: dict[str, int], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "layout", cases([{}, {"dp_shard_size": 2}, {"tp_size": 2}], daily=[{"tp_size": 2}])
+)
+def test_an_accelerators_loop_equals_one_process(
+    pools: Pools, layout: dict[str, int], tmp_path: Path
+) -> None:
     torch.manual_seed(0)
     stock = AutoModelForCausalLM.from_config(tiny("llama"), dtype=torch.float32)
     stock.save_pretrained(tmp_path / "start")
@@ -71,7 +77,9 @@ def test_trainer_equals_stock_trainer(pools: Pools, layout: dict[str, int], tmp_
     plain = trainer.Case({"num_train_epochs": 1})
     expected = trainer.run(plain, str(tmp_path), str(tmp_path / "one"), None)
     ranks = pools(ParallelConfig(**layout).total_size)
-    for found in ranks.run(in_64_bits, trainer.run, asked, str(tmp_path), str(tmp_path / "two"), layout):
+    for found in ranks.run(
+        in_64_bits, trainer.run, asked, str(tmp_path), str(tmp_path / "two"), layout
+    ):
         trainer.assert_equal(found, expected, layout)
 
 
@@ -94,10 +102,15 @@ def test_a_base_in_4_bits_computes_as_one_whose_other_parameters_are_in_16(
 
 def adapted(path: str, layout: dict[str, int], precision: str) -> list[float]:
     """Losses and norms of two steps of adapters over a base in 4 bits."""
-    given: dict[str, Any] = {"peft_config": trainer.peft.LoraConfig(r=4, target_modules="all-linear")}
+    given: dict[str, Any] = {
+        "peft_config": trainer.peft.LoraConfig(r=4, target_modules="all-linear")
+    }
     torch.manual_seed(0)
-    model = quantized.load(path, layout, quantized.four_bits(), mixed_precision=precision, **given).train()
-    optimizer, found = hfscale.create_optimizer(model, "sgd", lr=1e-2), list[float]()
+    model = quantized.load(
+        path, layout, quantized.four_bits(), mixed_precision=precision, **given
+    ).train()
+    optimizer = hfscale.create_optimizer(model, "sgd", lr=1e-2)
+    found = list[float]()
     ids = quantized.tokens(4)[hfscale.batch_rank(model) :: hfscale.batch_world(model)]
     for _ in range(2):
         optimizer.zero_grad()
@@ -107,24 +120,36 @@ def adapted(path: str, layout: dict[str, int], precision: str) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("layout", cases([{}, {"tp_size": 2}, STAGES, {"dp_shard_size": 2}], daily=[STAGES]))
-def test_adapters_over_a_base_in_4_bits(pools: Pools, layout: dict[str, int], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "layout", cases([{}, {"tp_size": 2}, STAGES, {"dp_shard_size": 2}], daily=[STAGES])
+)
+def test_adapters_over_a_base_in_4_bits(
+    pools: Pools, layout: dict[str, int], tmp_path: Path
+) -> None:
     path = quantized.save(quantized.wide("llama"), tmp_path)
     expected = pools(1).run(adapted, path, {}, "no")[0]
-    for found in pools(ParallelConfig(**layout).total_size).run(in_64_bits, adapted, path, layout, "bf16_params"):
+    for found in pools(ParallelConfig(**layout).total_size).run(
+        in_64_bits, adapted, path, layout, "bf16_params"
+    ):
         assert found == pytest.approx(expected, rel=1e-5)
 
 
 def without_flush(layout: dict[str, Any], precision: str) -> dict[str, Tensor]:
     """Losses of five steps with a large rate, and the weights after them."""
     torch.manual_seed(0)
-    config, parallel = tiny("llama", num_hidden_layers=3), ParallelConfig(pp_size=2, **layout)
-    model = hfscale.from_config(config, parallel=parallel, **{**CAST, "mixed_precision": precision}).train()
+    config = tiny("llama", num_hidden_layers=3)
+    parallel = ParallelConfig(pp_size=2, **layout)
+    model = hfscale.from_config(
+        config, parallel=parallel, **{**CAST, "mixed_precision": precision}
+    ).train()
     optimizer = hfscale.create_optimizer(model, "sgd", lr=0.3)
     generator = torch.Generator().manual_seed(1)
     losses = []
     for _ in range(5):
-        batches = [ragged_batch(generator, 60, 2, 12, masked=False) for _ in range(layout.get("num_microbatches", 1))]
+        batches = [
+            ragged_batch(generator, 60, 2, 12, masked=False)
+            for _ in range(layout.get("num_microbatches", 1))
+        ]
         losses.append(hfscale.train_step(model, batches).double())
         optimizer.step()
         optimizer.zero_grad()
@@ -134,14 +159,23 @@ def without_flush(layout: dict[str, Any], precision: str) -> dict[str, Tensor]:
         optimizer.step()
         optimizer.zero_grad()
     found = {"losses": torch.stack([loss for loss in losses if loss == loss])}
-    return found | {planned.name: p.detach().clone() for planned, p in runtime_of(model).parameters()}
+    return found | {
+        planned.name: p.detach().clone() for planned, p in runtime_of(model).parameters()
+    }
 
 
 @pytest.mark.parametrize("schedule", cases(["pipedream", "pipedream_2bw"], daily=["pipedream_2bw"]))
-def test_stages_without_a_flush_cast_the_weights_of_each_microbatch(pools: Pools, schedule: str) -> None:
-    layout = {"pipeline_schedule": schedule, **({"num_microbatches": 2} if schedule == "pipedream_2bw" else {})}
+def test_stages_without_a_flush_cast_the_weights_of_each_microbatch(
+    pools: Pools, schedule: str
+) -> None:
+    layout = {
+        "pipeline_schedule": schedule,
+        **({"num_microbatches": 2} if schedule == "pipedream_2bw" else {}),
+    }
     exact = pools(2).run(without_flush, layout, "no")
-    for found, expected in zip(pools(2).run(in_64_bits, without_flush, layout, "bf16_params"), exact, strict=True):
+    for found, expected in zip(
+        pools(2).run(in_64_bits, without_flush, layout, "bf16_params"), exact, strict=True
+    ):
         assert found.keys() == expected.keys()
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-5, msg=name)
@@ -151,7 +185,9 @@ def compiled(how: bool | str) -> tuple[float, dict[str, Tensor]]:
     """The loss of a step, and its gradients."""
     torch.manual_seed(0)
     model = hfscale.from_config(tiny("llama"), compile=how, **CAST).train()
-    loss = hfscale.train_step(model, ragged_batch(torch.Generator().manual_seed(1), 60, 2, 12, masked=False))
+    loss = hfscale.train_step(
+        model, ragged_batch(torch.Generator().manual_seed(1), 60, 2, 12, masked=False)
+    )
     return float(loss), {planned.name: p.grad for planned, p in runtime_of(model).parameters()}
 
 

@@ -25,7 +25,12 @@ from ...tiny_models import tiny
 
 Pools = Callable[[int], RankPool]
 PP: dict[str, Any] = {"pp_size": 2, "num_microbatches": 4}
-LORA: dict[str, Any] = {"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM", "lora_dropout": 0.1}
+LORA: dict[str, Any] = {
+    "r": 4,
+    "target_modules": "all-linear",
+    "task_type": "CAUSAL_LM",
+    "lora_dropout": 0.1,
+}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "1f1b": ({}, {}),
     "zbv": ({"pipeline_schedule": "zbv"}, {"lora": LORA, "sizes": {"num_hidden_layers": 4}}),
@@ -59,7 +64,9 @@ def apart() -> Iterator[None]:
         yield
 
 
-def trained(layout: dict[str, Any], asked: dict[str, Any]) -> tuple[list[float], dict[str, Tensor], int]:
+def trained(
+    layout: dict[str, Any], asked: dict[str, Any]
+) -> tuple[list[float], dict[str, Tensor], int]:
     """Losses of two steps and of evaluations between them, gradients and weights, and the most bytes kept."""
     torch.manual_seed(0)
     asked = dict(asked)
@@ -74,12 +81,19 @@ def trained(layout: dict[str, Any], asked: dict[str, Any]) -> tuple[list[float],
     ).train()
     if reentrant:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
-    runtime, optimizer = runtime_of(model), hfscale.create_optimizer(model, "sgd", lr=1e-2)
+    runtime = runtime_of(model)
+    optimizer = hfscale.create_optimizer(model, "sgd", lr=1e-2)
     for planned, parameter in runtime.parameters():
         if frozen is not None and frozen in planned.name:
             parameter.requires_grad_(False)
-    ids = torch.randint(3, 60, (layout.get("num_microbatches", 4) or 1, 11), generator=torch.Generator().manual_seed(0))
-    batch, losses = {"input_ids": ids, "labels": ids}, []
+    ids = torch.randint(
+        3,
+        60,
+        (layout.get("num_microbatches", 4) or 1, 11),
+        generator=torch.Generator().manual_seed(0),
+    )
+    batch = {"input_ids": ids, "labels": ids}
+    losses = []
     with count_saved(runtime.model, runtime.plan.layers, runtime.plan.head) as saved:
         for _ in range(3):
             optimizer.zero_grad()
@@ -87,7 +101,11 @@ def trained(layout: dict[str, Any], asked: dict[str, Any]) -> tuple[list[float],
             optimizer.step()
             losses += [float(hfscale.eval_step(model, batch))]
     held = {planned.name: parameter for planned, parameter in runtime.parameters()}
-    found = {f"{name}.grad": local_tensor(p.grad).clone() for name, p in held.items() if p.grad is not None}
+    found = {
+        f"{name}.grad": local_tensor(p.grad).clone()
+        for name, p in held.items()
+        if p.grad is not None
+    }
     found |= {name: local_tensor(p.detach()).clone() for name, p in held.items()}
     return [loss for loss in losses if loss == loss], found, saved.total
 
@@ -112,7 +130,12 @@ def test_sharing_changes_no_bit(pools: Pools, case: str) -> None:
 
 def kept(microbatches: int, tp_size: int, trains: bool) -> tuple[int, int, int]:
     """Bytes that layers keep under GPipe, those that are estimated, and those of one copy of the weights."""
-    layout = {"pp_size": 2, "num_microbatches": microbatches, "pipeline_schedule": "gpipe", "tp_size": tp_size}
+    layout = {
+        "pp_size": 2,
+        "num_microbatches": microbatches,
+        "pipeline_schedule": "gpipe",
+        "tp_size": tp_size,
+    }
     model = hfscale.from_config(
         tiny("llama", hidden_size=64, intermediate_size=96, num_hidden_layers=4),
         parallel=ParallelConfig(**layout),
@@ -127,13 +150,17 @@ def kept(microbatches: int, tp_size: int, trains: bool) -> tuple[int, int, int]:
     with count_saved(runtime.model, runtime.plan.layers, runtime.plan.head) as saved:
         hfscale.train_step(model, {"input_ids": ids, "labels": ids})
     found = hfscale.memory_estimate(model, tokens=32)
-    head = [2 * p.numel() for planned, p in runtime.parameters() if planned.name == "lm_head.weight"]
+    head = [
+        2 * p.numel() for planned, p in runtime.parameters() if planned.name == "lm_head.weight"
+    ]
     copies = sum(2 * p.numel() for planned, p in runtime.parameters() if "proj" in planned.name)
     return saved.layers + saved.around, found.activations + found.gathered - sum(head), copies
 
 
 @pytest.mark.daily("whole", "frozen")
-@pytest.mark.parametrize(("tp_size", "trains"), [(1, True), (1, False), (2, True)], ids=["whole", "frozen", "tp2"])
+@pytest.mark.parametrize(
+    ("tp_size", "trains"), [(1, True), (1, False), (2, True)], ids=["whole", "frozen", "tp2"]
+)
 def test_copies_do_not_grow_with_microbatches(pools: Pools, tp_size: int, trains: bool) -> None:
     """Six under way keep what one keeps six times, but for one copy of the weights."""
     pool = pools(2 * tp_size)

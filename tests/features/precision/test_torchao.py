@@ -42,8 +42,11 @@ def test_a_projection_is_torchaos_bit_for_bit(recipe: str, dtype: torch.dtype) -
     ours = nn.Linear(64, 48, dtype=dtype)
     theirs = Float8Linear.from_float(copy.deepcopy(ours), config=emulated(recipe))
     multiply_by(ours, lambda: Float8Products(Float8Groups(), recipe == "rowwise"))
-    x, grad = torch.randn(3, 11, 64, dtype=dtype), torch.randn(3, 11, 48, dtype=dtype)
-    found = [run(module, x.clone().requires_grad_(), grad) for module in (partial(compute, ours), theirs)]
+    x = torch.randn(3, 11, 64, dtype=dtype)
+    grad = torch.randn(3, 11, 48, dtype=dtype)
+    found = [
+        run(module, x.clone().requires_grad_(), grad) for module in (partial(compute, ours), theirs)
+    ]
     for name, a, b in zip("oxwb", *found, strict=True):
         assert torch.equal(a, b), name
 
@@ -84,5 +87,9 @@ class TorchaoCase(Float8Case):
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_layout_is_one_process_of_torchaos(pools: Pools, layout: str, recipe: str) -> None:
-    found = TorchaoCase(**{**vars(case(recipe, layers=4 if layout == "zbv" else 2)), "converts": convert})
-    assert_layout_equal(found, ParallelConfig(**LAYOUTS[layout]), None if layout == "one" else pools(2))
+    found = TorchaoCase(
+        **{**vars(case(recipe, layers=4 if layout == "zbv" else 2)), "converts": convert}
+    )
+    assert_layout_equal(
+        found, ParallelConfig(**LAYOUTS[layout]), None if layout == "one" else pools(2)
+    )

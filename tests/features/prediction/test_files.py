@@ -30,7 +30,9 @@ def checkpoint(directory: Path, family: str = "deepseek_v3", depths: int = 1) ->
 
 
 def loaded(source: str, layout: ParallelConfig | None = None, **options: Any) -> Any:
-    return hfscale.from_pretrained(source, parallel=layout, mtp_loss_weight=0.1, dtype=torch.float32, **options)
+    return hfscale.from_pretrained(
+        source, parallel=layout, mtp_loss_weight=0.1, dtype=torch.float32, **options
+    )
 
 
 def trained(source: str, target: str, layout: ParallelConfig) -> None:
@@ -49,14 +51,18 @@ def resumed(source: str, target: str, layout: ParallelConfig) -> None:
 
 
 def test_states_are_resumed_and_converted(pools: Pools, tmp_path: Path) -> None:
-    source, target = checkpoint(tmp_path), str(tmp_path)
+    source = checkpoint(tmp_path)
+    target = str(tmp_path)
     pools(2).run(trained, source, target, ParallelConfig(tp_size=2))
     pools(2).run(resumed, source, target, ParallelConfig(pp_size=2))
     assert main(["convert", f"{target}/state", f"{target}/converted"]) == 0
-    before, after = stored(tmp_path / "start"), stored(tmp_path / "saved")
+    before = stored(tmp_path / "start")
+    after = stored(tmp_path / "saved")
     assert before.keys() == after.keys()
     assert "model.layers.2.mlp.experts.3.gate_proj.weight" in after
-    assert not torch.equal(before["model.layers.2.eh_proj.weight"], after["model.layers.2.eh_proj.weight"])
+    assert not torch.equal(
+        before["model.layers.2.eh_proj.weight"], after["model.layers.2.eh_proj.weight"]
+    )
     assert torch.equal(after["model.layers.2.shared_head.head.weight"], after["lm_head.weight"])
     for name in ("resumed", "converted"):
         found = stored(tmp_path / name)
@@ -81,7 +87,8 @@ def test_without_the_option_they_are_carried(tmp_path: Path) -> None:
     model = hfscale.from_pretrained(source)
     assert not [name for name, _ in model.named_parameters() if name.startswith("mtp")]
     hfscale.save_pretrained(model, tmp_path / "out")
-    before, after = stored(tmp_path / "start"), stored(tmp_path / "out")
+    before = stored(tmp_path / "start")
+    after = stored(tmp_path / "out")
     assert before.keys() == after.keys()
     assert all(torch.equal(after[key], tensor) for key, tensor in before.items())
 
@@ -101,9 +108,13 @@ def test_new_ones(family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture)
     found = stored(tmp_path / "out")
     assert torch.equal(found[key], model.mtp.layers[0].eh_proj.weight)
     again = loaded(str(tmp_path / "out"))
-    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), model.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(again.parameters(), model.parameters(), strict=True)
+    )
     fresh = hfscale.from_config(config, mtp_loss_weight=0.1)
-    assert float(fresh.mtp.layers[0].eh_proj.weight.detach().std()) == pytest.approx(config.initializer_range, rel=0.2)
+    assert float(fresh.mtp.layers[0].eh_proj.weight.detach().std()) == pytest.approx(
+        config.initializer_range, rel=0.2
+    )
 
 
 def test_evaluation_returns_the_models_own_loss(tmp_path: Path) -> None:
@@ -120,17 +131,31 @@ def test_evaluation_returns_the_models_own_loss(tmp_path: Path) -> None:
 
 
 def test_the_plan_counts_them() -> None:
-    config, layout = config_with(depths=2), ParallelConfig(pp_size=2)
-    plain, found = hfscale.plan(config, layout), hfscale.plan(config, layout, mtp_loss_weight=0.1)
+    config = config_with(depths=2)
+    layout = ParallelConfig(pp_size=2)
+    plain = hfscale.plan(config, layout)
+    found = hfscale.plan(config, layout, mtp_loss_weight=0.1)
     assert found.layers == (*plain.layers, "mtp.layers.0", "mtp.layers.1")
     assert found.stages is not None
     assert plain.stages is not None
     assert found.stages.stages[1].parameters > plain.stages.stages[1].parameters
-    assert "multi-token prediction: mtp.layers.0, mtp.layers.1 behind model; on the last stage" in str(found)
-    cut = hfscale.plan(config, ParallelConfig(tp_size=2, sequence_parallel=True), mtp_loss_weight=0.1)
-    assert [region.owner for region in cut.sequence_regions] == ["model", "mtp.layers.0", "mtp.layers.1"]
+    assert (
+        "multi-token prediction: mtp.layers.0, mtp.layers.1 behind model; on the last stage"
+        in str(found)
+    )
+    cut = hfscale.plan(
+        config, ParallelConfig(tp_size=2, sequence_parallel=True), mtp_loss_weight=0.1
+    )
+    assert [region.owner for region in cut.sequence_regions] == [
+        "model",
+        "mtp.layers.0",
+        "mtp.layers.1",
+    ]
     assert cut.by_name["mtp.layers.0.eh_proj.weight"].partial == ("tp",)
-    assert hfscale.memory_estimate(found, tokens=64).total > hfscale.memory_estimate(plain, tokens=64).total
+    assert (
+        hfscale.memory_estimate(found, tokens=64).total
+        > hfscale.memory_estimate(plain, tokens=64).total
+    )
 
 
 def test_refusals(tmp_path: Path) -> None:
@@ -139,7 +164,11 @@ def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="mtp_loss_weight"):
         hfscale.from_config(config_with(), mtp_loss_weight=0.0)
     with pytest.raises(PlanError, match="needs a schedule with a flush"):
-        hfscale.plan(config_with(), ParallelConfig(pp_size=2, pipeline_schedule="pipedream_2bw"), mtp_loss_weight=0.1)
+        hfscale.plan(
+            config_with(),
+            ParallelConfig(pp_size=2, pipeline_schedule="pipedream_2bw"),
+            mtp_loss_weight=0.1,
+        )
     model = hfscale.from_config(config_with(), mtp_loss_weight=0.1)
     with pytest.raises(ConfigError, match="leave mtp_loss_weight"):
         hfscale.train_step(model, BATCH, loss_fn=lambda outputs, batch: (outputs.logits.sum(), 1))
@@ -150,7 +179,8 @@ def test_refusals(tmp_path: Path) -> None:
 
 def test_adapters_are_merged_in_memory(tmp_path: Path) -> None:
     """From file to file, transformers' model would not have the layers."""
-    source, adapter = checkpoint(tmp_path), str(tmp_path / "adapter")
+    source = checkpoint(tmp_path)
+    adapter = str(tmp_path / "adapter")
     lora = peft.LoraConfig(r=2, target_modules=["o_proj", "eh_proj"], init_lora_weights=False)
     model = loaded(source, peft_config=lora)
     hfscale.save_pretrained(model, adapter)
@@ -160,7 +190,8 @@ def test_adapters_are_merged_in_memory(tmp_path: Path) -> None:
     hfscale.merge_and_unload(loaded(source, peft_config=adapter))
     hfscale.merge_and_unload(model)
     hfscale.save_pretrained(model, tmp_path / "merged")
-    before, after = stored(tmp_path / "start"), stored(tmp_path / "merged")
+    before = stored(tmp_path / "start")
+    after = stored(tmp_path / "merged")
     assert before.keys() == after.keys()
     changed = {key for key, tensor in before.items() if not torch.equal(after[key], tensor.float())}
     assert {key for key in changed if ".layers.2." in key} == {
@@ -183,7 +214,9 @@ def test_a_trainer_logs_them(tmp_path: Path) -> None:
 
 
 def without_its_masks(source: str, layout: ParallelConfig) -> None:
-    with pytest.raises(ConfigError, match=r"needs the masks of model.layers.0, which is not on the last stage"):
+    with pytest.raises(
+        ConfigError, match=r"needs the masks of model.layers.0, which is not on the last stage"
+    ):
         loaded(source, layout)
 
 

@@ -39,20 +39,26 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 def equal(case: PredictionCase, sizes: dict[str, Any], pools: Pools, directory: Path) -> None:
     layout = ParallelConfig(**sizes)
-    case.asked, case.hf_kwargs = {"mtp_loss_weight": WEIGHT, **case.asked}, {**EAGER, "attn_implementation": "eager"}
+    case.asked = {"mtp_loss_weight": WEIGHT, **case.asked}
+    case.hf_kwargs = {**EAGER, "attn_implementation": "eager"}
     reference(case, layout.batch_world, directory)
     one = layout.total_size == 1
     args = case, layout, str(directory)
-    assert any(value for found in case.measured for name, value in found.items() if name != "mtp_loss")
+    assert any(
+        value for found in case.measured for name, value in found.items() if name != "mtp_loss"
+    )
     for parity in [run_rank(*args)] if one else pools(layout.total_size).run(run_rank, *args):
         assert parity.worst() < 1e-10, parity
-    saved, end = stored(directory / "saved"), stored(directory / "end")
+    saved = stored(directory / "saved")
+    end = stored(directory / "end")
     assert saved.keys() == end.keys(), sorted(saved.keys() ^ end.keys())
     assert max(difference(saved[key], end[key]) for key in saved) < 1e-10
 
 
 @pytest.mark.daily("ep2")
-@pytest.mark.parametrize("layout", cases(LAYOUTS, daily=("one", "sequence", "cp2", "ep2", "pp2, tp2")))
+@pytest.mark.parametrize(
+    "layout", cases(LAYOUTS, daily=("one", "sequence", "cp2", "ep2", "pp2, tp2"))
+)
 def test_layout(layout: str, pools: Pools, tmp_path: Path) -> None:
     config = config_with(depths=2, layers=4 if layout == "zbv" else 2)
     equal(PredictionCase(config), LAYOUTS[layout], pools, tmp_path)
@@ -61,7 +67,12 @@ def test_layout(layout: str, pools: Pools, tmp_path: Path) -> None:
 @pytest.mark.parametrize("layout", cases(["sequence", "pp2", "cp2"], daily=["pp2"]))
 def test_tied_head(layout: str, pools: Pools, tmp_path: Path) -> None:
     """One tensor under three names, whose gradients add."""
-    equal(PredictionCase(config_with("glm4_moe", tie_word_embeddings=True)), LAYOUTS[layout], pools, tmp_path)
+    equal(
+        PredictionCase(config_with("glm4_moe", tie_word_embeddings=True)),
+        LAYOUTS[layout],
+        pools,
+        tmp_path,
+    )
 
 
 @pytest.mark.slow
@@ -80,7 +91,9 @@ def test_packed_rows(layout: str, pools: Pools, tmp_path: Path) -> None:
 @pytest.mark.parametrize("layout", cases(["sequence", "pp2", "shard2"], daily=["shard2"]))
 def test_adapters(layout: str, pools: Pools, tmp_path: Path) -> None:
     """Over a base that does not train; the layers' projections have adapters too."""
-    lora = peft.LoraConfig(r=4, target_modules=["o_proj", "kv_b_proj", "eh_proj", "down_proj"], init_lora_weights=False)
+    lora = peft.LoraConfig(
+        r=4, target_modules=["o_proj", "kv_b_proj", "eh_proj", "down_proj"], init_lora_weights=False
+    )
     equal(PredictionCase(config_with(), peft=lora), LAYOUTS[layout], pools, tmp_path)
 
 

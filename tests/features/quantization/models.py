@@ -5,7 +5,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GPT2Config, Phi3Config, PreTrainedConfig
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    GPT2Config,
+    Phi3Config,
+    PreTrainedConfig,
+)
 
 import hfscale
 from hfscale import ParallelConfig
@@ -16,7 +22,12 @@ from hfscale.train.runtime.parameter_names import owner_of
 from ...tiny_models import tiny
 
 Layout = dict[str, Any]
-_WIDE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 67, "num_hidden_layers": 2}
+_WIDE: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "vocab_size": 67,
+    "num_hidden_layers": 2,
+}
 
 
 def wide(family: str, **changes: Any) -> PreTrainedConfig:
@@ -24,7 +35,13 @@ def wide(family: str, **changes: Any) -> PreTrainedConfig:
     if family == "gpt2":
         return GPT2Config(
             **{"n_embd": 256, "n_layer": 2, "n_head": 4, "vocab_size": 67, "n_positions": 64},
-            **{"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 2},
+            **{
+                "resid_pdrop": 0.0,
+                "embd_pdrop": 0.0,
+                "attn_pdrop": 0.0,
+                "bos_token_id": 1,
+                "eos_token_id": 2,
+            },
             **changes,
         )
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -48,7 +65,9 @@ def save(config: PreTrainedConfig, path: Path, dtype: torch.dtype = torch.float3
 def four_bits(kind: str = "nf4", double: bool = False, **changes: Any) -> BitsAndBytesConfig:
     """Computes in float32 unless told otherwise."""
     chosen = {"bnb_4bit_compute_dtype": torch.float32, **changes}
-    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=kind, bnb_4bit_use_double_quant=double, **chosen)
+    return BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type=kind, bnb_4bit_use_double_quant=double, **chosen
+    )
 
 
 def stock(path: str, config: BitsAndBytesConfig, dtype: torch.dtype = torch.float32) -> Any:
@@ -63,7 +82,9 @@ def stock(path: str, config: BitsAndBytesConfig, dtype: torch.dtype = torch.floa
 def load(path: str, layout: Layout, config: BitsAndBytesConfig, **kwargs: Any) -> Any:
     """Ours."""
     kwargs = {"dtype": torch.float32, **kwargs}
-    return hfscale.from_pretrained(path, parallel=ParallelConfig(**layout), quantization_config=config, **kwargs)
+    return hfscale.from_pretrained(
+        path, parallel=ParallelConfig(**layout), quantization_config=config, **kwargs
+    )
 
 
 def local_share(runtime: Runtime, name: str, whole: Tensor) -> Tensor:
@@ -75,10 +96,13 @@ def local_share(runtime: Runtime, name: str, whole: Tensor) -> Tensor:
     return share.T if turned else share
 
 
-def compare_weights(path: str, layout: Layout, config: BitsAndBytesConfig) -> dict[str, tuple[bool, bool, float]]:
+def compare_weights(
+    path: str, layout: Layout, config: BitsAndBytesConfig
+) -> dict[str, tuple[bool, bool, float]]:
     """By weight: whether the plan says it is equal, whether it is, and the worst difference over the largest value."""
     runtime = runtime_of(load(path, layout, config))
-    reference, found = stock(path, config), {}
+    reference = stock(path, config)
+    found = {}
     assert runtime.plan.quantized is not None
     for name in runtime.plan.quantized.weights:
         if not runtime.is_local(name):
@@ -92,7 +116,11 @@ def compare_weights(path: str, layout: Layout, config: BitsAndBytesConfig) -> di
         expected = local_share(runtime, name, whole)
         error = (ours - expected).abs().max() / expected.abs().max()
         planned = runtime.plan.by_name[name]
-        found[name] = runtime.plan.quantized.aligned(planned), torch.equal(ours, expected), error.item()
+        found[name] = (
+            runtime.plan.quantized.aligned(planned),
+            torch.equal(ours, expected),
+            error.item(),
+        )
     return found
 
 
@@ -114,4 +142,8 @@ def through(model: Any, width: int, dtype: torch.dtype = torch.float32) -> tuple
 
 def leaves(model: nn.Module) -> dict[str, nn.Module]:
     """Modules of bitsandbytes by name."""
-    return {name: m for name, m in model.named_modules() if type(m).__name__ in ("Linear4bit", "Linear8bitLt")}
+    return {
+        name: m
+        for name, m in model.named_modules()
+        if type(m).__name__ in ("Linear4bit", "Linear8bitLt")
+    }

@@ -31,7 +31,8 @@ LAYOUTS: dict[str, Layout] = {
     "shard2": {"dp_shard_size": 2},
     "tp2-shard2": {"tp_size": 2, "dp_shard_size": 2},
 }
-STEPS, RATE = 3, 20.0
+STEPS = 3
+RATE = 20.0
 
 
 def lora() -> LoraConfig:
@@ -54,7 +55,9 @@ def trained(path: str, layout: Layout, late: bool, state: str | None, bits: int 
         optimizer.zero_grad()
         if state is not None and step == 0:
             hfscale.save_state(model, state, optimizer=optimizer)
-    if state is not None:  # the adapters go back to where they were after the first step; the base never moved
+    if (
+        state is not None
+    ):  # the adapters go back to where they were after the first step; the base never moved
         hfscale.load_state(model, state, optimizer=optimizer)
         again = float(hfscale.train_step(model, {"input_ids": ids, "labels": ids}))
         assert again == losses[1]
@@ -65,7 +68,11 @@ def trained(path: str, layout: Layout, late: bool, state: str | None, bits: int 
 def _base(model: Any) -> list[torch.Tensor]:
     runtime = runtime_of(model)
     assert runtime.plan.quantized is not None
-    return [parameter for planned, parameter in runtime.parameters() if planned.name in runtime.plan.quantized.weights]
+    return [
+        parameter
+        for planned, parameter in runtime.parameters()
+        if planned.name in runtime.plan.quantized.weights
+    ]
 
 
 def first_step(path: str) -> float:
@@ -77,7 +84,9 @@ def first_step(path: str) -> float:
 @pytest.mark.daily("loaded-pp2")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("late", [False, True], ids=["loaded", "late"])
-def test_losses_do_not_depend_on_the_layout(pools: Pools, tmp_path: Path, late: bool, layout: str) -> None:
+def test_losses_do_not_depend_on_the_layout(
+    pools: Pools, tmp_path: Path, late: bool, layout: str
+) -> None:
     path = save(wide("llama"), tmp_path / "model")
     expected = trained(path, {}, False, None)
     assert expected[0] == pytest.approx(first_step(path), rel=1e-5)
@@ -103,7 +112,9 @@ def test_eight_bits(pools: Pools, tmp_path: Path, late: bool) -> None:
 
 
 def experts_trained(path: str, layout: Layout, late: bool) -> list[float]:
-    adapters = LoraConfig(r=4, target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])
+    adapters = LoraConfig(
+        r=4, target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    )
     model = load(path, layout, four_bits(), **({} if late else {"peft_config": adapters}))
     if late:
         hfscale.get_peft_model(model, adapters, seed=0)
@@ -170,7 +181,11 @@ def test_what_is_trained_whole_is_not_quantized(tmp_path: Path) -> None:
     words = r"layers.0.self_attn.q_proj.weight is in 4 bits, .*llm_int8_skip_modules=(\[.*\])\)"
     with pytest.raises(ConfigError, match=words) as caught:
         load(path, {}, four_bits(), peft_config=config)
-    skipped = ast.literal_eval(re.search(r"\[.*\]", str(caught.value))[0])  # what it says to do does
+    skipped = ast.literal_eval(
+        re.search(r"\[.*\]", str(caught.value))[0]
+    )  # what it says to do does
     quantization = four_bits(llm_int8_skip_modules=skipped)
     model = load(path, {}, quantization, peft_config=config)
-    assert any("q_proj" in name and parameter.requires_grad for name, parameter in model.named_parameters())
+    assert any(
+        "q_proj" in name and parameter.requires_grad for name, parameter in model.named_parameters()
+    )

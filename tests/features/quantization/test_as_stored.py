@@ -32,7 +32,9 @@ from ...stored_weights import CONFIGS, WRITTEN, Written, fp8, write
 from ...sweeps import cases
 from ...tensor_memory import follow_memory
 
-pytestmark = pytest.mark.filterwarnings("ignore:The following .*_pattern keys")  # PEFT's, of experts
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The following .*_pattern keys"
+)  # PEFT's, of experts
 
 Pools = Callable[[int], RankPool]
 Layout = dict[str, Any]
@@ -45,7 +47,11 @@ PAIRS: list[Pair] = [
     ("minimax_m2", "fp8"),
     ("gpt_oss", "mxfp4"),
 ]
-ON_RANKS = [pair for pair in PAIRS if pair[1] not in ("fp8 per tensor", "nvfp4") and pair != ("glm4_moe", "fp8")]
+ON_RANKS = [
+    pair
+    for pair in PAIRS
+    if pair[1] not in ("fp8 per tensor", "nvfp4") and pair != ("glm4_moe", "fp8")
+]
 UNEVEN = [("llama", "fp8"), ("llama", "int4"), ("qwen3_moe", "fp8"), ("gpt_oss", "mxfp4")]
 IN_STAGES = [("llama", "int4"), ("qwen3_moe", "fp8"), ("gpt_oss", "mxfp4")]
 LAYOUTS: dict[str, Layout] = {
@@ -74,7 +80,12 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[Pair, Path]:
     found = {}
     for family, form in PAIRS:
         found[family, form] = tmp_path_factory.mktemp("written")
-        write(CONFIGS[family], WRITTEN[form], found[family, form] / "stored", found[family, form] / "plain")
+        write(
+            CONFIGS[family],
+            WRITTEN[form],
+            found[family, form] / "stored",
+            found[family, form] / "plain",
+        )
     return found
 
 
@@ -85,14 +96,25 @@ def packed(written: dict[Pair, Path]) -> dict[Pair, Any]:
 
 def lora(family: str) -> LoraConfig:
     """Around every linear, and the experts."""
-    experts = {} if family == "llama" else {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+    experts = (
+        {}
+        if family == "llama"
+        else {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+    )
     return LoraConfig(r=3, target_modules="all-linear", **experts)
 
 
 def adapted(path: Path, family: str, layout: Layout, packed: bool, **kwargs: Any) -> Any:
-    given = {"dtype": torch.float64, "peft_config": lora(family), **({} if family == "llama" else EAGER), **kwargs}
+    given = {
+        "dtype": torch.float64,
+        "peft_config": lora(family),
+        **({} if family == "llama" else EAGER),
+        **kwargs,
+    }
     asked = {"quantization_config": "as_stored"} if packed else {}
-    return hfscale.from_pretrained(path / "stored", parallel=ParallelConfig(**layout), **given, **asked).train()
+    return hfscale.from_pretrained(
+        path / "stored", parallel=ParallelConfig(**layout), **given, **asked
+    ).train()
 
 
 def batch(model: Any) -> dict[str, Tensor]:
@@ -108,9 +130,15 @@ def two_steps(model: Any) -> list[dict[str, Tensor]]:
     for _ in range(2):
         values = {"loss": hfscale.train_step(model, batch(model)).detach().clone()}
         values["norm"] = torch.as_tensor(hfscale.clip_grad_norm_(model, 1e9))
-        held = [(planned.name, p) for planned, p in runtime_of(model).parameters() if p.requires_grad]
+        held = [
+            (planned.name, p) for planned, p in runtime_of(model).parameters() if p.requires_grad
+        ]
         assert all(p.grad is not None for _, p in held)
-        values |= {f"gradient of {name}": local_tensor(p.grad).clone() for name, p in held if p.grad is not None}
+        values |= {
+            f"gradient of {name}": local_tensor(p.grad).clone()
+            for name, p in held
+            if p.grad is not None
+        }
         optimizer.step()
         found.append({**values, **{name: local_tensor(p.detach()).clone() for name, p in held}})
         optimizer.zero_grad()
@@ -121,7 +149,9 @@ def held_bytes(model: Any) -> tuple[int, float]:
     """Bytes of the packed weights of this rank, and its share of all their values."""
     runtime = runtime_of(model)
     assert runtime.plan.quantized is not None
-    held, here, everything = 0, 0, 0
+    held = 0
+    here = 0
+    everything = 0
     for name in runtime.plan.quantized.weights:
         planned = runtime.plan.by_name[name]
         everything += prod(planned.shape)
@@ -146,7 +176,11 @@ def compared(paths: dict[Pair, Path], layout: Layout) -> dict[Pair, tuple[float,
         for ours, theirs in zip(packed, plain, strict=True):
             assert ours.keys() == theirs.keys()
             for name, value in theirs.items():
-                apart = (ours[name] - value).abs().max() / value.abs().max().clamp(min=1e-9) if value.numel() else 0.0
+                apart = (
+                    (ours[name] - value).abs().max() / value.abs().max().clamp(min=1e-9)
+                    if value.numel()
+                    else 0.0
+                )
                 worst = max(worst, (float(apart), name))
         result[pair] = *worst, *held
     return result
@@ -156,15 +190,24 @@ def stored_bytes(path: Path) -> int:
     """Bytes of the tensors that are stored quantized."""
     stored, plain = (load_file(path / name / "model.safetensors") for name in ("stored", "plain"))
     beside = ("weight_shape", "input_scale")
-    kept = (key for key, tensor in stored.items() if key not in plain or plain[key].dtype != tensor.dtype)
+    kept = (
+        key
+        for key, tensor in stored.items()
+        if key not in plain or plain[key].dtype != tensor.dtype
+    )
     return sum(stored[key].nbytes for key in kept if not key.endswith(beside))
 
 
 @pytest.mark.daily("pp2")
-@pytest.mark.parametrize("layout", cases(LAYOUTS, daily=("one", "tp2", "pp2", "shard3", "ep2-shard4")))
-def test_adapters_learn_what_they_learn_over_plain_values(pools: Pools, written: dict[Pair, Path], layout: str) -> None:
+@pytest.mark.parametrize(
+    "layout", cases(LAYOUTS, daily=("one", "tp2", "pp2", "shard3", "ep2-shard4"))
+)
+def test_adapters_learn_what_they_learn_over_plain_values(
+    pools: Pools, written: dict[Pair, Path], layout: str
+) -> None:
     """Loss, gradients, norm, and weights after two steps; and each rank holds its share of the stored bytes."""
-    size, paths = ParallelConfig(**LAYOUTS[layout]).total_size, written
+    size = ParallelConfig(**LAYOUTS[layout]).total_size
+    paths = written
     if size > 1:
         chosen = {"shard3": UNEVEN, "pp2": IN_STAGES}.get(layout, ON_RANKS)
         paths = {pair: written[pair] for pair in chosen if "ep" not in layout or pair[0] != "llama"}
@@ -181,13 +224,20 @@ def test_adapters_learn_what_they_learn_over_plain_values(pools: Pools, written:
 # In 16 bits
 
 
-def in_sixteen_bits(paths: dict[Pair, Path], layout: Layout, kwargs: dict[str, Any]) -> list[tuple[Pair, str]]:
+def in_sixteen_bits(
+    paths: dict[Pair, Path], layout: Layout, kwargs: dict[str, Any]
+) -> list[tuple[Pair, str]]:
     """What differs at all between adapters over packed and over plain weights."""
     different = []
     for pair, path in paths.items():
-        plain, packed = (two_steps(adapted(path, pair[0], layout, packed=each, **kwargs)) for each in (False, True))
+        plain, packed = (
+            two_steps(adapted(path, pair[0], layout, packed=each, **kwargs))
+            for each in (False, True)
+        )
         for ours, theirs in zip(packed, plain, strict=True):
-            different += [(pair, name) for name, value in theirs.items() if not torch.equal(ours[name], value)]
+            different += [
+                (pair, name) for name, value in theirs.items() if not torch.equal(ours[name], value)
+            ]
     return different
 
 
@@ -207,15 +257,25 @@ def test_bit_by_bit_in_sixteen_bits(
 ) -> None:
     """Of experts, where both go through the same products: over expert ranks."""
     families = {"llama"} if layout != "ep2" else {"qwen3_moe", "gpt_oss"}
-    arguments = {p: path for p, path in written.items() if p[0] in families}, LAYOUTS[layout], kwargs
-    for found in [in_sixteen_bits(*arguments)] if layout == "one" else pools(2).run(in_sixteen_bits, *arguments):
+    arguments = (
+        {p: path for p, path in written.items() if p[0] in families},
+        LAYOUTS[layout],
+        kwargs,
+    )
+    for found in (
+        [in_sixteen_bits(*arguments)]
+        if layout == "one"
+        else pools(2).run(in_sixteen_bits, *arguments)
+    ):
         assert not found
 
 
 # Life of an adapter
 
 
-def lived(path: Path, family: str, layout: Layout, packed: bool, out: Path) -> tuple[dict[str, Tensor], float]:
+def lived(
+    path: Path, family: str, layout: Layout, packed: bool, out: Path
+) -> tuple[dict[str, Tensor], float]:
     """Merged weights of this rank, and a third loss; leaves a state, an adapter and a merged checkpoint in ``out``."""
     model = adapted(path, family, layout, packed)
     two_steps(model)
@@ -224,14 +284,18 @@ def lived(path: Path, family: str, layout: Layout, packed: bool, out: Path) -> t
     loss = float(hfscale.train_step(model, batch(model)))
     if packed:
         with pytest.raises(
-            ConfigError, match=r"held as stored \((fp8|mxfp4)\) without rounding .* dtype=torch.bfloat16"
+            ConfigError,
+            match=r"held as stored \((fp8|mxfp4)\) without rounding .* dtype=torch.bfloat16",
         ):
             hfscale.merge_and_unload(model)
     merged = hfscale.merge_and_unload(model, **({"dtype": torch.float64} if packed else {}))
     assert not [name for name, p in merged.named_parameters() if p.dtype != torch.float64]
     if packed:
         hfscale.save_pretrained(merged, out / "merged", quantization="as_stored")
-    held = {planned.name: local_tensor(p.detach()).clone() for planned, p in runtime_of(merged).parameters()}
+    held = {
+        planned.name: local_tensor(p.detach()).clone()
+        for planned, p in runtime_of(merged).parameters()
+    }
     return held, loss
 
 
@@ -239,7 +303,8 @@ def both_lives(paths: dict[Pair, Path], layout: Layout, out: Path) -> None:
     for (family, form), path in paths.items():
         place = out / family
         (plain, first), (packed, second) = (
-            lived(path, family, layout, each, place / ("packed" if each else "plain")) for each in (False, True)
+            lived(path, family, layout, each, place / ("packed" if each else "plain"))
+            for each in (False, True)
         )
         assert abs(first - second) < 1e-10, (family, form)
         assert plain.keys() == packed.keys()
@@ -262,7 +327,8 @@ def resumed(paths: dict[Pair, Path], layout: Layout, out: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "form"), cases([("qwen3_moe", "fp8"), ("gpt_oss", "mxfp4")], daily=[("gpt_oss", "mxfp4")])
+    ("family", "form"),
+    cases([("qwen3_moe", "fp8"), ("gpt_oss", "mxfp4")], daily=[("gpt_oss", "mxfp4")]),
 )
 def test_merged_saved_and_resumed(
     pools: Pools, written: dict[Pair, Path], tmp_path: Path, family: str, form: str
@@ -272,14 +338,17 @@ def test_merged_saved_and_resumed(
     pools(2).run(resumed, paths, LAYOUTS["tp2"], tmp_path)
     merged = load_file(tmp_path / family / "packed/merged/model.safetensors")
     stored = load_file(written[family, form] / "stored/model.safetensors")
-    assert {name: t.dtype for name, t in merged.items()} == {name: t.dtype for name, t in stored.items()}
+    assert {name: t.dtype for name, t in merged.items()} == {
+        name: t.dtype for name, t in stored.items()
+    }
 
 
 # What it takes
 
 
 def peak(path: Path, family: str, layout: Layout, packed: bool) -> int:
-    entries, dequantized._ENTRIES = dequantized._ENTRIES, 1 << 12
+    entries = dequantized._ENTRIES
+    dequantized._ENTRIES = 1 << 12
     try:
         with follow_memory() as memory:
             adapted(path, family, layout, packed, dtype=torch.bfloat16)
@@ -290,30 +359,39 @@ def peak(path: Path, family: str, layout: Layout, packed: bool) -> int:
 
 @pytest.mark.daily("pair0")
 @pytest.mark.parametrize("pair", [("llama", "fp8"), ("gpt_oss", "mxfp4")])
-def test_loading_takes_less_than_a_plain_load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pair: Pair) -> None:
+def test_loading_takes_less_than_a_plain_load(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pair: Pair
+) -> None:
     monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # threads would not be followed
     small = CONFIGS[pair[0]]
     config = type(small)(**{**small.to_dict(), "hidden_size": 256, "intermediate_size": 768})
     write(config, WRITTEN[pair[1]], tmp_path / "stored", tmp_path / "plain")
     plain, packed = (peak(tmp_path, pair[0], {}, each) for each in (False, True))
-    stored, values = (
-        stored_bytes(tmp_path),
-        sum(t.numel() for t in load_file(tmp_path / "plain/model.safetensors").values()),
-    )
+    stored = stored_bytes(tmp_path)
+    values = sum(t.numel() for t in load_file(tmp_path / "plain/model.safetensors").values())
     assert packed <= plain - 0.8 * (2 * values - stored) + 300_000
 
 
 def test_a_plan_counts_the_stored_bytes(written: dict[Pair, Path], packed: dict[Pair, Any]) -> None:
-    told = {pair: path for pair, path in written.items() if pair[1] != "int4 experts"}  # whose config does not tell
+    told = {
+        pair: path for pair, path in written.items() if pair[1] != "int4 experts"
+    }  # whose config does not tell
     for pair, path in told.items():
         config = lora(pair[0])
-        plan = hfscale.plan(path / "stored", quantization_config="as_stored", peft_config=config, dtype=torch.bfloat16)
+        plan = hfscale.plan(
+            path / "stored",
+            quantization_config="as_stored",
+            peft_config=config,
+            dtype=torch.bfloat16,
+        )
         plain = hfscale.plan(path / "stored", peft_config=config, dtype=torch.bfloat16)
         assert plan.quantized is not None
         assert runtime_of(packed[pair]).plan.quantized == plan.quantized  # by the config alone
         estimates = [hfscale.memory_estimate(each, tokens=16).weights for each in (plan, plain)]
         entries = sum(prod(plan.by_name[name].shape) for name in plan.quantized.weights)
-        assert estimates[1] - estimates[0] == pytest.approx(2 * entries - stored_bytes(path), rel=0.05)
+        assert estimates[1] - estimates[0] == pytest.approx(
+            2 * entries - stored_bytes(path), rel=0.05
+        )
         assert "in the bytes of their checkpoint" in str(plan)
 
 
@@ -330,7 +408,8 @@ def test_it_unpacks_where_the_bytes_are(packed: dict[Pair, Any]) -> None:
                     ((height * rank, height * (rank + 1)), blocks) for rank in range(2)
                 ))  # fmt: skip
                 assert rows is not None
-                found, once = twice.unpack(torch.cat((rows, rows))), packing.unpack(rows)
+                found = twice.unpack(torch.cat((rows, rows)))
+                once = packing.unpack(rows)
                 assert torch.equal(found, torch.cat((once, once), 1))
                 away = twice.unpack(torch.empty(twice.row_shape, dtype=torch.uint8, device="meta"))
                 assert (away.device.type, away.shape) == ("meta", found.shape)
@@ -339,46 +418,80 @@ def test_it_unpacks_where_the_bytes_are(packed: dict[Pair, Any]) -> None:
 # What is asked for, and what cannot be
 
 
-def test_recipes_and_commands_ask_for_it(written: dict[Pair, Path], capsys: pytest.CaptureFixture[str]) -> None:
-    assert quantization_of(FinetuneRecipe(base="model", quantization={"as_stored": True})) == "as_stored"
+def test_recipes_and_commands_ask_for_it(
+    written: dict[Pair, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        quantization_of(FinetuneRecipe(base="model", quantization={"as_stored": True}))
+        == "as_stored"
+    )
     command = ["plan", str(written["qwen3_moe", "fp8"] / "stored"), "--quantize", "as_stored"]
     assert main([*command, "--lora"]) == 0
     assert (
-        "quantized: 12 weights in the bytes of their checkpoint (fp8, 1.01 bytes of a value)" in capsys.readouterr().out
+        "quantized: 12 weights in the bytes of their checkpoint (fp8, 1.01 bytes of a value)"
+        in capsys.readouterr().out
     )
     assert main(command) != 0
     assert "keeps 12 weights in fp8, which do not train" in capsys.readouterr().err
 
 
 def test_the_host_s_own_configs_ask_for_it(written: dict[Pair, Path]) -> None:
-    for pair, asked in ((("llama", "fp8"), FineGrainedFP8Config()), (("gpt_oss", "mxfp4"), Mxfp4Config())):
+    for pair, asked in (
+        (("llama", "fp8"), FineGrainedFP8Config()),
+        (("gpt_oss", "mxfp4"), Mxfp4Config()),
+    ):
         given: dict[str, Any] = {"peft_config": lora(pair[0]), "quantization_config": asked}
-        assert runtime_of(hfscale.from_pretrained(written[pair] / "stored", **given)).plan.quantized is not None
+        assert (
+            runtime_of(hfscale.from_pretrained(written[pair] / "stored", **given)).plan.quantized
+            is not None
+        )
     with pytest.raises(
-        ConfigError, match=r"FineGrainedFP8Config\(\) is for a checkpoint stored in fp8, .* not quantized"
+        ConfigError,
+        match=r"FineGrainedFP8Config\(\) is for a checkpoint stored in fp8, .* not quantized",
     ):
         hfscale.plan(written["llama", "fp8"] / "plain", quantization_config=FineGrainedFP8Config())
-    with pytest.raises(ConfigError, match=r"'as_stored' is for a checkpoint stored in fp8, .* not quantized: leave it"):
+    with pytest.raises(
+        ConfigError,
+        match=r"'as_stored' is for a checkpoint stored in fp8, .* not quantized: leave it",
+    ):
         hfscale.plan(written["llama", "fp8"] / "plain", quantization_config="as_stored")
-    with pytest.raises(ConfigError, match=r"FineGrainedFP8Config\(\) is for .* fp8, and this one is in mxfp4"):
-        hfscale.plan(written["gpt_oss", "mxfp4"] / "stored", quantization_config=FineGrainedFP8Config())
-    with pytest.raises(ConfigError, match="quantization_config='stored' is not one that hfscale can shard"):
+    with pytest.raises(
+        ConfigError, match=r"FineGrainedFP8Config\(\) is for .* fp8, and this one is in mxfp4"
+    ):
+        hfscale.plan(
+            written["gpt_oss", "mxfp4"] / "stored", quantization_config=FineGrainedFP8Config()
+        )
+    with pytest.raises(
+        ConfigError, match="quantization_config='stored' is not one that hfscale can shard"
+    ):
         hfscale.plan(written["gpt_oss", "mxfp4"] / "stored", quantization_config="stored")
 
 
 def test_it_needs_adapters(written: dict[Pair, Path]) -> None:
     path = written["llama", "fp8"] / "stored"
     for call in (hfscale.from_pretrained, hfscale.plan):
-        with pytest.raises(ConfigError, match=r"keeps 14 weights in fp8, which do not train: add adapters"):
+        with pytest.raises(
+            ConfigError, match=r"keeps 14 weights in fp8, which do not train: add adapters"
+        ):
             call(path, quantization_config="as_stored")
     config = LoraConfig(r=3, target_modules=["v_proj"], modules_to_save=["q_proj"])
-    with pytest.raises(ConfigError, match=r"q_proj.weight is held as stored \(fp8\), .* adapt it instead"):
+    with pytest.raises(
+        ConfigError, match=r"q_proj.weight is held as stored \(fp8\), .* adapt it instead"
+    ):
         hfscale.from_pretrained(path, quantization_config="as_stored", peft_config=config)
     config = LoraConfig(r=3, target_modules=["v_proj"], use_dora=True)
     with pytest.raises(ConfigError, match="use_dora=True"):
-        hfscale.plan(written["gpt_oss", "mxfp4"] / "stored", quantization_config="as_stored", peft_config=config)
-    with pytest.raises(ConfigError, match="mixed_precision='fp8' cannot be used with quantization_config"):
-        hfscale.plan(path, quantization_config="as_stored", peft_config=lora("llama"), mixed_precision="fp8")
+        hfscale.plan(
+            written["gpt_oss", "mxfp4"] / "stored",
+            quantization_config="as_stored",
+            peft_config=config,
+        )
+    with pytest.raises(
+        ConfigError, match="mixed_precision='fp8' cannot be used with quantization_config"
+    ):
+        hfscale.plan(
+            path, quantization_config="as_stored", peft_config=lora("llama"), mixed_precision="fp8"
+        )
 
 
 def test_what_files_say_counts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -391,14 +504,23 @@ def test_what_files_say_counts(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     write(CONFIGS["llama"], way, tmp_path / "stored", tmp_path / "plain")
     model = adapted(tmp_path, "llama", {}, packed=True)
     assert (
-        "1 weights that are stored quantized cannot stay so and are read as plain values (lm_head.weight" in caplog.text
+        "1 weights that are stored quantized cannot stay so and are read as plain values (lm_head.weight"
+        in caplog.text
     )
     quantized = runtime_of(model).plan.quantized
     assert quantized is not None
-    assert quantized.weights == tuple(f"model.layers.{layer}.self_attn.k_proj.weight" for layer in range(2))
-    plain, packed = (two_steps(adapted(tmp_path, "llama", {}, packed=each)) for each in (False, True))
+    assert quantized.weights == tuple(
+        f"model.layers.{layer}.self_attn.k_proj.weight" for layer in range(2)
+    )
+    plain, packed = (
+        two_steps(adapted(tmp_path, "llama", {}, packed=each)) for each in (False, True)
+    )
     assert all(torch.equal(packed[1][name], value) for name, value in plain[1].items())
     way = Written(WRITTEN["fp8"].description, fp8((16, 32)), lambda name: name == "lm_head.weight")
     write(CONFIGS["llama"], way, tmp_path / "head", tmp_path / "head_plain")
-    with pytest.raises(CheckpointError, match="none of the 1 weights that are stored quantized can stay so"):
-        hfscale.from_pretrained(tmp_path / "head", quantization_config="as_stored", peft_config=lora("llama"))
+    with pytest.raises(
+        CheckpointError, match="none of the 1 weights that are stored quantized can stay so"
+    ):
+        hfscale.from_pretrained(
+            tmp_path / "head", quantization_config="as_stored", peft_config=lora("llama")
+        )

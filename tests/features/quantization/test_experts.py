@@ -8,7 +8,13 @@ import bitsandbytes as bnb
 import pytest
 import torch
 from torch import Tensor
-from transformers import BitsAndBytesConfig, GptOssConfig, MixtralConfig, PreTrainedConfig, Qwen3MoeConfig
+from transformers import (
+    BitsAndBytesConfig,
+    GptOssConfig,
+    MixtralConfig,
+    PreTrainedConfig,
+    Qwen3MoeConfig,
+)
 
 import hfscale
 from hfscale import ParallelConfig
@@ -37,10 +43,23 @@ LAYOUTS: dict[str, Layout] = {
 
 
 def mixture(family: str) -> PreTrainedConfig:
-    sizes: dict[str, Any] = {"hidden_size": 128, "vocab_size": 67, "num_hidden_layers": 2, "num_attention_heads": 4}
-    sizes |= {"num_key_value_heads": 2, "num_experts_per_tok": 2, "head_dim": 32, "bos_token_id": 1, "eos_token_id": 2}
+    sizes: dict[str, Any] = {
+        "hidden_size": 128,
+        "vocab_size": 67,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    sizes |= {
+        "num_key_value_heads": 2,
+        "num_experts_per_tok": 2,
+        "head_dim": 32,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
     if family == "qwen3_moe":
-        return Qwen3MoeConfig(**sizes, num_experts=4, moe_intermediate_size=128, intermediate_size=128)
+        return Qwen3MoeConfig(
+            **sizes, num_experts=4, moe_intermediate_size=128, intermediate_size=128
+        )
     if family == "mixtral":
         return MixtralConfig(**sizes, num_local_experts=4, intermediate_size=128)
     return GptOssConfig(**sizes, num_local_experts=4, intermediate_size=128, pad_token_id=0)
@@ -66,7 +85,9 @@ def reference(path: str, config: BitsAndBytesConfig) -> Any:
     return model
 
 
-Found = tuple[float, dict[str, tuple[Tensor, dict[str, int]]], dict[str, tuple[Tensor, dict[str, int]]]]
+Found = tuple[
+    float, dict[str, tuple[Tensor, dict[str, int]]], dict[str, tuple[Tensor, dict[str, int]]]
+]
 
 
 def step_of(path: str, layout: Layout, config: BitsAndBytesConfig) -> Found:
@@ -93,8 +114,11 @@ def step_of(path: str, layout: Layout, config: BitsAndBytesConfig) -> Found:
 @pytest.mark.daily("qwen3_moe-ep2-shard4", "gpt_oss-sp2")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-def test_experts_are_those_of_one_process(pools: Pools, tmp_path: Path, family: str, layout: str) -> None:
-    config, sizes = mixture(family), LAYOUTS[layout]
+def test_experts_are_those_of_one_process(
+    pools: Pools, tmp_path: Path, family: str, layout: str
+) -> None:
+    config = mixture(family)
+    sizes = LAYOUTS[layout]
     path = save(config, tmp_path)
     model = reference(path, four_bits())
     loss = model(input_ids=tokens(4), labels=tokens(4)).loss
@@ -112,11 +136,15 @@ def test_experts_are_those_of_one_process(pools: Pools, tmp_path: Path, family: 
         assert len(weights) == (2 if "pp" in layout else 4)
         for name, (weight, ranks) in weights.items():
             assert plan.quantized.aligned(plan.by_name[name])
-            assert torch.equal(weight, plan.by_name[name].take(parameters[name].data, ranks, axes=("ep", "tp"))), name
+            assert torch.equal(
+                weight, plan.by_name[name].take(parameters[name].data, ranks, axes=("ep", "tp"))
+            ), name
         for name, (grad, ranks) in grads.items():
             whole = parameters[name].grad
             assert whole is not None
-            assert (grad - plan.by_name[name].take(whole, ranks)).norm() <= 2e-4 * whole.norm() + 1e-8, name
+            assert (
+                grad - plan.by_name[name].take(whole, ranks)
+            ).norm() <= 2e-4 * whole.norm() + 1e-8, name
 
 
 def test_double_quantization_is_by_matrix_too(tmp_path: Path) -> None:
@@ -160,19 +188,27 @@ def test_ranks_quantize_their_own_experts_only(pools: Pools, tmp_path: Path, lay
     path = save(mixture("qwen3_moe"), tmp_path, torch.bfloat16)
     numbers = 2 * 4 * 3 * 128 * 128
     for peak, experts in pools(ranks).run(held, path, sizes):
-        assert experts == numbers // ranks // 2 + numbers // ranks // 64 * 4  # packed bytes and scales
+        assert (
+            experts == numbers // ranks // 2 + numbers // ranks // 64 * 4
+        )  # packed bytes and scales
         largest = 4 * 2 * 128 * 128 * 2 // ranks  # gate_up_proj of a layer, this rank's share
-        assert peak <= 3 * largest + 200_000  # read, stacked, joined, beside all that is not experts (and quantized)
+        assert (
+            peak <= 3 * largest + 200_000
+        )  # read, stacked, joined, beside all that is not experts (and quantized)
         assert peak < 2 * numbers  # 16 bits
 
 
 def saved_for_backward(path: str) -> int:
     """The most numbers in one tensor that autograd keeps from a mixture."""
     model = load(path, {}, four_bits()).train()
-    experts, sizes = model.model.layers[0].mlp.experts, []
+    experts = model.model.layers[0].mlp.experts
+    sizes = []
     x = torch.randn(6, 128, requires_grad=True)
-    index, weights = torch.tensor([[0, 1]] * 6), torch.full((6, 2), 0.5)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()) or t, lambda t: t):
+    index = torch.tensor([[0, 1]] * 6)
+    weights = torch.full((6, 2), 0.5)
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: sizes.append(t.numel()) or t, lambda t: t
+    ):
         experts(x, index, weights).sum().backward()
     return max(sizes)
 

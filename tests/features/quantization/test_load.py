@@ -55,7 +55,11 @@ def on_ranks(pools: Pools, layout: Layout, function: Callable[..., Any], *args: 
         ((50, 32), (Cut("tp", 0, 2),), False),  # 25
         ((51, 64), (Cut("tp", 0, 2),), True),
         ((128, 64), (Cut("tp", 0, 2, parts=(64, 32, 32)), Cut("dp_shard", 0, 2)), True),
-        ((6, 32), (Cut("tp", 0, 2, parts=(4, 2)),), False),  # the second part begins in the middle of a block
+        (
+            (6, 32),
+            (Cut("tp", 0, 2, parts=(4, 2)),),
+            False,
+        ),  # the second part begins in the middle of a block
         ((128, 256), (Cut("tp", 1, 2), Cut("dp_shard", 0, 3)), True),
         ((4, 128, 128), (Cut("ep", 0, 2), Cut("tp", 2, 2)), True),
         ((4, 50, 50), (Cut("ep", 0, 2),), True),  # whole matrices
@@ -80,10 +84,24 @@ def test_plan_says_what_is_not_equal() -> None:
     assert "do not align" not in table
     table = str(hfscale.plan(wide("llama"), layout, quantization_config=four_bits(double=True)))
     assert "do not align" not in table
-    assert "double quantization takes blocks and a mean over the scales of a shard: close to unsharded, not" in table
-    table = str(hfscale.plan(wide("llama", intermediate_size=192), layout, quantization_config=four_bits("fp4")))
-    assert "4-bit blocks of 2 weights do not align with their shards: close to unsharded, not equal" in table
-    table = str(hfscale.plan(wide("llama"), layout, quantization_config=BitsAndBytesConfig(load_in_8bit=True)))
+    assert (
+        "double quantization takes blocks and a mean over the scales of a shard: close to unsharded, not"
+        in table
+    )
+    table = str(
+        hfscale.plan(
+            wide("llama", intermediate_size=192), layout, quantization_config=four_bits("fp4")
+        )
+    )
+    assert (
+        "4-bit blocks of 2 weights do not align with their shards: close to unsharded, not equal"
+        in table
+    )
+    table = str(
+        hfscale.plan(
+            wide("llama"), layout, quantization_config=BitsAndBytesConfig(load_in_8bit=True)
+        )
+    )
     assert "8-bit rows of 4 weights do not align with their shards" in table
     skipping = four_bits(llm_int8_skip_modules=["lm_head", "gate_proj", "up_proj", "down_proj"])
     assert "quantized: 8 weights" in str(hfscale.plan(wide("llama"), quantization_config=skipping))
@@ -95,9 +113,13 @@ def test_plan_says_what_is_not_equal() -> None:
 @pytest.mark.daily("nf4-tp2-shard2", "nf4-pp2-tp2", "nf4-sp2", "nf4-replicate2")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", ["nf4", pytest.param("fp4", marks=pytest.mark.slow)])
-def test_values_are_those_of_one_process(pools: Pools, tmp_path: Path, kind: str, layout: str) -> None:
+def test_values_are_those_of_one_process(
+    pools: Pools, tmp_path: Path, kind: str, layout: str
+) -> None:
     path = save(wide("llama"), tmp_path)
-    for found in on_ranks(pools, LAYOUTS[layout], compare_weights, path, LAYOUTS[layout], four_bits(kind)):
+    for found in on_ranks(
+        pools, LAYOUTS[layout], compare_weights, path, LAYOUTS[layout], four_bits(kind)
+    ):
         assert len(found) == (7 if "pp" in layout else 14)
         for name, (planned, equal, _) in found.items():
             assert planned, name
@@ -107,9 +129,13 @@ def test_values_are_those_of_one_process(pools: Pools, tmp_path: Path, kind: str
 @pytest.mark.daily("gpt2-tp2", "phi3-shard2")
 @pytest.mark.parametrize("layout", ["tp2", "shard2", "tp2-shard2"])
 @pytest.mark.parametrize("family", ["phi3", "gpt2", "qwen2"])
-def test_fused_turned_and_biased_weights(pools: Pools, tmp_path: Path, family: str, layout: str) -> None:
+def test_fused_turned_and_biased_weights(
+    pools: Pools, tmp_path: Path, family: str, layout: str
+) -> None:
     path = save(wide(family), tmp_path)
-    for found in on_ranks(pools, LAYOUTS[layout], compare_weights, path, LAYOUTS[layout], four_bits()):
+    for found in on_ranks(
+        pools, LAYOUTS[layout], compare_weights, path, LAYOUTS[layout], four_bits()
+    ):
         assert len(found) == {"phi3": 8, "gpt2": 8, "qwen2": 14}[family]
         for name, (planned, equal, error) in found.items():
             assert equal or not planned, name
@@ -183,7 +209,9 @@ def test_modules_are_the_stock_ones_with_local_sizes(pools: Pools, tmp_path: Pat
 
 
 def storage_and_skipped(path: str, layout: Layout) -> None:
-    config = four_bits(bnb_4bit_quant_storage=torch.bfloat16, llm_int8_skip_modules=["lm_head", "q_proj"])
+    config = four_bits(
+        bnb_4bit_quant_storage=torch.bfloat16, llm_int8_skip_modules=["lm_head", "q_proj"]
+    )
     attention = load(path, layout, config).model.layers[1].self_attn
     assert type(attention.q_proj) is nn.Linear
     assert attention.q_proj.weight.shape == (128, 256)
@@ -200,11 +228,18 @@ def test_storage_type_and_skipped_modules(pools: Pools, tmp_path: Path) -> None:
 
 def test_refusals(tmp_path: Path) -> None:
     path = save(wide("llama"), tmp_path)
-    with pytest.raises(ConfigError, match=r"from_config\(quantization_config=\.\.\.\) would quantize random weights"):
+    with pytest.raises(
+        ConfigError,
+        match=r"from_config\(quantization_config=\.\.\.\) would quantize random weights",
+    ):
         hfscale.from_config(wide("llama"), quantization_config=four_bits())
-    with pytest.raises(ConfigError, match=r"load_in_8bit=True cannot be used with .*dp_shard2 in GPT2LMHeadModel"):
+    with pytest.raises(
+        ConfigError, match=r"load_in_8bit=True cannot be used with .*dp_shard2 in GPT2LMHeadModel"
+    ):
         hfscale.plan(
-            wide("gpt2"), ParallelConfig(dp_shard_size=2), quantization_config=BitsAndBytesConfig(load_in_8bit=True)
+            wide("gpt2"),
+            ParallelConfig(dp_shard_size=2),
+            quantization_config=BitsAndBytesConfig(load_in_8bit=True),
         )
     with pytest.raises(ConfigError, match="is not one that hfscale can shard"):
         load(path, {}, {"load_in_4bit": True})  # type: ignore[arg-type]
@@ -223,7 +258,9 @@ def test_refusals(tmp_path: Path) -> None:
 
 def test_evaluation_leaves_weights_trainable(tmp_path: Path) -> None:
     """Some processors have a layout of their own for evaluation, and bitsandbytes no way back to training from it."""
-    model = load(save(tiny("llama", hidden_size=128, num_attention_heads=4), tmp_path), {}, four_bits())
+    model = load(
+        save(tiny("llama", hidden_size=128, num_attention_heads=4), tmp_path), {}, four_bits()
+    )
     before = through(model.train(), 128)
     with torch.no_grad():
         model.eval()(torch.tensor([[1, 2, 3]]))

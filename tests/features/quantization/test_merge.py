@@ -48,14 +48,17 @@ def _base(config: Any, path: Path) -> Any:
 
 def _adapter(config: Any, lora: LoraConfig, directory: Path) -> tuple[str, str, dict[str, Tensor]]:
     """A checkpoint, an adapter of it with random factors, and what stock PEFT merges of both."""
-    start, adapter = save(config, directory / "start"), str(directory / "adapter")
+    start = save(config, directory / "start")
+    adapter = str(directory / "adapter")
     model = get_peft_model(_base(config, directory / "start"), lora)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.add_(torch.randn_like(parameter) * 0.05)
     model.save_pretrained(adapter)
-    merged = PeftModel.from_pretrained(_base(config, directory / "start"), adapter).merge_and_unload()
+    merged = PeftModel.from_pretrained(
+        _base(config, directory / "start"), adapter
+    ).merge_and_unload()
     return start, adapter, merged.state_dict()
 
 
@@ -87,11 +90,17 @@ def test_merged(pools: Pools, tmp_path: Path, family: str, layout: str) -> None:
     dora = family == "llama" and layout != "shard2"  # which refuses it
     targets: Any = "all-linear" if family == "llama" else ["c_attn", "c_proj"]
     lora = LoraConfig(
-        r=4, target_modules=targets, use_dora=dora, fan_in_fan_out=family == "gpt2", task_type="CAUSAL_LM"
+        r=4,
+        target_modules=targets,
+        use_dora=dora,
+        fan_in_fan_out=family == "gpt2",
+        task_type="CAUSAL_LM",
     )
     if family == "gpt2":
         config = wide("gpt2")
-        start, adapter, expected = save(config, tmp_path / "start"), "", {}
+        start = save(config, tmp_path / "start")
+        adapter = ""
+        expected = {}
         base = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32)
         with torch.no_grad():
             for name, parameter in base.named_parameters():
@@ -113,10 +122,14 @@ def test_merged(pools: Pools, tmp_path: Path, family: str, layout: str) -> None:
 
 
 @pytest.mark.daily("ep2-tp2")
-@pytest.mark.parametrize("layout", [{"ep_size": 2}, {"ep_size": 2, "tp_size": 2}], ids=["ep2", "ep2-tp2"])
+@pytest.mark.parametrize(
+    "layout", [{"ep_size": 2}, {"ep_size": 2, "tp_size": 2}], ids=["ep2", "ep2-tp2"]
+)
 def test_merged_experts(pools: Pools, tmp_path: Path, layout: Layout) -> None:
     config = qwen3_moe(hidden_size=128, moe_intermediate_size=64, head_dim=32)
-    lora = LoraConfig(r=3, target_modules=["q_proj", "o_proj"], target_parameters=EXPERTS, task_type="CAUSAL_LM")
+    lora = LoraConfig(
+        r=3, target_modules=["q_proj", "o_proj"], target_parameters=EXPERTS, task_type="CAUSAL_LM"
+    )
     start, adapter, expected = _adapter(config, lora, tmp_path)
     pools(2).run(_merge, start, adapter, str(tmp_path / "merged"), layout, four_bits())
     _check(tmp_path / "merged", expected)

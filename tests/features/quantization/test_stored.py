@@ -31,12 +31,15 @@ LAYOUTS: dict[str, Layout] = {
 def compare(path: str, layout: Layout, whole: dict[str, Tensor]) -> int:
     """How many weights are here; every one is the stored one, bit by bit."""
     model = hfscale.from_pretrained(path, parallel=ParallelConfig(**layout), dtype=torch.float32)
-    runtime, count = runtime_of(model), 0
+    runtime = runtime_of(model)
+    count = 0
     assert runtime.plan.quantized is not None
     for name in filter(runtime.is_local, runtime.plan.quantized.weights):
         module, attribute = owner_of(model, name)
         assert isinstance(module, bnb.nn.Linear4bit)
-        assert torch.equal(dequantized(module, attribute), local_share(runtime, name, whole[name])), name
+        assert torch.equal(
+            dequantized(module, attribute), local_share(runtime, name, whole[name])
+        ), name
         count += 1
     if "pp_size" not in layout and "tp_size" not in layout:
         found = through(model.train(), 256)
@@ -90,9 +93,16 @@ def test_what_does_not_align_is_refused(pools: Pools, tmp_path: Path) -> None:
     config = wide("llama", intermediate_size=192)
     stock(save(config, tmp_path / "plain"), four_bits()).save_pretrained(tmp_path / "stored")
     for message in pools(2).run(refused, str(tmp_path / "stored")):
-        assert "model.layers.*.mlp.down_proj.weight is stored in 4 bits and cannot be sharded" in message
-        assert "use smaller tp_size and dp_shard_size, or a checkpoint with 16-bit weights" in message
+        assert (
+            "model.layers.*.mlp.down_proj.weight is stored in 4 bits and cannot be sharded"
+            in message
+        )
+        assert (
+            "use smaller tp_size and dp_shard_size, or a checkpoint with 16-bit weights" in message
+        )
     table = str(hfscale.plan(tmp_path / "stored", ParallelConfig(tp_size=2)))
-    assert "4-bit blocks of 2 weights do not align with their shards: they cannot be loaded" in table
+    assert (
+        "4-bit blocks of 2 weights do not align with their shards: they cannot be loaded" in table
+    )
     with pytest.raises(ConfigError, match="the checkpoint is quantized already: leave it out"):
         hfscale.from_pretrained(tmp_path / "stored", quantization_config=four_bits())

@@ -36,7 +36,14 @@ def on_ranks(pools: Pools, layout: Layout, function: Callable[..., Any], *args: 
 # One pass, bit by bit
 
 
-def pass_of(path: str, layout: Layout, config: BitsAndBytesConfig, times: int, checkpointing: bool, mixed: str) -> Any:
+def pass_of(
+    path: str,
+    layout: Layout,
+    config: BitsAndBytesConfig,
+    times: int,
+    checkpointing: bool,
+    mixed: str,
+) -> Any:
     model = load(path, layout, config, mixed_precision=mixed).train()
     if checkpointing:
         enable_checkpointing(model)
@@ -50,19 +57,27 @@ def pass_of(path: str, layout: Layout, config: BitsAndBytesConfig, times: int, c
 
 @pytest.mark.daily("nf4-replicate2-True", "nf4-shard2-False")
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("layout", [{}, SHARD2, {"dp_replicate_size": 2}], ids=["one", "shard2", "replicate2"])
+@pytest.mark.parametrize(
+    "layout", [{}, SHARD2, {"dp_replicate_size": 2}], ids=["one", "shard2", "replicate2"]
+)
 @pytest.mark.parametrize("kind", ["nf4", pytest.param("fp4", marks=pytest.mark.slow)])
-def test_wrapping_changes_no_bit(pools: Pools, tmp_path: Path, kind: str, layout: Layout, checkpointing: bool) -> None:
+def test_wrapping_changes_no_bit(
+    pools: Pools, tmp_path: Path, kind: str, layout: Layout, checkpointing: bool
+) -> None:
     path = save(wide("llama", attention_bias=True), tmp_path)
     expected = through(stock(path, four_bits(kind)).train(), 256)
-    for found in on_ranks(pools, layout, pass_of, path, layout, four_bits(kind), 2, checkpointing, "no"):
+    for found in on_ranks(
+        pools, layout, pass_of, path, layout, four_bits(kind), 2, checkpointing, "no"
+    ):
         assert torch.equal(found[0], expected[0])
         assert torch.equal(found[1], expected[1])
 
 
 @pytest.mark.daily("computes0")
 @pytest.mark.parametrize("computes", [torch.float32, torch.bfloat16])
-def test_mixed_precision_leaves_packed_bytes_alone(pools: Pools, tmp_path: Path, computes: torch.dtype) -> None:
+def test_mixed_precision_leaves_packed_bytes_alone(
+    pools: Pools, tmp_path: Path, computes: torch.dtype
+) -> None:
     path = save(wide("llama"), tmp_path)
     config = four_bits(bnb_4bit_compute_dtype=computes)
     reference = stock(path, config).train()
@@ -85,7 +100,9 @@ def test_weights_in_16_bits(pools: Pools, tmp_path: Path) -> None:
 
 
 def pass_of_16(path: str) -> tuple[Tensor, Tensor]:
-    return through(load(path, SHARD2, four_bits(), dtype=torch.bfloat16).train(), 256, torch.bfloat16)
+    return through(
+        load(path, SHARD2, four_bits(), dtype=torch.bfloat16).train(), 256, torch.bfloat16
+    )
 
 
 def test_double_quantization_is_close(pools: Pools, tmp_path: Path) -> None:
@@ -100,10 +117,13 @@ def test_double_quantization_is_close(pools: Pools, tmp_path: Path) -> None:
 # A step
 
 
-def step_of(path: str, layout: Layout, config: BitsAndBytesConfig) -> tuple[float, float, dict[str, Any]]:
+def step_of(
+    path: str, layout: Layout, config: BitsAndBytesConfig
+) -> tuple[float, float, dict[str, Any]]:
     """Loss, norm, and gradients of this rank with where they belong."""
     model = load(path, layout, config).train()
-    mine, world = hfscale.batch_rank(model), hfscale.batch_world(model)
+    mine = hfscale.batch_rank(model)
+    world = hfscale.batch_world(model)
     ids = tokens(4)[mine::world]
     loss = hfscale.train_step(model, {"input_ids": ids, "labels": ids})
     runtime = runtime_of(model)
@@ -132,9 +152,13 @@ def step_of(path: str, layout: Layout, config: BitsAndBytesConfig) -> tuple[floa
         ("gpt2", {"dp_shard_size": 2}),
         ("gpt2", {"tp_size": 2, "dp_shard_size": 2}),
     ],
-    ids=lambda value: value if isinstance(value, str) else "-".join(f"{k[:2]}{v}" for k, v in value.items()),
+    ids=lambda value: (
+        value if isinstance(value, str) else "-".join(f"{k[:2]}{v}" for k, v in value.items())
+    ),
 )
-def test_a_step_is_that_of_one_process(pools: Pools, tmp_path: Path, family: str, layout: Layout) -> None:
+def test_a_step_is_that_of_one_process(
+    pools: Pools, tmp_path: Path, family: str, layout: Layout
+) -> None:
     """Row biases are added once; what trains here (norms, embeddings) has its gradient through the frozen weights."""
     biases = {"attention_bias": True, "mlp_bias": True} if family == "llama" else {}
     layers = {"num_hidden_layers": 4} if layout.get("pipeline_schedule") else {}
@@ -163,7 +187,13 @@ def test_eight_bits(pools: Pools, tmp_path: Path) -> None:
     path = save(wide("llama"), tmp_path)
     reference = stock(path, config).train()
     expected = reference(input_ids=tokens(4), labels=tokens(4)).loss.item()
-    layouts: list[Layout] = [{}, SHARD2, {"dp_replicate_size": 2}, {"tp_size": 2}, {"tp_size": 2, "dp_shard_size": 2}]
+    layouts: list[Layout] = [
+        {},
+        SHARD2,
+        {"dp_replicate_size": 2},
+        {"tp_size": 2},
+        {"tp_size": 2, "dp_shard_size": 2},
+    ]
     for layout in (*layouts, {"pp_size": 2, "num_microbatches": 2}):
         for loss, _, grads in on_ranks(pools, layout, step_of, path, layout, config):
             assert loss == pytest.approx(expected, rel=1e-3 if "tp_size" in layout else 1e-5)
@@ -210,7 +240,9 @@ def loaded(path: str, layout: Layout, config: BitsAndBytesConfig) -> dict[str, i
     held = [local_tensor(p.detach()) for p in model.parameters()]
     planned = runtime_of(model).plan
     shares = [
-        p.local_shape(runtime_of(model).mesh.ranks) for p in planned.owned() if runtime_of(model).is_local(p.name)
+        p.local_shape(runtime_of(model).mesh.ranks)
+        for p in planned.owned()
+        if runtime_of(model).is_local(p.name)
     ]
     sizes = [2 * torch.Size(shape).numel() for shape in shares]
     return {
@@ -225,7 +257,9 @@ def loaded(path: str, layout: Layout, config: BitsAndBytesConfig) -> dict[str, i
 
 
 @pytest.mark.daily("tp2")
-@pytest.mark.parametrize("layout", [{}, {"tp_size": 2}, {"pp_size": 2}, SHARD2], ids=["one", "tp2", "pp2", "shard2"])
+@pytest.mark.parametrize(
+    "layout", [{}, {"tp_size": 2}, {"pp_size": 2}, SHARD2], ids=["one", "tp2", "pp2", "shard2"]
+)
 def test_no_rank_holds_its_share_in_16_bits(pools: Pools, tmp_path: Path, layout: Layout) -> None:
     """At most two copies of one tensor (read, and laid out anew) over what is left: packed weights and their scales."""
     path = save(wide("llama", num_hidden_layers=8, vocab_size=68), tmp_path, torch.bfloat16)

@@ -18,15 +18,43 @@ _STAGES: tuple[dict[str, Any], ...] = (
     {"num_microbatches": 4, "pipeline_schedule": "interleaved1f1b", "virtual_stages": 2},
 )
 _OPTIMIZERS = (
-    *("adamw_torch", "adamw_torch_fused", "sgd", "adafactor", "adamw_8bit", "rmsprop", "adagrad", "adamw_bnb_8bit"),
+    "adamw_torch",
+    "adamw_torch_fused",
+    "sgd",
+    "adafactor",
+    "adamw_8bit",
+    "rmsprop",
+    "adagrad",
+    "adamw_bnb_8bit",
 )
 _SCHEDULES = (
-    *("linear", "cosine", "constant_with_warmup", "cosine_with_restarts", "polynomial", "inverse_sqrt", "constant"),
-    *("cosine_with_min_lr", "warmup_stable_decay", "reduce_lr_on_plateau"),
+    "linear",
+    "cosine",
+    "constant_with_warmup",
+    "cosine_with_restarts",
+    "polynomial",
+    "inverse_sqrt",
+    "constant",
+    "cosine_with_min_lr",
+    "warmup_stable_decay",
+    "reduce_lr_on_plateau",
 )
 _LOSSES = (
-    *("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired"),
-    *("apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm"),
+    "sigmoid",
+    "hinge",
+    "ipo",
+    "exo_pair",
+    "nca_pair",
+    "robust",
+    "bco_pair",
+    "sppo_hard",
+    "aot",
+    "aot_unpaired",
+    "apo_zero",
+    "apo_down",
+    "discopop",
+    "sft",
+    "sigmoid_norm",
 )
 _DIVERGENT = {"discopop", "exo_pair", "hinge", "ipo", "robust", "sft", "sigmoid", "sigmoid_norm"}
 _BY_BATCH = ("aot", "aot_unpaired", "sft")
@@ -39,7 +67,12 @@ def choose(seed: int, index: int) -> Draw:
     trainer = random.choices(tuple(_TRAINERS), (46, 20, 16, 4, 4, 7, 3))[0]
     model = _model(random, trainer)
     layout = _layout(random, model)
-    draw: dict[str, Any] = {"trainer": trainer, "model": model, "layout": layout, "seed": random.randrange(1000)}
+    draw: dict[str, Any] = {
+        "trainer": trainer,
+        "model": model,
+        "layout": layout,
+        "seed": random.randrange(1000),
+    }
     draw["adapter"] = random.choices(("", "lora", "qlora"), (70, 20, 10))[0]
     if model in (*MIXTURES, *CLASSIFIERS) or trainer not in ("Trainer", "SFTTrainer", "DPOTrainer"):
         draw["adapter"] = ""
@@ -57,7 +90,11 @@ def choose(seed: int, index: int) -> Draw:
     # A loss of rows that data ranks repeat, too
     if draw.get("loss") or trainer in ("DPOTrainer", "KTOTrainer", "RewardTrainer"):
         draw["rows"], draw["evaluated"] = 24, 12
-    if random.random() < 0.3 and draw["source"] != "stream" and trainer not in ("GRPOTrainer", "RLOOTrainer"):
+    if (
+        random.random() < 0.3
+        and draw["source"] != "stream"
+        and trainer not in ("GRPOTrainer", "RLOOTrainer")
+    ):
         _resume(random, draw, arguments)
     draw.setdefault("metrics", "")
     widen(random, draw, arguments)
@@ -69,7 +106,9 @@ def choose(seed: int, index: int) -> Draw:
 
 def _of_scores(trainer: str, layout: dict[str, Any]) -> dict[str, Any]:
     """A layout for losses of TRL's."""
-    if trainer == "RLOOTrainer":  # generates by itself, which data ranks do with numbers of their own
+    if (
+        trainer == "RLOOTrainer"
+    ):  # generates by itself, which data ranks do with numbers of their own
         return {"tp_size": 2}
     if layout.get("pp_size", 1) == 1 or trainer == "Trainer":
         return layout
@@ -89,7 +128,10 @@ def _whole_batches(random: Random, layout: dict[str, Any], arguments: dict[str, 
 def _model(random: Random, trainer: str) -> str:
     if trainer == "RewardTrainer":
         return "regression"
-    if trainer in ("GRPOTrainer", "RLOOTrainer"):  # GPT-2's positions count what pads prompts on the left
+    if trainer in (
+        "GRPOTrainer",
+        "RLOOTrainer",
+    ):  # GPT-2's positions count what pads prompts on the left
         return random.choice(("llama", "tied"))
     names = ["llama", "tied", "gpt2", "mixture", "balanced"]
     if trainer == "Trainer":
@@ -98,9 +140,9 @@ def _model(random: Random, trainer: str) -> str:
 
 
 def _layout(random: Random, model: str) -> dict[str, Any]:
-    kind = random.choices(("tp", "sp", "pp", "cp", "dp", "ep", "tpdp", "ppdp", "pptp"), (20, 6, 28, 7, 16, 9, 6, 4, 4))[
-        0
-    ]
+    kind = random.choices(
+        ("tp", "sp", "pp", "cp", "dp", "ep", "tpdp", "ppdp", "pptp"), (20, 6, 28, 7, 16, 9, 6, 4, 4)
+    )[0]
     if kind == "ep":
         return {"ep_size": 2, "dp_shard_size": 2} if model in MIXTURES else random.choice(_DATA)
     stages = {"pp_size": 2, **random.choice(_STAGES)}
@@ -201,7 +243,11 @@ def _best(random: Random, draw: dict[str, Any], arguments: dict[str, Any]) -> No
     if "eval_steps" in arguments and arguments["eval_steps"] and random.random() < 0.25:
         # So high that the last model may not be the best; an adaptive update does not shrink with its gradient.
         rate = 0.1 if arguments.get("optim") == "sgd" else 0.005
-        arguments |= {"load_best_model_at_end": True, "save_strategy": "steps", "learning_rate": rate}
+        arguments |= {
+            "load_best_model_at_end": True,
+            "save_strategy": "steps",
+            "learning_rate": rate,
+        }
         arguments["save_steps"] = arguments["eval_steps"]
         if random.random() < 0.4:
             draw["stops"] = -1
@@ -213,7 +259,9 @@ def _looks(random: Random, draw: dict[str, Any], arguments: dict[str, Any]) -> N
     """What is asked of logits."""
     classifies = draw["model"] in CLASSIFIERS
     draw["metrics"] = random.choice(("", "", "logits", "chosen", "batches"))
-    draw["predicts"] = random.random() < 0.3 and draw.get("collator") != "DataCollatorWithFlattening"
+    draw["predicts"] = (
+        random.random() < 0.3 and draw.get("collator") != "DataCollatorWithFlattening"
+    )
     if classifies:  # whose microbatches count alike, also where they have fewer rows
         draw["rows"] = 24
         draw["metrics"] = draw["metrics"].replace("chosen", "logits")
@@ -230,7 +278,11 @@ def _sft(random: Random, draw: dict[str, Any], arguments: dict[str, Any]) -> Non
     draw["data"] = random.choice(("text", "completion", "chat"))
     arguments["loss_type"] = random.choice(("nll", "nll", "dft"))
     if random.random() < 0.35:
-        arguments |= {"packing": True, "max_length": 16, "packing_strategy": random.choice(("bfd", "wrapped"))}
+        arguments |= {
+            "packing": True,
+            "max_length": 16,
+            "packing_strategy": random.choice(("bfd", "wrapped")),
+        }
     elif random.random() < 0.2:
         arguments |= {"padding_free": True, "max_length": None}
     elif random.random() < 0.3:
@@ -258,7 +310,9 @@ def _dpo(random: Random, draw: dict[str, Any], arguments: dict[str, Any]) -> Non
         {"precompute_ref_log_probs": True},
         {"use_weighting": True} if not {"aot", "aot_unpaired", "hinge"} & set(losses) else {},
         {"ld_alpha": 0.5},
-        {"f_divergence_type": random.choice(("forward_kl", "js_divergence"))} if set(losses) <= _DIVERGENT else {},
+        {"f_divergence_type": random.choice(("forward_kl", "js_divergence"))}
+        if set(losses) <= _DIVERGENT
+        else {},
         {"max_length": 10},
         {"sync_ref_model": True, "ref_model_sync_steps": 2},
     ):
@@ -289,20 +343,31 @@ def _policy(random: Random, draw: dict[str, Any], arguments: dict[str, Any]) -> 
     }
     arguments |= {**given, "learning_rate": 0.05, "optim": "sgd", "eval_strategy": "no"}
     arguments |= {"max_steps": 4, "gradient_accumulation_steps": random.choice((1, 2))}
-    for name in ("eval_steps", "eval_on_start", "eval_accumulation_steps", "train_sampling_strategy"):
+    for name in (
+        "eval_steps",
+        "eval_on_start",
+        "eval_accumulation_steps",
+        "train_sampling_strategy",
+    ):
         arguments.pop(name, None)
     if arguments["lr_scheduler_type"] == "reduce_lr_on_plateau":
         arguments["lr_scheduler_type"] = "linear"
 
 
 def _resume(random: Random, draw: dict[str, Any], arguments: dict[str, Any]) -> None:
-    draw["resume"] = random.choice(("stock", json.dumps(draw["layout"]), json.dumps(_layout(random, draw["model"]))))
+    draw["resume"] = random.choice(
+        ("stock", json.dumps(draw["layout"]), json.dumps(_layout(random, draw["model"])))
+    )
     arguments |= {"save_strategy": "steps", "save_steps": 2, "max_steps": random.choice((4, 5, 6))}
     for name in ("num_train_epochs", "save_total_limit", "load_best_model_at_end"):
         arguments.pop(name, None)
     draw["stops"] = 0
-    if draw["model"] in MIXTURES and "use_seedable_sampler" in str(arguments.get("accelerator_config")):
-        arguments.pop("accelerator_config")  # stock code draws another order, and is no yardstick for them otherwise
+    if draw["model"] in MIXTURES and "use_seedable_sampler" in str(
+        arguments.get("accelerator_config")
+    ):
+        arguments.pop(
+            "accelerator_config"
+        )  # stock code draws another order, and is no yardstick for them otherwise
     if draw["trainer"] != "Trainer":  # TRL's means since the last row are lost
         arguments |= {"logging_steps": 1, "logging_strategy": "steps"}
         arguments.pop("logging_first_step", None)

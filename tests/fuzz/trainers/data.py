@@ -6,7 +6,12 @@ from typing import Any
 
 import torch
 from torch.utils.data import Dataset, IterableDataset
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
 
 VOCABULARY = 67
 _SMALL: dict[str, Any] = {
@@ -23,14 +28,27 @@ _SMALL: dict[str, Any] = {
 }
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
 _STILL = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "hidden_dropout_prob": 0.0}
-_GPT2 = {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 64, "vocab_size": VOCABULARY, "eos_token_id": 1}
+_GPT2 = {
+    "n_embd": 32,
+    "n_layer": 4,
+    "n_head": 4,
+    "n_positions": 64,
+    "vocab_size": VOCABULARY,
+    "eos_token_id": 1,
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", _SMALL),
     "tied": ("qwen2", {**_SMALL, "tie_word_embeddings": True}),
     "gpt2": ("gpt2", {**_GPT2, **_STILL, "bos_token_id": 1, "pad_token_id": 0}),
     "mixture": ("qwen3_moe", {**_SMALL, **_EXPERTS, "norm_topk_prob": True}),
-    "balanced": ("qwen3_moe", {**_SMALL, **_EXPERTS, "output_router_logits": True, "router_aux_loss_coef": 0.05}),
-    "wide": ("llama", {**_SMALL, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}),
+    "balanced": (
+        "qwen3_moe",
+        {**_SMALL, **_EXPERTS, "output_router_logits": True, "router_aux_loss_coef": 0.05},
+    ),
+    "wide": (
+        "llama",
+        {**_SMALL, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2},
+    ),
     "classifier": ("llama", {**_SMALL, "num_labels": 3}),
     "regression": ("llama", {**_SMALL, "num_labels": 1}),
 }
@@ -51,7 +69,9 @@ def make_model(name: str, path: Path) -> None:
     model.save_pretrained(path)
     tokenizer().save_pretrained(path)
     if name not in (*MIXTURES, *CLASSIFIERS):
-        lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
+        lora = LoraConfig(
+            r=4, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False
+        )
         get_peft_model(model, lora).save_pretrained(str(path / "adapter"))
 
 
@@ -60,10 +80,16 @@ def tokenizer() -> PreTrainedTokenizerFast:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = ["pad", "end", "unknown", "q", "a", *(f"w{number}" for number in range(62))]
-    whole = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="unknown"))
+    whole = Tokenizer(
+        models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="unknown")
+    )
     whole.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
-        tokenizer_object=whole, pad_token="pad", eos_token="end", unk_token="unknown", chat_template=_CHAT
+        tokenizer_object=whole,
+        pad_token="pad",
+        eos_token="end",
+        unk_token="unknown",
+        chat_template=_CHAT,
     )
 
 
@@ -106,7 +132,9 @@ def rows_of(data: str, count: int, seed: int) -> list[dict[str, Any]]:
         if data in ("masked", "plain", "class", "number"):
             row: dict[str, Any] = {"input_ids": ids(4, 12)}
             if data == "masked":
-                without = int(torch.randint(0, len(row["input_ids"]) - 2, (1,), generator=generator))
+                without = int(
+                    torch.randint(0, len(row["input_ids"]) - 2, (1,), generator=generator)
+                )
                 row["labels"] = [-100] * without + row["input_ids"][without:]
             elif data == "class":
                 row["labels"] = index % 3
@@ -115,7 +143,10 @@ def rows_of(data: str, count: int, seed: int) -> list[dict[str, Any]]:
         elif data == "text":
             row = {"text": words(4, 14)}
         elif data == "chat":
-            turns = ({"role": role, "content": words()} for role in ("user", "assistant", "user", "assistant"))
+            turns = (
+                {"role": role, "content": words()}
+                for role in ("user", "assistant", "user", "assistant")
+            )
             row = {"messages": list(turns)[: 2 + 2 * (index % 2)]}
         else:
             row = {"prompt": words() + ("" if data == "prompt" else " ")}

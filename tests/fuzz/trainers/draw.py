@@ -66,7 +66,9 @@ class Draw:
     @property
     def rounds(self) -> bool:
         """Whether something is in bfloat16: all, or adapters over 4-bit weights, as TRL makes them."""
-        return bool(self.arguments.get("bf16")) or (self.adapter == "qlora" and self.trainer != "Trainer")
+        return bool(self.arguments.get("bf16")) or (
+            self.adapter == "qlora" and self.trainer != "Trainer"
+        )
 
     def in_float64(self) -> "Draw | None":
         """The same script in float64; ``None`` where something of it is in few bits whatever the model is in."""
@@ -74,12 +76,16 @@ class Draw:
         if self.precise or few or self.arguments.get("bf16") or self.arguments.get("fp16"):
             return None
         # A recomputed forward pass would be in float32 inside.
-        return replace(self, precise=True, arguments={**self.arguments, "gradient_checkpointing": False})
+        return replace(
+            self, precise=True, arguments={**self.arguments, "gradient_checkpointing": False}
+        )
 
     def write(self) -> str:
         """One line of JSON with what differs from the defaults."""
         usual = asdict(Draw())
-        return json.dumps({name: value for name, value in asdict(self).items() if value != usual[name]})
+        return json.dumps(
+            {name: value for name, value in asdict(self).items() if value != usual[name]}
+        )
 
 
 def read(text: str) -> Draw:

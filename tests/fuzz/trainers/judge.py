@@ -53,7 +53,9 @@ def _judged(draw: Draw, directory: Path, models: Path, timeout: float) -> Verdic
         if draw.source == "datasets":
             save_rows(draw, directory)
 
-    ended = await_all({"prepare": in_a_child(prepare, directory, "prepare")}, directory, timeout)["prepare"]
+    ended = await_all({"prepare": in_a_child(prepare, directory, "prepare")}, directory, timeout)[
+        "prepare"
+    ]
     if ended.error:
         return Verdict("crash", "prepare", ended.error, ended.trace)
     place = Place(str(start), str(directory / "stock"), None)
@@ -68,7 +70,9 @@ def _judged(draw: Draw, directory: Path, models: Path, timeout: float) -> Verdic
     return _weighed(verdict, draw, place, found, stock, timeout)
 
 
-def _weighed(verdict: Verdict, draw: Draw, place: Place, found: list[Any], stock: Any, timeout: float) -> Verdict:
+def _weighed(
+    verdict: Verdict, draw: Draw, place: Place, found: list[Any], stock: Any, timeout: float
+) -> Verdict:
     """What is wrong may be a rounding that the run amplifies; TRL's scores have 32 bits in float64 too."""
     few = draw.in_float64() is None or draw.trainer != "Trainer"
     if verdict.outcome == "wrong" and few and _amplifies(draw, place, found[0], stock, timeout):
@@ -87,14 +91,21 @@ def _amplifies(draw: Draw, place: Place, ours: Any, stock: Any, timeout: float) 
     for nudge in range(1, _NUDGES + 1):
         out = str(Path(place.out).parent / f"nudged-{nudge}")
         nudged, failed = _alone(
-            replace(draw, nudge=nudge), replace(place, out=out, layout=None), Path(out).parent, timeout
+            replace(draw, nudge=nudge),
+            replace(place, out=out, layout=None),
+            Path(out).parent,
+            timeout,
         )
         if failed is None:
-            spread = [max(pair) for pair in zip(spread, _apart(draw, place, nudged, stock), strict=False)]
+            spread = [
+                max(pair) for pair in zip(spread, _apart(draw, place, nudged, stock), strict=False)
+            ]
     apart = _apart(draw, place, ours, stock)
     if len(spread) != len(apart) or max(apart) <= 1e-5:  # what is wrong is not in what is logged
         return False
-    return all(mine <= max(1e-5, _SPREAD * max(spread[: row + 1])) for row, mine in enumerate(apart))
+    return all(
+        mine <= max(1e-5, _SPREAD * max(spread[: row + 1])) for row, mine in enumerate(apart)
+    )
 
 
 def _apart(draw: Draw, place: Place, one: Any, other: Any) -> list[float]:
@@ -130,14 +141,18 @@ def _judged_going_on(draw: Draw, place: Place, stock: Any, timeout: float) -> Ve
         if verdict.outcome != "equal":
             return replace(verdict, detail=f"{verdict.detail} (in {draw.resume})")
     place = replace(place, resume=f"{directory}/{writer}/checkpoint-{STEP}")
-    if draw.model in MIXTURES:  # whose experts stock code leaves as they are when it goes on (transformers#48805)
+    if (
+        draw.model in MIXTURES
+    ):  # whose experts stock code leaves as they are when it goes on (transformers#48805)
         found, verdict = _ranks(draw, place, directory, timeout)
         verdict = verdict or compared(draw, place, found, stock)
     else:
         verdict = _against_stock(draw, place, directory / "stock", STEP, timeout)
     if verdict.outcome != "equal" or int(draw.arguments["max_steps"]) <= 2 * STEP:
         return verdict
-    back = replace(place, out=str(directory / "back"), layout=None, resume=f"{place.out}/checkpoint-{2 * STEP}")
+    back = replace(
+        place, out=str(directory / "back"), layout=None, resume=f"{place.out}/checkpoint-{2 * STEP}"
+    )
     # What TRL counts and copies begins anew wherever it goes on, so stock code goes on twice as well.
     twice = directory / ("stock" if draw.model in MIXTURES else f"stock-{STEP}")
     return _against_stock(draw, back, twice, 2 * STEP, timeout)
@@ -146,7 +161,9 @@ def _judged_going_on(draw: Draw, place: Place, stock: Any, timeout: float) -> Ve
 def _against_stock(draw: Draw, place: Place, before: Path, step: int, timeout: float) -> Verdict:
     """A run that goes on from ``step``, and stock code that goes on there from what it wrote ``before``."""
     directory = Path(place.out).parent
-    own = replace(place, out=f"{directory}/stock-{step}", layout=None, resume=f"{before}/checkpoint-{step}")
+    own = replace(
+        place, out=f"{directory}/stock-{step}", layout=None, resume=f"{before}/checkpoint-{step}"
+    )
     expected, failed = _alone(draw, own, directory, timeout)
     if failed is not None:
         return Verdict("stock", failed.error[:100], failed.error[:600], failed.trace)
@@ -167,10 +184,16 @@ def _alone(draw: Draw, place: Place, directory: Path, timeout: float) -> tuple[A
         (directory / f"{name}.json").write_text(json.dumps(run(draw, place, note)))
 
     ended = await_all({name: in_a_child(stock, directory, name)}, directory, timeout)[name]
-    return (None, ended) if ended.error else (json.loads((directory / f"{name}.json").read_text()), None)
+    return (
+        (None, ended)
+        if ended.error
+        else (json.loads((directory / f"{name}.json").read_text()), None)
+    )
 
 
-def _ranks(draw: Draw, place: Place, directory: Path, timeout: float) -> tuple[list[Any], Verdict | None]:
+def _ranks(
+    draw: Draw, place: Place, directory: Path, timeout: float
+) -> tuple[list[Any], Verdict | None]:
     """What every rank found, or what went wrong."""
     name = Path(place.out).name
     try:
@@ -186,17 +209,26 @@ def _ranks(draw: Draw, place: Place, directory: Path, timeout: float) -> tuple[l
 
         return started
 
-    pids = {f"{name}-{index}": in_a_child(rank(index), directory, f"{name}-{index}") for index in range(world)}
+    pids = {
+        f"{name}-{index}": in_a_child(rank(index), directory, f"{name}-{index}")
+        for index in range(world)
+    }
     ended = await_all(pids, directory, timeout)
     if any(end.error for end in ended.values()):
         verdict = failed(list(ended.values()))
-        if verdict.outcome == "late" and "CheckpointError" in verdict.kind:  # which is read behind ``train``
+        if (
+            verdict.outcome == "late" and "CheckpointError" in verdict.kind
+        ):  # which is read behind ``train``
             verdict.outcome = "refused"
         return [], verdict
-    return [json.loads((directory / f"{name}-{index}.json").read_text()) for index in range(world)], None
+    return [
+        json.loads((directory / f"{name}-{index}.json").read_text()) for index in range(world)
+    ], None
 
 
-def compared(draw: Draw, place: Place, found: list[Any], stock: Any, wrote: Path | None = None) -> Verdict:
+def compared(
+    draw: Draw, place: Place, found: list[Any], stock: Any, wrote: Path | None = None
+) -> Verdict:
     """Every number of every logged row, predictions, and the weights that are left.
 
     Args:
@@ -204,12 +236,23 @@ def compared(draw: Draw, place: Place, found: list[Any], stock: Any, wrote: Path
     """
     wrote = wrote or Path(place.out).parent / "stock"
     weights = wrote / "final"
-    if draw.model in MIXTURES and draw.arguments.get("load_best_model_at_end"):  # likewise without its experts
-        weights, stock = wrote / stock["best"][1], _without_predictions(stock)
+    if draw.model in MIXTURES and draw.arguments.get(
+        "load_best_model_at_end"
+    ):  # likewise without its experts
+        weights = wrote / stock["best"][1]
+        stock = _without_predictions(stock)
     steep = draw.arguments.get("optim") in ("rmsprop", "adagrad")  # which divide by next to nothing
-    loose = _LOOSE if draw.rounds else 1e-4 if steep or draw.arguments.get("learning_rate", 0.0) > 0.01 else 1e-5
+    loose = (
+        _LOOSE
+        if draw.rounds
+        else 1e-4
+        if steep or draw.arguments.get("learning_rate", 0.0) > 0.01
+        else 1e-5
+    )
     for rank, ours in enumerate(found):
-        problem = _histories(ours, stock, draw, place, loose) or _others(ours, stock, draw, place, loose)
+        problem = _histories(ours, stock, draw, place, loose) or _others(
+            ours, stock, draw, place, loose
+        )
         if problem:
             return Verdict("wrong", problem.split(":")[0], f"rank {rank}: {problem}")
     problem = "" if draw.rounds else _weights(Path(place.out) / "final", weights)
@@ -225,9 +268,12 @@ def _without_predictions(stock: Any) -> Any:
 
 def _histories(ours: Any, stock: Any, draw: Draw, place: Place, loose: float) -> str:
     ignored = set(_ignored(draw, place))
-    if place.resume and draw.model in MIXTURES:  # held to a run without a stop, and TRL counts anew wherever it goes on
+    if (
+        place.resume and draw.model in MIXTURES
+    ):  # held to a run without a stop, and TRL counts anew wherever it goes on
         ignored |= {"num_tokens", "eval_num_tokens"}
-    one, other = ours["history"], stock["history"]
+    one = ours["history"]
+    other = stock["history"]
     if place.resume:  # the summary of a run that goes on is of its second part
         one, other = ([row for row in rows if "train_loss" not in row] for rows in (one, other))
     if len(one) != len(other):
@@ -236,7 +282,10 @@ def _histories(ours: Any, stock: Any, draw: Draw, place: Place, loose: float) ->
         if mine.keys() != theirs.keys():
             return f"keys: {sorted(mine)} for {sorted(theirs)}"
         for name in theirs.keys() - ignored:
-            if "accuracies" in name and abs(theirs[name.replace("accuracies", "margins")]) < 10 * loose:
+            if (
+                "accuracies" in name
+                and abs(theirs[name.replace("accuracies", "margins")]) < 10 * loose
+            ):
                 continue  # of what is equal but for rounding
             if not _close(mine[name], theirs[name], loose):
                 return f"{name}: {mine[name]!r} for {theirs[name]!r} at step {theirs.get('step')}"
@@ -245,7 +294,10 @@ def _histories(ours: Any, stock: Any, draw: Draw, place: Place, loose: float) ->
 
 def _ignored(draw: Draw, place: Place) -> list[str]:
     """What data ranks pad by lengths of their own, and means of ranks' means, which stock code has too."""
-    if draw.adapter and draw.trainer not in ("Trainer", "SFTTrainer"):  # which has a copy of the adapter
+    if draw.adapter and draw.trainer not in (
+        "Trainer",
+        "SFTTrainer",
+    ):  # which has a copy of the adapter
         return ["total_flos", *_ignored(replace(draw, adapter=""), place)]
     wrote = json.loads(draw.resume) if draw.resume.startswith("{") else {}
     # A run that goes on has the rows of the one before, too.
@@ -263,7 +315,9 @@ def _ignored(draw: Draw, place: Place) -> list[str]:
 
 def _others(ours: Any, stock: Any, draw: Draw, place: Place, loose: float) -> str:
     names = {"step", "epoch", "types", "best", "metrics", "labels", "predictions"} & stock.keys()
-    if place.resume and draw.adapter == "qlora":  # which TRL makes bfloat16, and PEFT float32 where stock code goes on
+    if (
+        place.resume and draw.adapter == "qlora"
+    ):  # which TRL makes bfloat16, and PEFT float32 where stock code goes on
         names -= {"types"}
     for name in sorted(names):
         if not _close(ours[name], stock[name], 10 * loose):
@@ -273,9 +327,13 @@ def _others(ours: Any, stock: Any, draw: Draw, place: Place, loose: float) -> st
 
 def _close(one: Any, other: Any, loose: float) -> bool:
     if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_close(one[name], other[name], loose) for name in one)
+        return one.keys() == other.keys() and all(
+            _close(one[name], other[name], loose) for name in one
+        )
     if isinstance(one, list):
-        return len(one) == len(other) and all(_close(a, b, loose) for a, b in zip(one, other, strict=True))
+        return len(one) == len(other) and all(
+            _close(a, b, loose) for a, b in zip(one, other, strict=True)
+        )
     if isinstance(one, int | float) and isinstance(other, int | float):
         if not math.isfinite(other):
             return str(one) == str(other)
@@ -290,14 +348,18 @@ _KEY_BIAS = re.compile(r"k_proj\.bias|c_attn\.bias")
 def _weights(ours: Path, stock: Path) -> str:
     from safetensors.torch import load_file
 
-    worst, where = 0.0, ""
+    worst = 0.0
+    where = ""
     for file in sorted(stock.glob("*.safetensors")):
-        theirs, mine = load_file(file), load_file(ours / file.name)
+        theirs = load_file(file)
+        mine = load_file(ours / file.name)
         if theirs.keys() != mine.keys():
             return f"names: {sorted(theirs.keys() ^ mine.keys())}"
         for name, value in theirs.items():
             if value.shape != mine[name].shape or value.dtype != mine[name].dtype:
-                return f"{name}: {mine[name].shape} {mine[name].dtype} for {value.shape} {value.dtype}"
+                return (
+                    f"{name}: {mine[name].shape} {mine[name].dtype} for {value.shape} {value.dtype}"
+                )
             if _KEY_BIAS.search(name):
                 continue
             apart = float((value.double() - mine[name].double()).abs().max())

@@ -22,7 +22,8 @@ class OwnLoss:
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
         """The mean of means of rows."""
         given = {name: value for name, value in inputs.items() if name != "labels"}
-        labels, output = inputs["labels"][:, 1:], model(**given)
+        labels = inputs["labels"][:, 1:]
+        output = model(**given)
         logits = wide(output.logits)[:, :-1].transpose(1, 2)
         entropy = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
         loss = (entropy.sum(-1) / (labels != -100).sum(-1).clamp(min=1)).mean()
@@ -32,7 +33,9 @@ class OwnLoss:
 class WatchedLoss:
     """A subclass that looks at the loss of its base."""
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **more: Any) -> Any:
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, **more: Any
+    ) -> Any:
         """Trainer's."""
         loss, output = super().compute_loss(model, inputs, return_outputs=True, **more)  # type: ignore[misc]
         return (loss, output) if return_outputs else loss
@@ -61,8 +64,16 @@ class OwnGroups:
     def create_optimizer(self, model: Any = None) -> Any:
         """Two groups."""
         trainer: Any = self
-        slow = [each for name, each in trainer.model.named_parameters() if "embed" in name and each.requires_grad]
-        fast = [each for name, each in trainer.model.named_parameters() if "embed" not in name and each.requires_grad]
+        slow = [
+            each
+            for name, each in trainer.model.named_parameters()
+            if "embed" in name and each.requires_grad
+        ]
+        fast = [
+            each
+            for name, each in trainer.model.named_parameters()
+            if "embed" not in name and each.requires_grad
+        ]
         rate = trainer.args.learning_rate
         groups = [{"params": fast, "lr": rate}, {"params": slow, "lr": rate / 10}]
         trainer.optimizer = torch.optim.AdamW(groups, eps=trainer.args.adam_epsilon)
@@ -84,7 +95,9 @@ class OwnLoader:
         """Shuffled."""
         trainer: Any = self
         size = trainer.args.per_device_train_batch_size
-        loader = DataLoader(trainer.train_dataset, size, shuffle=True, collate_fn=trainer.data_collator)
+        loader = DataLoader(
+            trainer.train_dataset, size, shuffle=True, collate_fn=trainer.data_collator
+        )
         return trainer.accelerator.prepare(loader)
 
 
@@ -113,7 +126,9 @@ def optimizers(draw: Draw, model: Any) -> dict[str, Any]:
         return {"optimizer_cls_and_kwargs": (torch.optim.NAdam, {"lr": rate, "eps": 1e-5})}
     if draw.brings != "optimizers":
         return {}
-    made = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=rate, eps=1e-5)
+    made = torch.optim.AdamW(
+        [each for each in model.parameters() if each.requires_grad], lr=rate, eps=1e-5
+    )
     return {"optimizers": (made, torch.optim.lr_scheduler.LambdaLR(made, lambda step: 0.8**step))}
 
 
@@ -121,7 +136,8 @@ class Begin(TrainerCallback):
     """Training begins with a saved adapter, none of whose factors is zero."""
 
     def __init__(self, adapter: str, stock: bool) -> None:
-        self._adapter, self._stock = adapter, stock
+        self._adapter = adapter
+        self._stock = stock
 
     def on_train_begin(self, *_: Any, model: Any = None, **__: Any) -> None:
         """Put it in."""
@@ -129,7 +145,9 @@ class Begin(TrainerCallback):
             import peft
             from safetensors.torch import load_file
 
-            peft.set_peft_model_state_dict(model, load_file(f"{self._adapter}/adapter_model.safetensors"))
+            peft.set_peft_model_state_dict(
+                model, load_file(f"{self._adapter}/adapter_model.safetensors")
+            )
         else:
             from hfscale.checkpoint.load import load_weights
 
@@ -150,10 +168,13 @@ def rollouts(prompts: list[str], trainer: Any) -> dict[str, Any]:
     """The same completions for a prompt, whichever rank has it; those of its group differ."""
     first = trainer.accelerator.process_index * len(prompts)
     many = trainer.num_generations if trainer.model.training else trainer.num_generations_eval
-    prompt_ids, completions = [], []
+    prompt_ids = []
+    completions = []
     for place, prompt in enumerate(prompts, first):
         ids = trainer.processing_class(prompt)["input_ids"]
         number = place % many
         prompt_ids.append(ids)
-        completions.append([(sum(ids) + 7 * number + k * k) % 60 + 5 for k in range(2 + number)] + [1])
+        completions.append(
+            [(sum(ids) + 7 * number + k * k) % 60 + 5 for k in range(2 + number)] + [1]
+        )
     return {"prompt_ids": prompt_ids, "completion_ids": completions, "logprobs": None}

@@ -65,7 +65,8 @@ class Stop(TrainerCallback):
 
 def loss_function(output: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
     """Cross entropy and a penalty of large logits, as ``compute_loss_func``."""
-    logits, labels = wide(output.logits)[:, :-1], labels[:, 1:]
+    logits = wide(output.logits)[:, :-1]
+    labels = labels[:, 1:]
     valid = labels != -100
     entropy = torch.nn.functional.cross_entropy(logits[valid], labels[valid], reduction="sum")
     total = entropy + 0.01 * logits[valid].logsumexp(-1).square().sum()
@@ -76,19 +77,26 @@ class Metrics:
     """``compute_metrics``, of all batches or of one after the other."""
 
     def __init__(self, kind: str, model: str) -> None:
-        self._kind, self._model = kind, model
+        self._kind = kind
+        self._model = model
         self._rows: list[dict[str, float]] = []
 
     def __call__(self, prediction: Any, compute_result: bool = True) -> dict[str, float]:
         """Of an evaluation; of one batch, until ``compute_result`` ends them."""
-        found, labels = prediction.predictions, prediction.label_ids
-        found, labels = (each.numpy() if isinstance(each, torch.Tensor) else each for each in (found, labels))
+        found = prediction.predictions
+        labels = prediction.label_ids
+        found, labels = (
+            each.numpy() if isinstance(each, torch.Tensor) else each for each in (found, labels)
+        )
         if self._model in CLASSIFIERS:
             numbers = {"size": float(np.abs(found).mean()), "rows": float(len(found))}
         else:
             valid = labels[:, 1:] != -100
             chosen = (found if self._kind == "chosen" else found.argmax(-1))[:, :-1]
-            numbers = {"accuracy": float((chosen == labels[:, 1:])[valid].mean()), "rows": float(len(labels))}
+            numbers = {
+                "accuracy": float((chosen == labels[:, 1:])[valid].mean()),
+                "rows": float(len(labels)),
+            }
             if self._kind != "chosen":
                 numbers["size"] = float(np.abs(found[:, :-1][valid]).mean())
         if self._kind != "batches":
@@ -96,7 +104,8 @@ class Metrics:
         self._rows.append(numbers)
         if not compute_result:
             return {}
-        rows, self._rows = self._rows, []
+        rows = self._rows
+        self._rows = []
         return {name: float(np.mean([row[name] for row in rows])) for name in numbers}
 
 
@@ -110,7 +119,9 @@ def build(draw: Draw, place: Place) -> Any:
     auto = AutoModelForSequenceClassification if draw.model in CLASSIFIERS else AutoModelForCausalLM
     given: dict[str, Any] = {"dtype": torch.float64 if draw.precise else torch.float32}
     if draw.adapter == "qlora":
-        given["quantization_config"] = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+        given["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4"
+        )
     adapter = f"{place.start}/adapter" if draw.adapter else None
     if place.layout is not None:
         precision = "bf16" if draw.arguments.get("bf16") else "no"
@@ -125,21 +136,29 @@ def build(draw: Draw, place: Place) -> Any:
     else:
         model = auto.from_pretrained(place.start, **given)
         for module in model.modules():
-            if hasattr(module, "support_avx512bf16_for_cpu"):  # a layout that some processors have for evaluation
+            if hasattr(
+                module, "support_avx512bf16_for_cpu"
+            ):  # a layout that some processors have for evaluation
                 module.support_avx512bf16_for_cpu = False
         if adapter is not None:
             from peft import PeftModel
 
-            with torch.random.fork_rng(devices=[]):  # what it draws and then overwrites is not part of a run
+            with torch.random.fork_rng(
+                devices=[]
+            ):  # what it draws and then overwrites is not part of a run
                 model = PeftModel.from_pretrained(model, adapter, is_trainable=True)
-        if draw.late:  # Trainer says it to the model that it is made with, and the one that trains is another
+        if (
+            draw.late
+        ):  # Trainer says it to the model that it is made with, and the one that trains is another
             model.config.use_cache = False
         if draw.nudge:
             generator = torch.Generator().manual_seed(draw.nudge)
             size = 2**-8 if draw.rounds else 2**-22
             with torch.no_grad():
                 for parameter in filter(lambda each: each.requires_grad, model.parameters()):
-                    parameter.mul_(1 + (torch.rand(parameter.shape, generator=generator) - 0.5) * size)
+                    parameter.mul_(
+                        1 + (torch.rand(parameter.shape, generator=generator) - 0.5) * size
+                    )
     if draw.precise:
         use_eager_experts(model)
     return model
@@ -162,7 +181,9 @@ def save_rows(draw: Draw, directory: Path) -> None:
     from datasets import Dataset
 
     for train, count in ((True, draw.rows), (False, draw.evaluated)):
-        Dataset.from_list(rows_of(draw.data, count, 2 * draw.seed + train)).save_to_disk(directory / f"rows-{train}")
+        Dataset.from_list(rows_of(draw.data, count, 2 * draw.seed + train)).save_to_disk(
+            directory / f"rows-{train}"
+        )
 
 
 def kinds(draw: Draw, place: Place) -> tuple[Any, Any]:
@@ -176,7 +197,9 @@ def kinds(draw: Draw, place: Place) -> tuple[Any, Any]:
         from trl.experimental import orpo
 
         ours = (hfscale.TrainerMixin, orpo.ORPOTrainer)
-        return (orpo.ORPOTrainer if place.layout is None else type("ORPOTrainer", ours, {})), orpo.ORPOConfig
+        return (
+            orpo.ORPOTrainer if place.layout is None else type("ORPOTrainer", ours, {})
+        ), orpo.ORPOConfig
     trainer = getattr(trl if place.layout is None else hfscale.trl, draw.trainer)
     return subclass(draw, trainer), getattr(trl, draw.trainer.replace("Trainer", "Config"))
 
@@ -214,13 +237,17 @@ def _run(draw: Draw, place: Place, note: Callable[[str], None]) -> dict[str, Any
         "save_strategy": "no",
         **draw.arguments,
     }
-    args = arguments_class(place.out, per_device_train_batch_size=size, per_device_eval_batch_size=size, **given)
+    args = arguments_class(
+        place.out, per_device_train_batch_size=size, per_device_eval_batch_size=size, **given
+    )
     held = source(draw, place, False)
     trainer = trainer_class(
         **_models(draw, place),
         args=args,
         train_dataset=source(draw, place, True),
-        eval_dataset={"one": held, "two": source(draw, place, True)} if draw.brings == "sets" else held,
+        eval_dataset={"one": held, "two": source(draw, place, True)}
+        if draw.brings == "sets"
+        else held,
         **_given(draw, place),
     )
     note("train")
@@ -232,7 +259,9 @@ def _run(draw: Draw, place: Place, note: Callable[[str], None]) -> dict[str, Any
         "step": state.global_step,
         "epoch": state.epoch,
         "tokens": state.num_input_tokens_seen,
-        "types": sorted({str(each.dtype) for each in trainer.model.parameters() if each.requires_grad}),
+        "types": sorted(
+            {str(each.dtype) for each in trainer.model.parameters() if each.requires_grad}
+        ),
         "best": [state.best_metric, Path(state.best_model_checkpoint or "").name],
     }
     if draw.predicts:
@@ -259,7 +288,9 @@ def _given(draw: Draw, place: Place) -> dict[str, Any]:
         if draw.metrics == "chosen":
             more["preprocess_logits_for_metrics"] = chosen_tokens
     if draw.stops:
-        stop = transformers.EarlyStoppingCallback(-draw.stops) if draw.stops < 0 else Stop(draw.stops)
+        stop = (
+            transformers.EarlyStoppingCallback(-draw.stops) if draw.stops < 0 else Stop(draw.stops)
+        )
         more["callbacks"] = [stop]
     if "LOO" in draw.trainer or "GRPO" in draw.trainer:
         many = len(draw.arguments.get("reward_weights") or [1])

@@ -21,7 +21,11 @@ ALL: tuple[dict[str, Any], ...] = (
     {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
     {"use_cache": True},
     {"full_determinism": True},
-    {"dataloader_num_workers": 2, "dataloader_persistent_workers": True, "dataloader_prefetch_factor": 1},
+    {
+        "dataloader_num_workers": 2,
+        "dataloader_persistent_workers": True,
+        "dataloader_prefetch_factor": 1,
+    },
     {"dataloader_pin_memory": False},
     {"remove_unused_columns": False},
     {"length_column_name": "size"},
@@ -42,7 +46,12 @@ EVALUATED: tuple[dict[str, Any], ...] = (
     {"include_for_metrics": ["inputs"]},
     {"eval_steps": 0.5},
     {"save_strategy": "best", "metric_for_best_model": "loss"},
-    {"load_best_model_at_end": True, "save_strategy": "steps", **_EVERY_TWO, "save_only_model": True},
+    {
+        "load_best_model_at_end": True,
+        "save_strategy": "steps",
+        **_EVERY_TWO,
+        "save_only_model": True,
+    },
 )
 GOING_ON: tuple[dict[str, Any], ...] = (
     {"ignore_data_skip": True},
@@ -63,7 +72,11 @@ DPO: tuple[dict[str, Any], ...] = (
     {"truncation_mode": "keep_end", "max_length": 10},
     {"padding_free": True},
     {"precompute_ref_log_probs": True, "precompute_ref_batch_size": 4},
-    {"loss_type": ["sigmoid"], "f_divergence_type": "alpha_divergence", "f_alpha_divergence_coef": 0.3},
+    {
+        "loss_type": ["sigmoid"],
+        "f_divergence_type": "alpha_divergence",
+        "f_alpha_divergence_coef": 0.3,
+    },
     {"loss_type": ["sigmoid"], "label_smoothing": 0.2},
     {"disable_dropout": False},
     {"pad_to_multiple_of": 8},
@@ -96,7 +109,10 @@ _POLICY: tuple[dict[str, Any], ...] = (
 )
 GRPO: tuple[dict[str, Any], ...] = (
     *_POLICY,
-    *({"loss_type": name} for name in ("grpo", "dr_grpo", "bnpo", "dapo", "cispo", "sapo", "vespo")),
+    *(
+        {"loss_type": name}
+        for name in ("grpo", "dr_grpo", "bnpo", "dapo", "cispo", "sapo", "vespo")
+    ),
     {"loss_type": "luspo", "importance_sampling_level": "sequence"},
     {"importance_sampling_level": "sequence"},
     {"delta": 1.5},
@@ -110,12 +126,18 @@ GRPO: tuple[dict[str, Any], ...] = (
     {"use_bias_correction_kl": False},
     {"cast_lm_head_to_fp32": True},
 )
-RLOO: tuple[dict[str, Any], ...] = (*_POLICY, {"normalize_advantages": True}, {"reward_clip_range": [-0.5, 0.5]})
+RLOO: tuple[dict[str, Any], ...] = (
+    *_POLICY,
+    {"normalize_advantages": True},
+    {"reward_clip_range": [-0.5, 0.5]},
+)
 
 
 def widen(random: Random, draw: dict[str, Any], arguments: dict[str, Any]) -> None:
     """Add a few."""
-    own = {"SFTTrainer": SFT, "DPOTrainer": DPO, "KTOTrainer": KTO, "RewardTrainer": REWARD}.get(draw["trainer"], ())
+    own = {"SFTTrainer": SFT, "DPOTrainer": DPO, "KTOTrainer": KTO, "RewardTrainer": REWARD}.get(
+        draw["trainer"], ()
+    )
     own = {"GRPOTrainer": GRPO, "RLOOTrainer": RLOO}.get(draw["trainer"], own)
     groups = [(ALL, 0.5), (own, 0.6), (own, 0.3)]
     if arguments.get("eval_steps") and not draw.get("stops"):
@@ -149,7 +171,8 @@ def _fit(draw: dict[str, Any], arguments: dict[str, Any]) -> None:
 
     if arguments.get("activation_checkpointing"):
         without("gradient_checkpointing", "gradient_checkpointing_kwargs")
-    kind, options = arguments.get("lr_scheduler_type"), arguments.get("lr_scheduler_kwargs") or {}
+    kind = arguments.get("lr_scheduler_type")
+    options = arguments.get("lr_scheduler_kwargs") or {}
     if _BELONGS.get(str(kind)) not in options:
         without("lr_scheduler_kwargs")
     if kind == "reduce_lr_on_plateau" or arguments.get("load_best_model_at_end"):
@@ -185,7 +208,9 @@ def _go_on(draw: dict[str, Any], arguments: dict[str, Any]) -> None:
     left_out = ["save_only_model", "load_best_model_at_end"]
     if draw["model"] in MIXTURES:  # held to a run that does not stop, and begins but once
         left_out += ["eval_on_start", "ignore_data_skip", "restore_callback_states_from_checkpoint"]
-        if arguments.get("eval_strategy") == "epoch":  # whose row is behind the checkpoint at the end of an epoch
+        if (
+            arguments.get("eval_strategy") == "epoch"
+        ):  # whose row is behind the checkpoint at the end of an epoch
             arguments |= {"eval_strategy": "steps", "eval_steps": 2}
     for name in left_out:
         arguments.pop(name, None)
@@ -199,6 +224,10 @@ def _may_bring(draw: dict[str, Any], arguments: dict[str, Any]) -> list[str]:
         can += ["sampler", "loader"]
     if arguments.get("eval_steps") and draw["metrics"] == "" and "eval_loss" not in str(arguments):
         can += [] if arguments.get("load_best_model_at_end") or draw.get("stops") else ["sets"]
-    if draw["adapter"] == "" and draw["trainer"] in ("SFTTrainer", "DPOTrainer") and draw["model"] in ("llama", "tied"):
+    if (
+        draw["adapter"] == ""
+        and draw["trainer"] in ("SFTTrainer", "DPOTrainer")
+        and draw["model"] in ("llama", "tied")
+    ):
         can += ["path", "peft", *(["reference"] if draw["trainer"] == "DPOTrainer" else [])]
     return can

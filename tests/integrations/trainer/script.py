@@ -23,8 +23,12 @@ class Rows(Dataset):
     def __init__(self, count: int, seed: int, vocabulary: int = 67, longest: int = 12) -> None:
         generator = torch.Generator().manual_seed(seed)
         lengths = torch.randint(4, longest, (count,), generator=generator).tolist()
-        self.ids = [torch.randint(3, vocabulary, (length,), generator=generator) for length in lengths]
-        self.masked = [int(torch.randint(0, length - 2, (1,), generator=generator)) for length in lengths]
+        self.ids = [
+            torch.randint(3, vocabulary, (length,), generator=generator) for length in lengths
+        ]
+        self.masked = [
+            int(torch.randint(0, length - 2, (1,), generator=generator)) for length in lengths
+        ]
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -44,7 +48,8 @@ def collate(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 
 
 def accuracy(prediction: Any) -> dict[str, float]:
-    logits, labels = prediction.predictions[:, :-1], prediction.label_ids[:, 1:]
+    logits = prediction.predictions[:, :-1]
+    labels = prediction.label_ids[:, 1:]
     valid = labels != -100
     return {
         "accuracy": float((logits.argmax(-1) == labels)[valid].mean()),
@@ -122,7 +127,10 @@ def arguments(case: Case, out: str, world: int) -> TrainingArguments:
         **case.arguments,
     }
     return TrainingArguments(
-        out, per_device_train_batch_size=case.batch // world, per_device_eval_batch_size=case.batch // world, **given
+        out,
+        per_device_train_batch_size=case.batch // world,
+        per_device_eval_batch_size=case.batch // world,
+        **given,
     )
 
 
@@ -130,18 +138,27 @@ def build(case: Case, path: str, layout: dict[str, Any] | None) -> Any:
     load = {"dtype": torch.float32, "attention_dropout": case.dropout, **case.load}
     if layout is not None:
         load = {"mixed_precision": "bf16" if case.arguments.get("bf16") else "no", **load}
-        return hfscale.from_pretrained(path, parallel=ParallelConfig(**layout), peft_config=case.lora, **load)
+        return hfscale.from_pretrained(
+            path, parallel=ParallelConfig(**layout), peft_config=case.lora, **load
+        )
     model = AutoModelForCausalLM.from_pretrained(path, **load)
     for module in model.modules():
-        if hasattr(module, "support_avx512bf16_for_cpu"):  # a layout that some processors have for evaluation
+        if hasattr(
+            module, "support_avx512bf16_for_cpu"
+        ):  # a layout that some processors have for evaluation
             module.support_avx512bf16_for_cpu = False
-    return model if case.lora is None else peft.PeftModel.from_pretrained(model, case.lora, is_trainable=True)
+    return (
+        model
+        if case.lora is None
+        else peft.PeftModel.from_pretrained(model, case.lora, is_trainable=True)
+    )
 
 
 def run(case: Case, path: str, out: str, layout: dict[str, Any] | None) -> dict[str, Any]:
     """Train; stock where there is no layout."""
     world = 1 if layout is None else ParallelConfig(**layout).batch_world
-    model, calls = build(case, path, layout), Calls()
+    model = build(case, path, layout)
+    calls = Calls()
     stock: Any = transformers.Trainer if layout is None else hfscale.Trainer
     kind = type("OwnTrainer", (OwnLoss, stock), {}) if case.kind == "own" else stock
     trainer = kind(
@@ -181,6 +198,11 @@ def assert_equal(
         for name in theirs.keys() - left_out:
             value = theirs[name]
             apart = abs(ours[name] - value)
-            assert apart <= tolerance * max(1.0, abs(value)), (theirs["step"], name, ours[name], value)
+            assert apart <= tolerance * max(1.0, abs(value)), (
+                theirs["step"],
+                name,
+                ours[name],
+                value,
+            )
     assert found["calls"][0] == expected["calls"][0]
     assert found["calls"][1] == (expected["calls"][1] if found["writer"] else 0)

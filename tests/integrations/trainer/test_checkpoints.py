@@ -21,16 +21,22 @@ from .script import Case, assert_equal, run
 
 Pools = Callable[[int], RankPool]
 Layout = dict[str, Any]
-TP2, DP2, PP2 = {"tp_size": 2}, {"dp_shard_size": 2}, {"pp_size": 2, "num_microbatches": 4}
+TP2 = {"tp_size": 2}
+DP2 = {"dp_shard_size": 2}
+PP2 = {"pp_size": 2, "num_microbatches": 4}
 CASE = Case({"save_strategy": "steps", "save_steps": 2}, metrics=False)
-GROUPED = {"train_sampling_strategy": "group_by_length"}  # in an order that the process's own stream draws
+GROUPED = {
+    "train_sampling_strategy": "group_by_length"
+}  # in an order that the process's own stream draws
 
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory) -> str:
     torch.manual_seed(0)
     path = str(tmp_path_factory.mktemp("start"))
-    AutoModelForCausalLM.from_config(tiny("llama", num_hidden_layers=4), dtype=torch.float32).save_pretrained(path)
+    AutoModelForCausalLM.from_config(
+        tiny("llama", num_hidden_layers=4), dtype=torch.float32
+    ).save_pretrained(path)
     return path
 
 
@@ -46,18 +52,21 @@ def without_summary(found: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.daily("layout1-4-more1")
 @pytest.mark.parametrize(
-    ("layout", "step", "more"), [pytest.param(TP2, 2, {}, marks=pytest.mark.slow), (PP2, 4, GROUPED), (DP2, 4, GROUPED)]
+    ("layout", "step", "more"),
+    [pytest.param(TP2, 2, {}, marks=pytest.mark.slow), (PP2, 4, GROUPED), (DP2, 4, GROUPED)],
 )
 def test_a_run_goes_on_bit_by_bit(
     pools: Pools, start: str, layout: Layout, step: int, more: dict[str, Any], tmp_path: Path
 ) -> None:
-    case, out = replace(CASE, arguments={**CASE.arguments, **more}, dropout=0.1), str(tmp_path / "whole")
+    case = replace(CASE, arguments={**CASE.arguments, **more}, dropout=0.1)
+    out = str(tmp_path / "whole")
     whole = pools(2).run(run, case, start, out, layout)
     again = replace(case, resume=f"{out}/checkpoint-{step}")
     parts = pools(2).run(run, again, start, str(tmp_path / "parts"), layout)
     for one, other in zip(whole, parts, strict=True):
         assert without_summary(one)["history"] == without_summary(other)["history"]
-    expected, found = weights(tmp_path / "whole" / "final"), weights(tmp_path / "parts" / "final")
+    expected = weights(tmp_path / "whole" / "final")
+    found = weights(tmp_path / "parts" / "final")
     for name, value in expected.items():
         assert torch.equal(found[name], value), name
 
@@ -79,7 +88,9 @@ def test_runs_move_between_stock_and_layouts(
     found = run(back, start, str(tmp_path / "back"), None)
     assert_equal(without_summary(found), without_summary(whole), layout)
     for name, value in weights(tmp_path / "stock" / "final").items():
-        torch.testing.assert_close(weights(tmp_path / "back" / "final")[name], value, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            weights(tmp_path / "back" / "final")[name], value, rtol=1e-4, atol=1e-5
+        )
 
 
 def test_averages_of_rows_and_columns_are_cut(pools: Pools, start: str, tmp_path: Path) -> None:
@@ -112,29 +123,51 @@ def test_float16_skips_what_overflows(pools: Pools, start: str, tmp_path: Path) 
 
 @pytest.mark.daily("layout1")
 @pytest.mark.parametrize("layout", [TP2, PP2])
-def test_the_best_model_is_loaded_at_the_end(pools: Pools, start: str, layout: Layout, tmp_path: Path) -> None:
-    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "learning_rate": 0.3}
-    case = Case({"save_strategy": "steps", "save_steps": 2, "save_only_model": True, **best}, metrics=False)
+def test_the_best_model_is_loaded_at_the_end(
+    pools: Pools, start: str, layout: Layout, tmp_path: Path
+) -> None:
+    best = {
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "eval_loss",
+        "learning_rate": 0.3,
+    }
+    case = Case(
+        {"save_strategy": "steps", "save_steps": 2, "save_only_model": True, **best}, metrics=False
+    )
     stock = run(case, start, str(tmp_path / "stock"), None)
     assert not stock["best"].endswith("checkpoint-6")  # or the test could not tell
     found = pools(2).run(run, case, start, str(tmp_path / "ours"), layout)
     assert {Path(each["best"]).name for each in found} == {Path(stock["best"]).name}
-    ours, theirs = weights(tmp_path / "ours" / "final"), weights(tmp_path / "stock" / "final")
+    ours = weights(tmp_path / "ours" / "final")
+    theirs = weights(tmp_path / "stock" / "final")
     for name, value in theirs.items():
         torch.testing.assert_close(ours[name], value, rtol=1e-3, atol=1e-4)
 
 
-def test_stock_trainer_refuses_a_state_that_it_cannot_read(pools: Pools, start: str, tmp_path: Path) -> None:
-    case = Case({**CASE.arguments, "optim": "adafactor", "max_steps": 2, "eval_strategy": "no"}, metrics=False)
+def test_stock_trainer_refuses_a_state_that_it_cannot_read(
+    pools: Pools, start: str, tmp_path: Path
+) -> None:
+    case = Case(
+        {**CASE.arguments, "optim": "adafactor", "max_steps": 2, "eval_strategy": "no"},
+        metrics=False,
+    )
     pools(2).run(run, case, start, str(tmp_path), TP2)
     with pytest.raises(ValueError, match="parameter group"):
-        run(replace(case, resume=str(tmp_path / "checkpoint-2")), start, str(tmp_path / "stock"), None)
+        run(
+            replace(case, resume=str(tmp_path / "checkpoint-2")),
+            start,
+            str(tmp_path / "stock"),
+            None,
+        )
 
 
 def save_optimizer_of_a_score(directory: str) -> None:
     config = tiny("llama", num_labels=1, pad_token_id=0)
-    auto, layout = AutoModelForSequenceClassification, ParallelConfig(dp_shard_size=2)
-    model = hfscale.from_config(config, parallel=layout, auto_class=auto, dtype=torch.float32).train()
+    auto = AutoModelForSequenceClassification
+    layout = ParallelConfig(dp_shard_size=2)
+    model = hfscale.from_config(
+        config, parallel=layout, auto_class=auto, dtype=torch.float32
+    ).train()
     optimizer = hfscale.create_optimizer(model, "adamw_torch_fused", lr=1e-3)
     model(input_ids=torch.arange(2, 14).view(2, 6)).logits.sum().backward()
     optimizer.step()

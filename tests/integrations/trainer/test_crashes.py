@@ -27,10 +27,21 @@ _CHANGES = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir")
 
 def trainer_of(out: Path, callbacks: Any = (), layout: Any = None, **more: Any) -> Any:
     torch.manual_seed(0)
-    model = hfscale.from_config(tiny("llama", num_hidden_layers=1), dtype=torch.float32, parallel=layout)
-    given = {"max_steps": 6, "save_steps": 2, "learning_rate": 1e-2, "report_to": [], "disable_tqdm": True, **more}
+    model = hfscale.from_config(
+        tiny("llama", num_hidden_layers=1), dtype=torch.float32, parallel=layout
+    )
+    given = {
+        "max_steps": 6,
+        "save_steps": 2,
+        "learning_rate": 1e-2,
+        "report_to": [],
+        "disable_tqdm": True,
+        **more,
+    }
     args = TrainingArguments(str(out), per_device_train_batch_size=2, use_cpu=True, **given)
-    return hfscale.Trainer(model, args, data_collator=collate, train_dataset=Rows(12, 1), callbacks=[*callbacks])
+    return hfscale.Trainer(
+        model, args, data_collator=collate, train_dataset=Rows(12, 1), callbacks=[*callbacks]
+    )
 
 
 def train(trainer: Any, resume: Any = None) -> dict[str, torch.Tensor]:
@@ -54,7 +65,8 @@ class Killed(TrainerCallback):
         if state.global_step != 4:
             return
         for existing in (False, True):  # an older checkpoint of that name
-            status, event = 9, int(existing)
+            status = 9
+            event = int(existing)
             while status == 9:
                 event += 3
                 if existing and not (self.out / "checkpoint-4").exists():
@@ -100,7 +112,10 @@ def test_killed_at_any_file_of_a_save(tmp_path: Path) -> None:
     half = kills.found.index("checkpoint-4")
     assert half > 12  # all of the files come before the rename
     assert {*kills.found[:half]} == {"checkpoint-2"}
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["checkpoint-4", "checkpoint-6"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "checkpoint-4",
+        "checkpoint-6",
+    ]
     assert (kills.first / ".incomplete").exists()
     again = train(trainer_of(kills.first), resume=True)
     for name, value in whole.items():
@@ -120,12 +135,19 @@ def damage(path: Path) -> None:
     path.write_bytes(content[: len(content) * 2 // 3])
 
 
-DAMAGED = ["trainer_state.json", "rng_state.pth", "scheduler.pt", "optimizer.pt", "model.safetensors"]
+DAMAGED = [
+    "trainer_state.json",
+    "rng_state.pth",
+    "scheduler.pt",
+    "optimizer.pt",
+    "model.safetensors",
+]
 DAMAGED += ["hfscale_state/state.json", "hfscale_state/complete.json"]
 
 
 def test_the_newest_whole_checkpoint_is_taken(saved: Path, tmp_path: Path, caplog: Any) -> None:
-    mesh, out = trainer_of(tmp_path / "none").runtime.mesh, tmp_path / "out"
+    mesh = trainer_of(tmp_path / "none").runtime.mesh
+    out = tmp_path / "out"
     for name in DAMAGED:
         shutil.rmtree(out, ignore_errors=True)
         shutil.copytree(saved, out)
@@ -133,10 +155,14 @@ def test_the_newest_whole_checkpoint_is_taken(saved: Path, tmp_path: Path, caplo
         caplog.clear()
         assert resumed_from(True, out, mesh) == str(out / "checkpoint-2"), name
         assert "checkpoint-4 has a damaged" in caplog.text
-        with pytest.raises(CheckpointError, match=r"checkpoint-4 cannot be used.*checkpoint-2' is whole"):
+        with pytest.raises(
+            CheckpointError, match=r"checkpoint-4 cannot be used.*checkpoint-2' is whole"
+        ):
             resumed_from(str(out / "checkpoint-4"), out, mesh)
     damage(out / "checkpoint-2" / "trainer_state.json")
-    with pytest.raises(CheckpointError, match=r"has no complete checkpoint: .*checkpoint-4 .*checkpoint-2 "):
+    with pytest.raises(
+        CheckpointError, match=r"has no complete checkpoint: .*checkpoint-4 .*checkpoint-2 "
+    ):
         resumed_from(True, out, mesh)
     with pytest.raises(CheckpointError, match="must be a directory"):
         resumed_from(str(out / "checkpoint-9"), out, mesh)
@@ -153,14 +179,20 @@ def test_a_first_save_that_was_stopped_is_begun_again(tmp_path: Path, caplog: An
     assert caplog.text.count("has no complete checkpoint, its first save was interrupted") == 2
 
 
-def test_rotation_keeps_whole_checkpoints_and_those_of_other_runs(saved: Path, tmp_path: Path) -> None:
+def test_rotation_keeps_whole_checkpoints_and_those_of_other_runs(
+    saved: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     shutil.copytree(saved, out)
     (out / "checkpoint-4" / "trainer_state.json").unlink()
     shutil.copytree(out / "checkpoint-2", out / "checkpoint-90")
     trainer = trainer_of(out, max_steps=6, save_steps=6, save_total_limit=2)
     train(trainer)
-    assert sorted(path.name for path in out.iterdir()) == ["checkpoint-2", "checkpoint-6", "checkpoint-90"]
+    assert sorted(path.name for path in out.iterdir()) == [
+        "checkpoint-2",
+        "checkpoint-6",
+        "checkpoint-90",
+    ]
 
 
 def test_files_of_others_stay_in_a_checkpoint_that_is_replaced(saved: Path, tmp_path: Path) -> None:

@@ -15,7 +15,9 @@ from tests.fuzz.trainers.judge import compared
 from tests.fuzz.trainers.script import Place, run, save_rows
 
 Pools = Callable[[int], RankPool]
-TP2, DP2, PP2 = {"tp_size": 2}, {"dp_shard_size": 2}, {"pp_size": 2, "num_microbatches": 4}
+TP2 = {"tp_size": 2}
+DP2 = {"dp_shard_size": 2}
+PP2 = {"pp_size": 2, "num_microbatches": 4}
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 4}
 TRL: dict[str, Any] = {"bf16": False, "max_steps": 3}
 SFT: dict[str, Any] = {"trainer": "SFTTrainer", "source": "datasets", "rows": 24}
@@ -25,7 +27,11 @@ _WRAPPED = {"packing_strategy": "wrapped", "assistant_only_loss": True, "optim":
 
 DRAWS = {
     "a class that Trainer does not know to shift labels": Draw(
-        model="gpt2", layout=DP2, rows=11, evaluated=7, arguments={**EVALUATED, "label_smoothing_factor": 0.1}
+        model="gpt2",
+        layout=DP2,
+        rows=11,
+        evaluated=7,
+        arguments={**EVALUATED, "label_smoothing_factor": 0.1},
     ),
     "examples in one row, in an order that no seed gives": Draw(
         layout=DP2,
@@ -35,10 +41,20 @@ DRAWS = {
         arguments={"max_steps": 4, "accelerator_config": {"use_seedable_sampler": False}},
     ),
     "rows that a schedule needs, and that count nothing": Draw(
-        model="classifier", layout=PP2, rows=11, evaluated=7, data="class", arguments=EVALUATED, metrics="logits"
+        model="classifier",
+        layout=PP2,
+        rows=11,
+        evaluated=7,
+        data="class",
+        arguments=EVALUATED,
+        metrics="logits",
     ),
     "a save behind predictions in bfloat16": Draw(
-        layout=DP2, rows=8, evaluated=7, metrics="batches", arguments={**EVALUATED, "max_steps": 2, "bf16": True}
+        layout=DP2,
+        rows=8,
+        evaluated=7,
+        metrics="batches",
+        arguments={**EVALUATED, "max_steps": 2, "bf16": True},
     ),
     "labels that no number marks": Draw(
         model="regression",
@@ -50,9 +66,17 @@ DRAWS = {
         arguments={**EVALUATED, "gradient_accumulation_steps": 2},
     ),
     "rows that no label leaves out, in uneven microbatches": Draw(
-        model="regression", layout=PP2, rows=11, evaluated=7, data="number", arguments=EVALUATED, metrics="logits"
+        model="regression",
+        layout=PP2,
+        rows=11,
+        evaluated=7,
+        data="number",
+        arguments=EVALUATED,
+        metrics="logits",
     ),
-    "what a subclass lets decay": Draw(layout=TP2, brings="decay", arguments={"max_steps": 3, "weight_decay": 0.5}),
+    "what a subclass lets decay": Draw(
+        layout=TP2, brings="decay", arguments={"max_steps": 3, "weight_decay": 0.5}
+    ),
     "examples in one row that are dealt twice, as metrics see them": Draw(
         layout=DP2,
         rows=8,
@@ -61,9 +85,13 @@ DRAWS = {
         metrics="logits",
         arguments={**EVALUATED, "max_steps": 2, "label_smoothing_factor": 0.1},
     ),
-    "an optimizer that a subclass chooses": Draw(layout=PP2, brings="choice", arguments={"max_steps": 3}),
+    "an optimizer that a subclass chooses": Draw(
+        layout=PP2, brings="choice", arguments={"max_steps": 3}
+    ),
     "an option that Trainer makes nothing of": Draw(
-        layout=TP2, batch=2, arguments={"max_steps": 6, "optim": "adamw_torch", "optim_args": "amsgrad=true"}
+        layout=TP2,
+        batch=2,
+        arguments={"max_steps": 6, "optim": "adamw_torch", "optim_args": "amsgrad=true"},
     ),
     "the mean loss of a run that ends between two rows": Draw(
         layout=DP2, loss="function", arguments={"max_steps": 3, "logging_steps": 2}
@@ -73,7 +101,9 @@ DRAWS = {
         layout=DP2,
         arguments={**TRL, "loss_type": "kto", "learning_rate": 0.02},
     ),
-    "a router's loss over tensor ranks": Draw(**SFT, model="mixture", layout=TP2, data="chat", arguments=TRL),
+    "a router's loss over tensor ranks": Draw(
+        **SFT, model="mixture", layout=TP2, data="chat", arguments=TRL
+    ),
     "a rank without labels": Draw(
         **{**SFT, "rows": 11},
         layout=DP2,
@@ -83,33 +113,60 @@ DRAWS = {
         arguments={**TRL, **EVALUATED, "max_length": 8},
     ),
     "packed rows of several texts, the last ones dealt twice": Draw(
-        **SFT, layout=DP2, evaluated=7, data="text", arguments={**TRL, **EVALUATED, "packing": True, "max_length": 16}
+        **SFT,
+        layout=DP2,
+        evaluated=7,
+        data="text",
+        arguments={**TRL, **EVALUATED, "packing": True, "max_length": 16},
     ),
     "a stream that ends within a step, and within a batch": Draw(
-        layout=DP2, rows=11, evaluated=7, source="stream", arguments={**EVALUATED, "gradient_accumulation_steps": 2}
+        layout=DP2,
+        rows=11,
+        evaluated=7,
+        source="stream",
+        arguments={**EVALUATED, "gradient_accumulation_steps": 2},
     ),
 }
 RARER = {
     "likewise, through stages": Draw(
-        layout=PP2, rows=11, source="stream", arguments={"max_steps": 4, "gradient_accumulation_steps": 2}
+        layout=PP2,
+        rows=11,
+        source="stream",
+        arguments={"max_steps": 4, "gradient_accumulation_steps": 2},
     ),
     "likewise, of two loader workers": Draw(
         layout=DP2, rows=9, source="stream", arguments={"max_steps": 4, "dataloader_num_workers": 2}
     ),
     "a router's loss of cut sequences": Draw(
-        **SFT, model="mixture", layout={**TP2, "sequence_parallel": True}, data="text", arguments=TRL
+        **SFT,
+        model="mixture",
+        layout={**TP2, "sequence_parallel": True},
+        data="text",
+        arguments=TRL,
     ),
     "numbers of ranks in an epoch's last step": Draw(
         **SFT,
         layout={"dp_replicate_size": 2},
         batch=6,
         data="chat",
-        arguments={**TRL, "gradient_accumulation_steps": 4, "packing": True, "max_length": 8, **_WRAPPED},
+        arguments={
+            **TRL,
+            "gradient_accumulation_steps": 4,
+            "packing": True,
+            "max_length": 8,
+            **_WRAPPED,
+        },
         seed=359,
     ),
-    "4-bit weights over data ranks": Draw(**SFT, model="wide", layout=DP2, data="text", adapter="qlora", arguments=TRL),
+    "4-bit weights over data ranks": Draw(
+        **SFT, model="wide", layout=DP2, data="text", adapter="qlora", arguments=TRL
+    ),
     "a reference over the same bits, in the same type": Draw(
-        **DPO, model="wide", layout=PP2, adapter="qlora", arguments={**TRL, "gradient_accumulation_steps": 4}
+        **DPO,
+        model="wide",
+        layout=PP2,
+        adapter="qlora",
+        arguments={**TRL, "gradient_accumulation_steps": 4},
     ),
     "a reference that has the adapter too": Draw(**DPO, layout=TP2, adapter="lora", arguments=TRL),
     "a reference that follows": Draw(
@@ -124,8 +181,12 @@ RARER = {
         data="number",
         arguments={"max_steps": 4, "gradient_accumulation_steps": 2},
     ),
-    "no rewards yet": Draw(**DPO, layout={"pp_size": 2}, arguments={**TRL, "gradient_accumulation_steps": 2}),
-    "odds of pairs": Draw(**{**DPO, "trainer": "ORPOTrainer"}, layout=TP2, arguments={**TRL, **EVALUATED}),
+    "no rewards yet": Draw(
+        **DPO, layout={"pp_size": 2}, arguments={**TRL, "gradient_accumulation_steps": 2}
+    ),
+    "odds of pairs": Draw(
+        **{**DPO, "trainer": "ORPOTrainer"}, layout=TP2, arguments={**TRL, **EVALUATED}
+    ),
 }
 
 
@@ -153,7 +214,9 @@ def note(phase: str) -> None:
 )
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    "name", [*DRAWS, *(pytest.param(name, marks=pytest.mark.slow) for name in RARER)], ids=lambda name: name[:30]
+    "name",
+    [*DRAWS, *(pytest.param(name, marks=pytest.mark.slow) for name in RARER)],
+    ids=lambda name: name[:30],
 )
 def test_everything_that_is_logged_is_equal(
     pools: Pools, models: Callable[[str], str], name: str, tmp_path: Path

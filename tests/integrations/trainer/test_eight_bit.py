@@ -25,11 +25,18 @@ ROWS = [{"input_ids": ids, "labels": ids} for ids in IDS]
 
 
 def config(tied: bool) -> Any:
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 128, "tie_word_embeddings": tied}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "vocab_size": 128,
+        "tie_word_embeddings": tied,
+    }
     return tiny("llama", **sizes)
 
 
-def trained(optim: str, layout: dict[str, Any] | None, start: str, out: str) -> tuple[dict[str, str], Any, Any]:
+def trained(
+    optim: str, layout: dict[str, Any] | None, start: str, out: str
+) -> tuple[dict[str, str], Any, Any]:
     """The types of states by parameter, the weights, and the bytes of the state with those that were estimated."""
     world = ParallelConfig(**layout or {}).batch_world
     args = transformers.TrainingArguments(
@@ -37,7 +44,11 @@ def trained(optim: str, layout: dict[str, Any] | None, start: str, out: str) -> 
         per_device_train_batch_size=4 // world, save_strategy="no", max_grad_norm=0.0, disable_tqdm=True,
         logging_strategy="no", adam_epsilon=1e-4,
     )  # fmt: skip
-    given: dict[str, Any] = {"args": args, "train_dataset": ROWS, "data_collator": default_data_collator}
+    given: dict[str, Any] = {
+        "args": args,
+        "train_dataset": ROWS,
+        "data_collator": default_data_collator,
+    }
     model = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32)
     kind: Any = transformers.Trainer if layout is None else hfscale.Trainer
     if layout is not None:
@@ -49,16 +60,23 @@ def trained(optim: str, layout: dict[str, Any] | None, start: str, out: str) -> 
         optimizer = optimizer.optimizer
     if layout is None:
         named: Any = list(model.named_parameters())
-        weights, told = {name: each.detach() for name, each in named}, None
+        weights = {name: each.detach() for name, each in named}
+        told = None
     else:
         runtime = runtime_of(model)
         named = [(planned.name, each) for planned, each in runtime.parameters()]
         weights = dict(hfscale.stream_weights(model))
         options = {"embeddings_in_32_bits": True}
         ranks = runtime.mesh.ranks
-        held = estimate_memory(runtime.plan, ranks, pp_rank=runtime.mesh.pp_rank, optimizer=optim, options=options)
+        held = estimate_memory(
+            runtime.plan, ranks, pp_rank=runtime.mesh.pp_rank, optimizer=optim, options=options
+        )
         told = state_bytes(optimizer), held.optimizer
-    kinds = {name: str(optimizer.state[each]["state1"].dtype) for name, each in named if each in optimizer.state}
+    kinds = {
+        name: str(optimizer.state[each]["state1"].dtype)
+        for name, each in named
+        if each in optimizer.state
+    }
     return kinds, weights, told
 
 
@@ -73,12 +91,17 @@ def overrides() -> Iterator[None]:
 LAYOUTS = {"one": {}, "tp": {"tp_size": 2}, "shard": {"dp_shard_size": 2}, "stages": {"pp_size": 2}}
 CASES = [
     *[("lion_8bit", layout, tied) for layout in LAYOUTS for tied in (False, True)],
-    *[(optim, "tp", True) for optim in ("adamw_8bit", "paged_adamw_8bit", "ademamix_8bit", "rmsprop_bnb_8bit")],
+    *[
+        (optim, "tp", True)
+        for optim in ("adamw_8bit", "paged_adamw_8bit", "ademamix_8bit", "rmsprop_bnb_8bit")
+    ],
 ]
 
 
 @pytest.mark.daily("lion_8bit-stages-True", "adamw_8bit-tp-True", "lion_8bit-one-False")
-@pytest.mark.parametrize(("optim", "name", "tied"), CASES, ids=["-".join(map(str, case)) for case in CASES])
+@pytest.mark.parametrize(
+    ("optim", "name", "tied"), CASES, ids=["-".join(map(str, case)) for case in CASES]
+)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.usefixtures("overrides")
 def test_embeddings_have_32_bits(
@@ -86,7 +109,8 @@ def test_embeddings_have_32_bits(
 ) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     torch.manual_seed(0)
-    start, layout = str(tmp_path / "start"), LAYOUTS[name]
+    start = str(tmp_path / "start")
+    layout = LAYOUTS[name]
     AutoModelForCausalLM.from_config(config(tied), dtype=torch.float32).save_pretrained(start)
     stock, expected, _ = trained(optim, None, start, str(tmp_path))
     assert stock["model.embed_tokens.weight"] == "torch.float32"

@@ -28,18 +28,29 @@ from hfscale.testing import RankPool
 from ...tiny_models import tiny
 
 Pools = Callable[[int], RankPool]
-AUTO = {"clm": AutoModelForCausalLM, "glue": AutoModelForSequenceClassification, "translation": AutoModelForSeq2SeqLM}
+AUTO = {
+    "clm": AutoModelForCausalLM,
+    "glue": AutoModelForSequenceClassification,
+    "translation": AutoModelForSeq2SeqLM,
+}
 TIMES = ("runtime", "per_second", "flos")
 
 
 def config(name: str) -> Any:
-    small = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    small = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     if name == "glue":
         still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
         return BertConfig(vocab_size=67, num_labels=3, max_position_embeddings=32, **small, **still)
     if name == "translation":
         sizes = {"d_model": 32, "d_ff": 48, "num_layers": 2, "num_heads": 4, "d_kv": 8}
-        return T5Config(vocab_size=67, dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=0, **sizes)
+        return T5Config(
+            vocab_size=67, dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=0, **sizes
+        )
     return tiny("llama")
 
 
@@ -48,8 +59,13 @@ def rows(name: str, count: int, seed: int) -> list[dict[str, Any]]:
     ids = torch.randint(3, 67, (count, 10), generator=generator)
     made = []
     for row in ids.tolist():
-        kept = 10 if name == "clm" else 5 + row[0] % 6  # padded to the longest, as --pad_to_max_length
-        padded = {"input_ids": row[:kept] + [0] * (10 - kept), "attention_mask": [1] * kept + [0] * (10 - kept)}
+        kept = (
+            10 if name == "clm" else 5 + row[0] % 6
+        )  # padded to the longest, as --pad_to_max_length
+        padded = {
+            "input_ids": row[:kept] + [0] * (10 - kept),
+            "attention_mask": [1] * kept + [0] * (10 - kept),
+        }
         labels: Any = row if name == "clm" else row[0] % 3
         if name == "translation":
             labels = [*row[: kept - 3], *[-100] * (10 - kept)]
@@ -58,24 +74,38 @@ def rows(name: str, count: int, seed: int) -> list[dict[str, Any]]:
 
 
 def metrics(name: str, prediction: Any) -> dict[str, float]:
-    found, labels = prediction.predictions, prediction.label_ids
+    found = prediction.predictions
+    labels = prediction.label_ids
     if isinstance(found, tuple):
         found = found[0]
     if name == "glue":
         right = np.argmax(found, axis=1) == labels
-        return {"accuracy": float(right.mean()), "combined_score": float(np.abs(found).mean() + right.sum())}
+        return {
+            "accuracy": float(right.mean()),
+            "combined_score": float(np.abs(found).mean() + right.sum()),
+        }
     if name == "clm":  # after preprocess_logits_for_metrics
         return {"accuracy": float((found[:, :-1] == labels[:, 1:]).mean())}
     lengths = (found != 0).sum(-1)
-    return {"gen_len": float(lengths.mean()), "score": float((found * np.arange(found.shape[1])).mean())}
+    return {
+        "gen_len": float(lengths.mean()),
+        "score": float((found * np.arange(found.shape[1])).mean()),
+    }
 
 
 def script(name: str, path: str, out: str, layout: dict[str, int] | None) -> list[dict[str, float]]:
     """What is logged, what ``train``, ``evaluate`` and ``predict`` return, and what was predicted."""
-    ours, world = layout is not None, ParallelConfig(**(layout or {})).batch_world
-    arguments: Any = transformers.Seq2SeqTrainingArguments if name == "translation" else transformers.TrainingArguments
+    ours = layout is not None
+    world = ParallelConfig(**(layout or {})).batch_world
+    arguments: Any = (
+        transformers.Seq2SeqTrainingArguments
+        if name == "translation"
+        else transformers.TrainingArguments
+    )
     trainer_of: Any = transformers.Seq2SeqTrainer if name == "translation" else transformers.Trainer
-    generates = {"predict_with_generate": True, "generation_max_length": 8} if name == "translation" else {}
+    generates = (
+        {"predict_with_generate": True, "generation_max_length": 8} if name == "translation" else {}
+    )
     args = arguments(
         out, num_train_epochs=2, per_device_train_batch_size=4 // world, per_device_eval_batch_size=4 // world,
         learning_rate=5e-3, warmup_steps=2, logging_steps=1, eval_strategy="epoch", save_strategy="no", seed=7,
@@ -91,7 +121,9 @@ def script(name: str, path: str, out: str, layout: dict[str, int] | None) -> lis
         eval_dataset=rows(name, 10, 2),
         data_collator=default_data_collator,
         compute_metrics=lambda prediction: metrics(name, prediction),
-        preprocess_logits_for_metrics=(lambda logits, labels: logits.argmax(-1)) if name == "clm" else None,
+        preprocess_logits_for_metrics=(lambda logits, labels: logits.argmax(-1))
+        if name == "clm"
+        else None,
     )
     found = [trainer.train().metrics]
     trainer.save_model()
@@ -118,7 +150,10 @@ def starts(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
     return start
 
 
-EVERY = [*product(("clm", "glue"), ("tp_size", "pp_size", "dp_shard_size")), ("translation", "tp_size")]
+EVERY = [
+    *product(("clm", "glue"), ("tp_size", "pp_size", "dp_shard_size")),
+    ("translation", "tp_size"),
+]
 
 
 @pytest.mark.daily("glue-pp_size")

@@ -34,17 +34,26 @@ class Pairs(torch.utils.data.Dataset):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         text = self.texts[index]
-        return {"input_ids": text, "labels": torch.cat((text[: len(text) // 2].flip(0), torch.tensor([_END])))}
+        return {
+            "input_ids": text,
+            "labels": torch.cat((text[: len(text) // 2].flip(0), torch.tensor([_END]))),
+        }
 
 
 def metrics(prediction: Any) -> dict[str, float]:
-    ids, labels = prediction.predictions, prediction.label_ids
-    return {"rows": float(len(ids)), "sum": float((ids * (ids > 0)).sum()), "labels": float(labels.sum())}
+    ids = prediction.predictions
+    labels = prediction.label_ids
+    return {
+        "rows": float(len(ids)),
+        "sum": float((ids * (ids > 0)).sum()),
+        "labels": float(labels.sum()),
+    }
 
 
 def trainer_of(path: str, out: str, layout: Layout | None, kind: Any = None) -> Any:
     if layout is None:
-        model, world = AutoModelForSeq2SeqLM.from_pretrained(path), 1
+        model = AutoModelForSeq2SeqLM.from_pretrained(path)
+        world = 1
     else:
         parallel = ParallelConfig(**layout)
         model = hfscale.from_pretrained(path, parallel=parallel, auto_class=AutoModelForSeq2SeqLM)
@@ -65,7 +74,8 @@ def trainer_of(path: str, out: str, layout: Layout | None, kind: Any = None) -> 
         use_cpu=True,
     )
     kind = kind or (transformers.Seq2SeqTrainer if layout is None else hfscale.Seq2SeqTrainer)
-    rows, collator = Pairs(9), collate
+    rows = Pairs(9)
+    collator = collate
     return kind(model, args, collator, rows, rows, compute_metrics=metrics)
 
 
@@ -96,13 +106,17 @@ CONFIGS = {
 def saved(kind: str, path: Path) -> str:
     torch.manual_seed(1)
     model = AutoModelForSeq2SeqLM.from_config(CONFIGS[kind], dtype=torch.float32)
-    model.generation_config.update(eos_token_id=_END, pad_token_id=0, decoder_start_token_id=0, max_length=12)
+    model.generation_config.update(
+        eos_token_id=_END, pad_token_id=0, decoder_start_token_id=0, max_length=12
+    )
     model.save_pretrained(path)
     return str(path)
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[str, dict[str, Any]]]:
+def expected(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[str], tuple[str, dict[str, Any]]]:
     directory = tmp_path_factory.mktemp("models")
 
     @functools.cache
@@ -125,7 +139,10 @@ SLOW = pytest.mark.slow
         *(pytest.param(kind, {"tp_size": 2}, marks=SLOW) for kind in CONFIGS),
         *(pytest.param(kind, {"dp_replicate_size": 2}, marks=SLOW) for kind in CONFIGS),
         *(pytest.param(kind, {**PP2, "tp_size": 2}, marks=SLOW) for kind in CONFIGS),
-        *(pytest.param(kind, {**PP2, "num_microbatches": 1, "dp_shard_size": 2}, marks=SLOW) for kind in CONFIGS),
+        *(
+            pytest.param(kind, {**PP2, "num_microbatches": 1, "dp_shard_size": 2}, marks=SLOW)
+            for kind in CONFIGS
+        ),
         pytest.param("bart", PP2, marks=SLOW),
         pytest.param("t5", {"dp_shard_size": 2}, marks=SLOW),
     ],
@@ -148,6 +165,8 @@ def refusal(path: str, out: str) -> str:
     return str(caught.value)
 
 
-def test_a_trainer_that_does_not_generate_is_refused(pools: Pools, expected: Any, tmp_path: Path) -> None:
+def test_a_trainer_that_does_not_generate_is_refused(
+    pools: Pools, expected: Any, tmp_path: Path
+) -> None:
     for message in pools(2).run(refusal, expected("t5")[0], str(tmp_path)):
         assert "use hfscale.Seq2SeqTrainer" in message

@@ -12,8 +12,17 @@ from hfscale._compat.transformers import trainer as host
 from hfscale.integrations.trainer.files import Checkpoints
 
 OWN = {
-    *("read_best_weights", "read_state", "read_weights", "write_state", "write_random_states"),
-    *("put_back_random_states", "check_loss", "around_inputs", "_run_step", "arguments_of_data", "written_aside"),
+    "read_best_weights",
+    "read_state",
+    "read_weights",
+    "write_state",
+    "write_random_states",
+    "put_back_random_states",
+    "check_loss",
+    "around_inputs",
+    "_run_step",
+    "arguments_of_data",
+    "written_aside",
     "forget_engine",
     "kept_in_memory",
     "_cut",
@@ -30,7 +39,9 @@ OVERRIDDEN = sorted(
 )
 
 
-@pytest.mark.parametrize("name", [name for name in OVERRIDDEN if name not in ("_adopt", "_parallelized")])
+@pytest.mark.parametrize(
+    "name", [name for name in OVERRIDDEN if name not in ("_adopt", "_parallelized")]
+)
 def test_what_is_overridden_takes_what_it_is_given(name: str) -> None:
     stock = inspect.signature(getattr(transformers.Trainer, name)).parameters
     ours = inspect.signature(getattr(hfscale.Trainer, name)).parameters
@@ -41,6 +52,11 @@ def test_what_is_overridden_takes_what_it_is_given(name: str) -> None:
 def test_names_that_are_swapped_or_looked_up() -> None:
     source = inspect.getsource(module.Trainer)
     assert "self.accelerator = Accelerator(**args)" in source
-    assert "seed_worker, num_workers=self.args.dataloader_num_workers, rank=self.args.process_index" in source
-    assert isinstance(inspect.getattr_static(transformers.TrainingArguments, "_setup_devices"), cached_property)
+    assert (
+        "seed_worker, num_workers=self.args.dataloader_num_workers, rank=self.args.process_index"
+        in source
+    )
+    assert isinstance(
+        inspect.getattr_static(transformers.TrainingArguments, "_setup_devices"), cached_property
+    )
     assert "_hf_peft_config_loaded" in inspect.getsource(module.validate_quantization_for_training)

@@ -38,8 +38,15 @@ KINDS = (*SOUND, "vit")
 def model_of(kind: str) -> Any:
     torch.manual_seed(0)
     if kind == "vit":
-        sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-        config = transformers.ViTConfig(**sizes, image_size=8, patch_size=4, num_labels=2, hidden_dropout_prob=0.0)
+        sizes = {
+            "hidden_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "intermediate_size": 32,
+        }
+        config = transformers.ViTConfig(
+            **sizes, image_size=8, patch_size=4, num_labels=2, hidden_dropout_prob=0.0
+        )
         return transformers.ViTForImageClassification(config)
     config_class, model_class = SOUND[kind]
     return model_class(config_class(**SMALL))
@@ -48,11 +55,19 @@ def model_of(kind: str) -> Any:
 def rows_of(kind: str, dtype: torch.dtype = torch.float32) -> list[dict[str, Any]]:
     generator = torch.Generator().manual_seed(2)
     shape, name = ((3, 8, 8), "pixel_values") if kind == "vit" else ((64,), "input_values")
-    return [{name: torch.randn(shape, generator=generator, dtype=dtype), "labels": index % 2} for index in range(24)]
+    return [
+        {name: torch.randn(shape, generator=generator, dtype=dtype), "labels": index % 2}
+        for index in range(24)
+    ]
 
 
 def trained(
-    kind: str, layout: dict[str, int] | None, out: str, accumulated: int, loss: Any = None, **options: Any
+    kind: str,
+    layout: dict[str, int] | None,
+    out: str,
+    accumulated: int,
+    loss: Any = None,
+    **options: Any,
 ) -> list[float]:
     world = ParallelConfig(**layout or {}).batch_world
     args = transformers.TrainingArguments(
@@ -65,7 +80,12 @@ def trained(
     given = {"args": args, "train_dataset": rows_of(kind), "data_collator": default_data_collator}
     trainer = made(model_of(kind), compute_loss_func=loss, **given, **more)
     trainer.train()
-    return [row[key] for row in trainer.state.log_history if "loss" in row for key in ("loss", "grad_norm")]
+    return [
+        row[key]
+        for row in trainer.state.log_history
+        if "loss" in row
+        for key in ("loss", "grad_norm")
+    ]
 
 
 @pytest.mark.daily("wav2vec2-layout0-1", "vit-layout0-2")
@@ -73,7 +93,12 @@ def trained(
 @pytest.mark.parametrize("layout", [{"dp_shard_size": 2}, {"dp_replicate_size": 2}])
 @pytest.mark.parametrize("kind", KINDS)
 def test_losses_are_those_of_one_process(
-    pools: Pools, kind: str, layout: dict[str, int], accumulated: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pools: Pools,
+    kind: str,
+    layout: dict[str, int],
+    accumulated: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     expected = trained(kind, None, str(tmp_path), accumulated)
@@ -86,7 +111,9 @@ def mean_of_rows(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -
 
 
 def sum_over_items(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
-    return torch.div(F.cross_entropy(outputs.logits, labels, reduction="sum"), other=num_items_in_batch)
+    return torch.div(
+        F.cross_entropy(outputs.logits, labels, reduction="sum"), other=num_items_in_batch
+    )
 
 
 OWN: dict[str, dict[str, Any]] = {
@@ -113,7 +140,9 @@ def looped(kind: str, layout: dict[str, int] | None, prepares: bool) -> list[flo
     model = model_of(kind).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     world = ParallelConfig(**layout or {}).batch_world
-    batches = DataLoader(rows_of(kind, torch.float64), batch_size=4 // world, collate_fn=default_data_collator)
+    batches = DataLoader(
+        rows_of(kind, torch.float64), batch_size=4 // world, collate_fn=default_data_collator
+    )
     accelerator = hfscale.Accelerator(cpu=True) if layout else accelerate.Accelerator(cpu=True)
     if layout is not None:
         model = hfscale.parallelize(model, ParallelConfig(**layout))

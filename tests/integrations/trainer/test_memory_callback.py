@@ -26,7 +26,9 @@ class Dies(transformers.TrainerCallback):
         self.step = step
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        assert control.should_save == (state.global_step % 3 == 0)  # others see nothing of saves to memory
+        assert control.should_save == (
+            state.global_step % 3 == 0
+        )  # others see nothing of saves to memory
         if state.global_step == self.step:
             raise RuntimeError("killed")
 
@@ -60,7 +62,9 @@ def attempt(path: str, root: str, dies: int, resume: bool) -> list[dict[str, flo
 def stop_and_go(path: str, whole: str, parts: str) -> None:
     expected = attempt(path, whole, 0, False)
     assert attempt(path, parts, 3, False) == [1]  # after the save of step 2
-    assert attempt(path, parts, 5, True) == [1]  # goes on from 2, saves 3 to the disk and 4 to memory
+    assert attempt(path, parts, 5, True) == [
+        1
+    ]  # goes on from 2, saves 3 to the disk and 4 to memory
     assert attempt(path, parts, 0, True) == expected
     found = {path.name for path in Path(parts, "out").iterdir()}
     assert found >= {"checkpoint-3"}
@@ -69,11 +73,14 @@ def stop_and_go(path: str, whole: str, parts: str) -> None:
 def test_a_run_goes_on_bit_by_bit(pools: Pools, tmp_path: Path) -> None:
     torch.manual_seed(0)
     start = str(tmp_path / "start")
-    transformers.AutoModelForCausalLM.from_config(tiny("llama"), dtype=torch.float32).save_pretrained(start)
+    transformers.AutoModelForCausalLM.from_config(
+        tiny("llama"), dtype=torch.float32
+    ).save_pretrained(start)
     for name in ("whole", "parts"):
         (tmp_path / name).mkdir()
     pools(2).run(stop_and_go, start, str(tmp_path / "whole"), str(tmp_path / "parts"))
-    expected, found = weights(tmp_path / "whole" / "final"), weights(tmp_path / "parts" / "final")
+    expected = weights(tmp_path / "whole" / "final")
+    found = weights(tmp_path / "parts" / "final")
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
@@ -90,9 +97,11 @@ def test_when_the_memory_is_freed() -> None:
 
 
 def test_a_save_to_the_disk_is_enough() -> None:
-    kept, control = hfscale.StatesInMemoryCallback(2), transformers.TrainerControl()
+    kept = hfscale.StatesInMemoryCallback(2)
+    control = transformers.TrainerControl()
     state = transformers.TrainerState()
-    state.global_step, state.max_steps = 4, 8
+    state.global_step = 4
+    state.max_steps = 8
     kept.on_step_end(None, state, control)
     assert kept.due
     assert not control.should_save

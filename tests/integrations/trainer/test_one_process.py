@@ -25,7 +25,10 @@ class Stream(IterableDataset):
 
 
 ASKED: dict[str, dict[str, Any]] = {
-    "reentrant": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+    "reentrant": {
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": {"use_reentrant": True},
+    },
     "neftune": {"neftune_noise_alpha": 5.0},
     "batch_size": {"auto_find_batch_size": True},
     "dispatch": {"accelerator_config": {"dispatch_batches": True}},
@@ -35,7 +38,13 @@ ASKED: dict[str, dict[str, Any]] = {
 def trained(kind: Any, asked: dict[str, Any], out: Path) -> list[float]:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(tiny("llama"), dtype=torch.float32)
-    given = {"max_steps": 3, "per_device_train_batch_size": 4, "logging_steps": 1, "save_strategy": "no", **asked}
+    given = {
+        "max_steps": 3,
+        "per_device_train_batch_size": 4,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        **asked,
+    }
     args = transformers.TrainingArguments(
         str(out), use_cpu=True, report_to=[], disable_tqdm=True, learning_rate=1e-2, seed=3, **given
     )
@@ -46,25 +55,36 @@ def trained(kind: Any, asked: dict[str, Any], out: Path) -> list[float]:
         "PrinterCallback",
     ]
     trainer.train()
-    return [row[key] for row in trainer.state.log_history if "loss" in row for key in ("loss", "grad_norm")]
+    return [
+        row[key]
+        for row in trainer.state.log_history
+        if "loss" in row
+        for key in ("loss", "grad_norm")
+    ]
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ASKED)
-def test_options_are_those_of_stock(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_are_those_of_stock(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     expected = trained(transformers.Trainer, ASKED[name], tmp_path)
     found = trained(hfscale.Trainer, ASKED[name], tmp_path)
     assert found == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.parametrize(("optim", "expected"), [("adamw_torch", True), ("lomo", False), ("adalomo", False)])
+@pytest.mark.parametrize(
+    ("optim", "expected"), [("adamw_torch", True), ("lomo", False), ("adalomo", False)]
+)
 def test_optimizers_that_step_in_the_backward_pass_get_stock_steps(
     optim: str, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     args = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], optim=optim)
-    trainer = hfscale.Trainer(model=AutoModelForCausalLM.from_config(tiny("llama")), args=args, train_dataset=ROWS)
+    trainer = hfscale.Trainer(
+        model=AutoModelForCausalLM.from_config(tiny("llama")), args=args, train_dataset=ROWS
+    )
     assert trainer.uses_train_step is expected
 
 

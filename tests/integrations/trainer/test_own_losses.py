@@ -36,7 +36,10 @@ class Uneven(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         ids = torch.randint(3, 60, (12,), generator=torch.Generator().manual_seed(index))
-        return {"input_ids": ids, "labels": (ids % 2).masked_fill(torch.arange(12) > (index * 5) % 12, -100)}
+        return {
+            "input_ids": ids,
+            "labels": (ids % 2).masked_fill(torch.arange(12) > (index * 5) % 12, -100),
+        }
 
 
 def logged(path: str, out: str, family: str, layout: Layout | None) -> list[dict[str, float]]:
@@ -44,7 +47,12 @@ def logged(path: str, out: str, family: str, layout: Layout | None) -> list[dict
     load: Any = CLASSES[family] if parallel is None else hfscale
     more = {} if parallel is None else {"parallel": parallel, "auto_class": CLASSES[family]}
     model = load.from_pretrained(path, dtype=torch.float64, **more)
-    given = {"eval_strategy": "epoch", "gradient_accumulation_steps": 2, "logging_steps": 1, "num_train_epochs": 1}
+    given = {
+        "eval_strategy": "epoch",
+        "gradient_accumulation_steps": 2,
+        "logging_steps": 1,
+        "num_train_epochs": 1,
+    }
     args = arguments(out, 4 // (1 if parallel is None else parallel.batch_world), **given)
     kind = transformers.Trainer if parallel is None else hfscale.Trainer
     trainer = kind(model, args, train_dataset=Uneven(14), eval_dataset=Uneven(5))
@@ -57,7 +65,9 @@ def logged(path: str, out: str, family: str, layout: Layout | None) -> list[dict
 def test_logs_equal_one_process(pools: Pools, tmp_path: Path, family: str) -> None:
     """Also where a data rank has no row of the last batch."""
     torch.manual_seed(0)
-    config = tiny_clone(AutoConfig.for_model(family), layers=4, decoder_start_token_id=0, pad_token_id=0)
+    config = tiny_clone(
+        AutoConfig.for_model(family), layers=4, decoder_start_token_id=0, pad_token_id=0
+    )
     CLASSES[family].from_config(config).save_pretrained(tmp_path / "model")
     stock = logged(str(tmp_path / "model"), str(tmp_path), family, None)
     assert len(stock) == 4

@@ -22,7 +22,9 @@ from .script import Case, assert_equal, run
 
 Pools = Callable[[int], RankPool]
 Layout = dict[str, Any]
-TP2, DP2, CP2 = {"tp_size": 2}, {"dp_shard_size": 2}, {"cp_size": 2}
+TP2 = {"tp_size": 2}
+DP2 = {"dp_shard_size": 2}
+CP2 = {"cp_size": 2}
 PP2 = {"pp_size": 2, "num_microbatches": 4}
 BALANCED_PP2 = {"pp_size": 2, "num_microbatches": 2}  # of rows as they come
 ZBV = {"pp_size": 2, "pipeline_schedule": "zbv", "virtual_stages": 2, "num_microbatches": 4}
@@ -30,9 +32,13 @@ EP2 = {"ep_size": 2, "dp_shard_size": 2}
 
 CASES = {
     "plain": Case(),
-    "own": Case(kind="own", rows=16, evaluated=8),  # with what is left over, data ranks repeat rows, as in stock code
+    "own": Case(
+        kind="own", rows=16, evaluated=8
+    ),  # with what is left over, data ranks repeat rows, as in stock code
     "smoothed": Case({"label_smoothing_factor": 0.1, "num_train_epochs": 1}),
-    "loss_only": Case({"num_train_epochs": 1, "train_sampling_strategy": "group_by_length"}, metrics=False),
+    "loss_only": Case(
+        {"num_train_epochs": 1, "train_sampling_strategy": "group_by_length"}, metrics=False
+    ),
     "once": Case({"num_train_epochs": 1}),
     "bf16": Case({"num_train_epochs": 1, "bf16": True}),
     "balanced": Case({"train_sampling_strategy": "batch_rebalance"}, rows=20, batch=8),
@@ -62,7 +68,9 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         for kind in (name, name + ADAPTED):
             made[kind] = str(tmp_path_factory.mktemp(kind))
         model.save_pretrained(made[name])
-        lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
+        lora = LoraConfig(
+            r=4, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False
+        )
         if name not in ("qwen3_moe", "bart"):
             get_peft_model(model, lora).save_pretrained(made[name + ADAPTED])
     return made
@@ -74,7 +82,9 @@ def case_of(name: str, family: str, paths: dict[str, str]) -> Case:
 
 
 @pytest.fixture(scope="module")
-def expected(paths: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Any]:
+def expected(
+    paths: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str, str], Any]:
     """What stock Trainer logs, once per case."""
     known: dict[tuple[str, str], Any] = {}
 
@@ -91,13 +101,19 @@ def expected(paths: dict[str, str], tmp_path_factory: pytest.TempPathFactory) ->
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        *(("plain", layout) for layout in (TP2, PP2, ZBV, DP2, CP2, {**TP2, "sequence_parallel": True})),
+        *(
+            ("plain", layout)
+            for layout in (TP2, PP2, ZBV, DP2, CP2, {**TP2, "sequence_parallel": True})
+        ),
         pytest.param("plain", {"tp_size": 2, "dp_shard_size": 2}, marks=pytest.mark.slow),
         ("own", DP2),
         *(("smoothed", layout) for layout in (PP2, DP2)),
         ("loss_only", TP2),
         ("balanced", DP2),
-        *(pytest.param("balanced", layout, marks=pytest.mark.slow) for layout in (TP2, CP2, BALANCED_PP2)),
+        *(
+            pytest.param("balanced", layout, marks=pytest.mark.slow)
+            for layout in (TP2, CP2, BALANCED_PP2)
+        ),
         *(pytest.param(name, layout, marks=pytest.mark.slow) for name, layout in RARER),
     ],
 )
@@ -127,7 +143,8 @@ def test_mixed_precision_rounds_as_in_one_process(
     pools: Pools, expected: Any, paths: dict[str, str], layout: Layout, tmp_path: Path
 ) -> None:
     """Within four times of what bfloat16 does to one process, and two of its roundings."""
-    exact, stock = expected("once", "llama")["history"], expected("bf16", "llama")["history"]
+    exact = expected("once", "llama")["history"]
+    stock = expected("bf16", "llama")["history"]
     (found, *_) = pools(2).run(run, CASES["bf16"], paths["llama"], str(tmp_path), layout)
     assert len(found["history"]) == len(stock) == len(exact)
     compared = 0
@@ -135,7 +152,12 @@ def test_mixed_precision_rounds_as_in_one_process(
         for name in ("loss", "grad_norm", "eval_loss"):
             if name in theirs:
                 allowed = max(4 * abs(theirs[name] - whole[name]), 2**-7 * abs(theirs[name]))
-                assert abs(ours[name] - theirs[name]) <= allowed, (theirs["step"], name, ours[name], theirs[name])
+                assert abs(ours[name] - theirs[name]) <= allowed, (
+                    theirs["step"],
+                    name,
+                    ours[name],
+                    theirs[name],
+                )
                 compared += ours[name] != whole[name]
     assert compared > 3  # it did round
 
@@ -150,12 +172,16 @@ def run_compiled(case: Case, path: str, out: str, layout: Layout) -> tuple[dict[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [TP2, *(pytest.param(each, marks=pytest.mark.slow) for each in (PP2, DP2))])
+@pytest.mark.parametrize(
+    "layout", [TP2, *(pytest.param(each, marks=pytest.mark.slow) for each in (PP2, DP2))]
+)
 def test_compiled_layers_log_what_plain_ones_do(
     pools: Pools, expected: Any, paths: dict[str, str], layout: Layout, tmp_path: Path
 ) -> None:
     stock = expected("once", "llama")
-    for found, graphs in pools(2).run(run_compiled, CASES["compiled"], paths["llama"], str(tmp_path), layout):
+    for found, graphs in pools(2).run(
+        run_compiled, CASES["compiled"], paths["llama"], str(tmp_path), layout
+    ):
         assert_equal(found, stock, layout)
         assert graphs > 0
 
@@ -179,9 +205,16 @@ def test_mixtures_of_experts(
     ],
 )
 def test_adapters(
-    pools: Pools, expected: Any, paths: dict[str, str], name: str, family: str, layout: Layout, tmp_path: Path
+    pools: Pools,
+    expected: Any,
+    paths: dict[str, str],
+    name: str,
+    family: str,
+    layout: Layout,
+    tmp_path: Path,
 ) -> None:
-    stock, case = expected(name, family), case_of(name, family, paths)
+    stock = expected(name, family)
+    case = case_of(name, family, paths)
     for found in pools(2).run(run, case, paths[family], str(tmp_path), layout):
         assert_equal(found, stock, layout)
     assert (tmp_path / "final" / "adapter_model.safetensors").exists()

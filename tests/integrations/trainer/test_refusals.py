@@ -44,12 +44,17 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 def arguments(out: str, **given: Any) -> TrainingArguments:
-    return TrainingArguments(out, use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="no", **given)
+    return TrainingArguments(
+        out, use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="no", **given
+    )
 
 
 def try_arguments(out: str) -> list[str]:
     model = hfscale.from_config(tiny("llama"), parallel=ParallelConfig(tp_size=2))
-    return [refusal_of(lambda given=given: hfscale.Trainer(model, arguments(out, **given))) for given, _ in REFUSED]
+    return [
+        refusal_of(lambda given=given: hfscale.Trainer(model, arguments(out, **given)))
+        for given, _ in REFUSED
+    ]
 
 
 def test_arguments(pools: Pools, tmp_path: Path) -> None:
@@ -77,7 +82,9 @@ def test_options_that_make_no_difference_are_said(tmp_path: Path) -> None:
         assert heard_options(given) == {}
     given = arguments(str(tmp_path), optim="sgd", optim_args="momentum=0.9,nesterov=true")
     assert heard_options(given) == {"momentum": "0.9", "nesterov": "true"}
-    check_optimizer(arguments(str(tmp_path), optim="adamw_torch", optim_args="eps=1e-6"))  # which nothing hears
+    check_optimizer(
+        arguments(str(tmp_path), optim="adamw_torch", optim_args="eps=1e-6")
+    )  # which nothing hears
 
 
 def try_precision_of_launcher(out: str) -> str:
@@ -92,7 +99,9 @@ def try_precision_of_launcher(out: str) -> str:
             os.environ["ACCELERATE_MIXED_PRECISION"] = held
 
 
-def test_a_precision_that_a_config_file_says_is_told_from_an_argument(pools: Pools, tmp_path: Path) -> None:
+def test_a_precision_that_a_config_file_says_is_told_from_an_argument(
+    pools: Pools, tmp_path: Path
+) -> None:
     for message in pools(2).run(try_precision_of_launcher, str(tmp_path)):
         assert "of its config file" in message
 
@@ -100,7 +109,9 @@ def test_a_precision_that_a_config_file_says_is_told_from_an_argument(pools: Poo
 def try_models(out: str) -> list[str]:
     stock = AutoModelForCausalLM.from_config(tiny("llama"))
     held = hfscale.from_config(tiny("llama"), parallel=ParallelConfig(tp_size=2))
-    late = hfscale.from_config(tiny("llama"), parallel=ParallelConfig(pp_size=2, pipeline_schedule="pipedream"))
+    late = hfscale.from_config(
+        tiny("llama"), parallel=ParallelConfig(pp_size=2, pipeline_schedule="pipedream")
+    )
     two = ParallelConfig(dp_shard_size=2)
     return [
         refusal_of(lambda: hfscale.Trainer(stock, arguments(out))),
@@ -120,8 +131,15 @@ def test_models(pools: Pools, tmp_path: Path) -> None:
 def compiled_by(out: str) -> list[Any]:
     """By which compiler the layers run, under one Trainer after the other."""
     stock = AutoModelForCausalLM.from_config(tiny("llama", num_hidden_layers=1))
-    built, found = hfscale.from_config(tiny("llama", num_hidden_layers=1), compile="aot_eager"), list[Any]()
-    for model, backend in ((stock, "eager"), (stock, None), (built, None), (built, "eager"), (built, None)):
+    built = hfscale.from_config(tiny("llama", num_hidden_layers=1), compile="aot_eager")
+    found = list[Any]()
+    for model, backend in (
+        (stock, "eager"),
+        (stock, None),
+        (built, None),
+        (built, "eager"),
+        (built, None),
+    ):
         hfscale.Trainer(model, arguments(out, torch_compile_backend=backend))
         found.append(runtime_of(model).compiled)
         assert is_compiled_in_place(model.model.layers[0]) == bool(found[-1])
@@ -135,9 +153,13 @@ def test_a_trainers_compiler_ends_with_it(pools: Pools, tmp_path: Path) -> None:
 
 
 def try_rebalanced(out: str, layout: dict[str, Any]) -> str:
-    model = hfscale.from_config(tiny("llama", num_hidden_layers=4), parallel=ParallelConfig(pp_size=2, **layout))
+    model = hfscale.from_config(
+        tiny("llama", num_hidden_layers=4), parallel=ParallelConfig(pp_size=2, **layout)
+    )
     given = arguments(out, train_sampling_strategy="batch_rebalance", gradient_accumulation_steps=3)
-    return refusal_of(lambda: hfscale.Trainer(model, given, data_collator=collate, train_dataset=Rows(48, 1)))
+    return refusal_of(
+        lambda: hfscale.Trainer(model, given, data_collator=collate, train_dataset=Rows(48, 1))
+    )
 
 
 @pytest.mark.parametrize(
@@ -155,12 +177,17 @@ def test_batches_of_unequal_rows_are_the_microbatches(
 
 
 def try_smoothing(out: str) -> str:
-    config, layout = tiny("llama", num_labels=3, pad_token_id=0), ParallelConfig(pp_size=2)
-    model = hfscale.from_config(config, parallel=layout, auto_class=AutoModelForSequenceClassification)
+    config = tiny("llama", num_labels=3, pad_token_id=0)
+    layout = ParallelConfig(pp_size=2)
+    model = hfscale.from_config(
+        config, parallel=layout, auto_class=AutoModelForSequenceClassification
+    )
     return refusal_of(lambda: hfscale.Trainer(model, arguments(out, label_smoothing_factor=0.1)))
 
 
-def test_a_loss_that_nobody_smooths_is_refused_before_a_stage_waits(pools: Pools, tmp_path: Path) -> None:
+def test_a_loss_that_nobody_smooths_is_refused_before_a_stage_waits(
+    pools: Pools, tmp_path: Path
+) -> None:
     for message in pools(2).run(try_smoothing, str(tmp_path)):
         assert "label_smoothing_factor=0.1" in message
         assert "tensor ranks alone" in message
@@ -179,7 +206,9 @@ class OwnLoss(hfscale.Trainer):
 
 def try_own_loss(out: str) -> str:
     model = hfscale.from_config(tiny("llama"), parallel=ParallelConfig(pp_size=2))
-    return refusal_of(lambda: OwnLoss(model, arguments(out), data_collator=collate, train_dataset=Rows(8, 1)))
+    return refusal_of(
+        lambda: OwnLoss(model, arguments(out), data_collator=collate, train_dataset=Rows(8, 1))
+    )
 
 
 def test_own_losses_through_stages(pools: Pools, tmp_path: Path) -> None:
@@ -192,7 +221,12 @@ def counted(out: str, layout: dict[str, int]) -> tuple[int, int, list[str]]:
     """Arguments made without ``use_cpu``, a stock model, ``parallel``: as few lines as can be."""
     torch.manual_seed(0)
     given = TrainingArguments(
-        out, report_to=[], disable_tqdm=True, save_strategy="no", max_steps=1, remove_unused_columns=False
+        out,
+        report_to=[],
+        disable_tqdm=True,
+        save_strategy="no",
+        max_steps=1,
+        remove_unused_columns=False,
     )
     trainer = hfscale.Trainer(
         AutoModelForCausalLM.from_config(tiny("llama")),
@@ -217,7 +251,9 @@ def without_switch(out: str, layout: dict[str, int]) -> Any:
 
 
 @pytest.mark.parametrize("layout", [{"tp_size": 2}, {"dp_shard_size": 2}])
-def test_processes_are_counted_without_being_told(pools: Pools, layout: dict[str, int], tmp_path: Path) -> None:
+def test_processes_are_counted_without_being_told(
+    pools: Pools, layout: dict[str, int], tmp_path: Path
+) -> None:
     for world, batches, _ in pools(2).run(without_switch, str(tmp_path), layout):
         assert world == 2
         assert batches == layout.get("dp_shard_size", 1)

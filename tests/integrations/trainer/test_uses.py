@@ -22,19 +22,25 @@ from .script import Rows, collate
 
 Pools = Callable[[int], RankPool]
 Layout = dict[str, Any]
-TP2, DP2, PP2 = {"tp_size": 2}, {"dp_shard_size": 2}, {"pp_size": 2, "num_microbatches": 2}
+TP2 = {"tp_size": 2}
+DP2 = {"dp_shard_size": 2}
+PP2 = {"pp_size": 2, "num_microbatches": 2}
 
 
 def arguments(out: str, batch: int = 4, **given: Any) -> TrainingArguments:
     given = {"report_to": [], "disable_tqdm": True, "save_strategy": "no", "use_cpu": True, **given}
-    return TrainingArguments(out, per_device_train_batch_size=batch, per_device_eval_batch_size=batch, **given)
+    return TrainingArguments(
+        out, per_device_train_batch_size=batch, per_device_eval_batch_size=batch, **given
+    )
 
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory) -> str:
     torch.manual_seed(0)
     path = str(tmp_path_factory.mktemp("start"))
-    AutoModelForCausalLM.from_config(tiny("llama", num_hidden_layers=4), dtype=torch.float32).save_pretrained(path)
+    AutoModelForCausalLM.from_config(
+        tiny("llama", num_hidden_layers=4), dtype=torch.float32
+    ).save_pretrained(path)
     return path
 
 
@@ -50,7 +56,9 @@ def predictions(path: str, out: str, layout: Layout | None) -> Any:
 
 
 @pytest.mark.parametrize("layout", [TP2, PP2, DP2])
-def test_predictions_equal_one_process(pools: Pools, start: str, layout: Layout, tmp_path: Path) -> None:
+def test_predictions_equal_one_process(
+    pools: Pools, start: str, layout: Layout, tmp_path: Path
+) -> None:
     logits, labels, loss = predictions(start, str(tmp_path), None)
     for ours, theirs, own in pools(2).run(predictions, start, str(tmp_path), layout):
         valid = labels != -100
@@ -66,7 +74,9 @@ def made_late(path: str, out: str, layout: Layout) -> list[float]:
         return hfscale.from_pretrained(path, parallel=ParallelConfig(**layout), dtype=torch.float32)
 
     given = arguments(out, max_steps=2, logging_steps=1, gradient_accumulation_steps=2)
-    trainer = hfscale.Trainer(model_init=init, args=given, data_collator=collate, train_dataset=Rows(32, 1))
+    trainer = hfscale.Trainer(
+        model_init=init, args=given, data_collator=collate, train_dataset=Rows(32, 1)
+    )
     losses = []
     for _ in range(2):
         trainer.train()
@@ -84,8 +94,12 @@ def test_models_made_late(pools: Pools, start: str, layout: Layout, tmp_path: Pa
 def wrapped(path: str, out: str, layout: Layout) -> tuple[float, bool]:
     """PEFT's model around one of hfscale's, saved and gone on with."""
     model = hfscale.from_pretrained(path, parallel=ParallelConfig(**layout), dtype=torch.float32)
-    model = hfscale.get_peft_model(model, LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
-    given = arguments(out, max_steps=4, save_strategy="steps", save_steps=2, logging_steps=1, learning_rate=1e-2)
+    model = hfscale.get_peft_model(
+        model, LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
+    )
+    given = arguments(
+        out, max_steps=4, save_strategy="steps", save_steps=2, logging_steps=1, learning_rate=1e-2
+    )
     trainer = hfscale.Trainer(model, given, data_collator=collate, train_dataset=Rows(32, 1))
     trainer.train()
     whole = trainer.state.log_history[3]["loss"]
@@ -117,12 +131,17 @@ class Stream(IterableDataset):
 
 def trained(path: str, out: str, kind: str) -> list[float]:
     """A step of ranks that share a batch compares it: it would not run otherwise."""
-    model = hfscale.from_pretrained(path, parallel=ParallelConfig(pp_size=2, num_microbatches=2), dtype=torch.float32)
+    model = hfscale.from_pretrained(
+        path, parallel=ParallelConfig(pp_size=2, num_microbatches=2), dtype=torch.float32
+    )
     workers = {"dataloader_num_workers": 1} if kind == "workers" else {}
     rows = Augmented(16, 1) if kind == "workers" else Stream()
     torch.manual_seed(torch.distributed.get_rank())
     trainer = hfscale.Trainer(
-        model, arguments(out, max_steps=3, logging_steps=1, **workers), data_collator=collate, train_dataset=rows
+        model,
+        arguments(out, max_steps=3, logging_steps=1, **workers),
+        data_collator=collate,
+        train_dataset=rows,
     )
     torch.rand(torch.distributed.get_rank() + 1)  # random streams are where they are
     trainer.train()
@@ -131,7 +150,9 @@ def trained(path: str, out: str, kind: str) -> list[float]:
 
 @pytest.mark.daily("workers")
 @pytest.mark.parametrize("kind", ["workers", "stream"])
-def test_ranks_that_share_a_batch_are_given_the_same(pools: Pools, start: str, kind: str, tmp_path: Path) -> None:
+def test_ranks_that_share_a_batch_are_given_the_same(
+    pools: Pools, start: str, kind: str, tmp_path: Path
+) -> None:
     one, other = pools(2).run(trained, start, str(tmp_path), kind)
     assert len(one) == 3
     assert one == other
@@ -144,14 +165,21 @@ class WatchedLoss(hfscale.Trainer):
 
 def what_is_said(path: str, out: str, kind: type, rows: int) -> list[str]:
     model = hfscale.from_pretrained(path, dtype=torch.float32, parallel=ParallelConfig(**DP2))
-    trainer = kind(model, arguments(out, 2, num_train_epochs=2), data_collator=collate, train_dataset=Rows(rows, 1))
+    trainer = kind(
+        model,
+        arguments(out, 2, num_train_epochs=2),
+        data_collator=collate,
+        train_dataset=Rows(rows, 1),
+    )
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         trainer.train()
     return [str(each.message) for each in said if "counts them twice" in str(each.message)]
 
 
-def test_a_loss_of_ones_own_is_told_of_examples_that_count_twice(pools: Pools, start: str, tmp_path: Path) -> None:
+def test_a_loss_of_ones_own_is_told_of_examples_that_count_twice(
+    pools: Pools, start: str, tmp_path: Path
+) -> None:
     first, second = pools(2).run(what_is_said, start, str(tmp_path), WatchedLoss, 6)
     assert first == []
     assert len(second) == 1
@@ -167,7 +195,9 @@ class Few(IterableDataset):
 
 def evaluated(out: str) -> list[float]:
     model = hfscale.from_config(tiny("llama"), parallel=ParallelConfig(tp_size=2))
-    given = TrainingArguments(out, use_cpu=True, report_to=[], disable_tqdm=True, per_device_eval_batch_size=2)
+    given = TrainingArguments(
+        out, use_cpu=True, report_to=[], disable_tqdm=True, per_device_eval_batch_size=2
+    )
     trainer = hfscale.Trainer(model, given, data_collator=collate)
     return [trainer.evaluate(rows)["eval_loss"] for rows in (Rows(3, 1), Few())]
 

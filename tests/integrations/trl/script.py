@@ -29,17 +29,25 @@ _CHAT = """{% for message in messages %}{% if message.role == 'user' %}q {{ mess
 
 def tokenizer(path: Path) -> PreTrainedTokenizerFast:
     words = ["pad", "end", "unknown", "q", "a", *(f"w{number}" for number in range(62))]
-    whole = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="unknown"))
+    whole = Tokenizer(
+        models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="unknown")
+    )
     whole.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     made = PreTrainedTokenizerFast(
-        tokenizer_object=whole, pad_token="pad", eos_token="end", unk_token="unknown", chat_template=_CHAT
+        tokenizer_object=whole,
+        pad_token="pad",
+        eos_token="end",
+        unk_token="unknown",
+        chat_template=_CHAT,
     )
     made.save_pretrained(path)
     return made
 
 
 def words(count: int, generator: torch.Generator) -> str:
-    return " ".join(f"w{number}" for number in torch.randint(0, 62, (count,), generator=generator).tolist())
+    return " ".join(
+        f"w{number}" for number in torch.randint(0, 62, (count,), generator=generator).tolist()
+    )
 
 
 def rows(path: str, kind: str, seed: int) -> Dataset:
@@ -93,7 +101,9 @@ class Case:
     more: dict[str, Any] = field(default_factory=dict)
     adapted: Any = None  # a PEFT config of adapters that the model has before
     taught: bool = False  # by the model in the folder ``teacher``
-    made: Callable[[str], dict[str, Any]] | None = None  # more arguments of the trainer, made on every rank
+    made: Callable[[str], dict[str, Any]] | None = (
+        None  # more arguments of the trainer, made on every rank
+    )
 
 
 def length_reward(completions: list[str], **_: Any) -> list[float]:
@@ -102,24 +112,34 @@ def length_reward(completions: list[str], **_: Any) -> list[float]:
 
 def rollouts(prompts: list[str], trainer: Any) -> dict[str, Any]:
     """The same completions for a prompt, whichever rank has it; those of its group differ."""
-    first, prompt_ids, completions = trainer.accelerator.process_index * len(prompts), [], []
+    first = trainer.accelerator.process_index * len(prompts)
+    prompt_ids = []
+    completions = []
     for place, prompt in enumerate(prompts, first):
         ids = trainer.processing_class(prompt)["input_ids"]
         number = place % trainer.num_generations
         prompt_ids.append(ids)
-        completions.append([(sum(ids) + 7 * number + k * k) % 60 + 5 for k in range(2 + number)] + [1])
+        completions.append(
+            [(sum(ids) + 7 * number + k * k) % 60 + 5 for k in range(2 + number)] + [1]
+        )
     return {"prompt_ids": prompt_ids, "completion_ids": completions, "logprobs": None}
 
 
 def build(case: Case, path: str, layout: dict[str, Any] | None) -> Any:
     ranks = case.trainer == "RewardTrainer"
     auto = AutoModelForSequenceClassification if ranks else AutoModelForCausalLM
-    load: dict[str, Any] = {"dtype": torch.float32, **({"num_labels": 1} if ranks else {}), **case.load}
+    load: dict[str, Any] = {
+        "dtype": torch.float32,
+        **({"num_labels": 1} if ranks else {}),
+        **case.load,
+    }
     if layout is None and not case.ours:
         model = auto.from_pretrained(path, **load)
         torch.manual_seed(1)
         return model if case.adapted is None else peft.get_peft_model(model, case.adapted)
-    model = hfscale.from_pretrained(path, parallel=ParallelConfig(**(layout or {})), auto_class=auto, **load)
+    model = hfscale.from_pretrained(
+        path, parallel=ParallelConfig(**(layout or {})), auto_class=auto, **load
+    )
     return model if case.adapted is None else hfscale.get_peft_model(model, case.adapted, seed=1)
 
 
@@ -176,7 +196,9 @@ def once_each(stock: Callable[[str], Any]) -> Callable[[str], Any]:
     return find
 
 
-def assert_equal(found: Any, expected: Any, layout: dict[str, Any], tolerance: float = 1e-5) -> None:
+def assert_equal(
+    found: Any, expected: Any, layout: dict[str, Any], tolerance: float = 1e-5
+) -> None:
     """Every number of every logged row.
 
     Data ranks may pad their rows to lengths of their own, and GRPO logs means of their means of ``kl`` and ``entropy``.
@@ -188,4 +210,9 @@ def assert_equal(found: Any, expected: Any, layout: dict[str, Any], tolerance: f
         assert ours.keys() == theirs.keys()
         for name in theirs.keys() - left_out:
             apart = abs(ours[name] - theirs[name])
-            assert apart <= tolerance * max(1.0, abs(theirs[name])), (theirs["step"], name, ours[name], theirs[name])
+            assert apart <= tolerance * max(1.0, abs(theirs[name])), (
+                theirs["step"],
+                name,
+                ours[name],
+                theirs[name],
+            )

@@ -12,7 +12,9 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-NF4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+NF4 = BitsAndBytesConfig(
+    load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
+)
 GROUP = 4  # completions of a prompt
 
 
@@ -23,7 +25,9 @@ class _Scores:
         self.path = path
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **given)
         for module in self.model.modules():
-            if hasattr(module, "support_avx512bf16_for_cpu"):  # a layout that some processors have for evaluation
+            if hasattr(
+                module, "support_avx512bf16_for_cpu"
+            ):  # a layout that some processors have for evaluation
                 module.support_avx512bf16_for_cpu = False
 
     def fill(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -61,10 +65,16 @@ class Client(_Scores):
     def get_server_info(self) -> dict[str, Any]:
         return {"model_config": {"logprobs_mode": "processed_logprobs"}}
 
-    def update_named_params(self, metadata: list[Any], weights: Iterator[tuple[str, Tensor]]) -> None:
+    def update_named_params(
+        self, metadata: list[Any], weights: Iterator[tuple[str, Tensor]]
+    ) -> None:
         def checked() -> Iterator[tuple[str, Tensor]]:
             for (name, dtype, shape), (found, tensor) in zip(metadata, weights, strict=True):
-                assert (name, dtype, shape) == (found, str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
+                assert (name, dtype, shape) == (
+                    found,
+                    str(tensor.dtype).removeprefix("torch."),
+                    list(tensor.shape),
+                )
                 yield found, tensor.clone()  # sent over the network
 
         self.fill(checked())
@@ -75,7 +85,11 @@ class Client(_Scores):
     def generate(self, prompts: list[list[int]], n: int, **_: Any) -> dict[str, Any]:
         made = [self.complete(prompt, number) for prompt in prompts for number in range(n)]
         logprobs = [[[each] for each in scores] for _, scores in made]
-        return {"prompt_ids": prompts, "completion_ids": [ids for ids, _ in made], "logprobs": logprobs}
+        return {
+            "prompt_ids": prompts,
+            "completion_ids": [ids for ids, _ in made],
+            "logprobs": logprobs,
+        }
 
 
 class LLM(_Scores):
@@ -83,7 +97,8 @@ class LLM(_Scores):
 
     def __init__(self, model: str, quantization: str | None = None, **given: Any) -> None:
         super().__init__(model, **({} if quantization is None else {"quantization_config": NF4}))
-        self.rank, self.adapter = given.get("max_lora_rank", 0), 0
+        self.rank = given.get("max_lora_rank", 0)
+        self.adapter = 0
 
     def collective_rpc(self, method: str, kwargs: dict[str, Any]) -> None:
         assert method == "reload_weights"
@@ -92,17 +107,25 @@ class LLM(_Scores):
     def reset_prefix_cache(self) -> None:
         pass
 
-    def generate(self, prompts: list[dict[str, Any]], lora_request: Any = None, **_: Any) -> list[Any]:
+    def generate(
+        self, prompts: list[dict[str, Any]], lora_request: Any = None, **_: Any
+    ) -> list[Any]:
         if lora_request is not None and lora_request.number != self.adapter:
             base = self.model if self.adapter == 0 else self.model.unload()
-            self.model, self.adapter = PeftModel.from_pretrained(base, lora_request.directory), lora_request.number
+            self.model = PeftModel.from_pretrained(base, lora_request.directory)
+            self.adapter = lora_request.number
             assert self.model.peft_config["default"].r <= self.rank
         found = []
         for place, prompt in enumerate(prompts):
             ids, scores = self.complete(prompt["prompt_token_ids"], place % GROUP)
-            logprobs = [{token: SimpleNamespace(logprob=x, rank=1)} for token, x in zip(ids, scores, strict=True)]
+            logprobs = [
+                {token: SimpleNamespace(logprob=x, rank=1)}
+                for token, x in zip(ids, scores, strict=True)
+            ]
             output = SimpleNamespace(token_ids=ids, logprobs=logprobs)
-            found.append(SimpleNamespace(prompt_token_ids=prompt["prompt_token_ids"], outputs=[output]))
+            found.append(
+                SimpleNamespace(prompt_token_ids=prompt["prompt_token_ids"], outputs=[output])
+            )
         return found
 
 

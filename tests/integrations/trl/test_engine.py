@@ -11,7 +11,12 @@ from typing import Any
 import pytest
 import torch
 import trl
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, MixtralConfig, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    MixtralConfig,
+    PreTrainedTokenizerFast,
+)
 
 import hfscale
 import hfscale.trl
@@ -27,14 +32,21 @@ from .test_parity import GENERATES, LORA
 Pools = Callable[[int], RankPool]
 Layout = dict[str, Any]
 SERVER = {**GENERATES, "num_generations": GROUP, "use_vllm": True, "vllm_mode": "server"}
-SIZES: dict[str, Any] = {"vocab_size": 67, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
+SIZES: dict[str, Any] = {
+    "vocab_size": 67,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}
 GRPO = Case("GRPOTrainer", "prompt", SERVER, more={"reward_funcs": length_reward})
 CASES = {
     "grpo": GRPO,
     "mixture": replace(GRPO, arguments={**SERVER, "beta": 0.0, "router_aux_loss_coef": 0.0}),
     "lora": replace(GRPO, lora=LORA),
-    "qlora": replace(GRPO, lora=replace(LORA, init_lora_weights=False), load={"quantization_config": NF4}),
+    "qlora": replace(
+        GRPO, lora=replace(LORA, init_lora_weights=False), load={"quantization_config": NF4}
+    ),
     "rloo": replace(GRPO, trainer="RLOOTrainer"),
     "8 bits": replace(
         GRPO,
@@ -43,7 +55,10 @@ CASES = {
         load={"quantization_config": BitsAndBytesConfig(load_in_8bit=True)},
     ),
 }
-TP2, DP2, PP2, CP2 = {"tp_size": 2}, {"dp_shard_size": 2}, {"pp_size": 2}, {"cp_size": 2}
+TP2 = {"tp_size": 2}
+DP2 = {"dp_shard_size": 2}
+PP2 = {"pp_size": 2}
+CP2 = {"cp_size": 2}
 RUNS: list[tuple[str, Layout, str]] = [
     *(("grpo", layout, "server") for layout in (TP2, DP2, PP2, CP2)),
     *(("grpo", layout, "colocate") for layout in (TP2, DP2, PP2)),
@@ -57,7 +72,8 @@ RUNS: list[tuple[str, Layout, str]] = [
 def path(tmp_path_factory: pytest.TempPathFactory) -> str:
     made = tmp_path_factory.mktemp("start")
     tokens = {"eos_token_id": 1, "bos_token_id": None, "pad_token_id": 0}
-    dense, mixture = tiny("llama", num_hidden_layers=4, **tokens), MixtralConfig(**SIZES, **tokens)
+    dense = tiny("llama", num_hidden_layers=4, **tokens)
+    mixture = MixtralConfig(**SIZES, **tokens)
     for place, config in ((made, dense), (made / "mixture", mixture)):
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(place)
@@ -71,7 +87,9 @@ def start_of(name: str, path: str) -> str:
     return f"{path}/mixture" if name == "mixture" else path
 
 
-def run_with_engine(case: Case, path: str, out: str, layout: Layout | None) -> list[dict[str, float]]:
+def run_with_engine(
+    case: Case, path: str, out: str, layout: Layout | None
+) -> list[dict[str, float]]:
     with standing_in(path), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return run(case, path, out, layout)
@@ -93,22 +111,37 @@ def expected(path: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
 @pytest.mark.daily("grpo-layout2-server")
 @pytest.mark.parametrize(("name", "layout", "mode"), RUNS)
 def test_logs_equal_one_process(
-    pools: Pools, expected: Callable[[str], Any], path: str, name: str, layout: Layout, mode: str, tmp_path: Path
+    pools: Pools,
+    expected: Callable[[str], Any],
+    path: str,
+    name: str,
+    layout: Layout,
+    mode: str,
+    tmp_path: Path,
 ) -> None:
     stock = expected(name)
     case = replace(CASES[name], arguments={**CASES[name].arguments, "vllm_mode": mode})
     size = ParallelConfig(**layout).total_size
-    for found in pools(size).run(run_with_engine, case, start_of(name, path), str(tmp_path), layout):
+    for found in pools(size).run(
+        run_with_engine, case, start_of(name, path), str(tmp_path), layout
+    ):
         steps = [row for row in found if "loss" in row]
         assert len(steps) == 3
         assert all(row["sampling/sampling_logp_difference/max"] < 1e-5 for row in steps)
         if name == "rloo":  # TRL's drops the engine's log-probabilities
-            found = [{key: value for key, value in row.items() if "logp_difference" not in key} for row in found]
+            found = [
+                {key: value for key, value in row.items() if "logp_difference" not in key}
+                for row in found
+            ]
         assert_equal(found, stock, layout)
 
 
-def test_an_engine_serves_adapters_over_weights_in_4_bits(pools: Pools, path: str, tmp_path: Path) -> None:
-    case = replace(CASES["qlora"], arguments={**SERVER, "vllm_mode": "colocate", "learning_rate": 0.3})
+def test_an_engine_serves_adapters_over_weights_in_4_bits(
+    pools: Pools, path: str, tmp_path: Path
+) -> None:
+    case = replace(
+        CASES["qlora"], arguments={**SERVER, "vllm_mode": "colocate", "learning_rate": 0.3}
+    )
     for found in pools(2).run(run_with_engine, case, path, str(tmp_path), PP2):
         for row in (row for row in found if "loss" in row):
             # TRL casts the adapters that train to bfloat16, and PEFT those that it loads to float32.
@@ -128,8 +161,11 @@ def refused(name: str, path: str, out: str) -> str:
                 "report_to": [],
             }
             config = trl.GRPOConfig(out, per_device_train_batch_size=4, **arguments)
-            prompts, words = rows(path, "prompt", 1), PreTrainedTokenizerFast.from_pretrained(path)
-            return hfscale.trl.GRPOTrainer(model, length_reward, config, prompts, processing_class=words)
+            prompts = rows(path, "prompt", 1)
+            words = PreTrainedTokenizerFast.from_pretrained(path)
+            return hfscale.trl.GRPOTrainer(
+                model, length_reward, config, prompts, processing_class=words
+            )
 
     return refusal_of(lambda: run_with_engine(CASES[name], path, out, TP2) if name else nameless())
 
@@ -154,11 +190,25 @@ def stale(path: str, out: str) -> tuple[int, int]:
     with standing_in(path), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = hfscale.from_pretrained(path, dtype=torch.float32)
-        arguments = {**SERVER, "bf16": False, "use_cpu": True, "report_to": [], "save_strategy": "steps"}
-        arguments |= {"max_steps": 1, "save_steps": 1, "per_device_train_batch_size": GROUP, "beta": 0.0}
+        arguments = {
+            **SERVER,
+            "bf16": False,
+            "use_cpu": True,
+            "report_to": [],
+            "save_strategy": "steps",
+        }
+        arguments |= {
+            "max_steps": 1,
+            "save_steps": 1,
+            "per_device_train_batch_size": GROUP,
+            "beta": 0.0,
+        }
         config = trl.GRPOConfig(out, **arguments)
-        prompts, words = rows(path, "prompt", 1), PreTrainedTokenizerFast.from_pretrained(path)
-        trainer = hfscale.trl.GRPOTrainer(model, length_reward, config, prompts, processing_class=words)
+        prompts = rows(path, "prompt", 1)
+        words = PreTrainedTokenizerFast.from_pretrained(path)
+        trainer = hfscale.trl.GRPOTrainer(
+            model, length_reward, config, prompts, processing_class=words
+        )
         trainer.train()
         before = trainer._last_loaded_step
         trainer.state.best_model_checkpoint = f"{out}/checkpoint-1"

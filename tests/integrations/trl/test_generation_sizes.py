@@ -78,7 +78,9 @@ def size_of_an_earlier_config(out: str, steps: int) -> Any:
     return found, config.generation_batch_size
 
 
-def test_a_config_from_before_the_import_is_refused_where_it_may_mean_two_things(pools: Pools, tmp_path: Path) -> None:
+def test_a_config_from_before_the_import_is_refused_where_it_may_mean_two_things(
+    pools: Pools, tmp_path: Path
+) -> None:
     for message, _ in pools(2).run(size_of_an_earlier_config, str(tmp_path), 4):
         assert "import the trainer first" in message
     for message, size in pools(2).run(size_of_an_earlier_config, str(tmp_path), 2):

@@ -21,7 +21,9 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 def made(path: Path, tied: bool) -> str:
     torch.manual_seed(0)
-    config = tiny("llama", eos_token_id=1, bos_token_id=None, pad_token_id=0, tie_word_embeddings=tied)
+    config = tiny(
+        "llama", eos_token_id=1, bos_token_id=None, pad_token_id=0, tie_word_embeddings=tied
+    )
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path)
     tokenizer(path)
     save_rows(path, "prompt", 24, 1)
@@ -34,7 +36,9 @@ def case(cast: bool, beta: float) -> Case:
     return Case("GRPOTrainer", "prompt", asked, load={"dtype": torch.bfloat16}, more=more)
 
 
-def logged(path: str, out: Path, layout: dict[str, Any] | None, cast: bool, beta: float) -> list[dict[str, float]]:
+def logged(
+    path: str, out: Path, layout: dict[str, Any] | None, cast: bool, beta: float
+) -> list[dict[str, float]]:
     """Return what was logged but norms, whose squares stock code sums in bfloat16."""
     rows = run(case(cast, beta), path, str(out), layout)
     return [{name: value for name, value in row.items() if name != "grad_norm"} for row in rows]

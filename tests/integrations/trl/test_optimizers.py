@@ -94,7 +94,12 @@ def expected(path: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
 @pytest.mark.parametrize("layout", [{"tp_size": 2}, {"dp_shard_size": 2}])
 @pytest.mark.parametrize("name", ROWS_AND_OPTIONS)
 def test_an_earlier_optimizer_trains_the_cut_model(
-    pools: Pools, expected: Callable[[str], list[float]], path: str, name: str, layout: Layout, tmp_path: Path
+    pools: Pools,
+    expected: Callable[[str], list[float]],
+    path: str,
+    name: str,
+    layout: Layout,
+    tmp_path: Path,
 ) -> None:
     stock = expected(name)
     for found in pools(2).run(trained, path, str(tmp_path), name, layout):

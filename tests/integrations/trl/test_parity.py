@@ -10,7 +10,11 @@ import pytest
 import torch
 import trl
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
 
 import hfscale
 from hfscale import ParallelConfig
@@ -18,11 +22,23 @@ from hfscale.testing import RankPool
 
 from ...refusals import refusal_of
 from ...tiny_models import tiny
-from .script import Case, assert_equal, length_reward, once_each, rollouts, rows, run, save_rows, tokenizer
+from .script import (
+    Case,
+    assert_equal,
+    length_reward,
+    once_each,
+    rollouts,
+    rows,
+    run,
+    save_rows,
+    tokenizer,
+)
 
 Pools = Callable[[int], RankPool]
 Layout = dict[str, Any]
-TP2, DP2, PP2 = {"tp_size": 2}, {"dp_shard_size": 2}, {"pp_size": 2}
+TP2 = {"tp_size": 2}
+DP2 = {"dp_shard_size": 2}
+PP2 = {"pp_size": 2}
 BOTH = {"tp_size": 2, "dp_shard_size": 2}
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 2}
 LORA = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -40,10 +56,14 @@ DISTILLS = {
 }
 CASES = {
     "sft": Case("SFTTrainer", "text", EVALUATED),
-    "completion": Case("SFTTrainer", "completion", {"loss_type": "dft", "gradient_checkpointing": True}),
+    "completion": Case(
+        "SFTTrainer", "completion", {"loss_type": "dft", "gradient_checkpointing": True}
+    ),
     "packed": Case("SFTTrainer", "text", {"packing": True, "max_length": 16}),
     "assistant": Case("SFTTrainer", "chat", {"assistant_only_loss": True}),
-    "sft_lora": Case("SFTTrainer", "text", {"seed": 7}, lora=LORA),  # from which PEFT's first values are drawn
+    "sft_lora": Case(
+        "SFTTrainer", "text", {"seed": 7}, lora=LORA
+    ),  # from which PEFT's first values are drawn
     "dpo": Case("DPOTrainer", "pair", {**EVALUATED, "gradient_checkpointing": True}),
     # Adam divides by gradients, which of some factors are roundings here.
     "dpo_lora": Case("DPOTrainer", "pair", {"optim": "sgd", "learning_rate": 0.1}, lora=LORA),
@@ -52,7 +72,10 @@ CASES = {
     "reward": Case("RewardTrainer", "pair", EVALUATED),
     "grpo": Case("GRPOTrainer", "prompt", GENERATES, more={"reward_funcs": length_reward}),
     "rollouts": Case(
-        "GRPOTrainer", "prompt", GENERATES, more={"reward_funcs": length_reward, "rollout_func": rollouts}
+        "GRPOTrainer",
+        "prompt",
+        GENERATES,
+        more={"reward_funcs": length_reward, "rollout_func": rollouts},
     ),
     "quantile": Case(
         "GRPOTrainer",
@@ -61,7 +84,9 @@ CASES = {
         more={"reward_funcs": length_reward, "rollout_func": rollouts},
     ),
     "distillation": Case("DistillationTrainer", "prompt", DISTILLS, taught=True),
-    "distillation_lora": Case("DistillationTrainer", "prompt", {**DISTILLS, "beta": 0.5}, lora=LORA, taught=True),
+    "distillation_lora": Case(
+        "DistillationTrainer", "prompt", {**DISTILLS, "beta": 0.5}, lora=LORA, taught=True
+    ),
     "rloo": Case("RLOOTrainer", "prompt", GENERATES, more={"reward_funcs": length_reward}),
 }
 
@@ -99,7 +124,11 @@ def start_of(name: str, path: str) -> str:
 
 @pytest.fixture(scope="module")
 def expected(path: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
-    return once_each(lambda name: run(CASES[name], start_of(name, path), str(tmp_path_factory.mktemp("stock")), None))
+    return once_each(
+        lambda name: run(
+            CASES[name], start_of(name, path), str(tmp_path_factory.mktemp("stock")), None
+        )
+    )
 
 
 @pytest.mark.daily("grpo-layout16", "reward-layout15")
@@ -124,7 +153,12 @@ def expected(path: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
     ],
 )
 def test_logs_equal_one_process(
-    pools: Pools, expected: Callable[[str], Any], path: str, name: str, layout: Layout, tmp_path: Path
+    pools: Pools,
+    expected: Callable[[str], Any],
+    path: str,
+    name: str,
+    layout: Layout,
+    tmp_path: Path,
 ) -> None:
     stock = expected(name)
     for found in pools(ParallelConfig(**layout).total_size).run(
@@ -135,7 +169,9 @@ def test_logs_equal_one_process(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["grpo", "distillation"])
-def test_data_ranks_generate_each_for_itself(pools: Pools, path: str, name: str, tmp_path: Path) -> None:
+def test_data_ranks_generate_each_for_itself(
+    pools: Pools, path: str, name: str, tmp_path: Path
+) -> None:
     one, other = pools(2).run(run, CASES[name], path, str(tmp_path), DP2)
     assert one == other
     length = "completions/mean_length" if name == "grpo" else "entropy"
@@ -164,7 +200,9 @@ def test_what_was_not_given_is_not_to_be_left_out(pools: Pools, path: str, tmp_p
     ("name", "advice"),
     [("grpo", "set use_vllm=True"), ("distillation", "generates with"), ("reward", "full output")],
 )
-def test_what_stages_cannot_do_is_refused(pools: Pools, path: str, name: str, advice: str, tmp_path: Path) -> None:
+def test_what_stages_cannot_do_is_refused(
+    pools: Pools, path: str, name: str, advice: str, tmp_path: Path
+) -> None:
     for message in pools(2).run(refused, start_of(name, path), str(tmp_path), name, PP2):
         assert advice in message
         assert "pp_size=1" in message
@@ -176,7 +214,9 @@ def test_context_ranks_do_not_generate(pools: Pools, path: str, tmp_path: Path) 
         assert "tp_size" in message
 
 
-def test_a_stage_does_not_wait_for_entropies_of_others(pools: Pools, path: str, tmp_path: Path) -> None:
+def test_a_stage_does_not_wait_for_entropies_of_others(
+    pools: Pools, path: str, tmp_path: Path
+) -> None:
     for message in pools(2).run(refused, path, str(tmp_path), "quantile", PP2):
         assert "top_entropy_quantile=0.5" in message
 
@@ -199,7 +239,9 @@ def trained_from_a_path(path: str, out: str) -> list[float]:
         parallel=ParallelConfig(tp_size=2),
     )
     trainer.train()
-    held = [sum(p.numel() for p in model.parameters()) for model in (trainer.model, trainer.ref_model)]
+    held = [
+        sum(p.numel() for p in model.parameters()) for model in (trainer.model, trainer.ref_model)
+    ]
     return [*held, trainer.state.log_history[0]["loss"]]
 
 

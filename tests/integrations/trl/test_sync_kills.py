@@ -31,7 +31,9 @@ from .test_engine import SERVER
 class OneByOne(Client):
     """A server that takes each tensor as it comes."""
 
-    def update_named_params(self, metadata: list[Any], weights: Iterator[tuple[str, Tensor]]) -> None:
+    def update_named_params(
+        self, metadata: list[Any], weights: Iterator[tuple[str, Tensor]]
+    ) -> None:
         held = dict(self.model.named_parameters())
         for name, tensor in weights:
             held[name].data.copy_(tensor)
@@ -43,13 +45,21 @@ def killed(path: str, layout: dict[str, int], at: str, out: Path) -> None:
         warnings.simplefilter("ignore")
         from trl.generation import vllm_generation
 
-        with patch.object(vllm_generation, "VLLMClient", type("Client", (OneByOne,), {"path_of_server": path})):
-            model = hfscale.from_pretrained(path, dtype=torch.float32, parallel=ParallelConfig(**layout))
+        with patch.object(
+            vllm_generation, "VLLMClient", type("Client", (OneByOne,), {"path_of_server": path})
+        ):
+            model = hfscale.from_pretrained(
+                path, dtype=torch.float32, parallel=ParallelConfig(**layout)
+            )
             arguments = {**SERVER, "bf16": False, "use_cpu": True, "report_to": [], "beta": 0.0}
             config = trl.GRPOConfig(str(out.parent), per_device_train_batch_size=4, **arguments)
-            prompts, words = rows(path, "prompt", 1), PreTrainedTokenizerFast.from_pretrained(path)
-            trainer = hfscale.trl.GRPOTrainer(model, length_reward, config, prompts, processing_class=words)
-        engine, sends = trainer.vllm_generation, 0
+            prompts = rows(path, "prompt", 1)
+            words = PreTrainedTokenizerFast.from_pretrained(path)
+            trainer = hfscale.trl.GRPOTrainer(
+                model, length_reward, config, prompts, processing_class=words
+            )
+        engine = trainer.vllm_generation
+        sends = 0
         engine.sync_weights()
         with torch.no_grad():
             for parameter in model.parameters():
@@ -75,7 +85,9 @@ def killed(path: str, layout: dict[str, int], at: str, out: Path) -> None:
         except CheckpointError as error:
             told = str(error)
         after = list(engine.vllm_client.model.parameters())
-        torch.save(([not torch.equal(*pair) for pair in zip(before, after, strict=True)], told), out)
+        torch.save(
+            ([not torch.equal(*pair) for pair in zip(before, after, strict=True)], told), out
+        )
 
 
 @pytest.mark.slow
@@ -91,4 +103,6 @@ def test_a_rank_dies_in_a_sync(tmp_path: Path, layout: dict[str, int], at: str) 
         pool.run(killed, str(tmp_path), layout, at, tmp_path / "found")
     changed, told = torch.load(tmp_path / "found")
     assert all(changed) if at == "behind" else not any(changed)
-    assert ("did not arrive whole: let the engine keep the one that it has" in told) == (at != "behind")
+    assert ("did not arrive whole: let the engine keep the one that it has" in told) == (
+        at != "behind"
+    )

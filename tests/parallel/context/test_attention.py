@@ -14,7 +14,15 @@ from transformers.masking_utils import causal_mask_function, sliding_window_caus
 from hfscale._compat.torch_attention import flash_takes
 from hfscale.parallel.context import kernels
 from hfscale.parallel.context.attention_override import AttentionCall
-from hfscale.parallel.context.cut_batch import CAUSAL, FULL, MASKED, SKIPPED, CutBatch, MaskBlocks, cut_batch
+from hfscale.parallel.context.cut_batch import (
+    CAUSAL,
+    FULL,
+    MASKED,
+    SKIPPED,
+    CutBatch,
+    MaskBlocks,
+    cut_batch,
+)
 from hfscale.parallel.context.engine import OwnBlocks, Reading, attend
 from hfscale.parallel.context.kernels import FlashOnCpu, ScoreBlock, ScoreKernel
 from hfscale.parallel.context.methods import read
@@ -24,21 +32,32 @@ TOTAL = 13
 SCALE = 0.4
 
 
-def mask_of(size: int, rank: int, window: int | None = None, padding: Tensor | None = None) -> MaskBlocks:
-    function = causal_mask_function if window is None else sliding_window_causal_mask_function(window)
+def mask_of(
+    size: int, rank: int, window: int | None = None, padding: Tensor | None = None
+) -> MaskBlocks:
+    function = (
+        causal_mask_function if window is None else sliding_window_causal_mask_function(window)
+    )
     batch = CutBatch(Split(TOTAL, size), rank, padding)
-    return MaskBlocks(batch, function, 2, torch.device("cpu"), lambda *_: None, lambda *_: None).of_examples()
+    return MaskBlocks(
+        batch, function, 2, torch.device("cpu"), lambda *_: None, lambda *_: None
+    ).of_examples()
 
 
 def draw(heads: int = 4, keys: int = 2, width: int = 8, values: int = 8) -> list[Tensor]:
     generator = torch.Generator().manual_seed(3)
     shapes = ((2, heads, TOTAL, width), (2, keys, TOTAL, width), (2, keys, TOTAL, values))
-    return [torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes]
+    return [
+        torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes
+    ]
 
 
-def plainly(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, softcap: float | None, sinks: Tensor | None) -> Tensor:
+def plainly(
+    q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
     groups = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    k = k.repeat_interleave(groups, 1)
+    v = v.repeat_interleave(groups, 1)
     scores = q @ k.mT * SCALE
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
@@ -53,7 +72,9 @@ class Parts:
     """The blocks that the ranks of a split have, in one process."""
 
     def __init__(self, split: Split, k: Tensor, v: Tensor) -> None:
-        self.split, self.k, self.v = split, k, v
+        self.split = split
+        self.k = k
+        self.v = v
         self.dk, self.dv = torch.zeros_like(k), torch.zeros_like(v)
 
     def blocks(self, k: Tensor, v: Tensor):  # type: ignore[no-untyped-def]
@@ -87,7 +108,8 @@ def test_ranks_read_what_one_process_reads(
     weights = torch.linspace(-1, 1, wanted.numel(), dtype=torch.float64).view(wanted.shape)
     leaves = [q, k, v] if sinks is None else [q, k, v, sinks]
     expected = torch.autograd.grad((wanted * weights).sum(), leaves)
-    dq, dsinks = torch.zeros_like(q), torch.zeros(4, dtype=torch.float64)
+    dq = torch.zeros_like(q)
+    dsinks = torch.zeros(4, dtype=torch.float64)
     source = Parts(Split(TOTAL, size), k.detach(), v.detach())
     kernel = FlashOnCpu(SCALE) if softcap is None else ScoreKernel(SCALE, softcap)
     for rank in range(size):
@@ -123,7 +145,9 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         found = func(*args, **(kwargs or {}))
-        self.most = max(self.most, *(leaf.numel() for leaf in tree_leaves(found) if isinstance(leaf, Tensor)), 0)
+        self.most = max(
+            self.most, *(leaf.numel() for leaf in tree_leaves(found) if isinstance(leaf, Tensor)), 0
+        )
         return found
 
 
@@ -134,7 +158,9 @@ def test_scores_of_few_rows_are_in_memory(
 ) -> None:
     """Two rows at a time give what all give, dropout included: its backward pass drops what the forward pass did."""
     q, k, v = draw()
-    reading = Reading(mask_of(1, 0, window), ScoreKernel(SCALE, softcap, dropout), OwnBlocks(), seed=5)
+    reading = Reading(
+        mask_of(1, 0, window), ScoreKernel(SCALE, softcap, dropout), OwnBlocks(), seed=5
+    )
     whole = attend(q, k, v, None, reading)
     bound = 2 * 2 * 4 * TOTAL
     monkeypatch.setattr(kernels, "_SCORES", bound)
@@ -142,15 +168,21 @@ def test_scores_of_few_rows_are_in_memory(
     with Largest() as seen:
         parts = attend(q, k, v, None, reading)
         parts.sum().backward()
-    assert seen.most <= max(bound, *(x.numel() for x in (q, k, v)), 2 * TOTAL * TOTAL)  # nor more than the mask
+    assert seen.most <= max(
+        bound, *(x.numel() for x in (q, k, v)), 2 * TOTAL * TOTAL
+    )  # nor more than the mask
     if not dropout:
         torch.testing.assert_close(parts, whole, rtol=0, atol=1e-13)
 
 
-def test_pairs_without_a_mask_of_their_own_hold_no_scores_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pairs_without_a_mask_of_their_own_hold_no_scores_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A window, padding or documents leave most pairs whole or a triangle: those take the flash kernel."""
     monkeypatch.setattr(kernels, "capability_of", lambda _: (9, 0))
-    on_gpu = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, shape=(2, 4, TOTAL, 8))
+    on_gpu = SimpleNamespace(
+        device=torch.device("cuda"), dtype=torch.bfloat16, shape=(2, 4, TOTAL, 8)
+    )
     chosen = kernels.kernel_for(on_gpu, SCALE, None, 0.0)  # type: ignore[arg-type]
     seen: list[tuple[str, bool]] = []
 
@@ -190,7 +222,11 @@ def test_pairs_without_a_mask_of_their_own_hold_no_scores_on_a_gpu(monkeypatch: 
     ],
 )
 def test_what_flash_attention_takes(
-    monkeypatch: pytest.MonkeyPatch, width: int, dtype: torch.dtype, capability: tuple[int, int], takes: bool
+    monkeypatch: pytest.MonkeyPatch,
+    width: int,
+    dtype: torch.dtype,
+    capability: tuple[int, int],
+    takes: bool,
 ) -> None:
     assert flash_takes(width, dtype, capability) == takes
     monkeypatch.setattr(kernels, "capability_of", lambda _: capability)
@@ -208,7 +244,9 @@ def test_dropout_drops_the_same_in_the_backward_pass() -> None:
     reading = Reading(mask_of(1, 0), ScoreKernel(SCALE, None, 0.3), OwnBlocks(), seed=5)
     assert torch.autograd.gradcheck(lambda *x: attend(*x, None, reading), (q, k, v), fast_mode=True)
     kept = attend(q, k, v, None, reading)
-    assert not torch.equal(kept, attend(q, k, v, None, Reading(mask_of(1, 0), reading.kernel, OwnBlocks(), seed=6)))
+    assert not torch.equal(
+        kept, attend(q, k, v, None, Reading(mask_of(1, 0), reading.kernel, OwnBlocks(), seed=6))
+    )
     ones = torch.zeros(1, 1, 99, 1), torch.zeros(1, 1, 99, 1), torch.ones(1, 1, 99, 1)
     out, _ = ScoreKernel(1.0, None, 0.3).forward(*ones, ScoreBlock(seed=4))
     assert abs(float(out.mean()) - 1) < 0.03  # what is kept makes up for what is dropped
@@ -221,11 +259,14 @@ def test_plain_causal_attention_makes_no_mask(monkeypatch: pytest.MonkeyPatch) -
         source = Parts(Split(TOTAL, size), k.detach(), v.detach())
         for rank in range(size):
             own = [x.detach()[:, :, source.split.places(rank)].requires_grad_() for x in (q, k, v)]
-            attend(*own, None, Reading(mask_of(size, rank), FlashOnCpu(SCALE), source)).sum().backward()
+            attend(
+                *own, None, Reading(mask_of(size, rank), FlashOnCpu(SCALE), source)
+            ).sum().backward()
 
 
 def test_kinds_of_pairs() -> None:
-    plain, window = mask_of(2, 0), mask_of(2, 0, window=3)
+    plain = mask_of(2, 0)
+    window = mask_of(2, 0, window=3)
     assert plain.kind((0, 3), (0, 3)) == CAUSAL
     assert plain.kind((3, 6), (0, 3)) == FULL
     assert plain.kind((0, 3), (3, 6)) == SKIPPED
@@ -237,23 +278,35 @@ def test_kinds_of_pairs() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_kinds_of_packed_rows_follow_from_where_documents_begin(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kinds_of_packed_rows_follow_from_where_documents_begin(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As those that a look at the mask finds, of which there is one for all pairs of a pass."""
     generator = torch.Generator().manual_seed(seed)
-    total, size = (int(torch.randint(least, most, (), generator=generator)) for least, most in ((6, 70), (1, 5)))
+    total, size = (
+        int(torch.randint(least, most, (), generator=generator))
+        for least, most in ((6, 70), (1, 5))
+    )
     begins = torch.rand(2, total - 1, generator=generator) < (0.02, 0.1, 0.6)[seed % 3]
     documents = torch.cat((torch.zeros(2, 1, dtype=torch.long), begins.cumsum(-1)), -1)
     positions = torch.stack(
-        [torch.cat([torch.arange(n) for n in row.unique(return_counts=True)[1]]) for row in documents]
+        [
+            torch.cat([torch.arange(n) for n in row.unique(return_counts=True)[1]])
+            for row in documents
+        ]
     )
     ids = torch.zeros(2, total, dtype=torch.long)
     looks = list[Tensor]()
-    monkeypatch.setattr(Tensor, "tolist", lambda x, original=Tensor.tolist: (looks.append(x), original(x))[1])
+    monkeypatch.setattr(
+        Tensor, "tolist", lambda x, original=Tensor.tolist: (looks.append(x), original(x))[1]
+    )
     for rank in range(size):
         batch, _ = cut_batch({"input_ids": ids, "position_ids": positions}, size, rank, 1, None)
         if batch.documents is None:
             continue
-        mask = MaskBlocks(batch, causal_mask_function, 2, torch.device("cpu"), print, print).of_examples()
+        mask = MaskBlocks(
+            batch, causal_mask_function, 2, torch.device("cpu"), print, print
+        ).of_examples()
         seen = replace(mask, starts=None, _kinds={})
         every = [piece for other in range(size) for piece in batch.split.pieces(other)]
         pairs = [(rows, columns) for rows in batch.split.pieces(rank) for columns in every]
@@ -263,7 +316,9 @@ def test_kinds_of_packed_rows_follow_from_where_documents_begin(seed: int, monke
         wanted = [seen.kind(*pair) for pair in pairs]
         assert len(looks) == 1
         for (rows, columns), kind, want in zip(pairs, found, wanted, strict=True):
-            alone = rows == columns and rows[1] - rows[0] == 1  # one token, for which both say the same
+            alone = (
+                rows == columns and rows[1] - rows[0] == 1
+            )  # one token, for which both say the same
             assert kind == want or (alone and (kind, want) == (CAUSAL, FULL))
 
 
@@ -280,7 +335,13 @@ def test_every_token_is_on_one_rank(total: int, size: int) -> None:
 
 @pytest.mark.parametrize(
     ("heads", "keys", "size", "method"),
-    [(8, 8, 2, "heads"), (8, 2, 2, "gather"), (8, 2, 4, "heads"), (6, 6, 4, "gather"), (32, 8, 4, "heads")],
+    [
+        (8, 8, 2, "heads"),
+        (8, 2, 2, "gather"),
+        (8, 2, 4, "heads"),
+        (6, 6, 4, "gather"),
+        (32, 8, 4, "heads"),
+    ],
 )
 def test_what_auto_means(heads: int, keys: int, size: int, method: str) -> None:
     assert choose("auto", heads, keys, size) == method
@@ -289,16 +350,23 @@ def test_what_auto_means(heads: int, keys: int, size: int, method: str) -> None:
 
 @pytest.mark.parametrize("total", [9, 16, 33])
 @pytest.mark.parametrize("together", [1, 2, 4])
-def test_ranks_that_count_together_have_the_tokens_of_all_of_them(total: int, together: int) -> None:
-    alone, grouped = Split(total, 4), Split(total, 4 // together, together)
+def test_ranks_that_count_together_have_the_tokens_of_all_of_them(
+    total: int, together: int
+) -> None:
+    alone = Split(total, 4)
+    grouped = Split(total, 4 // together, together)
     for rank in range(4 // together):
         own = grouped.places(rank)
         assert torch.equal(own, own.sort().values)
-        for member, which in zip(range(rank * together, (rank + 1) * together), grouped.members(rank), strict=True):
+        for member, which in zip(
+            range(rank * together, (rank + 1) * together), grouped.members(rank), strict=True
+        ):
             assert torch.equal(own[which], alone.places(member))
 
 
 def test_heads_that_no_kernel_divides_are_refused() -> None:
     q, k, v = draw(heads=2, keys=4)
-    with pytest.raises(ValueError, match="query heads must be a multiple of key heads, got 2 and 4"):
+    with pytest.raises(
+        ValueError, match="query heads must be a multiple of key heads, got 2 and 4"
+    ):
         FlashOnCpu(SCALE).forward(q, k, v, ScoreBlock())

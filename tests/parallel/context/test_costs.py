@@ -27,12 +27,19 @@ from ...tensor_memory import follow_memory
 from ...tiny_models import tiny
 
 Pools = Callable[[int], RankPool]
-ROWS, WIDTH, HEADS, KEY_HEADS, LAYERS = 3, 8, 4, 2, 2
-SHORT, LONG = 16, 48
+ROWS = 3
+WIDTH = 8
+HEADS = 4
+KEY_HEADS = 2
+LAYERS = 2
+SHORT = 16
+LONG = 48
 
 
 def _steps(directory: str, method: str, size: int) -> list[Traffic]:
-    model = hfscale.from_pretrained(directory, parallel=ParallelConfig(cp_size=size, cp_method=method)).train()
+    model = hfscale.from_pretrained(
+        directory, parallel=ParallelConfig(cp_size=size, cp_method=method)
+    ).train()
     found = []
     for length in (SHORT, SHORT, LONG):  # the first step also agrees on random streams
         ids = (torch.arange(ROWS * length) % 60).view(ROWS, length)
@@ -46,11 +53,20 @@ def sent(short: Traffic, long: Traffic, method: str, size: int) -> float:
     """Bytes that a rank sends of the tokens that ``long`` has more."""
     payload = Traffic(payload=long.payload - short.payload)
     del payload.payload["recv"]
-    return payload.bytes_sent(2 if method == "heads_ring" else size)  # which exchanges within groups of two
+    return payload.bytes_sent(
+        2 if method == "heads_ring" else size
+    )  # which exchanges within groups of two
 
 
-METHODS = [(method, size) for method in ("gather", "ring", "heads") for size in (2, 4)] + [("heads_ring", 4)]
-SIX = {"hidden_size": 48, "intermediate_size": 160, "num_attention_heads": 6, "num_key_value_heads": 2}
+METHODS = [(method, size) for method in ("gather", "ring", "heads") for size in (2, 4)] + [
+    ("heads_ring", 4)
+]
+SIX = {
+    "hidden_size": 48,
+    "intermediate_size": 160,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+}
 """Heads that four ranks cannot share out, and groups of two can."""
 
 
@@ -62,8 +78,12 @@ def test_bytes(pools: Pools, tmp_path: Path, method: str, size: int) -> None:
     config = tiny("llama", **(SIX if method == "heads_ring" else {}))
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
     tokens = ROWS * (LONG - SHORT) * LAYERS * 4 * WIDTH
-    q, k, n, t = tokens * heads, tokens * key_heads, size, 2
-    replicas, groups = max(1, size // key_heads), size / t
+    q = tokens * heads
+    k = tokens * key_heads
+    n = size
+    t = 2
+    replicas = max(1, size // key_heads)
+    groups = size / t
     formula = {
         "gather": 6 * k * (n - 1) / n,
         "ring": 4 * k * (n - 1) / n + 2 * k,
@@ -78,7 +98,8 @@ def _held(method: str, layout: dict[str, int], length: int) -> tuple[int, int]:
     """The most bytes that a source of blocks holds at once, kernels apart, and what is estimated."""
     model = hfscale.from_config(tiny("llama"), parallel=ParallelConfig(cp_method=method, **layout))
     mesh = runtime_of(model).mesh
-    split, group = Split(length, layout["cp_size"]), mesh.group("cp")
+    split = Split(length, layout["cp_size"])
+    group = mesh.group("cp")
     assert group is not None
     own = split.length(mesh.ranks["cp"])
     k = torch.randn(1, KEY_HEADS, own, WIDTH)
@@ -101,7 +122,8 @@ def _kept(directory: str, size: int, method: str) -> int:
     """Bytes that a step keeps for its backward pass."""
     layout = ParallelConfig(cp_size=size, cp_method=method)
     model = hfscale.from_pretrained(directory, parallel=layout).train()
-    plan, ids = runtime_of(model).plan, (torch.arange(2 * 512) % 60).view(2, 512)
+    plan = runtime_of(model).plan
+    ids = (torch.arange(2 * 512) % 60).view(2, 512)
     with count_saved(model, plan.layers, plan.head) as saved:
         hfscale.train_step(model, {"input_ids": ids, "labels": ids})
     return saved.layers + saved.around
@@ -120,11 +142,15 @@ def test_activations_are_cut(pools: Pools, tmp_path: Path, method: str, size: in
 
 def _work(split: Split, rank: int) -> int:
     """Scores that a rank computes under a causal mask, without a mask in memory."""
-    mask = MaskBlocks(CutBatch(split, rank), causal_mask_function, 1, torch.device("cpu"), print, print)
+    mask = MaskBlocks(
+        CutBatch(split, rank), causal_mask_function, 1, torch.device("cpu"), print, print
+    )
     work = 0
     for rows in split.pieces(rank):
         for columns in (piece for other in range(split.size) for piece in split.pieces(other)):
-            kind, wide, high = mask.kind(rows, columns), columns[1] - columns[0], rows[1] - rows[0]
+            kind = mask.kind(rows, columns)
+            wide = columns[1] - columns[0]
+            high = rows[1] - rows[0]
             assert kind in (SKIPPED, FULL, CAUSAL)
             work += {SKIPPED: 0, FULL: high * wide, CAUSAL: high * (high + 1) // 2}[kind]
     return work
@@ -133,7 +159,8 @@ def _work(split: Split, rank: int) -> int:
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
 def test_ranks_have_the_same_work(size: int) -> None:
     """And no mask exists: a pair of pieces is skipped, read whole, or below the diagonal."""
-    split, tokens = Split(4099, size), 4099
+    split = Split(4099, size)
+    tokens = 4099
     work = [_work(split, rank) for rank in range(size)]
     assert sum(work) == tokens * (tokens + 1) // 2
     assert max(work) <= 1.02 * sum(work) / size

@@ -41,8 +41,14 @@ def test_padding_and_documents_are_known_whole() -> None:
     [
         ({"input_ids": IDS[:, :1]}, "sequences of 1 tokens are cut over cp_size=2"),
         ({"labels": IDS}, "by whose shape it is cut, and has only labels"),
-        ({"input_ids": IDS, "attention_mask": torch.ones(2, 1, 11, 11)}, "attention_mask of 4 dims"),
-        ({"input_ids": IDS, "pixel_values": torch.ones(2, 3, 4)}, r"pixel_values of shape \(2, 3, 4\) cannot be cut"),
+        (
+            {"input_ids": IDS, "attention_mask": torch.ones(2, 1, 11, 11)},
+            "attention_mask of 4 dims",
+        ),
+        (
+            {"input_ids": IDS, "pixel_values": torch.ones(2, 3, 4)},
+            r"pixel_values of shape \(2, 3, 4\) cannot be cut",
+        ),
         ({"input_ids": IDS, "token_type_ids": IDS[:, :5]}, "token_type_ids"),
     ],
 )

@@ -31,7 +31,9 @@ Pools = Callable[[int], RankPool]
 SHORT = 9
 
 
-def few_labels(case: plain.PlainCase, generator: torch.Generator, length: int) -> dict[str, torch.Tensor]:
+def few_labels(
+    case: plain.PlainCase, generator: torch.Generator, length: int
+) -> dict[str, torch.Tensor]:
     """Rows of an odd length; in short ones, the tokens of rank 1 of two have no label."""
     batch = plain.causal_lm(case, generator, length)
     if length == SHORT:
@@ -41,7 +43,9 @@ def few_labels(case: plain.PlainCase, generator: torch.Generator, length: int) -
 
 def decoder(family: str, layers: int = 2, **changes: Any) -> plain.OwnLossCase:
     config = config_of(family, layers)
-    return plain.OwnLossCase(config, make_batch=few_labels, over="labels", lengths=(17, SHORT), **changes)
+    return plain.OwnLossCase(
+        config, make_batch=few_labels, over="labels", lengths=(17, SHORT), **changes
+    )
 
 
 LAYOUTS: dict[str, tuple[str, dict[str, Any], bool]] = {
@@ -78,7 +82,12 @@ def test_other_classes_whose_loss_is_a_mean_over_tokens(pools: Pools, name: str)
     """Attention in both directions, and padding."""
     family, auto_class, maker = CLASSES[name]
     config = tiny_clone(AutoConfig.for_model(family), pad_token_id=None)
-    given: dict[str, Any] = {"auto_class": auto_class, "make_batch": maker, "over": "labels", "lengths": (17, SHORT)}
+    given: dict[str, Any] = {
+        "auto_class": auto_class,
+        "make_batch": maker,
+        "over": "labels",
+        "lengths": (17, SHORT),
+    }
     layout = ParallelConfig(cp_size=2)
     assert_layout_equal(plain.OwnLossCase(config, **given), layout, pools(2))
 
@@ -92,8 +101,13 @@ def _divided(directory: str, layout: dict[str, Any] | None) -> list[float]:
             model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64).eval()
             loss = sum(model(**batch).loss / 2 for batch in batches)
             loss.backward()
-            return [float(loss.detach()), float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9))]
-        model = hfscale.from_pretrained(directory, parallel=ParallelConfig(**layout), dtype=torch.float64).eval()
+            return [
+                float(loss.detach()),
+                float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)),
+            ]
+        model = hfscale.from_pretrained(
+            directory, parallel=ParallelConfig(**layout), dtype=torch.float64
+        ).eval()
         items = [2 * case.count(batch["labels"]) for batch in batches]
         loss = hfscale.train_step(model, batches, num_items_in_batch=items)
         positions = torch.arange(17).expand(3, -1)
@@ -105,7 +119,9 @@ def _divided(directory: str, layout: dict[str, Any] | None) -> list[float]:
 
 
 def test_a_mean_of_means_and_positions_of_its_own(pools: Pools, tmp_path: Path) -> None:
-    AutoModelForCausalLM.from_config(config_of("bart"), dtype=torch.float64).save_pretrained(tmp_path)
+    AutoModelForCausalLM.from_config(config_of("bart"), dtype=torch.float64).save_pretrained(
+        tmp_path
+    )
     wanted = _divided(str(tmp_path), None)
     for found in pools(2).run(_divided, str(tmp_path), {"cp_size": 2}):
         assert found == pytest.approx(wanted, rel=1e-10)
@@ -120,8 +136,15 @@ def test_only_a_mean_over_tokens_is_proved() -> None:
     ):
         model = auto_class.from_config(config_of(family))
         assert prove_token_loss(model) == (wanted, True)
-    assert not prove_token_loss(AutoModelForCausalLM.from_config(tiny("llama")))[0]  # it shifts labels
-    with proved_anew(), pytest.raises(hfscale.PlanError, match="mean over tokens, and this loss is another"):
+    assert not prove_token_loss(AutoModelForCausalLM.from_config(tiny("llama")))[
+        0
+    ]  # it shifts labels
+    with (
+        proved_anew(),
+        pytest.raises(hfscale.PlanError, match="mean over tokens, and this loss is another"),
+    ):
         hfscale.plan(
-            tiny_clone(AutoConfig.for_model("t5")), ParallelConfig(cp_size=2), auto_class=AutoModelForSeq2SeqLM
+            tiny_clone(AutoConfig.for_model("t5")),
+            ParallelConfig(cp_size=2),
+            auto_class=AutoModelForSeq2SeqLM,
         )

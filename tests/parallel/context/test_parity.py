@@ -48,21 +48,32 @@ def test_four_ranks(pools: Pools, method: str) -> None:
 
 
 @pytest.mark.daily("gpt_oss")
-@pytest.mark.parametrize("family", cases(["llama", "mistral", "gpt_oss"], daily=["llama", "gpt_oss"]))
+@pytest.mark.parametrize(
+    "family", cases(["llama", "mistral", "gpt_oss"], daily=["llama", "gpt_oss"])
+)
 def test_heads_in_groups_around_a_ring(pools: Pools, family: str) -> None:
     """Six heads are shared out to groups of two of four ranks."""
     heads = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2}
     if family == "gpt_oss":
         case = Case(gpt_oss(**heads), hf_kwargs=EAGER, lengths=(17, 9))
     else:
-        case = Case(tiny(family, **heads, **({"sliding_window": 5} if family == "mistral" else {})), lengths=(17, 9))
+        case = Case(
+            tiny(family, **heads, **({"sliding_window": 5} if family == "mistral" else {})),
+            lengths=(17, 9),
+        )
     equal(pools, case, cp_size=4, cp_method="heads_ring")
 
 
 @pytest.mark.slow
 def test_heads_in_groups_with_other_axes(pools: Pools) -> None:
     heads = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2}
-    equal(pools, Packed(tiny("llama", **heads), lengths=(17, 9)), cp_size=4, cp_method="heads_ring", dp_shard_size=2)
+    equal(
+        pools,
+        Packed(tiny("llama", **heads), lengths=(17, 9)),
+        cp_size=4,
+        cp_method="heads_ring",
+        dp_shard_size=2,
+    )
 
 
 @pytest.mark.slow
@@ -87,12 +98,18 @@ AXES: dict[str, dict[str, Any]] = {
 def test_with_other_axes(pools: Pools, axes: str) -> None:
     layers = {"num_hidden_layers": 4} if "zbv" in axes else {}
     accumulation = AXES[axes].get("num_microbatches", 2)
-    case = Case(tiny("llama", tie_word_embeddings=True, **layers), lengths=(17, 17, 8, 8), accumulation=accumulation)
+    case = Case(
+        tiny("llama", tie_word_embeddings=True, **layers),
+        lengths=(17, 17, 8, 8),
+        accumulation=accumulation,
+    )
     equal(pools, case, cp_size=2, **AXES[axes])
 
 
 @pytest.mark.daily("{'ep_size': 2}")
-@pytest.mark.parametrize("sizes", [{"ep_size": 2}, {"ep_size": 2, "tp_size": 2}, {"ep_size": 4}], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [{"ep_size": 2}, {"ep_size": 2, "tp_size": 2}, {"ep_size": 4}], ids=str
+)
 def test_experts_over_context_ranks(pools: Pools, sizes: dict[str, int]) -> None:
     equal(pools, Case(qwen2_moe(), hf_kwargs=EAGER, lengths=ODD), cp_size=2, **sizes)
 
@@ -111,13 +128,19 @@ class Packed(Case):
         return found
 
     def reference_step(self, model: Any, step: Any) -> list[Tensor]:
-        return super().reference_step(model, [[{**m, "use_cache": False} for m in rank] for rank in step])
+        return super().reference_step(
+            model, [[{**m, "use_cache": False} for m in rank] for rank in step]
+        )
 
 
 @pytest.mark.daily("mistral-ring")
 @pytest.mark.parametrize(
     ("family", "method"),
-    pairs(["llama", "mistral"], METHODS, daily=[*(("mistral", method) for method in METHODS), ("llama", "heads")]),
+    pairs(
+        ["llama", "mistral"],
+        METHODS,
+        daily=[*(("mistral", method) for method in METHODS), ("llama", "heads")],
+    ),
 )
 def test_packed_rows(pools: Pools, family: str, method: str) -> None:
     """Windows count from where an example begins."""
@@ -131,7 +154,11 @@ class Apart(Packed):
     def reference_step(self, model: Any, step: Any) -> list[Tensor]:
         names = ("input_ids", "labels")
         alone = [
-            [{name: m[name][:, part] for name in names} for m in rank for part in (slice(5), slice(5, None))]
+            [
+                {name: m[name][:, part] for name in names}
+                for m in rank
+                for part in (slice(5), slice(5, None))
+            ]
             for rank in step
         ]
         return super().reference_step(model, alone)
@@ -139,19 +166,28 @@ class Apart(Packed):
 
 @pytest.mark.daily("opt")
 @pytest.mark.parametrize("family", ["inkling_text", "qwen4_exp_text", "opt"])
-def test_packed_rows_of_attention_or_positions_in_a_familys_own_code(pools: Pools, family: str) -> None:
+def test_packed_rows_of_attention_or_positions_in_a_familys_own_code(
+    pools: Pools, family: str
+) -> None:
     equal(pools, Apart(config_of(family), lengths=(17, 9), hf_kwargs=EAGER), cp_size=2)
 
 
 def _plainly(directory: str, layout: dict[str, Any]) -> list[Tensor]:
-    model = hfscale.from_pretrained(directory, parallel=ParallelConfig(**layout), dtype=torch.float64).eval()
+    model = hfscale.from_pretrained(
+        directory, parallel=ParallelConfig(**layout), dtype=torch.float64
+    ).eval()
     ids = torch.arange(2, 28).view(2, 13)
     logits = model(input_ids=ids).logits
     model(input_ids=ids, labels=ids).loss.backward()
     norm = hfscale.clip_grad_norm_(model, 1e9)
     with torch.no_grad():
         made = model.generate(ids[:1], max_new_tokens=3, do_sample=False)
-    return [logits.detach(), norm, made, hfscale.eval_step(model, {"input_ids": ids, "labels": ids})]
+    return [
+        logits.detach(),
+        norm,
+        made,
+        hfscale.eval_step(model, {"input_ids": ids, "labels": ids}),
+    ]
 
 
 @pytest.mark.daily("{}")
@@ -180,7 +216,9 @@ def test_whole_sequences_go_through_each_rank_outside_of_steps(
         ("jamba", {"pp_size": 2, "num_microbatches": 2}, False),
     ],
 )
-def test_mixers_besides_attention(pools: Pools, family: str, axes: dict[str, int], checkpointing: bool) -> None:
+def test_mixers_besides_attention(
+    pools: Pools, family: str, axes: dict[str, int], checkpointing: bool
+) -> None:
     """Convolutions and recurrences, on parts with states, or on whole sequences where the code of a family takes none
     (recurrent_gemma); half of the rows are padded, which one rank alone sees.
     """
@@ -204,12 +242,19 @@ OWN_ATTENTION: dict[str, tuple[str, dict[str, int], bool]] = {
 
 
 @pytest.mark.daily("alibi", "positions from padding")
-@pytest.mark.parametrize("case", cases(OWN_ATTENTION, daily=["alibi", "rotary-tp", "positions from padding"]))
+@pytest.mark.parametrize(
+    "case", cases(OWN_ATTENTION, daily=["alibi", "rotary-tp", "positions from padding"])
+)
 def test_attention_in_a_familys_own_code(pools: Pools, case: str) -> None:
     """It reads masks and biases by itself, and runs on whole sequences; rows are padded, and layers recomputed."""
     family, axes, checkpointing = OWN_ATTENTION[case]
     config = config_of(family)
-    equal(pools, Case(config, lengths=(17, 9), checkpointing=checkpointing, hf_kwargs=EAGER), cp_size=2, **axes)
+    equal(
+        pools,
+        Case(config, lengths=(17, 9), checkpointing=checkpointing, hf_kwargs=EAGER),
+        cp_size=2,
+        **axes,
+    )
 
 
 class OtherPadding(Case):
@@ -249,7 +294,9 @@ def _balanced(directory: str, layout: dict[str, Any]) -> list[Any]:
 
 @pytest.mark.daily("{'ep_size': 2}")
 @pytest.mark.parametrize("axes", [{}, {"ep_size": 2}, {"ep_size": 2, "tp_size": 2}], ids=str)
-def test_experts_are_balanced_over_whole_sequences(pools: Pools, tmp_path: Path, axes: dict[str, int]) -> None:
+def test_experts_are_balanced_over_whole_sequences(
+    pools: Pools, tmp_path: Path, axes: dict[str, int]
+) -> None:
     AutoModelForCausalLM.from_config(qwen3_moe(), dtype=torch.float64).save_pretrained(tmp_path)
     wanted = _balanced(str(tmp_path), {})
     layout = {"cp_size": 2, **axes}
@@ -257,10 +304,16 @@ def test_experts_are_balanced_over_whole_sequences(pools: Pools, tmp_path: Path,
         assert found == pytest.approx(wanted, rel=1e-10)
 
 
-@pytest.mark.parametrize("routing", [{"router": "switch"}, {"router": "noisy_topk"}, {"capacity_factor": 1.0}])
+@pytest.mark.parametrize(
+    "routing", [{"router": "switch"}, {"router": "noisy_topk"}, {"capacity_factor": 1.0}]
+)
 def test_routers_that_look_at_whole_sequences_are_refused(routing: dict[str, Any]) -> None:
     with pytest.raises(hfscale.ConfigError, match="each of cp_size=2 ranks routes a part"):
-        hfscale.from_config(qwen3_moe(), parallel=ParallelConfig(cp_size=2), routing=hfscale.RoutingConfig(**routing))
+        hfscale.from_config(
+            qwen3_moe(),
+            parallel=ParallelConfig(cp_size=2),
+            routing=hfscale.RoutingConfig(**routing),
+        )
 
 
 def _left_padded(directory: str) -> str:
@@ -279,7 +332,8 @@ def test_padding_that_counts_is_refused(pools: Pools, tmp_path: Path) -> None:
     """OPT counts positions from where padding ends."""
     AutoModelForCausalLM.from_config(config_of("opt")).save_pretrained(tmp_path)
     assert all(
-        "counts positions from the end of padding" in found for found in pools(2).run(_left_padded, str(tmp_path))
+        "counts positions from the end of padding" in found
+        for found in pools(2).run(_left_padded, str(tmp_path))
     )
 
 
@@ -291,7 +345,9 @@ def test_padding_that_counts_is_refused(pools: Pools, tmp_path: Path) -> None:
     ],
 )
 def test_families_that_read_other_tokens_are_refused_by_the_plan(family: str, words: str) -> None:
-    with pytest.raises(hfscale.PlanError, match=f"cp_size=2 does not fit '{family}'.*{words}.*use cp_size=1"):
+    with pytest.raises(
+        hfscale.PlanError, match=f"cp_size=2 does not fit '{family}'.*{words}.*use cp_size=1"
+    ):
         hfscale.plan(config_of(family), ParallelConfig(cp_size=2))
 
 
@@ -299,7 +355,11 @@ def test_families_that_read_other_tokens_are_refused_by_the_plan(family: str, wo
 @pytest.mark.parametrize("method", METHODS)
 def test_rotary_embeddings_that_look_at_the_length(pools: Pools, method: str) -> None:
     """Longer than what the family was trained on, as a whole; a part of it is not."""
-    factors = {"long_factor": [4.0] * 4, "short_factor": [1.0] * 4, "original_max_position_embeddings": 12}
+    factors = {
+        "long_factor": [4.0] * 4,
+        "short_factor": [1.0] * 4,
+        "original_max_position_embeddings": 12,
+    }
     rope = {"rope_type": "longrope", "rope_theta": 10000.0, **factors}
     config = tiny("llama", rope_parameters=rope, max_position_embeddings=64)
     equal(pools, Case(config, lengths=(17, 9)), cp_size=2, cp_method=method)

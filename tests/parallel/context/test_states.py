@@ -29,7 +29,14 @@ from ...sweeps import cases
 Pools = Callable[[int], RankPool]
 FUNCTIONS = ("qwen3_next", "kimi_linear", "bamba", "jamba", "lfm2")
 """A family for each function that mixers call: gated delta rule, KDA, Mamba-2's and Mamba's scan, convolution alone."""
-OTHERS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp_text", "olmo_hybrid", "bailing_hybrid", "falcon_h1")
+OTHERS = (
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "qwen4_exp_text",
+    "olmo_hybrid",
+    "bailing_hybrid",
+    "falcon_h1",
+)
 OTHERS += ("granitemoehybrid", "nemotron_h", "mamba2", "mamba", "falcon_mamba", "lfm2_moe", "lfm3")
 FAMILIES = cases((*FUNCTIONS, *OTHERS), daily=FUNCTIONS)
 TOKENS = 21
@@ -37,16 +44,24 @@ TOKENS = 21
 
 def _mixer(family: str) -> tuple[nn.Module, Tensor]:
     torch.manual_seed(3)
-    model = AutoModelForCausalLM.from_config(config_of(family), dtype=torch.float64).double().train()
+    model = (
+        AutoModelForCausalLM.from_config(config_of(family), dtype=torch.float64).double().train()
+    )
     perturb(model, 0.1)
     mixer = next(module for module in model.modules() if reads_by_functions(module))
     return mixer, torch.randn(2, TOKENS, model.config.hidden_size, dtype=torch.float64)
 
 
-def _gradients(mixer: nn.Module, x: Tensor, lengths: list[tuple[int, ...]] | None = None) -> list[Tensor]:
+def _gradients(
+    mixer: nn.Module, x: Tensor, lengths: list[tuple[int, ...]] | None = None
+) -> list[Tensor]:
     """The output for ``x``, or for the documents of its rows one by one, and the gradients of all that is in it."""
     x = x.clone().requires_grad_()
-    parts = [x] if lengths is None else [p for row, n in zip(x.split(1), lengths, strict=True) for p in row.split(n, 1)]
+    parts = (
+        [x]
+        if lengths is None
+        else [p for row, n in zip(x.split(1), lengths, strict=True) for p in row.split(n, 1)]
+    )
     with keep_float64():
         y = torch.cat([mixer(part).flatten() for part in parts])
         weights = torch.linspace(-1, 2, y.numel(), dtype=y.dtype)
@@ -93,7 +108,9 @@ def test_documents_begin_with_nothing(family: str) -> None:
     mixer, x = _mixer(family)
     lengths: list[tuple[int, ...]] = [(1, 9, 11), (5, 1, 1, 14)]
     wanted = _gradients(mixer, x, lengths)
-    documents = torch.stack([torch.arange(len(n)).repeat_interleave(torch.tensor(n)) for n in lengths])
+    documents = torch.stack(
+        [torch.arange(len(n)).repeat_interleave(torch.tensor(n)) for n in lengths]
+    )
     segments = Segments(((0, TOKENS),), starts_of(documents))
     keep_states_apart(mixer, lambda: segments)
     other = copy.deepcopy(mixer)
@@ -137,7 +154,12 @@ def test_each_rank_does_its_part_of_the_work(pools: Pools, tmp_path: Path, famil
     [
         ("lfm2", {"lengths": (3, 2), "checkpointing": True}, {"cp_size": 2}),
         ("bamba", {"lengths": (5, 4), "frozen": ("layers.0", "embed")}, {"cp_size": 4}),
-        pytest.param("qwen3_next", {"lengths": (9, 17)}, {"cp_size": 2, "dp_shard_size": 2}, marks=pytest.mark.slow),
+        pytest.param(
+            "qwen3_next",
+            {"lengths": (9, 17)},
+            {"cp_size": 2, "dp_shard_size": 2},
+            marks=pytest.mark.slow,
+        ),
         pytest.param("jamba", {"checkpointing": True}, {"cp_size": 4}, marks=pytest.mark.slow),
     ],
     ids=str,

@@ -40,7 +40,9 @@ STEPS = 3
 Shares = dict[str, Tensor]
 
 
-def power_sgd(gradients: list[Tensor], errors: list[Tensor], factor: Tensor) -> tuple[Tensor, list[Tensor], Tensor]:
+def power_sgd(
+    gradients: list[Tensor], errors: list[Tensor], factor: Tensor
+) -> tuple[Tensor, list[Tensor], Tensor]:
     """One step of the paper's algorithm 1 over workers, in one process: the gradient, errors, the next factor."""
     wanted = [gradient + error for gradient, error in zip(gradients, errors, strict=True)]
     left = torch.linalg.qr(torch.stack([matrix @ factor for matrix in wanted]).mean(0))[0]
@@ -55,11 +57,13 @@ def compressed(rank: int) -> tuple[list[Tensor], dict[str, Any]]:
     group = dist.group.WORLD
     assert group is not None
     sizes = [(12, 10), (7,), (9, 2, 4)]
-    hook, found = PowerSGD(group, sizes, rank, seed=3), []
+    hook = PowerSGD(group, sizes, rank, seed=3)
+    found = []
     for step in range(STEPS):
         flat = torch.randn(12 * 10 + 7 + 9 * 8, generator=generator, dtype=torch.float64)
         if step == 2:  # a run that went on
-            saved, hook = hook.state(), PowerSGD(group, sizes, rank, seed=3)
+            saved = hook.state()
+            hook = PowerSGD(group, sizes, rank, seed=3)
             hook.put_state(saved, torch.device("cpu"))
         hook(flat)
         found.append(flat)
@@ -74,9 +78,15 @@ def test_factors_are_those_of_the_paper(pools: Pools) -> None:
     ranks = pools(2).run(compressed, 2)
     generators = [torch.Generator().manual_seed(rank) for rank in range(2)]
     factors = {0: first_factor(3, 0, 10, 2).double(), 2: first_factor(3, 2, 8, 2).double()}
-    errors = {i: [torch.zeros(shape, dtype=torch.float64)] * 2 for i, shape in ((0, (12, 10)), (2, (9, 8)))}
+    errors = {
+        i: [torch.zeros(shape, dtype=torch.float64)] * 2
+        for i, shape in ((0, (12, 10)), (2, (9, 8)))
+    }
     for step in range(STEPS):
-        flats = [torch.randn(12 * 10 + 7 + 9 * 8, generator=each, dtype=torch.float64) for each in generators]
+        flats = [
+            torch.randn(12 * 10 + 7 + 9 * 8, generator=each, dtype=torch.float64)
+            for each in generators
+        ]
         parts = [flat.split([120, 7, 72]) for flat in flats]
         expected = [torch.empty(0)] * 3
         for i, shape in ((0, (12, 10)), (2, (9, 8))):
@@ -95,11 +105,16 @@ def test_factors_are_those_of_the_paper(pools: Pools) -> None:
 
 def _together() -> tuple[int, bool]:
     """How often a buffer's factors are made orthonormal, and whether that gives what each by itself gives."""
-    group, generator = dist.group.WORLD, torch.Generator().manual_seed(dist.get_rank())
+    group = dist.group.WORLD
+    generator = torch.Generator().manual_seed(dist.get_rank())
     assert group is not None
-    sizes, starts = [(12, 10), (9, 8), (12, 7)], (0, 120, 192)
+    sizes = [(12, 10), (9, 8), (12, 7)]
+    starts = (0, 120, 192)
     flat = torch.randn(276, generator=generator, dtype=torch.float64)
-    pieces = [flat[start : start + size[0] * size[1]].clone() for start, size in zip(starts, sizes, strict=True)]
+    pieces = [
+        flat[start : start + size[0] * size[1]].clone()
+        for start, size in zip(starts, sizes, strict=True)
+    ]
     with Launches() as counted:
         PowerSGD(group, sizes, 2, seed=3)(flat)
     for number, (size, piece) in enumerate(zip(sizes, pieces, strict=True)):
@@ -151,20 +166,27 @@ def _of_low_rank() -> tuple[float, float]:
 
 def scaled(scales: list[float], overflows: int | None) -> list[Tensor]:
     """Means over replicas of gradients that come multiplied by ``scales``, divided again; one is infinite."""
-    generator, group = torch.Generator().manual_seed(dist.get_rank()), dist.group.WORLD
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    group = dist.group.WORLD
     assert group is not None
     now = [1.0]
-    hook, found = PowerSGD(group, [(12, 10)], 2, seed=3, unit=lambda: now[0]), []
+    hook = PowerSGD(group, [(12, 10)], 2, seed=3, unit=lambda: now[0])
+    found = []
     for step, scale in enumerate(scales):
         now[0] = scale
-        flat = torch.full((120,), float("inf")) if step == overflows else torch.randn(120, generator=generator) * scale
+        flat = (
+            torch.full((120,), float("inf"))
+            if step == overflows
+            else torch.randn(120, generator=generator) * scale
+        )
         hook(flat)
         found.append(flat / scale)
     return found
 
 
 def test_errors_follow_the_loss_scale_and_keep_no_overflow(pools: Pools) -> None:
-    plain, changing = pools(2).run(scaled, [1.0] * 3, None), pools(2).run(scaled, [1024.0, 64.0, 64.0, 128.0], 2)
+    plain = pools(2).run(scaled, [1.0] * 3, None)
+    changing = pools(2).run(scaled, [1024.0, 64.0, 64.0, 128.0], 2)
     for wanted, found in zip(plain, changing, strict=True):
         assert not found.pop(2).isfinite().any()
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
@@ -174,12 +196,15 @@ def overflowing(scale: float) -> list[dict[str, float]]:
     """What steps say that begin with such a loss scale."""
     model = hfscale.from_config(
         tiny("llama"),
-        parallel=ParallelConfig(dp_replicate_size=2, gradient_compression="powersgd", powersgd_rank=2),
+        parallel=ParallelConfig(
+            dp_replicate_size=2, gradient_compression="powersgd", powersgd_rank=2
+        ),
         mixed_precision="fp16",
         loss_scaling=GradScalerKwargs(init_scale=scale, backoff_factor=2.0**-32),
         dtype=torch.float32,
     ).train()
-    ids, seen = torch.arange(24).view(2, 12), []
+    ids = torch.arange(24).view(2, 12)
+    seen = []
     for _ in range(3):
         hfscale.train_step(model, {"input_ids": ids, "labels": ids})
         seen.append(hfscale.metrics(model))
@@ -191,23 +216,33 @@ def test_a_step_that_overflows_is_not_remembered(pools: Pools) -> None:
         assert [each["skipped_steps"] for each in seen] == [1, 1, 1]
 
 
-def step_of(path: str, layout: dict[str, Any], kind: dict[str, Any], state: str) -> tuple[Shares, Shares, int]:
+def step_of(
+    path: str, layout: dict[str, Any], kind: dict[str, Any], state: str
+) -> tuple[Shares, Shares, int]:
     """This rank's shares before and after steps, and the bytes that it reduced in the last one."""
 
     def build() -> Any:
         return hfscale.from_pretrained(
-            path, parallel=ParallelConfig(**layout, **kind), dtype=torch.float32, experts_implementation="eager"
+            path,
+            parallel=ParallelConfig(**layout, **kind),
+            dtype=torch.float32,
+            experts_implementation="eager",
         ).train()
 
-    model, generator, sent = build(), torch.Generator().manual_seed(2), 0
+    model = build()
+    generator = torch.Generator().manual_seed(2)
+    sent = 0
     start = shares(model)
-    world, rank = hfscale.batch_world(model), hfscale.batch_rank(model)
+    world = hfscale.batch_world(model)
+    rank = hfscale.batch_rank(model)
     for number in range(STEPS):
         if state and number == 2:
             hfscale.save_state(model, state)
             model = build()
             hfscale.load_state(model, state)
-        batches = [[ragged_batch(generator, 67, 2, 13, False) for _ in range(2)] for _ in range(world)]
+        batches = [
+            [ragged_batch(generator, 67, 2, 13, False) for _ in range(2)] for _ in range(world)
+        ]
         with count_traffic() as counted:
             hfscale.train_step(model, batches[rank])
         sent = counted.payload["allreduce"]
@@ -220,7 +255,10 @@ def step_of(path: str, layout: dict[str, Any], kind: dict[str, Any], state: str)
 
 
 def shares(model: Any) -> Shares:
-    return {planned.name: local_tensor(p.detach()).clone() for planned, p in runtime_of(model).parameters()}
+    return {
+        planned.name: local_tensor(p.detach()).clone()
+        for planned, p in runtime_of(model).parameters()
+    }
 
 
 def apart(one: Shares, other: Shares) -> float:
@@ -229,13 +267,16 @@ def apart(one: Shares, other: Shares) -> float:
 
 @pytest.mark.daily("replicate2")
 @pytest.mark.parametrize(
-    "layout", [pytest.param(each, marks=() if each in _QUICK else pytest.mark.slow) for each in LAYOUTS]
+    "layout",
+    [pytest.param(each, marks=() if each in _QUICK else pytest.mark.slow) for each in LAYOUTS],
 )
 def test_training(pools: Pools, tmp_path: Path, layout: str) -> None:
     """16 bits differ by roundings, factors by less than the updates; a resumed run goes on bit by bit."""
     torch.manual_seed(0)
     config = qwen3_moe() if layout == "ep2" else tiny("llama", num_hidden_layers=4)
-    AutoModelForCausalLM.from_config(config, experts_implementation="eager").save_pretrained(tmp_path)
+    AutoModelForCausalLM.from_config(config, experts_implementation="eager").save_pretrained(
+        tmp_path
+    )
     sizes = LAYOUTS[layout]
     pool = pools(ParallelConfig(**sizes).total_size)
     factors = {"gradient_compression": "powersgd", "powersgd_rank": 4}
@@ -256,9 +297,15 @@ def test_training(pools: Pools, tmp_path: Path, layout: str) -> None:
     ("given", "message"),
     [
         ({"gradient_compression": "bf16"}, "use dp_replicate_size=2 or more"),
-        ({"gradient_compression": "int8", "dp_replicate_size": 2}, "is unknown: use one of no, bf16, fp16, powersgd"),
+        (
+            {"gradient_compression": "int8", "dp_replicate_size": 2},
+            "is unknown: use one of no, bf16, fp16, powersgd",
+        ),
         ({"powersgd_rank": 2, "dp_replicate_size": 2}, "needs gradient_compression='powersgd'"),
-        ({"gradient_compression": "powersgd", "powersgd_rank": 0, "dp_replicate_size": 2}, "at least 1"),
+        (
+            {"gradient_compression": "powersgd", "powersgd_rank": 0, "dp_replicate_size": 2},
+            "at least 1",
+        ),
     ],
 )
 def test_what_does_not_fit(given: dict[str, Any], message: str) -> None:
@@ -287,12 +334,24 @@ def test_offloaded_activations_live_until_their_stream_is_done() -> None:
 @pytest.mark.parametrize("kind", ["bf16", "powersgd", "no", "eight bits"])
 def test_buffers_live_until_their_streams_are_done(pools: Pools, kind: str) -> None:
     """FSDP2 runs hooks on another stream than that which makes their buffers, and gives these back behind its back."""
-    replicated = {"dp_replicate_size": 2, **({"gradient_compression": kind} if kind != "no" else {})}
+    replicated = {
+        "dp_replicate_size": 2,
+        **({"gradient_compression": kind} if kind != "no" else {}),
+    }
     layout = {"dp_shard_size": 2} if kind == "eight bits" else replicated
-    narrow = {"dtype": torch.bfloat16, "mixed_precision": "bf16"}  # reduced in 32 bits: gradients are no views of it
+    narrow = {
+        "dtype": torch.bfloat16,
+        "mixed_precision": "bf16",
+    }  # reduced in 32 bits: gradients are no views of it
     offloaded = {"dtype": torch.float32, "memory": MemoryConfig(offload_parameters=True)}
-    eight = {"dtype": torch.float32, "mixed_precision": "fp8", "float8": Float8Config(fp8_all_gather=True)}
-    for built in (eight,) if kind == "eight bits" else (narrow, {"dtype": torch.bfloat16}, offloaded):
+    eight = {
+        "dtype": torch.float32,
+        "mixed_precision": "fp8",
+        "float8": Float8Config(fp8_all_gather=True),
+    }
+    for built in (
+        (eight,) if kind == "eight bits" else (narrow, {"dtype": torch.bfloat16}, offloaded)
+    ):
         for crossed, faults in pools(2).run(over_streams, layout, built):
             assert crossed
             assert not faults

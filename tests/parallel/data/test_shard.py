@@ -83,7 +83,12 @@ def _reductions() -> dict[str, int]:
 def test_gradients_are_reduced_once(pools: Pools) -> None:
     for found in pools(2).run(_reductions):
         groups = 3  # two layers and the rest
-        assert found == {"each": 2 * groups, "accumulated": groups, "one": groups, "gathers of one": groups}
+        assert found == {
+            "each": 2 * groups,
+            "accumulated": groups,
+            "one": groups,
+            "gathers of one": groups,
+        }
 
 
 def _gathered() -> tuple[int, int, int]:
@@ -109,7 +114,8 @@ def test_whole_weights_are_given_up(pools: Pools) -> None:
 
 def _tied() -> tuple[bool, bool]:
     model = _load({"dp_shard_size": 2}, tie_word_embeddings=True)
-    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    embedding = model.get_input_embeddings().weight
+    head = model.get_output_embeddings().weight
     return embedding is head, isinstance(embedding.data, DTensor)
 
 

@@ -42,7 +42,8 @@ class _ScaledNorm(nn.Module):
 
     def __init__(self, norm: Any) -> None:
         super().__init__()
-        self.weight, self.variance_epsilon = norm.weight, norm.variance_epsilon
+        self.weight = norm.weight
+        self.variance_epsilon = norm.variance_epsilon
         self.bias = nn.Parameter(torch.linspace(-0.1, 0.1, len(self.weight), dtype=torch.float32))
         self.scale = _Scale(len(self.weight))
 
@@ -65,13 +66,18 @@ def _model(float32: bool = True) -> MixedLlama:
     model = MixedLlama._from_config(tiny("llama"), dtype=torch.float64).train()
     for layer in model.model.layers:  # the Auto classes build in one default type
         norm: Any = layer.post_attention_layernorm
-        norm.bias.data, norm.scale.weight.data = norm.bias.data.float(), norm.scale.weight.data.float()
+        norm.bias.data, norm.scale.weight.data = (
+            norm.bias.data.float(),
+            norm.scale.weight.data.float(),
+        )
         if not float32:
             norm.bias.data = norm.bias.data.double()
     return model
 
 
-def trained(sizes: dict[str, Any], expected: tuple[float, dict[str, Tensor]], several: bool = True) -> dict[str, float]:
+def trained(
+    sizes: dict[str, Any], expected: tuple[float, dict[str, Tensor]], several: bool = True
+) -> dict[str, float]:
     """The largest error of each parameter's gradient, relative to its largest entry; of the loss."""
     has, torch_fsdp._has_several_groups = torch_fsdp._has_several_groups, lambda: several and has()
     try:
@@ -81,10 +87,14 @@ def trained(sizes: dict[str, Any], expected: tuple[float, dict[str, Tensor]], se
     world = hfscale.batch_world(model)
     rows = IDS[hfscale.batch_rank(model) :: world]
     loss, gradients = expected
-    errors = {"loss": abs(float(hfscale.train_step(model, {"input_ids": rows, "labels": rows})) - loss)}
+    errors = {
+        "loss": abs(float(hfscale.train_step(model, {"input_ids": rows, "labels": rows})) - loss)
+    }
     runtime = runtime_of(model)
     for planned, parameter in runtime.parameters():
-        assert parameter.dtype == gradients[planned.name].dtype == parameter.grad.dtype, planned.name  # type: ignore[union-attr]
+        assert parameter.dtype == gradients[planned.name].dtype == parameter.grad.dtype, (
+            planned.name
+        )  # type: ignore[union-attr]
         wanted = planned.take(gradients[planned.name], runtime.mesh.ranks)
         error = (local_tensor(parameter.grad) - wanted).abs()  # type: ignore[arg-type]
         errors[planned.name] = float(error.max() / wanted.abs().max()) if error.numel() else 0.0
@@ -95,7 +105,9 @@ def _reference(float32: bool = True) -> tuple[float, dict[str, Tensor]]:
     model = _model(float32)
     loss = model(input_ids=IDS, labels=IDS).loss
     loss.backward()
-    return float(loss.detach()), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return float(loss.detach()), {
+        name: p.grad for name, p in model.named_parameters() if p.grad is not None
+    }
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -108,12 +120,15 @@ def test_two_types_in_one_layer(pools: Pools, layout: str) -> None:
 
 def test_with_one_group_for_each_module(pools: Pools) -> None:
     """As torch 2.11 has it: what a module holds alone is wrapped by itself, and what it does not is refused."""
-    for errors in pools(2).run(trained, LAYOUTS["shard2"], _reference(float32=False), several=False):
+    for errors in pools(2).run(
+        trained, LAYOUTS["shard2"], _reference(float32=False), several=False
+    ):
         assert max(errors.values()) < 1e-6
 
 
 def refused_with_one_group() -> str:
-    has, torch_fsdp._has_several_groups = torch_fsdp._has_several_groups, lambda: False
+    has = torch_fsdp._has_several_groups
+    torch_fsdp._has_several_groups = lambda: False
     try:
         with pytest.raises(ConfigError) as caught:
             hfscale.parallelize(_model(), ParallelConfig(dp_shard_size=2))
@@ -129,7 +144,9 @@ def test_two_types_in_one_module_with_one_group(pools: Pools) -> None:
 
 
 def _mixed_step(name: str) -> tuple[float, str]:
-    model = hfscale.from_config(config_of(name), parallel=ParallelConfig(dp_shard_size=2), mixed_precision="bf16")
+    model = hfscale.from_config(
+        config_of(name), parallel=ParallelConfig(dp_shard_size=2), mixed_precision="bf16"
+    )
     loss = hfscale.train_step(model, {"input_ids": IDS, "labels": IDS})
     return float(loss), str(next(p.grad.dtype for p in model.parameters() if p.grad is not None))
 

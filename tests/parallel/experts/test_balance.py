@@ -34,10 +34,14 @@ def test_balance_is_one_where_all_is_even_and_the_number_of_experts_where_one_ha
 
 def test_sums_of_slices_add_up_and_padding_adds_nothing() -> None:
     torch.manual_seed(0)
-    logits, index = torch.randn(3, 10, 5, dtype=torch.float64), torch.randint(0, 6, (3, 10, 2))
+    logits = torch.randn(3, 10, 5, dtype=torch.float64)
+    index = torch.randint(0, 6, (3, 10, 2))
     real = torch.rand(3, 10) < 0.7
     whole = expert_sums(logits, index, real, "sigmoid")
-    parts = [expert_sums(logits[:, s], index[:, s], real[:, s], "sigmoid") for s in (slice(0, 4), slice(4, 10))]
+    parts = [
+        expert_sums(logits[:, s], index[:, s], real[:, s], "sigmoid")
+        for s in (slice(0, 4), slice(4, 10))
+    ]
     torch.testing.assert_close(parts[0] + parts[1], whole)
     logits[~real] = 1e6
     torch.testing.assert_close(expert_sums(logits, index, real, "sigmoid"), whole)
@@ -48,7 +52,10 @@ def test_sums_of_slices_add_up_and_padding_adds_nothing() -> None:
 
 def test_a_sequence_of_padding_alone_is_no_division_by_zero() -> None:
     sums = expert_sums(
-        torch.randn(1, 3, 4), torch.zeros(1, 3, 1, dtype=torch.int64), torch.zeros(1, 3).bool(), "softmax"
+        torch.randn(1, 3, 4),
+        torch.zeros(1, 3, 1, dtype=torch.int64),
+        torch.zeros(1, 3).bool(),
+        "softmax",
     )
     assert float(balance_loss(sums)) == 0
     assert float(z_loss(sums)) == 0
@@ -81,21 +88,32 @@ def test_real_tokens_of_every_kind_of_mask() -> None:
     ids = torch.ones(2, 4, dtype=torch.int64)
     padded = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]])
     assert real_tokens({"input_ids": ids}).all()
-    assert torch.equal(real_tokens({"inputs_embeds": torch.ones(2, 4, 8), "attention_mask": padded}), padded.bool())
+    assert torch.equal(
+        real_tokens({"inputs_embeds": torch.ones(2, 4, 8), "attention_mask": padded}), padded.bool()
+    )
     allowed = torch.ones(4, 4).tril().bool() & padded.bool()[:, None, None, :]
     added = torch.zeros(2, 1, 4, 4).masked_fill(~allowed, torch.finfo(torch.float32).min)
-    for mask in (allowed, added, allowed.int(), {"sliding_attention": None, "full_attention": added}):
+    for mask in (
+        allowed,
+        added,
+        allowed.int(),
+        {"sliding_attention": None, "full_attention": added},
+    ):
         assert torch.equal(real_tokens({"input_ids": ids, "attention_mask": mask}), padded.bool())
     cached = torch.cat((torch.zeros(2, 3), padded), 1)
     assert torch.equal(real_tokens({"input_ids": ids, "attention_mask": cached}), padded.bool())
 
 
-def _skewed(layout: ParallelConfig | None, rate: float, directory: str | None = None, steps: int = 20) -> Any:
+def _skewed(
+    layout: ParallelConfig | None, rate: float, directory: str | None = None, steps: int = 20
+) -> Any:
     """A model whose routers all prefer one expert, trained a little by biases alone: loads before and after, biases."""
     config = _config("deepseek_v3")
     config.n_group = config.topk_group = 1
     routing = RoutingConfig(bias_update_rate=rate)
-    model = hfscale.from_config(config, parallel=layout, dtype=torch.float64, routing=routing).train()
+    model = hfscale.from_config(
+        config, parallel=layout, dtype=torch.float64, routing=routing
+    ).train()
     for name, buffer in model.named_buffers():
         if "correction_bias" in name:
             buffer[1] += 0.2
@@ -104,7 +122,9 @@ def _skewed(layout: ParallelConfig | None, rate: float, directory: str | None = 
     for _ in range(steps):
         hfscale.train_step(model, mine)
         loads.append([layer.max_over_mean for layer in hfscale.expert_load(model).layers])
-    before = {name: buffer.clone() for name, buffer in model.named_buffers() if "correction_bias" in name}
+    before = {
+        name: buffer.clone() for name, buffer in model.named_buffers() if "correction_bias" in name
+    }
     hfscale.eval_step(model, mine)
     model(**mine[0]) if model.training and (layout is None or layout.size("pp") == 1) else None
     for name, buffer in before.items():
@@ -127,7 +147,10 @@ def test_bias_updates_balance_a_skewed_router_and_are_saved(tmp_path: Path) -> N
 @pytest.mark.slow
 def test_bias_updates_are_the_same_on_every_rank(pools: Any) -> None:
     _, expected = _skewed(None, 0.01, steps=10)
-    for layout in (ParallelConfig(ep_size=2), ParallelConfig(tp_size=2, sequence_parallel=True, ep_size=2)):
+    for layout in (
+        ParallelConfig(ep_size=2),
+        ParallelConfig(tp_size=2, sequence_parallel=True, ep_size=2),
+    ):
         for _, biases in pools(2).run(_skewed, layout, 0.01, steps=10):
             for name, bias in biases.items():
                 torch.testing.assert_close(bias, expected[name])
@@ -135,7 +158,9 @@ def test_bias_updates_are_the_same_on_every_rank(pools: Any) -> None:
 
 def test_a_bias_of_16_bits_is_moved_in_32() -> None:
     config = _config("deepseek_v3")
-    model = hfscale.from_config(config, dtype=torch.bfloat16, routing=RoutingConfig(bias_update_rate=0.001)).train()
+    model = hfscale.from_config(
+        config, dtype=torch.bfloat16, routing=RoutingConfig(bias_update_rate=0.001)
+    ).train()
     gate = model.model.layers[0].mlp.gate
     gate.e_score_correction_bias.fill_(1.0)
     hfscale.train_step(model, _together(_microbatches()))

@@ -37,7 +37,9 @@ def test_a_bias_moves_by_the_load(family: str) -> None:
     loads = {layer.name: torch.tensor(layer.tokens) for layer in hfscale.expert_load(model).layers}
     assert len(biases) == len(loads) > 0
     for name, bias in biases.items():
-        (load,) = (load for layer, load in loads.items() if name.startswith(layer.rpartition(".")[0] + "."))
+        (load,) = (
+            load for layer, load in loads.items() if name.startswith(layer.rpartition(".")[0] + ".")
+        )
         moved = (bias - before[name]).flatten().double()
         torch.testing.assert_close(moved, bias_step(load, 0.01), rtol=0, atol=1e-6)
 
@@ -46,11 +48,17 @@ def moved_over_data_ranks(family: str) -> list[tuple[Tensor, Tensor]]:
     """The shares that this rank has of biases that were zero, and the steps they should have taken."""
     layout = hfscale.ParallelConfig(dp_shard_size=2)
     routing = RoutingConfig(bias_update_rate=0.01)
-    model = hfscale.from_config(_config(family), parallel=layout, dtype=torch.float32, routing=routing).train()
+    model = hfscale.from_config(
+        _config(family), parallel=layout, dtype=torch.float32, routing=routing
+    ).train()
     hfscale.train_step(model, _microbatches()[hfscale.batch_rank(model) :: 2])
-    shares = [local_tensor(p) for name, p in model.named_parameters() if name.endswith(BIASES[family])]
+    shares = [
+        local_tensor(p) for name, p in model.named_parameters() if name.endswith(BIASES[family])
+    ]
     loads = [torch.tensor(layer.tokens) for layer in hfscale.expert_load(model).layers]
-    return [(share.detach(), bias_step(load, 0.01)) for share, load in zip(shares, loads, strict=True)]
+    return [
+        (share.detach(), bias_step(load, 0.01)) for share, load in zip(shares, loads, strict=True)
+    ]
 
 
 def test_shards_of_a_parameter_of_one_row(pools: Pools) -> None:
@@ -63,7 +71,12 @@ def test_shards_of_a_parameter_of_one_row(pools: Pools) -> None:
 
 @needs("zaya")
 def test_a_bias_of_more_than_the_experts_is_named() -> None:
-    small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    small = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     config = CONFIG_MAPPING["zaya"](**small, vocab_size=67, head_dim=8, intermediate_size=32)
     with pytest.raises(ConfigError, match=r"balancing_biases has \d+ for \d+ experts"):
         hfscale.from_config(config, routing=RoutingConfig(bias_update_rate=0.01))
@@ -97,4 +110,6 @@ def test_a_vector_that_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_parameter_of_16_bits_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"expert_bias in 32 bits, and it is in torch\.bfloat16"):
-        hfscale.from_config(_config("afmoe"), dtype=torch.bfloat16, routing=RoutingConfig(bias_update_rate=0.01))
+        hfscale.from_config(
+            _config("afmoe"), dtype=torch.bfloat16, routing=RoutingConfig(bias_update_rate=0.01)
+        )

@@ -19,12 +19,23 @@ H = 5
 
 
 def mixture(
-    x: Tensor, weights: Tensor, experts: Tensor, index: Tensor, count: int, group: Any = None, batches: int = 1
+    x: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    index: Tensor,
+    count: int,
+    group: Any = None,
+    batches: int = 1,
 ) -> Tensor:
     """Square, through this rank's ``experts [e, h, h]``, square again: not linear, so that an order matters."""
     routes, _ = plan_routes(index, count, group)
     rows = dispatch(x, routes, batches)
-    return combine(grouped_linear(rows.square(), experts, None, routes.counts).square(), weights, routes, batches)
+    return combine(
+        grouped_linear(rows.square(), experts, None, routes.counts).square(),
+        weights,
+        routes,
+        batches,
+    )
 
 
 def loop(x: Tensor, weights: Tensor, experts: Tensor, index: Tensor) -> Tensor:
@@ -48,14 +59,23 @@ def inputs(n: int, k: int, count: int, seed: int) -> tuple[Tensor, Tensor, Tenso
 
 @settings(max_examples=50, deadline=None)
 @given(
-    n=st.integers(0, 6), k=st.integers(1, 3), count=st.integers(1, 5), may_drop=st.booleans(), seed=st.integers(0, 999)
+    n=st.integers(0, 6),
+    k=st.integers(1, 3),
+    count=st.integers(1, 5),
+    may_drop=st.booleans(),
+    seed=st.integers(0, 999),
 )
 def test_equals_a_loop(n: int, k: int, count: int, may_drop: bool, seed: int) -> None:
     leaves = inputs(n, k, count, seed)
-    index = torch.randint(0, count + may_drop, (n, k), generator=torch.Generator().manual_seed(seed))
-    found, expected = mixture(*leaves, index, count), loop(*leaves, index)
+    index = torch.randint(
+        0, count + may_drop, (n, k), generator=torch.Generator().manual_seed(seed)
+    )
+    found = mixture(*leaves, index, count)
+    expected = loop(*leaves, index)
     torch.testing.assert_close(found, expected)
-    grad = torch.randn(found.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    grad = torch.randn(
+        found.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    )
     theirs = torch.autograd.grad(expected, leaves, grad, allow_unused=True, materialize_grads=True)
     for ours, wanted in zip(torch.autograd.grad(found, leaves, grad), theirs, strict=True):
         torch.testing.assert_close(ours, wanted)
@@ -65,10 +85,14 @@ def test_equals_a_loop(n: int, k: int, count: int, may_drop: bool, seed: int) ->
 @pytest.mark.parametrize("drop", [False, True])
 def test_gradients(k: int, drop: bool) -> None:
     index = torch.randint(0, 4 + drop, (5, k), generator=torch.Generator().manual_seed(k))
-    assert torch.autograd.gradcheck(lambda *leaves: mixture(*leaves, index, 4), inputs(5, k, 4, seed=1))
+    assert torch.autograd.gradcheck(
+        lambda *leaves: mixture(*leaves, index, 4), inputs(5, k, 4, seed=1)
+    )
 
 
-@pytest.mark.parametrize("trains", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 0), (0, 1, 1), (1, 0, 1)])
+@pytest.mark.parametrize(
+    "trains", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 0), (0, 1, 1), (1, 0, 1)]
+)
 def test_frozen(trains: tuple[int, int, int]) -> None:
     """Experts, router, or what is in front of both do not train: the others' gradients stay what they are."""
     index = torch.tensor([[0, 2], [1, 2], [2, 0]])
@@ -84,8 +108,11 @@ def test_frozen(trains: tuple[int, int, int]) -> None:
 
 def test_gradients_of_experts_are_divided_by_the_distinct_batches() -> None:
     """What the data axes do not average is divided on the way in, and put back for what they do."""
-    index, leaves = torch.tensor([[0, 1], [1, 3]]), inputs(2, 2, 4, seed=3)
-    alone, shared = (torch.autograd.grad(mixture(*leaves, index, 4, batches=b).sum(), leaves) for b in (1, 4))
+    index = torch.tensor([[0, 1], [1, 3]])
+    leaves = inputs(2, 2, 4, seed=3)
+    alone, shared = (
+        torch.autograd.grad(mixture(*leaves, index, 4, batches=b).sum(), leaves) for b in (1, 4)
+    )
     for before, after, factor in zip(alone, shared, (1, 1, 4), strict=True):
         torch.testing.assert_close(after * factor, before)
 
@@ -103,9 +130,12 @@ def test_routes_that_go_nowhere() -> None:
 
 def on_ranks(indices: list[Tensor], k: int, count: int, seed: int) -> tuple[list[Tensor], Traffic]:
     """This rank's output and gradients, and what it sent."""
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    size = dist.get_world_size()
     x, weights, experts = _of_rank(indices, k, count, seed, rank)
-    own = experts.detach()[rank * count // size : (rank + 1) * count // size].clone().requires_grad_()
+    own = (
+        experts.detach()[rank * count // size : (rank + 1) * count // size].clone().requires_grad_()
+    )
     with count_traffic() as traffic:
         out = mixture(x, weights, own, indices[rank], count, dist.group.WORLD)
         (out * (rank + 1)).sum().backward()
@@ -113,7 +143,9 @@ def on_ranks(indices: list[Tensor], k: int, count: int, seed: int) -> tuple[list
     return [out.detach(), *(gradient for gradient in gradients if gradient is not None)], traffic
 
 
-def _of_rank(indices: list[Tensor], k: int, count: int, seed: int, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+def _of_rank(
+    indices: list[Tensor], k: int, count: int, seed: int, rank: int
+) -> tuple[Tensor, Tensor, Tensor]:
     x, weights, _ = inputs(len(indices[rank]), k, count, seed + rank)
     return x, weights, inputs(0, k, count, seed)[2]
 
@@ -135,10 +167,15 @@ RANKED = {
 @pytest.mark.parametrize("name", RANKED)
 def test_ranks(pools: Pools, name: str) -> None:
     """As if one rank had every token: outputs, and gradients of experts summed over all senders."""
-    indices, count, k = RANKED[name], 8, 2
+    indices = RANKED[name]
+    count = 8
+    k = 2
     parts = [_of_rank(indices, k, count, 9, rank) for rank in range(4)]
     experts = parts[0][2]
-    outputs = [loop(x, weights, experts, index) for (x, weights, _), index in zip(parts, indices, strict=True)]
+    outputs = [
+        loop(x, weights, experts, index)
+        for (x, weights, _), index in zip(parts, indices, strict=True)
+    ]
     total = sum((out * (rank + 1)).sum() for rank, out in enumerate(outputs))
     assert isinstance(total, Tensor)
     total.backward()
@@ -155,10 +192,14 @@ def test_ranks(pools: Pools, name: str) -> None:
 @pytest.mark.parametrize("name", RANKED)
 def test_what_is_sent(pools: Pools, name: str) -> None:
     """Each row four times, ``h`` numbers each time; besides, how many rows there are."""
-    indices, count, size = RANKED[name], 8, 8  # bytes
+    # bytes
+    indices = RANKED[name]
+    count = 8
+    size = 8
     chosen = [index.flatten()[index.flatten() < count] for index in indices]
     for rank, (_, traffic) in enumerate(pools(4).run(on_ranks, indices, 2, count, 9)):
-        leaving, arriving = len(chosen[rank]), sum(int((c // 2 == rank).sum()) for c in chosen)
+        leaving = len(chosen[rank])
+        arriving = sum(int((c // 2 == rank).sum()) for c in chosen)
         assert traffic.calls == {"alltoall": 5}
         assert traffic.payload == {"alltoall": 2 * (leaving + arriving) * H * size + count * 8}
 
@@ -178,6 +219,8 @@ def poisoned(indices: list[Tensor], k: int, count: int, seed: int) -> list[Tenso
 def test_uninitialized_memory_is_never_read(pools: Pools, name: str) -> None:
     """Trap T11."""
     expected = pools(4).run(on_ranks, RANKED[name], 2, 8, 9)
-    for found, (plain, _) in zip(pools(4).run(poisoned, RANKED[name], 2, 8, 9), expected, strict=True):
+    for found, (plain, _) in zip(
+        pools(4).run(poisoned, RANKED[name], 2, 8, 9), expected, strict=True
+    ):
         for tensor, wanted in zip(found, plain, strict=True):
             assert torch.equal(tensor, wanted)

@@ -26,11 +26,15 @@ def _step(path: str, kwargs: dict[str, Any]) -> tuple[float, float]:
 
 @pytest.mark.parametrize("mixed", [False, True], ids=["bfloat16", "mixed"])
 def test_cut_experts_in_bfloat16(pools: Pools, tmp_path: Path, mixed: bool) -> None:
-    AutoModelForCausalLM.from_config(qwen3_moe(moe_intermediate_size=24), dtype=torch.float32).save_pretrained(tmp_path)
+    AutoModelForCausalLM.from_config(
+        qwen3_moe(moe_intermediate_size=24), dtype=torch.float32
+    ).save_pretrained(tmp_path)
     stock = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).train()
     loss = stock(**BATCH).loss
     loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(stock.parameters(), 1.0)
-    kwargs = {"mixed_precision": "bf16", "dtype": torch.float32} if mixed else {"dtype": torch.bfloat16}
+    kwargs = (
+        {"mixed_precision": "bf16", "dtype": torch.float32} if mixed else {"dtype": torch.bfloat16}
+    )
     for found in pools(2).run(_step, str(tmp_path), kwargs):
         assert found == pytest.approx((float(loss.detach()), float(norm)), rel=2e-2)

@@ -16,14 +16,20 @@ from tests.parity.test_balance import _config, _microbatches, _together
 from tests.tiny_models import tiny
 
 
-def _loaded(layout: ParallelConfig | None, routing: RoutingConfig | None, checkpointing: bool = False) -> Any:
-    model = hfscale.from_config(_config("olmoe"), parallel=layout, dtype=torch.float64, routing=routing).train()
+def _loaded(
+    layout: ParallelConfig | None, routing: RoutingConfig | None, checkpointing: bool = False
+) -> Any:
+    model = hfscale.from_config(
+        _config("olmoe"), parallel=layout, dtype=torch.float64, routing=routing
+    ).train()
     if checkpointing:
         enable_checkpointing(model)
     return model
 
 
-def _loads(layout: ParallelConfig | None, routing: RoutingConfig | None, checkpointing: bool = False) -> Any:
+def _loads(
+    layout: ParallelConfig | None, routing: RoutingConfig | None, checkpointing: bool = False
+) -> Any:
     """Loads of a training step, of an evaluation, and of two steps of which the last one counts."""
     model = _loaded(layout, routing, checkpointing)
     mine = _microbatches()[hfscale.batch_rank(model) :: hfscale.batch_world(model)]
@@ -62,8 +68,12 @@ def test_loads_are_those_of_a_count_by_hand() -> None:
     for checkpointing in (False, True):
         for load in _loads(None, RoutingConfig(), checkpointing):
             assert [list(layer.tokens) for layer in load.layers] == expected
-            assert [layer.name for layer in load.layers] == [f"model.layers.{i}.mlp.experts" for i in (0, 1)]
-            assert sum(load.layers[0].tokens) == sum(2 * batch["input_ids"].numel() for batch in _microbatches())
+            assert [layer.name for layer in load.layers] == [
+                f"model.layers.{i}.mlp.experts" for i in (0, 1)
+            ]
+            assert sum(load.layers[0].tokens) == sum(
+                2 * batch["input_ids"].numel() for batch in _microbatches()
+            )
 
 
 @pytest.mark.daily("True-tp2, sequence parallel, ep2", "False-dp_shard2 x pp2, ep2")
@@ -80,7 +90,9 @@ def test_loads_are_those_of_a_count_by_hand() -> None:
     ids=lambda layout: layout.describe(),
 )
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_loads_are_the_same_in_every_layout(pools: Any, layout: ParallelConfig, checkpointing: bool) -> None:
+def test_loads_are_the_same_in_every_layout(
+    pools: Any, layout: ParallelConfig, checkpointing: bool
+) -> None:
     expected = _by_hand()
     for found in pools(layout.total_size).run(_loads, layout, RoutingConfig(), checkpointing):
         for load in found:
@@ -94,7 +106,8 @@ def test_spread_experts_count_unasked(pools: Any) -> None:
 
 
 def test_loops_of_ones_own_count_until_they_ask() -> None:
-    model, batch = _loaded(None, RoutingConfig()), _together(_microbatches())
+    model = _loaded(None, RoutingConfig())
+    batch = _together(_microbatches())
     routes = 2 * batch["input_ids"].numel()
     for passes in (1, 3):
         for _ in range(passes):
@@ -125,7 +138,9 @@ def test_metrics_are_the_worst_layers() -> None:
 def _history(path: Path | None = None) -> ExpertLoadHistory:
     history = ExpertLoadHistory(path)
     for step in range(5):
-        history.record(step, ExpertLoad(tuple(LayerLoad(f"l{i}", (8 - step, step, 4)) for i in range(5))))
+        history.record(
+            step, ExpertLoad(tuple(LayerLoad(f"l{i}", (8 - step, step, 4)) for i in range(5)))
+        )
     return history
 
 

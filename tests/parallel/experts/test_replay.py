@@ -54,7 +54,9 @@ def batch_of(rows: int = 2, tokens: int = 7, seed: int = 1) -> dict[str, Tensor]
 
 def others(shape: tuple[int, ...], count: int, k: int, seed: int = 2) -> Tensor:
     """Random routes: ``k`` different experts of ``count``."""
-    return torch.rand(*shape, count, generator=torch.Generator().manual_seed(seed)).argsort(-1)[..., :k]
+    return torch.rand(*shape, count, generator=torch.Generator().manual_seed(seed)).argsort(-1)[
+        ..., :k
+    ]
 
 
 def step(model: Any, batch: Any, **options: Any) -> Step:
@@ -62,7 +64,9 @@ def step(model: Any, batch: Any, **options: Any) -> Step:
     torch.manual_seed(7)
     with keep_float64():
         loss = hfscale.train_step(model, batch, **options)
-    return loss, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return loss, {
+        name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
+    }
 
 
 def same(one: Step, other: Step) -> None:
@@ -82,11 +86,13 @@ def calls(model: Any) -> list[tuple[Tensor, Tensor, Tensor]]:
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=() if name in DAILY else pytest.mark.slow) for name in FAMILIES]
+    "family",
+    [pytest.param(name, marks=() if name in DAILY else pytest.mark.slow) for name in FAMILIES],
 )
 def test_every_family(family: str) -> None:
     """Recording changes nothing, and replaying one's own routes neither; others arrive at the experts as given."""
-    model, batch = built(config_of(family, **MIXED.get(family, {}))), batch_of()
+    model = built(config_of(family, **MIXED.get(family, {})))
+    batch = batch_of()
     plain = step(model, batch)
     with hfscale.record_routes(model) as routes:
         same(step(model, batch), plain)
@@ -96,14 +102,27 @@ def test_every_family(family: str) -> None:
     given = others((2, 7, len(mixtures)), mixtures[0].count, routes[0].shape[-1])
     seen = calls(model)
     loss, gradients = step(model, batch, routes=given)
-    assert [torch.equal(index, given[:, :, layer].flatten(0, 1)) for layer, (_, index, _) in enumerate(seen)]
+    assert [
+        torch.equal(index, given[:, :, layer].flatten(0, 1))
+        for layer, (_, index, _) in enumerate(seen)
+    ]
     assert not torch.equal(loss, plain[0])
     assert all(weights.isfinite().all() for _, _, weights in seen)
-    assert sum(bool(gradient.any()) for name, gradient in gradients.items() if "gate" in name or "router" in name)
+    assert sum(
+        bool(gradient.any())
+        for name, gradient in gradients.items()
+        if "gate" in name or "router" in name
+    )
 
 
 def grouped(method: str) -> PreTrainedConfig:
-    latent = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
+    latent = {
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 4,
+        "v_head_dim": 8,
+    }
     return DeepseekV2Config(
         hidden_size=32, intermediate_size=24, moe_intermediate_size=16, num_hidden_layers=2, num_attention_heads=4,
         vocab_size=67, n_routed_experts=8, num_experts_per_tok=2, n_group=4, topk_group=1, topk_method=method,
@@ -123,8 +142,14 @@ def softmax_normalized(logits: Tensor, index: Tensor) -> Tensor:
 FORMULAS: dict[str, tuple[PreTrainedConfig, Callable[[Tensor, Tensor], Tensor]]] = {
     "softmax of all": (qwen2_moe(), lambda logits, index: logits.softmax(-1).gather(-1, index)),
     "normalized": (qwen3_moe(), softmax_normalized),
-    "softmax of the chosen": (gpt_oss(), lambda logits, index: logits.gather(-1, index).softmax(-1)),
-    "scaled, groups": (grouped("group_limited_greedy"), softmax_scaled),  # experts of groups that lost, too
+    "softmax of the chosen": (
+        gpt_oss(),
+        lambda logits, index: logits.gather(-1, index).softmax(-1),
+    ),
+    "scaled, groups": (
+        grouped("group_limited_greedy"),
+        softmax_scaled,
+    ),  # experts of groups that lost, too
     "scaled, greedy": (grouped("greedy"), softmax_scaled),
 }
 
@@ -132,13 +157,18 @@ FORMULAS: dict[str, tuple[PreTrainedConfig, Callable[[Tensor, Tensor], Tensor]]]
 @pytest.mark.parametrize("name", FORMULAS)
 def test_weights_are_those_of_the_live_router_for_the_given_experts(name: str) -> None:
     config, formula = FORMULAS[name]
-    model, count = built(config), 8 if "scaled" in name else 4
+    model = built(config)
+    count = 8 if "scaled" in name else 4
     given = others((2, 7, 2), count, 2)
     given[0, 2] = -1  # the router chooses
     seen = calls(model)
     logits: list[Tensor] = []
     for layer in range(2):
-        router = next(m for n, m in model.model.layers[layer].named_modules() if n in ("mlp.gate", "mlp.router"))
+        router = next(
+            m
+            for n, m in model.model.layers[layer].named_modules()
+            if n in ("mlp.gate", "mlp.router")
+        )
         router.register_forward_hook(lambda _, args, output: logits.append(output[0]))
     step(model, batch_of(), routes=given)
     for layer, (own, (_, index, weights)) in enumerate(zip(logits, seen, strict=True)):
@@ -148,16 +178,22 @@ def test_weights_are_those_of_the_live_router_for_the_given_experts(name: str) -
         if "groups" not in name:
             best = own.topk(2).indices.sort(-1).values
             assert torch.equal(index.sort(-1).values[live[:, 0]], best[live[:, 0]])
-        torch.testing.assert_close(weights, formula(own, index).to(weights.dtype), rtol=1e-12, atol=0)
+        torch.testing.assert_close(
+            weights, formula(own, index).to(weights.dtype), rtol=1e-12, atol=0
+        )
 
 
 @pytest.mark.parametrize("config", [qwen3_moe(), gpt_oss()], ids=["qwen3_moe", "gpt_oss"])
 def test_finite_differences_of_the_routers_weight(config: PreTrainedConfig) -> None:
-    model, batch, given = built(config), batch_of(), others((2, 7, 2), 4, 2)
+    model = built(config)
+    batch = batch_of()
+    given = others((2, 7, 2), 4, 2)
     _, gradients = step(model, batch, routes=given)
     name = next(name for name in gradients if name.endswith(("gate.weight", "router.weight")))
     weight = model.get_parameter(name)
-    direction = torch.randn(weight.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    direction = torch.randn(
+        weight.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3)
+    )
     values = []
     for sign in (1.0, -1.0):
         with torch.no_grad(), keep_float64():
@@ -173,8 +209,12 @@ def test_finite_differences_of_the_routers_weight(config: PreTrainedConfig) -> N
 @pytest.mark.parametrize("recorded", [True, False])
 @pytest.mark.parametrize("how", ["layers", "blocks", "stock"])
 def test_recomputed_layers_take_the_experts_that_they_took_first(how: str, recorded: bool) -> None:
-    memory = {"layers": hfscale.MemoryConfig(recompute="full"), "blocks": hfscale.MemoryConfig(recompute=["mlp"])}
-    model, batch = built(qwen3_moe(), memory=memory.get(how)), batch_of()
+    memory = {
+        "layers": hfscale.MemoryConfig(recompute="full"),
+        "blocks": hfscale.MemoryConfig(recompute=["mlp"]),
+    }
+    model = built(qwen3_moe(), memory=memory.get(how))
+    batch = batch_of()
     if how == "stock":
         enable_checkpointing(model, use_reentrant=True)
     seen = calls(model)
@@ -194,7 +234,9 @@ def test_recomputed_layers_take_the_experts_that_they_took_first(how: str, recor
         with pytest.raises(CheckpointError):  # other experts get other numbers of tokens
             step(model, batch)
         return
-    first, again = seen[:2], seen[:1:-1]  # from the last layer to the first
+    # from the last layer to the first
+    first = seen[:2]
+    again = seen[:1:-1]
     assert [torch.equal(a[1], b[1]) for a, b in zip(first, again, strict=True)] == [recorded] * 2
 
 
@@ -214,12 +256,17 @@ def test_losses_of_ones_own_take_routes() -> None:
     wanted = step(model, batch, routes=given)
 
     def loss_fn(outputs: Any, batch: Any) -> tuple[Tensor, int]:
-        logits, labels = outputs.logits[:, :-1], batch["labels"][:, 1:]
-        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"), labels.numel()
+        logits = outputs.logits[:, :-1]
+        labels = batch["labels"][:, 1:]
+        return nn.functional.cross_entropy(
+            logits.flatten(0, 1), labels.flatten(), reduction="sum"
+        ), labels.numel()
 
     found = step(model, batch, loss_fn=loss_fn, routes=given)
     torch.testing.assert_close(found[0], wanted[0], rtol=1e-12, atol=0)
-    scored = step(model, batch, score_loss=lambda scores, _: -scores.log_probs.sum() / 12, routes=given)
+    scored = step(
+        model, batch, score_loss=lambda scores, _: -scores.log_probs.sum() / 12, routes=given
+    )
     for name, gradient in wanted[1].items():
         torch.testing.assert_close(found[1][name], gradient, rtol=1e-9, atol=1e-14)
         torch.testing.assert_close(scored[1][name], gradient, rtol=1e-9, atol=1e-14)
@@ -232,7 +279,8 @@ def test_losses_of_ones_own_take_routes() -> None:
 
 
 def test_routes_are_recorded_where_scores_have_gradients_and_in_evaluation() -> None:
-    model, batch = built(qwen3_moe()), batch_of()
+    model = built(qwen3_moe())
+    batch = batch_of()
     with hfscale.record_routes(model) as routes, keep_float64():
         hfscale.token_scores(model, batch)
         with torch.no_grad():
@@ -244,7 +292,8 @@ def test_routes_are_recorded_where_scores_have_gradients_and_in_evaluation() -> 
 
 
 def test_routes_of_one_step_are_no_routes_of_the_next() -> None:
-    model, batch = built(qwen3_moe()), batch_of()
+    model = built(qwen3_moe())
+    batch = batch_of()
     plain = step(model, batch)
     step(model, batch, routes=others((2, 7, 2), 4, 2))
     same(step(model, batch), plain)
@@ -253,16 +302,21 @@ def test_routes_of_one_step_are_no_routes_of_the_next() -> None:
 
 
 def test_capacity_drops_routes_that_were_given() -> None:
-    model, batch = built(qwen3_moe(), routing=RoutingConfig(capacity_factor=0.5)), batch_of()
+    model = built(qwen3_moe(), routing=RoutingConfig(capacity_factor=0.5))
+    batch = batch_of()
     given = torch.tensor([0, 1]).expand(2, 7, 2, 2).contiguous()
     step(model, batch, routes=given)
     load = hfscale.expert_load(model)
-    assert [layer.tokens for layer in load.layers] == [(4, 4, 0, 0)] * 2  # 2 of 7 tokens in each row
+    assert [layer.tokens for layer in load.layers] == [
+        (4, 4, 0, 0)
+    ] * 2  # 2 of 7 tokens in each row
     assert [layer.dropped for layer in load.layers] == [20] * 2
 
 
 def test_refusals() -> None:
-    model, batch, given = built(qwen3_moe()), batch_of(), others((2, 7, 2), 4, 2)
+    model = built(qwen3_moe())
+    batch = batch_of()
+    given = others((2, 7, 2), 4, 2)
     refused = {
         r"\[2, 6, 2, 2\] for 2 rows of 7 tokens and 2 layers": given[:, 1:],
         r"routes\[1, 3, 0\] is \[2, 2\], and must be 2 different of 4": given.index_put(
@@ -281,12 +335,20 @@ def test_refusals() -> None:
         hfscale.record_routes(model).__enter__()
     with pytest.raises(ConfigError, match="otherwise than by top-k"):
         hfscale.record_routes(built(config_of("phimoe"))).__enter__()
-    with pytest.raises(ConfigError, match="otherwise than by top-k"):  # layers that choose by token id
+    with pytest.raises(
+        ConfigError, match="otherwise than by top-k"
+    ):  # layers that choose by token id
         step(built(config_of("deepseek_v4")), batch, routes=others((2, 7, 2), 4, 2))
     for routing in (RoutingConfig(router="switch"), RoutingConfig(force_balanced=True)):
         with pytest.raises(ConfigError, match="own router"):
             step(built(qwen3_moe(), routing=routing), batch, routes=given)
-    dense = LlamaConfig(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4, vocab_size=67)
+    dense = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        vocab_size=67,
+    )
     with pytest.raises(ConfigError, match="takes no routes"):
         step(built(dense), batch, routes=given)
 
@@ -315,9 +377,16 @@ def test_routes_of_engines(engine: str) -> None:
         expected[row, start : start + len(array), 0] = torch.from_numpy(array[:, 1])
     if engine == "vllm":
         found = hfscale.routes_from_vllm(model, arrays, MASK)
-        only = hfscale.routes_from_vllm(model, [array[:, 1:] for array in arrays], MASK)  # layers with mixtures alone
+        only = hfscale.routes_from_vllm(
+            model, [array[:, 1:] for array in arrays], MASK
+        )  # layers with mixtures alone
         assert torch.equal(only, found)
-        assert hfscale.routes_from_vllm(model, [], MASK[:0]).shape == (0, 7, 1, 2)  # a rank without rows
+        assert hfscale.routes_from_vllm(model, [], MASK[:0]).shape == (
+            0,
+            7,
+            1,
+            2,
+        )  # a rank without rows
     elif engine == "vllm server":
         files = [io.BytesIO() for _ in arrays]
         for file, array in zip(files, arrays, strict=True):
@@ -340,7 +409,8 @@ def test_routes_of_engines(engine: str) -> None:
 
 
 def test_routes_that_do_not_fit_the_rows() -> None:
-    model, array = built(qwen2_moe(decoder_sparse_step=2)), np.zeros((3, 2, 2), dtype=np.int32)
+    model = built(qwen2_moe(decoder_sparse_step=2))
+    array = np.zeros((3, 2, 2), dtype=np.int32)
     with pytest.raises(ConfigError, match="row 1 has 3 tokens, and its routes are of 1"):
         hfscale.routes_from_vllm(model, [array, array[:1]], MASK)
     with pytest.raises(ConfigError, match="1 entries for 2 rows"):

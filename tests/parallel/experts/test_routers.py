@@ -14,15 +14,26 @@ from transformers import OlmoeConfig
 
 import hfscale
 from hfscale import ConfigError, ParallelConfig, RoutingConfig
-from hfscale.parallel.experts.router_functions import gshard, noisy_topk, queue_places, room, round_robin, switch
+from hfscale.parallel.experts.router_functions import (
+    gshard,
+    noisy_topk,
+    queue_places,
+    room,
+    round_robin,
+    switch,
+)
 from hfscale.train.runtime import runtime_of
 from tests.parity.test_balance import _SMALL, _microbatches, _together
 from tests.tiny_models import tiny
 
 
-def _model(routing: RoutingConfig | None, layout: ParallelConfig | None = None, **changes: Any) -> Any:
+def _model(
+    routing: RoutingConfig | None, layout: ParallelConfig | None = None, **changes: Any
+) -> Any:
     config = OlmoeConfig(**{**_SMALL, "num_experts": 4, **changes})
-    return hfscale.from_config(config, parallel=layout, dtype=torch.float64, routing=routing).train()
+    return hfscale.from_config(
+        config, parallel=layout, dtype=torch.float64, routing=routing
+    ).train()
 
 
 def _layers(model: Any) -> list[Any]:
@@ -51,7 +62,10 @@ def test_impossible_options_are_named(options: dict[str, Any], message: str) -> 
 
 
 def test_room_of_the_papers_by_default() -> None:
-    factors = {router: RoutingConfig(router).capacity for router in ("model", "switch", "gshard", "noisy_topk")}
+    factors = {
+        router: RoutingConfig(router).capacity
+        for router in ("model", "switch", "gshard", "noisy_topk")
+    }
     assert factors == {"model": None, "switch": 1.25, "gshard": 1.0, "noisy_topk": None}
     assert RoutingConfig("switch", capacity_factor=math.inf).capacity is None
 
@@ -98,7 +112,9 @@ def _naive_queues(index: Tensor, limits: list[int], count: int) -> Tensor:
 @pytest.mark.parametrize(("length", "k", "count"), [(1, 1, 2), (9, 1, 4), (13, 2, 4), (7, 3, 5)])
 def test_queues_fill_route_by_route(length: int, k: int, count: int) -> None:
     torch.manual_seed(length)
-    index = torch.stack([torch.randperm(count + 1)[:k] for _ in range(3 * length)]).view(3, length, k)
+    index = torch.stack([torch.randperm(count + 1)[:k] for _ in range(3 * length)]).view(
+        3, length, k
+    )
     limits = [1, 2, length]
     kept = (queue_places(index, count) < torch.tensor(limits).view(3, 1, 1)) & (index < count)
     assert torch.equal(kept, _naive_queues(index, limits, count))
@@ -110,7 +126,9 @@ def test_no_tokens_make_no_queue() -> None:
 
 
 def test_room_is_the_same_as_number_and_as_tensor() -> None:
-    for tokens, factor, k, count in itertools.product((0, 1, 7, 10, 96), (0.1, 1.0, 1.1, 2.0), (1, 2), (3, 4, 10)):
+    for tokens, factor, k, count in itertools.product(
+        (0, 1, 7, 10, 96), (0.1, 1.0, 1.1, 2.0), (1, 2), (3, 4, 10)
+    ):
         expected = room(tokens, factor, k, count)
         assert int(room(torch.tensor([tokens]), factor, k, count)) == expected
         assert expected >= min(tokens, factor * k * tokens / count - 1e-6)
@@ -123,7 +141,8 @@ def test_switch_and_gshard_token_by_token() -> None:
     torch.manual_seed(0)
     logits = torch.randn(40, 5, dtype=torch.float64, requires_grad=True)
     draws = torch.rand(40)
-    top, pair = switch(logits), gshard(logits, draws)
+    top = switch(logits)
+    pair = gshard(logits, draws)
     for token in range(40):
         p = (logits[token].exp() / logits[token].exp().sum()).tolist()
         best, second = sorted(range(5), key=lambda expert: -p[expert])[:2]
@@ -140,7 +159,8 @@ def test_switch_and_gshard_token_by_token() -> None:
 
 def test_noisy_topk_is_a_softmax_over_the_noisy_best() -> None:
     torch.manual_seed(0)
-    logits, noise = torch.randn(20, 6, dtype=torch.float64), torch.randn(20, 6)
+    logits = torch.randn(20, 6, dtype=torch.float64)
+    noise = torch.randn(20, 6)
     index, weights = noisy_topk(logits, 3, noise)
     noisy = logits + noise
     for token in range(20):
@@ -160,15 +180,22 @@ def test_round_robin_is_even_and_gives_a_token_different_experts() -> None:
 
 def _naive_switch(model: Any, routing: RoutingConfig) -> int:
     """Run layer 0's mixture by hand, expert by expert; returns how many routes were dropped."""
-    batch, block = _together(_microbatches()), model.model.layers[0].mlp
+    batch = _together(_microbatches())
+    block = model.model.layers[0].mlp
     seen: list[tuple[Tensor, Tensor]] = []
-    handle = block.register_forward_hook(lambda module, args, output: seen.append((args[0], output)))
+    handle = block.register_forward_hook(
+        lambda module, args, output: seen.append((args[0], output))
+    )
     model(**batch)
     handle.remove()
     hidden, found = seen[0]
-    real, dropped, expected = batch["attention_mask"].bool(), 0, torch.zeros_like(hidden)
+    real = batch["attention_mask"].bool()
+    dropped = 0
+    expected = torch.zeros_like(hidden)
     for sample, length in enumerate(real.sum(1).tolist()):
-        taken, limit = [0] * 4, math.ceil(routing.capacity * length / 4)  # type: ignore[operator]
+        # type: ignore[operator]
+        taken = [0] * 4
+        limit = math.ceil(routing.capacity * length / 4)
         for token in range(length):
             p = (hidden[sample, token] @ block.gate.weight.t()).softmax(0)
             expert = int(p.argmax())
@@ -198,7 +225,8 @@ def test_switch_in_a_model_drops_and_counts_like_a_loop() -> None:
 
 @pytest.mark.parametrize("router", ["switch", "gshard", "noisy_topk", "model"])
 def test_evaluation_draws_nothing_and_training_draws_by_the_seed(router: str) -> None:
-    model, batch = _model(RoutingConfig(router, noise_std=2.0 if router == "noisy_topk" else None)), _microbatches()[0]
+    model = _model(RoutingConfig(router, noise_std=2.0 if router == "noisy_topk" else None))
+    batch = _microbatches()[0]
     losses = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
@@ -269,12 +297,16 @@ def _both_ways(layout: ParallelConfig | None, options: dict[str, Any]) -> float:
         with _Poisoned():
             loss = hfscale.train_step(model, mine)
         runtime = runtime_of(model)
-        gradients = [hfscale.train.runtime.local_tensor(tensor.grad) for _, tensor in runtime.parameters()]
+        gradients = [
+            hfscale.train.runtime.local_tensor(tensor.grad) for _, tensor in runtime.parameters()
+        ]
         found.append((loss, *gradients, hfscale.expert_load(model)))
     assert found[0][-1] == found[1][-1]
     assert dataclasses.asdict(found[0][-1])["layers"][0]["dropped"] > 0
     pairs = zip(found[0][:-1], found[1][:-1], strict=True)
-    errors = [float((a - b).abs().max() / b.abs().max().clamp(min=1e-9)) for a, b in pairs if a.numel()]
+    errors = [
+        float((a - b).abs().max() / b.abs().max().clamp(min=1e-9)) for a, b in pairs if a.numel()
+    ]
     return max(error if math.isfinite(error) else math.inf for error in errors)
 
 
@@ -332,7 +364,10 @@ def _collectives(options: dict[str, Any]) -> list[str]:
 def test_slots_exchange_no_counts(pools: Any) -> None:
     fixed = pools(2).run(_collectives, {"capacity_factor": 1.0})[0]
     counted = pools(2).run(_collectives, {})[0]
-    assert fixed == ["all_gather", *["all_to_all_single"] * 4]  # shapes of batches once a pass; rows there and back
+    assert fixed == [
+        "all_gather",
+        *["all_to_all_single"] * 4,
+    ]  # shapes of batches once a pass; rows there and back
     assert counted.count("all_to_all_single") == 6
 
 

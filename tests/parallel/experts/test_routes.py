@@ -31,19 +31,31 @@ def travel(index: Tensor, count: int, group: dist.ProcessGroup | None) -> tuple[
     back = routes.from_experts(arrived)
     assert torch.equal(back, rows)
     weights = torch.rand(n, k, dtype=torch.float64)
-    plain, weighted = (named * kept.unsqueeze(-1)).sum(1), (named * (kept * weights).unsqueeze(-1)).sum(1)
-    for sums in (routes.sum_by_token, routes.added_up, routes.gathered):  # on a CPU, and what GPUs do
+    plain = (named * kept.unsqueeze(-1)).sum(1)
+    weighted = (named * (kept * weights).unsqueeze(-1)).sum(1)
+    for sums in (
+        routes.sum_by_token,
+        routes.added_up,
+        routes.gathered,
+    ):  # on a CPU, and what GPUs do
         assert torch.equal(sums(back, None), plain)
         torch.testing.assert_close(sums(back, weights), weighted)
     assert torch.equal(routes.places.flatten()[routes.order], torch.arange(len(routes.order)))
     chosen = index.flatten()[index.flatten() < count]
-    assert torch.as_tensor(counts).flatten().tolist() == torch.bincount(chosen, minlength=count).tolist()
+    assert (
+        torch.as_tensor(counts).flatten().tolist()
+        == torch.bincount(chosen, minlength=count).tolist()
+    )
     return routes, arrived
 
 
 @settings(max_examples=80, deadline=None)
 @given(
-    n=st.integers(0, 9), k=st.integers(1, 4), count=st.integers(1, 6), may_drop=st.booleans(), seed=st.integers(0, 999)
+    n=st.integers(0, 9),
+    k=st.integers(1, 4),
+    count=st.integers(1, 6),
+    may_drop=st.booleans(),
+    seed=st.integers(0, 999),
 )
 def test_one_rank(n: int, k: int, count: int, may_drop: bool, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -64,7 +76,9 @@ def on_ranks(indices: list[Tensor], count: int) -> tuple[list[int], Tensor]:
     return list(routes.counts), arrived.long()
 
 
-def _random(count: int, k: int, lengths: list[int], drop: bool = False, low: int = 0) -> list[Tensor]:
+def _random(
+    count: int, k: int, lengths: list[int], drop: bool = False, low: int = 0
+) -> list[Tensor]:
     generator = torch.Generator().manual_seed(sum(lengths) + count)
     return [torch.randint(low, count + drop, (n, k), generator=generator) for n in lengths]
 
@@ -103,12 +117,20 @@ def looked_at(k: int) -> dict[str, int]:
     seen = {"looks": 0, "sorts": 0}
 
     class Counting(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             name = func._schema.name
             seen["sorts"] += name in ("aten::sort", "aten::argsort", "aten::topk")
             # shapes that depend on values are looks as well
-            unknown = name == "aten::repeat_interleave" and (kwargs or {}).get("output_size") is None
-            seen["looks"] += unknown or name in ("aten::_local_scalar_dense", "aten::nonzero", "aten::unique_dim")
+            unknown = (
+                name == "aten::repeat_interleave" and (kwargs or {}).get("output_size") is None
+            )
+            seen["looks"] += unknown or name in (
+                "aten::_local_scalar_dense",
+                "aten::nonzero",
+                "aten::unique_dim",
+            )
             return func(*args, **(kwargs or {}))
 
     tolist = torch.Tensor.tolist
@@ -123,7 +145,9 @@ def looked_at(k: int) -> dict[str, int]:
         with Counting():
             routes, _ = plan_routes(index, 8, dist.group.WORLD)
             assert seen["sorts"] == 1
-            back = routes.sum_by_token(routes.from_experts(routes.to_experts(torch.ones(len(routes.order), 3))))
+            back = routes.sum_by_token(
+                routes.from_experts(routes.to_experts(torch.ones(len(routes.order), 3)))
+            )
             assert back.shape == (5, 3)
     finally:
         torch.Tensor.tolist = tolist  # type: ignore[method-assign]

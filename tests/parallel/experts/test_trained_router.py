@@ -28,7 +28,9 @@ ROUTINGS = {
 
 def step(layout: dict[str, int], kind: str, adapted: bool) -> tuple[float, dict[str, Tensor]]:
     """The loss, and the gradients of the routers."""
-    config = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["gate"]) if adapted else None
+    config = (
+        LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["gate"]) if adapted else None
+    )
     parallel = ParallelConfig(**layout)
     model = hfscale.from_config(
         CONFIG, parallel=parallel, routing=ROUTINGS[kind], peft_config=config, dtype=torch.float64
@@ -38,8 +40,12 @@ def step(layout: dict[str, int], kind: str, adapted: bool) -> tuple[float, dict[
     loss = hfscale.train_step(model, {"input_ids": rows, "labels": rows})
     found = {}
     for planned, parameter in runtime_of(model).parameters():
-        if "gate.modules_to_save" in planned.name or (not adapted and "mlp.gate.weight" in planned.name):
-            found[planned.name.replace("modules_to_save.default.", "")] = local_tensor(parameter.grad).clone()
+        if "gate.modules_to_save" in planned.name or (
+            not adapted and "mlp.gate.weight" in planned.name
+        ):
+            found[planned.name.replace("modules_to_save.default.", "")] = local_tensor(
+                parameter.grad
+            ).clone()
     return loss.item(), found
 
 
@@ -49,7 +55,11 @@ def test_its_losses_reach_it(pools: Pools, monkeypatch: pytest.MonkeyPatch, kind
         patch.delenv("WORLD_SIZE", raising=False)
         loss, expected = step({}, kind, adapted=False)
         _same(step({}, kind, adapted=True), loss, expected)
-    for layout in ({"tp_size": 2}, {"tp_size": 2, "ep_size": 2}, {"tp_size": 2, "sequence_parallel": True}):
+    for layout in (
+        {"tp_size": 2},
+        {"tp_size": 2, "ep_size": 2},
+        {"tp_size": 2, "sequence_parallel": True},
+    ):
         for found in pools(2).run(step, layout, kind, True):
             _same(found, loss, expected)
     for found in pools(2).run(step, {"dp_replicate_size": 2}, kind, True):

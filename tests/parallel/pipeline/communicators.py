@@ -53,14 +53,20 @@ class _Rank:
         """Queue all transfers and computations of the rank's program, in order."""
         for kind, stage, index in program:
             if kind == "RECV_F":
-                self.arriving["forward", stage, index] = self._transfer(kind, stage - 1, (kind[-1], stage, index))
+                self.arriving["forward", stage, index] = self._transfer(
+                    kind, stage - 1, (kind[-1], stage, index)
+                )
             elif kind == "RECV_B":
-                self.arriving["backward", stage, index] = self._transfer(kind, stage + 1, (kind[-1], stage, index))
+                self.arriving["backward", stage, index] = self._transfer(
+                    kind, stage + 1, (kind[-1], stage, index)
+                )
             elif kind == "SEND_F":
                 if not self.trains:  # no returning gradient will show which sends have arrived
                     for old in list(self.leaving)[:-1]:
                         self._compute(0.0, [self.leaving.pop(old)])
-                self.leaving[stage, index] = self._transfer(kind, stage + 1, (kind[-1], stage + 1, index))
+                self.leaving[stage, index] = self._transfer(
+                    kind, stage + 1, (kind[-1], stage + 1, index)
+                )
             elif kind == "SEND_B":
                 while len(self.sent) > 1:
                     self._compute(0.0, [self.sent.pop(0)])
@@ -73,7 +79,9 @@ class _Rank:
         stage, kind, index, _ = action
         needs = []
         if kind != "update":
-            arrived = self.arriving.pop(("forward" if kind == "forward" else "backward", stage, index), None)
+            arrived = self.arriving.pop(
+                ("forward" if kind == "forward" else "backward", stage, index), None
+            )
             needs = [] if arrived is None else [arrived]
         if kind.startswith("backward") and (stage, index) in self.leaving:
             needs.append(self.leaving.pop((stage, index)))
@@ -86,9 +94,13 @@ class _Rank:
 
     def _transfer(self, kind: str, stage: int, name: tuple[str, int, int]) -> _Task:
         other = self.homes[stage]
-        before = self.queues[self.rank, "computing"][-1:]  # a transfer begins after the computation queued so far
+        before = self.queues[self.rank, "computing"][
+            -1:
+        ]  # a transfer begins after the computation queued so far
         task = _Task(self.costs.communication, before)
-        way = (self.rank, other) if kind.startswith("SEND") else (other, self.rank)  # those that share a communicator
+        way = (
+            (self.rank, other) if kind.startswith("SEND") else (other, self.rank)
+        )  # those that share a communicator
         self.queues[self.rank, way].append(task)
         self.halves[name].append(task)
         return task
@@ -115,7 +127,9 @@ def simulate_communicators(
         raise ConfigError(
             f"{name or 'this order'} would deadlock: its transfers wait for each other; reorder the actions"
         )
-    rows = [[task for task in queues[rank, "computing"] if task.action] for rank in range(len(order))]
+    rows = [
+        [task for task in queues[rank, "computing"] if task.action] for rank in range(len(order))
+    ]
     spans = (tuple(Span(t.action, t.start, t.end or 0.0) for t in row if t.action) for row in rows)
     return Timeline(tuple(spans), name=name, microbatches=microbatches)
 
@@ -123,12 +137,15 @@ def simulate_communicators(
 def _programs(order: Order, homes: dict[int, int]) -> _Programs:
     if not any(action.kind == "update" for row in order for action in row):
         return rank_programs(order)
-    last, programs = max(homes), []
+    last = max(homes)
+    programs = []
     for row in order:  # without a flush, as AsynchronousPipeline runs it
         program: list[tuple[str, int, int]] = []
         for stage, kind, index, _ in row:
             letter = kind[0].upper()
-            before, behind = (stage > 0, stage < last) if kind == "forward" else (stage < last, stage > 0)
+            before, behind = (
+                (stage > 0, stage < last) if kind == "forward" else (stage < last, stage > 0)
+            )
             program += [(f"RECV_{letter}", stage, index)] if before and kind != "update" else []
             program.append((kind, stage, index))
             program += [(f"SEND_{letter}", stage, index)] if behind and kind != "update" else []
@@ -160,7 +177,9 @@ class _Play:
     def advance(self, key: Hashable) -> int:
         """Run a queue's tasks until one must wait; return how many ran."""
         before = self.at[key]
-        while (task := self._next(key)) is not None and self._run([task, *([task.other] if task.other else [])]):
+        while (task := self._next(key)) is not None and self._run(
+            [task, *([task.other] if task.other else [])]
+        ):
             pass
         return self.at[key] - before
 
@@ -176,6 +195,7 @@ class _Play:
             return False
         begin = max([*(self.free[key] for key in keys), *ready])
         for key, half in zip(keys, halves, strict=True):
-            half.start, half.end = begin, begin + half.duration
+            half.start = begin
+            half.end = begin + half.duration
             self.at[key], self.free[key] = self.at[key] + 1, begin + half.duration
         return True

@@ -22,16 +22,24 @@ from hfscale.parallel.pipeline.simulation import DEFAULT_COSTS, Costs
 
 
 def ideal_bubble(
-    schedule: str, pp_size: int, num_microbatches: int, virtual_stages: int = 1, costs: Costs = DEFAULT_COSTS
+    schedule: str,
+    pp_size: int,
+    num_microbatches: int,
+    virtual_stages: int = 1,
+    costs: Costs = DEFAULT_COSTS,
 ) -> float | None:
     """Bubble time over ideal time, by the formula; None where the papers have none for these numbers.
 
     For ``zbv`` it is the bubble as a rank sees it (compare :attr:`Timeline.span_bubble`); otherwise that between the
     first and the last action over all ranks (:attr:`Timeline.bubble`), which is the same there.
     """
-    p, m, v = pp_size, num_microbatches, virtual_stages
-    forward, backward = costs.forward, costs.backward
-    inner, outer = costs.backward_input, costs.backward_weight
+    p = pp_size
+    m = num_microbatches
+    v = virtual_stages
+    forward = costs.forward
+    backward = costs.backward
+    inner = costs.backward_input
+    outer = costs.backward_weight
     work = m * v * (forward + backward)
     if schedule in ("gpipe", "1f1b", *ASYNCHRONOUS):
         return (p - 1) * (forward + backward) / work
@@ -40,7 +48,9 @@ def ideal_bubble(
         return (p - 1) * (forward + backward) / work if fits else None
     work = m * v * (forward + inner + outer)
     if schedule == "interleaved_zero_bubble":
-        return (p - 1) * (forward + inner - outer) / work if m % p == 0 and forward >= outer else None
+        return (
+            (p - 1) * (forward + inner - outer) / work if m % p == 0 and forward >= outer else None
+        )
     if schedule == "zbv":
         return 0.0 if m >= 2 * p - 1 and forward == inner == outer else None
     if schedule == "dualpipev":
@@ -49,13 +59,17 @@ def ideal_bubble(
     raise ConfigError(f"no formula is known for {schedule!r}")
 
 
-def peak_formula(schedule: str, pp_size: int, num_microbatches: int, virtual_stages: int = 1) -> tuple[int, ...] | None:
+def peak_formula(
+    schedule: str, pp_size: int, num_microbatches: int, virtual_stages: int = 1
+) -> tuple[int, ...] | None:
     """Per stage, the most microbatches alive at once, by the formula; None where the papers give only a rank's sum.
 
     GPipe and breadth-first keep all ``m``; 1F1B and its asynchronous kin ``min(p - s, m)`` on stage ``s``; ZB-H1 (one
     stage per rank) the ``p`` of 1F1B's worst stage everywhere; the V-shaped schedules ``min(2p - s, m)``.
     """
-    p, m, stages = pp_size, num_microbatches, range(pp_size * virtual_stages)
+    p = pp_size
+    m = num_microbatches
+    stages = range(pp_size * virtual_stages)
     if schedule in ("gpipe", "looped_bfs"):
         return tuple(m for _ in stages)
     if schedule in ("1f1b", *ASYNCHRONOUS):

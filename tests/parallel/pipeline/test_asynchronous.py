@@ -23,14 +23,19 @@ from hfscale.train.runtime import runtime_of
 from tests.tiny_models import assign_stages, tiny
 
 Pools = Callable[[int], RankPool]
-RATE, MOMENTUM = 0.3, 0.5
+RATE = 0.3
+MOMENTUM = 0.5
 
 
-def _batches(calls: int, microbatches: int, lengths: tuple[int, ...] = (9, 6)) -> list[list[dict[str, Tensor]]]:
+def _batches(
+    calls: int, microbatches: int, lengths: tuple[int, ...] = (9, 6)
+) -> list[list[dict[str, Tensor]]]:
     generator = torch.Generator().manual_seed(3)
     return [
         [
-            ragged_batch(generator, 67, 2, lengths[(call + i) % len(lengths)], masked=i == 1 and call == 1)
+            ragged_batch(
+                generator, 67, 2, lengths[(call + i) % len(lengths)], masked=i == 1 and call == 1
+            )
             for i in range(microbatches)
         ]
         for call in range(calls)
@@ -41,26 +46,39 @@ def _optimizer(parameters: list[Any]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=RATE, momentum=MOMENTUM)
 
 
-def simulate(directory: Path, layout: ParallelConfig, calls: list[list[dict[str, Tensor]]]) -> dict[str, Any]:
+def simulate(
+    directory: Path, layout: ParallelConfig, calls: list[list[dict[str, Tensor]]]
+) -> dict[str, Any]:
     """The papers' delays, written down stage by stage: which weights a batch uses, and when its gradient is applied."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64).train()
-    plan, p = assign_stages(model, layout), layout.size("pp")
+    plan = assign_stages(model, layout)
+    p = layout.size("pp")
     stage_of = {name: plan.stage_of(name) for name, _ in model.named_parameters()}
     named = dict(model.named_parameters())
     optimizers = [_optimizer([named[n] for n in named if stage_of[n] == s]) for s in range(p)]
-    history = [[{n: w.detach().clone() for n, w in named.items() if stage_of[n] == s}] for s in range(p)]
+    history = [
+        [{n: w.detach().clone() for n, w in named.items() if stage_of[n] == s}] for s in range(p)
+    ]
     losses = []
     for k, microbatches in enumerate(calls):
-        if layout.pipeline_schedule == "pipedream":  # stage s has seen the updates of batches 0 .. k - (p - s)
+        if (
+            layout.pipeline_schedule == "pipedream"
+        ):  # stage s has seen the updates of batches 0 .. k - (p - s)
             versions = [max(k - (p - 1 - s), 0) for s in range(p)]
         else:
             versions = [max(k - 1, 0)] * p
-        used = {n: w.clone().requires_grad_() for s in range(p) for n, w in history[s][versions[s]].items()}
+        used = {
+            n: w.clone().requires_grad_()
+            for s in range(p)
+            for n, w in history[s][versions[s]].items()
+        }
         counts = [int((m["labels"][:, 1:] != -100).sum()) for m in microbatches]
         total = torch.zeros((), dtype=torch.float64)
         for microbatch, count in zip(microbatches, counts, strict=True):
             if count:
-                total = total + functional_call(model, used, (), microbatch).loss * count / sum(counts)
+                total = total + functional_call(model, used, (), microbatch).loss * count / sum(
+                    counts
+                )
         losses.append(total.detach())
         gradients = torch.autograd.grad(total, list(used.values()))
         for name, gradient in zip(used, gradients, strict=True):
@@ -71,18 +89,23 @@ def simulate(directory: Path, layout: ParallelConfig, calls: list[list[dict[str,
     return {"losses": losses, "weights": {n: w.detach().clone() for n, w in named.items()}}
 
 
-def run_rank(directory: str, layout: ParallelConfig, calls: list[Any], checkpointing: bool, evaluate: bool) -> None:
+def run_rank(
+    directory: str, layout: ParallelConfig, calls: list[Any], checkpointing: bool, evaluate: bool
+) -> None:
     """One rank: the usual loop, then what is still under way."""
     expected = torch.load(Path(directory) / "expected.pt", weights_only=True)
     model = hfscale.from_pretrained(directory, parallel=layout, dtype=torch.float64).train()
     if checkpointing:
         enable_checkpointing(model, context_fn=lambda: (nullcontext(), keep_float64()))
     optimizer = _optimizer(list(model.parameters()))
-    losses, p = [], layout.size("pp")
+    losses = []
+    p = layout.size("pp")
     delay = 1 if layout.pipeline_schedule == "pipedream_2bw" else p - 1
     with keep_float64():
         for k, microbatches in enumerate(calls):
-            loss = hfscale.train_step(model, microbatches if len(microbatches) > 1 else microbatches[0])
+            loss = hfscale.train_step(
+                model, microbatches if len(microbatches) > 1 else microbatches[0]
+            )
             assert bool(torch.isnan(loss)) == (k < delay)
             losses.append(loss)
             optimizer.step()
@@ -96,11 +119,15 @@ def run_rank(directory: str, layout: ParallelConfig, calls: list[Any], checkpoin
             optimizer.step()
             optimizer.zero_grad()
     assert updates == min(delay, len(calls))
-    torch.testing.assert_close(torch.stack(losses[min(delay, len(calls)) :]), torch.stack(expected["losses"]))
+    torch.testing.assert_close(
+        torch.stack(losses[min(delay, len(calls)) :]), torch.stack(expected["losses"])
+    )
     runtime = runtime_of(model)
     for planned, parameter in runtime.parameters():
         wanted = planned.take(expected["weights"][planned.name], runtime.mesh.ranks)
-        torch.testing.assert_close(parameter.detach(), wanted, rtol=1e-11, atol=1e-12, msg=planned.name)
+        torch.testing.assert_close(
+            parameter.detach(), wanted, rtol=1e-11, atol=1e-12, msg=planned.name
+        )
 
 
 def _check(
@@ -147,7 +174,13 @@ def test_fewer_calls_than_stages(pools: Pools, schedule: str) -> None:
 @pytest.mark.parametrize("schedule", ["pipedream", "pipedream_2bw"])
 def test_recomputed_with_the_weights_of_the_forward_pass(pools: Pools, schedule: str) -> None:
     layout = ParallelConfig(pp_size=2, pipeline_schedule=schedule)
-    _check(pools, layout, _batches(4, 1 if schedule == "pipedream" else 3), checkpointing=True, evaluate=True)
+    _check(
+        pools,
+        layout,
+        _batches(4, 1 if schedule == "pipedream" else 3),
+        checkpointing=True,
+        evaluate=True,
+    )
 
 
 @pytest.mark.daily("pipedream_2bw")
@@ -182,19 +215,29 @@ def test_what_is_refused(pools: Pools, tmp_path: Path) -> None:
     assert "pass one batch per train_step" in several
     assert "empty list" in none
     with pytest.raises(ConfigError, match="pipedream keeps several weight versions"):
-        hfscale.plan(tiny("llama"), ParallelConfig(pp_size=2, dp_shard_size=2, pipeline_schedule="pipedream"))
+        hfscale.plan(
+            tiny("llama"), ParallelConfig(pp_size=2, dp_shard_size=2, pipeline_schedule="pipedream")
+        )
 
 
 def _versions(directory: str, schedule: str) -> list[int]:
     """Copies of the weights that a rank holds after every call."""
     microbatches = 1 if schedule == "pipedream" else 4
-    model = hfscale.from_pretrained(directory, parallel=ParallelConfig(pp_size=4, pipeline_schedule=schedule)).train()
+    model = hfscale.from_pretrained(
+        directory, parallel=ParallelConfig(pp_size=4, pipeline_schedule=schedule)
+    ).train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    own = [parameter for name, parameter in model.named_parameters() if "gate_proj" in name or "up_proj" in name]
+    own = [
+        parameter
+        for name, parameter in model.named_parameters()
+        if "gate_proj" in name or "up_proj" in name
+    ]
 
     def alive() -> set[int]:
         gc.collect()
-        kept = [x for x in gc.get_objects() if type(x) is torch.nn.Parameter and x.shape == own[0].shape]
+        kept = [
+            x for x in gc.get_objects() if type(x) is torch.nn.Parameter and x.shape == own[0].shape
+        ]
         return {x.data_ptr() for x in kept if not x.is_meta}
 
     others = alive() - {parameter.data_ptr() for parameter in own}
@@ -205,7 +248,9 @@ def _versions(directory: str, schedule: str) -> list[int]:
         optimizer.step()
         optimizer.zero_grad()
     own[0].requires_grad_(False)
-    with pytest.raises(ConfigError, match=r"take their gradients first \(for loss in hfscale\.drain"):
+    with pytest.raises(
+        ConfigError, match=r"take their gradients first \(for loss in hfscale\.drain"
+    ):
         hfscale.train_step(model, given if microbatches > 1 else given[0])
     return found
 

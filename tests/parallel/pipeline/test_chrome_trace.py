@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 
 from hfscale.errors import ConfigError
-from hfscale.parallel.pipeline.chrome_trace import Record, Recorder, merge_records, read_runs, write_trace
+from hfscale.parallel.pipeline.chrome_trace import (
+    Record,
+    Recorder,
+    merge_records,
+    read_runs,
+    write_trace,
+)
 from hfscale.parallel.pipeline.orders import order
 from hfscale.parallel.pipeline.simulation import simulate
 from hfscale.parallel.pipeline.timeline import Action, Span
@@ -44,7 +50,14 @@ def test_what_perfetto_reads(tmp_path: Path) -> None:
 
 
 def test_other_events_are_passed_over(tmp_path: Path) -> None:
-    ours = {"ph": "X", "pid": 0, "tid": 1, "ts": 5, "dur": 2, "args": {"stage": 0, "microbatch": 0, "kind": "forward"}}
+    ours = {
+        "ph": "X",
+        "pid": 0,
+        "tid": 1,
+        "ts": 5,
+        "dur": 2,
+        "args": {"stage": 0, "microbatch": 0, "kind": "forward"},
+    }
     profiler = {"ph": "X", "pid": 0, "tid": 1, "ts": 0, "dur": 9, "name": "aten::mm"}
     (tmp_path / "t.json").write_text(json.dumps([profiler, ours, {"ph": "i", "ts": 0}]))
     timeline = read_runs(tmp_path / "t.json")[0]
@@ -55,16 +68,25 @@ def test_other_events_are_passed_over(tmp_path: Path) -> None:
 
 def test_runs_have_names_and_keep_their_times(tmp_path: Path) -> None:
     first = simulate(order("1f1b", 2, 2), name="1f1b")
-    later = tuple(tuple(Span(s.action, s.start + 100, s.end + 100) for s in spans) for spans in first.ranks)
+    later = tuple(
+        tuple(Span(s.action, s.start + 100, s.end + 100) for s in spans) for spans in first.ranks
+    )
     write_trace(tmp_path / "t.json", first, replace(first, ranks=later), labels=["one", "two"])
     events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
-    assert [event["args"]["name"] for event in events if event.get("name") == "process_name"] == ["one", "two"]
-    assert min(event["ts"] for event in events if event.get("pid") == 1 and "ts" in event) == 100_000
+    assert [event["args"]["name"] for event in events if event.get("name") == "process_name"] == [
+        "one",
+        "two",
+    ]
+    assert (
+        min(event["ts"] for event in events if event.get("pid") == 1 and "ts" in event) == 100_000
+    )
     assert read_runs(tmp_path / "t.json")[1].ranks == first.ranks  # read, each begins at 0
     assert list(read_runs(tmp_path / "t.json")) == [0, 1]
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"traceEvents": []}', '[{"ph": "X", "args": 3}]', "[1]"])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"traceEvents": []}', '[{"ph": "X", "args": 3}]', "[1]"]
+)
 def test_bad_traces(text: str, tmp_path: Path) -> None:
     (tmp_path / "t.json").write_text(text)
     with pytest.raises(ConfigError, match=r"t\.json"):
@@ -87,7 +109,8 @@ def test_recorders_of_two_ranks() -> None:
 
 def test_clocks_of_two_machines_are_set_at_the_start() -> None:
     action = Action(0, "forward", 0)
-    here, there = Record("a", 1000, [(action, 1500, 2000)]), Record("b", 777_000, [(action, 777_600, 778_000)])
+    here = Record("a", 1000, [(action, 1500, 2000)])
+    there = Record("b", 777_000, [(action, 777_600, 778_000)])
     same = Record("a", 1100, [(action, 1700, 1800)])
     timeline = merge_records([here, there, same])
     assert [round(spans[0].start * 1e9) for spans in timeline.ranks] == [0, 100, 200]

@@ -12,13 +12,17 @@ from . import communicators
 from .communicators import simulate_communicators
 from .formulas import ideal_bubble
 
-TRANSFER = 0.02  # of a forward pass of a rank: 8 MiB where it takes 4 ms and a link carries 100 GB/s
+TRANSFER = (
+    0.02  # of a forward pass of a rank: 8 MiB where it takes 4 ms and a link carries 100 GB/s
+)
 
 
 def _costs(virtual: int, transfer: float = TRANSFER) -> Costs:
     """Those of a stage; of a whole rank, a forward pass takes 1 and a backward pass 2."""
     f = 1 / virtual
-    return Costs(forward=f, backward=2 * f, backward_input=f, backward_weight=f, communication=transfer)
+    return Costs(
+        forward=f, backward=2 * f, backward_input=f, backward_weight=f, communication=transfer
+    )
 
 
 @pytest.mark.parametrize("p", [2, 4, 8])
@@ -31,7 +35,10 @@ def test_no_communicator_holds_up_another(schedule: str, p: int) -> None:
         actions = order(schedule, p, m, virtual, steps=2 if schedule in ASYNCHRONOUS else 1)
         ideal = simulate(actions, _costs(virtual, 0.0)).makespan
         bubble = ideal_bubble(schedule, p, m, virtual, _costs(virtual))
-        if bubble is not None and schedule not in ("zbv", *ASYNCHRONOUS):  # whose formula is not of the whole span
+        if bubble is not None and schedule not in (
+            "zbv",
+            *ASYNCHRONOUS,
+        ):  # whose formula is not of the whole span
             assert ideal == pytest.approx(3 * m * (1 + bubble))
         found = simulate_communicators(actions, _costs(virtual, 0.0))
         assert found.makespan == pytest.approx(ideal, rel=0.03), m
@@ -42,7 +49,10 @@ def test_no_communicator_holds_up_another(schedule: str, p: int) -> None:
         apart = simulate(actions, _costs(virtual)).makespan
         assert simulate_communicators(actions, _costs(virtual)).makespan <= 1.03 * apart, m
         if schedule not in ASYNCHRONOUS:  # an evaluation runs the forward passes only
-            forward = tuple(tuple(a._replace(paired=False) for a in row if a.kind == "forward") for row in actions)
+            forward = tuple(
+                tuple(a._replace(paired=False) for a in row if a.kind == "forward")
+                for row in actions
+            )
             simulate_communicators(forward, _costs(virtual))
 
 
@@ -57,7 +67,9 @@ def test_no_communicator_holds_up_another(schedule: str, p: int) -> None:
         ("dualpipev", 2, 104.4),
     ],
 )
-def test_what_schedules_cost_with_a_communicator_per_way(schedule: str, virtual: int, makespan: float) -> None:
+def test_what_schedules_cost_with_a_communicator_per_way(
+    schedule: str, virtual: int, makespan: float
+) -> None:
     found = simulate_communicators(order(schedule, 8, 32, virtual), _costs(virtual))
     assert found.makespan == pytest.approx(makespan, abs=0.06)
 
@@ -66,9 +78,13 @@ def test_a_deadlock_of_transfers_is_said() -> None:
     """Stage 1 takes the microbatches the other way round: each rank waits for the other's second one."""
     first = (Action(0, "forward", 0), Action(0, "forward", 1))
     order_of = (first, (Action(1, "forward", 1), Action(1, "forward", 0)))
-    assert simulate_communicators(order_of).makespan == 4.0  # programs ask for both where they are sent
+    assert (
+        simulate_communicators(order_of).makespan == 4.0
+    )  # programs ask for both where they are sent
     crossed = [[("SEND_F", 0, 0), ("SEND_F", 0, 1)], [("RECV_F", 1, 1), ("RECV_F", 1, 0)]]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(communicators, "rank_programs", lambda _: crossed)
-        with pytest.raises(ConfigError, match="mine would deadlock: its transfers wait for each other"):
+        with pytest.raises(
+            ConfigError, match="mine would deadlock: its transfers wait for each other"
+        ):
             simulate_communicators(order_of, name="mine")

@@ -14,7 +14,8 @@ from hfscale.parallel.pipeline.orders import order
 
 
 @pytest.mark.parametrize(
-    ("schedule", "virtual"), [("1f1b", 1), ("interleaved_zero_bubble", 2), ("dualpipev", 2), ("pipedream_2bw", 1)]
+    ("schedule", "virtual"),
+    [("1f1b", 1), ("interleaved_zero_bubble", 2), ("dualpipev", 2), ("pipedream_2bw", 1)],
 )
 def test_round_trip(schedule: str, virtual: int, tmp_path: Path) -> None:
     actions = order(schedule, 3, 6, virtual)
@@ -22,15 +23,24 @@ def test_round_trip(schedule: str, virtual: int, tmp_path: Path) -> None:
     assert read_csv(tmp_path / "a.csv") == actions
 
 
-@pytest.mark.parametrize(("schedule", "virtual"), [("1f1b", 1), ("gpipe", 1), ("zbv", 2), ("dualpipev", 2)])
+@pytest.mark.parametrize(
+    ("schedule", "virtual"), [("1f1b", 1), ("gpipe", 1), ("zbv", 2), ("dualpipev", 2)]
+)
 def test_torch_reads_what_we_write_and_back(schedule: str, virtual: int, tmp_path: Path) -> None:
     count = 2 * virtual
     stages: list[Any] = [
-        SimpleNamespace(stage_index=2 * v, num_stages=count, group_size=2, group_rank=0, submod=torch.nn.Identity())
+        SimpleNamespace(
+            stage_index=2 * v,
+            num_stages=count,
+            group_size=2,
+            group_rank=0,
+            submod=torch.nn.Identity(),
+        )
         for v in range(virtual)
     ]
     for stage in stages:
-        stage.is_first, stage.is_last = stage.stage_index == 0, False
+        stage.is_first = stage.stage_index == 0
+        stage.is_last = False
     actions = order(schedule, 2, 4, virtual)
     write_csv(actions, tmp_path / "ours.csv")
     runtime = torch_schedules._PipelineScheduleRuntime(stages, 4)
@@ -44,7 +54,8 @@ def test_a_csv_is_a_schedule(tmp_path: Path) -> None:
     path.write_text("0F0,0F1,,0B0,0B1\n,1F0,1B0,1F1,1B1\n")
     assert order(str(path), 2, 2) == order("1f1b", 2, 2)
     with pytest.raises(
-        ConfigError, match=r"2 ranks, 2 stages and 2 microbatches: use pp_size=2, virtual_stages=1, num"
+        ConfigError,
+        match=r"2 ranks, 2 stages and 2 microbatches: use pp_size=2, virtual_stages=1, num",
     ):
         order(str(path), 4, 2)
 

@@ -45,7 +45,9 @@ class _Saved:
     """Holds a tensor for autograd, which lets go of it with the node that saved it."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor.detach()  # an output that is saved would else keep the node that keeps it
+        self.tensor = (
+            tensor.detach()
+        )  # an output that is saved would else keep the node that keeps it
 
 
 class Watch:
@@ -56,7 +58,8 @@ class Watch:
         self._saved: Counter[int] = Counter()
         self._streams: list[StorageWeakRef] = []
         self._gradients: list[StorageWeakRef] = []
-        self._compute, self._returns = worker._compute, worker.send_gradient
+        self._compute = worker._compute
+        self._returns = worker.send_gradient
         self._worker: Any = worker
         self._worker._compute, self._worker.send_gradient = self.compute, self.returns
 
@@ -96,11 +99,16 @@ def _alive(storages: list[StorageWeakRef]) -> int:
     return sum(not storage.expired() for storage in storages)
 
 
-def watch(schedule: str, pp_size: int, microbatches: int, evaluates: bool = False) -> dict[int, Peak]:
+def watch(
+    schedule: str, pp_size: int, microbatches: int, evaluates: bool = False
+) -> dict[int, Peak]:
     """Per stage of this rank, its peak in the second of two steps. No garbage is collected: nothing is left to that."""
     virtual = default_virtual_stages(schedule)
     layout = ParallelConfig(
-        pp_size=pp_size, pipeline_schedule=schedule, virtual_stages=virtual, num_microbatches=microbatches
+        pp_size=pp_size,
+        pipeline_schedule=schedule,
+        virtual_stages=virtual,
+        num_microbatches=microbatches,
     )
     model = hfscale.from_config(tiny("llama", num_hidden_layers=pp_size * virtual), parallel=layout)
     pipeline = runtime_of(model).executor
@@ -156,4 +164,6 @@ def test_evaluation_keeps_nothing(pools: Pools) -> None:
     for rank in pools(2).run(watch, "1f1b", 2, 6, evaluates=True):
         for stage, peak in rank.items():
             assert (peak.graphs, peak.kept) == (0, [])
-            assert stage == 1 or peak.streams <= 3  # two under way, and the next one; the last stage's are its losses
+            assert (
+                stage == 1 or peak.streams <= 3
+            )  # two under way, and the next one; the last stage's are its losses

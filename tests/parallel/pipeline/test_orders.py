@@ -19,7 +19,13 @@ SYNCHRONOUS = [schedule for schedule in SCHEDULES if not schedule.startswith("pi
 def _sizes(schedule: str) -> list[tuple[int, int, int]]:
     virtual = [v for v in (1, 2, 3) if v in allowed_virtual_stages(schedule)]
     least = 2 if schedule == "dualpipev" else 1
-    return [(p, factor * p, v) for p in (1, 2, 3, 4, 8) for factor in (1, 2, 4) if factor >= least for v in virtual]
+    return [
+        (p, factor * p, v)
+        for p in (1, 2, 3, 4, 8)
+        for factor in (1, 2, 4)
+        if factor >= least
+        for v in virtual
+    ]
 
 
 @pytest.mark.parametrize("schedule", SYNCHRONOUS)
@@ -77,14 +83,20 @@ def _torchs(name: str, pp_size: int, num_microbatches: int, virtual_stages: int)
     build: Any = get_schedule_class(name)
     rows = build(stages, num_microbatches).pipeline_order
     return tuple(
-        tuple(part for action in rows[rank] if action is not None for part in _parts(action)) for rank in range(pp_size)
+        tuple(part for action in rows[rank] if action is not None for part in _parts(action))
+        for rank in range(pp_size)
     )
 
 
 def _parts(action: Any) -> list[Action]:
     parts = action.sub_actions or (action,)
     return [
-        Action(part.stage_index, LETTERS[part.computation_type.value], part.microbatch_index, paired=n < len(parts) - 1)
+        Action(
+            part.stage_index,
+            LETTERS[part.computation_type.value],
+            part.microbatch_index,
+            paired=n < len(parts) - 1,
+        )
         for n, part in enumerate(parts)
     ]
 
@@ -121,18 +133,33 @@ def test_default_virtual_stages_are_allowed(schedule: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("1f2b", 4, 8), r"schedule '1f2b' is unknown: use one of gpipe, 1f1b, .*pipedream_2bw, or a .csv file"),
+        (
+            ("1f2b", 4, 8),
+            r"schedule '1f2b' is unknown: use one of gpipe, 1f1b, .*pipedream_2bw, or a .csv file",
+        ),
         (("1f1b", 0, 8), r"pp_size=0 is invalid: use a whole number of at least 1"),
         (("gpipe", 2, 0), r"num_microbatches=0 is invalid"),
-        (("1f1b", 4, 8, 2), r"virtual_stages=2 does not fit 1f1b: use 1 \(it keeps one stage per rank"),
+        (
+            ("1f1b", 4, 8, 2),
+            r"virtual_stages=2 does not fit 1f1b: use 1 \(it keeps one stage per rank",
+        ),
         (("zbv", 4, 8, 1), r"virtual_stages=1 does not fit zbv: use 2 "),
         (("dualpipev", 4, 8, 3), r"virtual_stages=3 does not fit dualpipev: use 2 "),
         (("interleaved1f1b", 4, 8, 1), r"use 2 or more \(with one stage per rank it is 1f1b\)"),
         (("looped_bfs", 4, 8, 1), r"use 2 or more \(with one stage per rank it is gpipe\)"),
-        (("interleaved1f1b", 4, 9, 2), r"num_microbatches=9 does not divide into the 2 rounds .*: use 8 or 10"),
+        (
+            ("interleaved1f1b", 4, 9, 2),
+            r"num_microbatches=9 does not divide into the 2 rounds .*: use 8 or 10",
+        ),
         (("interleaved_zero_bubble", 4, 13, 2), r"use 12 or 15"),
-        (("dualpipev", 4, 7, 2), r"num_microbatches=7 is too few for dualpipev over pp_size=4: use 8 or more"),
-        (("pipedream_2bw", 4, 3), r"num_microbatches=3 is too few for pipedream_2bw over pp_size=4: use 4 or more"),
+        (
+            ("dualpipev", 4, 7, 2),
+            r"num_microbatches=7 is too few for dualpipev over pp_size=4: use 8 or more",
+        ),
+        (
+            ("pipedream_2bw", 4, 3),
+            r"num_microbatches=3 is too few for pipedream_2bw over pp_size=4: use 4 or more",
+        ),
         (("1f1b", 4, 8, 1, 2), r"steps=2: 1f1b ends every step with a flush"),
     ],
 )

@@ -29,7 +29,9 @@ def _batch(rows: int = 4) -> dict[str, torch.Tensor]:
 
 def _train(layout: dict[str, Any], path: str, steps: int) -> dict[str, Any]:
     """Steps and an evaluation within a recording, and one of each outside."""
-    model = hfscale.from_config(tiny("llama", num_hidden_layers=4), parallel=ParallelConfig(**layout))
+    model = hfscale.from_config(
+        tiny("llama", num_hidden_layers=4), parallel=ParallelConfig(**layout)
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     other = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1)
     hfscale.train_step(model, _batch())
@@ -70,11 +72,17 @@ def test_what_ran_is_in_the_file(
     events = json.loads(path.read_text())["traceEvents"]
     names = [event["args"]["name"] for event in events if event.get("name") == "process_name"]
     assert names == [f"{schedule}, step {number}" for number in (1, 2, 3)]
-    times = [[event["ts"] for event in events if event["ph"] == "X" and event["pid"] == run] for run in range(3)]
+    times = [
+        [event["ts"] for event in events if event["ph"] == "X" and event["pid"] == run]
+        for run in range(3)
+    ]
     assert max(times[0]) < min(times[1])  # on one clock
     assert max(times[1]) < min(times[2])
 
-    assert main(["schedule", "--trace", str(path), "--out", str(tmp_path / "t.png"), "--width", "150"]) == 0
+    assert (
+        main(["schedule", "--trace", str(path), "--out", str(tmp_path / "t.png"), "--width", "150"])
+        == 0
+    )
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith(f"planned: {schedule}, p = 2, m = 4, ")
     assert lines[4].startswith(f"measured: {schedule}, p = 2, m = 4, ")
@@ -104,11 +112,17 @@ def _refused(path: str, pp_size: int, nested: bool) -> str:
 
 def test_refusals_are_everyones(pools: Pools, tmp_path: Path) -> None:
     run = pools(2).run
-    assert all("no pipeline stages" in message for message in run(_refused, str(tmp_path / "t.json"), 1, False))
+    assert all(
+        "no pipeline stages" in message
+        for message in run(_refused, str(tmp_path / "t.json"), 1, False)
+    )
     absent = str(tmp_path / "absent" / "t.json")
     assert all("is not a folder" in message for message in run(_refused, absent, 2, False))
     assert not list(tmp_path.iterdir())
-    assert all("being recorded already" in message for message in run(_refused, str(tmp_path / "t.json"), 2, True))
+    assert all(
+        "being recorded already" in message
+        for message in run(_refused, str(tmp_path / "t.json"), 2, True)
+    )
 
 
 def _broken_off(path: str) -> bool:
@@ -139,13 +153,18 @@ def _timeline(*ranks: str) -> Timeline:
 
 def test_an_action_that_comes_again_begins_the_next_step() -> None:
     steps = split_steps(_timeline("F0 F1 B0 B1 U0 F0 B0 U1 F0", "F0 B0 F1 B1 U0 F0 B0 U1 F0"))
-    shown = [["".join(f"{s.action.kind[0]}{s.action.microbatch}" for s in spans) for spans in t.ranks] for t in steps]
+    shown = [
+        ["".join(f"{s.action.kind[0]}{s.action.microbatch}" for s in spans) for spans in t.ranks]
+        for t in steps
+    ]
     assert shown == [["f0f1b0b1u0", "f0b0f1b1u0"], ["f0b0u1", "f0b0u1"], ["f0", "f0"]]
     assert steps[1].start == 5.0
 
 
 def test_the_last_step_that_trained_on_every_rank() -> None:
-    whole, broken, evaluated = _timeline("F0 B0", "F0 B0"), _timeline("F0 B0", "F0"), _timeline("F0", "F0")
+    whole = _timeline("F0 B0", "F0 B0")
+    broken = _timeline("F0 B0", "F0")
+    evaluated = _timeline("F0", "F0")
     assert last_whole_step({0: broken, 1: whole, 2: evaluated, 3: broken}) is whole
     assert last_whole_step({0: whole, 1: _timeline("F0 B0 U0", "F0 B0 U0")}) != whole
     assert last_whole_step({0: broken, 1: evaluated}) is evaluated

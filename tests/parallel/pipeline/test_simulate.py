@@ -53,7 +53,9 @@ def test_bubble_and_peak_are_the_formulas(schedule: str, virtual: int) -> None:
 def test_the_formulas_in_numbers() -> None:
     assert ideal_bubble("gpipe", 4, 8) == ideal_bubble("1f1b", 4, 8) == 3 / 8
     assert ideal_bubble("interleaved1f1b", 4, 8, 2) == ideal_bubble("looped_bfs", 4, 8, 2) == 3 / 16
-    assert ideal_bubble("interleaved_zero_bubble", 4, 8, 1) == 1 / 8  # a third of 1F1B's where F = I = W
+    assert (
+        ideal_bubble("interleaved_zero_bubble", 4, 8, 1) == 1 / 8
+    )  # a third of 1F1B's where F = I = W
     assert ideal_bubble("zbv", 4, 8, 2) == 0
     assert ideal_bubble("zbv", 4, 4, 2) is None  # fewer than 2p - 1 microbatches
     assert ideal_bubble("dualpipev", 4, 8, 2) == 3 * 2 / 48
@@ -65,7 +67,9 @@ def test_the_formulas_in_numbers() -> None:
 def test_zero_bubble_with_other_durations() -> None:
     costs = Costs(forward=1.0, backward=1.9, backward_input=1.3, backward_weight=0.6)
     timeline = simulate(order("interleaved_zero_bubble", 4, 16, 1), costs)
-    assert timeline.bubble == pytest.approx(ideal_bubble("interleaved_zero_bubble", 4, 16, 1, costs))
+    assert timeline.bubble == pytest.approx(
+        ideal_bubble("interleaved_zero_bubble", 4, 16, 1, costs)
+    )
 
 
 def test_zbv_begins_and_ends_staggered() -> None:
@@ -94,7 +98,10 @@ def test_communication_is_waited_for() -> None:
 
 
 def test_a_pair_sends_when_both_are_done() -> None:
-    paired = ((Action(0, "forward", 0), Action(0, "forward", 1, True), Action(0, "backward", 0)), ())
+    paired = (
+        (Action(0, "forward", 0), Action(0, "forward", 1, True), Action(0, "backward", 0)),
+        (),
+    )
     later = (Action(1, "forward", 0), Action(1, "backward", 0), Action(1, "forward", 1))
     timeline = simulate((paired[0], later))
     first, second = timeline.ranks[0][1:]
@@ -105,7 +112,9 @@ def test_a_pair_sends_when_both_are_done() -> None:
 
 
 def test_a_deadlock_is_said() -> None:
-    with pytest.raises(ConfigError, match=r"this order would deadlock.*rank 0 at backward of stage 0, microbatch 0"):
+    with pytest.raises(
+        ConfigError, match=r"this order would deadlock.*rank 0 at backward of stage 0, microbatch 0"
+    ):
         simulate(((Action(0, "backward", 0), Action(0, "forward", 0)),))
 
 

@@ -71,7 +71,9 @@ def test_a_weight_of_two_layers_with_biases_of_their_own(first: str) -> None:
 
 def test_a_hook_on_the_gradient_of_an_activation_acts_once() -> None:
     torch.manual_seed(0)
-    layers = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4), torch.nn.Linear(4, 2)).double()
+    layers = torch.nn.Sequential(
+        torch.nn.Linear(4, 4), torch.nn.LayerNorm(4), torch.nn.Linear(4, 2)
+    ).double()
     given = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
 
     def use() -> torch.Tensor:

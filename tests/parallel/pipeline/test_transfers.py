@@ -19,7 +19,9 @@ def _of_torch(actions: Order) -> list[list[tuple[str, int, int]]]:
     for rank, row in enumerate(actions):
         pieces: list[list[Any]] = [[]]
         for action in row:
-            pieces[-1].append(_Action(action.stage, _ComputationType(LETTERS[action.kind]), action.microbatch))
+            pieces[-1].append(
+                _Action(action.stage, _ComputationType(LETTERS[action.kind]), action.microbatch)
+            )
             if not action.paired:
                 pieces.append([])
         pairs = [piece for piece in pieces if piece]
@@ -52,7 +54,10 @@ def test_transfers_stand_where_torch_puts_them(schedule: str) -> None:
 
 
 def test_an_evaluation_has_forward_passes_alone() -> None:
-    row = (Action(0, "forward", 0), Action(0, "forward", 1)), (Action(1, "forward", 0), Action(1, "forward", 1))
+    row = (
+        (Action(0, "forward", 0), Action(0, "forward", 1)),
+        (Action(1, "forward", 0), Action(1, "forward", 1)),
+    )
     first, last = rank_programs(row)
     assert first == [("forward", 0, 0), ("SEND_F", 0, 0), ("forward", 0, 1), ("SEND_F", 0, 1)]
     assert last == [("RECV_F", 1, 0), ("forward", 1, 0), ("RECV_F", 1, 1), ("forward", 1, 1)]

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 from hfscale.parallel.pipeline.orders import asynchronous_order, order
 from tests.delayed_updates import stashed_versions, train_delayed, weight_versions
 
-P, LR = 4, 0.05
+P = 4
+LR = 0.05
 
 
 def _loss(result: Tensor, target: Tensor) -> Tensor:
@@ -21,7 +22,9 @@ def _stages(count: int = P) -> list[nn.Module]:
 
 def _data(count: int) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(1)
-    return [tuple(torch.randn(2, 2, 3, generator=generator, dtype=torch.float64)) for _ in range(count)]  # type: ignore[misc]
+    return [
+        tuple(torch.randn(2, 2, 3, generator=generator, dtype=torch.float64)) for _ in range(count)
+    ]  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("p", [1, 2, 4, 8])
@@ -50,7 +53,9 @@ def test_updates_of_an_order() -> None:
     assert "".join(f"{a.kind[0]}{a.microbatch}" for a in last) == "f0b0f1b1u0f2b2f3b3u1"
 
 
-def _descend(w: list[dict[str, Tensor]], at: list[dict[str, Tensor]], batch: list[tuple[Tensor, Tensor]]) -> list:
+def _descend(
+    w: list[dict[str, Tensor]], at: list[dict[str, Tensor]], batch: list[tuple[Tensor, Tensor]]
+) -> list:
     """One step from ``w`` with the gradient at ``at``, by setting the weights of modules and calling backward."""
     stages = _stages(len(w))
     for stage, weights in zip(stages, at, strict=True):
@@ -58,7 +63,8 @@ def _descend(w: list[dict[str, Tensor]], at: list[dict[str, Tensor]], batch: lis
     for value, target in batch:
         _loss(nn.Sequential(*stages)(value), target).backward()
     return [
-        {n: weights[n] - LR * q.grad for n, q in s.named_parameters()} for s, weights in zip(stages, w, strict=True)
+        {n: weights[n] - LR * q.grad for n, q in s.named_parameters()}
+        for s, weights in zip(stages, w, strict=True)
     ]
 
 
@@ -88,7 +94,8 @@ def test_2bw_is_its_formula() -> None:
 
 
 def test_one_stage_is_plain_gradient_descent() -> None:
-    data, stage = _data(4), _stages(1)[0]
+    data = _data(4)
+    stage = _stages(1)[0]
     run = train_delayed("pipedream", [stage], data, _loss, LR)
     optimizer = torch.optim.SGD(stage.parameters(), lr=LR)
     for index, (value, target) in enumerate(data):
@@ -105,6 +112,9 @@ def test_the_stages_keep_their_weights() -> None:
     stages = _stages()
     before = [p.detach().clone() for s in stages for p in s.parameters()]
     train_delayed("pipedream", stages, _data(3), _loss, LR)
-    assert all(torch.equal(a, b) for a, b in zip(before, (p for s in stages for p in s.parameters()), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(before, (p for s in stages for p in s.parameters()), strict=True)
+    )
     with pytest.raises(ValueError, match="3 microbatches are not whole steps of 2"):
         train_delayed("pipedream_2bw", stages, _data(3), _loss, LR, num_microbatches=2)

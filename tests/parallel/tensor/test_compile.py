@@ -36,7 +36,9 @@ def _step(
     config = tiny(family, num_hidden_layers=2 * layout.size("pp")) if blocks else tiny(family)
     torch.manual_seed(0)
     given = {"dtype": torch.float64, **given}
-    model = hfscale.from_config(config, parallel=layout, peft_config=lora, memory=memory, **given).train()
+    model = hfscale.from_config(
+        config, parallel=layout, peft_config=lora, memory=memory, **given
+    ).train()
     torch.compiler.reset()
     inductor.compile_threads = 1  # of a pool's rank, which starts no processes
     runtime = runtime_of(model)
@@ -51,7 +53,9 @@ def _step(
     every = [torch.arange(2 * length).view(2, length) for length in lengths]
     loss = hfscale.train_step(model, [{"input_ids": ids, "labels": ids} for ids in every])
     torch.compiler.reset()
-    gradients = {p.name: local_tensor(x.grad) for p, x in runtime.parameters() if x.grad is not None}
+    gradients = {
+        p.name: local_tensor(x.grad) for p, x in runtime.parameters() if x.grad is not None
+    }
     return {"loss": loss, **gradients}
 
 
@@ -87,7 +91,8 @@ def test_a_compiled_layer_over_a_cut_stream(
     pools: Pools, recompute: Any, regather: bool, adapters: bool, lengths: tuple[int, ...]
 ) -> None:
     """One graph (``fullgraph``), with shares of uneven and of several lengths, also where it is recomputed inside."""
-    layout, memory = ParallelConfig(tp_size=2, sequence_parallel=True, sequence_regather=regather), None
+    layout = ParallelConfig(tp_size=2, sequence_parallel=True, sequence_regather=regather)
+    memory = None
     if recompute != "none":
         memory = MemoryConfig(recompute=recompute)
     more = "aot_eager", False, memory, adapters, lengths
@@ -101,7 +106,8 @@ def test_a_compiled_layer_over_a_cut_stream(
           daily=[("tp2", "tensorwise")]),
 )  # fmt: skip
 def test_products_in_8_bits(pools: Pools, name: str, recipe: str) -> None:
-    layout, whole = ParallelConfig(**LAYOUTS[name]), name in ("tp2", "sequence")
+    layout = ParallelConfig(**LAYOUTS[name])
+    whole = name in ("tp2", "sequence")
     given = {"mixed_precision": "fp8", "float8": Float8Config(recipe)}
     check(*(pools(2).run(_step, "llama", layout, how, whole, **given) for how in (False, True)))
 
@@ -109,14 +115,16 @@ def test_products_in_8_bits(pools: Pools, name: str, recipe: str) -> None:
 @pytest.mark.slow
 def test_layers_that_are_compiled_in_place(pools: Pools) -> None:
     """With their hooks, which cut the stream in front of the first, in graphs of their own."""
-    layout, more = ParallelConfig(tp_size=2, sequence_parallel=True), ("aot_eager", False, None, True, (13, 8))
+    layout = ParallelConfig(tp_size=2, sequence_parallel=True)
+    more = ("aot_eager", False, None, True, (13, 8))
     check(*(pools(2).run(_step, "llama", layout, how, None, *more) for how in (False, True)))
 
 
 @pytest.mark.slow
 def test_compiled_blocks(pools: Pools) -> None:
     """By torch's own compiler, for this machine's processor, with adapters inside: a block has no collective in it."""
-    layout, run = ParallelConfig(tp_size=2, sequence_parallel=True), pools(2).run
+    layout = ParallelConfig(tp_size=2, sequence_parallel=True)
+    run = pools(2).run
     check(*(run(_step, "llama", layout, how, True, "inductor", True) for how in (False, True)))
 
 
@@ -130,19 +138,32 @@ def test_compiled_blocks(pools: Pools) -> None:
 )  # fmt: skip
 def test_compiled_blocks_of_every_layout(pools: Pools, layout: str, recompute: Any) -> None:
     """With adapters: one graph each (``fullgraph``)."""
-    sizes, run, memory = ParallelConfig(**LAYOUTS[layout]), pools(2).run, MemoryConfig(recompute=recompute)
-    check(*(run(_step, "llama", sizes, how, True, "aot_eager", True, memory) for how in (False, True)))
+    sizes = ParallelConfig(**LAYOUTS[layout])
+    run = pools(2).run
+    memory = MemoryConfig(recompute=recompute)
+    check(
+        *(run(_step, "llama", sizes, how, True, "aot_eager", True, memory) for how in (False, True))
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("keep", [[], ["aten.mm"]])
 def test_compiled_layers_that_are_recomputed(pools: Pools, keep: list[str]) -> None:
     """One graph (``fullgraph``): layers note nothing outside of it for their backward pass."""
-    layout, run, memory = ParallelConfig(tp_size=2), pools(2).run, MemoryConfig(recompute="full", recompute_keep=keep)
-    check(*(run(_step, "llama", layout, how, True, "aot_eager", False, memory) for how in (False, True)))
+    layout = ParallelConfig(tp_size=2)
+    run = pools(2).run
+    memory = MemoryConfig(recompute="full", recompute_keep=keep)
+    check(
+        *(
+            run(_step, "llama", layout, how, True, "aot_eager", False, memory)
+            for how in (False, True)
+        )
+    )
 
 
-def _built(sizes: dict[str, Any], compiled: bool | str, memory: MemoryConfig | None, lora: bool) -> Any:
+def _built(
+    sizes: dict[str, Any], compiled: bool | str, memory: MemoryConfig | None, lora: bool
+) -> Any:
     """Losses of rows of three lengths and their gradients, and how many graphs there were behind each."""
     layout = ParallelConfig(**sizes)
     config = tiny("llama", num_hidden_layers=2 * layout.size("pp"))
@@ -150,15 +171,25 @@ def _built(sizes: dict[str, Any], compiled: bool | str, memory: MemoryConfig | N
     counters.clear()
     adapter = LoraConfig(r=2, target_modules="all-linear") if lora else None
     model = hfscale.from_config(
-        config, parallel=layout, dtype=torch.float64, memory=memory, peft_config=adapter, compile=compiled
+        config,
+        parallel=layout,
+        dtype=torch.float64,
+        memory=memory,
+        peft_config=adapter,
+        compile=compiled,
     ).train()
-    losses, graphs = [], []
+    losses = []
+    graphs = []
     for length in (13, 8, 12):
         ids = torch.arange(2 * length).view(2, length)
         losses.append(hfscale.train_step(model, [{"input_ids": ids, "labels": ids}] * 2))
         graphs.append(counters["stats"]["unique_graphs"])
     torch.compiler.reset()
-    grads = {p.name: local_tensor(x.grad) for p, x in runtime_of(model).parameters() if x.grad is not None}
+    grads = {
+        p.name: local_tensor(x.grad)
+        for p, x in runtime_of(model).parameters()
+        if x.grad is not None
+    }
     return {"loss": torch.stack(losses), **grads}, graphs
 
 
@@ -176,7 +207,9 @@ def test_a_model_of_compiled_layers(pools: Pools, name: str, recompute: Any, lor
     they are recomputed.
     """
     memory = None if recompute is None else MemoryConfig(recompute=recompute)
-    plain, compiled = (pools(2).run(_built, LAYOUTS[name], how, memory, lora) for how in (False, "aot_eager"))
+    plain, compiled = (
+        pools(2).run(_built, LAYOUTS[name], how, memory, lora) for how in (False, "aot_eager")
+    )
     check([found for found, _ in plain], [found for found, _ in compiled])
     for _, graphs in compiled:
         assert graphs[1] == graphs[2]

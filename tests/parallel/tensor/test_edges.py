@@ -24,7 +24,9 @@ IDS = torch.arange(20).view(2, 10)
 
 
 def load(path: str, layout: dict[str, Any], **kwargs: Any) -> Any:
-    return hfscale.from_pretrained(path, parallel=ParallelConfig(**layout), dtype=torch.float64, **kwargs).train()
+    return hfscale.from_pretrained(
+        path, parallel=ParallelConfig(**layout), dtype=torch.float64, **kwargs
+    ).train()
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +39,9 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def positional(path: str, layout: dict[str, Any]) -> tuple[float, float]:
     model = load(path, layout)
-    return model(input_ids=IDS, labels=IDS).loss.item(), model(IDS, None, None, None, None, IDS).loss.item()
+    return model(input_ids=IDS, labels=IDS).loss.item(), model(
+        IDS, None, None, None, None, IDS
+    ).loss.item()
 
 
 def test_labels_by_position(pools: Pools, llama: str) -> None:
@@ -70,8 +74,12 @@ def second_order(path: str, layout: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("layout", [TP, CUT])
-def test_second_order_gradients_are_refused(pools: Pools, llama: str, layout: dict[str, Any]) -> None:
-    assert all("once_differentiable" in message for message in pools(2).run(second_order, llama, layout))
+def test_second_order_gradients_are_refused(
+    pools: Pools, llama: str, layout: dict[str, Any]
+) -> None:
+    assert all(
+        "once_differentiable" in message for message in pools(2).run(second_order, llama, layout)
+    )
 
 
 def detached(path: str, layout: dict[str, Any]) -> list[str]:
@@ -95,7 +103,9 @@ def masks_after_resuming(path: str, layout: dict[str, Any], directory: str) -> T
 
 def embedding_mask(model: Any) -> Tensor:
     seen: list[Tensor] = []
-    handle = model.transformer.drop.register_forward_hook(lambda _, args, output: seen.append(output != 0))
+    handle = model.transformer.drop.register_forward_hook(
+        lambda _, args, output: seen.append(output != 0)
+    )
     hfscale.train_step(model, {"input_ids": IDS, "labels": IDS})
     handle.remove()
     return seen[0]
@@ -120,7 +130,9 @@ def masks_after_an_exception(path: str, layout: dict[str, Any]) -> tuple[Tensor,
 @pytest.mark.parametrize("layout", [TP, CUT])
 def test_streams_survive(pools: Pools, tmp_path: Path, layout: dict[str, Any]) -> None:
     config = tiny("gpt2", resid_pdrop=0.3, embd_pdrop=0.3, attn_pdrop=0.3)
-    AutoModelForCausalLM.from_config(config, dtype=torch.float64).save_pretrained(tmp_path / "model")
+    AutoModelForCausalLM.from_config(config, dtype=torch.float64).save_pretrained(
+        tmp_path / "model"
+    )
     path = str(tmp_path / "model")
     first, second = pools(2).run(masks_after_resuming, path, layout, str(tmp_path / "state"))
     assert torch.equal(first, second)
@@ -132,7 +144,9 @@ def test_streams_survive(pools: Pools, tmp_path: Path, layout: dict[str, Any]) -
 
 def optimizer_in_backward(path: str, layout: dict[str, Any]) -> Tensor:
     model = load(path, layout)
-    optimizers = {parameter: torch.optim.AdamW([parameter], lr=0.1) for parameter in model.parameters()}
+    optimizers = {
+        parameter: torch.optim.AdamW([parameter], lr=0.1) for parameter in model.parameters()
+    }
 
     def update(parameter: nn.Parameter) -> None:
         optimizers[parameter].step()
@@ -209,7 +223,10 @@ def two_recomputed(path: str, layout: dict[str, Any], second: int) -> str:
 
 
 def test_recomputed_passes_that_cannot_be_told_apart(pools: Pools, llama: str) -> None:
-    assert all("cannot be told apart" in message for message in pools(2).run(two_recomputed, llama, CUT, 14))
+    assert all(
+        "cannot be told apart" in message
+        for message in pools(2).run(two_recomputed, llama, CUT, 14)
+    )
     assert pools(2).run(two_recomputed, llama, CUT, 16) == ["right"] * 2
 
 

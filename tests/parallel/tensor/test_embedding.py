@@ -56,7 +56,9 @@ def worst_gradient(path: str, layout: dict[str, Any], adapted: bool) -> dict[str
     with keep_float64():
         hfscale.train_step(model, {"input_ids": ids, "labels": ids})
     runtime = runtime_of(model)
-    wanted = {name.removeprefix("base_model.model."): p.grad for name, p in expected.named_parameters()}
+    wanted = {
+        name.removeprefix("base_model.model."): p.grad for name, p in expected.named_parameters()
+    }
     named = {id(p): name.removeprefix("base_model.model.") for name, p in model.named_parameters()}
     found = {}
     for planned, parameter in runtime.parameters():
@@ -70,7 +72,9 @@ def worst_gradient(path: str, layout: dict[str, Any], adapted: bool) -> dict[str
 
 @pytest.mark.parametrize("adapted", [False, True])
 @pytest.mark.parametrize("sequence", [False, True])
-def test_what_follows_the_lookup_sees_whole_rows(pools: Pools, tmp_path: Path, sequence: bool, adapted: bool) -> None:
+def test_what_follows_the_lookup_sees_whole_rows(
+    pools: Pools, tmp_path: Path, sequence: bool, adapted: bool
+) -> None:
     if adapted:
         config = peft.LoraConfig(target_modules=["embed_tokens", "q_proj"], init_lora_weights=False)
         model = peft.get_peft_model(copy.deepcopy(_model("", False)), config)

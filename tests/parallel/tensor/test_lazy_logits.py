@@ -60,7 +60,9 @@ def test_like_the_real_ones(name: str) -> None:
         found = found[...]
     torch.testing.assert_close(found, expected)
     leaves = (hidden, head.weight, head.bias)
-    by_found, by_expected = (torch.autograd.grad(x.square().sum(), leaves) for x in (found, expected))
+    by_found, by_expected = (
+        torch.autograd.grad(x.square().sum(), leaves) for x in (found, expected)
+    )
     torch.testing.assert_close(by_found, by_expected)
 
 

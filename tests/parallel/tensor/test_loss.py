@@ -23,7 +23,10 @@ from tests.tiny_models import tiny
 
 Pools = Callable[[int], RankPool]
 TP2 = {"tp_size": 2}
-B, S, H, V = 3, 40, 32, 67
+B = 3
+S = 40
+H = 32
+V = 67
 GENERATOR = torch.Generator().manual_seed(1)
 IDS = torch.randint(3, V, (B, S), generator=GENERATOR)
 LABELS = IDS.masked_fill(torch.rand(IDS.shape, generator=GENERATOR) < 0.5, -100)
@@ -39,7 +42,9 @@ def save(path: Path, family: str = "llama", **changes: Any) -> str:
 
 
 def load(path: str, layout: dict[str, int], **kwargs: Any) -> Any:
-    return hfscale.from_pretrained(path, parallel=ParallelConfig(**layout), dtype=torch.float64, **kwargs).train()
+    return hfscale.from_pretrained(
+        path, parallel=ParallelConfig(**layout), dtype=torch.float64, **kwargs
+    ).train()
 
 
 # a softcap, a divisor, a factor, a head with a bias (twice)
@@ -56,7 +61,9 @@ FAMILIES = {
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_heads(pools: Pools, family: str, world: int) -> None:
-    config = tiny_clone(AutoConfig.for_model(family), **{"pad_token_id": None, "vocab_size": V, **FAMILIES[family]})
+    config = tiny_clone(
+        AutoConfig.for_model(family), **{"pad_token_id": None, "vocab_size": V, **FAMILIES[family]}
+    )
     case = Case(config, lengths=(24, 9), rows=3)
     assert_layout_equal(case, ParallelConfig(tp_size=world), pools(2) if world == 2 else None)
 
@@ -92,7 +99,9 @@ def test_label_smoothing(pools: Pools, tmp_path: Path, layout: dict[str, int]) -
     for found in pools(2).run(smoothed, path, layout) if layout else [smoothed(path, layout)]:
         for loss, gradient in found:
             assert loss == pytest.approx(expected.item(), rel=1e-12)
-            torch.testing.assert_close(gradient, stock.model.norm.weight.grad, rtol=1e-10, atol=1e-14)
+            torch.testing.assert_close(
+                gradient, stock.model.norm.weight.grad, rtol=1e-10, atol=1e-14
+            )
 
 
 class Watch(TorchDispatchMode):
@@ -100,14 +109,21 @@ class Watch(TorchDispatchMode):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.width, self.largest, self.rows = width, 0, 0
+        self.width = width
+        self.largest = 0
+        self.rows = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
         for made in (leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)):
-            if made.ndim and made.shape[-1] == self.width and made.shape[0] != H:  # the weight, transposed
+            if (
+                made.ndim and made.shape[-1] == self.width and made.shape[0] != H
+            ):  # the weight, transposed
                 self.largest = max(self.largest, made.numel())
-        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm) and output.shape[-1] == self.width:
+        if (
+            func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm)
+            and output.shape[-1] == self.width
+        ):
             self.rows += output.shape[0]
         return output
 
@@ -128,7 +144,9 @@ def test_no_logits_of_all_rows(
 ) -> None:
     path = save(tmp_path, family, vocab_size=1003, tie_word_embeddings=False)
     for width, largest, rows in (
-        pools(2).run(watched, path, layout, evaluate) if layout else [watched(path, layout, evaluate)]
+        pools(2).run(watched, path, layout, evaluate)
+        if layout
+        else [watched(path, layout, evaluate)]
     ):
         assert rows == VALID  # rows without a label never meet the head
         assert largest <= -(-VALID // 2) * width
@@ -137,10 +155,15 @@ def test_no_logits_of_all_rows(
 
 def test_peak_bytes() -> None:
     """Bytes alive at the worst moment of a step: stock keeps logits several times over, ours less than one copy."""
-    config = tiny("llama", vocab_size=4096, hidden_size=16, intermediate_size=16, num_hidden_layers=1)
+    config = tiny(
+        "llama", vocab_size=4096, hidden_size=16, intermediate_size=16, num_hidden_layers=1
+    )
     ids = torch.randint(3, 4096, (4, 256))
     logits_bytes = ids.numel() * 4096 * 4
-    models = {"stock": AutoModelForCausalLM.from_config(config), "hfscale": hfscale.from_config(config)}
+    models = {
+        "stock": AutoModelForCausalLM.from_config(config),
+        "hfscale": hfscale.from_config(config),
+    }
     peaks = {}
     for name, model in models.items():
         model.train()
@@ -153,7 +176,9 @@ def test_peak_bytes() -> None:
                 peak = max(peak, alive)
         peaks[name] = peak / logits_bytes
     assert peaks["stock"] > 2.0, peaks
-    assert peaks["hfscale"] < 0.7, peaks  # a quarter for a chunk, a few blocks for sums, the rest is the model's
+    assert peaks["hfscale"] < 0.7, (
+        peaks
+    )  # a quarter for a chunk, a few blocks for sums, the rest is the model's
 
 
 def twice(path: str, layout: dict[str, int]) -> None:
@@ -176,12 +201,16 @@ def test_backward_twice(pools: Pools, tmp_path: Path, layout: dict[str, int]) ->
     pools(2).run(twice, path, layout) if layout else twice(path, layout)
 
 
-def test_the_kept_gradient_becomes_grad_without_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kept_gradient_becomes_grad_without_a_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from hfscale.distributed.ops.head_cross_entropy import LinearRows
 
     kept: list[int] = []
     sums = LinearRows.sums
-    monkeypatch.setattr(LinearRows, "sums", lambda self: kept.append(sums(self)[0].data_ptr()) or sums(self))
+    monkeypatch.setattr(
+        LinearRows, "sums", lambda self: kept.append(sums(self)[0].data_ptr()) or sums(self)
+    )
     model = load(save(tmp_path), {})
     hfscale.train_step(model, BATCH)
     assert model.lm_head.weight.grad.data_ptr() == kept[0]
@@ -196,13 +225,17 @@ def odd_head(path: str, layout: dict[str, int]) -> tuple[float, Tensor]:
 
 
 @pytest.mark.parametrize("layout", [{}, TP2])
-def test_unknown_operations_get_real_logits(pools: Pools, tmp_path: Path, layout: dict[str, int]) -> None:
+def test_unknown_operations_get_real_logits(
+    pools: Pools, tmp_path: Path, layout: dict[str, int]
+) -> None:
     path = save(tmp_path)
     stock = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
     stock.lm_head.register_forward_hook(lambda module, args, output: output.sin())
     expected = stock(**BATCH).loss
     expected.backward()
-    for loss, gradient in pools(2).run(odd_head, path, layout) if layout else [odd_head(path, layout)]:
+    for loss, gradient in (
+        pools(2).run(odd_head, path, layout) if layout else [odd_head(path, layout)]
+    ):
         assert loss == pytest.approx(expected.item(), rel=1e-5)
         torch.testing.assert_close(gradient, stock.model.norm.weight.grad, rtol=1e-4, atol=1e-8)
 
@@ -214,8 +247,12 @@ class Adapted(torch.nn.Module):
         super().__init__()
         generator = torch.Generator().manual_seed(0)
         self.base = base.requires_grad_(False)
-        self.down = torch.nn.Parameter(torch.randn(2, base.in_features, generator=generator, dtype=torch.float64))
-        self.up = torch.nn.Parameter(torch.randn(base.out_features, 2, generator=generator, dtype=torch.float64))
+        self.down = torch.nn.Parameter(
+            torch.randn(2, base.in_features, generator=generator, dtype=torch.float64)
+        )
+        self.up = torch.nn.Parameter(
+            torch.randn(base.out_features, 2, generator=generator, dtype=torch.float64)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.base(x) + x @ self.down.T @ self.up.T
@@ -249,7 +286,9 @@ def test_autocast_and_frozen_weights(tmp_path: Path, dtype: torch.dtype) -> None
     for each in (stock, model):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
             each(**BATCH).loss.backward()
-    close = {"rtol": 5e-2, "atol": 1e-3} if dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-7}
+    close = (
+        {"rtol": 5e-2, "atol": 1e-3} if dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-7}
+    )
     torch.testing.assert_close(model.lm_head.weight.grad, stock.lm_head.weight.grad, **close)
     model.zero_grad()
     model.lm_head.requires_grad_(False)
@@ -282,8 +321,12 @@ def test_all_ranks_generate_the_same(pools: Pools, tmp_path: Path) -> None:
     path = save(tmp_path)
     stock = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
     torch.manual_seed(3)
-    sampled = stock.generate(IDS[:1, :5], do_sample=True, max_new_tokens=12, pad_token_id=0).tolist()
-    greedy = stock.generate(IDS[:1, :5], do_sample=False, max_new_tokens=12, pad_token_id=0).tolist()
+    sampled = stock.generate(
+        IDS[:1, :5], do_sample=True, max_new_tokens=12, pad_token_id=0
+    ).tolist()
+    greedy = stock.generate(
+        IDS[:1, :5], do_sample=False, max_new_tokens=12, pad_token_id=0
+    ).tolist()
     for found in pools(2).run(sample, path):
         assert found == (sampled, greedy)
 
@@ -307,12 +350,15 @@ def test_a_loss_of_the_models_own_is_left_alone_where_nothing_is_cut() -> None:
     model = OwnLoss(tiny("llama")).train()
     model.load_state_dict(plain.state_dict())
     model = hfscale.parallelize(model, ParallelConfig())
-    expected, output = plain(**BATCH), model(**BATCH)
+    expected = plain(**BATCH)
+    output = model(**BATCH)
     torch.testing.assert_close((output.loss, output.logits), (expected.loss, expected.logits))
     output.loss.backward()
     expected.loss.backward()
     torch.testing.assert_close(model.lm_head.weight.grad, plain.lm_head.weight.grad)
-    with pytest.raises(ConfigError, match=r"^OwnLoss computes its loss itself .* instead of train_step"):
+    with pytest.raises(
+        ConfigError, match=r"^OwnLoss computes its loss itself .* instead of train_step"
+    ):
         hfscale.train_step(model, BATCH)
     model.__class__ = type("FSDPOwnLoss", (FSDPModule, OwnLoss), {})  # as over data axes
     assert class_name(model) == "OwnLoss"

@@ -29,18 +29,29 @@ def overlapped_from(size: int) -> AbstractContextManager[int]:
 
 
 def gradients(
-    path: str, layout: dict[str, Any], frozen: str, checkpointing: bool, precision: str = "no", size: int = 0
+    path: str,
+    layout: dict[str, Any],
+    frozen: str,
+    checkpointing: bool,
+    precision: str = "no",
+    size: int = 0,
 ) -> dict[str, Tensor | None]:
-    model = hfscale.from_pretrained(path, parallel=ParallelConfig(**layout), mixed_precision=precision).train()
+    model = hfscale.from_pretrained(
+        path, parallel=ParallelConfig(**layout), mixed_precision=precision
+    ).train()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not frozen or frozen not in name)
     if checkpointing:
         enable_checkpointing(model)
     ids = torch.arange(39).view(3, 13)
     with overlapped_from(size):
-        hfscale.train_step(model, [{"input_ids": ids, "labels": ids}, {"input_ids": ids[:2], "labels": ids[:2]}])
+        hfscale.train_step(
+            model, [{"input_ids": ids, "labels": ids}, {"input_ids": ids[:2], "labels": ids[:2]}]
+        )
     grads = {name: p.grad for name, p in model.named_parameters()}
-    return {name: None if grad is None else local_tensor(grad).clone() for name, grad in grads.items()}
+    return {
+        name: None if grad is None else local_tensor(grad).clone() for name, grad in grads.items()
+    }
 
 
 @pytest.mark.daily("llama-layout5--False", "gpt2-layout1--True")
@@ -57,10 +68,17 @@ def gradients(
 )
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_bit_equal(
-    pools: Pools, tmp_path: Path, family: str, layout: dict[str, Any], frozen: str, checkpointing: bool
+    pools: Pools,
+    tmp_path: Path,
+    family: str,
+    layout: dict[str, Any],
+    frozen: str,
+    checkpointing: bool,
 ) -> None:
     changes = {"attention_bias": True} if family == "llama" else {}
-    AutoModelForCausalLM.from_config(tiny(family, **changes), dtype=torch.float32).save_pretrained(tmp_path)
+    AutoModelForCausalLM.from_config(tiny(family, **changes), dtype=torch.float32).save_pretrained(
+        tmp_path
+    )
     pool = pools(ParallelConfig(**layout).total_size)
     late, plain = (
         pool.run(gradients, str(tmp_path), {**layout, "overlap": overlap}, frozen, checkpointing)
@@ -97,19 +115,27 @@ def test_small_messages_have_the_same_bits(
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
     between = 3 * 13 * config.hidden_size * 4
     late, both, small = (
-        pools(ParallelConfig(**layout).total_size).run(gradients, str(tmp_path), layout, "", False, precision, size)
+        pools(ParallelConfig(**layout).total_size).run(
+            gradients, str(tmp_path), layout, "", False, precision, size
+        )
         for size in (0, between, 1 << 20)
     )
     same_bits(late, small)
     same_bits(late, both)
 
 
-def test_context_ranks_with_uneven_tokens_ask_for_scales_alike(pools: Pools, tmp_path: Path) -> None:
+def test_context_ranks_with_uneven_tokens_ask_for_scales_alike(
+    pools: Pools, tmp_path: Path
+) -> None:
     """Of 13 tokens one rank has 6 and the other 7: the limit is between their bytes."""
     config = tiny("llama", hidden_size=64, intermediate_size=64)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
-    layout, between = {"tp_size": 2, "cp_size": 2}, 3 * 7 * config.hidden_size * 4
-    late, uneven = (pools(4).run(gradients, str(tmp_path), layout, "", False, "fp8", size) for size in (0, between))
+    layout = {"tp_size": 2, "cp_size": 2}
+    between = 3 * 7 * config.hidden_size * 4
+    late, uneven = (
+        pools(4).run(gradients, str(tmp_path), layout, "", False, "fp8", size)
+        for size in (0, between)
+    )
     same_bits(late, uneven)
 
 
@@ -142,9 +168,14 @@ def backward_order(path: str, tokens: int = 14, size: int = 0, **layout: Any) ->
 def test_the_collective_starts_before_the_weight_gradients(pools: Pools, tmp_path: Path) -> None:
     config = tiny("llama", num_hidden_layers=1)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
-    tokens, gate, query, keys = (42, 32), (25, 32), (16, 32), (8, 32)
+    tokens = (42, 32)
+    gate = (25, 32)
+    query = (16, 32)
+    keys = (8, 32)
     for events in pools(2).run(backward_order, str(tmp_path)):
-        mlp, attention = (index for index, event in enumerate(events) if event == "allreduce" and index > 1)
+        mlp, attention = (
+            index for index, event in enumerate(events) if event == "allreduce" and index > 1
+        )
         assert events[mlp - 2 : mlp + 3] == [tokens, tokens, "allreduce", gate, gate]
         assert events[attention - 3 : attention + 1] == [tokens, tokens, tokens, "allreduce"]
         assert sorted(events[attention + 1 :]) == [keys, keys, query]
@@ -155,16 +186,22 @@ def test_the_collective_starts_before_the_weight_gradients(pools: Pools, tmp_pat
 
 @pytest.mark.parametrize("more", [0, 1])
 def test_ranks_with_uneven_tokens_decide_alike(pools: Pools, tmp_path: Path, more: int) -> None:
-    AutoModelForCausalLM.from_config(tiny("llama", num_hidden_layers=1), dtype=torch.float32).save_pretrained(tmp_path)
+    AutoModelForCausalLM.from_config(
+        tiny("llama", num_hidden_layers=1), dtype=torch.float32
+    ).save_pretrained(tmp_path)
     size = 3 * 13 * 32 * 4 + more
-    for events in pools(2).run(backward_order, str(tmp_path), tokens=13, size=size, sequence_parallel=True):
+    for events in pools(2).run(
+        backward_order, str(tmp_path), tokens=13, size=size, sequence_parallel=True
+    ):
         last_sum = max(index for index, event in enumerate(events) if event == "alltoall_base")
         weights = [event for event in events[last_sum:] if isinstance(event, tuple)]
         assert sorted(weights) == ([] if more else [(8, 32), (8, 32), (16, 32)])
 
 
 def gathers_in_backward(path: str, layout: dict[str, Any]) -> int:
-    model = hfscale.from_pretrained(path, parallel=ParallelConfig(tp_size=2, sequence_parallel=True, **layout)).train()
+    model = hfscale.from_pretrained(
+        path, parallel=ParallelConfig(tp_size=2, sequence_parallel=True, **layout)
+    ).train()
     ids = torch.arange(42).view(3, 14)
     loss = model(input_ids=ids, labels=ids).loss
     with Log() as log, torch.autograd.set_multithreading_enabled(False):
@@ -176,4 +213,7 @@ def test_what_projections_read_is_gathered_again_once_for_all(pools: Pools, tmp_
     AutoModelForCausalLM.from_config(tiny("llama"), dtype=torch.float32).save_pretrained(tmp_path)
     kept = pools(2).run(gathers_in_backward, str(tmp_path), {})
     again = pools(2).run(gathers_in_backward, str(tmp_path), {"sequence_regather": True})
-    assert [after - before for before, after in zip(kept, again, strict=True)] == [4, 4]  # two blocks in two layers
+    assert [after - before for before, after in zip(kept, again, strict=True)] == [
+        4,
+        4,
+    ]  # two blocks in two layers

@@ -19,9 +19,13 @@ Pools = Callable[[int], RankPool]
 IDS = torch.randint(0, 67, (2, 12), generator=torch.Generator().manual_seed(4))
 
 
-def step(path: str, layout: dict[str, int], seed: int, checkpointing: bool) -> tuple[float, torch.Tensor]:
+def step(
+    path: str, layout: dict[str, int], seed: int, checkpointing: bool
+) -> tuple[float, torch.Tensor]:
     """Loss, and this rank's gradient of the attention input projection, of one step with dropout."""
-    model = hfscale.from_pretrained(path, parallel=ParallelConfig(**layout), dtype=torch.float64).train()
+    model = hfscale.from_pretrained(
+        path, parallel=ParallelConfig(**layout), dtype=torch.float64
+    ).train()
     if checkpointing:
         enable_checkpointing(model)
     torch.manual_seed(seed)
@@ -31,7 +35,9 @@ def step(path: str, layout: dict[str, int], seed: int, checkpointing: bool) -> t
 
 def save(path: Path, **dropout: float) -> str:
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(tiny("gpt2", **dropout), dtype=torch.float64).save_pretrained(path)
+    AutoModelForCausalLM.from_config(tiny("gpt2", **dropout), dtype=torch.float64).save_pretrained(
+        path
+    )
     return str(path)
 
 
@@ -45,7 +51,9 @@ def test_replicated_dropout_equals_one_process(pools: Pools, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-def test_recomputation_sees_the_same_masks(pools: Pools, tmp_path: Path, implementation: str) -> None:
+def test_recomputation_sees_the_same_masks(
+    pools: Pools, tmp_path: Path, implementation: str
+) -> None:
     path = save(tmp_path, resid_pdrop=0.3, embd_pdrop=0.2, attn_pdrop=0.3)
     plain = pools(2).run(step, path, {"tp_size": 2}, 7, False)
     recomputed = pools(2).run(step, path, {"tp_size": 2}, 7, True)
@@ -54,7 +62,9 @@ def test_recomputation_sees_the_same_masks(pools: Pools, tmp_path: Path, impleme
         torch.testing.assert_close(gradient, gradient_again, rtol=1e-6, atol=1e-9)
 
 
-def attention_masks(path: str, layout: dict[str, int], seeds: list[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def attention_masks(
+    path: str, layout: dict[str, int], seeds: list[int]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Per attention call: which weights survived dropout; per MLP call: which outputs did."""
     model = hfscale.from_pretrained(
         path, parallel=ParallelConfig(**layout), dtype=torch.float64, attn_implementation="eager"
@@ -68,7 +78,9 @@ def attention_masks(path: str, layout: dict[str, int], seeds: list[int]) -> list
         layer.mlp.dropout.register_forward_hook(watch("dropout"))
     original = torch.nn.functional.dropout
 
-    def dropout(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    def dropout(
+        x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> torch.Tensor:
         result = original(x, p, training, inplace)
         if x.ndim == 4:
             seen["attn_dropout"].append((result == 0) & (x != 0))

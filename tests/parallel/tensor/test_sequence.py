@@ -49,7 +49,9 @@ def test_equals_one_process(pools: Pools, family: str, extra: dict[str, Any]) ->
 @pytest.mark.parametrize("extra", [{}, {"sequence_regather": True}])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_recomputed_and_frozen(pools: Pools, family: str, extra: dict[str, Any]) -> None:
-    frozen = ("layers.0.", "k_proj", "norm") if family == "llama" else ("h.0.", "ln_2", "c_proj.bias")
+    frozen = (
+        ("layers.0.", "k_proj", "norm") if family == "llama" else ("h.0.", "ln_2", "c_proj.bias")
+    )
     case = Case(tiny(family), checkpointing=True, frozen=frozen, build="parallelize")
     assert_layout_equal(case, ParallelConfig(**WITH, **extra), pools(2))
 
@@ -74,15 +76,21 @@ def test_families(pools: Pools, family: str) -> None:
 
 def test_encoder_and_decoder(pools: Pools) -> None:
     config = tiny_clone(AutoConfig.for_model("bart"), pad_token_id=1)
-    case = plain.PlainCase(config, auto_class=AutoModelForSeq2SeqLM, make_batch=plain.sequence_to_sequence)
+    case = plain.PlainCase(
+        config, auto_class=AutoModelForSeq2SeqLM, make_batch=plain.sequence_to_sequence
+    )
     assert_layout_equal(case, ParallelConfig(**WITH), pools(2))
 
 
-@pytest.mark.parametrize(("family", "why"), [("rwkv", "its blueprint is inferred"), ("gemma4_text", "inputs of their")])
+@pytest.mark.parametrize(
+    ("family", "why"), [("rwkv", "its blueprint is inferred"), ("gemma4_text", "inputs of their")]
+)
 def test_what_does_not_fit_is_refused(family: str, why: str) -> None:
     config = tiny_clone(AutoConfig.for_model(family), pad_token_id=None)
     hfscale.plan(config, ParallelConfig(tp_size=2))
-    with pytest.raises(PlanError, match=f"does not fit '{family}': .*{why}.*use sequence_parallel=False"):
+    with pytest.raises(
+        PlanError, match=f"does not fit '{family}': .*{why}.*use sequence_parallel=False"
+    ):
         hfscale.plan(config, ParallelConfig(**WITH))
 
 
@@ -90,7 +98,9 @@ def test_what_does_not_fit_is_refused(family: str, why: str) -> None:
 @pytest.mark.parametrize("axis", ["dp_shard_size", "dp_replicate_size"])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_with_data_axes(pools: Pools, family: str, axis: str) -> None:
-    assert_layout_equal(Case(tiny(family), checkpointing=True), ParallelConfig(**WITH, **{axis: 2}), pools(4))
+    assert_layout_equal(
+        Case(tiny(family), checkpointing=True), ParallelConfig(**WITH, **{axis: 2}), pools(4)
+    )
 
 
 def test_four_ranks_and_fewer_tokens(pools: Pools) -> None:
@@ -98,12 +108,21 @@ def test_four_ranks_and_fewer_tokens(pools: Pools) -> None:
     assert_layout_equal(case, ParallelConfig(tp_size=4, sequence_parallel=True), pools(4))
 
 
-def plain_gradients(path: str, layout: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor], list[int]]:
+def plain_gradients(
+    path: str, layout: dict[str, Any]
+) -> tuple[dict[str, Tensor], dict[str, Tensor], list[int]]:
     """Gradients of two accumulated microbatches from a plain loop and from ``train_step``, and tokens in the norms."""
-    model = hfscale.from_pretrained(path, parallel=ParallelConfig(**layout), dtype=torch.float64).train()
+    model = hfscale.from_pretrained(
+        path, parallel=ParallelConfig(**layout), dtype=torch.float64
+    ).train()
     seen: list[int] = []
-    model.model.layers[0].input_layernorm.register_forward_hook(lambda _, args, output: seen.append(output.shape[1]))
-    batches = [{"input_ids": ids, "labels": ids} for ids in (torch.arange(22).view(2, 11), torch.arange(22, 44)[None])]
+    model.model.layers[0].input_layernorm.register_forward_hook(
+        lambda _, args, output: seen.append(output.shape[1])
+    )
+    batches = [
+        {"input_ids": ids, "labels": ids}
+        for ids in (torch.arange(22).view(2, 11), torch.arange(22, 44)[None])
+    ]
     batches = [batches[0], {name: value.view(2, 11) for name, value in batches[1].items()}]
     for batch in batches:
         (model(**batch, use_cache=False).loss / 2).backward()
@@ -122,13 +141,18 @@ def test_a_plain_loop_needs_nothing_more(pools: Pools, tmp_path: Path) -> None:
             torch.testing.assert_close(stepped[name], gradient, rtol=1e-6, atol=1e-9, msg=name)
 
 
-B, S, H, LAYERS = 3, 10, 32, 2
+B = 3
+S = 10
+H = 32
+LAYERS = 2
 
 
 def count(path: str, layout: dict[str, Any]) -> Traffic:
     model = hfscale.from_pretrained(path, parallel=ParallelConfig(**layout)).train()
     ids = torch.arange(B * S).view(B, S)
-    hfscale.train_step(model, {"input_ids": ids, "labels": ids})  # the first step also agrees on the random stream
+    hfscale.train_step(
+        model, {"input_ids": ids, "labels": ids}
+    )  # the first step also agrees on the random stream
     with count_traffic() as traffic:
         hfscale.train_step(model, {"input_ids": ids, "labels": ids})
     return traffic
@@ -148,7 +172,9 @@ def test_same_bytes_on_the_wire(pools: Pools, tmp_path: Path) -> None:
 
 def saved_bytes(path: str, layout: dict[str, Any]) -> int:
     """Bytes that the first layer's forward pass saves for its backward pass, parameters left out."""
-    model = hfscale.from_pretrained(path, parallel=ParallelConfig(**layout), attn_implementation="sdpa").train()
+    model = hfscale.from_pretrained(
+        path, parallel=ParallelConfig(**layout), attn_implementation="sdpa"
+    ).train()
     layer: nn.Module = model.model.layers[1]
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
     storages: dict[int, Tensor] = {}
@@ -156,7 +182,9 @@ def saved_bytes(path: str, layout: dict[str, Any]) -> int:
 
     def keep(tensor: Tensor) -> Tensor:
         if tensor.is_floating_point() and tensor.untyped_storage().data_ptr() not in parameters:
-            storages[tensor.untyped_storage().data_ptr()] = tensor  # alive, so that no other takes its place
+            storages[tensor.untyped_storage().data_ptr()] = (
+                tensor  # alive, so that no other takes its place
+            )
         return tensor
 
     hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
@@ -185,11 +213,20 @@ def test_saved_activations_are_cut(pools: Pools, tmp_path: Path) -> None:
     each. Attention: queries and result 2, keys and values 2k (k = key/value heads / heads), log-sum-exp of each head.
     MLP: gate, its activation, up, their product: 4f (f = intermediate size / hidden size).
     """
-    width, heads, tensor = 64, 4, 2
-    config = tiny("llama", hidden_size=width, intermediate_size=160, num_attention_heads=heads, num_key_value_heads=2)
+    width = 64
+    heads = 4
+    tensor = 2
+    config = tiny(
+        "llama",
+        hidden_size=width,
+        intermediate_size=160,
+        num_attention_heads=heads,
+        num_key_value_heads=2,
+    )
     path = save(tmp_path, config, torch.float32)
     unit = 4 * 16 * width * 4
-    between, inside = 6 + 2 / width, 2 + 2 * 0.5 + 4 * 2.5 + heads / width
+    between = 6 + 2 / width
+    inside = 2 + 2 * 0.5 + 4 * 2.5 + heads / width
     assert saved_bytes(path, {}) == (between + inside) * unit
     for layout, expected in (
         ({"tp_size": 2}, between + inside / tensor),
@@ -200,10 +237,14 @@ def test_saved_activations_are_cut(pools: Pools, tmp_path: Path) -> None:
         assert pools(2).run(saved_bytes, path, layout) == [expected * unit] * 2
 
 
-def streams(path: str, seed: int, checkpointing: bool) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+def streams(
+    path: str, seed: int, checkpointing: bool
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """Masks on this rank of GPT-2: after attention's row projection (partial sums), in attention; and gradients."""
     layout = ParallelConfig(**WITH)
-    model = hfscale.from_pretrained(path, parallel=layout, dtype=torch.float64, attn_implementation="eager").train()
+    model = hfscale.from_pretrained(
+        path, parallel=layout, dtype=torch.float64, attn_implementation="eager"
+    ).train()
     if checkpointing:
         enable_checkpointing(model)
     sums: list[Tensor] = []
@@ -212,7 +253,9 @@ def streams(path: str, seed: int, checkpointing: bool) -> tuple[list[Tensor], li
         layer.attn.resid_dropout.register_forward_hook(
             lambda _, args, output: sums.append(torch.stack((args[0] != 0, output != 0)))
         )
-        layer.attn.attn_dropout.register_forward_hook(lambda _, args, output: weights.append(output != 0))
+        layer.attn.attn_dropout.register_forward_hook(
+            lambda _, args, output: weights.append(output != 0)
+        )
     torch.manual_seed(seed)
     ids = torch.randint(0, 60, (2, 12), generator=torch.Generator().manual_seed(3))
     hfscale.train_step(model, {"input_ids": ids, "labels": ids})
@@ -222,21 +265,31 @@ def streams(path: str, seed: int, checkpointing: bool) -> tuple[list[Tensor], li
 def test_dropout(pools: Pools, tmp_path: Path) -> None:
     config = tiny("gpt2", resid_pdrop=0.3, attn_pdrop=0.3, embd_pdrop=0.2)
     path = save(tmp_path, config)
-    (sums, weights, gradients), (other_sums, other_weights, other_gradients) = pools(2).run(streams, path, 5, False)
+    (sums, weights, gradients), (other_sums, other_weights, other_gradients) = pools(2).run(
+        streams, path, 5, False
+    )
     for mine, others in zip(sums, other_sums, strict=True):
         assert mine[0].shape == (2, 12, 32)
         nonzero = mine[0] & others[0]
         assert nonzero.float().mean() > 0.5
-        assert torch.equal(mine[1][nonzero], others[1][nonzero]), "partial sums of one token must be dropped together"
+        assert torch.equal(mine[1][nonzero], others[1][nonzero]), (
+            "partial sums of one token must be dropped together"
+        )
     assert not torch.equal(sums[0][1], sums[1][1])
-    assert not any(torch.equal(mine, others) for mine, others in zip(weights, other_weights, strict=True))
-    for (_, _, again), first in zip(pools(2).run(streams, path, 5, True), (gradients, other_gradients), strict=True):
+    assert not any(
+        torch.equal(mine, others) for mine, others in zip(weights, other_weights, strict=True)
+    )
+    for (_, _, again), first in zip(
+        pools(2).run(streams, path, 5, True), (gradients, other_gradients), strict=True
+    ):
         for found, expected in zip(again, first, strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
 
 
 def between_blocks(path: str) -> Tensor:
-    model = hfscale.from_pretrained(path, parallel=ParallelConfig(**WITH), dtype=torch.float64).train()
+    model = hfscale.from_pretrained(
+        path, parallel=ParallelConfig(**WITH), dtype=torch.float64
+    ).train()
     masks: list[Tensor] = []
     original = nn.functional.dropout
 
@@ -259,7 +312,14 @@ def between_blocks(path: str) -> Tensor:
 def test_dropout_between_blocks_differs(pools: Pools, tmp_path: Path) -> None:
     from transformers import BloomConfig
 
-    config = BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=67, hidden_dropout=0.3, attention_dropout=0.0)
+    config = BloomConfig(
+        hidden_size=32,
+        n_layer=2,
+        n_head=4,
+        vocab_size=67,
+        hidden_dropout=0.3,
+        attention_dropout=0.0,
+    )
     first, second = pools(2).run(between_blocks, save(tmp_path, config))
     assert len(first) == 4
     assert not any(torch.equal(a, b) for a, b in zip(first, second, strict=True))
@@ -277,7 +337,9 @@ def evaluate(path: str) -> tuple[Tensor, Tensor, bool]:
     except ConfigError:
         refused = True
     with_graph = model(input_ids=ids).logits  # gradients on: the stream is cut on the way
-    assert runtime_of(model).part(TensorParallel).regions[0].lengths(ids[..., None], whole=True) == [6, 5]
+    assert runtime_of(model).part(TensorParallel).regions[0].lengths(
+        ids[..., None], whole=True
+    ) == [6, 5]
     torch.testing.assert_close(with_graph, logits)
     return logits, tokens, refused
 
@@ -287,7 +349,8 @@ def test_evaluation_and_generation(pools: Pools, tmp_path: Path) -> None:
     stock = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
     ids = torch.arange(22).view(2, 11)
     with torch.no_grad():
-        expected, tokens = stock(input_ids=ids).logits, stock.generate(ids, max_new_tokens=5, do_sample=False)
+        expected = stock(input_ids=ids).logits
+        tokens = stock.generate(ids, max_new_tokens=5, do_sample=False)
     for logits, generated, refused in pools(2).run(evaluate, path):
         torch.testing.assert_close(logits, expected)
         assert torch.equal(generated, tokens)
@@ -298,7 +361,10 @@ def two_at_once(path: str) -> list[Tensor]:
     """Gradients of the sum of two losses over sequences of 13 and 14 tokens, of which rank 0 has 7 each time."""
     layout = ParallelConfig(**WITH, sequence_regather=True)
     model = hfscale.from_pretrained(path, parallel=layout, dtype=torch.float64).train()
-    losses = [model(input_ids=ids, labels=ids).loss for ids in (torch.arange(26).view(2, 13), torch.arange(14)[None])]
+    losses = [
+        model(input_ids=ids, labels=ids).loss
+        for ids in (torch.arange(26).view(2, 13), torch.arange(14)[None])
+    ]
     (losses[0] + losses[1]).backward()
     return [parameter.grad for parameter in model.parameters()]
 

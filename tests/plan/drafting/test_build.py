@@ -5,7 +5,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModel, AutoModelForCausalLM, BertConfig, BertLMHeadModel, LlamaForSequenceClassification
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    BertConfig,
+    BertLMHeadModel,
+    LlamaForSequenceClassification,
+)
 
 import hfscale
 from hfscale import ParallelConfig, PlanError
@@ -23,7 +29,9 @@ def _model(family: str, auto_class: Any = AutoModelForCausalLM, **changes: Any) 
         return auto_class.from_config(tiny(family, **changes))
 
 
-def _plan(family: str, auto_class: Any = AutoModelForCausalLM, *, changes: Any = None, **sizes: Any) -> Plan:
+def _plan(
+    family: str, auto_class: Any = AutoModelForCausalLM, *, changes: Any = None, **sizes: Any
+) -> Plan:
     return build_plan(_model(family, auto_class, **(changes or {})), ParallelConfig(**sizes))
 
 
@@ -49,7 +57,9 @@ def test_every_parameter_of_the_model_is_planned_in_order() -> None:
     plan = build_plan(model, ParallelConfig(tp_size=2, dp_shard_size=2))
     named = list(model.named_parameters(remove_duplicate=False))
     assert [planned.name for planned in plan.parameters] == [name for name, _ in named]
-    assert [planned.shape for planned in plan.parameters] == [tuple(parameter.shape) for _, parameter in named]
+    assert [planned.shape for planned in plan.parameters] == [
+        tuple(parameter.shape) for _, parameter in named
+    ]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -90,7 +100,11 @@ def test_an_odd_intermediate_size_is_cut_alike_on_both_sides() -> None:
 def test_biases_of_row_projections_are_whole_with_partial_gradients() -> None:
     plan = _plan("llama", changes={"attention_bias": True, "mlp_bias": True}, tp_size=2)
     partial = {planned.name for planned in plan.parameters if planned.partial}
-    expected = {f"model.layers.{i}.{row}.bias" for i in (0, 1) for row in ("self_attn.o_proj", "mlp.down_proj")}
+    expected = {
+        f"model.layers.{i}.{row}.bias"
+        for i in (0, 1)
+        for row in ("self_attn.o_proj", "mlp.down_proj")
+    }
     assert partial == expected
     for name in expected:
         assert plan.by_name[name].partial == ("tp",)
@@ -102,8 +116,13 @@ def test_biases_of_row_projections_are_whole_with_partial_gradients() -> None:
 def test_per_head_norms_are_whole_with_partial_gradients() -> None:
     plan = _plan("qwen3", tp_size=2)
     partial = {planned.name for planned in plan.parameters if planned.partial}
-    assert partial == {f"model.layers.{i}.self_attn.{norm}.weight" for i in (0, 1) for norm in ("q_norm", "k_norm")}
-    assert plan.blocks[0].shared == ("model.layers.0.self_attn.q_norm", "model.layers.0.self_attn.k_norm")
+    assert partial == {
+        f"model.layers.{i}.self_attn.{norm}.weight" for i in (0, 1) for norm in ("q_norm", "k_norm")
+    }
+    assert plan.blocks[0].shared == (
+        "model.layers.0.self_attn.q_norm",
+        "model.layers.0.self_attn.k_norm",
+    )
 
 
 def test_gpt2_fused_projections_are_cut_per_part() -> None:
@@ -132,7 +151,8 @@ def test_dropout_of_cut_activations_is_known() -> None:
 @pytest.mark.parametrize("tied", [True, False])
 def test_ties(tied: bool) -> None:
     plan = _plan("llama", changes={"tie_word_embeddings": tied}, tp_size=2, dp_shard_size=2)
-    head, embedding = plan.by_name["lm_head.weight"], plan.by_name["model.embed_tokens.weight"]
+    head = plan.by_name["lm_head.weight"]
+    embedding = plan.by_name["model.embed_tokens.weight"]
     assert head.tied_to == ("model.embed_tokens.weight" if tied else None)
     assert embedding.tied_to is None
     assert head.cuts == embedding.cuts
@@ -141,9 +161,17 @@ def test_ties(tied: bool) -> None:
 
 def test_sharded_data_cuts_dim_0_after_tensor() -> None:
     plan = _plan("llama", tp_size=2, dp_shard_size=3)
-    assert plan.by_name[f"{_LAYER}.self_attn.q_proj.weight"].cuts == (Cut("tp", 0, 2), Cut("dp_shard", 0, 3))
-    assert [_shape(plan, f"{_LAYER}.self_attn.q_proj.weight", tp=1, dp_shard=r)[0] for r in range(3)] == [6, 6, 4]
-    assert plan.by_name[f"{_LAYER}.self_attn.o_proj.weight"].cuts == (Cut("tp", 1, 2), Cut("dp_shard", 0, 3))
+    assert plan.by_name[f"{_LAYER}.self_attn.q_proj.weight"].cuts == (
+        Cut("tp", 0, 2),
+        Cut("dp_shard", 0, 3),
+    )
+    assert [
+        _shape(plan, f"{_LAYER}.self_attn.q_proj.weight", tp=1, dp_shard=r)[0] for r in range(3)
+    ] == [6, 6, 4]
+    assert plan.by_name[f"{_LAYER}.self_attn.o_proj.weight"].cuts == (
+        Cut("tp", 1, 2),
+        Cut("dp_shard", 0, 3),
+    )
     assert plan.by_name["model.norm.weight"].cuts == (Cut("dp_shard", 0, 3),)
 
 
@@ -168,7 +196,12 @@ def test_a_classification_head_stays_whole() -> None:
 
 def test_a_family_without_a_blueprint_still_has_data_axes() -> None:
     with torch.device("meta"):
-        size = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 8}
+        size = {
+            "hidden_size": 16,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "intermediate_size": 8,
+        }
         model = BertLMHeadModel(BertConfig(**size, is_decoder=True))
     plan = build_plan(model, ParallelConfig(dp_shard_size=2))
     # The host lists the embeddings among the layers too; tied to the head, they would be untied by sharding alone.
@@ -181,14 +214,20 @@ def test_layers_that_share_a_tensor_are_not_sharded_apart() -> None:
     model.model.layers[1].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
     assert build_plan(model, ParallelConfig(tp_size=2))
     (problem,) = _problems(model, dp_shard_size=2)
-    assert "model.layers.* shares model.layers.*.mlp.up_proj.weight with another part of the model" in problem
+    assert (
+        "model.layers.* shares model.layers.*.mlp.up_proj.weight with another part of the model"
+        in problem
+    )
 
 
 def test_layers_inside_layers_are_not_listed() -> None:
     model = _model("llama")
     model._no_split_modules = ["LlamaDecoderLayer", "LlamaMLP"]
     model.config.model_type, model.config.base_model_tp_plan = "newcomer", None
-    assert build_plan(model, ParallelConfig(dp_shard_size=2)).layers == ("model.layers.0", "model.layers.1")
+    assert build_plan(model, ParallelConfig(dp_shard_size=2)).layers == (
+        "model.layers.0",
+        "model.layers.1",
+    )
 
 
 def _problems(model: Any, **sizes: Any) -> list[str]:
@@ -214,20 +253,27 @@ def test_all_problems_come_at_once_each_with_what_to_use() -> None:
 
 
 def test_a_rank_without_entries_is_refused() -> None:
-    model = _model("llama", vocab_size=3, num_attention_heads=4, num_key_value_heads=4, intermediate_size=50)
+    model = _model(
+        "llama", vocab_size=3, num_attention_heads=4, num_key_value_heads=4, intermediate_size=50
+    )
     assert _problems(model, tp_size=4) == [
         "tp_size=4 leaves a rank without any of the 3 entries of lm_head.weight: use tp_size 1 to 3",
         "tp_size=4 leaves a rank without any of the 3 entries of model.embed_tokens.weight: use tp_size 1 to 3",
     ]
 
 
-def _with_blueprint(monkeypatch: pytest.MonkeyPatch, layers: str = "layers", **blocks: Block) -> None:
+def _with_blueprint(
+    monkeypatch: pytest.MonkeyPatch, layers: str = "layers", **blocks: Block
+) -> None:
     monkeypatch.setitem(FAMILIES, "llama", Blueprint(layers, blocks))
 
 
 def test_a_layer_list_that_matches_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     _with_blueprint(monkeypatch, "blocks", mlp=Block(("gate_proj", "up_proj"), ("down_proj",)))
-    assert any("names the layer list 'model.blocks'" in problem for problem in _problems(_model("llama"), tp_size=2))
+    assert any(
+        "names the layer list 'model.blocks'" in problem
+        for problem in _problems(_model("llama"), tp_size=2)
+    )
 
 
 def test_a_block_that_matches_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,19 +283,32 @@ def test_a_block_that_matches_nothing_is_refused(monkeypatch: pytest.MonkeyPatch
     assert "names a block 'feed_forward' that no layer has" in problem
 
 
-def test_a_projection_that_is_none_is_refused_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    _with_blueprint(monkeypatch, mlp=Block(("gate_proj", "up_proj", "act_fn", "side_proj"), ("down_proj",)))
+def test_a_projection_that_is_none_is_refused_once_for_all_layers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _with_blueprint(
+        monkeypatch, mlp=Block(("gate_proj", "up_proj", "act_fn", "side_proj"), ("down_proj",))
+    )
     problems = _problems(_model("llama"), tp_size=2)
     assert len(problems) == 2
-    assert "model.layers.*.mlp.act_fn should be a projection (nn.Linear or Conv1D) and is SiLU" in problems[0]
-    assert "model.layers.*.mlp.side_proj should be a projection (nn.Linear or Conv1D) and is nothing" in problems[1]
+    assert (
+        "model.layers.*.mlp.act_fn should be a projection (nn.Linear or Conv1D) and is SiLU"
+        in problems[0]
+    )
+    assert (
+        "model.layers.*.mlp.side_proj should be a projection (nn.Linear or Conv1D) and is nothing"
+        in problems[1]
+    )
 
 
 def test_parts_that_do_not_divide_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     block = Block(("gate_proj", "up_proj"), ("down_proj",), parts={"up_proj": 3})  # of 50 entries
     _with_blueprint(monkeypatch, mlp=block)
     (problem,) = _problems(_model("llama"), tp_size=2)
-    assert "fuses 3 equal matrices in model.layers.*.mlp.up_proj.weight, which has 50 entries" in problem
+    assert (
+        "fuses 3 equal matrices in model.layers.*.mlp.up_proj.weight, which has 50 entries"
+        in problem
+    )
 
 
 def test_a_parameter_inside_a_block_without_a_role_is_refused() -> None:
@@ -306,7 +365,9 @@ def test_an_embedding_that_scales_a_stock_lookup_is_cut() -> None:
     tied.model.embed_tokens.__class__ = _ScaledEmbedding
     plan = build_plan(tied, ParallelConfig(tp_size=2))
     assert plan.embedding == "model.embed_tokens"
-    assert plan.by_name["lm_head.weight"].cuts == plan.by_name["model.embed_tokens.weight"].cuts != ()
+    assert (
+        plan.by_name["lm_head.weight"].cuts == plan.by_name["model.embed_tokens.weight"].cuts != ()
+    )
 
 
 def test_an_embedding_with_sparse_gradients_is_refused() -> None:
@@ -337,7 +398,9 @@ def test_plan_takes_a_config_a_directory_and_a_type(tmp_path: Any) -> None:
     from_directory = hfscale.plan(str(tmp_path), layout, dtype=torch.bfloat16)
     assert {planned.dtype for planned in from_directory.parameters} == {torch.bfloat16}
     from_config = hfscale.plan(config, layout)
-    assert [planned.cuts for planned in from_config.parameters] == [p.cuts for p in from_directory.parameters]
+    assert [planned.cuts for planned in from_config.parameters] == [
+        p.cuts for p in from_directory.parameters
+    ]
 
 
 def test_a_plan_needs_no_process_group() -> None:

@@ -23,19 +23,25 @@ def test_norms_that_a_plan_forgets_get_a_proved_role() -> None:
 
 def test_a_loss_that_is_taken_by_the_module_around_the_head() -> None:
     plan = hfscale.plan(
-        tiny_clone(AutoConfig.for_model("flaubert")), hfscale.ParallelConfig(tp_size=2), auto_class=AutoModelForMaskedLM
+        tiny_clone(AutoConfig.for_model("flaubert")),
+        hfscale.ParallelConfig(tp_size=2),
+        auto_class=AutoModelForMaskedLM,
     )
     assert plan.loss is None
     assert plan.head is None
     assert not plan.no_step  # the loss proves to be a mean over labels
 
 
-def test_the_loss_of_a_mixture_is_proved_without_its_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loss_of_a_mixture_is_proved_without_its_experts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Which tokens they get depends on values, which a model on the meta device has not."""
     with torch.device("meta"):
         model = MixtralForCausalLM(tiny_clone(AutoConfig.for_model("mixtral")))
 
-    def unable(self: object, hidden_states: object, top_k_index: object, top_k_weights: object) -> None:
+    def unable(
+        self: object, hidden_states: object, top_k_index: object, top_k_weights: object
+    ) -> None:
         raise NotImplementedError("no kernel for this type of number")
 
     monkeypatch.setattr(type(model.model.layers[0].mlp.experts), "forward", unable)
@@ -46,6 +52,9 @@ def test_what_is_computed_between_lists_of_layers_is_not_cut_along_the_sequence(
     """Flaubert has its attention in one list and what follows it in another."""
     layout = hfscale.ParallelConfig(tp_size=2, sequence_parallel=True)
     with pytest.raises(
-        hfscale.PlanError, match=r"several lists of layers \(transformer.attentions, transformer.ffns\)"
+        hfscale.PlanError,
+        match=r"several lists of layers \(transformer.attentions, transformer.ffns\)",
     ):
-        hfscale.plan(tiny_clone(AutoConfig.for_model("flaubert")), layout, auto_class=AutoModelForMaskedLM)
+        hfscale.plan(
+            tiny_clone(AutoConfig.for_model("flaubert")), layout, auto_class=AutoModelForMaskedLM
+        )

@@ -25,14 +25,22 @@ def on_meta(config: PreTrainedConfig) -> nn.Module:
 
 def _by_force(work: list[int], stages: int, first: int, last: int) -> tuple[int, ...]:
     def key(counts: tuple[int, ...]) -> tuple[int, int, tuple[int, ...]]:
-        sizes, start = [], 0
+        sizes = []
+        start = 0
         for index, count in enumerate(counts):
-            sizes.append(sum(work[start : start + count]) + first * (index == 0) + last * (index == stages - 1))
+            sizes.append(
+                sum(work[start : start + count])
+                + first * (index == 0)
+                + last * (index == stages - 1)
+            )
             start += count
         return max(sizes), sum(count**2 for count in counts), counts
 
     borders = combinations(range(1, len(work)), stages - 1)
-    return min((tuple(b - a for a, b in zip((0, *c), (*c, len(work)), strict=True)) for c in borders), key=key)
+    return min(
+        (tuple(b - a for a, b in zip((0, *c), (*c, len(work)), strict=True)) for c in borders),
+        key=key,
+    )
 
 
 @settings(max_examples=200, deadline=None)
@@ -40,7 +48,8 @@ def _by_force(work: list[int], stages: int, first: int, last: int) -> tuple[int,
 def test_balance_is_the_best_there_is(data: st.DataObject) -> None:
     work = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=9))
     stages = data.draw(st.integers(1, len(work)))
-    first, last = data.draw(st.integers(0, 20)), data.draw(st.integers(0, 20))
+    first = data.draw(st.integers(0, 20))
+    last = data.draw(st.integers(0, 20))
     assert balance(work, stages, first, last) == _by_force(work, stages, first, last)
 
 
@@ -72,7 +81,9 @@ def test_cost_of_llama() -> None:
         )
     )
     layers = [f"model.layers.{index}" for index in range(3)]
-    costs = layer_costs(model, layers, ["model.embed_tokens"], ["model.norm", "lm_head"], sequence=10)
+    costs = layer_costs(
+        model, layers, ["model.embed_tokens"], ["model.norm", "lm_head"], sequence=10
+    )
     projections = 64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 96
     assert costs.layers == (Cost(2 * projections + 2 * 2 * 10 * 64, projections + 2 * 64),) * 3
     assert costs.before == Cost(0, 6400)  # a lookup
@@ -96,20 +107,25 @@ def test_experts_cost_what_is_active_of_them() -> None:
         )
     )
     (cost,) = layer_costs(model, ["model.layers.0"], sequence=0).layers
-    attention, experts, router = 32 * 32 * 2 + 32 * 16 * 2, 4 * 3 * 32 * 48, 4 * 32
+    attention = 32 * 32 * 2 + 32 * 16 * 2
+    experts = 4 * 3 * 32 * 48
+    router = 4 * 32
     assert cost.flops == 2 * (attention + experts // 4 + router)
     assert cost.parameters == attention + experts + router + 2 * 32
 
 
 def test_conv1d_and_learned_positions() -> None:
     model = on_meta(tiny("gpt2"))
-    costs = layer_costs(model, ["transformer.h.0"], ["transformer.wte", "transformer.wpe"], sequence=0)
+    costs = layer_costs(
+        model, ["transformer.h.0"], ["transformer.wte", "transformer.wpe"], sequence=0
+    )
     assert costs.layers[0].flops == 2 * (32 * 96 + 32 * 32 + 2 * 32 * 128)
     assert costs.before == Cost(0, 67 * 32 + 64 * 32)
 
 
 def test_work_weighs_parameters_where_batches_are_small() -> None:
-    light, heavy = Cost(flops=100, parameters=10), Cost(flops=0, parameters=50)
+    light = Cost(flops=100, parameters=10)
+    heavy = Cost(flops=0, parameters=50)
     assert light.work(1 << 20) > heavy.work(1 << 20)
     assert light.work(1) < heavy.work(1)
     assert LayerCosts(Cost(), (light,) * 4, Cost(0, 10)).balanced(2) == (2, 2)
@@ -117,7 +133,8 @@ def test_work_weighs_parameters_where_batches_are_small() -> None:
 
 
 def test_what_every_stage_has() -> None:
-    layer, shared = Cost(4, 1), Cost(2, 3)
+    layer = Cost(4, 1)
+    shared = Cost(2, 3)
     costs = LayerCosts(Cost(), (layer,) * 4, Cost(0, 5), shared=shared)
     assert costs.of_stages((2, 2)) == (Cost(10, 5), Cost(10, 10))
     assert costs.balanced(2) == LayerCosts(Cost(), (layer,) * 4, Cost(0, 5)).balanced(2)

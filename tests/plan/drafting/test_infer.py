@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, MambaConfig, ResNetConfig, ResNetForImageClassification
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    MambaConfig,
+    ResNetConfig,
+    ResNetForImageClassification,
+)
 
 from hfscale import ParallelConfig, PlanError, plan
 from hfscale.api.blueprint_entry import as_python
@@ -42,7 +48,17 @@ def _inferred(model: Any) -> Blueprint:
 
 def _roles(blueprint: Blueprint) -> dict[str, Any]:
     return {
-        path: (b.column, b.row, b.enter, b.leave, b.parts, set(b.shared), set(b.across), b.heads, b.local_attributes)
+        path: (
+            b.column,
+            b.row,
+            b.enter,
+            b.leave,
+            b.parts,
+            set(b.shared),
+            set(b.across),
+            b.heads,
+            b.local_attributes,
+        )
         for path, b in blueprint.blocks.items()
     }
 
@@ -73,7 +89,9 @@ def test_matrices_of_unequal_length_in_one() -> None:
 
 
 def test_low_rank_attention_is_used_whole_in_front_of_its_columns() -> None:
-    config = tiny_clone(AutoConfig.for_model("deepseek_v2"), num_experts_per_tok=2, topk_method="greedy")
+    config = tiny_clone(
+        AutoConfig.for_model("deepseek_v2"), num_experts_per_tok=2, topk_method="greedy"
+    )
     attention = _inferred(_on_meta(config)).blocks["self_attn"]
     assert "kv_b_proj" in attention.column
     assert "kv_a_proj_with_mqa" in attention.shared
@@ -97,10 +115,13 @@ def test_low_rank_attention_is_used_whole_in_front_of_its_columns() -> None:
 )
 def test_a_wrong_blueprint_is_not_proved(family: str, path: str, wrong: dict[str, Any]) -> None:
     model = _on_meta(AutoConfig.for_model(family))
-    clone, good = make_subject(model), find_blueprint(model)
+    clone = make_subject(model)
+    good = find_blueprint(model)
     assert prove(clone, good).worst < TOLERANCE
     with pytest.raises(Unproved):
-        prove(clone, replace(good, blocks={**good.blocks, path: replace(good.blocks[path], **wrong)}))
+        prove(
+            clone, replace(good, blocks={**good.blocks, path: replace(good.blocks[path], **wrong)})
+        )
 
 
 @pytest.mark.slow
@@ -115,9 +136,12 @@ def test_no_random_stream_moves_and_the_answer_is_the_same_again() -> None:
 
 
 def test_it_comes_last_and_the_plan_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    layout, config = ParallelConfig(tp_size=2), tiny("gpt2")
+    layout = ParallelConfig(tp_size=2)
+    config = tiny("gpt2")
     assert "blueprint: hfscale's own table" in str(plan(config, layout))
-    assert "blueprint: transformers' base_model_tp_plan, translated" in str(plan(tiny("llama"), layout))
+    assert "blueprint: transformers' base_model_tp_plan, translated" in str(
+        plan(tiny("llama"), layout)
+    )
     monkeypatch.delitem(FAMILIES, "gpt2")
     planned = plan(config, layout)
     assert planned.source.startswith("inferred, and proved on a tiny clone")
@@ -136,7 +160,10 @@ def test_nothing_to_cut_is_refused_with_what_was_tried() -> None:
 def test_what_reads_no_tokens_is_refused_by_what_it_reads() -> None:
     with torch.device("meta"):
         model = ResNetForImageClassification(ResNetConfig())
-    with pytest.raises(PlanError, match="ResNetForImageClassification: it reads pixel_values, and is tried on tokens"):
+    with pytest.raises(
+        PlanError,
+        match="ResNetForImageClassification: it reads pixel_values, and is tried on tokens",
+    ):
         _inferred(model)
 
 
@@ -163,7 +190,9 @@ def test_an_entry_can_be_pasted() -> None:
 
 @pytest.mark.daily("own_gpt")
 @pytest.mark.parametrize("module", ["own_llama", "own_gpt"])
-def test_remote_code_trains_as_in_one_process(pools: Callable[[int], RankPool], tmp_path: Path, module: str) -> None:
+def test_remote_code_trains_as_in_one_process(
+    pools: Callable[[int], RankPool], tmp_path: Path, module: str
+) -> None:
     config = write_checkpoint(tmp_path / module, module)
     blueprint = _inferred(_on_meta(config, **TRUSTED))
     assert blueprint.layers == "stack"
@@ -175,7 +204,10 @@ def test_remote_code_trains_as_in_one_process(pools: Callable[[int], RankPool], 
     else:
         assert blueprint.blocks["mixer"].parts == {"qkv": 3}
         # an edge around the block would count the gradient of the residual on every rank
-        assert (blueprint.blocks["gated"].enter, blueprint.blocks["gated"].leave) == (("into",), ("out",))
+        assert (blueprint.blocks["gated"].enter, blueprint.blocks["gated"].leave) == (
+            ("into",),
+            ("out",),
+        )
     layout = ParallelConfig(tp_size=2)
     cut = [p.name for p in plan(config, layout, **TRUSTED).parameters if p.cuts]
     assert any("mixer" in name for name in cut)

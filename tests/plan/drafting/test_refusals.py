@@ -5,7 +5,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForSeq2SeqLM, BambaConfig, CLIPConfig, CLIPModel, DeepseekV4Config
+from transformers import (
+    AutoConfig,
+    AutoModelForSeq2SeqLM,
+    BambaConfig,
+    CLIPConfig,
+    CLIPModel,
+    DeepseekV4Config,
+)
 
 import hfscale
 from hfscale import ParallelConfig, PlanError, plan
@@ -29,7 +36,8 @@ BART = {"decoder_start_token_id": 2, "pad_token_id": 1, "eos_token_id": 3}
             {},
             r"a stream of the shape \(1, 2, 4, 32\) .* use sequence_parallel=False",
             marks=pytest.mark.skipif(
-                not DeepseekV4Config.base_model_tp_plan, reason="this transformers has no plan of deepseek_v4"
+                not DeepseekV4Config.base_model_tp_plan,
+                reason="this transformers has no plan of deepseek_v4",
             ),
         ),
         (
@@ -50,7 +58,8 @@ BART = {"decoder_start_token_id": 2, "pad_token_id": 1, "eos_token_id": 3}
 def test_refused_before_any_weight_is_read(
     tmp_path: Path, config: Any, layout: dict[str, Any], auto_class: dict[str, Any], words: str
 ) -> None:
-    made, layout_of = config(), ParallelConfig(**layout)
+    made = config()
+    layout_of = ParallelConfig(**layout)
     made.save_pretrained(tmp_path)  # and no weights: whoever looks for them fails in other words
     with pytest.raises(PlanError, match=words):
         hfscale.from_pretrained(str(tmp_path), parallel=layout_of, **auto_class)
@@ -64,7 +73,9 @@ def test_the_plan_says_how_a_model_is_trained() -> None:
     assert "a mean over labels" in str(own)
     with torch.device("meta"):
         contrast = CLIPModel(tiny_clone(CLIPConfig()))
-    assert "train_step: no (the head of CLIPModel is not there" in str(build_plan(contrast, ParallelConfig()))
+    assert "train_step: no (the head of CLIPModel is not there" in str(
+        build_plan(contrast, ParallelConfig())
+    )
     helper = plan(tiny_clone(AutoConfig.for_model("prophetnet"), pad_token_id=0))
     assert "train_step: no (ProphetNetForCausalLM takes a cross entropy of its own" in str(helper)
     assert "train_step: yes" in str(plan(tiny("llama")))
@@ -95,7 +106,9 @@ def test_a_clone_that_cannot_be_built_is_a_refusal() -> None:
         hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         vocab_size=67, mamba_expand=3, mamba_n_heads=24, mamba_d_head=8, mamba_n_groups=1, attn_layer_indices=[1],
     )  # fmt: skip
-    with pytest.raises(PlanError, match=r"its config cannot be made small: Strict.*mamba_n_heads|Mamba head"):
+    with pytest.raises(
+        PlanError, match=r"its config cannot be made small: Strict.*mamba_n_heads|Mamba head"
+    ):
         plan(config, ParallelConfig(tp_size=2))
 
 
@@ -104,6 +117,8 @@ def test_what_the_host_says_during_inference_is_a_refusal(monkeypatch: pytest.Mo
         raise RuntimeError("not with these sizes")
 
     monkeypatch.setattr(search, "find_dropouts", fails)
-    refused = pytest.raises(PlanError, match="its clone cannot be judged: RuntimeError: not with these sizes")
+    refused = pytest.raises(
+        PlanError, match="its clone cannot be judged: RuntimeError: not with these sizes"
+    )
     with proved_anew(), refused:
         plan(config_of("bamba", mamba_d_state=4), ParallelConfig(tp_size=2))

@@ -44,8 +44,12 @@ def on_meta(config: PreTrainedConfig, auto_class: Any = AutoModelForCausalLM) ->
         return auto_class.from_config(config)
 
 
-def cut(family: str, auto_class: Any = AutoModelForCausalLM, *, changes: Any = None, **layout: Any) -> StagePlan:
-    return assign_stages(on_meta(_config(family, **(changes or {})), auto_class), ParallelConfig(**layout))
+def cut(
+    family: str, auto_class: Any = AutoModelForCausalLM, *, changes: Any = None, **layout: Any
+) -> StagePlan:
+    return assign_stages(
+        on_meta(_config(family, **(changes or {})), auto_class), ParallelConfig(**layout)
+    )
 
 
 def _config(family: str, **changes: Any) -> PreTrainedConfig:
@@ -56,8 +60,15 @@ def _config(family: str, **changes: Any) -> PreTrainedConfig:
         "opt": OPTConfig,
     }
     if family not in kinds:
-        return tiny(family, **{("n_layer" if family == "gpt2" else "num_hidden_layers"): 5, **changes})
-    sizes: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 5, "num_attention_heads": 4, "vocab_size": 67}
+        return tiny(
+            family, **{("n_layer" if family == "gpt2" else "num_hidden_layers"): 5, **changes}
+        )
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 4,
+        "vocab_size": 67,
+    }
     own: dict[str, Any] = {
         "mixtral": {"intermediate_size": 48, "num_key_value_heads": 2, "num_local_experts": 4},
         "bert": {"intermediate_size": 48},
@@ -85,7 +96,11 @@ def test_a_v_has_two_stages_per_rank() -> None:
         place_stages("dualpipev", 2)
     with pytest.raises(ConfigError, match="pass ranks="):
         place_stages("mine.csv", 2)
-    plan = assign_stages(on_meta(_config("llama")), ParallelConfig(pp_size=2, pipeline_schedule="a.csv"), {0: 1, 1: 0})
+    plan = assign_stages(
+        on_meta(_config("llama")),
+        ParallelConfig(pp_size=2, pipeline_schedule="a.csv"),
+        {0: 1, 1: 0},
+    )
     assert plan.ranks == (1, 0)
     with pytest.raises(PlanError, match="the schedule has 3 stages, and the layout 2"):
         assign_stages(on_meta(_config("llama")), ParallelConfig(pp_size=2), [0, 1, 2])
@@ -102,9 +117,14 @@ def _all_held_once(model: Any, plan: StagePlan) -> None:
         assert plan.stage_of(name) == min(stages)
         assert len(stages) == 1 or name in tied
     for tie in plan.ties:
-        assert set(tie.stages) == {s.index for s in plan.stages if any(s.is_local(name) for name in tie.names)}
+        assert set(tie.stages) == {
+            s.index for s in plan.stages if any(s.is_local(name) for name in tie.names)
+        }
     copies = sum((len(t.stages) - 1) * model.get_parameter(t.names[0]).numel() for t in plan.ties)
-    assert sum(stage.parameters for stage in plan.stages) == sum(p.numel() for p in model.parameters()) + copies
+    assert (
+        sum(stage.parameters for stage in plan.stages)
+        == sum(p.numel() for p in model.parameters()) + copies
+    )
 
 
 @pytest.mark.parametrize(
@@ -112,18 +132,31 @@ def _all_held_once(model: Any, plan: StagePlan) -> None:
     [
         ("llama", ["model.embed_tokens"], ["model.norm", "lm_head"], ["model.rotary_emb"]),
         ("mixtral", ["model.embed_tokens"], ["model.norm", "lm_head"], ["model.rotary_emb"]),
-        ("gpt2", ["transformer.wte", "transformer.wpe"], ["transformer.ln_f", "lm_head"], ["transformer.drop"]),
+        (
+            "gpt2",
+            ["transformer.wte", "transformer.wpe"],
+            ["transformer.ln_f", "lm_head"],
+            ["transformer.drop"],
+        ),
         (
             "opt",
-            ["model.decoder.embed_tokens", "model.decoder.embed_positions", "model.decoder.project_in"],
+            [
+                "model.decoder.embed_tokens",
+                "model.decoder.embed_positions",
+                "model.decoder.project_in",
+            ],
             ["model.decoder.final_layer_norm", "model.decoder.project_out", "lm_head"],
             [],
         ),
     ],
 )
-def test_what_is_around_the_layers(family: str, first: list[str], last: list[str], everywhere: list[str]) -> None:
+def test_what_is_around_the_layers(
+    family: str, first: list[str], last: list[str], everywhere: list[str]
+) -> None:
     model = on_meta(_config(family))
-    plan = assign_stages(model, ParallelConfig(pp_size=2, virtual_stages=2, pipeline_schedule="interleaved1f1b"))
+    plan = assign_stages(
+        model, ParallelConfig(pp_size=2, virtual_stages=2, pipeline_schedule="interleaved1f1b")
+    )
     assert [list(stage.modules) for stage in plan.stages] == [first, [], [], last]
     assert list(plan.everywhere) == everywhere
     assert plan.returns is None
@@ -157,7 +190,10 @@ def test_layers_that_return_a_tuple() -> None:
     model = on_meta(_config("bloom"))
     plan = assign_stages(model, ParallelConfig(pp_size=2))
     assert plan.returns == 2
-    assert plan.stages[0].modules == ("transformer.word_embeddings", "transformer.word_embeddings_layernorm")
+    assert plan.stages[0].modules == (
+        "transformer.word_embeddings",
+        "transformer.word_embeddings_layernorm",
+    )
 
 
 def test_an_embedding_beside_the_module_that_calls_the_layers() -> None:
@@ -169,7 +205,10 @@ def test_an_embedding_beside_the_module_that_calls_the_layers() -> None:
         ("cls",),
     )
     (tie,) = plan.ties
-    assert set(tie.names) == {"bert.embeddings.word_embeddings.weight", "cls.predictions.decoder.weight"}
+    assert set(tie.names) == {
+        "bert.embeddings.word_embeddings.weight",
+        "cls.predictions.decoder.weight",
+    }
     _all_held_once(model, plan)
 
 
@@ -181,14 +220,20 @@ def test_tied_across_stages(family: str) -> None:
     assert plan.ties == (Tie((embedding, "lm_head.weight"), (0, 2)),)
     assert plan.ties[0].owner == 0
     assert (plan.stage_of(embedding), plan.stage_of("lm_head.weight")) == (0, 2)
-    assert f"tied: {embedding} = lm_head.weight on stages 0, 2, counted and saved by stage 0" in str(plan)
+    assert (
+        f"tied: {embedding} = lm_head.weight on stages 0, 2, counted and saved by stage 0"
+        in str(plan)
+    )
     _all_held_once(model, plan)
     assert cut(family, changes={"tie_word_embeddings": False}, pp_size=3).ties == ()
 
 
-def _run_stage(model: Any, plan: StagePlan, stage: Stage, ids: Tensor, stream: Tensor | None) -> tuple[Tensor, Tensor]:
+def _run_stage(
+    model: Any, plan: StagePlan, stage: Stage, ids: Tensor, stream: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """The stream behind one stage, and the model's logits, when only that stage's parameters have their values."""
-    model, passed = copy.deepcopy(model), []
+    model = copy.deepcopy(model)
+    passed = []
     named = list(model.named_parameters(remove_duplicate=False))
     held = {id(parameter) for name, parameter in named if stage.is_local(name)}
     for _, parameter in named:
@@ -198,7 +243,9 @@ def _run_stage(model: Any, plan: StagePlan, stage: Stage, ids: Tensor, stream: T
     def put_in(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if stream is None:
             return None
-        return ((stream, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": stream})
+        return (
+            ((stream, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": stream})
+        )
 
     def take_out(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         passed.append(output if plan.returns is None else output[0])
@@ -214,14 +261,18 @@ def _run_stage(model: Any, plan: StagePlan, stage: Stage, ids: Tensor, stream: T
 def test_a_stage_needs_nothing_but_its_own_parameters_and_the_stream(family: str) -> None:
     torch.manual_seed(0)
     auto_class = AutoModelForMaskedLM if family == "bert" else AutoModelForCausalLM
-    options = {"experts_implementation": "eager"} if family == "mixtral" else {}  # the other kernels have no 64 bits
+    options = (
+        {"experts_implementation": "eager"} if family == "mixtral" else {}
+    )  # the other kernels have no 64 bits
     config = _config(family, tie_word_embeddings=True)
     model = auto_class.from_config(config, dtype=torch.float64, **options).eval()
     for parameter in model.parameters():
         parameter.normal_(std=0.2)  # biases and norms as well
     plan = assign_stages(model, ParallelConfig(pp_size=3))
     ids = torch.tensor([[5, 9, 3, 60, 11]])
-    expected, stream, logits = model(input_ids=ids).logits, None, None
+    expected = model(input_ids=ids).logits
+    stream = None
+    logits = None
     for stage in plan.stages:
         assert logits is None or not torch.allclose(logits, expected)
         stream, logits = _run_stage(model, plan, stage, ids, stream)
@@ -234,26 +285,41 @@ def test_asked_for_by_hand() -> None:
     assert [len(stage.layers) for stage in plan.stages] == [1, 4]
     assert plan.imbalance > 1.2
     plan = cut("gpt2", pp_size=2, virtual_stages=2, pipeline_schedule="zbv", stage_layers="1,2,1,1")
-    assert [(stage.rank, len(stage.layers)) for stage in plan.stages] == [(0, 1), (1, 2), (1, 1), (0, 1)]
-    with pytest.raises(PlanError, match=r"stage_layers=\[2, 2\] adds up to 4 layers, .* has 5: use numbers that sum"):
+    assert [(stage.rank, len(stage.layers)) for stage in plan.stages] == [
+        (0, 1),
+        (1, 2),
+        (1, 1),
+        (0, 1),
+    ]
+    with pytest.raises(
+        PlanError,
+        match=r"stage_layers=\[2, 2\] adds up to 4 layers, .* has 5: use numbers that sum",
+    ):
         cut("llama", pp_size=2, stage_layers=[2, 2])
     with pytest.raises(PlanError, match=r"stage_layers=\[2\] adds up to 2 layers"):
         build_plan(on_meta(_config("llama")), ParallelConfig(stage_layers=[2]))
 
 
 def test_too_many_stages() -> None:
-    with pytest.raises(PlanError, match="pp_size=6 exceeds the 5 layers of 'llama': use pp_size 1 to 5"):
+    with pytest.raises(
+        PlanError, match="pp_size=6 exceeds the 5 layers of 'llama': use pp_size 1 to 5"
+    ):
         cut("llama", pp_size=6)
     layout = {"pp_size": 3, "virtual_stages": 2, "pipeline_schedule": "interleaved1f1b"}
     with pytest.raises(
-        PlanError, match="virtual_stages=2 exceeds the 5 layers of 'gpt2': use pp_size 1 to 2 with virtual_stages=2"
+        PlanError,
+        match="virtual_stages=2 exceeds the 5 layers of 'gpt2': use pp_size 1 to 2 with virtual_stages=2",
     ):
         cut("gpt2", **layout)
 
 
 def test_a_heavy_head_takes_layers_from_the_last_stage() -> None:
     wide = LlamaConfig(
-        hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32, vocab_size=128256
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        vocab_size=128256,
     )
     plan = assign_stages(on_meta(wide), ParallelConfig(pp_size=4))
     counts = [len(stage.layers) for stage in plan.stages]
@@ -273,16 +339,27 @@ def test_an_encoder_decoder_is_cut_as_one_list() -> None:
     encoding, both, decoding = plan.stages
     assert both.layers == ("model.encoder.layers.2", "model.decoder.layers.0")
     assert "model.encoder.embed_tokens" in encoding.modules
-    assert {"model.encoder.layer_norm", "model.decoder.embed_tokens", "model.decoder.layernorm_embedding"} <= {
-        *both.modules
-    }
+    assert {
+        "model.encoder.layer_norm",
+        "model.decoder.embed_tokens",
+        "model.decoder.layernorm_embedding",
+    } <= {*both.modules}
     assert set(decoding.modules) == {"model.decoder.layer_norm", "lm_head"}
-    assert [tie.stages for tie in plan.ties] == [(0, 1, 2)]  # one table for both stacks and the head
-    assert [plan.arrives(stage) for stage in range(3)] == [(True, False), (True, False), (False, True)]
+    assert [tie.stages for tie in plan.ties] == [
+        (0, 1, 2)
+    ]  # one table for both stacks and the head
+    assert [plan.arrives(stage) for stage in range(3)] == [
+        (True, False),
+        (True, False),
+        (False, True),
+    ]
     at_the_border = assign_stages(model, ParallelConfig(pp_size=2, stage_layers=[3, 3]))
     assert at_the_border.arrives(1) == (False, False)
     for layout, why in (
-        ({"tp_size": 2, "sequence_parallel": True}, "sequence_parallel cuts one stream, and two travel"),
+        (
+            {"tp_size": 2, "sequence_parallel": True},
+            "sequence_parallel cuts one stream, and two travel",
+        ),
         ({"pipeline_schedule": "pipedream"}, "pipedream has no flush"),
     ):
         with pytest.raises(PlanError, match=why):
@@ -303,20 +380,30 @@ def test_what_travels_besides_the_stream_is_refused() -> None:
         layer_types=None,
         activation_sparsity_pattern=None,
     )
-    with pytest.raises(PlanError, match=r"it has the shape \(4, 1, 2, 32\) for 1 sample of 2 tokens") as caught:
+    with pytest.raises(
+        PlanError, match=r"it has the shape \(4, 1, 2, 32\) for 1 sample of 2 tokens"
+    ) as caught:
         assign_stages(on_meta(config), ParallelConfig(pp_size=2))
     # Keys and values that layers share travel in a mapping of the host's own.
-    assert "its layers are given what another layer computed, besides the stream, and only the" in str(caught.value)
+    assert (
+        "its layers are given what another layer computed, besides the stream, and only the"
+        in str(caught.value)
+    )
 
 
 def test_what_all_layers_read_is_on_every_stage() -> None:
     model = on_meta(tiny_clone(AutoConfig.for_model("gemma4_text"), layers=4))
     plan = assign_stages(model, ParallelConfig(pp_size=2))
     read = [
-        *("model.embed_tokens", "model.embed_tokens_per_layer", "model.per_layer_model_projection"),
+        "model.embed_tokens",
+        "model.embed_tokens_per_layer",
+        "model.per_layer_model_projection",
         "model.per_layer_projection_norm",
     ]
-    assert [list(stage.modules) for stage in plan.stages] == [read, [*read, "model.norm", "lm_head"]]
+    assert [list(stage.modules) for stage in plan.stages] == [
+        read,
+        [*read, "model.norm", "lm_head"],
+    ]
     assert {tie.names[0] for tie in plan.ties} == {f"{name}.weight" for name in read}
     assert all(tie.stages == (0, 1) for tie in plan.ties)
     assert dict(plan.module_returns) == dict.fromkeys([*read, "model.norm", "lm_head"])
@@ -324,16 +411,23 @@ def test_what_all_layers_read_is_on_every_stage() -> None:
     held = sum(model.get_submodule(name).weight.numel() for name in read)
     layers = [sum(p.numel() for p in layer.parameters()) for layer in model.model.layers]
     # The head is tied to the embedding, which is there already.
-    assert [stage.parameters - held for stage in plan.stages] == [sum(layers[:2]), sum(layers[2:]) + 32]
+    assert [stage.parameters - held for stage in plan.stages] == [
+        sum(layers[:2]),
+        sum(layers[2:]) + 32,
+    ]
 
 
 @pytest.mark.parametrize("read", [False, True])
 def test_what_layers_write_to_a_mapping_matters_where_it_is_read(read: bool) -> None:
     """Gemma 4 of transformers 5.17 notes keys and values also where no layers share them."""
-    model, notes = on_meta(_config("llama")), UserDict[str, torch.Tensor]()
-    first, second = model.model.layers[0], model.model.layers[1]
+    model = on_meta(_config("llama"))
+    notes = UserDict[str, torch.Tensor]()
+    first = model.model.layers[0]
+    second = model.model.layers[1]
     first.register_forward_hook(lambda *_: notes.update(first=_[2].clone()))
-    second.register_forward_pre_hook(lambda _, args, named: (args, {**named, "notes": notes}), with_kwargs=True)
+    second.register_forward_pre_hook(
+        lambda _, args, named: (args, {**named, "notes": notes}), with_kwargs=True
+    )
     if not read:
         assert assign_stages(model, ParallelConfig(pp_size=2)).stages
         return
@@ -345,7 +439,9 @@ def test_what_layers_write_to_a_mapping_matters_where_it_is_read(read: bool) -> 
 def test_layers_run_twice_or_used_between_are_refused() -> None:
     model = on_meta(_config("llama"))
     model.model.layers[1].register_forward_hook(lambda *_: model.model.norm(_[2]))
-    with pytest.raises(PlanError, match=r"model\.norm is used between layers, so every stage would need it"):
+    with pytest.raises(
+        PlanError, match=r"model\.norm is used between layers, so every stage would need it"
+    ):
         assign_stages(model, ParallelConfig(pp_size=2))
     model = on_meta(_config("llama"))
     model.model.layers.__class__ = _Twice
@@ -369,7 +465,9 @@ def test_what_tokens_do_not_reach_is_refused() -> None:
 
 
 def test_a_router_loss_is_refused() -> None:
-    with pytest.raises(PlanError, match="output_router_logits=True makes a loss of the router logits of all stages"):
+    with pytest.raises(
+        PlanError, match="output_router_logits=True makes a loss of the router logits of all stages"
+    ):
         cut("mixtral", changes={"output_router_logits": True}, pp_size=2)
 
 
@@ -394,7 +492,9 @@ def test_one_stage_is_none() -> None:
         ),
     ],
 )
-def test_a_loss_that_does_not_go_through_stages_is_refused(config: Any, auto_class: Any, why: str) -> None:
+def test_a_loss_that_does_not_go_through_stages_is_refused(
+    config: Any, auto_class: Any, why: str
+) -> None:
     model = on_meta(config(), auto_class)
     with pytest.raises(PlanError, match=rf"pp_size=2 does not fit \w+: {why}"):
         build_plan(model, ParallelConfig(pp_size=2))
@@ -402,7 +502,8 @@ def test_a_loss_that_does_not_go_through_stages_is_refused(config: Any, auto_cla
 
 
 @pytest.mark.parametrize(
-    ("family", "auto_class"), [("bert", AutoModelForMaskedLM), ("llama", AutoModelForSequenceClassification)]
+    ("family", "auto_class"),
+    [("bert", AutoModelForMaskedLM), ("llama", AutoModelForSequenceClassification)],
 )
 def test_a_loss_that_is_a_mean_goes_through_stages(family: str, auto_class: Any) -> None:
     plan = build_plan(on_meta(_config(family), auto_class), ParallelConfig(pp_size=2))
@@ -418,7 +519,9 @@ def test_every_parameter_has_its_stage(family: str) -> None:
     for parameter in plan.parameters:
         assert plan.stages.stages[parameter.stage].is_local(parameter.name)
         inside = parameter.name.startswith(f"{plan.stages.layer_list}.")
-        assert not inside or parameter.stage == (int(parameter.name.split(".")[2 if family != "opt" else 3]) > 1)
+        assert not inside or parameter.stage == (
+            int(parameter.name.split(".")[2 if family != "opt" else 3]) > 1
+        )
     document = json.loads(to_json(plan))
     assert [len(stage["layers"]) for stage in document["stages"]["stages"]] == [2, 3]
 
@@ -426,7 +529,11 @@ def test_every_parameter_has_its_stage(family: str) -> None:
 def test_it_is_printed() -> None:
     plan = _plan("llama", changes={"tie_word_embeddings": True}, pp_size=2, tp_size=2)
     text = str(plan)
-    rows = {line.split()[0]: line.split() for line in text.splitlines() if line.startswith(("model.", "lm_head"))}
+    rows = {
+        line.split()[0]: line.split()
+        for line in text.splitlines()
+        if line.startswith(("model.", "lm_head"))
+    }
     assert rows["model.embed_tokens.weight"][2] == "0"
     assert rows["model.layers.*.mlp.up_proj.weight"][2] == "0-1"
     assert rows["model.norm.weight"][2] == "1"
@@ -441,10 +548,19 @@ def test_models_of_one_structure_are_run_once(monkeypatch: pytest.MonkeyPatch) -
     """For every stage and layout; one whose tensors are others', or whose modules do something else, once more."""
     runs: list[str] = []
     probe = passage.PassageProbe
-    monkeypatch.setattr(passage, "PassageProbe", lambda model, *given: runs.append(model) or probe(model, *given))
+    monkeypatch.setattr(
+        passage, "PassageProbe", lambda model, *given: runs.append(model) or probe(model, *given)
+    )
     with proved_anew():
-        for tied, layout in ((False, {}), (False, {"virtual_stages": 2, "pipeline_schedule": "zbv"}), (True, {})):
-            assign_stages(on_meta(_config("llama", tie_word_embeddings=tied)), ParallelConfig(pp_size=2, **layout))
+        for tied, layout in (
+            (False, {}),
+            (False, {"virtual_stages": 2, "pipeline_schedule": "zbv"}),
+            (True, {}),
+        ):
+            assign_stages(
+                on_meta(_config("llama", tie_word_embeddings=tied)),
+                ParallelConfig(pp_size=2, **layout),
+            )
     assert len(runs) == 2
     model = on_meta(_config("llama"))
     model.model.norm.register_forward_pre_hook(lambda *_: None)
@@ -454,11 +570,17 @@ def test_models_of_one_structure_are_run_once(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_large_model_takes_seconds() -> None:
     config = LlamaConfig(
-        num_hidden_layers=80, hidden_size=8192, num_attention_heads=64, num_key_value_heads=8, intermediate_size=28672
+        num_hidden_layers=80,
+        hidden_size=8192,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        intermediate_size=28672,
     )
     model = on_meta(config)
     start = time.process_time()
-    plan = assign_stages(model, ParallelConfig(pp_size=8, virtual_stages=2, pipeline_schedule="interleaved1f1b"))
+    plan = assign_stages(
+        model, ParallelConfig(pp_size=8, virtual_stages=2, pipeline_schedule="interleaved1f1b")
+    )
     assert time.process_time() - start < 5
     assert {len(stage.layers) for stage in plan.stages} <= {4, 5, 6}
     assert plan.imbalance < 1.25
@@ -466,5 +588,7 @@ def test_a_large_model_takes_seconds() -> None:
 
 def test_an_encoder_decoder_that_classifies_texts_by_their_last_token_is_traced() -> None:
     config = tiny_clone(AutoConfig.for_model("bart"), layers=2)
-    plan = assign_stages(on_meta(config, AutoModelForSequenceClassification), ParallelConfig(pp_size=2))
+    plan = assign_stages(
+        on_meta(config, AutoModelForSequenceClassification), ParallelConfig(pp_size=2)
+    )
     assert plan.stages[-1].modules[-1] == "classification_head"

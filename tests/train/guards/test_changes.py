@@ -22,12 +22,18 @@ def change(layout: dict[str, int]) -> list[str]:
     assert model.resize_token_embeddings() is model.get_input_embeddings()
     assert model.resize_token_embeddings(67) is model.get_input_embeddings()
     said = []
-    for call in (lambda: model.resize_token_embeddings(72), lambda: copy.deepcopy(model), lambda: AveragedModel(model)):
+    for call in (
+        lambda: model.resize_token_embeddings(72),
+        lambda: copy.deepcopy(model),
+        lambda: AveragedModel(model),
+    ):
         with pytest.raises(ConfigError) as caught:
             call()
         said.append(str(caught.value))
     ids = torch.arange(12).repeat(2, 1)
-    hfscale.train_step(model, {"input_ids": ids, "labels": ids})  # it goes on as if nothing had been asked
+    hfscale.train_step(
+        model, {"input_ids": ids, "labels": ids}
+    )  # it goes on as if nothing had been asked
     return said
 
 
@@ -35,7 +41,9 @@ def change(layout: dict[str, int]) -> list[str]:
 def test_of_several_ranks(pools: Pools, layout: dict[str, int]) -> None:
     for resize, deepcopy, averaged in pools(2).run(change, layout):
         assert "resize_token_embeddings(72) would make this" in resize
-        assert "hfscale.from_pretrained(directory, parallel=..., resize_token_embeddings=72)" in resize
+        assert (
+            "hfscale.from_pretrained(directory, parallel=..., resize_token_embeddings=72)" in resize
+        )
         assert "build a second one with hfscale.from_pretrained" in deepcopy
         assert averaged == deepcopy
 
@@ -44,7 +52,9 @@ def test_one_process_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     model = hfscale.from_config(tiny("llama"))
     ids = torch.arange(12).repeat(2, 1)
-    with pytest.raises(ConfigError, match=r"resize_token_embeddings\(72\) would make this LlamaForCausalLM"):
+    with pytest.raises(
+        ConfigError, match=r"resize_token_embeddings\(72\) would make this LlamaForCausalLM"
+    ):
         model.resize_token_embeddings(72)
     losses: list[Any] = []
     for one in (model, copy.deepcopy(model)):

@@ -43,11 +43,16 @@ def batch() -> dict[str, Tensor]:
     return ragged_batch(torch.Generator().manual_seed(0), 67, 4, 9, False)
 
 
-def run(path: str, layout: dict[str, Any], change: Callable[[Any], None]) -> dict[str, Tensor] | str:
-    model = hfscale.from_pretrained(path, parallel=ParallelConfig(**layout), dtype=torch.float64).train()
+def run(
+    path: str, layout: dict[str, Any], change: Callable[[Any], None]
+) -> dict[str, Tensor] | str:
+    model = hfscale.from_pretrained(
+        path, parallel=ParallelConfig(**layout), dtype=torch.float64
+    ).train()
     change(model)
     given = batch()
-    rank, world = hfscale.batch_rank(model), hfscale.batch_world(model)
+    rank = hfscale.batch_rank(model)
+    world = hfscale.batch_world(model)
     try:
         hfscale.train_step(model, {name: value.chunk(world)[rank] for name, value in given.items()})
     except ConfigError as error:
@@ -56,14 +61,23 @@ def run(path: str, layout: dict[str, Any], change: Callable[[Any], None]) -> dic
     return {name: tensor.clone() for name, tensor in hfscale.stream_weights(model, ranks="all")}
 
 
-LAYOUTS = [{"tp_size": 2}, {"dp_shard_size": 2}, {"pp_size": 2}, {"pp_size": 2, "pipeline_schedule": "zbv"}]
+LAYOUTS = [
+    {"tp_size": 2},
+    {"dp_shard_size": 2},
+    {"pp_size": 2},
+    {"pp_size": 2, "pipeline_schedule": "zbv"},
+]
 
 
 @pytest.mark.parametrize("change", [steer, scale_gradients])
 @pytest.mark.parametrize("layout", cases(LAYOUTS, daily=LAYOUTS[1:3]))
-def test_hooks(pools: Pools, layout: dict[str, Any], change: Callable[[Any], None], tmp_path: Path) -> None:
+def test_hooks(
+    pools: Pools, layout: dict[str, Any], change: Callable[[Any], None], tmp_path: Path
+) -> None:
     torch.manual_seed(0)
-    stock = AutoModelForCausalLM.from_config(tiny("llama", num_hidden_layers=4), dtype=torch.float64)
+    stock = AutoModelForCausalLM.from_config(
+        tiny("llama", num_hidden_layers=4), dtype=torch.float64
+    )
     stock.save_pretrained(tmp_path)
     change(stock)
     given = batch()
@@ -75,4 +89,6 @@ def test_hooks(pools: Pools, layout: dict[str, Any], change: Callable[[Any], Non
         if change is scale_gradients and "dp_shard_size" in layout:
             assert "would never run" in found
         else:
-            assert all(difference(found[name], value) < 1e-10 for name, value in stock.state_dict().items())
+            assert all(
+                difference(found[name], value) < 1e-10 for name, value in stock.state_dict().items()
+            )

@@ -64,7 +64,14 @@ MAKE: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "LBFGS": lambda m: torch.optim.LBFGS(m.parameters(), lr=0.1),
     "Rprop": lambda m: torch.optim.Rprop(m.parameters(), lr=0.1),
 }
-OVER_SHARDS = {"Adafactor", "transformers Adafactor", "LBFGS", "Rprop", "bitsandbytes AdamW8bit", "bitsandbytes LAMB"}
+OVER_SHARDS = {
+    "Adafactor",
+    "transformers Adafactor",
+    "LBFGS",
+    "Rprop",
+    "bitsandbytes AdamW8bit",
+    "bitsandbytes LAMB",
+}
 WHOLE = {"Adafactor", "transformers Adafactor", "Muon", "norm", "bitsandbytes LAMB"}
 TOGETHER = {"all", "LBFGS"}
 

@@ -19,7 +19,12 @@ from hfscale.train.guards.packed_rows import has_packed_rows
 from ...families import config_of
 
 DOCUMENTS = (6, 4, 2)
-NARROW = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "rope_theta": 1e4, "rope_type": "longrope"}
+NARROW = {
+    "short_factor": [1.0] * 4,
+    "long_factor": [4.0] * 4,
+    "rope_theta": 1e4,
+    "rope_type": "longrope",
+}
 
 
 def _long(tokens: int) -> dict[str, Any]:
@@ -37,22 +42,41 @@ def _dynamic(tokens: int) -> dict[str, Any]:
 
 
 def _sparse(tokens: int) -> dict[str, Any]:
-    return {"layer_types": ["full_attention", "minimax_m3_sparse"], "index_block_size": tokens, "index_topk_blocks": 1}
+    return {
+        "layer_types": ["full_attention", "minimax_m3_sparse"],
+        "index_block_size": tokens,
+        "index_topk_blocks": 1,
+    }
 
 
 # family, what its config says, what tells documents apart, words of the refusal where there is one
 CASES: list[tuple[str, dict[str, Any], str, str]] = [
     ("llama4_text", {"floor_scale": 13}, "positions", ""),
-    ("llama4_text", {"floor_scale": 8}, "positions", r"in rows of more than 7 tokens \(floor_scale\)"),
+    (
+        "llama4_text",
+        {"floor_scale": 8},
+        "positions",
+        r"in rows of more than 7 tokens \(floor_scale\)",
+    ),
     ("llama4_text", {"floor_scale": 2, "attn_temperature_tuning": False}, "positions", ""),
     ("llama4_text", {"attention_chunk_size": 4}, "positions", ""),
     ("ministral3", {}, "positions", ""),
     ("minimax_m3_vl_text", _sparse(12), "positions", ""),
-    ("minimax_m3_vl_text", _sparse(4), "positions", r"in rows of more than 4 tokens \(index_block_size\)"),
+    (
+        "minimax_m3_vl_text",
+        _sparse(4),
+        "positions",
+        r"in rows of more than 4 tokens \(index_block_size\)",
+    ),
     ("deepseek_v32", {"index_topk": 3}, "positions", ""),
     ("glm_moe_dsa", {"index_topk": 3}, "positions", ""),
     ("phi3", _long(6), "positions", ""),
-    ("phi3", _long(5), "positions", r"one has more than 5 tokens \(original_max_position_embeddings\)"),
+    (
+        "phi3",
+        _long(5),
+        "positions",
+        r"one has more than 5 tokens \(original_max_position_embeddings\)",
+    ),
     ("llama", _dynamic(6), "positions", ""),
     ("llama", _dynamic(5), "positions", r"one has more than 5 tokens \(max_position_embeddings\)"),
     ("mistral", {"sliding_window": 3}, "positions", ""),
@@ -85,14 +109,19 @@ def _told(by: str, ids: Tensor) -> dict[str, Tensor]:
         return {"input_ids": ids, "attention_mask": apart[None, None]}
     positions = torch.cat([torch.arange(n) for n in DOCUMENTS])[None]
     axes = {"axes": 3, "four axes": 4}.get(by)
-    return {"input_ids": ids, "position_ids": positions if axes is None else positions.expand(axes, -1, -1)}
+    return {
+        "input_ids": ids,
+        "position_ids": positions if axes is None else positions.expand(axes, -1, -1),
+    }
 
 
 def _strays(model: Any, batch: dict[str, Tensor], by: str) -> bool:
     """Whether stock code computes other logits for documents in one row than for each by itself."""
     with torch.no_grad(), keep_float64():
         parts = batch["input_ids"].split(DOCUMENTS, dim=1)
-        expected = torch.cat([model(input_ids=part, use_cache=False).logits for part in parts], dim=1)
+        expected = torch.cat(
+            [model(input_ids=part, use_cache=False).logits for part in parts], dim=1
+        )
         try:
             with packing(True if by in ("positions", "four axes") else None, batch):
                 found = model(**batch, use_cache=False).logits
@@ -101,7 +130,9 @@ def _strays(model: Any, batch: dict[str, Tensor], by: str) -> bool:
     return not torch.allclose(found, expected, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize(("family", "changes", "by", "words"), CASES, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(
+    ("family", "changes", "by", "words"), CASES, ids=lambda value: str(value)[:40]
+)
 def test_what_is_refused_is_wrong_and_what_is_not_is_equal(
     family: str, changes: dict[str, Any], by: str, words: str
 ) -> None:
@@ -138,11 +169,15 @@ def test_padding_begins_no_document(side: str) -> None:
     reads_all = torch.where(real[:, None], causal, True)  # as hosts let queries of padding do
     for mask in (causal, reads_all):
         assert not has_packed_rows({"attention_mask": mask[None, None]})
-        assert not has_packed_rows({"attention_mask": torch.zeros(8, 8).masked_fill(~mask, -1e30)[None, None]})
+        assert not has_packed_rows(
+            {"attention_mask": torch.zeros(8, 8).masked_fill(~mask, -1e30)[None, None]}
+        )
     axes = torch.where(real, places.clamp(min=0), 1).expand(3, 1, 8)
     assert not has_packed_rows({"position_ids": axes, "attention_mask": real[None].long()})
 
 
 def test_pictures_begin_no_document() -> None:
-    time, height, width = [0, 1, 2, 2, 2, 2, 4, 5], [0, 1, 2, 2, 3, 3, 4, 5], [0, 1, 2, 3, 2, 3, 4, 5]
+    time = [0, 1, 2, 2, 2, 2, 4, 5]
+    height = [0, 1, 2, 2, 3, 3, 4, 5]
+    width = [0, 1, 2, 3, 2, 3, 4, 5]
     assert not has_packed_rows({"position_ids": torch.tensor([time, height, width])[:, None]})

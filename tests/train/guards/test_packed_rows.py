@@ -7,7 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, DataCollatorWithFlattening, TrainingArguments
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    DataCollatorWithFlattening,
+    TrainingArguments,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import hfscale
@@ -69,15 +74,23 @@ class PackedCase(Case):
 
     def batches(self, batch_world: int) -> list[list[list[dict[str, Tensor]]]]:
         generator = torch.Generator().manual_seed(5)
-        step = [[self._rows(generator) for _ in range(self.accumulation)] for _ in range(batch_world)]
+        step = [
+            [self._rows(generator) for _ in range(self.accumulation)] for _ in range(batch_world)
+        ]
         return [step] * self.steps
 
     def _rows(self, generator: torch.Generator) -> dict[str, Tensor]:
-        ids = torch.randint(3, 60, (len(self.documents), sum(self.documents[0])), generator=generator)
+        ids = torch.randint(
+            3, 60, (len(self.documents), sum(self.documents[0])), generator=generator
+        )
         rows = [torch.cat([torch.arange(n) for n in lengths]) for lengths in self.documents]
         positions = torch.stack(rows) + self.start
         ignored = (torch.rand(ids.shape, generator=generator) < 0.3) | (positions == self.start)
-        batch = {"input_ids": ids, "labels": ids.masked_fill(ignored, -100), "position_ids": positions}
+        batch = {
+            "input_ids": ids,
+            "labels": ids.masked_fill(ignored, -100),
+            "position_ids": positions,
+        }
         if self.masked:
             batch["attention_mask"] = mask = torch.ones_like(ids)
             mask[1, -2:], batch["labels"][1, -2:] = 0, -100
@@ -88,20 +101,28 @@ class PackedCase(Case):
         for batch in (each for rank in step for each in rank):
             for row, lengths in enumerate(self.documents):
                 of_documents = (batch[name][row].split(lengths) for name in ("input_ids", "labels"))
-                parts += [(ids[None], labels[None]) for ids, labels in zip(*of_documents, strict=True)]
+                parts += [
+                    (ids[None], labels[None]) for ids, labels in zip(*of_documents, strict=True)
+                ]
         counts = [self.count(labels) for _, labels in parts]
         total = torch.zeros((), dtype=torch.float64)
         for (ids, labels), count in zip(parts, counts, strict=True):
             if count:
-                loss = model(input_ids=ids, labels=labels, use_cache=False).loss * count / sum(counts)
+                loss = (
+                    model(input_ids=ids, labels=labels, use_cache=False).loss * count / sum(counts)
+                )
                 loss.backward()
                 total += loss.detach()
         return [total] * len(step)
 
 
 @pytest.mark.daily("gpt_oss-tp2", "opt-pp2", "bert-one")
-@pytest.mark.parametrize(("family", "layout"), pairs(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), LAYOUTS, daily=DAILY))
-def test_documents_in_one_row_compute_what_each_does_by_itself(pools: Pools, family: str, layout: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "layout"), pairs(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), LAYOUTS, daily=DAILY)
+)
+def test_documents_in_one_row_compute_what_each_does_by_itself(
+    pools: Pools, family: str, layout: str
+) -> None:
     try:
         config = config_of(family)
         with torch.device("meta"):
@@ -117,7 +138,9 @@ def test_documents_in_one_row_compute_what_each_does_by_itself(pools: Pools, fam
         assert (family, layout) not in DAILY
         return
     pool = pools(2) if parallel.total_size > 1 else None
-    assert_layout_equal(PackedCase(config, start=start), parallel, pool, TOLERANCES.get(family, 1e-10))
+    assert_layout_equal(
+        PackedCase(config, start=start), parallel, pool, TOLERANCES.get(family, 1e-10)
+    )
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_oss"])
@@ -143,9 +166,13 @@ def test_only_the_changed_document_changes_in_a_plain_loop() -> None:
     torch.testing.assert_close(first[:, 5:], second[:, 5:], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("call", ["train_step", "eval_step", "token_scores", "plain loop", "Trainer"])
+@pytest.mark.parametrize(
+    "call", ["train_step", "eval_step", "token_scores", "plain loop", "Trainer"]
+)
 def test_models_whose_documents_affect_each_other_are_refused(call: str, tmp_path: Any) -> None:
-    model = hfscale.parallelize(AutoModelForCausalLM.from_config(config_of("minimax")).train(), ParallelConfig())
+    model = hfscale.parallelize(
+        AutoModelForCausalLM.from_config(config_of("minimax")).train(), ParallelConfig()
+    )
     calls: dict[str, Callable[[], Any]] = {
         "plain loop": lambda: model(**_packed()),
         "Trainer": lambda: hfscale.Trainer(
@@ -154,17 +181,23 @@ def test_models_whose_documents_affect_each_other_are_refused(call: str, tmp_pat
             data_collator=DataCollatorWithFlattening(),
         ),
     }
-    with pytest.raises(ConfigError, match=r"MiniMaxForCausalLM they do .*: give every document its own row"):
+    with pytest.raises(
+        ConfigError, match=r"MiniMaxForCausalLM they do .*: give every document its own row"
+    ):
         calls.get(call, lambda: getattr(hfscale, call)(model, _packed()))()
     one_document = torch.arange(12)[None]
     assert hfscale.eval_step(model, _packed(position_ids=one_document)).isfinite()
 
 
 def test_lengths_of_documents_without_positions_are_refused() -> None:
-    model = hfscale.parallelize(AutoModelForCausalLM.from_config(tiny("llama")).train(), ParallelConfig())
+    model = hfscale.parallelize(
+        AutoModelForCausalLM.from_config(tiny("llama")).train(), ParallelConfig()
+    )
     batch = _packed(cu_seq_lens_q=torch.tensor([0, 5, 12], dtype=torch.int32))
     with pytest.raises(ConfigError, match=r"holds 2 documents.*give position_ids too"):
-        hfscale.train_step(model, {name: value for name, value in batch.items() if name != "position_ids"})
+        hfscale.train_step(
+            model, {name: value for name, value in batch.items() if name != "position_ids"}
+        )
 
 
 def test_the_proof_leaves_the_random_state_alone() -> None:

@@ -27,7 +27,9 @@ STOCK_CLIPPING = inspect.unwrap(torch.nn.utils.clip_grad_norm_)
 
 def build(layout: dict[str, Any], **kwargs: Any) -> Any:
     changes = kwargs.pop("config", {})
-    return hfscale.from_config(tiny("llama", **changes), parallel=ParallelConfig(**layout), **kwargs).train()
+    return hfscale.from_config(
+        tiny("llama", **changes), parallel=ParallelConfig(**layout), **kwargs
+    ).train()
 
 
 def batch() -> dict[str, torch.Tensor]:
@@ -65,7 +67,9 @@ def train(layout: dict[str, Any], clip: str, steps: int, directory: str) -> str:
 @pytest.mark.daily("2-layout0")
 @pytest.mark.parametrize("layout", [{"tp_size": 2}, {"pp_size": 2}])
 @pytest.mark.parametrize("steps", [2, 10])
-def test_stock_clipping_is_found(pools: Pools, layout: dict[str, Any], steps: int, tmp_path: Path) -> None:
+def test_stock_clipping_is_found(
+    pools: Pools, layout: dict[str, Any], steps: int, tmp_path: Path
+) -> None:
     found = pools(2).run(train, layout, "imported before", steps, str(tmp_path))
     if layout == {"pp_size": 2}:  # nothing is held twice
         assert found == ["", ""]
@@ -80,7 +84,10 @@ def test_stock_clipping_is_found(pools: Pools, layout: dict[str, Any], steps: in
 @pytest.mark.parametrize("layout", [{"tp_size": 2}, {"pp_size": 2}, {"dp_shard_size": 2}])
 @pytest.mark.parametrize(
     ("clip", "instead"),
-    [("torch", "use hfscale.clip_grad_norm_(model, max_norm)"), ("scaler", 'with mixed_precision="fp16"')],
+    [
+        ("torch", "use hfscale.clip_grad_norm_(model, max_norm)"),
+        ("scaler", 'with mixed_precision="fp16"'),
+    ],
 )
 def test_stock_clipping_and_scaling_are_refused(
     pools: Pools, layout: dict[str, Any], clip: str, instead: str, tmp_path: Path
@@ -98,7 +105,9 @@ def test_right_loops_are_left_alone(pools: Pools, layout: dict[str, Any], tmp_pa
     assert pools(2).run(train, layout, "hfscale", 10, str(tmp_path)) == ["", ""]
 
 
-def spoil(layout: dict[str, Any], name: str, kwargs: dict[str, Any], directory: str) -> tuple[str, str]:
+def spoil(
+    layout: dict[str, Any], name: str, kwargs: dict[str, Any], directory: str
+) -> tuple[str, str]:
     """What saving says with one bit of the last entry of ``name`` turned on the last rank, and with no check."""
     model = build(layout, **kwargs)
     if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
@@ -135,7 +144,8 @@ def test_one_bit_is_found(pools: Pools, kind: str, tmp_path: Path) -> None:
     world = ParallelConfig(**layout).total_size
     for message, _ in pools(world).run(spoil, layout, name, kwargs, str(tmp_path / "out")):
         assert (
-            f"{name} is not the same on all ranks that hold it together (it differs between ranks {ranks})" in message
+            f"{name} is not the same on all ranks that hold it together (it differs between ranks {ranks})"
+            in message
         )
     assert not (tmp_path / "out").exists()
     assert (tmp_path / "out-unchecked").exists()
@@ -159,7 +169,9 @@ def test_roundings_are_allowed_where_kernels_differ(pools: Pools, by: float, ref
         assert ("model.norm.weight is not the same on all ranks" in message) == refused
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.uint8, torch.int8])
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.uint8, torch.int8]
+)
 @pytest.mark.parametrize("size", [(), (3,), (5, 7), (130, 257)])
 def test_checksums(dtype: torch.dtype, size: tuple[int, ...]) -> None:
     generator = torch.Generator().manual_seed(3)

@@ -43,10 +43,15 @@ def test_updates_that_would_be_rounded_away(
     with caplog.at_level(logging.WARNING, "hfscale"):
         hfscale.train_step(model, BATCH)
         hfscale.train_step(model, BATCH)
-    said = [record.getMessage() for record in caplog.records if "rounded away" in record.getMessage()]
+    said = [
+        record.getMessage() for record in caplog.records if "rounded away" in record.getMessage()
+    ]
     assert len(said) == lost  # once
     if lost:
-        assert "21 of the 21 parameters that train are bfloat16 (model.embed_tokens.weight, for one)" in said[0]
+        assert (
+            "21 of the 21 parameters that train are bfloat16 (model.embed_tokens.weight, for one)"
+            in said[0]
+        )
         assert 'dtype=torch.float32, mixed_precision="bf16"' in said[0]
 
 
@@ -64,19 +69,29 @@ def test_a_precision_that_only_the_launcher_was_told(
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_a_base_in_4_bits_alone(caplog: pytest.LogCaptureFixture, tmp_path: Path, frozen: bool) -> None:
+def test_a_base_in_4_bits_alone(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path, frozen: bool
+) -> None:
     width = 96 if frozen else 128
-    AutoModelForCausalLM.from_config(tiny("llama", hidden_size=64, intermediate_size=width)).save_pretrained(tmp_path)
-    four = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+    AutoModelForCausalLM.from_config(
+        tiny("llama", hidden_size=64, intermediate_size=width)
+    ).save_pretrained(tmp_path)
+    four = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
+    )
     model = hfscale.from_pretrained(tmp_path, quantization_config=four, dtype=torch.float32).train()
     if frozen:  # who freezes has chosen
         model.get_input_embeddings().requires_grad_(False)
     with caplog.at_level(logging.WARNING, "hfscale"):
         hfscale.train_step(model, BATCH)
-    misread = [record.getMessage() for record in caplog.records if "wrong scales" in record.getMessage()]
+    misread = [
+        record.getMessage() for record in caplog.records if "wrong scales" in record.getMessage()
+    ]
     assert len(misread) == misreads_rows(width)
     assert all("whole blocks of 64 values (96 here)" in text for text in misread)
-    said = [record.getMessage() for record in caplog.records if "has no adapters" in record.getMessage()]
+    said = [
+        record.getMessage() for record in caplog.records if "has no adapters" in record.getMessage()
+    ]
     assert len(said) == (not frozen)
     if said:
         assert "held in 4 bits, which do not train" in said[0]

@@ -48,7 +48,9 @@ def try_trainers(layout: dict[str, int], directory: str) -> list[str]:
         lambda: Trainer(model, arguments(directory), train_dataset=Rows()).train(),
         lambda: OwnTrainer(model, arguments(directory), train_dataset=Rows()).train(),
         lambda: Trainer(model, arguments(directory), eval_dataset=Rows()).evaluate(),
-        lambda: accelerate.Accelerator().prepare(model, torch.optim.SGD(model.parameters(), lr=0.1)),
+        lambda: accelerate.Accelerator().prepare(
+            model, torch.optim.SGD(model.parameters(), lr=0.1)
+        ),
         lambda: accelerate.Accelerator().prepare(torch.nn.ModuleDict({"inside": model})),
     ]
     return [refusal_of(call) for call in calls]
@@ -56,7 +58,9 @@ def try_trainers(layout: dict[str, int], directory: str) -> list[str]:
 
 @pytest.mark.daily("layout2")
 @pytest.mark.parametrize("layout", [{"tp_size": 2}, {"dp_shard_size": 2}, {"pp_size": 2}])
-def test_several_ranks_are_refused_before_the_first_step(pools: Pools, layout: dict[str, int], tmp_path: Path) -> None:
+def test_several_ranks_are_refused_before_the_first_step(
+    pools: Pools, layout: dict[str, int], tmp_path: Path
+) -> None:
     for messages in pools(2).run(try_trainers, layout, str(tmp_path)):
         for message in messages:
             assert f"spread over {ParallelConfig(**layout).describe()} by hfscale" in message
@@ -66,7 +70,10 @@ def test_several_ranks_are_refused_before_the_first_step(pools: Pools, layout: d
 def test_one_process_trains_as_stock_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     AutoModelForCausalLM.from_config(tiny("llama")).save_pretrained(tmp_path / "start")
-    models = [AutoModelForCausalLM.from_pretrained(tmp_path / "start"), hfscale.from_pretrained(tmp_path / "start")]
+    models = [
+        AutoModelForCausalLM.from_pretrained(tmp_path / "start"),
+        hfscale.from_pretrained(tmp_path / "start"),
+    ]
     for model in models:
         Trainer(model, arguments(str(tmp_path)), train_dataset=Rows()).train()
     stock, ours = (model.state_dict() for model in models)

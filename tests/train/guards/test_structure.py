@@ -20,12 +20,19 @@ from ...refusals import refusal_of
 from ...tiny_models import tiny
 
 Pools = Callable[[int], RankPool]
-LAYOUTS = [{"tp_size": 2, "sequence_parallel": True}, {"dp_shard_size": 2}, {"dp_replicate_size": 2}, {"pp_size": 2}]
+LAYOUTS = [
+    {"tp_size": 2, "sequence_parallel": True},
+    {"dp_shard_size": 2},
+    {"dp_replicate_size": 2},
+    {"pp_size": 2},
+]
 IDS = torch.arange(12).reshape(2, 6)
 
 
 def built(layout: dict[str, Any]) -> Any:
-    return hfscale.from_config(tiny("llama"), parallel=ParallelConfig(**layout), dtype=torch.float64).train()
+    return hfscale.from_config(
+        tiny("llama"), parallel=ParallelConfig(**layout), dtype=torch.float64
+    ).train()
 
 
 class _Heard(logging.Handler):
@@ -47,12 +54,16 @@ def new_loss(model: Any) -> None:
 
 
 CHANGES: dict[str, Callable[[Any], Any]] = {
-    "another head": lambda m: setattr(m, "lm_head", nn.Linear(32, 67, bias=False, dtype=torch.float64)),
+    "another head": lambda m: setattr(
+        m, "lm_head", nn.Linear(32, 67, bias=False, dtype=torch.float64)
+    ),
     "another mlp": new_mlp,
     "fewer layers": lambda m: setattr(m.model, "layers", m.model.layers[:1]),
     "one more module": lambda m: setattr(m, "value_head", nn.Linear(32, 1, dtype=torch.float64)),
     "one more parameter": lambda m: setattr(m.model, "scale", nn.Parameter(torch.ones(1))),
-    "another weight": lambda m: setattr(m.model.norm, "weight", nn.Parameter(torch.ones(32, dtype=torch.float64))),
+    "another weight": lambda m: setattr(
+        m.model.norm, "weight", nn.Parameter(torch.ones(32, dtype=torch.float64))
+    ),
     "another loss": new_loss,
 }
 
@@ -81,13 +92,18 @@ def test_changes_are_refused_in_steps_and_plain_loops(pools: Pools, layout: dict
     for rank, said in enumerate(pools(2).run(refused, layout)):
         for name, messages in said.items():
             for message in messages:
-                expected = "model.loss_function was set since" if name == "another loss" else "since this Llama"
+                expected = (
+                    "model.loss_function was set since"
+                    if name == "another loss"
+                    else "since this Llama"
+                )
                 assert expected in message, (rank, name, message)
 
 
 def saved(layout: dict[str, Any], directory: str) -> list[str]:
     """Save a model before and after each of three changes; returns the warnings."""
-    heard, log = _Heard(), logging.getLogger("hfscale.train.guards.structure")
+    heard = _Heard()
+    log = logging.getLogger("hfscale.train.guards.structure")
     log.addHandler(heard)
     model = built(layout)
     hfscale.train_step(model, {"input_ids": IDS, "labels": IDS})
@@ -119,7 +135,9 @@ def test_a_save_writes_what_was_trained_and_warns_of_changes(
         assert all(torch.equal(found[key], expected[key]) for key in expected), name
     for warnings in said:
         assert len(warnings) >= len(CHANGED_BEFORE_A_SAVE) - 1
-        assert all("the save has the trained model, without this change" in warning for warning in warnings)
+        assert all(
+            "the save has the trained model, without this change" in warning for warning in warnings
+        )
 
 
 def goes_on(layout: dict[str, Any]) -> list[float]:
@@ -133,7 +151,9 @@ def goes_on(layout: dict[str, Any]) -> list[float]:
     model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
     model.model.layers[0].requires_grad_(False)
     losses.append(hfscale.train_step(model, batch))
-    if "dp_shard_size" not in layout and "dp_replicate_size" not in layout:  # FSDP2 keeps buffers of the first type
+    if (
+        "dp_shard_size" not in layout and "dp_replicate_size" not in layout
+    ):  # FSDP2 keeps buffers of the first type
         model.to(torch.float32)
     losses.append(hfscale.eval_step(model, batch))
     assert model.num_parameters() == 20192
@@ -168,7 +188,11 @@ def hooked(layout: dict[str, Any], where: str) -> list[str]:
     [
         ({"tp_size": 2}, "model.layers.1", None),
         ({"tp_size": 2}, "model.layers.1.mlp", None),
-        ({"tp_size": 2}, "model.layers.1.mlp.down_proj", "inside model.layers.1.mlp it gets this rank's heads"),
+        (
+            {"tp_size": 2},
+            "model.layers.1.mlp.down_proj",
+            "inside model.layers.1.mlp it gets this rank's heads",
+        ),
         ({"tp_size": 2}, "lm_head", "slice of the vocabulary"),
         ({"tp_size": 2, "sequence_parallel": True}, "model.layers.1", "cut by sequence_parallel"),
         ({"cp_size": 2}, "model.layers.1", "of sequences that context ranks share"),
@@ -184,7 +208,10 @@ def test_a_hook_that_sees_a_part_is_named_once(
             assert said == []
         else:
             assert len(said) == 1, said
-            assert f"a hook on {where}, like others of its kind, reads and changes only this rank's part" in said[0]
+            assert (
+                f"a hook on {where}, like others of its kind, reads and changes only this rank's part"
+                in said[0]
+            )
             assert seen in said[0]
 
 
@@ -209,7 +236,9 @@ def counted(layout: dict[str, Any]) -> list[int]:
     model = built(layout)
     for parameter in model.get_submodule("model.layers.0").parameters():
         parameter.requires_grad_(False)
-    adapted = hfscale.get_peft_model(built(layout), LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
+    adapted = hfscale.get_peft_model(
+        built(layout), LoraConfig(r=2, target_modules=["q_proj", "down_proj"])
+    )
     counts = [model.num_parameters(exclude_embeddings=each) for each in (False, True)]
     if "pp_size" not in layout:
         counts.append(model.num_parameters(only_trainable=True))
@@ -218,7 +247,9 @@ def counted(layout: dict[str, Any]) -> list[int]:
 
 @pytest.mark.daily("{'dp_shard_size': 2}", "{'tp_size': 2, 'sequence_parallel': True}")
 @pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[1], LAYOUTS[3]], ids=str)
-def test_parameters_are_counted_whole(pools: Pools, layout: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parameters_are_counted_whole(
+    pools: Pools, layout: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     expected = counted({})
     if "pp_size" in layout:
@@ -245,7 +276,9 @@ def test_of_what_fsdp_shards_torch_knows_the_norm(pools: Pools) -> None:
 
 def retyped() -> list[str]:
     """Types before and behind the first pass."""
-    model, batch, said = built({"dp_shard_size": 2}), {"input_ids": IDS, "labels": IDS}, []
+    model = built({"dp_shard_size": 2})
+    batch = {"input_ids": IDS, "labels": IDS}
+    said = []
     model.to(torch.float32)
     hfscale.train_step(model, batch)
     model.to(torch.float32)
@@ -261,5 +294,8 @@ def retyped() -> list[str]:
 def test_another_type_behind_a_pass_is_refused_where_data_ranks_shard(pools: Pools) -> None:
     for said in pools(2).run(retyped):
         for message in said:
-            assert "was given another type (torch.bfloat16) behind a pass, and over dp_shard2" in message
+            assert (
+                "was given another type (torch.bfloat16) behind a pass, and over dp_shard2"
+                in message
+            )
             assert "call model.to(...) before the first pass" in message

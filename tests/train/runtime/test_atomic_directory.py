@@ -17,7 +17,11 @@ Pools = Callable[[int], RankPool]
 
 
 def contents(directory: Path) -> dict[str, str]:
-    return {str(path.relative_to(directory)): path.read_text() for path in directory.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(directory)): path.read_text()
+        for path in directory.rglob("*")
+        if path.is_file()
+    }
 
 
 @pytest.fixture
@@ -63,7 +67,9 @@ def test_what_a_killed_process_left_is_removed(target: Path, mode: str) -> None:
     with atomic_directory(target) as staging:
         assert not contents(staging.path)
         (staging.path / "weights").write_text("whole")
-    assert contents(target.parent) == {f"target/{name}": text for name, text in {**OLD, "weights": "whole"}.items()}
+    assert contents(target.parent) == {
+        f"target/{name}": text for name, text in {**OLD, "weights": "whole"}.items()
+    }
 
 
 def test_files_replace_those_of_their_name_and_stale_ones(target: Path, mode: str) -> None:
@@ -73,13 +79,25 @@ def test_files_replace_those_of_their_name_and_stale_ones(target: Path, mode: st
     (target / "runs").mkdir(mode=0o700)
     (target / "runs" / "log").write_text("one")
     inode = target.stat().st_ino
-    with (target / "runs" / "log").open("a") as log, atomic_directory(target, stale=("weights-*",)) as staging:
+    with (
+        (target / "runs" / "log").open("a") as log,
+        atomic_directory(target, stale=("weights-*",)) as staging,
+    ):
         for name in ("weights", "index", "more"):
             (staging.path / name).write_text("new")
         assert contents(target).items() >= OLD.items()
         log.write(" two")
-    assert contents(target) == {"weights": "new", "index": "new", "more": "new", "users": "old", "runs/log": "one two"}
-    assert (target.stat().st_mode & 0o7777, (target / "runs").stat().st_mode & 0o777) == (0o2750, 0o700)
+    assert contents(target) == {
+        "weights": "new",
+        "index": "new",
+        "more": "new",
+        "users": "old",
+        "runs/log": "one two",
+    }
+    assert (target.stat().st_mode & 0o7777, (target / "runs").stat().st_mode & 0o777) == (
+        0o2750,
+        0o700,
+    )
     assert (target / "index").stat().st_gid == target.stat().st_gid
     assert (target.stat().st_ino == inode) == (mode == "moved")
     assert [path.name for path in target.parent.iterdir()] == ["target"]
@@ -105,7 +123,9 @@ def test_what_others_write_meanwhile_is_kept(target: Path, monkeypatch: pytest.M
     assert contents(target) == {"index": "new", **late}
 
 
-def test_a_link_to_the_directory_and_the_current_directory(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_link_to_the_directory_and_the_current_directory(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The link stays one, and a process keeps the directory that it is in."""
     link = target.with_name("link")
     link.symlink_to(target)
@@ -130,14 +150,19 @@ def test_planted_links_are_not_followed(target: Path, name: str) -> None:
     assert contents(target)["index"] == "new"
 
 
-@pytest.mark.parametrize(("name", "error"), [("", ConfigError), ("/", ConfigError), (None, ConfigError)])
+@pytest.mark.parametrize(
+    ("name", "error"), [("", ConfigError), ("/", ConfigError), (None, ConfigError)]
+)
 def test_a_path_that_cannot_be_a_directory(name: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match="the directory to write must"), atomic_directory(name):
         pass
 
 
 def test_a_file_is_not_replaced(target: Path) -> None:
-    with pytest.raises(CheckpointError, match="users is a file, and a directory"), atomic_directory(target / "users"):
+    with (
+        pytest.raises(CheckpointError, match="users is a file, and a directory"),
+        atomic_directory(target / "users"),
+    ):
         pass
     assert contents(target) == OLD
 
@@ -145,7 +170,10 @@ def test_a_file_is_not_replaced(target: Path) -> None:
 def test_two_jobs(target: Path) -> None:
     with atomic_directory(target) as first:
         (first.path / "index").write_text("new")
-        with pytest.raises(CheckpointError, match="another job is writing"), atomic_directory(target):
+        with (
+            pytest.raises(CheckpointError, match="another job is writing"),
+            atomic_directory(target),
+        ):
             pass
     assert contents(target) == {**OLD, "index": "new"}
 

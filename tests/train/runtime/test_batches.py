@@ -35,7 +35,9 @@ def _other(what: str) -> Any:
 
 
 def _mismatches(layout: dict[str, int], whats: list[str], odd: int) -> list[str]:
-    model = hfscale.from_config(tiny("llama"), parallel=ParallelConfig(**layout, num_microbatches=2)).train()
+    model = hfscale.from_config(
+        tiny("llama"), parallel=ParallelConfig(**layout, num_microbatches=2)
+    ).train()
     found = []
     for what in whats:
         try:
@@ -48,25 +50,39 @@ def _mismatches(layout: dict[str, int], whats: list[str], odd: int) -> list[str]
 
 
 @pytest.mark.parametrize("layout", [{"tp_size": 2}, {"pp_size": 2}, {"tp_size": 2, "pp_size": 2}])
-def test_ranks_with_one_batch_notice_that_theirs_differ(pools: Pools, layout: dict[str, int]) -> None:
+def test_ranks_with_one_batch_notice_that_theirs_differ(
+    pools: Pools, layout: dict[str, int]
+) -> None:
     whats = ["ids", "labels", "mask", "shape", "number", "no labels"]
     world = ParallelConfig(**layout).total_size
     for rank, found in enumerate(pools(world).run(_mismatches, layout, whats, world - 1)):
         for what, error in zip(whats[:5], found, strict=False):
-            if what == "number" and "pp_size" in layout:  # cut into as many microbatches, of other rows
+            if (
+                what == "number" and "pp_size" in layout
+            ):  # cut into as many microbatches, of other rows
                 assert "given different batches" in error
             assert "given different batches" in error, what
             assert "hfscale.batch_rank(model) pass the same batch" in error
-        assert ("needs 'labels'" if rank == world - 1 else f"rank(s) {world - 1}, which share") in found[5]
+        assert (
+            "needs 'labels'" if rank == world - 1 else f"rank(s) {world - 1}, which share"
+        ) in found[5]
 
 
-@pytest.mark.parametrize("layout", [{"dp_shard_size": 2}, {"tp_size": 2}, {"dp_shard_size": 2, "tp_size": 2}])
+@pytest.mark.parametrize(
+    "layout", [{"dp_shard_size": 2}, {"tp_size": 2}, {"dp_shard_size": 2, "tp_size": 2}]
+)
 def test_what_one_rank_refuses_reaches_all(pools: Pools, layout: dict[str, int]) -> None:
     world = ParallelConfig(**layout).total_size
     found = pools(world).run(_mismatches, layout, ["none", "no labels", "outside"], world - 1)
-    own = ("empty list", "needs 'labels'", "different batches" if "tp_size" in layout else "outside of the vocabulary")
+    own = (
+        "empty list",
+        "needs 'labels'",
+        "different batches" if "tp_size" in layout else "outside of the vocabulary",
+    )
     assert all(words in error for words, error in zip(own, found[-1], strict=True))
-    assert all("refused" in error or "different batches" in error for each in found[:-1] for error in each)
+    assert all(
+        "refused" in error or "different batches" in error for each in found[:-1] for error in each
+    )
 
 
 def _plain_loop() -> str:
@@ -92,11 +108,15 @@ def test_a_look_at_several_microbatches() -> None:
     unpacked = {**SAME, "position_ids": torch.arange(12)[None]}
     strange = {**SAME, "pixels": torch.ones(2, 3)}
     batches = [SAME, packed, unpacked, strange]
-    seen = look_at(batches, lambda batch: (batch["labels"].sum(), batch["labels"].sum() * 0), hashed=False)
+    seen = look_at(
+        batches, lambda batch: (batch["labels"].sum(), batch["labels"].sum() * 0), hashed=False
+    )
     rows, told = agree(batches, seen, True, None)
     assert [row[0] for row in rows] == [int(IDS.sum())] * 4
     assert not told[0]
-    moved = to_device([known(batch, row) for batch, row in zip(batches, rows, strict=True)], torch.device("cpu"))
+    moved = to_device(
+        [known(batch, row) for batch, row in zip(batches, rows, strict=True)], torch.device("cpu")
+    )
     assert [each.packed for each in moved] == [False, True, False, None]
 
 
@@ -113,8 +133,13 @@ def test_one_copy_takes_all_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch.Tensor, "to", to)
     mask = torch.rand(2, 1, 12, 12) > 0.5
-    batches = [{**SAME, "mask": mask}, {"input_ids": IDS[:, ::2], "labels": IDS[:1], "number": torch.tensor(3.5)}]
-    moved = to_device([known(batch, Counts(1, 0, 0, 0, 0)) for batch in batches], torch.device("meta"))
+    batches = [
+        {**SAME, "mask": mask},
+        {"input_ids": IDS[:, ::2], "labels": IDS[:1], "number": torch.tensor(3.5)},
+    ]
+    moved = to_device(
+        [known(batch, Counts(1, 0, 0, 0, 0)) for batch in batches], torch.device("meta")
+    )
     assert len(copies) == 1
     for batch, there in zip(batches, moved, strict=True):
         assert batch.keys() == there.keys()

@@ -20,9 +20,15 @@ Pools = Callable[[int], RankPool]
 
 def gathered(device_is_far: bool) -> tuple[list[tuple[str, int]], int, int, int]:
     """What rank 0 or 1 asks for, in order; buckets; bytes of what rank 1 holds; copies into pinned memory."""
-    model = hfscale.from_config(tiny("llama", num_hidden_layers=2), parallel=ParallelConfig(tp_size=2))
-    runtime, log, pins = runtime_of(model), list[tuple[str, int]](), 0
-    empty, receive, send = torch.empty, dist.irecv, dist.isend
+    model = hfscale.from_config(
+        tiny("llama", num_hidden_layers=2), parallel=ParallelConfig(tp_size=2)
+    )
+    runtime = runtime_of(model)
+    log = list[tuple[str, int]]()
+    pins = 0
+    empty = torch.empty
+    receive = dist.irecv
+    send = dist.isend
 
     def made(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Any:
         nonlocal pins
@@ -37,7 +43,9 @@ def gathered(device_is_far: bool) -> tuple[list[tuple[str, int]], int, int, int]
         return run
 
     entries = gathering.tensors_to_save(runtime)
-    buckets = len(list(gathering.buckets(entries, lambda e: e.nbytes, max(e.nbytes for e in entries))))
+    buckets = len(
+        list(gathering.buckets(entries, lambda e: e.nbytes, max(e.nbytes for e in entries)))
+    )
     with (
         patch.object(torch, "empty", made),
         patch.object(gathering, "is_accelerator", lambda device: device_is_far),

@@ -70,7 +70,9 @@ def step(model: Any, optimizer: Any, schedule: Any, ids: Tensor) -> list[float]:
     return [float(loss), float(norm)]
 
 
-def run(layout: dict[str, Any], family: str, kind: str, stepped: bool) -> tuple[Any, dict[str, Tensor]]:
+def run(
+    layout: dict[str, Any], family: str, kind: str, stepped: bool
+) -> tuple[Any, dict[str, Tensor]]:
     """Make model and optimizer, perhaps with a state of a step, cut the model, and train it."""
     model = made(family)
     optimizer, schedule = optimizer_of(model, kind)
@@ -84,14 +86,18 @@ def run(layout: dict[str, Any], family: str, kind: str, stepped: bool) -> tuple[
     return told, dict(hfscale.stream_weights(model))
 
 
-@pytest.mark.daily("adamw-stepped-tp-shard", "sgd-new-stages", "adamw-new-stages-shard", "sgd-stepped-tp-sequence")
+@pytest.mark.daily(
+    "adamw-stepped-tp-shard", "sgd-new-stages", "adamw-new-stages-shard", "sgd-stepped-tp-sequence"
+)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("stepped", [False, True], ids=["new", "stepped"])
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
 def test_a_loop_trains_as_one_process(pools: Pools, case: str, stepped: bool, kind: str) -> None:
     family, layout = CASES[case]
     told, weights = run({}, family, kind, stepped)
-    for numbers, found in pools(ParallelConfig(**layout).total_size).run(run, layout, family, kind, stepped):
+    for numbers, found in pools(ParallelConfig(**layout).total_size).run(
+        run, layout, family, kind, stepped
+    ):
         torch.testing.assert_close(numbers, told, rtol=1e-9, atol=1e-9)
         for name, each in found.items():
             torch.testing.assert_close(each, weights[name], rtol=1e-8, atol=1e-9)
@@ -107,7 +113,9 @@ def trained(layout: dict[str, Any] | None, by: str, out: str) -> list[float]:
     kinds = {"trainer": (transformers.Trainer, hfscale.Trainer)}
     kinds["seq2seq"] = (transformers.Seq2SeqTrainer, hfscale.Seq2SeqTrainer)
     chosen: Any = kinds[by][layout is not None]
-    arguments = transformers.TrainingArguments if by == "trainer" else transformers.Seq2SeqTrainingArguments
+    arguments = (
+        transformers.TrainingArguments if by == "trainer" else transformers.Seq2SeqTrainingArguments
+    )
     trainer = chosen(
         model=model,
         args=arguments(
@@ -120,7 +128,12 @@ def trained(layout: dict[str, Any] | None, by: str, out: str) -> list[float]:
         **({} if layout is None else {"parallel": ParallelConfig(**layout)}),
     )  # fmt: skip
     trainer.train()
-    return [row[key] for row in trainer.state.log_history if "loss" in row for key in ("loss", "grad_norm")]
+    return [
+        row[key]
+        for row in trainer.state.log_history
+        if "loss" in row
+        for key in ("loss", "grad_norm")
+    ]
 
 
 def looped(model: Any, optimizer: Any, schedule: Any, layout: dict[str, Any] | None) -> list[float]:
@@ -128,9 +141,12 @@ def looped(model: Any, optimizer: Any, schedule: Any, layout: dict[str, Any] | N
     if layout is not None:
         hfscale.parallelize(model, ParallelConfig(**layout))
     kind: Any = accelerate.Accelerator if layout is None else hfscale.Accelerator
-    accelerator, told = kind(cpu=True), []
+    accelerator = kind(cpu=True)
+    told = []
     loader = DataLoader(ROWS, batch_size=4 // ParallelConfig(**layout or {}).batch_world)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.8 ** (step // accelerator.num_processes))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: 0.8 ** (step // accelerator.num_processes)
+    )
     model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
     for batch in loader:
         loss = model(**batch).loss
@@ -143,7 +159,11 @@ def looped(model: Any, optimizer: Any, schedule: Any, layout: dict[str, Any] | N
     return told
 
 
-CALLERS = [(by, layout) for by in ("trainer", "seq2seq", "accelerator") for layout in ("dp_shard", "tp", "pp")]
+CALLERS = [
+    (by, layout)
+    for by in ("trainer", "seq2seq", "accelerator")
+    for layout in ("dp_shard", "tp", "pp")
+]
 CALLERS.remove(("accelerator", "pp"))  # a plain call needs all layers
 
 
@@ -176,7 +196,9 @@ LORA = peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
 
 def stepped_factors(model: Any) -> Any:
     """Statistics of rows and columns, which cannot be cut."""
-    optimizer = transformers.Adafactor(model.parameters(), lr=1e-3, relative_step=False, scale_parameter=False)
+    optimizer = transformers.Adafactor(
+        model.parameters(), lr=1e-3, relative_step=False, scale_parameter=False
+    )
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
@@ -185,7 +207,8 @@ def stepped_factors(model: Any) -> Any:
 
 def said(layout: dict[str, Any], out: str) -> dict[str, str]:
     """What the first step of optimizers says that cannot follow, and what a Trainer says."""
-    parallel, told = ParallelConfig(**layout), {}
+    parallel = ParallelConfig(**layout)
+    told = {}
     model = hfscale.parallelize(made("llama"), parallel)
     early = {
         "frozen": torch.optim.SGD(model.parameters(), lr=0.1),
@@ -209,7 +232,9 @@ def said(layout: dict[str, Any], out: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("layout", [{"tp_size": 2}, {"pp_size": 2}])
-def test_what_cannot_follow_is_refused(pools: Pools, layout: dict[str, Any], tmp_path: Path) -> None:
+def test_what_cannot_follow_is_refused(
+    pools: Pools, layout: dict[str, Any], tmp_path: Path
+) -> None:
     for told in pools(2).run(said, layout, str(tmp_path)):
         assert "must hold parameters that train" in told["frozen"]
         assert "make the optimizer after hfscale.get_peft_model" in told["frozen"]

@@ -31,7 +31,8 @@ def test_values_are_of_the_kind_of_stock_ones(family: str) -> None:
     ours: Any = hfscale.from_config(config_of(family), seed=5)
     wanted = {name: parameter.detach() for name, parameter in stock.named_parameters()}
     for name, parameter in ours.named_parameters():
-        found, spread = parameter.detach(), float(wanted[name].float().std(correction=0))
+        found = parameter.detach()
+        spread = float(wanted[name].float().std(correction=0))
         assert found.isfinite().all(), name
         if spread == 0.0:
             torch.testing.assert_close(found, wanted[name], msg=name)
@@ -54,6 +55,7 @@ def test_constructors_values_do_not_depend_on_the_layout(
 ) -> None:
     pools(2).run(_make, family, layout, str(tmp_path / "cut"))
     _make(family, {}, str(tmp_path / "whole"))
-    whole, cut = stored(tmp_path / "whole"), stored(tmp_path / "cut")
+    whole = stored(tmp_path / "whole")
+    cut = stored(tmp_path / "cut")
     assert whole.keys() == cut.keys()
     assert [name for name in whole if not torch.equal(whole[name], cut[name])] == []

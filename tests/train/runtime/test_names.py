@@ -33,7 +33,9 @@ def wrapped_model() -> tuple[nn.Module, nn.Module]:
     """A model of two blocks, and the same one as PEFT has changed it."""
     torch.manual_seed(0)
     stock = nn.ModuleDict({"layers": nn.ModuleList([Block(), Block()])})
-    adapted = get_peft_model(stock, LoraConfig(r=2, target_modules=["up"], modules_to_save=["gate"]))
+    adapted = get_peft_model(
+        stock, LoraConfig(r=2, target_modules=["up"], modules_to_save=["gate"])
+    )
     return adapted.get_base_model(), adapted
 
 
@@ -60,7 +62,11 @@ def test_modules_and_parameters_are_found_by_both_names() -> None:
     assert unwrapped(wrapper) is wrapper.base_layer
     assert unwrapped(model) is model
     weight = wrapper.base_layer.weight
-    assert parameter_at(model, "layers.0.up.weight") is parameter_at(model, "layers.0.up.base_layer.weight") is weight
+    assert (
+        parameter_at(model, "layers.0.up.weight")
+        is parameter_at(model, "layers.0.up.base_layer.weight")
+        is weight
+    )
     assert owner_of(model, "layers.0.up.weight") == (wrapper.base_layer, "weight")
     factor = "layers.0.up.lora_A.default.weight"
     assert parameter_at(model, factor) is model.get_parameter(factor)

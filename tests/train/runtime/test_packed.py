@@ -24,7 +24,9 @@ LABELS = IDS.where(POSITIONS != 0, -100)
 BATCH = {"input_ids": IDS, "labels": LABELS, "position_ids": POSITIONS}
 
 
-def _flash(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> tuple[Any, None]:
+def _flash(
+    module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any
+) -> tuple[Any, None]:
     """What the kernel computes: attention within what lies between two borders, of all rows one after the other."""
     borders = kwargs["cu_seq_lens_q"]
     assert borders.dtype == torch.int32
@@ -33,7 +35,9 @@ def _flash(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: A
     rows = len(query)
     heads = (x.transpose(0, 1).flatten(1, 2) for x in (query, key, value))  # [h, rows s, d]
     parts = zip(*(x.split(borders.diff().tolist(), 1) for x in heads), strict=True)
-    made = [F.scaled_dot_product_attention(*part, is_causal=True, enable_gqa=True) for part in parts]
+    made = [
+        F.scaled_dot_product_attention(*part, is_causal=True, enable_gqa=True) for part in parts
+    ]
     return torch.cat(made, 1).transpose(0, 1).unflatten(0, (rows, -1)), None
 
 
@@ -46,8 +50,12 @@ def _step(layout: ParallelConfig, directory: str) -> tuple[float, float]:
     return float(loss), float(hfscale.clip_grad_norm_(model, 1.0))
 
 
-@pytest.mark.parametrize("layout", [{}, {"tp_size": 2}, {"pp_size": 2, "num_microbatches": 2}], ids=["one", "tp", "pp"])
-def test_flash_attention_stays_within_examples(pools: Pools, tmp_path: Any, layout: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    "layout", [{}, {"tp_size": 2}, {"pp_size": 2, "num_microbatches": 2}], ids=["one", "tp", "pp"]
+)
+def test_flash_attention_stays_within_examples(
+    pools: Pools, tmp_path: Any, layout: dict[str, int]
+) -> None:
     AutoModelForCausalLM.from_config(tiny("llama"), dtype=torch.float64).save_pretrained(tmp_path)
     stock = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64).train()
     loss = stock(**BATCH, use_cache=False).loss
@@ -55,17 +63,28 @@ def test_flash_attention_stays_within_examples(pools: Pools, tmp_path: Any, layo
     expected = float(loss.detach()), float(torch.nn.utils.clip_grad_norm_(stock.parameters(), 1.0))
     parallel = ParallelConfig(**layout)
     args = (parallel, str(tmp_path))
-    for found in pools(parallel.total_size).run(_step, *args) if parallel.total_size > 1 else [_step(*args)]:
-        assert found == pytest.approx(expected, rel=1e-6)  # stock computes its loss and norms in float32
+    for found in (
+        pools(parallel.total_size).run(_step, *args) if parallel.total_size > 1 else [_step(*args)]
+    ):
+        assert found == pytest.approx(
+            expected, rel=1e-6
+        )  # stock computes its loss and norms in float32
 
 
 def test_borders() -> None:
     model = AutoModelForCausalLM.from_config(tiny("llama"))
     found = with_borders(BATCH, model)
-    assert found["cu_seq_lens_q"].tolist() == found["cu_seq_lens_k"].tolist() == [0, 5, 12, 15, 19, 24]
+    assert (
+        found["cu_seq_lens_q"].tolist() == found["cu_seq_lens_k"].tolist() == [0, 5, 12, 15, 19, 24]
+    )
     assert found["max_length_q"] == found["max_length_k"] == 7
-    assert with_borders({**BATCH, "attention_mask": torch.ones_like(IDS)}, model).keys() == {*BATCH, "attention_mask"}
-    shared = with_borders({**BATCH, "position_ids": POSITIONS[:1]}, model)  # one row of positions for all
+    assert with_borders({**BATCH, "attention_mask": torch.ones_like(IDS)}, model).keys() == {
+        *BATCH,
+        "attention_mask",
+    }
+    shared = with_borders(
+        {**BATCH, "position_ids": POSITIONS[:1]}, model
+    )  # one row of positions for all
     assert shared["cu_seq_lens_q"].tolist() == [0, 5, 12, 17, 24]
 
 

@@ -41,7 +41,8 @@ X = torch.arange(6.0).view(2, 3) - 2
 
 
 def test_everything_is_taken_back() -> None:
-    changed, stock = model(), model()
+    changed = model()
+    stock = model()
     stop = watch(changed)
     seen = change(changed)
     undo = stop()

@@ -64,7 +64,9 @@ def find_candidates(subject: Subject, trace: Trace) -> tuple[list[CandidateBlock
     return list(found.values()), passed
 
 
-def _groups(calls: dict[str, Call], written: frozenset[str]) -> Iterator[tuple[list[str], list[str], list[str]]]:
+def _groups(
+    calls: dict[str, Call], written: frozenset[str]
+) -> Iterator[tuple[list[str], list[str], list[str]]]:
     """Yield ``(columns, rows, uncut)`` of one layer; rows that share columns are one group."""
     rows: list[str] = []
     groups: list[tuple[set[str], list[str]]] = []
@@ -72,14 +74,20 @@ def _groups(calls: dict[str, Call], written: frozenset[str]) -> Iterator[tuple[l
         if name not in written or not _is_internal(call, calls, rows):
             continue
         rows.append(name)
-        feeds, members = set(call.feeds), [name]
+        feeds = set(call.feeds)
+        members = [name]
         for group in [group for group in groups if group[0] & feeds]:
             groups.remove(group)
-            feeds, members = feeds | group[0], group[1] + members
+            feeds = feeds | group[0]
+            members = group[1] + members
         groups.append((feeds, members))
     for feeds, members in groups:
         uncut = set(_before(feeds, calls, rows))
-        yield [name for name in calls if name in feeds - uncut], members, [name for name in calls if name in uncut]
+        yield (
+            [name for name in calls if name in feeds - uncut],
+            members,
+            [name for name in calls if name in uncut],
+        )
 
 
 def _is_internal(call: Call, calls: dict[str, Call], rows: list[str]) -> bool:
@@ -88,7 +96,8 @@ def _is_internal(call: Call, calls: dict[str, Call], rows: list[str]) -> bool:
 
 
 def _before(names: Iterable[str], calls: dict[str, Call], rows: list[str]) -> Iterator[str]:
-    waiting, seen = list(names), set()
+    waiting = list(names)
+    seen = set()
     while waiting:
         name = waiting.pop()
         if name not in seen and _is_internal(calls[name], calls, rows):
@@ -98,7 +107,12 @@ def _before(names: Iterable[str], calls: dict[str, Call], rows: list[str]) -> It
 
 
 def _candidate(
-    subject: Subject, calls: dict[str, Call], layer: str, columns: list[str], rows: list[str], uncut: list[str]
+    subject: Subject,
+    calls: dict[str, Call],
+    layer: str,
+    columns: list[str],
+    rows: list[str],
+    uncut: list[str],
 ) -> CandidateBlock | str:
     """Return the candidate, or why there is none."""
     what = ", ".join(name.removeprefix(f"{layer}.") for name in rows)
@@ -121,11 +135,15 @@ def _candidate(
         row=relative(rows),
         uncut=relative(uncut),
         inner=relative(inner),
-        attends=any(_mixes_tokens(subject, calls[row], calls[column]) for row in rows for column in columns),
+        attends=any(
+            _mixes_tokens(subject, calls[row], calls[column]) for row in rows for column in columns
+        ),
     )
 
 
-def _inner(calls: dict[str, Call], columns: list[str], rows: list[str], uncut: list[str]) -> list[str]:
+def _inner(
+    calls: dict[str, Call], columns: list[str], rows: list[str], uncut: list[str]
+) -> list[str]:
     """Return the modules with parameters used between columns and rows, or between uncut projections and columns."""
     fed = [column for column in columns if uncut and calls[column].feeds <= set(uncut)]
     used = {parameter for name in (*rows, *fed) for parameter in calls[name].parameters}
@@ -134,7 +152,9 @@ def _inner(calls: dict[str, Call], columns: list[str], rows: list[str], uncut: l
 
 def _smallest(inner: list[str], cut: list[str], uncut: list[str]) -> str:
     """Return the smallest module that holds all parts of a block."""
-    split = [place.split(".") for place in [name.rpartition(".")[0] for name in (*cut, *uncut)] + inner]
+    split = [
+        place.split(".") for place in [name.rpartition(".")[0] for name in (*cut, *uncut)] + inner
+    ]
     common = []
     for parts in zip(*split, strict=False):
         if len(set(parts)) > 1:

@@ -36,7 +36,9 @@ class Trace:
     outputs: dict[str, frozenset[str]] = field(default_factory=dict)
     # module -> tensors among its keyword arguments, by name
     arguments: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    dropouts: dict[str, str] = field(default_factory=dict)  # projection -> the dropout module that reads its output
+    dropouts: dict[str, str] = field(
+        default_factory=dict
+    )  # projection -> the dropout module that reads its output
 
 
 def trace(subject: Subject) -> Trace:
@@ -59,7 +61,9 @@ def trace(subject: Subject) -> Trace:
                 result.dropouts.setdefault(projection, name)
 
     def called(name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        result.arguments[name] = {key: value for key, value in kwargs.items() if isinstance(value, Tensor)}
+        result.arguments[name] = {
+            key: value for key, value in kwargs.items() if isinstance(value, Tensor)
+        }
 
     def ended(name: str, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         endings[name] = output if isinstance(output, Tensor) else output[0]
@@ -92,7 +96,9 @@ def _install(subject: Subject, projected: Any, dropped: Any, called: Any, ended:
         elif isinstance(module, nn.Dropout):
             handles.append(module.register_forward_pre_hook(partial(dropped, name)))
         elif name.startswith(inside):
-            handles.append(module.register_forward_pre_hook(partial(called, name), with_kwargs=True))
+            handles.append(
+                module.register_forward_pre_hook(partial(called, name), with_kwargs=True)
+            )
         if name in subject.layer_names:
             handles.append(module.register_forward_hook(partial(ended, name)))
     return handles
@@ -100,7 +106,9 @@ def _install(subject: Subject, projected: Any, dropped: Any, called: Any, ended:
 
 def _walk_back(tensor: Tensor, names: dict[int, str]) -> tuple[frozenset[str], frozenset[str]]:
     """Return the nearest projections that a tensor was computed from, and the parameters used since."""
-    tags, parameters, seen = set(), set(), set()
+    tags = set()
+    parameters = set()
+    seen = set()
     waiting: list[Any] = [tensor.grad_fn]
     while waiting:
         node = waiting.pop()

@@ -28,16 +28,22 @@ class Guesses:
     """Enumerate hypotheses about one candidate."""
 
     def __init__(self, subject: Subject, trace: Trace, candidate: CandidateBlock) -> None:
-        self.subject, self.trace, self.candidate = subject, trace, candidate
+        self.subject = subject
+        self.trace = trace
+        self.candidate = candidate
         self.config = subject.model.config
         self.modules: dict[str, Any] = {}
-        for layer in reversed(subject.layer_names):  # not every layer has all of them; the first that does speaks
+        for layer in reversed(
+            subject.layer_names
+        ):  # not every layer has all of them; the first that does speaks
             inside = dict(subject.model.get_submodule(layer).named_modules())
             if candidate.path in inside:
                 self.modules.update(inside[candidate.path].named_modules())
         # the number of attention heads of the clone; 0 where its config does not say
         self.heads = first_count(self.config, HEAD_FIELDS) or 0
-        self.key_heads = first_count(self.config, _KEY_HEADS) or self.heads  # the number of key/value heads
+        self.key_heads = (
+            first_count(self.config, _KEY_HEADS) or self.heads
+        )  # the number of key/value heads
         self.widths = {self._width(name) for name in candidate.column}
         self.widths |= {self._width(name, of_input=True) for name in candidate.row}
 
@@ -54,10 +60,16 @@ class Guesses:
             optional=self.candidate.optional,
             dropout=(),
         )
-        for inner, arguments, parts, local in product(self._inner(), self._arguments(), self._parts(), self._local()):
+        for inner, arguments, parts, local in product(
+            self._inner(), self._arguments(), self._parts(), self._local()
+        ):
             given = {**inner, **arguments, "shared": base.shared + inner["shared"]}
-            given["local_attributes"] += tuple(name for name in local if not name.startswith("config:"))
-            given["local_config"] = tuple(name[len("config:") :] for name in local if name.startswith("config:"))
+            given["local_attributes"] += tuple(
+                name for name in local if not name.startswith("config:")
+            )
+            given["local_config"] = tuple(
+                name[len("config:") :] for name in local if name.startswith("config:")
+            )
             key_value = self._key_value(parts, inner["across"]) or base.key_value
             yield replace(base, parts=parts, key_value=key_value, **given)
 
@@ -65,7 +77,11 @@ class Guesses:
         """Yield a proved block with its edges elsewhere, as near to the block itself as possible first."""
         if not self.candidate.path:
             return
-        leaves = [("",), *([dropouts] if (dropouts := self._dropouts()) else []), self.candidate.row]
+        leaves = [
+            ("",),
+            *([dropouts] if (dropouts := self._dropouts()) else []),
+            self.candidate.row,
+        ]
         # Or together, at a module that holds all columns and no row, and has a forward of its own.
         parents = {name.rpartition(".")[0] for name in self.candidate.column}
         parent = parents.pop() if len(parents) == 1 else ""
@@ -92,7 +108,9 @@ class Guesses:
             if name == "":
                 own = ("",)
             elif isinstance(module, nn.Conv1d) and module.groups == module.out_channels:
-                roles["cut"] |= {f"{name}.{key}": (0, 1) for key, _ in module.named_parameters(recurse=False)}
+                roles["cut"] |= {
+                    f"{name}.{key}": (0, 1) for key, _ in module.named_parameters(recurse=False)
+                }
                 roles["local_attributes"] += (f"{name}.groups",)
             elif weight is not None and weight.ndim == 1 and weight.shape[0] in self.widths:
                 roles["across"] += (name,)
@@ -110,7 +128,9 @@ class Guesses:
         fused = {name: (1, 2) for name, lengths in parts.items() if lengths is query_key_value}
         width = self._width(self.candidate.row[0], of_input=True) * self.key_heads // self.heads
         names = [name for name in self.candidate.column if self._width(name) == width]
-        names += [name for name in across if self.modules[name].get_parameter("weight").shape[0] == width]
+        names += [
+            name for name in across if self.modules[name].get_parameter("weight").shape[0] == width
+        ]
         return {**fused, **dict.fromkeys(names, ())}
 
     def _width(self, name: str, of_input: bool = False) -> int:
@@ -127,7 +147,11 @@ class Guesses:
         if len(columns) == 1:
             try:
                 lengths = query_key_value(self.config)
-            except (AttributeError, TypeError, RuntimeError):  # it lacks a number, or has one per layer
+            except (
+                AttributeError,
+                TypeError,
+                RuntimeError,
+            ):  # it lacks a number, or has one per layer
                 return
             if sum(lengths) == self._width(columns[0]):
                 yield {columns[0]: query_key_value}
@@ -135,7 +159,8 @@ class Guesses:
     def _arguments(self) -> Iterator[dict[str, Any]]:
         """Yield guesses at keyword arguments with one entry per head, or per sample and head."""
         samples = self.subject.inputs["input_ids"].shape[0]
-        heads, sample_heads = {}, []
+        heads = {}
+        sample_heads = []
         for name, tensor in self.trace.arguments.get(self.candidate.block, {}).items():
             if self.heads and self.heads in tensor.shape:
                 heads[name] = tensor.shape.index(self.heads)
@@ -147,22 +172,36 @@ class Guesses:
 
     def _local(self) -> Iterator[tuple[str, ...]]:
         """Yield sets of integer attributes, read by the forward, that may have to become local sizes."""
-        sizes = self.widths | {width // part for width in self.widths for part in (2, 3) if width % part == 0}
+        sizes = self.widths | {
+            width // part for width in self.widths for part in (2, 3) if width % part == 0
+        }
         sizes |= {self.heads, self.key_heads}
 
         def sized(holder: Any, names: tuple[str, ...]) -> list[str]:
-            return [name for name in names if type(value := field(holder, name)) is int and value in sizes]
+            return [
+                name
+                for name in names
+                if type(value := field(holder, name)) is int and value in sizes
+            ]
 
         read: list[str] = []
         inside = dict(self.subject.model.get_submodule(self.candidate.block).named_modules())
         for path, module in inside.items():
             if not isinstance(module, PROJECTIONS):
-                read += [f"{path}.{name}".lstrip(".") for name in sized(module, used_names(type(module)))]
+                read += [
+                    f"{path}.{name}".lstrip(".") for name in sized(module, used_names(type(module)))
+                ]
         block = inside[""]
         if "config" in vars(block):
             own = vars(block).keys()
-            read += [f"config:{name}" for name in sized(block.config, used_names(type(block))) if name not in own]
+            read += [
+                f"config:{name}"
+                for name in sized(block.config, used_names(type(block)))
+                if name not in own
+            ]
         if len(read) > _MOST_READ:
-            read = [name for name in read if any(word in name for word in ("head", "dim", "size"))][:_MOST_READ]
+            read = [name for name in read if any(word in name for word in ("head", "dim", "size"))][
+                :_MOST_READ
+            ]
         for count in range(min(len(read), _MOST_LOCAL) + 1):
             yield from combinations(read, count)

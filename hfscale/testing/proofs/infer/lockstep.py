@@ -33,7 +33,9 @@ from ..probe import apart
 from .subject import Subject, Unproved, brief, run_backward
 
 _PATIENCE = 60.0  # seconds to wait for another rank
-_FLOOR = 1e-6  # of the largest gradient: what is left of a gradient that is zero in truth is rounding
+_FLOOR = (
+    1e-6  # of the largest gradient: what is left of a gradient that is zero in truth is rounding
+)
 
 Gradients = dict[str, Tensor | None]  # by name in the clone
 
@@ -41,7 +43,9 @@ Gradients = dict[str, Tensor | None]  # by name in the clone
 def prove(subject: Subject, blueprint: Blueprint, tp_size: int = 2) -> Proof:
     """Compare the clone with ``tp_size`` ranks sharing the blocks of ``blueprint``, planned as for real runs."""
     sizes: dict[str, Any] = {f"{axis}_size": 1 for axis in AXES}
-    layout = ParallelConfig(**{**sizes, "tp_size": tp_size}, sequence_parallel=False)  # nothing from the environment
+    layout = ParallelConfig(
+        **{**sizes, "tp_size": tp_size}, sequence_parallel=False
+    )  # nothing from the environment
     draft = Draft(subject.model, layout)
     try:
         blocks = plan_blocks(draft, blueprint, subject.layer_names)
@@ -54,7 +58,9 @@ def prove(subject: Subject, blueprint: Blueprint, tp_size: int = 2) -> Proof:
     proof = Proof(max(apart(output, expected) for output in outputs), 0.0, "")
     if proof.worst > TOLERANCE:
         raise Unproved(f"the output differs by {proof.output:.0e}")
-    floor = _FLOOR * max(float(gradient.abs().max()) for gradient in wanted.values() if gradient is not None)
+    floor = _FLOOR * max(
+        float(gradient.abs().max()) for gradient in wanted.values() if gradient is not None
+    )
     for name, gradient in wanted.items():
         largest = max(_gradient_apart(found[name], gradient, floor) for found in gradients)
         if largest >= proof.gradient:
@@ -78,7 +84,11 @@ def _run_as_ranks(
     group = _Group(draft.tp)
     try:
         ranks = [_RankModel(subject.model, rules, blocks, rank, group) for rank in range(draft.tp)]
-    except (AttributeError, TypeError, ValueError) as error:  # a name, a size or a number that is not there to be cut
+    except (
+        AttributeError,
+        TypeError,
+        ValueError,
+    ) as error:  # a name, a size or a number that is not there to be cut
         raise Unproved(brief(error)) from error
     outputs, own = zip(*group.run([partial(rank.run, subject) for rank in ranks]), strict=True)
     gradients = tuple(dict(found) for found in own)
@@ -135,7 +145,11 @@ class _Group:
             calls = [threads.submit(guarded, function) for function in functions]
         errors = [error for call in calls if (error := call.exception()) is not None]
         if errors:
-            raise Unproved(brief(min(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError))))
+            raise Unproved(
+                brief(
+                    min(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError))
+                )
+            )
         return [call.result() for call in calls]
 
 
@@ -150,7 +164,8 @@ class _RankModel:
         rank: int,
         group: _Group,
     ) -> None:
-        self.rank, self.group = rank, group
+        self.rank = rank
+        self.group = group
         self.model = copy.deepcopy(full)
         self.own: dict[str, nn.Parameter] = {}
         row_biases = {f"{row}.bias" for block in blocks for row in block.row}
@@ -161,11 +176,16 @@ class _RankModel:
                 part = leaf.detach() if cut is None else cut.take(leaf.detach(), rank)
                 shards[id(leaf)] = self.own[name] = nn.Parameter(part.clone())
             owner, _, attribute = name.rpartition(".")
-            module, shard = self.model.get_submodule(owner), shards[id(leaf)]
-            own_parameters(module)[attribute] = shard * 0.0 if name in row_biases and rank > 0 else shard
+            module = self.model.get_submodule(owner)
+            shard = shards[id(leaf)]
+            own_parameters(module)[attribute] = (
+                shard * 0.0 if name in row_biases and rank > 0 else shard
+            )
             if attribute == "weight":
                 follow_weight(module)
-        edge = Edge(rank, group.size, self._enter, self._leave, enter_other=self._enter, gather=self._gather)
+        edge = Edge(
+            rank, group.size, self._enter, self._leave, enter_other=self._enter, gather=self._gather
+        )
         for block in blocks:
             set_local_sizes(self.model.get_submodule(block.name), block)
             hook_block(self.model, block, edge)

@@ -37,8 +37,13 @@ def prove_completed(model: Any, blueprint: Blueprint, forgotten: list[str]) -> t
     """Return whether two ranks of a clone compute the same as one, with roles for the ``forgotten`` parameters."""
     try:
         subject = make_subject(model)
-        if {wild_name(name) for name in forgotten} - {wild_name(name) for name, _ in subject.model.named_parameters()}:
-            return False, True  # somebody has put them into this model, and a clone proves nothing of them
+        if {wild_name(name) for name in forgotten} - {
+            wild_name(name) for name, _ in subject.model.named_parameters()
+        }:
+            return (
+                False,
+                True,
+            )  # somebody has put them into this model, and a clone proves nothing of them
         with aside():
             prove(subject, blueprint)
     except Unproved:
@@ -53,7 +58,11 @@ def infer(model: Any) -> Inference:
         with aside():
             return _infer(model, subject)
     except Exception as error:  # foreign code runs in all of this
-        reason = str(error) if isinstance(error, Unproved) else f"its clone cannot be judged: {brief(error)}"
+        reason = (
+            str(error)
+            if isinstance(error, Unproved)
+            else f"its clone cannot be judged: {brief(error)}"
+        )
         kind = type(model).__name__
         raise PlanError(
             f"a blueprint of {model.config.model_type!r} could not be inferred from {kind}: {reason}"
@@ -80,16 +89,21 @@ class _Search:
 
     def find(self, candidate: CandidateBlock) -> Block | None:
         """Return the first hypothesis that holds, with edges as near to the block as possible; ``None`` without one."""
-        guesses, path = Guesses(self.subject, self.traced, candidate), candidate.path
+        guesses = Guesses(self.subject, self.traced, candidate)
+        path = candidate.path
         first = ""
         for found in islice(guesses.insides(), _MOST_TRIALS):
             if not (objection := self.objection({path: found})):
                 break
             first = first or objection
         else:
-            self.refused.append(f"{candidate}: none of the hypotheses tried holds; the first: {first}")
+            self.refused.append(
+                f"{candidate}: none of the hypotheses tried holds; the first: {first}"
+            )
             return None
-        found = next((block for block in guesses.edges(found) if not self.objection({path: block})), found)
+        found = next(
+            (block for block in guesses.edges(found) if not self.objection({path: block})), found
+        )
         few_keys = candidate.attends and guesses.key_heads < guesses.heads
         if few_keys and self.objection({path: found}, 2 * guesses.key_heads):
             # Several ranks cannot hold the same key/value head here: more ranks than such heads will be refused.
@@ -107,20 +121,31 @@ def _infer(model: Any, subject: Subject) -> Inference:
     candidates, passed = find_candidates(subject, traced)
     _check_layer_kinds(model, subject)
     search = _Search(subject, traced, layers, passed)
-    found = [(candidate, block) for candidate in candidates if (block := search.find(candidate)) is not None]
+    found = [
+        (candidate, block)
+        for candidate in candidates
+        if (block := search.find(candidate)) is not None
+    ]
     blocks, attention = _together(search, found)
     blocks = _that_hold_with_odd_widths(search, model, blocks)
     if not blocks:
-        raise Unproved("; ".join(search.refused) or "no projection of its layers writes what the next layer reads")
+        raise Unproved(
+            "; ".join(search.refused)
+            or "no projection of its layers writes what the next layer reads"
+        )
     fields = find_dropouts(model, blocks)
     blocks = {path: replace(block, dropout=fields[path]) for path, block in blocks.items()}
     proof = search.prove(blocks)
     source = f"{INFERRED}, and proved on a tiny clone (worst relative difference {proof.worst:.0e})"
     blueprint = Blueprint(layers, blocks, source=source)
-    return Inference(blueprint, proof, tuple(path for path in blocks if path in attention), tuple(search.refused))
+    return Inference(
+        blueprint, proof, tuple(path for path in blocks if path in attention), tuple(search.refused)
+    )
 
 
-def _together(search: _Search, found: Iterable[tuple[CandidateBlock, Block]]) -> tuple[dict[str, Block], set[str]]:
+def _together(
+    search: _Search, found: Iterable[tuple[CandidateBlock, Block]]
+) -> tuple[dict[str, Block], set[str]]:
     """Prove all blocks together, with those of one path merged; return the blocks and the paths of attention."""
     blocks: dict[str, Block] = {}
     attention = set()
@@ -138,7 +163,17 @@ def _together(search: _Search, found: Iterable[tuple[CandidateBlock, Block]]) ->
 
 def _union(first: Block, second: Block) -> Block:
     """Merge two sets of roles in modules of one path: in different layers, or side by side in one."""
-    listed = ("column", "row", "enter", "leave", "shared", "across", "sample_heads", "local_attributes", "local_config")
+    listed = (
+        "column",
+        "row",
+        "enter",
+        "leave",
+        "shared",
+        "across",
+        "sample_heads",
+        "local_attributes",
+        "local_config",
+    )
     joined: dict[str, Any] = {
         name: tuple(dict.fromkeys(getattr(first, name) + getattr(second, name))) for name in listed
     }
@@ -153,10 +188,16 @@ def _union(first: Block, second: Block) -> Block:
     )
 
 
-def _that_hold_with_odd_widths(search: _Search, model: Any, blocks: dict[str, Block]) -> dict[str, Block]:
+def _that_hold_with_odd_widths(
+    search: _Search, model: Any, blocks: dict[str, Block]
+) -> dict[str, Block]:
     """Return the blocks that also hold on a clone with other sizes (odd MLP widths), so not by coincidence."""
     fields = search.subject.model.config.to_dict()
-    odd = {name: value + 1 for name, value in fields.items() if type(value) is int and value in (48, 24)}
+    odd = {
+        name: value + 1
+        for name, value in fields.items()
+        if type(value) is int and value in (48, 24)
+    }
     if not odd:
         return blocks
     try:
@@ -166,7 +207,9 @@ def _that_hold_with_odd_widths(search: _Search, model: Any, blocks: dict[str, Bl
     if not other.objection(blocks):
         return blocks
     objections = {path: other.objection({path: block}) for path, block in blocks.items()}
-    search.refused += [f"{path or 'the layer'}: with odd widths, {why}" for path, why in objections.items() if why]
+    search.refused += [
+        f"{path or 'the layer'}: with odd widths, {why}" for path, why in objections.items() if why
+    ]
     return {path: block for path, block in blocks.items() if not objections[path]}
 
 
@@ -177,13 +220,19 @@ def _check_layer_kinds(model: Any, subject: Subject) -> None:
         missing = _kind_of_layer(layer)
         if missing not in shown:
             nearest = min(shown, key=lambda kind: len(kind ^ missing))
-            different = ", ".join(sorted(f"{path or 'the layer'}: {kind}" for path, kind in missing - nearest)[:3])
-            raise Unproved(f"layer {name} is of a kind that the tiny clone does not show ({different})")
+            different = ", ".join(
+                sorted(f"{path or 'the layer'}: {kind}" for path, kind in missing - nearest)[:3]
+            )
+            raise Unproved(
+                f"layer {name} is of a kind that the tiny clone does not show ({different})"
+            )
 
 
 def _kind_of_layer(layer: Any) -> frozenset[tuple[str, str]]:
     """Return the layer's modules by path and class, with numbers in paths masked, since lists may differ in length."""
-    return frozenset((wild_name(name), type(module).__name__) for name, module in layer.named_modules())
+    return frozenset(
+        (wild_name(name), type(module).__name__) for name, module in layer.named_modules()
+    )
 
 
 def find_dropouts(model: Any, blocks: dict[str, Block]) -> dict[str, tuple[str, ...]]:
@@ -231,7 +280,11 @@ def _fields(fields: dict[str, Any], prefix: str = "") -> Iterator[str]:
             continue
         if isinstance(value, dict) and not prefix:
             yield from _fields(value, f"{name}.")
-        elif any(word in name for word in DROPOUT_WORDS) and isinstance(value, (float, int)) and value is not True:
+        elif (
+            any(word in name for word in DROPOUT_WORDS)
+            and isinstance(value, (float, int))
+            and value is not True
+        ):
             yield prefix + name
 
 

@@ -18,7 +18,9 @@ from ....plan.drafting.layers import find_layer_list
 from ..probe import on_cpu, perturb, size_of
 
 _LARGEST = 3_000_000  # parameters of a clone; one with more was not made small
-_ROWS, _LENGTH, _PADDED = 3, 7, 2
+_ROWS = 3
+_LENGTH = 7
+_PADDED = 2
 
 
 class Unproved(Exception):
@@ -36,7 +38,10 @@ class Subject:
     @property
     def layer_names(self) -> list[str]:
         """The names of the layers, in order."""
-        return [f"{self.layers}.{name}" for name, _ in self.model.get_submodule(self.layers).named_children()]
+        return [
+            f"{self.layers}.{name}"
+            for name, _ in self.model.get_submodule(self.layers).named_children()
+        ]
 
     @cached_property
     def reference(self) -> tuple[Tensor, dict[str, Tensor | None]]:
