@@ -2,7 +2,7 @@
 
 A family is one :class:`Blueprint`. It comes from :data:`hfscale.models.FAMILIES` (hfscale's own table, keyed by
 ``config.model_type``); failing that, from the model's own Hugging Face ``base_model_tp_plan``, translated; failing
-that, it is inferred from the model itself, and used if it is proved (:mod:`hfscale.testing.proofs.infer`): an
+that, it is inferred from the model itself, and used if it is proved (:mod:`hfscale.extras.proofs.infer`): an
 :class:`Inference`, also as JSON.
 """
 

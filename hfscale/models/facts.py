@@ -3,11 +3,10 @@
 ``facts.json`` holds answers by class, for groups of configs with the same answers, by digest (:func:`digest`), which
 counts the class's source in: a release of transformers that leaves a family as it was finds its answers.
 ``python scripts/prove_facts.py`` writes it, for one release after the other. A model in it costs a lookup. Any other is
-proved when asked for, once per user, by the proofs that wrote the table (:mod:`hfscale.testing.proofs`).
+proved when asked for, once per user, by the proofs that wrote the table: those of ``hfscale/extras/proofs``.
 """
 
 import hashlib
-import importlib
 import json
 import logging
 from collections.abc import Hashable, Iterator
@@ -20,6 +19,8 @@ from transformers import PreTrainedConfig
 
 from .._compat.torch import passes_otherwise
 from .._compat.transformers.prediction import without_prediction
+from ..errors import PlanError
+from ..extensions import added, provided
 from .class_source import source_hash
 from .clone import PER_LAYER, tiny_clone
 from .kept_facts import KeptFacts, kept_facts
@@ -49,7 +50,6 @@ _STOCK = ("transformers", "torch")
 _TRIED = range(3, 67)  # tokens that proofs feed
 _MANY_LABELS = 3
 TABLE = Path(__file__).with_name("facts.json")
-PROOFS = "hfscale.testing.proofs"  # imported when a proof is needed, here and nowhere else (pyproject.toml)
 _MOST = 256  # answers kept that no table has
 _log = logging.getLogger(__name__)
 Answers = dict[str, dict[str, dict[str, Any]]]  # class -> digest -> question -> answer
@@ -173,7 +173,7 @@ class Facts:
     def ask(
         self, question: str, model: Any, *about: str, stock: type | None = None, **given: Any
     ) -> Any:
-        """Return the answer to a question of :data:`hfscale.testing.proofs.PROOFS`, which is JSON. The question is
+        """Return the answer to a question that an extension proves, which is JSON. The question is
         ``about`` more than the model; the proof is ``given`` nothing else. The tiny clone of the class ``stock``
         answers, where ``model`` is one that was parallelized.
         """
@@ -196,7 +196,7 @@ class Facts:
                 self._told.add(kind)
                 told = "%s with this config is not among hfscale's facts: a tiny clone is run; its answers are kept %s"
                 _log.info(told, kind.__name__, self._kept.place)
-            answer, lasts = importlib.import_module(PROOFS).prove(question, model, **given)
+            answer, lasts = prove(question, model, **given)
         if lasts and key:
             self._note(kind, key, name, answer)
             self._kept.add(kind.__name__, key, name, answer)
@@ -208,6 +208,18 @@ class Facts:
 
     def _note(self, kind: type, key: str, name: str, answer: Any) -> None:
         self.proved.setdefault(kind.__name__, {}).setdefault(key, {})[name] = answer
+
+
+def prove(question: str, model: Any, **given: Any) -> tuple[Any, bool]:
+    """Prove an answer now; return it as JSON has it, and whether it holds for all sizes."""
+    proof = provided("proofs", question)
+    if proof is None:
+        raise PlanError(
+            f"{type(model).__name__} must be among hfscale's facts, or an extension must prove {question!r}, got "
+            f"proofs of {sorted(added('proofs'))}: install hfscale with its extras"
+        )
+    answer, lasts = proof(model, **given)
+    return json.loads(json.dumps(answer)), lasts
 
 
 _facts = Facts(kept_facts())

@@ -5,6 +5,7 @@ import json
 import os
 from contextlib import suppress
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ import torch
 import transformers
 
 from ..config.environment import cache_directory, is_first_of_job
+from ..extensions import added
 
-_PROOFS = Path(__file__).parents[1] / "testing" / "proofs"
 Answers = dict[str, Any]  # question -> answer
 
 
@@ -51,16 +52,13 @@ class KeptFacts:
         with suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
             aside.write_text(text)
-            aside.replace(
-                path
-            )  # a reader sees all of it or nothing; of two writers at once the later one counts
+            # A reader sees all of it or nothing; of two writers at once the later one counts.
+            aside.replace(path)
 
     def _path(self, kind: str, digest: str) -> Path | None:
-        return (
-            None
-            if self._directory is None
-            else self._directory / "facts" / _situation() / f"{kind}-{digest}.json"
-        )
+        if self._directory is None:
+            return None
+        return self._directory / "facts" / _situation() / f"{kind}-{digest}.json"
 
 
 @cache
@@ -72,5 +70,9 @@ def kept_facts() -> KeptFacts:
 @cache
 def _situation() -> str:
     """Return a name for all that the proofs' answers depend on besides the model."""
-    code = b"".join(path.read_bytes() for path in sorted(_PROOFS.rglob("*.py")))
-    return f"transformers-{transformers.__version__}-torch-{torch.__version__}-{hashlib.sha256(code).hexdigest()[:8]}"
+    modules = {place.partition(":")[0] for place in added("proofs").values()}
+    origins = [getattr(find_spec(module), "origin", None) for module in sorted(modules)]
+    folders = sorted({Path(origin).parent for origin in origins if origin})
+    files = sorted({path for folder in folders for path in folder.rglob("*.py")})
+    code = hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:8]
+    return f"transformers-{transformers.__version__}-torch-{torch.__version__}-{code}"

@@ -10,14 +10,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import hfscale
 from hfscale import ParallelConfig
+from hfscale.extras.proofs.infer.search_blueprint import infer
 from hfscale.models import class_source, facts
 from hfscale.models.blueprint import as_data, from_data
 from hfscale.models.class_source import _without_comments, source_hash
 from hfscale.models.clone import tiny_clone
 from hfscale.models.facts import _config_classes, digest
 from hfscale.models.kept_facts import KeptFacts
-from hfscale.testing import proofs
-from hfscale.testing.proofs.infer.search_blueprint import infer
 
 from ..families import config_of
 from ..proved_anew import proved_anew
@@ -37,9 +36,9 @@ def _digest(model: Any) -> str:
 def proved(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The questions that are proved from here on."""
     asked: list[str] = []
-    real = proofs.prove
+    real = facts.prove
     monkeypatch.setattr(
-        proofs, "prove", lambda question, *a, **k: asked.append(question) or real(question, *a, **k)
+        facts, "prove", lambda question, *a, **k: asked.append(question) or real(question, *a, **k)
     )
     return asked
 
@@ -179,7 +178,7 @@ def test_what_names_sizes_is_not_for_other_models() -> None:
 
 def test_models_of_one_digest_that_differ_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        proofs, "prove", lambda question, model: (model.config.num_hidden_layers, True)
+        facts, "prove", lambda question, model: (model.config.num_hidden_layers, True)
     )
     with proved_anew(doubted=True) as known:
         assert [

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 import hfscale
 from hfscale import ConfigError, ParallelConfig, PlanError
 from hfscale.models.clone import tiny_clone
+from hfscale.models.facts import prove
 from hfscale.plan.feature_plans import TowersPlan
 from hfscale.testing import RankPool, assert_layout_equal
 from hfscale.testing.picture_configs import with_pictures
@@ -21,7 +22,6 @@ from hfscale.testing.picture_parity import (
     join_pictures,
     make_picture,
 )
-from hfscale.testing.proofs import prove
 
 from ..tiny_models import needs
 

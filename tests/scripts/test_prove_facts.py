@@ -11,8 +11,8 @@ from prove_facts import LAYOUTS, as_text, cases, differences, prove, read, writt
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 import hfscale
+from hfscale.models import facts
 from hfscale.models.facts import TABLE, Facts
-from hfscale.testing import proofs
 
 pytestmark = [
     pytest.mark.skipif(
@@ -70,7 +70,7 @@ def test_plans_of_its_families_run_nothing(
     family: str, layout: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        proofs, "prove", lambda question, *_, **__: pytest.fail(f"{question} is not in the table")
+        facts, "prove", lambda question, *_, **__: pytest.fail(f"{question} is not in the table")
     )
     auto_class = AutoModelForSeq2SeqLM if family == "t5" else AutoModelForCausalLM
     config = AutoConfig.for_model(

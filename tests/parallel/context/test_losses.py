@@ -17,10 +17,10 @@ from transformers import (
 
 import hfscale
 from hfscale import ParallelConfig
+from hfscale.extras.proofs.loss_proofs import prove_token_loss
 from hfscale.models.clone import tiny_clone
 from hfscale.models.precision import keep_float64
 from hfscale.testing import RankPool, assert_layout_equal, plain
-from hfscale.testing.proofs.loss_proofs import prove_token_loss
 
 from ...families import config_of
 from ...proved_anew import proved_anew

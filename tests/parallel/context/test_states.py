@@ -17,10 +17,10 @@ import hfscale
 from hfscale import ParallelConfig
 from hfscale._compat.transformers.recurrences import reads_by_functions
 from hfscale.distributed.ops.segments import Segments, keep_states_apart
+from hfscale.extras.proofs.probe import perturb
 from hfscale.models.precision import keep_float64
 from hfscale.plan.sequence_split import Split, starts_of
 from hfscale.testing import Case, RankPool, assert_layout_equal, count_traffic
-from hfscale.testing.proofs.probe import perturb
 
 from ...families import config_of
 from ...mixtures import EAGER

@@ -10,9 +10,9 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import hfscale
 from hfscale import ConfigError, RoutingConfig
+from hfscale.extras.proofs.choice_bias import prove_choice_bias
 from hfscale.parallel.experts.router_functions import bias_step
 from hfscale.testing import RankPool
-from hfscale.testing.proofs.choice_bias import prove_choice_bias
 from hfscale.train.runtime.shards import local_tensor
 from tests.parity.test_balance import _config, _microbatches
 from tests.tiny_models import needs

@@ -18,6 +18,10 @@ from transformers import (
 from hfscale import ParallelConfig, PlanError, plan
 from hfscale.api.blueprint_entry import as_python
 from hfscale.cli import main
+from hfscale.extras.proofs.infer import subject
+from hfscale.extras.proofs.infer.lockstep import prove
+from hfscale.extras.proofs.infer.search_blueprint import infer
+from hfscale.extras.proofs.infer.subject import Unproved, make_subject
 from hfscale.models import FAMILIES
 from hfscale.models.blueprint import TOLERANCE, Block, Blueprint
 from hfscale.models.clone import tiny_clone
@@ -25,10 +29,6 @@ from hfscale.models.fields import query_key_value
 from hfscale.plan.drafting import resolve
 from hfscale.plan.drafting.resolve import find_blueprint
 from hfscale.testing import Case, RankPool, assert_layout_equal
-from hfscale.testing.proofs.infer import subject
-from hfscale.testing.proofs.infer.lockstep import prove
-from hfscale.testing.proofs.infer.search_blueprint import infer
-from hfscale.testing.proofs.infer.subject import Unproved, make_subject
 from tests.remote_code import write_checkpoint
 from tests.tiny_models import tiny
 

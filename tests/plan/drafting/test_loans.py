@@ -9,10 +9,10 @@ import torch
 from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
 from hfscale import ParallelConfig
+from hfscale.extras.proofs.layer_probes import proved
 from hfscale.models.clone import tiny_clone
 from hfscale.plan.drafting.boundary_modules import candidate
 from hfscale.plan.stages import Loan
-from hfscale.testing.proofs.layer_probes import proved
 from tests.tiny_models import assign_stages
 
 TABLE = Loan(

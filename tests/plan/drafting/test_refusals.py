@@ -17,8 +17,8 @@ from transformers import (
 import hfscale
 from hfscale import ParallelConfig, PlanError, plan
 from hfscale.api.build_plan import build_plan
+from hfscale.extras.proofs.infer import search_blueprint as search
 from hfscale.models.clone import tiny_clone
-from hfscale.testing.proofs.infer import search_blueprint as search
 
 from ...families import config_of
 from ...proved_anew import proved_anew

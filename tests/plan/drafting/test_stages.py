@@ -28,13 +28,13 @@ from transformers import (
 from hfscale import ConfigError, ParallelConfig, PlanError
 from hfscale.api.build_plan import build_plan
 from hfscale.config.schedules import SCHEDULES, default_virtual_stages
+from hfscale.extras.proofs import layer_probes as passage
+from hfscale.extras.proofs import probe as probes
 from hfscale.models.clone import tiny_clone
 from hfscale.parallel.pipeline.orders import order
 from hfscale.parallel.pipeline.timeline import stage_ranks
 from hfscale.plan import Plan, Stage, StagePlan, to_json
 from hfscale.plan.stages import Tie, place_stages
-from hfscale.testing.proofs import layer_probes as passage
-from hfscale.testing.proofs import probe as probes
 from tests.proved_anew import proved_anew
 from tests.tiny_models import assign_stages, tiny
 

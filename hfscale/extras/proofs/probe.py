@@ -16,7 +16,7 @@ from ...models.clone import tiny_clone
 from ...models.fields import text_config
 from ...models.module_kinds import takes_routes
 from ...plan.drafting.boundary_modules import PROBED
-from ..differences import difference
+from ...testing.differences import difference
 
 _LARGEST = 30_000_000  # parameters of a clone: a second or two of first values
 

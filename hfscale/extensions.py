@@ -1,0 +1,109 @@
+"""Find what is added to hfscale from outside of its core: by ``hfscale/extras``, and by other packages.
+
+An extension is data, an :class:`Extension`: what it adds, by name, and the place of each, ``"module:name"``, which is
+imported when it is asked for. The core asks for what a slot holds, and knows no extension. Three ways lead in, and
+are the same afterwards: a package below ``hfscale/extras`` whose ``EXTENSION`` is one, an entry point of the group
+``hfscale.extensions`` in the metadata of an installed package, and :func:`register`.
+"""
+
+import importlib
+import pkgutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from functools import cache
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+from .errors import ConfigError
+
+GROUP = "hfscale.extensions"
+_OWN = "extras"
+
+
+@dataclass(frozen=True)
+class Extension:
+    """What an extension adds. A place is ``"module:name"``; nothing is imported before it is used."""
+
+    name: str
+    exports: Mapping[str, str] = field(default_factory=dict)
+    """Name of ``hfscale`` -> its place."""
+    commands: Mapping[str, str] = field(default_factory=dict)
+    """Subcommand of ``hfscale`` -> its module, which has ``HELP``, ``EXAMPLE``, ``add_arguments`` and ``run``."""
+    proofs: Mapping[str, str] = field(default_factory=dict)
+    """Question about a model class -> the place of its proof, for :func:`hfscale.models.facts.ask`."""
+    plan_parts: Mapping[str, str] = field(default_factory=dict)
+    """Feature -> the place of its planning function, called behind those of ``hfscale/api/assemble.py``."""
+    parts: Mapping[str, str] = field(default_factory=dict)
+    """Feature -> the place of its :class:`~hfscale.train.runtime.Part`, installed before what guards the model."""
+
+    def __post_init__(self) -> None:
+        for slot in SLOTS:
+            for name, place in getattr(self, slot).items():
+                if slot != "commands" and ":" not in place:
+                    raise ConfigError(
+                        f"{slot} of the extension {self.name!r} must be places, as 'package.module:name', "
+                        f"got {place!r} for {name!r}"
+                    )
+
+
+SLOTS = tuple(each.name for each in fields(Extension) if each.name != "name")
+_registered: dict[str, Extension] = {}
+
+
+def register(extension: Extension) -> None:
+    """Add an extension to this process, before it builds a model; one of the same name is replaced."""
+    _registered[extension.name] = extension
+    _found.cache_clear()
+
+
+def added(slot: str) -> dict[str, str]:
+    """Return what all extensions add to a slot: name -> place. A name that two of them add is refused."""
+    return _found()[slot]
+
+
+def provided(slot: str, name: str) -> Any:
+    """Import and return what an extension adds under a name; None if none does."""
+    place = added(slot).get(name)
+    return None if place is None else _at(place)
+
+
+def all_provided(slot: str) -> list[Any]:
+    """Import and return all that extensions add to a slot, in the order of their names."""
+    return [_at(place) for _, place in sorted(added(slot).items())]
+
+
+def _at(place: str) -> Any:
+    module, _, name = place.partition(":")
+    found = importlib.import_module(module)
+    return getattr(found, name) if name else found
+
+
+@cache
+def _found() -> dict[str, dict[str, str]]:
+    by_slot: dict[str, dict[str, str]] = {slot: {} for slot in SLOTS}
+    owners: dict[tuple[str, str], str] = {}
+    for extension in _extensions():
+        for slot, places in by_slot.items():
+            for name, place in getattr(extension, slot).items():
+                owner = owners.setdefault((slot, name), extension.name)
+                if owner != extension.name:
+                    raise ConfigError(
+                        f"{name!r} must be added to {slot} by one extension, got it from {owner!r} and "
+                        f"{extension.name!r}: leave one of them out"
+                    )
+                places[name] = place
+    return by_slot
+
+
+def _extensions() -> Iterator[Extension]:
+    """Yield every extension once: own ones, those of installed packages, and registered ones, which come first."""
+    found = dict(_registered)
+    folder = str(Path(__file__).with_name(_OWN))
+    for module in sorted(each.name for each in pkgutil.iter_modules([folder])):
+        own = _at(f"{__package__}.{_OWN}.{module}:EXTENSION")
+        found.setdefault(own.name, own)
+    for entry in entry_points(group=GROUP):
+        other = entry.load()
+        found.setdefault(other.name, other)
+    yield from found.values()

@@ -1,0 +1,30 @@
+"""Prove facts about a model class that plans need: each proof runs a tiny clone, or the model without memory.
+
+:mod:`hfscale.models.facts` asks for them where its table has no answer; ``scripts/prove_facts.py`` writes the table
+with them. A proof returns its answer, which is JSON, and whether it holds for all models of the same digest, whatever
+their sizes.
+"""
+
+from ...extensions import Extension
+
+_HERE = "hfscale.extras.proofs"
+
+EXTENSION = Extension(
+    name="proofs",
+    proofs={
+        "blueprint": f"{_HERE}.infer.search_blueprint:prove_blueprint",
+        "choice bias": f"{_HERE}.choice_bias:prove_choice_bias",
+        "completed": f"{_HERE}.infer.search_blueprint:prove_completed",
+        "documents": f"{_HERE}.loss_proofs:prove_documents",
+        "entry": f"{_HERE}.layer_probes:prove_entry",
+        "loan": f"{_HERE}.layer_probes:prove_loan",
+        "loss": f"{_HERE}.loss_proofs:prove_loss",
+        "mixing": f"{_HERE}.mixing:prove_mixing",
+        "own loss": f"{_HERE}.loss_proofs:prove_own_loss",
+        "passage": f"{_HERE}.layer_probes:prove_passage",
+        "reach": f"{_HERE}.layer_probes:prove_reach",
+        "score scaling": f"{_HERE}.score_scaling:prove_score_scaling",
+        "token loss": f"{_HERE}.loss_proofs:prove_token_loss",
+        "unused": f"{_HERE}.layer_probes:prove_unused",
+    },
+)
