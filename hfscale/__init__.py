@@ -6,6 +6,7 @@ from types import ModuleType
 from typing import Any
 
 from .errors import CheckpointError, ConfigError, HFScaleError, MeshError, PlanError
+from .extensions import added, provided
 
 __version__ = "0.1.0"
 
@@ -25,7 +26,6 @@ _MODULES = {
         "verify_experts",
         "wait_for_saves",
     ],
-    ".checkpoint.upcycle.upcycle": ["upcycle"],
     ".config.parallel": ["ParallelConfig"],
     ".config.float8": ["Float8Config"],
     ".cost.tools.estimate": ["estimate"],
@@ -39,7 +39,6 @@ _MODULES = {
     ".distributed.ops.token_scores": ["TokenScores"],
     ".optim": ["create_optimizer"],
     ".api.build": ["from_config", "from_pretrained", "parallelize", "plan"],
-    ".parallel.pipeline.record": ["record_schedule"],
     ".integrations.trainer": [
         "Seq2SeqTrainer",
         "StatesInMemoryCallback",
@@ -66,32 +65,26 @@ _MODULES = {
 }
 _SUBMODULES = ("trl",)
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
-__all__ = sorted(
-    [
-        "CheckpointError",
-        "ConfigError",
-        "HFScaleError",
-        "MeshError",
-        "PlanError",
-        "__version__",
-        *_MODULE_OF,
-    ]
-)
+_ERRORS = ["CheckpointError", "ConfigError", "HFScaleError", "MeshError", "PlanError"]
 
 
 def __getattr__(name: str) -> Any:
     if name in _SUBMODULES:
         return importlib.import_module(f".{name}", __name__)
-    if name not in _MODULE_OF:
+    if name == "__all__":
+        return sorted(["__version__", *_ERRORS, *_MODULE_OF, *added("exports")])
+    if name not in _MODULE_OF and (name.startswith("__") or name not in added("exports")):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     importlib.import_module("._compat.versions", __name__).check_versions()
+    if name not in _MODULE_OF:
+        return provided("exports", name)
     value = getattr(importlib.import_module(_MODULE_OF[name], __name__), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__getattr__("__all__")})
 
 
 class _Package(ModuleType):

@@ -19,7 +19,7 @@ from transformers import LlamaConfig, PreTrainedConfig, Qwen3MoeConfig
 
 import hfscale
 from hfscale import ParallelConfig
-from hfscale.cli.schedule_drawing.schedule_plot import IDLE, draw
+from hfscale.extras.schedules.schedule_plot import IDLE, draw
 from hfscale.parallel.pipeline.orders import order
 from hfscale.parallel.pipeline.simulation import Costs, simulate
 from hfscale.plan import ParameterPlan

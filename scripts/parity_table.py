@@ -21,8 +21,7 @@ from hfscale.testing import Case, RankPool, measure_parity
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.mixtures import EAGER, gpt_oss, qwen2_moe, qwen3_moe
-from tests.parity.test_experts import LAYOUTS as EXPERT_LAYOUTS
-from tests.parity.test_experts import SEQUENCE
+from tests.parity.test_experts import LAYOUTS as EXPERT_LAYOUTS, SEQUENCE
 from tests.parity.test_layouts import LAYOUTS, MODELS
 from tests.parity.test_pipeline import SCHEDULES, deep
 from tests.tiny_models import tiny

@@ -14,13 +14,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import _composable_state as composable
-from torch.distributed import _functional_collectives as functional_collectives
-from torch.distributed import distributed_c10d
+from torch.distributed import (
+    _composable_state as composable,
+    _functional_collectives as functional_collectives,
+    distributed_c10d,
+)
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import _get_current_function_mode_stack
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._python_dispatch import _disable_current_modes as without_dispatch_modes
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes as without_dispatch_modes,
+)
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils._triton import has_triton as triton_works
 from torch.utils.checkpoint import create_selective_checkpoint_contexts

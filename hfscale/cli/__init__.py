@@ -14,6 +14,7 @@ from .._compat.standard_library import flags_of
 from ..config.declared import declared
 from ..config.layout import LayoutFields, check_name
 from ..errors import ConfigError, HFScaleError, check_count, meant
+from ..extensions import added, provided
 from .model_flags import bytes_of, check_place, tokens_of
 
 _NAMES = (
@@ -25,23 +26,18 @@ _NAMES = (
     "calibrate",
     "verify",
     "blueprint",
-    "schedule",
     "convert",
     "inspect",
     "merge",
-    "upcycle",
     "doctor",
     "bench",
     "completion",
 )
-_WITHOUT_JSON = (
-    "train",
-    "drill",
-    "calibrate",
-)  # the first has its own, the others write lines and files
 _COMMANDS = {name: import_module(f".cmd_{name}", __name__) for name in _NAMES}
+_COMMANDS |= {name: provided("commands", name) for name in sorted(added("commands"))}
 """Modules, described by their docstrings, with ``HELP``, ``EXAMPLE``, ``add_arguments(parser)`` and ``run(arguments)``,
-which returns an exit code if that is not 0."""
+which returns an exit code if that is not 0. ``COUNTS`` of one are flags of its own that take a count; ``JSON`` is False
+where it writes lines or files alone."""
 
 _EXAMPLES = """examples:
   hfscale plan Qwen/Qwen3-8B --tp 2 --dp-shard 4
@@ -56,9 +52,6 @@ _COUNTS = (
     "virtual_stages",
     "powersgd_rank",
     "rank",
-    "num_experts",
-    "top_k",
-    "every",
     "steps",
     "width",
     "gpus_per_node",
@@ -174,7 +167,7 @@ def _parser() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         command.add_arguments(made[name])
-        if name not in _WITHOUT_JSON:
+        if getattr(command, "JSON", True):
             made[name].add_argument(
                 "--json", action="store_true", help="print JSON instead of text"
             )
@@ -193,7 +186,8 @@ def check_early(arguments: argparse.Namespace) -> None:
             check_count(each.name, _number(given[each.dest]))
         elif each.dest in given and each.choices:
             check_name(each, given[each.dest])
-    for name in given.keys() & set(_COUNTS):
+    counts = {*_COUNTS, *getattr(_COMMANDS.get(given.get("command", "")), "COUNTS", ())}
+    for name in given.keys() & counts:
         check_count(_flag(name), _number(given[name]))
     for name in given.keys() & set(_TOKENS):
         setattr(arguments, name, tokens_of(given[name], _flag(name)))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigError
-from .look import check_writable, print_json, working
+from .look import check_drawing, check_writable, print_json, working
 from .model_flags import bytes_of
 
 if TYPE_CHECKING:
@@ -40,7 +40,6 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.processes is not None and arguments.processes < 2:
         raise ConfigError(f"--processes must be at least 2, got {arguments.processes}")
     from .bench_collectives import draw
-    from .schedule_drawing.schedule_plot import check_drawing
 
     if arguments.out is not None:
         check_drawing(arguments.out)

@@ -10,6 +10,7 @@ from .look import check_writable, print_json, working
 
 HELP = "measure this machine, GPU or CPU, for hfscale estimate and search"
 _SIZES = (4 << 10, 1 << 20, 16 << 20)  # bytes of the messages for measuring links
+JSON = False
 EXAMPLE = "hfscale calibrate --out mine.json && hfscale estimate MODEL --hardware mine.json"
 
 

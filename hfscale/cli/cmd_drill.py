@@ -9,6 +9,7 @@ from ..recipes import check_installed
 from .look import working
 
 HELP = "rehearse failures: kill and stop ranks of a recipe's run at random, and compare its end"
+JSON = False
 EXAMPLE = (
     """hfscale drill demo_pretrain training.steps=60 training.save_every=5 --kills 20 --seed 1"""
 )

@@ -22,11 +22,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--accumulate", type=int, metavar="N", help="microbatches of a step, also without stages"
     )
-    flags.add_html(parser)
+    flags.add_reports(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:
-    check_writable(arguments.html)
+    check_writable(*flags.reports_of(arguments).values())
     from ..cost.tools.estimate import estimate
 
     layout = flags.layout_of(arguments)
@@ -41,4 +41,4 @@ def run(arguments: argparse.Namespace) -> None:
         **flags.plan_arguments(arguments),
     )
     show(arguments, found.to_dict(), str(found))
-    flags.write_html(arguments.html, found, f"{arguments.model}: {found.layout}")
+    flags.write_reports(arguments, found, f"{arguments.model}: {found.layout}")

@@ -39,11 +39,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--its-tokens-per-step", metavar="N", help="the batch that --learning-rate was tuned for"
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write a recipe for hfscale train")
-    flags.add_html(parser)
+    flags.add_reports(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:
-    check_writable(arguments.out, arguments.html)
+    check_writable(arguments.out, *flags.reports_of(arguments).values())
     from ..cost.model.machines_known import constants_of, evidence, find_machine
     from ..cost.tools.model_summary import summarize
     from ..cost.tools.search import search
@@ -94,7 +94,7 @@ def run(arguments: argparse.Namespace) -> None:
         print(f"\nweights in {dtype}, mixed precision {mixed}, {optimizer}.\n{rates}.\n{seconds}.")
         print("Prove a layout with `hfscale verify`, see its terms with `hfscale estimate`.")
         _print_rules(arguments, found.tokens)
-    flags.write_html(arguments.html, found, f"{arguments.model} on {found.gpus} x {machine.name}")
+    flags.write_reports(arguments, found, f"{arguments.model} on {found.gpus} x {machine.name}")
     if arguments.out is not None:
         _write(arguments, found, training)
 

@@ -12,6 +12,7 @@ from ..recipes import check_installed
 from .look import show
 
 HELP = "train what a recipe says: pretraining, fine-tuning, adapters, in any layout"
+JSON = False
 EXAMPLE = """hfscale train demo_pretrain
 hfscale train demo_lora training.steps=20 parallel.tp_size=1 parallel.dp_shard_size=2
 hfscale train my_recipe.yaml --print-launch

@@ -3,11 +3,13 @@
 import argparse
 import json
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
 
+_PICTURES = (".png", ".svg")
 _STAGING = ".incomplete"  # left by a killed command, and removed by the next one
 
 
@@ -75,3 +77,12 @@ def check_target(out: Path, overwrite: bool, **sources: Path | str) -> None:
         raise ConfigError(
             f"OUT {out} has files already ({shown}): name another directory, or replace them (--overwrite)"
         )
+
+
+def check_drawing(path: Path) -> None:
+    """Check that a picture can be written, before anything is computed for it."""
+    if path.suffix.lower() not in _PICTURES:
+        raise ConfigError(f"{path} has the suffix {path.suffix!r}: use {' or '.join(_PICTURES)}")
+    check_writable(path)
+    if find_spec("matplotlib") is None:
+        raise ConfigError("drawing needs matplotlib: pip install 'hfscale[plots]'")

@@ -14,6 +14,7 @@ from ..config.memory import byte_count
 from ..config.sections import ESTIMATED_PRECISIONS
 from ..distributed.files.replace import finish_move
 from ..errors import ConfigError, written_like_a_path
+from ..extensions import added, provided
 
 if TYPE_CHECKING:
     from ..config.parallel import ParallelConfig
@@ -197,19 +198,24 @@ def add_machine_arguments(parser: Adds) -> None:
     parser.add_argument("--sequence-length", default="4096", metavar="N", help=told)
 
 
-def add_html(parser: Adds) -> None:
-    """Add ``--html``, for :func:`write_html`."""
-    parser.add_argument(
-        "--html", type=Path, metavar="FILE", help="write a page with pictures as well"
-    )
+def add_reports(parser: Adds) -> None:
+    """Add a flag for each format in which an extension writes reports, for :func:`write_reports`."""
+    for name in sorted(added("reports")):
+        parser.add_argument(
+            f"--{name}", type=Path, metavar="FILE", help="write a page with pictures as well"
+        )
 
 
-def write_html(target: Path | None, found: Any, title: str) -> None:
-    """Write the page of an estimate or a search, if asked for."""
-    if target is not None:
-        from ..cost.tools.html import page_of
+def reports_of(arguments: argparse.Namespace) -> dict[str, Path]:
+    """Return the reports that are asked for: format -> file."""
+    asked = {name: getattr(arguments, name) for name in sorted(added("reports"))}
+    return {name: target for name, target in asked.items() if target is not None}
 
-        target.write_text(page_of(found, title))
+
+def write_reports(arguments: argparse.Namespace, found: Any, title: str) -> None:
+    """Write the reports of an estimate or a search that are asked for."""
+    for name, target in reports_of(arguments).items():
+        target.write_text(provided("reports", name)(found, title))
 
 
 def add_layout_arguments(parser: argparse.ArgumentParser) -> None:

@@ -36,8 +36,9 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 
 import hfscale
 from hfscale.config.schedules import default_virtual_stages
-from hfscale.parallel.pipeline.chrome_trace import Recorder, merge_records, write_trace
+from hfscale.extras.schedules.chrome_trace import merge_records, write_trace
 from hfscale.parallel.pipeline.orders import order
+from hfscale.parallel.pipeline.recorder import Recorder
 from hfscale.parallel.pipeline.simulation import Costs, simulate
 from hfscale.parallel.pipeline.timeline import GRADIENT, Action, Order, Timeline, stage_ranks
 from hfscale.parallel.pipeline.transfers import rank_programs, run_program

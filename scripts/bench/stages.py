@@ -36,7 +36,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import hfscale
 from hfscale.config.schedules import default_virtual_stages
-from hfscale.parallel.pipeline.chrome_trace import Recorder
+from hfscale.parallel.pipeline.recorder import Recorder
 from hfscale.testing import RankPool
 from hfscale.train.runtime import runtime_of
 

@@ -10,9 +10,9 @@ import pytest
 
 from hfscale import ParallelConfig
 from hfscale.cli import main
-from hfscale.cli.schedule_drawing.command import render
-from hfscale.cli.schedule_drawing.schedule_plot import draw, title
-from hfscale.parallel.pipeline.chrome_trace import read_runs, write_trace
+from hfscale.extras.schedules.chrome_trace import read_runs, write_trace
+from hfscale.extras.schedules.draw import render
+from hfscale.extras.schedules.schedule_plot import draw, title
 from hfscale.parallel.pipeline.csv_table import read_csv
 from hfscale.parallel.pipeline.orders import order
 from hfscale.parallel.pipeline.simulation import Costs, simulate

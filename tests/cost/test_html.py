@@ -9,8 +9,8 @@ import pytest
 import hfscale
 from hfscale import ParallelConfig
 from hfscale.cli import main
-from hfscale.cost.tools.html import page_of
 from hfscale.cost.tools.search import search
+from hfscale.extras.html_report.page import page_of
 
 from ..tiny_models import tiny
 from .test_search import SMALL, facts

@@ -7,8 +7,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import AutoConfig, BartConfig, BartForConditionalGeneration, BertConfig
-from transformers import BertForSequenceClassification as Classifier
+from transformers import (
+    AutoConfig,
+    BartConfig,
+    BartForConditionalGeneration,
+    BertConfig,
+    BertForSequenceClassification as Classifier,
+)
 
 import hfscale
 from hfscale import ConfigError, ParallelConfig, PlanError

@@ -5,8 +5,7 @@ from math import prod
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from hfscale.plan import Cut, ParameterPlan, write_share
 from hfscale.plan.cut import cut_shape

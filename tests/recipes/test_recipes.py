@@ -20,8 +20,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 from hfscale.cli import main
 from hfscale.cli.cmd_train import memory_limit_flags
 from hfscale.recipes.read import load_recipe
-from hfscale.recipes.run import adapter_of, quantization_of
-from hfscale.recipes.run import carry_out as finetune
+from hfscale.recipes.run import adapter_of, carry_out as finetune, quantization_of
 from hfscale.recipes.schema import FinetuneRecipe, PretrainRecipe, RecipeError
 from hfscale.testing import RankPool
 

@@ -91,7 +91,9 @@ def _is_known(parts: list[str]) -> bool:
             rest = parts[depth + 1 :]
             return not rest or rest[0] in _words(place / f"{part}.py")
         else:
-            return part in _words(place / "__init__.py") or part.startswith("__")
+            return part in _words(place / "__init__.py") | _words(
+                place / "__init__.pyi"
+            ) or part.startswith("__")
     return True
 
 

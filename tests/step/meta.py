@@ -22,8 +22,8 @@ from hfscale.cost.tools.simulated_rank import (
     WAITING,
     Answer,
     SimulatedRank,
+    simulated_rank as pretended_gpus,
 )
-from hfscale.cost.tools.simulated_rank import simulated_rank as pretended_gpus
 from hfscale.train.runtime import runtime_of
 
 from .collectives import DTYPES

@@ -15,8 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from transformers import AttentionInterface, AttentionMaskInterface, Cache, masking_utils
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, and_masks
-from transformers.masking_utils import padding_mask_function as leave_out_padding
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    and_masks,
+    padding_mask_function as leave_out_padding,
+)
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

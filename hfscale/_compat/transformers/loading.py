@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers import initialization as host_init
+from transformers import PreTrainedModel, initialization as host_init
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module

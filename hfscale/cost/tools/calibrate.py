@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 from torch.nn import functional
-from torch.utils.benchmark.utils.timer import Timer
-from torch.utils.benchmark.utils.timer import timer as default_timer
+from torch.utils.benchmark.utils.timer import Timer, timer as default_timer
 from transformers import LlamaConfig, LlamaModel
 
 from ..._compat.torch_device import accelerators, device_module, is_accelerator

@@ -19,8 +19,8 @@ from ..._compat.liger import (
     give_kernels,
     is_installed,
     keep_gradients,
+    switches_of as switches_of_family,
 )
-from ..._compat.liger import switches_of as switches_of_family
 from ..._compat.transformers.classes import class_name
 from ...errors import ConfigError
 from ...models.module_kinds import holds_experts, takes_routes

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..._compat.torch import is_view
 from ...distributed.ops.collectives import waiting
-from .chrome_trace import Recorder
+from .recorder import Recorder
 from .split import Split, backward_of_input, backward_of_weights
 from .timeline import Action, Kind
 

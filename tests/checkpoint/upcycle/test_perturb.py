@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import hfscale
-from hfscale.checkpoint.upcycle.expert_tensors import Variation, open_whole
 from hfscale.distributed.files.reader import TensorOnDisk
+from hfscale.extras.upcycle.expert_tensors import Variation, open_whole
 
 from ...tensor_memory import follow_memory
 from .dense import save_dense, stored
@@ -115,7 +115,7 @@ def test_every_tensor_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(TensorOnDisk, "read", count)
     opened = open_whole(source)
     call = importlib.import_module(
-        "hfscale.checkpoint.upcycle.upcycle"
+        "hfscale.extras.upcycle.upcycle"
     )  # hfscale.upcycle is the function
     monkeypatch.setattr(call, "open_whole", lambda _: opened)
     hfscale.upcycle(source, tmp_path / "mixture", noise=0.1)

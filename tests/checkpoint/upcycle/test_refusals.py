@@ -13,9 +13,9 @@ from transformers.models.llama import LlamaForSequenceClassification
 
 import hfscale
 from hfscale import CheckpointError, ConfigError
-from hfscale.checkpoint.upcycle import expert_tensors
-from hfscale.checkpoint.upcycle.expert_tensors import Upcycling
-from hfscale.checkpoint.upcycle.moe_targets import upcycled_config
+from hfscale.extras.upcycle import expert_tensors
+from hfscale.extras.upcycle.expert_tensors import Upcycling
+from hfscale.extras.upcycle.moe_targets import upcycled_config
 
 from .dense import SMALL, distance, load, save_dense, stored
 
@@ -75,7 +75,7 @@ from .dense import SMALL, distance, load, save_dense, stored
             "gemma",
             {"head_dim": 8},
             {},
-            "knows no mixture of experts with its layers.*hfscale/checkpoint/upcycle/moe_targets.py",
+            "knows no mixture of experts with its layers.*hfscale/extras/upcycle/moe_targets.py",
         ),
         (
             "llama",

@@ -9,7 +9,7 @@ import torch
 from transformers import GenerationConfig
 
 import hfscale
-from hfscale.checkpoint.upcycle.moe_targets import FAMILIES
+from hfscale.extras.upcycle.moe_targets import FAMILIES
 
 from .dense import IDS, distance, load, logits, save_dense, stored
 

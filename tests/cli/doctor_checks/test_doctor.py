@@ -12,9 +12,7 @@ import torch
 
 from hfscale.cli import main
 from hfscale.cli.bench_collectives import MeasurementError
-from hfscale.cli.doctor_checks import Finding
-from hfscale.cli.doctor_checks import recipe_check as recipe
-from hfscale.cli.doctor_checks import this_machine as machine
+from hfscale.cli.doctor_checks import Finding, recipe_check as recipe, this_machine as machine
 from hfscale.recipes.read import read_recipe
 from hfscale.testing import RankPool
 

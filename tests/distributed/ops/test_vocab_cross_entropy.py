@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch.nn import functional as F
 
 from hfscale.distributed.ops.vocab_cross_entropy import VocabularySlice, vocab_cross_entropy

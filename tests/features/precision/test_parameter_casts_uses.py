@@ -25,8 +25,7 @@ from ...integrations import test_accelerator as accelerator
 from ...integrations.trainer import script as trainer
 from ...sweeps import cases
 from ...tiny_models import tiny
-from ..quantization import models as quantized
-from ..quantization import test_training as quantized_steps
+from ..quantization import models as quantized, test_training as quantized_steps
 
 Pools = Callable[[int], RankPool]
 CAST: dict[str, Any] = {"mixed_precision": "bf16_params", "dtype": torch.float32}

@@ -18,8 +18,7 @@ from hfscale.testing import RankPool
 from hfscale.train.runtime import runtime_of
 
 from .models import Layout, four_bits, load, save, stock, tokens, wide
-from .test_experts import LAYOUTS as EXPERT_LAYOUTS
-from .test_experts import mixture
+from .test_experts import LAYOUTS as EXPERT_LAYOUTS, mixture
 
 Pools = Callable[[int], RankPool]
 

@@ -13,8 +13,7 @@ from typing import Any
 from hfscale.config.parallel import ParallelConfig
 
 from ..children import Ended, Note, await_all, in_a_child, join_group
-from ..judge import Verdict as Verdict
-from ..judge import failed
+from ..judge import Verdict as Verdict, failed
 from .data import MIXTURES, make_model
 from .draw import Draw
 from .script import Place, run, save_rows

@@ -8,14 +8,9 @@ from pathlib import Path
 import pytest
 
 from hfscale.errors import ConfigError
-from hfscale.parallel.pipeline.chrome_trace import (
-    Record,
-    Recorder,
-    merge_records,
-    read_runs,
-    write_trace,
-)
+from hfscale.extras.schedules.chrome_trace import merge_records, read_runs, write_trace
 from hfscale.parallel.pipeline.orders import order
+from hfscale.parallel.pipeline.recorder import Record, Recorder
 from hfscale.parallel.pipeline.simulation import simulate
 from hfscale.parallel.pipeline.timeline import Action, Span
 

@@ -12,9 +12,9 @@ import torch
 import hfscale
 from hfscale import ConfigError, ParallelConfig
 from hfscale.cli import main
-from hfscale.parallel.pipeline.chrome_trace import last_whole_step, read_runs
+from hfscale.extras.schedules.chrome_trace import last_whole_step, read_runs
+from hfscale.extras.schedules.record import split_steps
 from hfscale.parallel.pipeline.orders import order
-from hfscale.parallel.pipeline.record import split_steps
 from hfscale.parallel.pipeline.timeline import Action, Span, Timeline
 from hfscale.testing import RankPool
 from tests.tiny_models import tiny

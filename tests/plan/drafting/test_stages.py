@@ -28,8 +28,7 @@ from transformers import (
 from hfscale import ConfigError, ParallelConfig, PlanError
 from hfscale.api.build_plan import build_plan
 from hfscale.config.schedules import SCHEDULES, default_virtual_stages
-from hfscale.extras.proofs import layer_probes as passage
-from hfscale.extras.proofs import probe as probes
+from hfscale.extras.proofs import layer_probes as passage, probe as probes
 from hfscale.models.clone import tiny_clone
 from hfscale.parallel.pipeline.orders import order
 from hfscale.parallel.pipeline.timeline import stage_ranks

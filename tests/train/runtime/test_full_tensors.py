@@ -10,8 +10,7 @@ import torch.distributed as dist
 import hfscale
 from hfscale import ParallelConfig
 from hfscale.testing import RankPool
-from hfscale.train.runtime import full_tensors as gathering
-from hfscale.train.runtime import runtime_of
+from hfscale.train.runtime import full_tensors as gathering, runtime_of
 
 from ...tiny_models import tiny
 

@@ -1,13 +1,11 @@
 """Draw timelines as pictures: matplotlib for PNG and SVG, imported on use."""
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...errors import ConfigError
+from ...cli.look import check_drawing
 from ...parallel.pipeline.timeline import Kind, Span, Timeline
-from ..look import check_writable
 
 
 class Look(NamedTuple):
@@ -29,7 +27,6 @@ LOOKS: dict[Kind, Look] = {
     "update": Look("update", "#c8413b", "U", (160, 167)),
 }
 IDLE = "#e9e9ec"
-_SUFFIXES = (".png", ".svg")
 _ROW_INCHES = 0.40
 _INCHES_PER_FORWARD = 0.27
 _EDGE = "#ffffff"
@@ -50,15 +47,6 @@ def title(timeline: Timeline) -> str:
     if len(updates) > 1 and (steady := timeline.steady_idle) is not None:
         parts.append(f"idle {100 * max(steady, 0):.1f} % once filled")
     return ", ".join(parts)
-
-
-def check_drawing(path: Path) -> None:
-    """Check that a picture can be written, before anything is computed for it."""
-    if path.suffix.lower() not in _SUFFIXES:
-        raise ConfigError(f"{path} has the suffix {path.suffix!r}: use {' or '.join(_SUFFIXES)}")
-    check_writable(path)
-    if find_spec("matplotlib") is None:
-        raise ConfigError("drawing needs matplotlib: pip install 'hfscale[plots]'")
 
 
 def draw(path: Path, timelines: Sequence[tuple[str, Timeline]]) -> None:

@@ -8,14 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ...cli.look import print_json
 from ...config.schedules import ASYNCHRONOUS, SCHEDULES, default_virtual_stages, spelled
 from ...errors import ConfigError
-from ...parallel.pipeline.chrome_trace import last_whole_step, read_runs, write_trace
 from ...parallel.pipeline.csv_table import read_csv, write_csv
 from ...parallel.pipeline.orders import order
 from ...parallel.pipeline.simulation import DEFAULT_COSTS, Costs, simulate
 from ...parallel.pipeline.timeline import KINDS, Kind, Order, Span, Timeline
-from ..look import print_json
+from .chrome_trace import last_whole_step, read_runs, write_trace
 from .schedule_plot import LOOKS, draw, forward_length, has_later_stages, shown_kinds, title
 
 _WIDEST_FORWARD = 4  # columns

@@ -5,9 +5,9 @@ starts no processes.
 import argparse
 from pathlib import Path
 
-from ..config.schedules import SCHEDULES
-from ..errors import ConfigError
-from .look import check_writable
+from ...cli.look import check_writable
+from ...config.schedules import SCHEDULES
+from ...errors import ConfigError
 
 HELP = "draw what a pipeline schedule does, and beside it how a run went"
 EXAMPLE = "hfscale schedule zbv --pp 4 --microbatches 8"
@@ -73,6 +73,6 @@ def run(arguments: argparse.Namespace) -> None:
         )
     arguments.schedule = next(iter(asked), None)
     check_writable(arguments.csv, arguments.out, arguments.save_trace)
-    from .schedule_drawing.command import run_schedule
+    from .draw import run_schedule
 
     run_schedule(arguments)

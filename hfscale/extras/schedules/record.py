@@ -19,10 +19,11 @@ from ..._compat.torch_device import device_module, is_accelerator
 from ...config.schedules import ASYNCHRONOUS
 from ...distributed.mesh import Mesh
 from ...errors import ConfigError, check_path
+from ...parallel.pipeline.recorder import Record, Recorder
+from ...parallel.pipeline.run import Pipeline
+from ...parallel.pipeline.timeline import Action, Span, Timeline
 from ...train.runtime import runtime_of
-from .chrome_trace import Record, Recorder, merge_records, write_trace
-from .run import Pipeline
-from .timeline import Action, Span, Timeline
+from .chrome_trace import merge_records, write_trace
 
 
 @contextmanager

@@ -6,9 +6,10 @@ no GPU.
 import argparse
 from pathlib import Path
 
-from .look import add_output, check_target, show
+from ...cli.look import add_output, check_target, show
 
 HELP = "turn a dense checkpoint into a mixture of experts that computes the same"
+COUNTS = ("num_experts", "top_k", "every")
 EXAMPLE = "hfscale upcycle path/to/dense out --num-experts 8 --top-k 2"
 
 
@@ -51,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     check_target(arguments.directory, arguments.overwrite, MODEL=arguments.model)
-    from ..checkpoint.upcycle.upcycle import upcycle
+    from .upcycle import upcycle
 
     names = ("num_experts", "top_k", "every", "noise", "reinitialize", "seed", "max_shard_size")
     given = {name: getattr(arguments, name) for name in names}

@@ -8,11 +8,11 @@ from html import escape
 from itertools import cycle
 from math import floor, log10
 
+from ...cost.tools.estimate import Estimate
+from ...cost.tools.fast_cost import CandidateCost
+from ...cost.tools.search import Search
 from ...parallel.pipeline.timeline import Timeline
 from ...plan.table import human
-from .estimate import Estimate
-from .fast_cost import CandidateCost
-from .search import Search
 
 _WIDTH = 960
 _LABEL = 70

@@ -4,7 +4,7 @@ Sparse upcycling (Komatsuzaki et al. 2023, "Sparse Upcycling: Training Mixture-o
 every expert a copy of the dense MLP and initializes the router at random. While the experts are equal a token's output
 is their output times the sum of its routing weights, so a target family must be able to normalize those to one.
 
-Everything here is names and numbers. :mod:`hfscale.checkpoint.upcycle.expert_tensors` makes the weights.
+Everything here is names and numbers. :mod:`hfscale.extras.upcycle.expert_tensors` makes the weights.
 """
 
 from collections.abc import Mapping
@@ -162,7 +162,7 @@ def find_family(config: PreTrainedConfig) -> Family:
         why = "hfscale knows no mixture of experts with its layers"
     raise ConfigError(
         f"a {kind!r} model cannot be upcycled: {why}. Upcycled are {known}; another family is an entry in "
-        "hfscale/checkpoint/upcycle/moe_targets.py"
+        "hfscale/extras/upcycle/moe_targets.py"
     )
 
 

@@ -1,1 +1,0 @@
-"""Upcycle a dense model to a mixture of experts."""

@@ -1,0 +1,7 @@
+"""Write an estimate, or a search of layouts, as a page with pictures."""
+
+from ...extensions import Extension
+
+EXTENSION = Extension(
+    name="html report", reports={"html": "hfscale.extras.html_report.page:page_of"}
+)

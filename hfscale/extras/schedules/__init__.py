@@ -1,0 +1,9 @@
+"""Look at pipeline schedules: draw them in the terminal or as a picture, record how a run's steps went."""
+
+from ...extensions import Extension
+
+EXTENSION = Extension(
+    name="schedules",
+    exports={"record_schedule": "hfscale.extras.schedules.record:record_schedule"},
+    commands={"schedule": "hfscale.extras.schedules.command"},
+)
