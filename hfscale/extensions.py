@@ -32,6 +32,9 @@ class Extension:
     """Subcommand of ``hfscale`` -> its module, which has ``HELP``, ``EXAMPLE``, ``add_arguments`` and ``run``."""
     proofs: Mapping[str, str] = field(default_factory=dict)
     """Question about a model class -> the place of its proof, for :func:`hfscale.models.facts.ask`."""
+    optimizer_options: Mapping[str, str] = field(default_factory=dict)
+    """Option of :func:`hfscale.create_optimizer` -> the place of an
+    :class:`~hfscale.optim.added_options.AddedOption`."""
     reports: Mapping[str, str] = field(default_factory=dict)
     """Format -> the place of a function of an estimate or a search, and a title, that returns a page's text; commands
     that estimate take ``--FORMAT FILE``."""

@@ -13,6 +13,7 @@ from .._compat.torch import allow_recompiles, undo_compile
 from ..checkpoint import save_pretrained
 from ..config.options import Options
 from ..distributed.mesh import Mesh
+from ..extensions import all_provided
 from ..features.adapters import Adapters
 from ..features.fp8.part import Float8, Float8Gather
 from ..features.fp8.plan import plan_float8
@@ -68,6 +69,11 @@ since all problems are reported at once. Where the layout does not ask for the f
 """
 
 
+def plan_parts() -> tuple[Callable[[Draft], None], ...]:
+    """Return the planning functions of this package, then those of extensions."""
+    return (*PLAN_PARTS, *all_provided("plan_parts"))
+
+
 def parts_of(adapters: Adapters | None) -> tuple[Part, ...]:
     """Return all parts, each of which reads from the plan whether it is needed, in the order of installation: of those
     that change modules, from the inside out, hook the model, wrap it and hold its weights, run it, and guard it.
@@ -95,6 +101,7 @@ def parts_of(adapters: Adapters | None) -> tuple[Part, ...]:
         Quantization(),
         Autocast(),
         PipelineStages(),
+        *(made() for made in all_provided("parts")),
         StepTimes(),
         StockCode(save_pretrained),
     )

@@ -16,7 +16,7 @@ from ..plan.drafting.draft import Draft, Ranks
 from ..plan.drafting.layers import find_layers
 from ..plan.drafting.resolve import find_blueprint
 from ..plan.parameter import ParameterPlan, data_cut, reductions_of
-from .assemble import PLAN_PARTS
+from .assemble import plan_parts
 
 
 def build_plan(
@@ -46,7 +46,7 @@ def build_plan(
         *(name for name in layers if not name.startswith(tuple(draft.predictors))),
         *draft.predictors,
     ]
-    for plan_part in PLAN_PARTS:
+    for plan_part in plan_parts():
         plan_part(draft)
     plan = _finished(draft)
     if draft.problems:

@@ -20,7 +20,8 @@ def _truth(value: Any) -> bool:
     return value.lower() in ("true", "1", "yes") if isinstance(value, str) else bool(value)
 
 
-def _or_none(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def or_none(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a parser that takes ``None`` as it is, also as text."""
     return lambda value: None if value in (None, "None") else convert(value)
 
 
@@ -73,7 +74,7 @@ def _three_betas(options: Options) -> Options:
     return {**options, "betas": tuple(given)}
 
 
-_KERNELS: dict[str, Callable[[Any], Any]] = {"fused": _or_none(_truth), "foreach": _or_none(_truth)}
+_KERNELS: dict[str, Callable[[Any], Any]] = {"fused": or_none(_truth), "foreach": or_none(_truth)}
 _ADAM = ("betas", "eps")
 _ADAMW: dict[str, Callable[[Any], Any]] = {"amsgrad": _truth, **_KERNELS}
 
@@ -92,8 +93,8 @@ def _bitsandbytes(known: BitsAndBytesOptimizer) -> OptimizerChoice:
 
 _ADEMAMIX: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("beta1", "beta2", "beta3", "alpha", "eps"), float),
-    "t_alpha": _or_none(int),
-    "t_beta3": _or_none(int),
+    "t_alpha": or_none(int),
+    "t_beta3": or_none(int),
 }
 _BITSANDBYTES_OPTIONS: dict[
     str, tuple[Mapping[str, Callable[[Any], Any]], tuple[str, ...], Any]
@@ -134,7 +135,7 @@ CHOICES: dict[str, OptimizerChoice] = {
             "eps": _floats,
             "clip_threshold": float,
             "decay_rate": float,
-            "beta1": _or_none(float),
+            "beta1": or_none(float),
             "scale_parameter": _truth,
             "relative_step": _truth,
             "warmup_init": _truth,
@@ -149,12 +150,11 @@ CHOICES: dict[str, OptimizerChoice] = {
             "nesterov": _truth,
             "ns_coefficients": _floats,
             "ns_steps": int,
-            "adjust_lr_fn": _or_none(str),
+            "adjust_lr_fn": or_none(str),
             "ns_dtype": str,
-            "adamw_lr": _or_none(float),
+            "adamw_lr": or_none(float),
             "experts": _truth,  # each matrix of a stack of experts too
             "split": dict,  # projections -> how many matrices are fused in each
-            "qk_clip": _or_none(float),  # largest attention score
         },
         _ADAM,
     ),

@@ -17,10 +17,10 @@ from ..plan.feature_plans import offloaded, refuse_aside
 from ..train.around import refuse_trained_around
 from ..train.runtime import Runtime, runtime_of
 from . import adafactor, muon
+from .added_options import Added, split_options
 from .catalog import OptimizerChoice, Options, find_choice, parse_arguments
 from .eight_bit import by_size, embedding_weights, stock_class, without_paging
 from .offloaded import OffloadedStepper, Pair
-from .qk_clip import clip_scores
 from .sharded import Groups, Member, ShardedOptimizer, Stepper, members_of
 from .stock import Aside, CountUpdates, LocalStepper, OneByOneStepper, Stock
 
@@ -112,9 +112,8 @@ def create_optimizer(
         ConfigError: the name or an option is unknown, a package is missing, or ``groups`` do not fit the model.
     """
     choice = find_choice(name := str(getattr(name, "value", name)))
-    options = choice.options(
-        name, {"betas": betas, "eps": eps}, {**parse_arguments(optim_args), **kwargs}
-    )
+    own, added = split_options(name, {**parse_arguments(optim_args), **kwargs})
+    options = choice.options(name, {"betas": betas, "eps": eps}, own)
     if lr is None and not options.get("relative_step"):
         raise ConfigError(f"lr=None: {name!r} needs a learning rate, such as lr=1e-4")
     numbers = {
@@ -133,7 +132,7 @@ def create_optimizer(
     checked = _checked(groups, plans, weight_decay, runtime)
     aside = _aside(name, runtime, stochastic_rounding, rounding_seed)
     _warn_of_narrow_weights(name, runtime)
-    order = _Order(name, choice, lr, options, checked, plans, runtime, aside)
+    order = _Order(name, choice, lr, options, checked, plans, runtime, aside, added)
     try:
         return _ENGINES[choice.engine](order)
     except ValueError as error:  # of the stock class, about a value
@@ -164,6 +163,7 @@ class _Order:
     plans: dict[int, ParameterPlan]
     runtime: Runtime
     aside: Aside | None = None
+    added: Added = field(default_factory=dict)
     pair: Pair = field(default_factory=Pair)
 
     def stepper(
@@ -182,9 +182,12 @@ class _Order:
         self, groups: list[dict[str, Any]], defaults: Options, steppers: Any
     ) -> ShardedOptimizer:
         """Return the optimizer; ``steppers`` makes its steppers from members and groups with all their options."""
-        self.runtime.scores = None  # an earlier optimizer's
+        self.runtime.observer = None  # an earlier optimizer's
         full = [{**defaults, **group} for group in groups]
-        made = list(steppers(members_of(full, self.plans), full))
+        members = members_of(full, self.plans)
+        made = list(steppers(members, full))
+        for option, value in self.added.values():
+            made += option.steppers(value, members, self.runtime)
         aside = self.aside
         made += (
             [CountUpdates((), self.runtime.mesh)]
@@ -244,11 +247,8 @@ def _muon(order: _Order) -> ShardedOptimizer:
     """Make a Muon optimizer; each parameter group is split into matrices of the layers and the rest, for AdamW."""
     runtime, given = order.runtime, dict(order.options)
     adam = {key: given.pop(key) for key in order.choice.adam}
-    other_lr, split, most = (
-        given.pop("adamw_lr", None),
-        given.pop("split", {}),
-        given.pop("qk_clip", None),
-    )
+    other_lr = given.pop("adamw_lr", None)
+    split = given.pop("split", {})
     dtype = given.pop("ns_dtype", "bfloat16")
     stacks = (
         {mixture.name for mixture in runtime.plan.mixtures}
@@ -291,11 +291,7 @@ def _muon(order: _Order) -> ShardedOptimizer:
             for m in matrices
         }
         first = muon.MuonStepper(matrices, runtime.mesh, borders, muon.NS_DTYPES[dtype])
-        return [
-            first,
-            LocalStepper(stock, rest, groups_of_both, runtime.mesh),
-            *clip_scores(most, members, runtime),
-        ]
+        return [first, LocalStepper(stock, rest, groups_of_both, runtime.mesh)]
 
     return order.made([*groups["muon"], *groups["adamw"]], {"lr": order.lr}, steppers)
 

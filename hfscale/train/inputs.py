@@ -368,8 +368,8 @@ def _microbatches(runtime: Runtime, given: Sequence[Batch], loss: StepLoss) -> l
         check_microbatch(runtime, microbatch, loss)
     filled = [_without_gaps(runtime, microbatch) for microbatch in given]
     asks = "" if loss.needs_labels else "loss_fn"
-    if runtime.scores is not None and runtime.model.training and torch.is_grad_enabled():
-        asks = "qk_clip, whose scores padding would change"
+    if runtime.observer is not None and runtime.model.training and torch.is_grad_enabled():
+        asks = runtime.observer.needs_rows
     if asks and any(new is not old for new, old in zip(filled, given, strict=True)):
         raise ConfigError(f"this rank's batch has no rows for {asks}: pass at least one row")
     shared = [

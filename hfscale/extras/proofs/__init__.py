@@ -23,7 +23,6 @@ EXTENSION = Extension(
         "own loss": f"{_HERE}.loss_proofs:prove_own_loss",
         "passage": f"{_HERE}.layer_probes:prove_passage",
         "reach": f"{_HERE}.layer_probes:prove_reach",
-        "score scaling": f"{_HERE}.score_scaling:prove_score_scaling",
         "token loss": f"{_HERE}.loss_proofs:prove_token_loss",
         "unused": f"{_HERE}.layer_probes:prove_unused",
     },

@@ -229,8 +229,8 @@ class LossScaling(Part):
         if self.overflowed:
             for parameter in parameters:
                 parameter.grad = None
-            if runtime.scores is not None:
-                runtime.scores.take()
+            if runtime.observer is not None:
+                runtime.observer.drop()
             self.scale = self.scale * how.backoff_factor
             self.growth = 0
             self.skipped = self.skipped + 1

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -240,6 +240,16 @@ class SequenceAxis:
         return False
 
 
+class PassObserver(Protocol):
+    """What an optimizer measures of the training passes between two of its steps."""
+
+    needs_rows: str
+    """Who measures, in words, and why a rank may not compute padding where its batch has no rows."""
+
+    def drop(self) -> None:
+        """Forget what was measured: the step is skipped."""
+
+
 @dataclass
 class Runtime:
     """Hold the live state of one parallelized model."""
@@ -267,9 +277,7 @@ class Runtime:
     keeps_small_updates: bool = (
         False  # whether the optimizer loses no small updates of 16-bit weights
     )
-    scores: Any = (
-        None  # what measures the attention scores of all tokens in training, for the optimizer
-    )
+    observer: PassObserver | None = None  # what an optimizer measures of training passes
     run: str = (
         ""  # the id of the run, stored in its saved states; empty before it saves or loads one
     )

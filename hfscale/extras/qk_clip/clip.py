@@ -23,19 +23,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .._compat.torch import without_dispatch_modes
-from .._compat.transformers.classes import stock_class
-from .._compat.transformers.computing import answer, implementation_of, set_implementation
-from ..config.schedules import ASYNCHRONOUS
-from ..errors import ConfigError, check_number
-from ..models.facts import ask
-from ..models.fields import HEAD_FIELDS, first_count, text_config
-from ..parallel.context.attention_override import attention_configs
-from ..parallel.context.cut_batch import MaskBlocks
-from ..parallel.context.engine import gather_sequences
-from ..plan.parameter import MODEL_AXES
-from ..train.runtime import Runtime, recomputing
-from .sharded import Groups, Member, State, Stepper
+from ..._compat.torch import without_dispatch_modes
+from ..._compat.transformers.classes import stock_class
+from ..._compat.transformers.computing import answer, implementation_of, set_implementation
+from ...config.schedules import ASYNCHRONOUS
+from ...errors import ConfigError, check_number
+from ...models.facts import ask
+from ...models.fields import HEAD_FIELDS, first_count, text_config
+from ...optim.added_options import AddedOption
+from ...optim.catalog import or_none
+from ...optim.sharded import Groups, Member, State, Stepper
+from ...parallel.context.attention_override import attention_configs
+from ...parallel.context.cut_batch import MaskBlocks
+from ...parallel.context.engine import gather_sequences
+from ...plan.parameter import MODEL_AXES
+from ...train.runtime import Runtime, recomputing
 
 PROJECTIONS = ("q_proj", "k_proj")
 _PREFIX = "measured_"
@@ -50,6 +52,8 @@ class LargestScores:
     A score is a query times a key times the scaling: before softcaps, biases and sinks. Hidden pairs do not count, nor
     do evaluation, recomputation and infinite scores. ``context`` is the group of the ranks that have the other keys.
     """
+
+    needs_rows = "qk_clip, whose scores padding would change"
 
     def __init__(
         self,
@@ -73,6 +77,10 @@ class LargestScores:
         found = self._found
         self._found = {}
         return found
+
+    def drop(self) -> None:
+        """Forget what was measured since the last step, which is skipped."""
+        self._found = {}
 
     @torch.no_grad()
     def measure(
@@ -189,16 +197,15 @@ class QueryKeyClip(Stepper):
             self._find({member.planned.name: member for member in members}, runtime)
         )
         modules = [attention.module for attention in self._attentions]
-        self._runtime, scores = (
-            runtime,
-            LargestScores(runtime.model, modules, runtime.mesh.group("cp")),
-        )
+        self._runtime = runtime
+        scores = LargestScores(runtime.model, modules, runtime.mesh.group("cp"))
         # Held there alone, so that measuring ends on all ranks together: where another optimizer is made.
-        runtime.scores, self._own = scores, ref(scores)
+        runtime.observer = scores
+        self._own = ref(scores)
 
     def step(self, groups: Groups, state: State) -> None:
         """Shrink the heads that have exceeded the threshold since the last step; one collective over each axis."""
-        if (scores := self._own()) is None or scores is not self._runtime.scores:
+        if (scores := self._own()) is None or scores is not self._runtime.observer:
             raise ConfigError(
                 "another optimizer was made for the model since the one with qk_clip: make this one last"
             )
@@ -269,8 +276,10 @@ class QueryKeyClip(Stepper):
         return _Attention(module, own.unique_consecutive().to(self._mesh.device), projections)
 
 
-def clip_scores(
-    threshold: float | None, members: Sequence[Member], runtime: Runtime
-) -> list[Stepper]:
+def _steppers(threshold: Any, members: Sequence[Member], runtime: Runtime) -> list[Stepper]:
     """Return what clips the scores behind an optimizer's other steppers: nothing without a ``threshold``."""
     return [] if threshold is None else [QueryKeyClip(threshold, members, runtime)]
+
+
+OPTION = AddedOption(optimizers=("muon",), parse=or_none(float), steppers=_steppers)
+"""The largest attention score that a head may have: ``create_optimizer(model, "muon", qk_clip=100.0)``."""

@@ -12,8 +12,8 @@ from hfscale.cli import main
 from hfscale.cost.tools.search import search
 from hfscale.extras.html_report.page import page_of
 
+from ..cost.test_search import SMALL, facts
 from ..tiny_models import tiny
-from .test_search import SMALL, facts
 
 
 def tree_of(page: str) -> ElementTree.Element:

@@ -15,9 +15,9 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import hfscale
 from hfscale import ConfigError, MemoryConfig, ParallelConfig
+from hfscale.extras.qk_clip import clip as qk_clip
 from hfscale.models.clone import tiny_clone
 from hfscale.models.precision import keep_float64
-from hfscale.optim import qk_clip
 from hfscale.testing import RankPool
 from hfscale.train.runtime import runtime_of
 from hfscale.train.runtime.shards import local_tensor
@@ -352,7 +352,7 @@ def test_scores_that_are_not_finite_leave_weights(strange: float) -> None:
     with torch.no_grad():
         model.model.layers[0].self_attn.q_proj.weight.mul_(strange)
     hfscale.train_step(model, batch)
-    scores = [each.clone() for each in runtime_of(model).scores._found.values()]
+    scores = [each.clone() for each in runtime_of(model).observer._found.values()]
     assert len(scores) == 2
     assert all((each.isneginf() | each.isfinite()).all() for each in scores)
     if strange == 1e30:

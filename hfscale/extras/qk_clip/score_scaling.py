@@ -10,8 +10,8 @@ from ..._compat.transformers.experts import use_eager_experts
 from ...models.clone import layers_of_every_kind
 from ...models.fields import HEAD_FIELDS, first_count
 from ...models.precision import keep_float64
-from ...optim.qk_clip import PROJECTIONS, LargestScores, along_outputs, scale_scores
-from .probe import apart, perturb, tiny_model_of, without_cache
+from ..proofs.probe import apart, perturb, tiny_model_of, without_cache
+from .clip import PROJECTIONS, LargestScores, along_outputs, scale_scores
 
 _TOLERANCE = 1e-9
 
