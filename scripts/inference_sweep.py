@@ -21,11 +21,11 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hfscale import PlanError
+from hfscale.api.find_blueprint import find_blueprint
 from hfscale.extras.proofs.infer.search_blueprint import infer
 from hfscale.models import FAMILIES
 from hfscale.models.decoders import DECODERS
 from hfscale.models.gpt_decoders import GPT_DECODERS
-from hfscale.plan.drafting.resolve import find_blueprint
 
 
 def build(family: str) -> Any:

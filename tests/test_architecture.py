@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from hfscale.api.assemble import PLAN_PARTS
+
 ROOT = Path(__file__).parents[1] / "hfscale"
 LONGEST_FILE = 500
 LONGEST_FUNCTION = 60
@@ -187,3 +189,9 @@ def _named_of_torch(module: str) -> Iterator[str]:
     for node in _nodes(module):
         if isinstance(node, ast.ImportFrom) and node.module == "torch":
             yield from (f"torch.{alias.name}" for alias in node.names)
+
+
+def test_a_feature_is_planned_in_its_own_folder() -> None:
+    places = {function.__name__: function.__module__ for function in PLAN_PARTS}
+    assert {name: place for name, place in places.items() if not place.endswith(".plan")} == {}
+    assert {place.split(".")[1] for place in places.values()} == {"features", "parallel"}

@@ -21,9 +21,12 @@ from ..features.memory.kept_activations import KeptActivations
 from ..features.memory.plan import plan_memory
 from ..features.memory.recomputation import Recomputation
 from ..features.precision.liger_kernels import LigerKernels
-from ..features.precision.part import Autocast, LossScaling, ParameterCasts, plan_precision
-from ..features.prediction.part import MultiTokenPrediction, plan_prediction
+from ..features.precision.part import Autocast, LossScaling, ParameterCasts
+from ..features.precision.plan import plan_precision
+from ..features.prediction.part import MultiTokenPrediction
+from ..features.prediction.plan import plan_prediction
 from ..features.quantization.part import Quantization
+from ..features.towers.plan import plan_towers
 from ..parallel.context import ContextParallel
 from ..parallel.context.plan import plan_context
 from ..parallel.data import DataParallel
@@ -31,14 +34,12 @@ from ..parallel.data.plan import plan_data
 from ..parallel.experts import ExpertParallel, ExpertRouting, RouteReplay
 from ..parallel.experts.plan import plan_experts
 from ..parallel.pipeline.part import PipelineStages
+from ..parallel.pipeline.plan import plan_pipeline
 from ..parallel.tensor import RandomStreams, TensorParallel, VocabularyLoss
-from ..parallel.tensor.plan import plan_sequence
+from ..parallel.tensor.plan import plan_own_loss, plan_tensor, plan_vocabulary
+from ..parallel.tensor.sequence.plan import plan_sequence
 from ..plan import Plan
-from ..plan.drafting.assign import plan_pipeline
-from ..plan.drafting.blocks import plan_tensor
 from ..plan.drafting.draft import Draft
-from ..plan.drafting.text_model import plan_towers
-from ..plan.drafting.vocabulary import plan_own_loss, plan_vocabulary
 from ..train.guards.packed_rows import PackedRows
 from ..train.guards.part import SharedBatch, StockCode
 from ..train.runtime import Part, Runtime, local_tensor

@@ -12,7 +12,7 @@ from ..models.blueprint import (
     Inference,
     given_fields,
 )
-from ..plan.drafting.resolve import find_blueprint, infer
+from .find_blueprint import find_blueprint, infer
 
 _WIDTH = 100
 

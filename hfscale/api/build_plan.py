@@ -14,9 +14,9 @@ from ..plan import Plan
 from ..plan.cut import Cut
 from ..plan.drafting.draft import Draft, Ranks
 from ..plan.drafting.layers import find_layers
-from ..plan.drafting.resolve import find_blueprint
 from ..plan.parameter import ParameterPlan, data_cut, reductions_of
 from .assemble import plan_parts
+from .find_blueprint import find_blueprint
 
 
 def build_plan(

@@ -1,6 +1,6 @@
 """Define pipeline stages as data: the layers, the rank and the cost of each stage.
 
-Integers in, integers out. :mod:`hfscale.plan.drafting.assign` measures the cost of a layer, and finds the modules
+Integers in, integers out. :mod:`hfscale.parallel.pipeline.plan` measures the cost of a layer, and finds the modules
 before and behind the layers.
 """
 
@@ -189,7 +189,7 @@ class StagePlan:
     ties: tuple[Tie, ...]  # tensors that several stages hold
     work: tuple[
         int, ...
-    ]  # the cost of each stage, in the unit of :meth:`hfscale.plan.drafting.assign.Cost.work`
+    ]  # the cost of each stage, in the unit of :meth:`hfscale.parallel.pipeline.stage_costs.Cost.work`
     stacks: TwoStacks | None = (
         None  # the encoder and decoder, if there are two; ``None`` for one list of layers
     )

@@ -5,9 +5,9 @@ import torch
 from transformers import AutoModelForCausalLM, MambaConfig
 
 from hfscale import PlanError
+from hfscale.api.find_blueprint import find_blueprint, translate_host_plan
 from hfscale.models import FAMILIES
 from hfscale.models.blueprint import Block
-from hfscale.plan.drafting.resolve import find_blueprint, translate_host_plan
 from tests.tiny_models import tiny
 
 _PLAN = {"layers.*.attn.q": "colwise", "layers.*.attn.o": "rowwise"}

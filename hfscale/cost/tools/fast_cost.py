@@ -16,8 +16,8 @@ from ..._compat.torch_device import ACCELERATOR
 from ...config.parallel import AXES, ParallelConfig
 from ...distributed.ops.head_cross_entropy import rows_per_chunk
 from ...parallel.pipeline.microbatches import in_flight_of_ranks
+from ...parallel.pipeline.stage_costs import Cost
 from ...plan import balance
-from ...plan.drafting.assign import Cost
 from ...plan.sequence_split import choose
 from ..model.job import Job, Place
 from ..model.machines_known import Constants, Machine

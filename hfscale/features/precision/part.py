@@ -27,8 +27,7 @@ from ...distributed.ops.shared_casts import (
 )
 from ...errors import ConfigError
 from ...models.module_kinds import PROJECTIONS
-from ...models.precision import WIDENS_AROUND, WIDENS_INSIDE
-from ...plan.drafting.draft import Draft
+from ...models.precision import WIDENS_INSIDE
 from ...train.runtime import Part, Runtime, local_tensor
 from ...train.runtime.forward_passes import recomputing
 from ...train.runtime.parameter_names import stock_name
@@ -58,16 +57,6 @@ class Autocast(Part):
 
         autocast_forward.__wrapped__ = forward  # type: ignore[attr-defined]  # transformers inspects its signature
         model.forward = autocast_forward
-
-
-def plan_precision(draft: Draft) -> None:
-    """Record a problem where parameters are to be cast, and the model multiplies them with activations in 32 bits."""
-    family = draft.config.model_type
-    if draft.options.casts_parameters and family in (*WIDENS_INSIDE, *WIDENS_AROUND):
-        draft.problem(
-            f"mixed_precision='bf16_params' cannot be used with {family!r}, which widens activations to 32 bits, and "
-            "parameters in 16 cannot be multiplied with them: use mixed_precision='bf16', which casts both"
-        )
 
 
 class ParameterCasts(Part):

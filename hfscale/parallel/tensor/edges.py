@@ -34,8 +34,8 @@ from ...models.module_kinds import PROJECTIONS, is_transposed
 from ...plan.cut import Cut
 from ...plan.modules import BlockPlan
 from .random import cut_region
-from .sequence_hooks import draw_sums_alike
-from .sequence_region import RUNNING, SequenceRegion
+from .sequence.hooks import draw_sums_alike
+from .sequence.region import RUNNING, SequenceRegion
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 

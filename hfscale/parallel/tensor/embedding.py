@@ -20,7 +20,7 @@ from ...distributed.ops.collectives import reduce_from_tp_region
 from ...errors import ConfigError
 from ...plan import ParameterPlan
 from ...train.runtime.parameter_names import computing, unwrapped
-from .sequence_region import SequenceRegion
+from .sequence.region import SequenceRegion
 
 
 class VocabParallelEmbedding(nn.Embedding):

@@ -40,7 +40,7 @@ from ...train.runtime.batches import Microbatch
 from ...train.runtime.objective import KeepsOutputs
 from .edges import install_head_edge
 from .lazy_logits import LazyLogits, Scoring, defer_logits
-from .sequence_region import SequenceRegion
+from .sequence.region import SequenceRegion
 
 
 @dataclass

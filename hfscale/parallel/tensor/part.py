@@ -28,8 +28,8 @@ from .embedding import install_vocab_parallel_embedding
 from .loss import install_loss
 from .partial_gradients import PartialSums, install_partial_sums, install_replica_sums
 from .random import agree_on_replicated_stream, install_generate
-from .sequence_hooks import install_sequence_hooks
-from .sequence_region import SequenceRegion
+from .sequence.hooks import install_sequence_hooks
+from .sequence.region import SequenceRegion
 
 _COUNTED: ContextVar[bool] = ContextVar("router_loss_counted", default=False)
 

@@ -1,151 +1,124 @@
-"""Plan sequence parallelism: where hidden states are sharded, and which parameters see only their rank's tokens."""
+"""Plan tensor parallelism: blocks, the vocabulary (the head and the input embedding), and the loss."""
 
-from collections.abc import Iterator
+import re
 from typing import Any
 
 from torch import nn
 
-from ...models import SEQUENCE_UNFIT
-from ...models.blueprint import INFERRED
+from ..._compat.transformers.classes import has_causal_loss, input_embedding, takes_argument
 from ...models.facts import ask
-from ...models.module_kinds import is_tokenwise
-from ...models.names import wild_name
-from ...plan.drafting.boundary_modules import PROBED, direct_children
+from ...models.fields import partial_output
+from ...models.module_kinds import SHIFTED, has_own_loss, looks_up_like_stock
 from ...plan.drafting.draft import Draft
-from ...plan.modules import SequencePlan
+from ...plan.drafting.text_model import find_text_model
+from ...plan.feature_plans import OwnLossPlan
+from .blocks import plan_blocks
+
+_PLACEHOLDER = re.compile(r"(image|video|audio)_token_(id|index)")
 
 
-def plan_sequence(draft: Draft) -> None:
-    """Plan a region of sequence parallelism per layer list; add the rules of its parameters to ``draft``."""
-    if draft.tp == 1 or not draft.layout.sequence_parallel or draft.blueprint is None:
-        return
-    unfit = SEQUENCE_UNFIT.get(draft.config.model_type)
-    if draft.blueprint.source.startswith(INFERRED):
-        unfit = "its blueprint is inferred, which proves nothing of what lies between the blocks"
-    if unfit:
-        _unfit(draft, unfit)
-        return
-    lists: dict[str, list[str]] = {}
-    for layer in draft.stack:
-        lists.setdefault(layer.rpartition(".")[0], []).append(layer)
-    owners = {path.rpartition(".")[0]: members for path, members in lists.items()}
-    if len(owners) < len(lists):  # XLM's attention is in one, what follows it in another
-        _unfit(
-            draft,
-            f"one module runs several lists of layers ({', '.join(lists)}), and computes between them",
-        )
-        return
-    firsts = {members[0]: owner for owner, members in owners.items()}
-    embedding = draft.embedding
-    entry = ask("entry", draft.model, *firsts, str(embedding), firsts=firsts, embedding=embedding)
-    inside = [*(block.name for block in draft.blocks), *(experts.name for experts in draft.experts)]
-    regions = (
-        _region(draft, owner, members, entry)
-        for owner, members in owners.items()
-        if any(name.startswith(f"{owner}.") for name in inside)
-    )
-    ahead = (_region_ahead(draft, name) for name in draft.predictors)
-    draft.sequence_regions = (*(region for region in regions if region is not None), *ahead)
-
-
-def _unfit(draft: Draft, why: str) -> None:
-    family = draft.config.model_type
-    draft.problem(
-        f"sequence_parallel=True does not fit {family!r}: {why}: use sequence_parallel=False"
-    )
-
-
-def _region_ahead(draft: Draft, layer: str) -> SequencePlan:
-    """Plan the region of one layer of multi-token prediction, which gets and returns all tokens."""
-    gathered = tuple(_gathered(draft, layer))
-    partial = tuple(_partial(draft, [layer]))
-    return SequencePlan(
-        layer, layer, (layer,), gathered, partial, direct=False, dropout=_drops_out(draft, [layer])
-    )
-
-
-def _region(
-    draft: Draft, owner: str, layers: list[str], entry: dict[str, Any]
-) -> SequencePlan | None:
-    """Plan the region of layers below ``owner``; where that fails, note problems in the draft and return ``None``."""
-    lists = {layer.rpartition(".")[0] for layer in draft.stack}
-    children = direct_children(draft.modules, owner)
-    around = [
-        name for name in children if name not in lists and [*draft.modules[name].parameters()]
-    ]
-    before = entry["before"].get(owner)
-    odd = entry["odd"].get(owner)
-    if around and before is None:
+def plan_tensor(draft: Draft) -> None:
+    """Plan the tensor-parallel blocks, by the draft's blueprint."""
+    if draft.tp > 1 and (asked := partial_output(draft.config)):
         draft.problem(
-            f"sequence_parallel=True needs to know which of {', '.join(map(wild_name, around))} come before the "
-            f"layers, and {type(draft.model).__name__} cannot be traced ({entry['failure']}): use "
-            "sequence_parallel=False"
+            f"tp_size={draft.tp}: the config's {asked}: set it to False, or use tp_size=1"
         )
-        return None
-    if odd is not None:
-        tried = f"{PROBED[0]} sample of {PROBED[1]} tokens"
-        _unfit(
-            draft,
-            f"its layers get a stream of the shape {tuple(odd)} for {tried}, and not (samples, tokens, width)",
+    if draft.tp > 1 and draft.blueprint:
+        draft.blocks = plan_blocks(draft, draft.blueprint, draft.decoders)
+
+
+def plan_vocabulary(draft: Draft) -> None:
+    """Plan the head and its loss; over tensor ranks, shard head and input embedding along the vocabulary."""
+    draft.head, draft.loss, draft.no_step = _find_head(draft)
+    embedding = input_embedding(draft.model)
+    name = next((name for name, module in draft.modules.items() if module is embedding), None)
+    known = (
+        name is not None and isinstance(embedding, nn.Embedding) and looks_up_like_stock(embedding)
+    )
+    # Placeholder token ids (of images or sounds) may be outside of the embedding's range.
+    numbers = [
+        value for field, value in vars(draft.config).items() if _PLACEHOLDER.fullmatch(field)
+    ]
+    outside = known and any(
+        isinstance(number, int) and number >= embedding.num_embeddings for number in numbers
+    )
+    draft.lookup = name if known and not outside else None
+    if draft.tp > 1:
+        draft.embedding = _cut_vocabulary(draft, draft.head, name, embedding)
+
+
+def plan_own_loss(draft: Draft) -> None:
+    """Plan how to divide a loss that the model computes itself, where it is a mean over rows or over labels."""
+    if (
+        not draft.no_step
+        or not takes_argument(draft.model, "labels")
+        or not takes_argument(draft.model, "input_ids")
+    ):
+        return
+    found = ask("own loss", draft.model)
+    if found is not None:
+        draft.features.append(OwnLossPlan(**found))
+        draft.no_step = ""
+
+
+def _find_head(draft: Draft) -> tuple[str | None, str | None, str]:
+    """Return the head's name and its loss, or why hfscale does not run that loss."""
+    kind = type(draft.model).__name__
+    loss = getattr(draft.model, "loss_type", None) or "ForCausalLM"  # the host's own default
+    head = (
+        draft.model.get_output_embeddings()
+        if hasattr(draft.model, "get_output_embeddings")
+        else None
+    )
+    proved = find_text_model(draft.model) is not None and has_causal_loss(draft.model)
+    if loss != SHIFTED and not proved:
+        return (
+            None,
+            None,
+            f"{kind} has another loss than a causal language model's (loss_type {loss!r})",
         )
+    if not isinstance(head, nn.Linear):
+        return (
+            None,
+            None,
+            f"the head of {kind} is {'not there' if head is None else f'a {type(head).__name__}'}",
+        )
+    if has_own_loss(draft.model, head):
+        return None, None, f"{kind} takes a cross entropy of its own, in its forward pass"
+    if proved and (other := ask("loss", draft.model)) is not None:
+        return None, None, f"{kind} has another loss than a causal language model's: {other}"
+    loss = SHIFTED if proved else loss
+    return next(name for name, module in draft.modules.items() if module is head), loss, ""
+
+
+def _cut_vocabulary(draft: Draft, head: str | None, name: str | None, embedding: Any) -> str | None:
+    """Shard the head and the input embedding along the vocabulary; return the embedding's name."""
+    if head is not None:
+        module = draft.modules[head]
+        draft.cut(f"{head}.weight", 0, module.weight.shape[0])
+        for alias, parameter in draft.named() if module.bias is not None else ():
+            if parameter is module.bias:  # some heads keep their bias under a second name
+                draft.cut(alias, 0, module.bias.shape[0])
+    if name is None or not isinstance(embedding, nn.Embedding):
         return None
-    after = [name for name in around if name not in (before or ())]
-    embedding = draft.embedding
-    # Then the embedding's sum over ranks may be left to the first layer.
-    only_looks_up = (
-        embedding is not None and type(draft.modules[embedding]).forward is nn.Embedding.forward
-    )
-    return SequencePlan(
-        owner=owner,
-        exit=after[0]
-        if len(after) == 1
-        else owner,  # an owner may reshape what its only norm returns
-        layers=tuple(layers),
-        gathered=tuple(name for layer in layers for name in _gathered(draft, layer)),
-        partial=tuple(_partial(draft, [*layers, *after])),
-        direct=entry["direct"] == layers[0] and only_looks_up,
-        dropout=_drops_out(draft, layers),
-    )
-
-
-def _gathered(draft: Draft, path: str) -> Iterator[str]:
-    """List the modules under ``path`` that are outside all block edges and may mix tokens."""
-    edges = {name for block in draft.blocks for name in (*block.enter, *block.leave, *block.row)}
-    # which compute token by token: a router, experts, and shared experts with edges
-    mixtures = {
-        each.name.rpartition(".")[0] for each in draft.experts if draft.layout.slices_tokens
-    }
-    for name in direct_children(draft.modules, path):
-        module = draft.modules[path].get_submodule(
-            name.rpartition(".")[2]
-        )  # layers may share it: it has one name
-        if name in edges or name in mixtures or is_tokenwise(module):
-            continue
-        if any(edge.startswith(f"{name}.") for edge in edges):
-            yield from _gathered(draft, name)
-        elif next(module.parameters(), None) is not None:
-            yield name
-
-
-def _partial(draft: Draft, roots: list[str]) -> Iterator[str]:
-    """List the modules under ``roots`` with parameters without a rule, and give these the rule of partial gradients."""
-    for root in roots:
-        for name, module in draft.modules[root].named_modules(prefix=root):
-            own = [f"{name}.{child}" for child, _ in module.named_parameters(recurse=False)]
-            free = [parameter for parameter in own if parameter not in draft.rules]
-            draft.rules.update(dict.fromkeys(free, (None, ("tp",))))
-            if free and len(free) == len(own):
-                yield name
-            elif free:
-                draft.problem(
-                    f"sequence_parallel=True: {wild_name(name)} holds sharded and replicated parameters: "
-                    "use sequence_parallel=False"
-                )
-
-
-def _drops_out(draft: Draft, layers: list[str]) -> bool:
-    modules = [module for layer in layers for module in draft.modules[layer].modules()]
-    fields: dict[str, Any] = draft.config.to_dict()
-    return any(isinstance(module, nn.Dropout) and module.p > 0 for module in modules) or any(
-        "drop" in name and isinstance(value, float) and value > 0 for name, value in fields.items()
-    )
+    tied = head is not None and embedding.weight is draft.modules[head].weight
+    if not looks_up_like_stock(embedding):
+        # It computes something of its own: it stays whole, which it cannot where the head is cut.
+        if tied:
+            draft.problem(
+                f"tp_size={draft.tp}: {name} is a {type(embedding).__name__} tied to the head, which cannot be cut "
+                "along the vocabulary: use tp_size=1"
+            )
+            draft.cut(f"{name}.weight", 0, embedding.weight.shape[0])
+        return None
+    if (
+        head is None and sum(parameter is embedding.weight for _, parameter in draft.named()) > 1
+    ):  # it is tied
+        return None
+    if embedding.max_norm is not None or embedding.scale_grad_by_freq or embedding.sparse:
+        draft.problem(
+            f"tp_size={draft.tp}: {name} has max_norm, scale_grad_by_freq or sparse gradients, so it cannot be cut "
+            "along the vocabulary: use tp_size=1"
+        )
+    draft.cut(f"{name}.weight", 0, embedding.weight.shape[0])
+    return name

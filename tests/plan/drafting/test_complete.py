@@ -5,10 +5,10 @@ import torch
 from transformers import AutoConfig, AutoModelForMaskedLM, MixtralForCausalLM
 
 import hfscale
+from hfscale.api.find_blueprint import find_blueprint
 from hfscale.models.blueprint import TRANSLATED
 from hfscale.models.clone import tiny_clone
 from hfscale.models.facts import prove
-from hfscale.plan.drafting.resolve import find_blueprint
 
 
 def test_norms_that_a_plan_forgets_get_a_proved_role() -> None:

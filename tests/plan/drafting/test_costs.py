@@ -9,8 +9,8 @@ from hypothesis import given, settings, strategies as st
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, PreTrainedConfig
 
+from hfscale.parallel.pipeline.stage_costs import Cost, LayerCosts, layer_costs
 from hfscale.plan import balance
-from hfscale.plan.drafting.assign import Cost, LayerCosts, layer_costs
 from tests.tiny_models import tiny
 
 

@@ -16,7 +16,9 @@ from transformers import (
 )
 
 from hfscale import ParallelConfig, PlanError, plan
+from hfscale.api import find_blueprint as resolve
 from hfscale.api.blueprint_entry import as_python
+from hfscale.api.find_blueprint import find_blueprint
 from hfscale.cli import main
 from hfscale.extras.proofs.infer import subject
 from hfscale.extras.proofs.infer.lockstep import prove
@@ -26,8 +28,6 @@ from hfscale.models import FAMILIES
 from hfscale.models.blueprint import TOLERANCE, Block, Blueprint
 from hfscale.models.clone import tiny_clone
 from hfscale.models.fields import query_key_value
-from hfscale.plan.drafting import resolve
-from hfscale.plan.drafting.resolve import find_blueprint
 from hfscale.testing import Case, RankPool, assert_layout_equal
 from tests.remote_code import write_checkpoint
 from tests.tiny_models import tiny

@@ -25,9 +25,9 @@ from ....config.parallel import AXES, ParallelConfig
 from ....distributed.ops.collectives import apply_mapping
 from ....models.blueprint import TOLERANCE, Blueprint, Proof
 from ....models.module_kinds import follow_weight
+from ....parallel.tensor.blocks import plan_blocks
 from ....parallel.tensor.edges import Edge, hook_block, set_local_sizes
 from ....plan import BlockPlan, Cut
-from ....plan.drafting.blocks import plan_blocks
 from ....plan.drafting.draft import Draft
 from ..probe import apart
 from .subject import Subject, Unproved, brief, run_backward

@@ -10,10 +10,10 @@ from ...config.schedules import ASYNCHRONOUS
 from ...models.facts import ask
 from ...models.fields import first_count, text_config
 from ...models.module_kinds import EXPERT_FIELDS
-from ..feature_plans import TowersPlan
-from ..stages import Loan, TwoStacks
-from .boundary_modules import ALONE, GIVEN, find_loan, items_around, tensors_of
-from .draft import Draft
+from ...plan.drafting.boundary_modules import ALONE, GIVEN, find_loan, items_around, tensors_of
+from ...plan.drafting.draft import Draft
+from ...plan.feature_plans import TowersPlan
+from ...plan.stages import Loan, TwoStacks
 
 
 @dataclass(frozen=True)

@@ -2,139 +2,17 @@
 each stage holds. All from shapes on the meta device: no weights, no run.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import nn
 
-from ...models.fields import HEAD_FIELDS, first_count, text_config
-from ...models.module_kinds import EXPERT_FIELDS, experts_per_token, has_one_per_expert
-from ..feature_plans import TowersPlan
-from ..stages import Stage, StagePlan, Tie, balance, place_stages
-from .boundary_modules import ALONE, tensors_of
-from .draft import Draft, Ranks
+from ...plan.drafting.boundary_modules import ALONE, tensors_of
+from ...plan.drafting.draft import Draft, Ranks
+from ...plan.feature_plans import TowersPlan
+from ...plan.stages import Stage, StagePlan, Tie, place_stages
+from .stage_costs import LayerCosts, layer_costs
 from .stage_inputs import StageInputs, find_stacks, stage_problem, trace, trace_stacks
-
-_BATCH_TOKENS = 1 << 15  # of one optimizer step in one pipeline: eight microbatches of 4096
-_SEQUENCE = 2048  # tokens that attention looks at
-
-# AdamW in 32 bits reads weight, gradient and two moments and writes weight and moments: 28 bytes. In the time in which
-# an accelerator moves a byte it computes about 300 FLOPs (H100: 989 TFLOP/s in bf16, 3.35 TB/s).
-_UPDATE = 28 * 300
-_BACKWARD = 3  # a step is a forward pass and a backward pass of twice its FLOPs
-
-
-@dataclass(frozen=True)
-class Cost:
-    """Hold the cost of a part of a model."""
-
-    flops: int = 0  # FLOPs of its forward pass per token; a multiply and an add are two
-    parameters: int = 0  # the number of its parameters
-
-    def __add__(self, other: "Cost") -> "Cost":
-        return Cost(self.flops + other.flops, self.parameters + other.parameters)
-
-    def work(self, batch_tokens: int = _BATCH_TOKENS) -> int:
-        """Return the FLOPs of a training step, as an integer; the optimizer's time counts as FLOPs that fit into it."""
-        return _BACKWARD * self.flops * batch_tokens + _UPDATE * self.parameters
-
-
-@dataclass(frozen=True)
-class LayerCosts:
-    """Hold the costs of a model: before its first layer, of each layer, after the last, and shared by every stage."""
-
-    before: Cost
-    layers: tuple[Cost, ...]
-    after: Cost
-    shared: Cost = Cost()
-
-    def balanced(self, stages: int, first: int = 0) -> tuple[int, ...]:
-        """Balance layers over ``stages`` (:func:`hfscale.plan.stages.balance`); the first gets at least ``first``."""
-        works = [layer.work() for layer in self.layers]
-        before = self.before.work()
-        after = self.after.work()
-        found = balance(works, stages, before, after)
-        return (
-            found if found[0] >= first else (first, *balance(works[first:], stages - 1, 0, after))
-        )
-
-    def of_stages(self, counts: Sequence[int]) -> tuple[Cost, ...]:
-        """Return the cost of each stage, given its number of layers."""
-        ends = [0, *accumulate(counts)]
-        found = [sum(self.layers[start:stop], self.shared) for start, stop in pairwise(ends)]
-        found[0] += self.before
-        found[-1] += self.after
-        return tuple(found)
-
-
-def layer_costs(
-    model: Any,
-    layers: Sequence[str],
-    before: Iterable[str] = (),
-    after: Iterable[str] = (),
-    shared: Iterable[str] = (),
-    *,
-    sequence: int = _SEQUENCE,
-    beside: Mapping[str, Sequence[str]] | None = None,
-) -> LayerCosts:
-    """Return the costs of a stock model's layers, and of modules (or parameters) around them; all are names.
-    Attention's FLOPs grow with the length of a ``sequence``; ``beside`` maps a layer to what else is on its stage.
-    """
-    around = beside or {}
-
-    def cost(names: Iterable[str]) -> Cost:
-        return sum((_named_cost(model, name, sequence) for name in names), Cost())
-
-    each = tuple(cost([layer, *around.get(layer, ())]) for layer in layers)
-    return LayerCosts(cost(before), each, cost(after), cost(shared))
-
-
-def _named_cost(model: Any, name: str, sequence: int) -> Cost:
-    """Return the cost of one module, with its submodules, or of one parameter.
-
-    Projections (Linear, Conv1D, matrices of experts, routers, short convolutions): 2 FLOPs per parameter and token, for
-    experts times the fraction of them that a token is sent to. Lookups: none. Attention scores and values: ``2 s (d_qk
-    + d_v)`` per head, over a sequence (or window) of ``s`` tokens, the causal half not deducted. Elementwise operations
-    and the recurrences of state-space layers are left out: they are small beside the projections.
-    """
-    owner, _, child = name.rpartition(".")
-    found = getattr(model.get_submodule(owner), child) if name else model
-    if not isinstance(found, nn.Module):
-        return Cost(0, found.numel())
-    sizes = {id(p): p.numel() for p in found.parameters()}
-    return Cost(_flops(found, text_config(model.config), sequence, (1, 1)), sum(sizes.values()))
-
-
-def _flops(module: nn.Module, config: Any, sequence: int, share: tuple[int, int]) -> int:
-    experts = first_count(config, EXPERT_FIELDS) or 0
-    active = (min(experts_per_token(config) or experts, experts), experts)
-    own = list(module.parameters(recurse=False))
-    if experts > 1 and share == (1, 1) and has_one_per_expert(module, experts):
-        share = active
-    flops = 0
-    if not isinstance(module, nn.Embedding):
-        flops = sum(
-            2 * parameter.numel() * share[0] // share[1] for parameter in own if parameter.ndim > 1
-        )
-    # The innermost module whose class is named so computes attention itself.
-    if [inner for inner in module.modules() if "Attention" in type(inner).__name__] == [module]:
-        flops += _attention(module, config, sequence)
-    return flops + sum(_flops(child, config, sequence, share) for child in module.children())
-
-
-def _attention(module: Any, config: Any, sequence: int) -> int:
-    heads = first_count(module, HEAD_FIELDS) or first_count(config, HEAD_FIELDS) or 0
-    hidden = first_count(config, ("hidden_size",)) or 0
-    head_dim = (
-        first_count(module, ("head_dim",))
-        or first_count(config, ("head_dim",))
-        or hidden // max(1, heads)
-    )
-    widths = (first_count(module, (name,)) or head_dim for name in ("qk_head_dim", "v_head_dim"))
-    window = first_count(module, ("sliding_window", "window_size"))
-    return 2 * min(sequence, window or sequence) * heads * sum(widths)
 
 
 def plan_pipeline(draft: Draft) -> None:

@@ -7,14 +7,14 @@ from typing import Any
 
 from ...models.blueprint import Block, Blueprint
 from ...models.clone import PER_LAYER
-from ...models.fields import HEAD_FIELDS, counts, field, first_count, partial_output, text_config
+from ...models.fields import HEAD_FIELDS, counts, field, first_count, text_config
 from ...models.module_kinds import holds_experts
 from ...models.names import wild_name
-from ..modules import BlockPlan
-from ..parameter import join_path
+from ...plan.drafting.draft import Draft
+from ...plan.drafting.layers import find_lists
+from ...plan.modules import BlockPlan
+from ...plan.parameter import join_path
 from .block_parameters import PlacedBlock, cut_parameters
-from .draft import Draft
-from .layers import find_lists
 
 _GROUPS = "num_key_value_groups"
 KEY_VALUE_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_heads", "kv_dim")
@@ -22,16 +22,6 @@ KEY_VALUE_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_hea
 
 _HEADS = ("num_heads", "num_attention_heads", "n_heads")
 _KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
-
-
-def plan_tensor(draft: Draft) -> None:
-    """Plan the tensor-parallel blocks, by the draft's blueprint."""
-    if draft.tp > 1 and (asked := partial_output(draft.config)):
-        draft.problem(
-            f"tp_size={draft.tp}: the config's {asked}: set it to False, or use tp_size=1"
-        )
-    if draft.tp > 1 and draft.blueprint:
-        draft.blocks = plan_blocks(draft, draft.blueprint, draft.decoders)
 
 
 def plan_blocks(draft: Draft, blueprint: Blueprint, layers: list[str]) -> list[BlockPlan]:

@@ -8,16 +8,16 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
-from ...config.parallel import AXES, ParallelConfig
-from ...errors import PlanError
-from ...models import FAMILIES
-from ...models.blueprint import TRANSLATED, Block, Blueprint, Inference, block_as_data, from_data
-from ...models.facts import ask
-from ..parameter import join_path
-from .blocks import plan_blocks
-from .draft import Draft
-from .layers import find_layers
-from .text_model import blueprint_of_text, find_text_model
+from ..config.parallel import AXES, ParallelConfig
+from ..errors import PlanError
+from ..models import FAMILIES
+from ..models.blueprint import TRANSLATED, Block, Blueprint, Inference, block_as_data, from_data
+from ..models.facts import ask
+from ..parallel.tensor.blocks import plan_blocks
+from ..plan.drafting.draft import Draft
+from ..plan.drafting.layers import find_layers
+from ..plan.drafting.text_model import blueprint_of_text, find_text_model
+from ..plan.parameter import join_path
 
 _STYLES = {
     "colwise": "column",

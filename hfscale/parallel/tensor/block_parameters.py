@@ -11,8 +11,8 @@ from ...models.blueprint import Block
 from ...models.fields import first_count, text_config
 from ...models.module_kinds import PROJECTIONS, weight_dims
 from ...models.names import wild_name
-from ..parameter import join_path
-from .draft import Draft
+from ...plan.drafting.draft import Draft
+from ...plan.parameter import join_path
 
 # held by every rank, each of which sees a part of the gradient
 _PARTIAL: tuple[None, tuple[str, ...]] = (None, ("tp",))

@@ -1,4 +1,4 @@
-"""Take a :class:`.sequence_region.SequenceRegion` through a forward pass of its layers, by hooks."""
+"""Take a :class:`.region.SequenceRegion` through a forward pass of its layers, by hooks."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -6,13 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..._compat.transformers.hidden_states import (
+from ...._compat.transformers.hidden_states import (
     hidden_states_of,
     other_arguments,
     with_hidden_states,
 )
-from ...distributed.ops.collectives import copy_to_tp_region
-from .sequence_region import SequenceRegion
+from ....distributed.ops.collectives import copy_to_tp_region
+from .region import SequenceRegion
 
 
 def install_sequence_hooks(

@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..._compat.torch import counts_forward_hooks, version_of
-from ...distributed.ops.collectives import (
+from ...._compat.torch import counts_forward_hooks, version_of
+from ....distributed.ops.collectives import (
     Started,
     gather_from_sequence_region,
     gather_from_tp_region,
@@ -34,11 +34,11 @@ from ...distributed.ops.collectives import (
     start_all_gather,
     start_reduce_scatter,
 )
-from ...errors import ConfigError
-from ...plan import SequencePlan
-from ...plan.cut import share_evenly
-from ...train.runtime import recomputing
-from .random import LayerRandom
+from ....errors import ConfigError
+from ....plan import SequencePlan
+from ....plan.cut import share_evenly
+from ....train.runtime import recomputing
+from ..random import LayerRandom
 
 TOKENS = 1  # the dim of ``[b, s, h]`` that holds tokens
 
@@ -142,7 +142,7 @@ def keep_with_graph(x: Tensor, thing: Any) -> None:
 class SequenceRegion:
     """Hold the state of one layer stack's hidden states: whether they are cut now, and into which lengths.
 
-    Its states, which hooks on the stack's modules (:mod:`.sequence_hooks`) take it through:
+    Its states, which hooks on the stack's modules (:mod:`.hooks`) take it through:
 
     ============== =================== ============== ===================================================
     where          ``_open``           ``_total``     hidden states
@@ -153,7 +153,7 @@ class SequenceRegion:
     ``cut_before`` yes                 tokens         this rank's tokens; all tokens inside blocks
     ``finish``     no                  tokens         all tokens, kept for the head (``_left``)
     recomputation  no                  the last one   as in the pass that waits for its backward pass
-                                                      (:class:`.sequence_region.SequencePasses`)
+                                                      (:class:`.region.SequencePasses`)
     ============== =================== ============== ===================================================
 
     A pipeline stage may receive sharded hidden states (``_arrives``), and send them sharded (``_leaves``); they then

@@ -1,0 +1,1 @@
+"""Plan what a model has beside its text: towers of pictures and sounds."""

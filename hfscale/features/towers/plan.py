@@ -1,0 +1,73 @@
+"""Plan the modules that a pass over tokens alone does not use: towers of pictures and sounds, and their projectors."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..._compat.transformers.classes import takes_argument
+from ...models.facts import ask
+from ...models.names import wild_name
+from ...plan.drafting.boundary_modules import items_around, tensors_of
+from ...plan.drafting.draft import Draft
+from ...plan.drafting.text_model import find_text_model, other_inputs
+from ...plan.feature_plans import TowersPlan
+
+_ADDED_BEHIND_LAYERS = {"visual_pos_masks", "deepstack_visual_embeds"}
+"""Inputs by which a model of text adds features of pictures behind its first layers (Meng et al. 2024, DeepStack)."""
+
+_FEATURES = "deepstack_visual_indexes"  # the config field that lists a tower's layers whose features these are
+
+_MEDIA = ("pixel_values", "flattened_patches", "input_features", "input_values")
+"""Inputs that are pictures or sounds, as the host names them."""
+
+
+def plan_towers(draft: Draft) -> None:
+    """Find the modules and parameters that text without images does not use."""
+    text = find_text_model(draft.model)
+    items = _beside_tokens(draft) if text is None else _around_text(draft, text)
+    sizes = {
+        tensor: size for item in items for tensor, size in tensors_of(draft.model, item).items()
+    }
+    if sizes:
+        inputs = () if text is None else other_inputs(draft.modules[text])
+        first = _first_layers(draft.config.to_dict()) if set(inputs) == _ADDED_BEHIND_LAYERS else 0
+        draft.features.append(
+            TowersPlan(text or "", tuple(items), sum(sizes.values()), inputs, first)
+        )
+
+
+def _around_text(draft: Draft, text: str) -> list[str]:
+    """Return what is around a text model, but the head, and the layers in it that a pass over tokens alone skips."""
+    layers: list[str] = []
+    if (
+        draft.layout.data_world > 1
+    ):  # those that a pass over tokens alone skips: they read only a tower's output
+        found = ask(
+            "reach", draft.model, *dict.fromkeys(map(wild_name, draft.stack)), layers=draft.stack
+        )
+        classes = set(found["classes"])
+        names = set(found["names"])
+        layers = [
+            name
+            for name in draft.stack
+            if name in names or type(draft.modules[name]).__name__ in classes
+        ]
+    around = [item for item in items_around(draft.model, text) if tensors_of(draft.model, item)]
+    return [item for item in (*around, *layers) if item != draft.head]
+
+
+def _first_layers(fields: Mapping[str, Any]) -> int:
+    """Return the number of first layers after which images are added: one per tower feature."""
+    inside = (_first_layers(value) for value in fields.values() if isinstance(value, dict))
+    return max([len(fields.get(_FEATURES) or ()), *inside])
+
+
+def _beside_tokens(draft: Draft) -> list[str]:
+    """Return what passes over tokens do not use, in an encoder-decoder or a model that is its own text model."""
+    media = any(takes_argument(draft.model, name) for name in _MEDIA)
+    if draft.layout.data_world == 1 or not media or not takes_argument(draft.model, "input_ids"):
+        return []
+    known = {
+        *draft.modules,
+        *(name for name, _ in draft.named()),
+    }  # a clone has the same modules, but for its layers
+    return [item for item in ask("unused", draft.model) if item in known]

@@ -1,0 +1,1 @@
+"""Sequence parallelism: hidden states between blocks are sharded along the sequence over the tensor ranks."""

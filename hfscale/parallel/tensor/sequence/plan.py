@@ -1,0 +1,151 @@
+"""Plan sequence parallelism: where hidden states are sharded, and which parameters see only their rank's tokens."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from ....models import SEQUENCE_UNFIT
+from ....models.blueprint import INFERRED
+from ....models.facts import ask
+from ....models.module_kinds import is_tokenwise
+from ....models.names import wild_name
+from ....plan.drafting.boundary_modules import PROBED, direct_children
+from ....plan.drafting.draft import Draft
+from ....plan.modules import SequencePlan
+
+
+def plan_sequence(draft: Draft) -> None:
+    """Plan a region of sequence parallelism per layer list; add the rules of its parameters to ``draft``."""
+    if draft.tp == 1 or not draft.layout.sequence_parallel or draft.blueprint is None:
+        return
+    unfit = SEQUENCE_UNFIT.get(draft.config.model_type)
+    if draft.blueprint.source.startswith(INFERRED):
+        unfit = "its blueprint is inferred, which proves nothing of what lies between the blocks"
+    if unfit:
+        _unfit(draft, unfit)
+        return
+    lists: dict[str, list[str]] = {}
+    for layer in draft.stack:
+        lists.setdefault(layer.rpartition(".")[0], []).append(layer)
+    owners = {path.rpartition(".")[0]: members for path, members in lists.items()}
+    if len(owners) < len(lists):  # XLM's attention is in one, what follows it in another
+        _unfit(
+            draft,
+            f"one module runs several lists of layers ({', '.join(lists)}), and computes between them",
+        )
+        return
+    firsts = {members[0]: owner for owner, members in owners.items()}
+    embedding = draft.embedding
+    entry = ask("entry", draft.model, *firsts, str(embedding), firsts=firsts, embedding=embedding)
+    inside = [*(block.name for block in draft.blocks), *(experts.name for experts in draft.experts)]
+    regions = (
+        _region(draft, owner, members, entry)
+        for owner, members in owners.items()
+        if any(name.startswith(f"{owner}.") for name in inside)
+    )
+    ahead = (_region_ahead(draft, name) for name in draft.predictors)
+    draft.sequence_regions = (*(region for region in regions if region is not None), *ahead)
+
+
+def _unfit(draft: Draft, why: str) -> None:
+    family = draft.config.model_type
+    draft.problem(
+        f"sequence_parallel=True does not fit {family!r}: {why}: use sequence_parallel=False"
+    )
+
+
+def _region_ahead(draft: Draft, layer: str) -> SequencePlan:
+    """Plan the region of one layer of multi-token prediction, which gets and returns all tokens."""
+    gathered = tuple(_gathered(draft, layer))
+    partial = tuple(_partial(draft, [layer]))
+    return SequencePlan(
+        layer, layer, (layer,), gathered, partial, direct=False, dropout=_drops_out(draft, [layer])
+    )
+
+
+def _region(
+    draft: Draft, owner: str, layers: list[str], entry: dict[str, Any]
+) -> SequencePlan | None:
+    """Plan the region of layers below ``owner``; where that fails, note problems in the draft and return ``None``."""
+    lists = {layer.rpartition(".")[0] for layer in draft.stack}
+    children = direct_children(draft.modules, owner)
+    around = [
+        name for name in children if name not in lists and [*draft.modules[name].parameters()]
+    ]
+    before = entry["before"].get(owner)
+    odd = entry["odd"].get(owner)
+    if around and before is None:
+        draft.problem(
+            f"sequence_parallel=True needs to know which of {', '.join(map(wild_name, around))} come before the "
+            f"layers, and {type(draft.model).__name__} cannot be traced ({entry['failure']}): use "
+            "sequence_parallel=False"
+        )
+        return None
+    if odd is not None:
+        tried = f"{PROBED[0]} sample of {PROBED[1]} tokens"
+        _unfit(
+            draft,
+            f"its layers get a stream of the shape {tuple(odd)} for {tried}, and not (samples, tokens, width)",
+        )
+        return None
+    after = [name for name in around if name not in (before or ())]
+    embedding = draft.embedding
+    # Then the embedding's sum over ranks may be left to the first layer.
+    only_looks_up = (
+        embedding is not None and type(draft.modules[embedding]).forward is nn.Embedding.forward
+    )
+    return SequencePlan(
+        owner=owner,
+        exit=after[0]
+        if len(after) == 1
+        else owner,  # an owner may reshape what its only norm returns
+        layers=tuple(layers),
+        gathered=tuple(name for layer in layers for name in _gathered(draft, layer)),
+        partial=tuple(_partial(draft, [*layers, *after])),
+        direct=entry["direct"] == layers[0] and only_looks_up,
+        dropout=_drops_out(draft, layers),
+    )
+
+
+def _gathered(draft: Draft, path: str) -> Iterator[str]:
+    """List the modules under ``path`` that are outside all block edges and may mix tokens."""
+    edges = {name for block in draft.blocks for name in (*block.enter, *block.leave, *block.row)}
+    # which compute token by token: a router, experts, and shared experts with edges
+    mixtures = {
+        each.name.rpartition(".")[0] for each in draft.experts if draft.layout.slices_tokens
+    }
+    for name in direct_children(draft.modules, path):
+        module = draft.modules[path].get_submodule(
+            name.rpartition(".")[2]
+        )  # layers may share it: it has one name
+        if name in edges or name in mixtures or is_tokenwise(module):
+            continue
+        if any(edge.startswith(f"{name}.") for edge in edges):
+            yield from _gathered(draft, name)
+        elif next(module.parameters(), None) is not None:
+            yield name
+
+
+def _partial(draft: Draft, roots: list[str]) -> Iterator[str]:
+    """List the modules under ``roots`` with parameters without a rule, and give these the rule of partial gradients."""
+    for root in roots:
+        for name, module in draft.modules[root].named_modules(prefix=root):
+            own = [f"{name}.{child}" for child, _ in module.named_parameters(recurse=False)]
+            free = [parameter for parameter in own if parameter not in draft.rules]
+            draft.rules.update(dict.fromkeys(free, (None, ("tp",))))
+            if free and len(free) == len(own):
+                yield name
+            elif free:
+                draft.problem(
+                    f"sequence_parallel=True: {wild_name(name)} holds sharded and replicated parameters: "
+                    "use sequence_parallel=False"
+                )
+
+
+def _drops_out(draft: Draft, layers: list[str]) -> bool:
+    modules = [module for layer in layers for module in draft.modules[layer].modules()]
+    fields: dict[str, Any] = draft.config.to_dict()
+    return any(isinstance(module, nn.Dropout) and module.p > 0 for module in modules) or any(
+        "drop" in name and isinstance(value, float) and value > 0 for name, value in fields.items()
+    )
