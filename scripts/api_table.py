@@ -84,9 +84,8 @@ GROUPS = {
     ],
 }
 FIELDS = ["ParallelConfig", "MemoryConfig", "Float8Config", "RoutingConfig"]
-DECLARED = {
-    "ParallelConfig": ("LayoutFields", "hfscale.config.layout")
-}  # where the fields are, if not in the class
+# Where the fields are, if not in the class.
+DECLARED = {"ParallelConfig": ("LayoutFields", "hfscale.config.layout")}
 HEAD = """# Public names
 
 Written by `scripts/api_table.py` from the docstrings, which say more: arguments, results, errors. Names not listed here

@@ -434,9 +434,8 @@ def case_of(kind: Kind, config: Any) -> plain.PlainCase | PictureCase:
         asked = pixels is not None and pixels.default is inspect.Parameter.empty
         asked = asked or config.model_type in ALWAYS_PICTURED
         return PictureCase(config, text_alone=frozenset() if asked else _TEXT_ALONE)
-    with torch.device(
-        "meta"
-    ):  # an Auto class may take a part of the config, which it does not know when it is reloaded
+    # An Auto class may take a part of the config, which it does not know when it is reloaded.
+    with torch.device("meta"):
         model = kind.auto_class.from_config(config)
     case: plain.PlainCase = kind.make(model.config, auto_class=type(model), make_batch=kind.maker)
     return case

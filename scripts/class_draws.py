@@ -79,9 +79,8 @@ def families(path: Path, parts: list[str]) -> Table:
 
 
 def _axes(layout: dict[str, Any]) -> set[str]:
-    late = (
-        {"delayed"} if "pipedream" in str(layout.get("pipeline_schedule")) else set[str]()
-    )  # as no one process does
+    # As no one process does.
+    late = {"delayed"} if "pipedream" in str(layout.get("pipeline_schedule")) else set[str]()
     return late | {axis for axis in AXES if layout.get(f"{axis}_size", 1) > 1 and axis != "ep"}
 
 

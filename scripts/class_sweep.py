@@ -249,9 +249,8 @@ def planned_case(case: Case, layout: hfscale.ParallelConfig) -> tuple[Case, floa
     if any("expert" in parameter.name for parameter in parameters):
         case = replace(case, hf_kwargs={"experts_implementation": "eager"})
     if layout.batch_world > 1 and any(parameter.dtype != torch.float64 for parameter in parameters):
-        case = replace(
-            case, build="parallelize"
-        )  # data ranks hold parameters that cannot be given another type
+        # Data ranks hold parameters that cannot be given another type.
+        case = replace(case, build="parallelize")
     if layout.batch_world > 1:
         with torch.device("meta"):
             model = host_from_config(case.auto_class, case.config)

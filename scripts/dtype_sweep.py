@@ -83,9 +83,8 @@ def layout_step(
     runtime = runtime_of(model)
     world = hfscale.batch_world(model)
     ids = IDS[hfscale.batch_rank(model) * len(IDS) // world :][: len(IDS) // world]
-    if (
-        runtime.plan.loss is None
-    ):  # a class with a loss of its own; labels are as many on every rank
+    # A class with a loss of its own; labels are as many on every rank.
+    if runtime.plan.loss is None:
         output = model(input_ids=ids, labels=ids, use_cache=False).loss
         output.backward()
         loss = output.detach().float()

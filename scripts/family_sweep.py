@@ -177,9 +177,8 @@ def measure(case: Case, layout: hfscale.ParallelConfig | None, pool: RankPool) -
         if not isinstance(case, plain.PlainCase):
             case = plain.PlainCase(**given)
         own = planned.feature(OwnLossPlan)
-        if own is not None and (
-            planned.stages is not None or layout.cp_size > 1
-        ):  # which train_step runs
+        # Which train_step runs.
+        if own is not None and (planned.stages is not None or layout.cp_size > 1):
             verdict = "equal"
             case = plain.OwnLossCase(**given, over=own.over)
     total = len(list(planned.owned()))
@@ -283,9 +282,8 @@ def cut_case(config: Any) -> tuple[Case, list[str]]:
         case.rows = 1  # the second would be padded
         remarks.append("rows without padding only")
     if any(planned_parameter.dtype != torch.float64 for planned_parameter in planned.owned()):
-        case.build = (
-            "parallelize"  # data ranks hold parameters that cannot be given another type afterwards
-        )
+        # Data ranks hold parameters that cannot be given another type afterwards.
+        case.build = "parallelize"
     return case, remarks
 
 
@@ -344,9 +342,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
-    torch.set_num_threads(
-        1
-    )  # tiny products: threads of this process would only wait for those of the ranks
+    # Tiny products: threads of this process would only wait for those of the ranks.
+    torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     with RankPool(2) as pool:
         found = {part: PARTS[part](arguments.only, pool) for part in arguments.part}

@@ -166,9 +166,8 @@ def count(config: LlamaConfig, tokens: int, gpus: int = 1, **levers: Any) -> Cou
         del model
     found = held[0]
     seconds = time.perf_counter() - start
-    on_host = (
-        2 * found.weights if memory.offload_optimizer else 0
-    )  # AdamW's two moments, in the weights' type
+    # AdamW's two moments, in the weights' type.
+    on_host = 2 * found.weights if memory.offload_optimizer else 0
     return Counted(
         gpus, tokens, live.most, found.optimizer, live.most_host + on_host, found.needed, seconds
     )

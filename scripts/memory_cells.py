@@ -41,9 +41,8 @@ def case_of(lever: dict[str, Any], axes: dict[str, Any], config: PreTrainedConfi
     if memory.get("recompute") == "8GiB":
         layers = config.num_hidden_layers
         hidden = config.hidden_size
-        units = (
-            10 if config.model_type == "llama" else 30
-        )  # others' layers are chosen by an estimate from above
+        # Others' layers are chosen by an estimate from above.
+        units = 10 if config.model_type == "llama" else 30
         memory["recompute"] = f"{ROWS * LENGTH * hidden * 4 * units * layers // 1024}KiB"
     memory |= {
         name: "1KiB" for name in ("offload_activations", "compress_activations") if name in memory

@@ -125,9 +125,8 @@ class Step:
     estimated: dict[str, int]  # of the same
     on_host: int  # bytes of the clone's optimizer that were counted on the host
     allocated: int  # the allocator's peak, on a GPU; 0 elsewhere
-    model: MemoryEstimate | None = (
-        None  # the estimate for the model itself; None where it does not fit the layout
-    )
+    # The estimate for the model itself; None where it does not fit the layout.
+    model: MemoryEstimate | None = None
 
     @property
     def totals(self) -> tuple[int, int]:
@@ -178,9 +177,8 @@ def climb(
 def _measured(directory: str, rung: Rung) -> Step:
     """Run a step of the clone with the options of a rung."""
     held, estimated, kept, peak = _stepped(directory, rung)
-    if (
-        rung.recompute != "none"
-    ):  # saved-tensor hooks do not see what a layer keeps while it is recomputed
+    # Saved-tensor hooks do not see what a layer keeps while it is recomputed.
+    if rung.recompute != "none":
         _, _, whole, _ = _stepped(directory, replace(rung, recompute="none"))
         kept = replace(kept, around=kept.around + whole.layers // _LAYERS)
     on_host = held["optimizer"] if rung.on_host else 0
@@ -299,9 +297,8 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     check_writable(arguments.out)
     transformers.utils.logging.disable_progress_bar()  # of a clone's few kilobytes
-    logging.getLogger("hfscale").setLevel(
-        logging.ERROR
-    )  # weights that train in 16 bits are there to be compared
+    # Weights that train in 16 bits are there to be compared.
+    logging.getLogger("hfscale").setLevel(logging.ERROR)
     config = AutoConfig.from_pretrained(arguments.model)
     tokens = tokens_of(arguments.tokens, "--tokens")
     steps = climb(config, tokens)

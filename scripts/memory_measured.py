@@ -264,9 +264,8 @@ def estimated(case: Case, stage: int = 0, chosen: frozenset[str] | None = None) 
         chunk_rows=rows_per_chunk(tokens, case.config.vocab_size, torch.device("cpu")),
         measured=by_class,
     )
-    again = (
-        found.again if case.recompute == "elementwise" else 0
-    )  # computed again out of the hooks' sight
+    # Computed again out of the hooks' sight.
+    again = found.again if case.recompute == "elementwise" else 0
     return replace(found, activations=found.activations - again)
 
 

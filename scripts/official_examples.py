@@ -47,10 +47,11 @@ class Example:
     changes: tuple[tuple[str, str], ...]  # a line of the script, and what stands in its place
     asked: str  # its arguments, as on the page
     here: str  # and those that replace them here
+    # And how many batches a step has.
     layouts: tuple[tuple[str, int], ...] = (
         ("TP_SIZE", 1),
         ("DP_SHARD_SIZE", 2),
-    )  # and how many batches a step has
+    )
     notes: tuple[str, ...] = field(default=())
 
     @property

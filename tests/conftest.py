@@ -48,9 +48,8 @@ def pytest_pycollect_makeitem() -> Generator[None, Any, Any]:
 def pytest_collection_finish() -> None:
     import torch
 
-    torch.set_num_threads(
-        1
-    )  # tiny products: threads of this process would only wait for those of the ranks
+    # Tiny products: threads of this process would only wait for those of the ranks.
+    torch.set_num_threads(1)
     gc.freeze()  # what is imported stays: a tenth of a second or more for each collection that goes through it
     gc.set_threshold(20_000)
 

@@ -17,16 +17,16 @@ import pytest
 from hfscale.api.assemble import PLAN_PARTS
 
 ROOT = Path(__file__).parents[1] / "hfscale"
-LONGEST_FILE = 500
-LONGEST_FUNCTION = 60
+LONGEST_FILE = 3300
+LONGEST_FUNCTION = 580
 MOST_BRANCHES = 15
+"""Of a file and of a function, in tokens: how many lines they take is the formatter's."""
 TOO_LONG: set[str] = set()
 """Functions over the limits, to be taken apart; one that has been leaves this list."""
-TOKENS_A_LINE = 8.8
+TOKENS_A_LINE = 8.5
 DENSE_LINE = 30
-MOST_DENSE_LINES = 410
+DENSE_SHARE = 0.005
 MOST_ASSIGNED_AT_ONCE = 35
-"""Goals: 8.5 tokens a line, half a percent of dense lines."""
 _NO_CODE = {
     tokenize.COMMENT,
     tokenize.NL,
@@ -103,11 +103,7 @@ def test_no_modules_import_each_other() -> None:
     assert _circles() == []
 
 
-def test_files_are_short() -> None:
-    lengths = {name: len(path.read_text().splitlines()) for name, path in FILES.items()}
-    assert {name: length for name, length in lengths.items() if length > LONGEST_FILE} == {}
-
-
+@cache
 def _tokens_by_line(module: str) -> Counter[int]:
     """Count the tokens on each line of code; docstrings and comments are none."""
     prose: set[int] = set()
@@ -119,10 +115,15 @@ def _tokens_by_line(module: str) -> Counter[int]:
     return Counter(token.start[0] for token in tokens if token.start[0] not in prose)
 
 
+def test_files_are_short() -> None:
+    lengths = {module: sum(_tokens_by_line(module).values()) for module in FILES}
+    assert {name: length for name, length in lengths.items() if length > LONGEST_FILE} == {}
+
+
 def test_lines_read_once() -> None:
     counts = [count for module in FILES for count in _tokens_by_line(module).values()]
     assert sum(counts) / len(counts) <= TOKENS_A_LINE
-    assert sum(count >= DENSE_LINE for count in counts) <= MOST_DENSE_LINES
+    assert sum(count >= DENSE_LINE for count in counts) / len(counts) <= DENSE_SHARE
 
 
 def test_no_literal_is_starred_and_few_tuples_assigned() -> None:
@@ -149,25 +150,18 @@ def _branches(function: ast.AST) -> int:
     )
 
 
-def _lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """The lines of a function below its docstring."""
-    documented = ast.get_docstring(function) is not None
-    first = (function.body[0].end_lineno or 0) + 1 if documented else function.body[0].lineno
-    return (function.end_lineno or first) - first + 1
-
-
 def test_functions_are_short_and_branch_little() -> None:
     over = {}
     for module in FILES:
+        tokens = _tokens_by_line(module)
         for node in _nodes(module):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                lines = _lines(node)
+                span = range(node.body[0].lineno, (node.end_lineno or node.lineno) + 1)
+                length = sum(tokens[line] for line in span)
                 branches = _branches(node)
-                if lines > LONGEST_FUNCTION or branches > MOST_BRANCHES:
-                    over[f"{FILES[module].relative_to(ROOT.parent)}:{node.name}"] = (
-                        lines,
-                        branches,
-                    )
+                if length > LONGEST_FUNCTION or branches > MOST_BRANCHES:
+                    name = f"{FILES[module].relative_to(ROOT.parent)}:{node.name}"
+                    over[name] = (length, branches)
     assert {name: size for name, size in over.items() if name not in TOO_LONG} == {}
     assert over.keys() >= TOO_LONG, "leaves the list: it is short by now"
 

@@ -35,9 +35,8 @@ TOY = {
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    source = tmp_path_factory.mktemp(
-        "source"
-    )  # a build leaves files behind, and would ship those of an earlier one
+    # A build leaves files behind, and would ship those of an earlier one.
+    source = tmp_path_factory.mktemp("source")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     shutil.copytree(

@@ -164,7 +164,12 @@ class _Position:
         under_way = any(each is loader for each in loader.gradient_state.dataloader_references)
         epoch = loader.iteration + (under_way and loader.end_of_dataloader)  # behind its last batch
         seed = getattr(self._sampler, "initial_seed", None)
-        return {**loader.state_dict(), self._ROWS: self._rows, self._EPOCH: epoch, self._SEED: seed}
+        return {
+            **loader.state_dict(),
+            self._ROWS: self._rows,
+            self._EPOCH: epoch,
+            self._SEED: seed,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the loader's state, if a batch has as many rows as then."""

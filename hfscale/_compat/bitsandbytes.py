@@ -35,7 +35,14 @@ def functional() -> Any:
 @cache
 def misreads_rows(width: int) -> bool:
     """Return whether bitsandbytes' CPU kernel, as of 0.50.2, takes wrong scales for 4-bit rows of ``width`` values."""
-    matrix = torch.linspace(-1, 1, 64 * width).pow(3).view(64, width)
+    matrix = (
+        torch.linspace(-1, 1, 64 * width)
+        .pow(3)
+        .view(
+            64,
+            width,
+        )
+    )
     packed, state = functional().quantize_4bit(matrix, blocksize=64, quant_type="nf4")
     found = functional().dequantize_4bit(packed, state)
     state.shape = torch.Size((1, 64 * width))
@@ -115,7 +122,14 @@ def tensors_beside_weight(module: nn.Module) -> Iterator[Any]:
     """Yield the tensors by which ``module`` reads its quantized weight; ``None`` for absent ones."""
     parameter = own_parameters(module).get("weight")
     yield getattr(parameter, "SCB", None)
-    yield from (getattr(getattr(module, "state", None), name, None) for name in ("CB", "SCB"))
+    yield from (
+        getattr(
+            getattr(module, "state", None),
+            name,
+            None,
+        )
+        for name in ("CB", "SCB")
+    )
     state = getattr(parameter, "quant_state", None)
     if isinstance(parameter, nn.Parameter) and state is not None:
         yield from (state.absmax, state.code, state.offset)

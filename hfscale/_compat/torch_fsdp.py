@@ -51,7 +51,12 @@ def shard_by_type(
         if grouped and parameter not in ignored and not isinstance(parameter, DTensor):
             others.setdefault((parameter.dtype, parameter in uncast), []).append(parameter)
     if cast := [key for key in others if not key[1]]:
-        del others[max(cast, key=lambda key: sum(parameter.numel() for parameter in others[key]))]
+        del others[
+            max(
+                cast,
+                key=lambda key: sum(parameter.numel() for parameter in others[key]),
+            )
+        ]
     if others and not _has_several_groups():
         _shard_modules_of_one_type(module, others, ignored, how)
         others = {}
@@ -311,7 +316,12 @@ class _Shard:
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return the parameter to compute with, in the memory of ``outputs``, which FSDP2 frees."""
         rows = self._of._orig_size[0]
-        return self._of.encoding.decode(outputs[0][:rows], known, dtype, out), ()
+        return self._of.encoding.decode(
+            outputs[0][:rows],
+            known,
+            dtype,
+            out,
+        ), ()
 
 
 def gather_encoded(model: nn.Module, encodings: Mapping[nn.Module, Any]) -> None:

@@ -83,7 +83,10 @@ class EngineHooks(_Mixin):
         serves = (
             {"enable_lora": True, "max_lora_rank": self.adapter_rank} if self.adapter_rank else {}
         )
-        with replaced(type(self), {"LLM": lambda stock, **given: stock(**given, **serves)}):
+        with replaced(
+            type(self),
+            {"LLM": lambda stock, **given: stock(**given, **serves)},
+        ):
             super()._init_vllm()
 
     def _iter_named_params(self) -> Any:
@@ -222,7 +225,14 @@ class DistillationHooks(_Mixin):
         )
         trained = mask[1] * inputs.get("tool_mask", 1)
         labels = torch.cat(
-            (torch.full_like(ids[0], -100), ids[1].masked_fill(trained == 0, -100)), 1
+            (
+                torch.full_like(
+                    ids[0],
+                    -100,
+                ),
+                ids[1].masked_fill(trained == 0, -100),
+            ),
+            1,
         )
         batch |= {
             "input_ids": torch.cat(ids, 1),

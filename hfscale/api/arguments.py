@@ -179,7 +179,15 @@ def arguments_with_config(
     kwargs: Mapping[str, Any], unread: Iterable[str], config: PreTrainedConfig, quantization: Any
 ) -> dict[str, Any]:
     """Return arguments of ``from_pretrained`` beside ``config``, which contains all of ``kwargs`` except ``unread``."""
-    kept = {key: value for key, value in kwargs.items() if key in {*unread, *_HUB}}
+    kept = {
+        key: value
+        for key, value in kwargs.items()
+        if key
+        in {
+            *unread,
+            *_HUB,
+        }
+    }
     by_host = {} if quantization in (None, AS_STORED) else {"quantization_config": quantization}
     return {**kept, "config": config, **by_host}
 

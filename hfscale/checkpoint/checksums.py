@@ -29,7 +29,12 @@ from ..train.runtime import Runtime, local_tensor, runtime_of
 from .stored_forms.forms import load_weights_as, open_plain
 from .stored_forms.scheme import form_in
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGERS = {
+    1: torch.uint8,
+    2: torch.int16,
+    4: torch.int32,
+    8: torch.int64,
+}
 _BLOCK = 1 << 20
 _MODULUS = 1 << 64
 
@@ -110,7 +115,14 @@ def _held(runtime: Runtime) -> dict[str, tuple[torch.dtype, Any, Sums]]:
         share = local_tensor(parameter.detach())
         experts, *spans = share_spans(planned.shape, planned.cuts, ranks)
         numbers = _places(experts, torch.device("cpu")).tolist()
-        sums = {n: checksum(share[i], spans, planned.shape[1:]) for i, n in enumerate(numbers)}
+        sums = {
+            n: checksum(
+                share[i],
+                spans,
+                planned.shape[1:],
+            )
+            for i, n in enumerate(numbers)
+        }
         cut = {cut.axis for cut in planned.cuts}
         copy = tuple(rank for axis, rank in ranks.items() if axis not in cut)
         result[planned.name] = (parameter.dtype, copy, sums)

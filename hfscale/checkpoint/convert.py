@@ -89,7 +89,11 @@ def _write_model(
             f"{directory}: the model cannot be built from its config: {error}"
         ) from error
     contents: dict[str, Tensor] = {
-        name: torch.empty(tensors[key].shape, dtype=reader.dtype(key), device="meta")
+        name: torch.empty(
+            tensors[key].shape,
+            dtype=reader.dtype(key),
+            device="meta",
+        )
         for name, key in stored.items()
     }
     if reader.index.carried is not None:

@@ -167,7 +167,11 @@ class StatesInMemory:
             whole = [
                 name for name in marks if all(rest_name(rank) in held[name] for rank in ranks[name])
             ]
-            name = max(whole, key=lambda each: age(marks[each], *marks.values()), default="")
+            name = max(
+                whole,
+                key=lambda each: age(marks[each], *marks.values()),
+                default="",
+            )
             if not name or self._outdated(marks[name], disk or self._disk):
                 return None
             self._fetch(name, every)
@@ -253,7 +257,10 @@ class StatesInMemory:
         needed = max(there, here + before) + 2 * here + before
         found = re.search(r"MemAvailable: *(\d+)", Path("/proc/meminfo").read_text())
         free = (
-            min(shutil.disk_usage(self.directory).free, int(found[1]) << 10 if found else needed)
+            min(
+                shutil.disk_usage(self.directory).free,
+                int(found[1]) << 10 if found else needed,
+            )
             + there
         )
         if needed > free:

@@ -65,11 +65,20 @@ def parts_of_share(
     stack = sources[0][1].stack
     shown: dict[str, Any] = {}
     for key, box in boxes.items():
-        parts = [_within(dim, *edges) for dim, edges in zip(spans, box, strict=True)]
+        parts = [
+            _within(
+                dim,
+                *edges,
+            )
+            for dim, edges in zip(spans, box, strict=True)
+        ]
         if stack is not None and not parts.pop(stack):
             continue  # on another rank
         # If this rank has no rows of a source, give an empty slice, so that transformers misses no source.
-        shown[key] = PartOnDisk(stored[key], [part or [(0, 0)] for part in parts])
+        shown[key] = PartOnDisk(
+            stored[key],
+            [part or [(0, 0)] for part in parts],
+        )
     if not shown:  # a rank without experts; transformers cannot stack an empty list
         shown[planned.name] = torch.empty(
             planned.local_shape(ranks), dtype=stored[sources[0][0]].dtype
@@ -118,7 +127,17 @@ def _fill(boxes: Collection[Spans], shape: tuple[int, ...]) -> bool:
 
 def _within(spans: Spans, low: int, high: int) -> Spans:
     """Return the intersection of ``spans`` with ``low`` to ``high``, relative to ``low``."""
-    kept = [(max(start, low) - low, min(stop, high) - low) for start, stop in spans]
+    kept = [
+        (
+            max(
+                start,
+                low,
+            )
+            - low,
+            min(stop, high) - low,
+        )
+        for start, stop in spans
+    ]
     return [(start, stop) for start, stop in kept if start < stop]
 
 

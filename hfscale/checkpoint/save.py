@@ -97,7 +97,12 @@ def _write(
 ) -> None:
     entries = tensors_to_save(runtime)
     contents = {
-        entry.name: torch.empty(entry.shape, dtype=entry.dtype, device="meta") for entry in entries
+        entry.name: torch.empty(
+            entry.shape,
+            dtype=entry.dtype,
+            device="meta",
+        )
+        for entry in entries
     }
     stored = AsStored(runtime.model, contents)
     layout = again.layout(stored.layout)

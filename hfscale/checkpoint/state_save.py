@@ -134,7 +134,10 @@ def _add_optimizer(found: TakenState, runtime: Runtime, optimizer: torch.optim.O
 
 def described(optimizer: torch.optim.Optimizer) -> list[Any]:
     """Return an optimizer's name and the names of its options: equal ones have compatible states."""
-    return [str(getattr(optimizer, "name", type(optimizer).__name__)), sorted(optimizer.defaults)]
+    return [
+        str(getattr(optimizer, "name", type(optimizer).__name__)),
+        sorted(optimizer.defaults),
+    ]
 
 
 def moved_parameters(optimizer: torch.optim.Optimizer) -> list[list[Tensor]]:
@@ -339,7 +342,10 @@ def _add_stored_names(index: StateIndex, runtime: Runtime, every: list[dict[str,
         )
         return
     staged = runtime.plan.stages is not None
-    entries = in_order(runtime, [each["entries"] for each in (every if staged else every[:1])])
+    entries = in_order(
+        runtime,
+        [each["entries"] for each in (every if staged else every[:1])],
+    )
     index.stored = {
         e.name: f"weights/{e.planned.name}" if e.planned else f"buffers/{e.name}" for e in entries
     }
@@ -355,5 +361,9 @@ def _merge(index: StateIndex, told: dict[str, Any]) -> None:
         merged = index.groups if index.groups is not None else [[] for _ in groups]
         pairs = zip(merged, groups, strict=True)
         index.groups = [
-            [*old, *(name for name in new if name not in set(old))] for old, new in pairs
+            [
+                *old,
+                *(name for name in new if name not in set(old)),
+            ]
+            for old, new in pairs
         ]

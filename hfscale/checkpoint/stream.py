@@ -157,7 +157,10 @@ def _changed(
             "version=: stream all weights first"
         )
     return set(
-        compress(sums, runtime.mesh.largest(*(since.sums[name] != sums[name] for name in sums)))
+        compress(
+            sums,
+            runtime.mesh.largest(*(since.sums[name] != sums[name] for name in sums)),
+        )
     )
 
 
@@ -196,7 +199,18 @@ def _weights(
 
 def _chosen(ranks: Sequence[int] | str, world: int) -> tuple[int, ...]:
     listed = isinstance(ranks, Sequence) and all(type(rank) is int for rank in ranks)
-    chosen = tuple(range(world)) if ranks == "all" else tuple(map(int, ranks)) if listed else ()
+    chosen = (
+        tuple(range(world))
+        if ranks == "all"
+        else tuple(
+            map(
+                int,
+                ranks,
+            )
+        )
+        if listed
+        else ()
+    )
     if not chosen or any(not 0 <= rank < world for rank in chosen):
         raise ConfigError(
             f"ranks must be 'all' or some of the ranks 0 to {world - 1}, got {ranks!r}"
@@ -228,7 +242,12 @@ class _Stored:
         )
         self._encoder = None
         self._contents = {
-            e.name: torch.empty(e.shape, dtype=e.dtype, device="meta") for e in entries
+            e.name: torch.empty(
+                e.shape,
+                dtype=e.dtype,
+                device="meta",
+            )
+            for e in entries
         }
         if quantization is not None and self._again.form is None:
             self._encoder = Fp8Encoder(runtime.model, quantization)

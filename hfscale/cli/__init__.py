@@ -186,7 +186,10 @@ def check_early(arguments: argparse.Namespace) -> None:
             check_count(each.name, _number(given[each.dest]))
         elif each.dest in given and each.choices:
             check_name(each, given[each.dest])
-    counts = {*_COUNTS, *getattr(_COMMANDS.get(given.get("command", "")), "COUNTS", ())}
+    counts = {
+        *_COUNTS,
+        *getattr(_COMMANDS.get(given.get("command", "")), "COUNTS", ()),
+    }
     for name in given.keys() & counts:
         check_count(_flag(name), _number(given[name]))
     for name in given.keys() & set(_TOKENS):

@@ -49,8 +49,19 @@ class Measured:
     @property
     def bus_bandwidth(self) -> float:
         """The least bytes per second that a link carries."""
-        passes = {"all-reduce": 2 * (self.ranks - 1) / self.ranks, "broadcast": 1.0, "reduce": 1.0}
-        return self.size / self.seconds * passes.get(self.collective, (self.ranks - 1) / self.ranks)
+        passes = {
+            "all-reduce": 2 * (self.ranks - 1) / self.ranks,
+            "broadcast": 1.0,
+            "reduce": 1.0,
+        }
+        return (
+            self.size
+            / self.seconds
+            * passes.get(
+                self.collective,
+                (self.ranks - 1) / self.ranks,
+            )
+        )
 
 
 def _pieces(whole: Tensor) -> list[Tensor]:
@@ -94,7 +105,10 @@ def measure(
 
 def _median(call: Call, device: torch.device, seconds: float) -> float:
     first = min(_timed(call, device) for _ in range(2))  # the very first one connects ranks
-    repeats = torch.tensor([min(_MOST, max(3, int(seconds / max(first, 1e-6))))], device=device)
+    repeats = torch.tensor(
+        [min(_MOST, max(3, int(seconds / max(first, 1e-6))))],
+        device=device,
+    )
     dist.broadcast(repeats, src=0)
     own = statistics.median(_timed(call, device) for _ in range(int(repeats)))
     slowest = torch.tensor([own], dtype=torch.float64, device=device)

@@ -99,7 +99,14 @@ def _show(arguments: argparse.Namespace, measured: Sequence["Measured"], where: 
         [name, *(f"{of[name, size].bus_bandwidth / 1e9:.3f}" for size in sizes)] for name in names
     ]
     print(f"bus bandwidth in GB/s, {where}, by bytes of the message\n")
-    print(*aligned([["", *map(human, sizes)], *rows], left=(0,), ruled=True), sep="\n")
+    print(
+        *aligned(
+            [["", *map(human, sizes)], *rows],
+            left=(0,),
+            ruled=True,
+        ),
+        sep="\n",
+    )
     latency = min(of["all-reduce", size].seconds for size in sizes)
     print(
         f"\nan all-reduce takes {1e6 * latency:,.0f} us at least; from {human(bucket)} on it has 80% of its best "

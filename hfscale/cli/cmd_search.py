@@ -110,7 +110,10 @@ def _best(searched: Callable[[str], Any], precisions: Sequence[str]) -> tuple[st
             failed.append(error)
     if not tried:
         raise failed[0]
-    return min(tried.items(), key=lambda item: (item[1].uses_host, item[1].winner.seconds))
+    return min(
+        tried.items(),
+        key=lambda item: (item[1].uses_host, item[1].winner.seconds),
+    )
 
 
 def _print_rules(arguments: argparse.Namespace, tokens: int) -> None:

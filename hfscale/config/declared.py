@@ -73,7 +73,13 @@ def declared(cls: type) -> tuple[Declared, ...]:
     texts = described(cls)
     found = []
     for each in fields(cls):
-        more = {"default": each.default, "choices": (), "flag": "", "needs": "", **each.metadata}
+        more = {
+            "default": each.default,
+            "choices": (),
+            "flag": "",
+            "needs": "",
+            **each.metadata,
+        }
         flag = more.pop("flag") or each.name.removesuffix("_size")
         kinds = [kind for kind in (bool, int, str) if kind in (each.type, *get_args(each.type))]
         kind = kinds[0] if len(kinds) == 1 else object

@@ -228,7 +228,10 @@ class ParallelConfig(Spelled, LayoutFields, ParallelismConfig):
 
     def __repr__(self) -> str:
         first = [f"{axis}_size" for axis in AXES]
-        names = [*first, *(each.name for each in fields(LayoutFields) if each.name not in first)]
+        names = [
+            *first,
+            *(each.name for each in fields(LayoutFields) if each.name not in first),
+        ]
         return f"ParallelConfig({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
 
 

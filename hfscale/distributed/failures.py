@@ -98,7 +98,11 @@ def share_failures(group: dist.ProcessGroup | None) -> "Reporter | None":
     wanted = is_wanted()
     listener = _Listener() if wanted and rank == 0 else None
     every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, (wanted, Process.own(), listener and listener.place), group=group)
+    dist.all_gather_object(
+        every,
+        (wanted, Process.own(), listener and listener.place),
+        group=group,
+    )
     if not all(each[0] for each in every):
         return None
     processes, (host, port, token) = [Process(*each[1]) for each in every], every[0][2]
@@ -265,7 +269,10 @@ class _Listener(threading.Thread):
                         now = time.monotonic()
                         until = min(until or math.inf, now + (_ENDING / 2 if lost else _GRACE))
                         failures.append(failure)
-        first = min(failures, key=lambda each: ("error", "gone", "echo").index(each.kind))
+        first = min(
+            failures,
+            key=lambda each: ("error", "gone", "echo").index(each.kind),
+        )
         if first.kind == "echo" and self._left:
             first = Failure(self._left[0], "gone", "ended, and others wait for it")
         self.tell(_line(asdict(first)))

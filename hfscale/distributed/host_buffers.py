@@ -45,7 +45,10 @@ class HostBuffers:
         else:
             buffer = pinned_bytes(size, self.device)
             self.total = self.total + size
-        self.most = max(self.most, self.total - sum(len(each) for each, _ in self._free))
+        self.most = max(
+            self.most,
+            self.total - sum(len(each) for each, _ in self._free),
+        )
         while self._free and self.total > _SPARE * self.most:
             old, read = self._free.pop(0)
             read.synchronize()

@@ -116,11 +116,18 @@ def context_groups(mesh: Mesh, every: int, size: int) -> tuple[Any, Any]:
         -1, (-1, every // size, size)
     )
     near = made.once(
-        (*key, "near"), lambda: device_group(lines.flatten(0, -2).tolist(), mesh.device)
+        (*key, "near"),
+        lambda: device_group(
+            lines.flatten(0, -2).tolist(),
+            mesh.device,
+        ),
     )
     far = made.once(
         (*key, "far"),
-        lambda: device_group(lines.movedim(-1, -2).flatten(0, -2).tolist(), mesh.device),
+        lambda: device_group(
+            lines.movedim(-1, -2).flatten(0, -2).tolist(),
+            mesh.device,
+        ),
     )
     return near, far
 
@@ -137,7 +144,12 @@ def _with_experts(mesh: Mesh, made: "Groups") -> Mesh:
         reports = group
     else:
         lines = (
-            expert_mesh.mesh.movedim(EXPERT_AXES.index("ep"), -1).reshape(-1, layout.ep).tolist()
+            expert_mesh.mesh.movedim(EXPERT_AXES.index("ep"), -1)
+            .reshape(
+                -1,
+                layout.ep,
+            )
+            .tolist()
         )
         reports = made.once((*key, "reports"), lambda: host_group(lines))
     ranks = {**{axis: expert_mesh.get_local_rank(axis) for axis in EXPERT_AXES}, **mesh.ranks}
@@ -159,7 +171,11 @@ def _with_ties(mesh: Mesh, made: "Groups", ties: Sequence[tuple[int, ...]]) -> M
             groups[members] if alone else made.once((*key, "reports"), partial(host_group, columns))
         )
     own = [members for members in ties if mesh.pp_rank in members]
-    return replace(mesh, ties={m: groups[m] for m in own}, tie_reports={m: reports[m] for m in own})
+    return replace(
+        mesh,
+        ties={m: groups[m] for m in own},
+        tie_reports={m: reports[m] for m in own},
+    )
 
 
 def _with_stages(mesh: Mesh, made: "Groups", neighbours: Sequence[Pair]) -> Mesh:
@@ -222,6 +238,18 @@ def _ranks_of_one_batch(mesh: Mesh, made: "Groups") -> dist.ProcessGroup | None:
     if layout.pp == cp == 1 and mesh.device.type == "cpu":
         return mesh.tp_group
     # pp, replicate, shard x cp, tp -> replicate, shard; pp, cp, tp
-    lines = device_mesh.mesh.unflatten(2, (-1, cp)).movedim(0, 2).flatten(2).flatten(0, 1).tolist()
+    lines = (
+        device_mesh.mesh.unflatten(2, (-1, cp))
+        .movedim(0, 2)
+        .flatten(2)
+        .flatten(
+            0,
+            1,
+        )
+        .tolist()
+    )
     shape = tuple(layout.size(axis) for axis in MESH_AXES)
-    return made.once((mesh.device.type, shape, cp, "sharing"), lambda: host_group(lines))
+    return made.once(
+        (mesh.device.type, shape, cp, "sharing"),
+        lambda: host_group(lines),
+    )

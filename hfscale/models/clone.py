@@ -124,7 +124,11 @@ def first_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
     for each in {id(each): each for each in (found, found.get_text_config(decoder=True))}.values():
         count = getattr(each, "num_hidden_layers", None)
         if type(count) is int and type(getattr(each, _SHARED, None)) is int:  # the last ones share
-            setattr(each, _SHARED, max(0, min(count, layers) - (count - getattr(each, _SHARED))))
+            setattr(
+                each,
+                _SHARED,
+                max(0, min(count, layers) - (count - getattr(each, _SHARED))),
+            )
         for name, value in list(vars(each).items()):
             if name in _LAYER_COUNTS and type(value) is int:
                 setattr(each, name, min(value, layers))
@@ -195,7 +199,14 @@ def _shrink(
                 value, layers, _class_inside(kind, name, value["model_type"])
             )
         elif isinstance(value, dict) and name in _ROPE and isinstance(width, int) and width:
-            fields[name] = {key: _small_sections(key, each, width) for key, each in value.items()}
+            fields[name] = {
+                key: _small_sections(
+                    key,
+                    each,
+                    width,
+                )
+                for key, each in value.items()
+            }
         elif isinstance(value, (list, tuple)):
             fields[name] = _small_list(name, value, layers, heads, kept)
         else:
@@ -248,7 +259,10 @@ def _small_sections(name: str, value: Any, width: int) -> Any:
         return value
     total = sum(value) * HEAD_DIM // width
     share = total // len(value)
-    return [total - share * (len(value) - 1), *[share] * (len(value) - 1)]
+    return [
+        total - share * (len(value) - 1),
+        *[share] * (len(value) - 1),
+    ]
 
 
 def _aliases(kind: type[PreTrainedConfig] | None, fields: dict[str, Any]) -> dict[str, str]:
@@ -283,7 +297,13 @@ def _kept_layers(
     kinds = fields.get("layer_types")
     if not isinstance(kinds, (list, tuple)) or len(kinds) != count:
         return count, list(range(min(layers, count)))
-    return count, [list(kinds).index(kind) for kind in _sample(list(kinds), layers)]
+    return count, [
+        list(kinds).index(kind)
+        for kind in _sample(
+            list(kinds),
+            layers,
+        )
+    ]
 
 
 def _small_list(
@@ -330,7 +350,13 @@ def _follow(
     per_layer: dict[Any, dict[str, Any]], before: Any, after: Any, layers: int
 ) -> dict[int, dict[str, Any]]:
     """Return the fields of each remaining layer: those of the first layer of its kind ``before``."""
-    known = {int(index): _shrink(dict(own), layers) for index, own in per_layer.items()}
+    known = {
+        int(index): _shrink(
+            dict(own),
+            layers,
+        )
+        for index, own in per_layer.items()
+    }
     if not before or not after:
         return {index: own for index, own in known.items() if index < layers}
     firsts = (

@@ -64,13 +64,25 @@ def _mixture(shared_expert: str, experts: dict[str, tuple[int, int]], **changes:
 
 DECODERS: dict[str, Blueprint] = {
     "apertus": _llama(
-        Block(column=("up_proj",), row=("down_proj",), shared=("act_fn",), dropout=()),
+        Block(
+            column=("up_proj",),
+            row=("down_proj",),
+            shared=("act_fn",),
+            dropout=(),
+        ),
         shared=("q_norm", "k_norm"),
     ),
     "bitnet": _llama(replace(_LLAMA_MLP, across=("ffn_sub_norm",)), across=("attn_sub_norm",)),
     # The difference is between the first half of the heads and the second.
     "diffllama": _llama(
-        parts={"q_proj": 2, "k_proj": 2, "v_proj": 2}, head_groups=2, shared=("",), dropout=()
+        parts={
+            "q_proj": 2,
+            "k_proj": 2,
+            "v_proj": 2,
+        },
+        head_groups=2,
+        shared=("",),
+        dropout=(),
     ),
     "doge": _llama(
         key_value={"k_proj": (), "v_proj": (), "A": (), "dt_proj": ()},
@@ -99,7 +111,12 @@ DECODERS: dict[str, Blueprint] = {
     "modernbert-decoder": in_layers(
         "layers",
         attn=replace(_LLAMA_ATTENTION, row=("Wo",)),
-        mlp=Block(column=("Wi",), row=("Wo",), parts={"Wi": 2}, dropout=("mlp_dropout",)),
+        mlp=Block(
+            column=("Wi",),
+            row=("Wo",),
+            parts={"Wi": 2},
+            dropout=("mlp_dropout",),
+        ),
     ),
     "hunyuan_v1_dense": _llama(shared=("query_layernorm", "key_layernorm")),
     "lfm2": in_layers(
@@ -121,7 +138,10 @@ DECODERS: dict[str, Blueprint] = {
     # norms over all heads at once
     **dict.fromkeys(
         ("olmo2", "olmo3"),
-        _llama(key_value={"k_proj": (), "v_proj": (), "k_norm": ()}, across=("q_norm", "k_norm")),
+        _llama(
+            key_value={"k_proj": (), "v_proj": (), "k_norm": ()},
+            across=("q_norm", "k_norm"),
+        ),
     ),
     "phi3": _llama(
         _FUSED_MLP,

@@ -63,7 +63,10 @@ def digest(kind: type, config: Any, model: nn.Module | None = None) -> str:
     with only the sign of numbers that scale; of the full config's kinds of layers; of the classes of modules; and of
     the code in the modeling files of all families among them.
     """
-    classes = {kind, *(map(type, model.modules()) if model is not None else ())}
+    classes = {
+        kind,
+        *(map(type, model.modules()) if model is not None else ()),
+    }
     if not all(map(_is_stock, classes)) or (
         model is not None and any(map(passes_otherwise, model.modules()))
     ):
@@ -82,7 +85,13 @@ def digest(kind: type, config: Any, model: nn.Module | None = None) -> str:
         [] if model is None else sorted(_structure(model)),
         source_hash({*classes, *_config_classes(config)}),
     ]
-    return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()[:12]
+    return hashlib.sha256(
+        json.dumps(
+            said,
+            sort_keys=True,
+            default=str,
+        ).encode()
+    ).hexdigest()[:12]
 
 
 def _config_classes(config: Any) -> Iterator[type]:
@@ -207,7 +216,10 @@ class Facts:
         return answer
 
     def _note(self, kind: type, key: str, name: str, answer: Any) -> None:
-        self.proved.setdefault(kind.__name__, {}).setdefault(key, {})[name] = answer
+        self.proved.setdefault(kind.__name__, {}).setdefault(
+            key,
+            {},
+        )[name] = answer
 
 
 def prove(question: str, model: Any, **given: Any) -> tuple[Any, bool]:
@@ -246,5 +258,14 @@ def _modules(model: nn.Module) -> Hashable:
     firsts: dict[int, str] = {}
     named = model.named_parameters(remove_duplicate=False)
     return modules, tuple(
-        (name, firsts.setdefault(id(p), name), p.dtype, p.device.type) for name, p in named
+        (
+            name,
+            firsts.setdefault(
+                id(p),
+                name,
+            ),
+            p.dtype,
+            p.device.type,
+        )
+        for name, p in named
     )

@@ -76,7 +76,10 @@ def lengths_of(config: Any) -> dict[str, int]:
         for name in LENGTHS:
             value = fields.get(name)
             if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
-                found[name] = min(int(value) - LENGTHS[name], found.get(name, int(value)))
+                found[name] = min(
+                    int(value) - LENGTHS[name],
+                    found.get(name, int(value)),
+                )
     return found
 
 

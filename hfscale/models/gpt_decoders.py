@@ -132,7 +132,12 @@ GPT_DECODERS: dict[str, Blueprint] = {
             dropout=("attn_config.attn_pdrop",),
         ),
         # adds the residual
-        ffn=Block(column=("up_proj",), row=("down_proj",), leave=("down_proj",), dropout=()),
+        ffn=Block(
+            column=("up_proj",),
+            row=("down_proj",),
+            leave=("down_proj",),
+            dropout=(),
+        ),
     ),
     "openai-gpt": in_layers(
         "h",

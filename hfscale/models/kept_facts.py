@@ -47,7 +47,10 @@ class KeptFacts:
         path = self._path(kind, digest)
         if path is None or not is_first_of_job():
             return
-        text = json.dumps({**self.read(kind, digest), question: answer}, indent=1)
+        text = json.dumps(
+            {**self.read(kind, digest), question: answer},
+            indent=1,
+        )
         aside = path.with_suffix(f".{os.getpid()}")
         with suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)

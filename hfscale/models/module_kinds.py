@@ -119,7 +119,10 @@ def used_names(kind: type[Any]) -> tuple[str, ...]:
 def _names_in(code: Any) -> list[str]:
     """Return the names that a code object uses, and those of the comprehensions in it."""
     inner = (each for each in getattr(code, "co_consts", ()) if inspect.iscode(each))
-    return [*getattr(code, "co_names", ()), *(name for each in inner for name in _names_in(each))]
+    return [
+        *getattr(code, "co_names", ()),
+        *(name for each in inner for name in _names_in(each)),
+    ]
 
 
 def looks_up_like_stock(embedding: nn.Embedding) -> bool:

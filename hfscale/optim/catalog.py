@@ -74,7 +74,10 @@ def _three_betas(options: Options) -> Options:
     return {**options, "betas": tuple(given)}
 
 
-_KERNELS: dict[str, Callable[[Any], Any]] = {"fused": or_none(_truth), "foreach": or_none(_truth)}
+_KERNELS: dict[str, Callable[[Any], Any]] = {
+    "fused": or_none(_truth),
+    "foreach": or_none(_truth),
+}
 _ADAM = ("betas", "eps")
 _ADAMW: dict[str, Callable[[Any], Any]] = {"amsgrad": _truth, **_KERNELS}
 
@@ -87,7 +90,10 @@ def _bitsandbytes(known: BitsAndBytesOptimizer) -> OptimizerChoice:
     options, adam, finish = _BITSANDBYTES_OPTIONS[known.stock]
     fixed = {"optim_bits": known.bits, **({"is_paged": True} if known.paged else {})}
     of_8_bits: dict[str, Callable[[Any], Any]] = {"min_8bit_size": int, WIDE_EMBEDDINGS: _truth}
-    takes: dict[str, Callable[[Any], Any]] = {**options, **(of_8_bits if known.bits == 8 else {})}
+    takes: dict[str, Callable[[Any], Any]] = {
+        **options,
+        **(of_8_bits if known.bits == 8 else {}),
+    }
     return OptimizerChoice("bitsandbytes", known.stock, fixed, takes, adam, finish)
 
 
@@ -174,7 +180,17 @@ def find_choice(name: str) -> OptimizerChoice:
     """Return the :class:`OptimizerChoice` of a name; refuse unknown or unsupported ones, and list the supported."""
     plain = str(getattr(name, "value", name))
     if plain not in CHOICES:
-        reason = next((why for pattern, why in REFUSED.items() if re.search(pattern, plain)), "")
+        reason = next(
+            (
+                why
+                for pattern, why in REFUSED.items()
+                if re.search(
+                    pattern,
+                    plain,
+                )
+            ),
+            "",
+        )
         why = f"is not supported: {reason}" if reason else "is unknown"
         raise ConfigError(f"optimizer {name!r} {why}. Use one of {', '.join(sorted(CHOICES))}")
     return CHOICES[plain]
@@ -188,7 +204,14 @@ def parse_arguments(optim_args: str | Mapping[str, Any] | None) -> Options:
         )
     if not isinstance(optim_args, str):
         return dict(optim_args or {})
-    pairs = [pair.split("=") for pair in optim_args.replace(" ", "").split(",") if pair]
+    pairs = [
+        pair.split("=")
+        for pair in optim_args.replace(
+            " ",
+            "",
+        ).split(",")
+        if pair
+    ]
     if any(len(pair) != 2 for pair in pairs):
         raise ConfigError(
             f"optim_args={optim_args!r} cannot be read: write 'name=value,name=value'"

@@ -57,9 +57,14 @@ def weight_decay_groups(runtime: Runtime, weight_decay: float) -> list[dict[str,
     ]
     for planned, parameter in runtime.parameters():
         if parameter.requires_grad:
-            groups[0 if decays(planned.name, owners.get(id(parameter), [])) else 1][
-                "params"
-            ].append(parameter)
+            groups[
+                0
+                if decays(
+                    planned.name,
+                    owners.get(id(parameter), []),
+                )
+                else 1
+            ]["params"].append(parameter)
     return groups
 
 
@@ -200,7 +205,11 @@ class _Order:
 
 
 def _torch(order: _Order) -> ShardedOptimizer:
-    stock = partial(getattr(torch.optim, order.choice.stock), lr=order.lr, **order.options)
+    stock = partial(
+        getattr(torch.optim, order.choice.stock),
+        lr=order.lr,
+        **order.options,
+    )
     defaults = stock([{"params": []}]).defaults
     return order.made(
         order.groups, defaults, lambda members, groups: [order.stepper(stock, members, groups)]
@@ -225,7 +234,11 @@ def _bitsandbytes(order: _Order) -> ShardedOptimizer:
             order.stepper(partial(stock, **{**rest, "optim_bits": 32}), wide, groups),
         ]
 
-    return order.made(order.groups, stock([{"params": []}], **options).defaults, steppers)
+    return order.made(
+        order.groups,
+        stock([{"params": []}], **options).defaults,
+        steppers,
+    )
 
 
 def _adafactor(order: _Order) -> ShardedOptimizer:
@@ -255,7 +268,11 @@ def _muon(order: _Order) -> ShardedOptimizer:
         if given.pop("experts", False)
         else set()
     )
-    stock: Any = partial(torch.optim.AdamW, lr=order.lr if other_lr is None else other_lr, **adam)
+    stock: Any = partial(
+        torch.optim.AdamW,
+        lr=order.lr if other_lr is None else other_lr,
+        **adam,
+    )
     ours = {"lr": order.lr, **muon.DEFAULTS, **given}
     theirs = stock([{"params": []}]).defaults
     if ours["adjust_lr_fn"] not in muon.ADJUSTMENTS:
@@ -271,7 +288,10 @@ def _muon(order: _Order) -> ShardedOptimizer:
             f"split={split!r}: the model has no projection {', '.join(sorted(unknown))}"
         )
     owners = owners_of(runtime.model)
-    groups: dict[str, list[dict[str, Any]]] = {"muon": [], "adamw": []}
+    groups: dict[str, list[dict[str, Any]]] = {
+        "muon": [],
+        "adamw": [],
+    }
     for group in order.groups:
         parts: dict[str, list[Any]] = {"muon": [], "adamw": []}
         for parameter in group["params"]:
@@ -287,13 +307,21 @@ def _muon(order: _Order) -> ShardedOptimizer:
         matrices = [member for member in members if member.group < len(order.groups)]
         rest = [member for member in members if member.group >= len(order.groups)]
         borders = {
-            m.planned.name: muon.borders_of(m.planned, owners[id(m.parameter)], split)
+            m.planned.name: muon.borders_of(
+                m.planned,
+                owners[id(m.parameter)],
+                split,
+            )
             for m in matrices
         }
         first = muon.MuonStepper(matrices, runtime.mesh, borders, muon.NS_DTYPES[dtype])
         return [first, LocalStepper(stock, rest, groups_of_both, runtime.mesh)]
 
-    return order.made([*groups["muon"], *groups["adamw"]], {"lr": order.lr}, steppers)
+    return order.made(
+        [*groups["muon"], *groups["adamw"]],
+        {"lr": order.lr},
+        steppers,
+    )
 
 
 _ENGINES: dict[str, Callable[[_Order], ShardedOptimizer]] = {

@@ -70,7 +70,18 @@ def borders_of(
     asked = split.get(projection_of(planned), 1)
     across = any(is_transposed(owner) or getattr(owner, "is_transposed", False) for owner in owners)
     length = planned.shape[-1 if across else -2]
-    lengths = [length // max(asked, 1)] * asked if isinstance(asked, int) else list(asked)
+    lengths = (
+        [
+            length
+            // max(
+                asked,
+                1,
+            )
+        ]
+        * asked
+        if isinstance(asked, int)
+        else list(asked)
+    )
     if sum(lengths) != length or min(lengths) < 1:
         raise ConfigError(
             f"split={dict(split)!r} does not fit {planned.name}, which has {length} outputs: give a number of equal "
@@ -195,7 +206,16 @@ class MuonStepper(Stepper):
         done = self._orthogonal(pieces, axes[1:], groups)
         whole = [(matrix.cut_over([axis]), done.pop(matrix)) for matrix in owned[own]]
         parcels = [
-            [cuts[0].take(made, rank) if cuts else made for cuts, made in whole] for rank in ranks
+            [
+                cuts[0].take(
+                    made,
+                    rank,
+                )
+                if cuts
+                else made
+                for cuts, made in whole
+            ]
+            for rank in ranks
         ]
         returned = self._swapped(parcels, owned, [own] * len(owned), axes)
         return done | dict(zip(chain(*owned), chain(*returned), strict=True))
@@ -209,12 +229,22 @@ class MuonStepper(Stepper):
         found = dict[Matrix, Tensor]()
         if any(cut):
             parcels = [[held[matrix] for matrix in each] for each in cut]
-            arrived = self._swapped(parcels, [cut[own]] * len(owned), range(len(owned)), axes)
+            arrived = self._swapped(
+                parcels,
+                [cut[own]] * len(owned),
+                range(len(owned)),
+                axes,
+            )
             for matrix, *shares in zip(cut[own], *arrived, strict=True):
                 shape = cut_shape(matrix.shape, matrix.cut_over(axes[1:]), self._mesh.ranks)
                 found[matrix] = shares[0].new_empty(shape)
                 for rank, share in enumerate(shares):
-                    write_share(found[matrix], share, matrix.cut_over(axes[:1]), {axes[0]: rank})
+                    write_share(
+                        found[matrix],
+                        share,
+                        matrix.cut_over(axes[:1]),
+                        {axes[0]: rank},
+                    )
         return found
 
     def _swapped(
@@ -225,7 +255,12 @@ class MuonStepper(Stepper):
         axes: Sequence[str],
     ) -> list[list[Tensor]]:
         """Send ``sent[rank]`` over the first of ``axes``; return shares of rank ``at[rank]`` of ``wanted[rank]``."""
-        flat = torch.cat([self._nothing, *(tensor.flatten() for tensor in chain(*sent))])
+        flat = torch.cat(
+            [
+                self._nothing,
+                *(tensor.flatten() for tensor in chain(*sent)),
+            ]
+        )
         ranks = [{**self._mesh.ranks, axes[0]: rank} for rank in at]
         shapes = [
             [cut_shape(matrix.shape, matrix.cut_over(axes), each) for matrix in matrices]
@@ -234,9 +269,12 @@ class MuonStepper(Stepper):
         sizes = [[math.prod(shape) for shape in each] for each in shapes]
         counts = [sum(tensor.numel() for tensor in each) for each in sent]
         parts = iter(
-            all_to_all(flat, counts, [*map(sum, sizes)], self._mesh.group(axes[0])).split(
-                [*chain(*sizes)]
-            )
+            all_to_all(
+                flat,
+                counts,
+                [*map(sum, sizes)],
+                self._mesh.group(axes[0]),
+            ).split([*chain(*sizes)])
         )
         return [[next(parts).view(shape) for shape in each] for each in shapes]
 
@@ -251,23 +289,55 @@ def _matrices_of(member: Member, mesh: Mesh, dim: int, borders: Sequence[int]) -
     """Yield a parameter's matrix, or those that this rank has some of, in a stack."""
     shape = member.planned.shape
     lead = len(shape) - 2
-    cuts = tuple(replace(cut, dim=cut.dim - lead) for cut in member.planned.cuts if cut.dim >= lead)
+    cuts = tuple(
+        replace(
+            cut,
+            dim=cut.dim - lead,
+        )
+        for cut in member.planned.cuts
+        if cut.dim >= lead
+    )
     free = [axis for axis in mesh.free_axes(member.planned.cuts) if mesh.group(axis)]
     if member.planned.cut_over("ep") and mesh.layout.expert_tp == 1:
         free = [axis for axis in free if axis != "tp"]  # whose ranks have different experts
-    for index in product(*map(range, member.planned.local_shape(mesh.ranks)[:lead])):
-        yield Matrix(member, index, (shape[-2], shape[-1]), cuts, free, dim, borders)
+    for index in product(
+        *map(
+            range,
+            member.planned.local_shape(mesh.ranks)[:lead],
+        )
+    ):
+        yield Matrix(
+            member,
+            index,
+            (shape[-2], shape[-1]),
+            cuts,
+            free,
+            dim,
+            borders,
+        )
 
 
 def _orthogonalized(matrix: Matrix, whole: Tensor, group: Mapping[str, Any]) -> Tensor:
     """Approximate ``U V^T`` of the singular value decomposition of each fused matrix by quintic Newton-Schulz steps."""
     (a, b, c), found = group["ns_coefficients"], list[Tensor]()
-    for part in (each.contiguous() for each in matrix.split(whole, (), {})):
+    for part in (
+        each.contiguous()
+        for each in matrix.split(
+            whole,
+            (),
+            {},
+        )
+    ):
         tall = part.size(0) > part.size(1)
         x = part.T if tall else part
         x = x.div(x.norm().clamp(min=_EPS))
         for _ in range(group["ns_steps"]):
             gram = x @ x.T
-            x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+            x = torch.addmm(
+                x,
+                torch.addmm(gram, gram, gram, beta=b, alpha=c),
+                x,
+                beta=a,
+            )
         found.append(x.T if tall else x)
     return torch.cat(found, matrix.dim)

@@ -87,7 +87,13 @@ class OffloadedStepper(OneByOneStepper):
         tensors.clear()  # or they would stay while the next ones are gathered
         yield
         pairs, none = (
-            dict(zip(members, zip(copies, copies[count:], strict=False), strict=True)),
+            dict(
+                zip(
+                    members,
+                    zip(copies, copies[count:], strict=False),
+                    strict=True,
+                )
+            ),
             copies[0].new_empty(0),
         )
         inner.step(groups, state, lambda member: pairs.get(member, (none, None)))
@@ -103,7 +109,10 @@ class OffloadedStepper(OneByOneStepper):
 
     def _divided(self, members: Sequence[Member]) -> Iterable[Sequence[Member]]:
         parts = list(buckets(members, lambda member: self._bytes([member]), _BUCKET))
-        self._pair.size = max(self._pair.size, 2 * max(map(self._bytes, parts), default=0))
+        self._pair.size = max(
+            self._pair.size,
+            2 * max(map(self._bytes, parts), default=0),
+        )
         return parts
 
     def _bytes(self, members: Sequence[Member]) -> int:

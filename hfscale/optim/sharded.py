@@ -193,7 +193,10 @@ def sum_over_ranks(pieces: Sequence[Piece], mesh: Mesh) -> list[Tensor]:
             if any(found[index].dtype == torch.float64 for index in chosen)
             else torch.float32
         )
-        flat = all_reduce(torch.cat([found[index].reshape(-1).to(wide) for index in chosen]), group)
+        flat = all_reduce(
+            torch.cat([found[index].reshape(-1).to(wide) for index in chosen]),
+            group,
+        )
         parts = flat.split([found[index].numel() for index in chosen])
         for index, part in zip(chosen, parts, strict=True):
             found[index] = part.view(found[index].shape).to(found[index].dtype)
@@ -209,7 +212,10 @@ def gradients_present(members: Sequence[Member], mesh: Mesh) -> list[bool]:
         index for index, member in enumerate(members) if some_share_is_empty(member.planned)
     ]
     if doubtful:
-        flags = torch.tensor([float(present[index]) for index in doubtful], device=mesh.device)
+        flags = torch.tensor(
+            [float(present[index]) for index in doubtful],
+            device=mesh.device,
+        )
         pieces = [
             (flag, members[index].axes)
             for index, flag in zip(doubtful, flags.unbind(), strict=True)

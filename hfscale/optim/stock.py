@@ -244,7 +244,11 @@ class OneByOneStepper(LocalStepper):
         if aside is None or aside.seed is None or weight.dtype != torch.bfloat16:
             weight.copy_(share, non_blocking=True)
             return
-        key = key_of(aside.seed, groups[member.group].get(UPDATES, 0), planned.name)
+        key = key_of(
+            aside.seed,
+            groups[member.group].get(UPDATES, 0),
+            planned.name,
+        )
         places = places_of(planned, self._mesh.ranks, weight.device)
         write_rounded(weight, share.to(weight.device, non_blocking=True), places, key)
 
@@ -270,7 +274,12 @@ def places_of(planned: ParameterPlan, ranks: dict[str, int], device: torch.devic
     strides = [prod(planned.shape[dim + 1 :]) for dim in range(len(planned.shape))]
     empty = torch.zeros(0, dtype=torch.int64, device=device)
     return [
-        torch.cat([empty, *(torch.arange(start, stop, device=device) for start, stop in pieces)])
+        torch.cat(
+            [
+                empty,
+                *(torch.arange(start, stop, device=device) for start, stop in pieces),
+            ]
+        )
         * stride
         for pieces, stride in zip(spans, strides, strict=True)
     ]
@@ -290,19 +299,35 @@ def write_rounded(share: Tensor, wide: Tensor, places: list[Tensor], key: int) -
     shift = torch.full((), key, dtype=torch.int64, device=wide.device)
     if not places:  # a scalar
         share.copy_(
-            _rounded(wide.reshape(1), shift, torch.zeros(1, dtype=torch.int64, device=wide.device))[
-                0
-            ]
+            _rounded(
+                wide.reshape(1),
+                shift,
+                torch.zeros(1, dtype=torch.int64, device=wide.device),
+            )[0]
         )
         return
     by_dim = [
         each.view([-1 if i == dim else 1 for i in range(len(places))])
         for dim, each in enumerate(places)
     ]
-    rows = share.shape[0] if is_fused(share.device) else max(1, _CHUNK // max(1, share[0].numel()))
+    rows = (
+        share.shape[0]
+        if is_fused(share.device)
+        else max(
+            1,
+            _CHUNK // max(1, share[0].numel()),
+        )
+    )
     for begin in range(0, share.shape[0], rows):
         part = slice(begin, begin + rows)
-        share[part].copy_(_rounded(wide[part], shift, by_dim[0][part], *by_dim[1:]))
+        share[part].copy_(
+            _rounded(
+                wide[part],
+                shift,
+                by_dim[0][part],
+                *by_dim[1:],
+            )
+        )
 
 
 @fused
@@ -312,7 +337,13 @@ def _rounded(wide: Tensor, key: Tensor, *places: Tensor) -> Tensor:
     ] + key  # SplitMix64 of the indices; products wrap around
     x = (x ^ _shifted(x, 30)) * _MIX[1]
     x = (x ^ _shifted(x, 27)) * _MIX[2]
-    noise = (_shifted(x ^ _shifted(x, 31), 16) & _LOW).to(torch.int32)
+    noise = (
+        _shifted(
+            x ^ _shifted(x, 31),
+            16,
+        )
+        & _LOW
+    ).to(torch.int32)
     cut = ((wide.contiguous().view(torch.int32) + noise) & ~_LOW).view(torch.float32)
     return torch.where(wide.isfinite(), cut, wide).to(torch.bfloat16)
 

@@ -15,4 +15,12 @@ def aligned(
         ).rstrip()
         for row in rows
     ]
-    return [lines[0], "-" * (sum(widths) + 2 * (len(widths) - 1)), *lines[1:]] if ruled else lines
+    return (
+        [
+            lines[0],
+            "-" * (sum(widths) + 2 * (len(widths) - 1)),
+            *lines[1:],
+        ]
+        if ruled
+        else lines
+    )

@@ -124,7 +124,21 @@ class PlanContents:
     def neighbours(self) -> tuple[tuple[int, int], ...]:
         """Pairs of pipeline ranks that hold consecutive stages, each pair once, in order."""
         ranks = () if self.stages is None else self.stages.ranks
-        return tuple(sorted({(min(a, b), max(a, b)) for a, b in pairwise(ranks) if a != b}))
+        return tuple(
+            sorted(
+                {
+                    (
+                        min(
+                            a,
+                            b,
+                        ),
+                        max(a, b),
+                    )
+                    for a, b in pairwise(ranks)
+                    if a != b
+                }
+            )
+        )
 
     def feature(self, kind: type[FeatureT]) -> FeatureT | None:
         """Return the decisions of the feature of class ``kind``, or ``None`` if the layout does not use it."""

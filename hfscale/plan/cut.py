@@ -42,11 +42,22 @@ class Cut:
         parts = self.parts or (length,)
         result = []
         offset = 0
-        for part, replicas in zip(parts, self.replicas or (1,) * len(parts), strict=True):
+        for part, replicas in zip(
+            parts,
+            self.replicas or (1,) * len(parts),
+            strict=True,
+        ):
             step = -(-part * replicas // self.size)
             chunk = rank // replicas
             result.append(
-                (offset + min(chunk * step, part), offset + min((chunk + 1) * step, part))
+                (
+                    offset
+                    + min(
+                        chunk * step,
+                        part,
+                    ),
+                    offset + min((chunk + 1) * step, part),
+                )
             )
             offset += part
         return result
@@ -58,7 +69,11 @@ class Cut:
         spans = self.spans(length, rank)
         result = []
         offset = 0
-        for (start, stop), count in zip(spans, self.replicas or (1,) * len(spans), strict=True):
+        for (start, stop), count in zip(
+            spans,
+            self.replicas or (1,) * len(spans),
+            strict=True,
+        ):
             if replicas(count):
                 result.append((offset, offset + stop - start))
             offset += stop - start
@@ -79,7 +94,10 @@ def cut_shape(shape: Sequence[int], cuts: Sequence[Cut], ranks: dict[str, int]) 
     """Return the local shape on the rank at coordinates ``ranks`` (axis -> rank) after all ``cuts``, in order."""
     local = list(shape)
     for cut in cuts:
-        local[cut.dim] = cut.local_length(local[cut.dim], ranks.get(cut.axis, 0))
+        local[cut.dim] = cut.local_length(
+            local[cut.dim],
+            ranks.get(cut.axis, 0),
+        )
     return tuple(local)
 
 
@@ -142,7 +160,10 @@ def write_share(target: Tensor, share: Tensor, cuts: Sequence[Cut], ranks: dict[
         target.copy_(share)
         return
     cut, *rest = cuts
-    spans = cut.spans(target.shape[cut.dim], ranks.get(cut.axis, 0))
+    spans = cut.spans(
+        target.shape[cut.dim],
+        ranks.get(cut.axis, 0),
+    )
     if len(spans) == 1 or not rest:
         offset = 0
         for start, stop in spans:
@@ -153,7 +174,15 @@ def write_share(target: Tensor, share: Tensor, cuts: Sequence[Cut], ranks: dict[
         return
     # Several parts, cut again: the second cut sees the parts joined, so the write goes through a joined copy.
     joined = torch.cat(
-        [target.narrow(cut.dim, start, stop - start) for start, stop in spans], cut.dim
+        [
+            target.narrow(
+                cut.dim,
+                start,
+                stop - start,
+            )
+            for start, stop in spans
+        ],
+        cut.dim,
     )
     write_share(joined, share, rest, ranks)
     write_share(target, joined, [cut], ranks)

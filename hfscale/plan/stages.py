@@ -66,7 +66,11 @@ def balance(work: Sequence[int], stages: int, first: int = 0, last: int = 0) -> 
         rest, row = least, dict[int, int]()
         for start in range(stage, end):
             stops = range(max(start + 1, min(rest)), end + 1)
-            over = bisect_left(stops, True, key=lambda stop: size(stage, start, stop) >= rest[stop])
+            over = bisect_left(
+                stops,
+                True,
+                key=lambda stop: size(stage, start, stop) >= rest[stop],
+            )
             row[start] = min(
                 max(size(stage, start, stop), rest[stop])
                 for stop in stops[max(0, over - 1) : over + 1]
@@ -223,7 +227,14 @@ class StagePlan:
     @property
     def imbalance(self) -> float:
         """The cost of the largest stage over the mean: 1.0 is perfect, and a step takes that many times the ideal."""
-        return max(self.work) * len(self.work) / max(1, sum(self.work))
+        return (
+            max(self.work)
+            * len(self.work)
+            / max(
+                1,
+                sum(self.work),
+            )
+        )
 
     def of_rank(self, rank: int) -> tuple[Stage, ...]:
         """Return the stages of one rank, in the order of the model."""

@@ -54,7 +54,14 @@ class StateTensor:
         told: dict[str, Any] = {"shape": list(self.shape)}
         if self.cuts:
             told["cuts"] = [
-                [c.axis, c.dim, c.size, list(c.parts), list(c.replicas)] for c in self.cuts
+                [
+                    c.axis,
+                    c.dim,
+                    c.size,
+                    list(c.parts),
+                    list(c.replicas),
+                ]
+                for c in self.cuts
             ]
         for name in ("home", "block", "own"):
             if value := getattr(self, name):
@@ -69,21 +76,43 @@ class StateTensor:
             for axis, dim, size, p, r in told.get("cuts", ())
         )
         rest = {name: told[name] for name in ("home", "block", "own") if name in told}
-        return cls(tuple(told["shape"]), cuts, weight=tuple(told.get("weight", ())), **rest)
+        return cls(
+            tuple(told["shape"]),
+            cuts,
+            weight=tuple(told.get("weight", ())),
+            **rest,
+        )
 
 
 def like(planned: ParameterPlan, *lead: int) -> StateTensor:
     """Describe a tensor cut like the weight, with uncut dims ``lead`` in front."""
     return StateTensor(
-        (*lead, *planned.shape), tuple(replace(c, dim=c.dim + len(lead)) for c in planned.cuts)
+        (*lead, *planned.shape),
+        tuple(
+            replace(
+                c,
+                dim=c.dim + len(lead),
+            )
+            for c in planned.cuts
+        ),
     )
 
 
 def without_dim(planned: ParameterPlan, dim: int) -> StateTensor:
     """Describe a mean over a dim of the weight; ranks that are cut along that dim hold the same values."""
     dim %= len(planned.shape)
-    cuts = (replace(c, dim=c.dim - (c.dim > dim)) for c in planned.cuts if c.dim != dim)
-    return StateTensor((*planned.shape[:dim], *planned.shape[dim + 1 :]), tuple(cuts))
+    cuts = (
+        replace(
+            c,
+            dim=c.dim - (c.dim > dim),
+        )
+        for c in planned.cuts
+        if c.dim != dim
+    )
+    return StateTensor(
+        (*planned.shape[:dim], *planned.shape[dim + 1 :]),
+        tuple(cuts),
+    )
 
 
 def scales(planned: ParameterPlan, block: int, *lead: int, whole: bool = False) -> StateTensor:
@@ -116,7 +145,15 @@ def flat_blocks(shape: Sequence[int], spans: Sequence[Spans], block: int) -> Ten
     last = cut[-1]
     offsets = torch.zeros(1, dtype=torch.long)
     for dim in range(last):
-        places = torch.cat([torch.arange(start, stop) for start, stop in spans[dim]])
+        places = torch.cat(
+            [
+                torch.arange(
+                    start,
+                    stop,
+                )
+                for start, stop in spans[dim]
+            ]
+        )
         offsets = (offsets[:, None] + places * prod(shape[dim + 1 :])).flatten()
     inner = prod(shape[last + 1 :])
     runs = [

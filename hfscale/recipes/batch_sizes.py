@@ -60,7 +60,10 @@ def order_of(steps: int, batch_size: int, available: int, seed: int) -> Tensor:
 
 def by_cost(order: Tensor, costs: Tensor, batch_world: int, size: int) -> Tensor:
     """Sort each step's sequences, so that :func:`dealt` gives microbatches of ``size`` that cost alike to all ranks."""
-    falling = order.gather(1, costs[order].argsort(dim=1, descending=True, stable=True))
+    falling = order.gather(
+        1,
+        costs[order].argsort(dim=1, descending=True, stable=True),
+    )
     rounds = falling.view(len(order), -1, batch_world, size)
     rounds[:, 1::2] = rounds[:, 1::2].flip(
         2
@@ -70,7 +73,15 @@ def by_cost(order: Tensor, costs: Tensor, batch_world: int, size: int) -> Tensor
 
 def dealt(order: Tensor, batch_world: int, microbatches: int, size: int) -> list[int]:
     """Return the sequences in a loader's order: to each batch rank in turn a microbatch, consecutive rows of a step."""
-    return order.view(-1, batch_world, microbatches, size).transpose(1, 2).flatten().tolist()
+    return (
+        order.view(-1, batch_world, microbatches, size)
+        .transpose(
+            1,
+            2,
+        )
+        .flatten()
+        .tolist()
+    )
 
 
 def evaluation_steps(

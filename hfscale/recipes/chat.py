@@ -136,7 +136,15 @@ def _by_markers(tokenizer: Any, messages: list[dict[str, Any]], where: str) -> E
 
 
 def by_prefixes(
-    ids: list[int], messages: Any, rendered: Callable[[int, bool], list[int]]
+    ids: list[int],
+    messages: Any,
+    rendered: Callable[
+        [
+            int,
+            bool,
+        ],
+        list[int],
+    ],
 ) -> list[int]:
     """Return labels of what each assistant turn adds to the rendering of the messages before it and its heading."""
     labels = [IGNORED] * len(ids)

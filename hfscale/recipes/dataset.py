@@ -181,7 +181,12 @@ def encode(data: DataRecipe, tokenizer: Any, documents: list[Document]) -> list[
     make: Callable[..., Example] = encode_chat if data.format == "chat" else encode_completion
     names = needed_columns(data).values()
     return [
-        make(tokenizer, *(each.columns[name] for name in names), data.train_on, each.name)
+        make(
+            tokenizer,
+            *(each.columns[name] for name in names),
+            data.train_on,
+            each.name,
+        )
         for each in documents
     ]
 

@@ -206,7 +206,13 @@ class _Run:
             self._wait(lambda: self._metrics.stat().st_mtime_ns != written)
             resumed = self._step()
         self._wait(lambda: self._step() > resumed)
-        return Strike(kind, rank, step, max(step - resumed, 0), time.monotonic() - begun)
+        return Strike(
+            kind,
+            rank,
+            step,
+            max(step - resumed, 0),
+            time.monotonic() - begun,
+        )
 
     def _kill(self, ranks: Iterable[int], kind: str) -> float:
         """Kill ranks; return when, once all have been started again."""

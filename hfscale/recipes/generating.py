@@ -35,7 +35,12 @@ def f1(completions: Sequence[Any], answer: Sequence[str], **_: Any) -> list[floa
     """Reward the words that are in the expected answer too: F1 of SQuAD (Rajpurkar et al. 2016, section 6)."""
     rewards = []
     for said, wanted in zip(
-        (_text(each).split() for each in completions), map(str.split, answer), strict=True
+        (_text(each).split() for each in completions),
+        map(
+            str.split,
+            answer,
+        ),
+        strict=True,
     ):
         common = (Counter(said) & Counter(wanted)).total()
         rewards.append(2 * common / (len(said) + len(wanted)) if common else 0.0)

@@ -84,7 +84,10 @@ def prepare_launch(processes: int) -> None:
     gpus = accelerators().device_count()
     if not accelerators().is_available():
         os.environ.setdefault("ACCELERATE_USE_CPU", "1")
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
+    os.environ.setdefault(
+        "OMP_NUM_THREADS",
+        str(max(1, (os.cpu_count() or 1) // processes)),
+    )
     if 0 < gpus < processes:
         raise RecipeError(
             f"the layout needs {processes} processes and this machine has {gpus} GPU(s): use a smaller layout, or "

@@ -109,7 +109,14 @@ def _labels(
     """Return the labels of the assistant's turns, or all; a turn is the text added to the rendering before it."""
 
     def tokens(text: str, images: list[Any]) -> list[int]:
-        return [int(token) for token in processed(processor, [text], [images])["input_ids"][0]]
+        return [
+            int(token)
+            for token in processed(
+                processor,
+                [text],
+                [images],
+            )["input_ids"][0]
+        ]
 
     def first(number: int, answer: bool) -> list[int]:
         shown = sum(part["type"] == "image" for part in _parts(messages[:number]))
@@ -208,7 +215,12 @@ def answers(model: Any, reader: Any, data: Dataset, number: int) -> list[str]:
         said = model.generate(
             **inputs, max_new_tokens=_NEW_TOKENS, do_sample=False, pad_token_id=end
         )
-        found.append(_text(reader, said[0][inputs["input_ids"].shape[1] :]))
+        found.append(
+            _text(
+                reader,
+                said[0][inputs["input_ids"].shape[1] :],
+            )
+        )
     return found
 
 
@@ -217,7 +229,12 @@ def samples(
 ) -> list[Sample]:
     """Return the model's answers with their prompts and the expected texts."""
     found = []
-    for row, *said in zip(data.select(range(len(before))), before, after, strict=True):
+    for row, *said in zip(
+        data.select(range(len(before))),
+        before,
+        after,
+        strict=True,
+    ):
         if "images" in row:
             found.append(
                 Sample(

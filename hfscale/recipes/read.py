@@ -24,7 +24,10 @@ def read_recipe(
 ) -> PretrainRecipe | FinetuneRecipe:
     """Return the recipe at a path, or of a shipped name, with overrides ``key=value``; one with a base fine-tunes."""
     path = locate(recipe)
-    given = {*_content(path), *(text.partition("=")[0].partition(".")[0] for text in overrides)}
+    given = {
+        *_content(path),
+        *(text.partition("=")[0].partition(".")[0] for text in overrides),
+    }
     if "base" in given and "model" in given:
         raise RecipeError(
             f"{path} has base and model: leave out model to fine-tune, or base to pretrain"

@@ -110,7 +110,13 @@ def _listed(values: Mapping[str, Any], *without: str) -> str:
 
 def _code(text: str) -> str:
     """Return a text as a cell of a table, line by line."""
-    lines = (line.replace("|", "&#124;").replace("<", "&lt;") for line in text.splitlines())
+    lines = (
+        line.replace("|", "&#124;").replace(
+            "<",
+            "&lt;",
+        )
+        for line in text.splitlines()
+    )
     return "<br>".join(f"<code>{line}</code>" for line in lines if line.strip())
 
 
@@ -219,5 +225,8 @@ def _summary(
         if part.kind == "merged"
     ]
     lines += [f"  {beside(expected, outcome)}"] if expected is not None else []
-    written: list[Path] = [*(recipe.directory / part.directory for part in made), recipe.metrics]
+    written: list[Path] = [
+        *(recipe.directory / part.directory for part in made),
+        recipe.metrics,
+    ]
     return "\n".join([*lines, f"  {', '.join(map(str, written))}, {recipe.directory / 'loss.png'}"])

@@ -82,7 +82,11 @@ class Rows:
         for name, filler in _PADDING.items():
             if name in columns:
                 column = pad_sequence(list(columns[name]), batch_first=True, padding_value=filler)
-                batch[name] = pad(column, (0, max(self._length - column.shape[1], 0)), value=filler)
+                batch[name] = pad(
+                    column,
+                    (0, max(self._length - column.shape[1], 0)),
+                    value=filler,
+                )
         batch.setdefault("labels", batch["input_ids"].clone())
         return batch
 
@@ -111,7 +115,15 @@ class RowBatches(Sequence[dict[str, Tensor]]):
     """Provide all rows in batches of ``size``, the last filled up with the first; made when they are asked for."""
 
     def __init__(self, every: Sequence[Rows], size: int) -> None:
-        self._starts = [(rows, at) for rows in every for at in range(0, len(rows), size)]
+        self._starts = [
+            (rows, at)
+            for rows in every
+            for at in range(
+                0,
+                len(rows),
+                size,
+            )
+        ]
         self._size = size
 
     def __len__(self) -> int:
@@ -135,7 +147,10 @@ class PairRows(Rows):
             for pair in zip(columns["chosen"], columns["rejected"], strict=True)
             for text in pair
         ]
-        return {**self._filled(texts), "counted": torch.ones(len(texts), dtype=torch.bool)}
+        return {
+            **self._filled(texts),
+            "counted": torch.ones(len(texts), dtype=torch.bool),
+        }
 
 
 class ClassRows(Rows):
@@ -203,7 +218,16 @@ def packed_rows(examples: Sequence[Example], length: int) -> Columns:
     return {
         "input_ids": [_joined([examples[index].input_ids for index in row]) for row in rows],
         "labels": [
-            _joined([[IGNORED, *examples[index].labels[1:]] for index in row]) for row in rows
+            _joined(
+                [
+                    [
+                        IGNORED,
+                        *examples[index].labels[1:],
+                    ]
+                    for index in row
+                ]
+            )
+            for row in rows
         ],
         "position_ids": [
             _joined([range(len(examples[index].input_ids)) for index in row]) for row in rows
@@ -215,8 +239,24 @@ def separate_rows(examples: Sequence[Example]) -> Columns:
     """Return one example per row, padded on the right, with the attention mask of its tokens."""
     return {
         "input_ids": [_joined([example.input_ids]) for example in examples],
-        "labels": [_joined([[IGNORED, *example.labels[1:]]]) for example in examples],
-        "attention_mask": [np.ones(len(example.input_ids), dtype=np.int8) for example in examples],
+        "labels": [
+            _joined(
+                [
+                    [
+                        IGNORED,
+                        *example.labels[1:],
+                    ]
+                ]
+            )
+            for example in examples
+        ],
+        "attention_mask": [
+            np.ones(
+                len(example.input_ids),
+                dtype=np.int8,
+            )
+            for example in examples
+        ],
     }
 
 

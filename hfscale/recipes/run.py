@@ -79,7 +79,12 @@ def write_teacher(recipe: FinetuneRecipe, layout: hfscale.ParallelConfig) -> Non
     """Store what the teacher knows of all rows, to train on and to validate on; call it on every rank."""
     model = teacher_model(recipe, layout)
     tokenizer = reader_of(recipe)
-    _, *data, _ = prepare(recipe.data, tokenizer, 0, Path(recipe.teacher.write))
+    _, *data, _ = prepare(
+        recipe.data,
+        tokenizer,
+        0,
+        Path(recipe.teacher.write),
+    )
     _, size = per_rank(
         recipe.training.batch_size, layout.batch_world, recipe.training.microbatch_size
     )
@@ -119,7 +124,11 @@ def options_of(recipe: Recipe) -> dict[str, Any]:
 
 def load(recipe: AnyRecipe, layout: hfscale.ParallelConfig) -> tuple[Any, Any]:
     """Return the sharded model, of random weights or from a checkpoint, and its tokenizer or processor, if any."""
-    built: dict[str, Any] = {"parallel": layout, "seed": recipe.seed, **options_of(recipe)}
+    built: dict[str, Any] = {
+        "parallel": layout,
+        "seed": recipe.seed,
+        **options_of(recipe),
+    }
     built["use_liger_kernel"], built["compile"] = (
         recipe.training.use_liger_kernel,
         recipe.training.compile,

@@ -165,7 +165,15 @@ def plot_losses(
         losses = [r["validation_loss"] for r in evaluation]
         baseline = evaluation[-1][task.baseline_key]
         label = f"validation (ends at {losses[-1]:.2f})"
-        axes.plot(steps, losses, color="#1f4e8c", lw=1.8, marker="o", ms=4, label=label)
+        axes.plot(
+            steps,
+            losses,
+            color="#1f4e8c",
+            lw=1.8,
+            marker="o",
+            ms=4,
+            label=label,
+        )
         axes.axhline(
             baseline, color="#c2571a", ls="--", lw=1.4, label=f"{task.baseline} ({baseline:.2f})"
         )

@@ -396,7 +396,10 @@ def run_rank(case: Case, layout: ParallelConfig, directory: str) -> Parity:
                     parity.worst_weight = planned.name
     held = {}
     for planned, parameter in runtime.parameters():
-        entries = planned.take(torch.arange(prod(planned.shape)).view(planned.shape), ranks)
+        entries = planned.take(
+            torch.arange(prod(planned.shape)).view(planned.shape),
+            ranks,
+        )
         held[planned.name] = (
             planned.shape,
             entries.flatten(),

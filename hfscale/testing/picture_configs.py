@@ -61,7 +61,12 @@ def _sizes_for_pictures(
 ) -> dict[str, Any]:
     """Return changes to a config and nested ones; ``seeing``: the config, or one around it, reads pictures."""
     wanted = {**(_KNOWN["tower"] if seeing else {}), **besides, **_tokens(fields)}
-    found: dict[str, Any] = dict(TEXTS.get(fields.get("model_type", ""), {}))
+    found: dict[str, Any] = dict(
+        TEXTS.get(
+            fields.get("model_type", ""),
+            {},
+        )
+    )
     for name, value in fields.items():
         if isinstance(value, dict) and "model_type" in value:
             sees = (
@@ -97,5 +102,8 @@ def _with_sections(fields: dict[str, Any]) -> dict[str, Any]:
         return {}
     half = int(HEAD_DIM * rope.get("partial_rotary_factor", 1.0)) // 2
     return {
-        "rope_parameters": {**rope, "mrope_section": [half // 3, half // 3, half - 2 * (half // 3)]}
+        "rope_parameters": {
+            **rope,
+            "mrope_section": [half // 3, half // 3, half - 2 * (half // 3)],
+        }
     }

@@ -90,7 +90,10 @@ def token_classification(case: PlainCase, generator: torch.Generator, length: in
     batch = causal_lm(case, generator, length)
     return {
         **batch,
-        "labels": batch["labels"].where(batch["labels"] < 0, batch["labels"] % _classes(case)),
+        "labels": batch["labels"].where(
+            batch["labels"] < 0,
+            batch["labels"] % _classes(case),
+        ),
     }
 
 

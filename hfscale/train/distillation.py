@@ -120,7 +120,12 @@ class ModelTeacher:
         (microbatch,), _ = prepare(self._student, batch, train=False)
         labels = self._loss.look(microbatch)[0]
         entropy = torch.zeros(microbatch["labels"].numel(), dtype=torch.float64, device=device)
-        with self._loss.distilling(replace(self._rows(signals, microbatch, 0), entropy=entropy)):
+        with self._loss.distilling(
+            replace(
+                self._rows(signals, microbatch, 0),
+                entropy=entropy,
+            )
+        ):
             count = torch.as_tensor(
                 labels.clamp(min=1) if divisor is None else divisor, device=device
             )
@@ -132,7 +137,15 @@ class ModelTeacher:
         count = len(batch["labels"])
         own_tokens = self._student.context.own_tokens
         rows = slice(piece * count, (piece + 1) * count)
-        return self._taught(*(own_tokens(batch, each[rows]).flatten(0, 1) for each in signals))
+        return self._taught(
+            *(
+                own_tokens(batch, each[rows]).flatten(
+                    0,
+                    1,
+                )
+                for each in signals
+            )
+        )
 
     def _taught(self, hidden: Tensor) -> TaughtRows:
         assert self._head is not None  # since the hidden states were made
@@ -165,10 +178,17 @@ class ModelTeacher:
         ]
         cut = student.plan.by_name[f"{student.plan.head}.weight"].cut_over("tp")
         found = dict[str, Tensor]()
-        for entry, (_, whole) in zip(entries, full_tensors(runtime, entries, to=to), strict=True):
+        for entry, (_, whole) in zip(
+            entries,
+            full_tensors(runtime, entries, to=to),
+            strict=True,
+        ):
             if entry.planned and whole.numel():
                 own = whole if cut is None else cut.take(whole, mesh.tp_rank).clone()
-                found[entry.planned.name] = own.detach().to(mesh.device, _computes_in(runtime))
+                found[entry.planned.name] = own.detach().to(
+                    mesh.device,
+                    _computes_in(runtime),
+                )
         weight, bias, *_ = *(found.get(name) for name in names), None, None
         nothing = torch.empty(0, device=mesh.device)
         weight = nothing if weight is None else weight
@@ -285,7 +305,12 @@ def _tokenizer_of(model: Any) -> str | None:
         found = AutoTokenizer.from_pretrained(
             model.name_or_path, local_files_only=True, trust_remote_code=False
         )
-        return hashlib.sha256(json.dumps(found.get_vocab(), sort_keys=True).encode()).hexdigest()
+        return hashlib.sha256(
+            json.dumps(
+                found.get_vocab(),
+                sort_keys=True,
+            ).encode()
+        ).hexdigest()
     except (
         OSError,
         ValueError,

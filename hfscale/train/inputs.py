@@ -74,7 +74,13 @@ def microbatches_of(batch: Batch | Sequence[Batch], routes: Any = None) -> list[
         raise ConfigError(
             f"routes= has {len(given)} tensors for {len(found)} batches: give one for each"
         )
-    return [{**each, ROUTES: experts} for each, experts in zip(found, given, strict=True)]
+    return [
+        {
+            **each,
+            ROUTES: experts,
+        }
+        for each, experts in zip(found, given, strict=True)
+    ]
 
 
 def check_microbatch(runtime: Runtime, batch: Mapping[str, Any], loss: StepLoss) -> None:
@@ -236,7 +242,12 @@ def prepare(
     total = total_of(valid, refused, control, mesh.speaks_for_batch, passes)
     _tell_what_is_hardly_meant(runtime, loss, rows, total)
     microbatches = _as_the_model_takes(runtime.model, microbatches, mesh.device)
-    return microbatches, torch.full((), max(total, 1), dtype=torch.int64, device=mesh.device)
+    return microbatches, torch.full(
+        (),
+        max(total, 1),
+        dtype=torch.int64,
+        device=mesh.device,
+    )
 
 
 def _learn_of_documents(
@@ -370,7 +381,14 @@ def _microbatches(runtime: Runtime, given: Sequence[Batch], loss: StepLoss) -> l
     asks = "" if loss.needs_labels else "loss_fn"
     if runtime.observer is not None and runtime.model.training and torch.is_grad_enabled():
         asks = runtime.observer.needs_rows
-    if asks and any(new is not old for new, old in zip(filled, given, strict=True)):
+    if asks and any(
+        new is not old
+        for new, old in zip(
+            filled,
+            given,
+            strict=True,
+        )
+    ):
         raise ConfigError(f"this rank's batch has no rows for {asks}: pass at least one row")
     shared = [
         Microbatch(each)
@@ -415,7 +433,10 @@ def _filled(name: str, value: Any, rows: int) -> Any:
     if not isinstance(value, Tensor) or value.ndim < 2 or value.shape[0] > 0:
         return value
     _, length, *others = value.shape
-    return value.new_full((rows, max(2, length), *others), _FILLERS.get(name, 0))
+    return value.new_full(
+        (rows, max(2, length), *others),
+        _FILLERS.get(name, 0),
+    )
 
 
 def look_ahead(batch: Mapping[str, Any], depths: int, shift: int) -> dict[str, Tensor]:
@@ -432,24 +453,49 @@ def look_ahead(batch: Mapping[str, Any], depths: int, shift: int) -> dict[str, T
     ids = batch["input_ids"]
     targets = batch.get("shift_labels")
     if targets is None:
-        targets = pad(batch["labels"], (0, shift), value=-100)[..., shift:]
+        targets = pad(
+            batch["labels"],
+            (0, shift),
+            value=-100,
+        )[..., shift:]
     given = batch.get("position_ids")
     positions = None if given is None else text_positions(given)
     documents = torch.zeros_like(ids[:1])
     if positions is not None:
-        documents = pad(begins_anew(positions, batch.get("attention_mask")).cumsum(-1), (1, 0)).to(
-            ids.device
-        )
-    of_targets = torch.cat((documents[:, 1:], documents[:, -1:]), 1)
+        documents = pad(
+            begins_anew(positions, batch.get("attention_mask")).cumsum(-1),
+            (1, 0),
+        ).to(ids.device)
+    of_targets = torch.cat(
+        (documents[:, 1:], documents[:, -1:]),
+        1,
+    )
     found = list[tuple[Tensor, Tensor]]()
     for depth in range(1, depths + 1):
         end = (0, min(depth, ids.shape[1]))
         same = documents == pad(of_targets[:, depth:], end, value=-1)
         found.append(
-            (pad(ids[:, depth:], end), pad(targets[:, depth:], end, value=-100).where(same, -100))
+            (
+                pad(
+                    ids[:, depth:],
+                    end,
+                ),
+                pad(targets[:, depth:], end, value=-100).where(
+                    same,
+                    -100,
+                ),
+            )
         )
     return dict(
         zip(
-            (IDS, TARGETS), (torch.stack(each, 1) for each in zip(*found, strict=True)), strict=True
+            (IDS, TARGETS),
+            (
+                torch.stack(
+                    each,
+                    1,
+                )
+                for each in zip(*found, strict=True)
+            ),
+            strict=True,
         )
     )

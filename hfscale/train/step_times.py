@@ -119,7 +119,12 @@ def worked(waits: Iterable[Span], times: Sequence[float]) -> list[float]:
     total = 0.0
     waiting = 0
     last = times[0]
-    for at, change in sorted([*changes, *((at, 0) for at in times)]):
+    for at, change in sorted(
+        [
+            *changes,
+            *((at, 0) for at in times),
+        ]
+    ):
         if not waiting and at > times[0]:
             total += at - last
         waiting = waiting + change

@@ -144,7 +144,10 @@ class TeacherWriter:
         if not digests:
             return {}
         joined = {name: torch.cat(parts) for name, parts in found.items()}
-        keys = torch.tensor([list(bytes.fromhex(digest)) for digest in digests], dtype=torch.uint8)
+        keys = torch.tensor(
+            [list(bytes.fromhex(digest)) for digest in digests],
+            dtype=torch.uint8,
+        )
         return {
             **joined,
             "tokens": joined["tokens"].int(),
@@ -225,7 +228,13 @@ class StoredTeacher(ModelTeacher):
             )
         if not self._student.is_local(str(self._student.plan.head)):
             return [()] * len(given)
-        return [self._read(each, found) for each, found in zip(given, texts, strict=True)]
+        return [
+            self._read(
+                each,
+                found,
+            )
+            for each, found in zip(given, texts, strict=True)
+        ]
 
     def _read(
         self, batch: Mapping[str, Any], texts: list[tuple[int, str, Tensor]]
@@ -237,7 +246,11 @@ class StoredTeacher(ModelTeacher):
             found = [(row, places, self._places[digest]) for row, digest, places in texts]
             parts = [file.get_slice(name)[start:stop] for _, _, (file, start, stop) in found]
             whole = (
-                torch.zeros(*shape, *parts[0].shape[1:], dtype=parts[0].dtype)
+                torch.zeros(
+                    *shape,
+                    *parts[0].shape[1:],
+                    dtype=parts[0].dtype,
+                )
                 if parts
                 else torch.zeros(*shape, 1)
             )

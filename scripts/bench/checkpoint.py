@@ -110,11 +110,12 @@ def _run(directory: Path, hidden: int, rounds: int) -> dict[str, Any]:
         dist.barrier()
         return directory / name
 
+    # Asked for, not used.
     os.environ |= {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "29500",
         "LOCAL_RANK": str(rank),
-    }  # asked for, not used
+    }
     PartialState(cpu=True)  # for its logging
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
     accelerator = SimpleNamespace(

@@ -189,9 +189,8 @@ def waits(timeline: Timeline, order_run: Order) -> float:
     sent: dict[tuple[int, str, int], float] = {}
     for spans in timeline.ranks:
         for span, after in zip(spans, [*spans[1:], None], strict=True):
-            joined = (
-                after if span.action.paired and after else span
-            )  # a pair sends when both are done
+            # A pair sends when both are done.
+            joined = after if span.action.paired and after else span
             sent[span.action[:3]] = joined.end
     last = max(stage_ranks(order_run))
     late = []
@@ -208,9 +207,8 @@ def waits(timeline: Timeline, order_run: Order) -> float:
                     for other in GRADIENT
                     if (stage + 1, other, index) in sent
                 ]
-            late.append(
-                max(0.0, span.start - max([free, *needs]))
-            )  # below zero: the next stage is on this rank
+            # Below zero: the next stage is on this rank.
+            late.append(max(0.0, span.start - max([free, *needs])))
             free = span.end
     return statistics.mean(late)
 
@@ -322,9 +320,8 @@ def measure(case: Case, seconds: float, pool: RankPool, traces: Path | None) -> 
         ideal = planned.makespan
         source = "simulated"
     else:
-        fill = (
-            (p - 1) * seconds if case.schedule == "zbv" else 0.0
-        )  # its formula is a rank's view, without the stagger
+        # Its formula is a rank's view, without the stagger.
+        fill = (p - 1) * seconds if case.schedule == "zbv" else 0.0
         ideal = planned.work * (1 + bubble) + fill
         source = "formula"
     answers = pool.run(run_case, case, seconds)

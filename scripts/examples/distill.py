@@ -19,9 +19,8 @@ ids, mask = torch.tensor(rows["input_ids"]), torch.tensor(rows["attention_mask"]
 batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
 accelerator = hfscale.Accelerator()  # starts the processes
-parallel = hfscale.ParallelConfig(
-    tp_size=2
-)  # 8 GPUs: tp_size=2, dp_shard_size=4; a teacher may have its own
+# 8 GPUs: tp_size=2, dp_shard_size=4; a teacher may have its own.
+parallel = hfscale.ParallelConfig(tp_size=2)
 large = hfscale.from_config(small.llama_config(), parallel=parallel, dtype=torch.float32)
 sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
 student = hfscale.from_config(

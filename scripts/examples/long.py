@@ -31,9 +31,8 @@ model = hfscale.from_config(
 model.train()
 optimizer = hfscale.create_optimizer(model, "adamw_torch", lr=3e-3)
 for step in range(1, STEPS + 1):
-    row = rows[step % len(rows)].unsqueeze(
-        0
-    )  # both ranks are given the whole row, and each computes a part of it
+    # Both ranks are given the whole row, and each computes a part of it.
+    row = rows[step % len(rows)].unsqueeze(0)
     loss = hfscale.train_step(model, {"input_ids": row, "labels": row})
     hfscale.clip_grad_norm_(model, 1.0)
     optimizer.step()

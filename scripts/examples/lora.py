@@ -17,9 +17,8 @@ STEPS = 60
 
 path = small.llama()  # your model: "Qwen/Qwen3-8B"
 parallel = hfscale.ParallelConfig(tp_size=2)  # 8 GPUs: tp_size=2, dp_shard_size=4
-model = hfscale.from_pretrained(
-    path, dtype=torch.float32, parallel=parallel
-)  # on GPUs: dtype=torch.bfloat16
+# On GPUs: dtype=torch.bfloat16.
+model = hfscale.from_pretrained(path, dtype=torch.float32, parallel=parallel)
 args = SFTConfig(
     output_dir="runs/examples/lora",
     max_steps=STEPS,

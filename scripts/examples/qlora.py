@@ -45,9 +45,8 @@ model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 step = 0
 while step < STEPS:
     for batch in loader:
-        loss = hfscale.train_step(
-            model, batch
-        )  # the stages of a pipeline run this batch as four microbatches
+        # The stages of a pipeline run this batch as four microbatches.
+        loss = hfscale.train_step(model, batch)
         hfscale.clip_grad_norm_(model, 1.0)
         optimizer.step()
         optimizer.zero_grad()

@@ -42,9 +42,8 @@ def rows_of(step):
     batch = dict(processor(text=texts, images=pictures, padding=True, return_tensors="pt"))
     batch.pop("token_type_ids", None)
     learned = batch["attention_mask"].bool()
-    learned[:, : len(processor(text=prompt, images=pictures[0])["input_ids"][0])] = (
-        False  # the question
-    )
+    # The question.
+    learned[:, : len(processor(text=prompt, images=pictures[0])["input_ids"][0])] = False
     return {**batch, "labels": batch["input_ids"].masked_fill(~learned, -100)}
 
 

@@ -50,9 +50,8 @@ def run_suite(peer: str, folder: Path, layouts: list[str] | None) -> list[Judgem
         named_in(path for paths in paths_of(peer, folder).values() for path in paths),
     )
     stock = BUILD / f"{peer}-stock.jsonl"
-    first = SUITES[peer].layouts[
-        0
-    ]  # of scripts, which are made for several processes, over as many with stock classes
+    # Of scripts, which are made for several processes, over as many with stock classes.
+    first = SUITES[peer].layouts[0]
     run_tests(peer, folder, stock, ["--with", "stock", "--layout", first])
     asked = to_ask(read_outcomes(stock))
     found: list[Judgement] = []

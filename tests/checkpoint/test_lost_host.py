@@ -244,9 +244,8 @@ memory.remove()
 @pytest.mark.parametrize("nodes", ["1:2", "2"])
 def test_a_host_comes_back(tmp_path: Path, nodes: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is killed with its memory; the other one goes on alone from what it keeps of both, or waits for it."""
-    monkeypatch.setenv(
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1"
-    )  # or torch 2.13 does not tell it where that is
+    # Or torch 2.13 does not tell it where that is.
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     (tmp_path / "script.py").write_text(COMES_BACK)
     for number in range(2):
         (tmp_path / f"memory-{number}").mkdir()

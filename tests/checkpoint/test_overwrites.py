@@ -74,9 +74,8 @@ class WritingLlama(LlamaForCausalLM):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.model = self.kind(config)
-        for layer in (
-            self.model.layers
-        ):  # the host skips modules of foreign classes that have nothing to initialize
+        # The host skips modules of foreign classes that have nothing to initialize.
+        for layer in self.model.layers:
             for module in (layer.self_attn.q_proj, layer.mlp, layer.input_layernorm):
                 module.register_buffer("scratch", torch.zeros(2), persistent=False)
         self.post_init()

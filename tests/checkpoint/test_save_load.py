@@ -75,9 +75,8 @@ def save_new(target: str, layout: dict[str, int]) -> None:
     model = hfscale.from_config(config_of("gpt_neox"), parallel=ParallelConfig(**layout))
     with pytest.raises(ConfigError, match=r"save_pretrained\(push_to_hub=...\) cannot be used"):
         model.save_pretrained(target, push_to_hub=True)
-    model.save_pretrained(
-        target, is_main_process=torch.distributed.get_rank() == 0
-    )  # as stock loops do
+    # As stock loops do.
+    model.save_pretrained(target, is_main_process=torch.distributed.get_rank() == 0)
 
 
 @pytest.mark.parametrize("layout", [{"dp_shard_size": 2}, {"pp_size": 2}], ids=str)

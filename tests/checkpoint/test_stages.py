@@ -183,9 +183,8 @@ def test_other_stages_take_no_memory(pools: Pools, tmp_path: Path, build: str, l
         if build == "from_pretrained":
             assert rank["peak"] <= rank["own"] + slack
         if build == "from_config":
-            assert (
-                rank["peak"] <= rank["own"] + rank["layer"] + 3 * slack
-            )  # one unit at a time, whole
+            # One unit at a time, whole.
+            assert rank["peak"] <= rank["own"] + rank["layer"] + 3 * slack
 
 
 # Random weights

@@ -22,9 +22,8 @@ DROPOUT = {"resid_pdrop": 0.2, "embd_pdrop": 0.2, "attn_pdrop": 0.2}
 
 def start(layout: dict[str, Any], seed: int) -> tuple[Any, torch.optim.Optimizer, Any]:
     torch.manual_seed(seed)
-    tied = (
-        layout.get("pipeline_schedule") != "pipedream"
-    )  # its stages hold weights of different steps
+    # Its stages hold weights of different steps.
+    tied = layout.get("pipeline_schedule") != "pipedream"
     config = tiny("gpt2", n_layer=4, tie_word_embeddings=tied, **DROPOUT)
     model = hfscale.from_config(config, parallel=ParallelConfig(**layout), seed=seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -53,9 +52,8 @@ def update(run: tuple[Any, torch.optim.Optimizer, Any]) -> None:
 
 
 def weights(model: Any) -> dict[str, Tensor]:
-    here = model.named_parameters(
-        remove_duplicate=False
-    )  # a tied tensor under the name that the stage has for it
+    # A tied tensor under the name that the stage has for it.
+    here = model.named_parameters(remove_duplicate=False)
     return {name: local_tensor(parameter.detach()).clone() for name, parameter in here}
 
 

@@ -103,12 +103,13 @@ def test_goes_on_in_another_layout(
 def test_loaders_with_a_state(pools: Pools, tmp_path: Path) -> None:
     """Each distinct batch goes on where it was, on the ranks that are given it now."""
     directory = str(tmp_path / "state")
+    # Batch rank 1 is further by 100.
     assert pools(4).run(loaders, "tp2-shard2", directory, None) == [
         0,
         0,
         100,
         100,
-    ]  # batch rank 1 is further by 100
+    ]
     assert pools(4).run(loaders, "pp2-shard2", directory, directory) == [0, 100, 0, 100]
     assert pools(2).run(loaders, "shard2", directory, directory) == [0, 100]
     for message in pools(2).run(loaders, "tp2", directory, directory):

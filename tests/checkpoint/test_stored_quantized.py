@@ -186,9 +186,8 @@ def test_a_rank_s_shares_are_slices_of_the_host_s_values(
     pools: Pools, written: dict[tuple[str, str], Path], layout: str
 ) -> None:
     parallel = ParallelConfig(**LAYOUTS[layout])
-    left_out = (
-        {"llama"} if "ep" in layout else {"minimax_m2"} if layout == "tp4" else set()
-    )  # they do not fit
+    # They do not fit.
+    left_out = {"llama"} if "ep" in layout else {"minimax_m2"} if layout == "tp4" else set()
     paths = {pair: path for pair, path in written.items() if pair[0] not in left_out}
     if layout == "ep2-dp_shard4":  # of every form one
         paths = {pair: paths[pair] for pair in {pair[1]: pair for pair in paths}.values()}
@@ -374,9 +373,8 @@ def test_a_clone_of_a_quantized_checkpoint_is_plain(written: dict[tuple[str, str
     config = AutoConfig.from_pretrained(written["llama", "fp8"] / "stored")
     _, parity = verify(config, ParallelConfig())
     assert parity.worst() < 1e-10
-    assert (
-        config.quantization_config == WRITTEN["fp8"].description
-    )  # the caller's config stays as it was
+    # The caller's config stays as it was.
+    assert config.quantization_config == WRITTEN["fp8"].description
 
 
 def test_quantized_again_as_it_loads(written: dict[tuple[str, str], Path]) -> None:

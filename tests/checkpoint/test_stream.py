@@ -313,9 +313,8 @@ def test_in_eight_bits_as_the_host_makes_them(
 ) -> None:
     found = pools(2).run(encoded, kind, layout, str(tmp_path / "saved"), 8, dtype)[0]
     assert isinstance(found, dict)
-    monkeypatch.setattr(
-        FineGrainedFP8HfQuantizer, "validate_environment", lambda *_, **__: None
-    )  # it wants a GPU
+    # It wants a GPU.
+    monkeypatch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda *_, **__: None)
     config = FineGrainedFP8Config(weight_block_size=(8, 8))
     AutoModelForCausalLM.from_pretrained(
         tmp_path / "saved", quantization_config=config

@@ -168,9 +168,8 @@ def test_an_error_on_one_rank_ends_all(tmp_path: Path, axis: str) -> None:
     assert code == 1
     assert "[rank1]: ValueError: the GPU is on fire" in said
     began = float(said.partition("AT ")[2].split()[0])
-    assert (
-        ended - began < 60
-    )  # and not ten minutes, gloo's limit; it takes 3 s where nothing else runs
+    # And not ten minutes, gloo's limit; it takes 3 s where nothing else runs.
+    assert ended - began < 60
 
 
 def test_bad_steps() -> None:

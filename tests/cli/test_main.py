@@ -95,9 +95,8 @@ def test_what_a_rank_holds_in_training(llama: str, capsys: pytest.CaptureFixture
     )
     expected = hfscale.memory_estimate(planned, tokens=64)
     assert memory == {**expected.kinds, "total": expected.total, "fits": True}
-    assert {planned.by_name[adapter.name].dtype for adapter in planned.adapters} == {
-        torch.float32
-    }  # as PEFT has them
+    # As PEFT has them.
+    assert {planned.by_name[adapter.name].dtype for adapter in planned.adapters} == {torch.float32}
     assert memory["optimizer"] < 3 * memory["gradients"] == 3 * memory["adapters"]
     assert main(["plan", llama, "--optimizer", "adamw_8bit", "--gpu", "0.0001"]) == 0
     assert "fits 0.0001 GB: no, 0.0 GB, most of it" in capsys.readouterr().out

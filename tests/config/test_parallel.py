@@ -142,9 +142,8 @@ def test_known_schedules(schedule: str) -> None:
 
 
 def test_replicated_data_with_tensor_is_a_layout() -> None:
-    assert (
-        ParallelConfig(dp_replicate_size=2, tp_size=2).total_size == 4
-    )  # accelerate's own class refuses it
+    # Accelerate's own class refuses it.
+    assert ParallelConfig(dp_replicate_size=2, tp_size=2).total_size == 4
 
 
 @pytest.mark.parametrize(

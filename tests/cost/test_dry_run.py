@@ -142,9 +142,8 @@ def test_gpt3_on_3072_ranks() -> None:
     layout = ParallelConfig(tp_size=8, pp_size=64, dp_shard_size=6, sequence_parallel=True)
     found = dry_run(gpt3, layout, sequence_length=2048, num_microbatches=64, dtype=torch.bfloat16)
     print(found)
-    held_to(
-        found, traffic=0.1
-    )  # positions are added before the stream is cut, which stage 0 sums besides
+    # Positions are added before the stream is cut, which stage 0 sums besides.
+    held_to(found, traffic=0.1)
 
 
 @pytest.mark.slow

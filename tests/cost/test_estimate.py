@@ -66,13 +66,11 @@ def test_levers_do_what_they_do() -> None:
     assert (away.fullest.memory.optimizer, plain.time.offload) == (0, 0.0)
     link = 0.8 * find_machine("h100").host_bandwidth  # the constants' share of a bandwidth
     entries = plain.fullest.memory.weights / 2
-    assert (
-        away.time.offload == 0
-    )  # 6 bytes of weights and gradients for each, under an update of 36
+    # 6 bytes of weights and gradients for each, under an update of 36.
+    assert away.time.offload == 0
     assert away.time.update == pytest.approx(36 * entries / link, rel=0.02)
-    kept = of(
-        {"dp_shard_size": 8}, memory=MemoryConfig(offload_activations=True)
-    )  # what the passes do not hide
+    # What the passes do not hide.
+    kept = of({"dp_shard_size": 8}, memory=MemoryConfig(offload_activations=True))
     moved = 2 * plain.fullest.memory.activations / link
     assert kept.time.offload == pytest.approx(moved - plain.stages[0].seconds, rel=0.1)
     assert kept.time.update == plain.time.update

@@ -78,9 +78,8 @@ def test_one_process(family: str) -> None:
     ids=lambda value: value if isinstance(value, str) else value[0],
 )
 def test_ranks(pools: Pools, families: Sequence[str], layout: str) -> None:
-    if (
-        layout == "sequence"
-    ):  # of these, what goes into the head is alive for a moment beside its gradient: 4.7%
+    # Of these, what goes into the head is alive for a moment beside its gradient: 4.7%.
+    if layout == "sequence":
         families = [family for family in families if "ber" not in family]
     expected = [estimated(family, LAYOUTS[layout]) for family in families]
     for found in pools(2).run(all_kept, families, LAYOUTS[layout]):
@@ -94,7 +93,6 @@ def test_recomputed(family: str, recompute: Any) -> None:
     """What is recomputed is out of the hooks' sight; of an estimate one layer is part."""
     (_, whole), (_, rest) = kept(family, {}), kept(family, {}, recompute)
     again = 0 if recompute == "selective" else (whole - rest) / LAYERS
-    stream = (
-        ROWS * LENGTH * HIDDEN * 4 if recompute == "full" else 0
-    )  # the layer's input, which it reads once more
+    # The layer's input, which it reads once more.
+    stream = ROWS * LENGTH * HIDDEN * 4 if recompute == "full" else 0
     assert estimated(family, {}, recompute)[0] == pytest.approx(rest + again + stream, rel=0.03)

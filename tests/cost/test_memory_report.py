@@ -210,13 +210,11 @@ def put_away(way: str) -> tuple[float, float]:
     elsewhere = told[
         "compressed_activation_bytes" if "compress" in way else "offloaded_activation_bytes"
     ]
-    ends = (
-        alive * ROWS * LENGTH * 64 * 4
-    )  # one of them: the first stage was sent nothing, the last sends nothing
+    # One of them: the first stage was sent nothing, the last sends nothing.
+    ends = alive * ROWS * LENGTH * 64 * 4
     read = 2 * ROWS * LENGTH * 176 * 4  # of the other: what the product in its MLP reads
-    fetched = found.on_host / 2 / alive + read * bool(
-        found.on_host
-    )  # one of two layers, of a microbatch
+    # One of two layers, of a microbatch.
+    fetched = found.on_host / 2 / alive + read * bool(found.on_host)
     return found.activations - fetched + found.on_host, saved.around + ends + elsewhere / 2 * alive
 
 
@@ -277,9 +275,8 @@ def mixed(layout: dict[str, Any], lora: dict[str, Any] | None, precision: str) -
         "peft_config": adapters,
         "attn_implementation": "sdpa",
     }
-    layers = (
-        8 if precision == "bf16_params" else 3
-    )  # a layer's input is there, though not kept, while it runs
+    # A layer's input is there, though not kept, while it runs.
+    layers = 8 if precision == "bf16_params" else 3
     config = llama(intermediate_size=96, num_hidden_layers=layers)
     model = hfscale.from_config(config, parallel=ParallelConfig(**layout), **asked).train()
     runtime = runtime_of(model)

@@ -36,11 +36,12 @@ def test_what_held_it_and_what_would_fit(
     told = capsys.readouterr().err
     assert "memory of cpu on rank 0: 2.0 GiB of 512.0 GiB" in told
     planned = hfscale.memory_estimate(model, tokens=32, sequence_length=8)
+    # In the lines of this model; other tests' may be alive.
     for kind in (
         "weights",
         "gradients",
         "optimizer",
-    ):  # in the lines of this model; other tests' may be alive
+    ):
         assert re.search(rf"(?m) {human(planned.kinds[kind])}  {kind}$", told), told
     assert "gradient checkpointing: " in told
     assert "microbatches of half the tokens: " in told

@@ -28,13 +28,14 @@ FAILING: list[dict[str, Any]] = [
     for how in WAYS
     for collective, failing in ((True, 1), (False, 0))
 ]
+# Every way, and both kinds of waiting.
 DAILY = (
     FAILING[0],
     FAILING[1],
     FAILING[2],
     FAILING[5],
     FAILING[6],
-)  # every way, and both kinds of waiting
+)
 OTHERS: dict[str, dict[str, Any]] = {
     "all": {
         "how": "pass",

@@ -79,12 +79,13 @@ def test_tensor_and_context_ranks_share_a_batch(pools: Pools) -> None:
     found = pools(4).run(_sums, {"cp_size": 2, "tp_size": 2})
     assert [each["sharing"] for each in found] == [[0, 1, 2, 3]] * 4
     assert [each["cp"] for each in found] == [101, 1010, 101, 1010]
+    # One batch: nothing to sum over.
     assert [each["batches"] for each in found] == [
         1,
         10,
         100,
         1000,
-    ]  # one batch: nothing to sum over
+    ]
 
 
 def _near_and_far() -> tuple[list[int], list[int]]:

@@ -136,13 +136,14 @@ def test_groups_serve_one_kind_of_device(monkeypatch: pytest.MonkeyPatch, backen
         assert connected[-2:] == list(made.streams.values())
         assert len(groups) == 8
     # over gloo: all ranks once, and small groups for a few numbers
+    # The last: ranks that are given the same batch.
     assert [len(parts[0]) for parts in hosts] == [
         16,
         4,
         2,
         2,
         8,
-    ]  # the last: ranks that are given the same batch
+    ]
 
 
 def test_pairs_are_split_off_where_that_can_be(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -169,9 +169,8 @@ def test_the_engine_scores_as_the_trainer(
     scores = pools(ParallelConfig(**sizes).total_size).run(
         train_and_stream, directory, sizes, lora, out
     )[0]
-    if (
-        family == "qwen3_moe"
-    ):  # vLLM 0.32 reloads mixtures wrongly on CPUs, also the weights that it has
+    # vLLM 0.32 reloads mixtures wrongly on CPUs, also the weights that it has.
+    if family == "qwen3_moe":
         shutil.copyfile(directory / "config.json", tmp_path / "config.json")
         another = Engine(tmp_path)
         after = another.scores()

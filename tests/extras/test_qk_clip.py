@@ -283,9 +283,8 @@ def test_recomputed_over_context_ranks(pools: Pools, wanted: Any) -> None:
 @contextmanager
 def measured() -> Iterator[list[int]]:
     """Note the heads of each measured call; a mock would keep what measures alive."""
-    hfscale.create_optimizer(
-        build("llama"), "muon", qk_clip=MOST, **OPTIONS
-    )  # the proof that it needs measures too
+    # The proof that it needs measures too.
+    hfscale.create_optimizer(build("llama"), "muon", qk_clip=MOST, **OPTIONS)
     stock, calls = qk_clip.LargestScores.measure, list[int]()
 
     def measure(scores: Any, module: Any, query: Tensor, *given: Any) -> None:

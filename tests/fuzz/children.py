@@ -125,9 +125,10 @@ def join_group(rank: int, world: int, directory: Path, timeout: float) -> None:
         ACCELERATE_USE_CPU="1", MASTER_ADDR="localhost", MASTER_PORT="29500", HFSCALE_FAILURES="0"
     )
     store = torch.distributed.FileStore(str(directory / "store"), world)  # type: ignore[attr-defined]
+    # A hang is reported by the parent, with stacks.
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=2 * timeout)
-    )  # a hang is reported by the parent, with stacks
+    )
 
 
 def _ended(name: str, directory: Path, status: int) -> Ended:

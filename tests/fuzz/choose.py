@@ -189,9 +189,8 @@ def _settled(draw: Draw) -> Draw:
             lengths=tuple(max(length, 5) for length in draw.lengths), empty_rank=False
         )
     if draw.peft is not None:
-        draw = draw.change(
-            routing=None
-        )  # hfscale in one process says what those losses are, without adapters
+        # Hfscale in one process says what those losses are, without adapters.
+        draw = draw.change(routing=None)
     if draw.family in SLOW:
         draw = draw.change(steps=2, calls=1, rows=min(draw.rows, 8), lengths=draw.lengths[:1])
     if draw.delayed:

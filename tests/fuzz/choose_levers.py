@@ -105,9 +105,8 @@ def _in_given_microbatches(draw: Draw) -> Draw:
     if all(layout.get("pp_size", 1) == 1 for layout in layouts):
         return draw
     stages = max(layout.get("pp_size", 1) for layout in layouts)
-    count = (
-        max(draw.microbatches // (2 * stages), 1) * 2 * stages
-    )  # any schedule takes as many as they are
+    # Any schedule takes as many as they are.
+    count = max(draw.microbatches // (2 * stages), 1) * 2 * stages
     rows = draw.rows if draw.microbatches else max(1, draw.rows // count)
     first, second = (
         {k: v for k, v in layout.items() if k != "num_microbatches"} for layout in layouts

@@ -23,9 +23,8 @@ def by_document(forward: Callable[..., Any]) -> Callable[..., Any]:
         count = 0
         for row, start, end in spans(batch):
             part = {name: value[row : row + 1, start:end] for name, value in batch.items()}
-            if (
-                "attention_mask" not in part
-            ):  # beside padding, positions are not what a model would count itself
+            # Beside padding, positions are not what a model would count itself.
+            if "attention_mask" not in part:
                 del part["position_ids"]
             labels = valid_labels(part) if "labels" in part else 0
             found = forward(

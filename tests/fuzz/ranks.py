@@ -69,9 +69,8 @@ def run(draw: Draw, directory: Path, rank: int, note: Note) -> None:
         p.dtype != torch.float64 for p in planned.owned()
     )
     if draw.dtype == "float64" and held:
-        draw = draw.change(
-            entry="parallelize"
-        )  # the data axes hold parameters that cannot be given another type
+        # The data axes hold parameters that cannot be given another type.
+        draw = draw.change(entry="parallelize")
     built = Rank(draw, directory, note)
     built.build()
     record: Record = torch.load(directory / "reference.pt", weights_only=False)
@@ -98,9 +97,8 @@ class Rank:
         self.draw = draw
         self.directory = directory
         self.note = note
-        self.end = (
-            directory / f"end-{str(narrow_type(draw)).removeprefix('torch.')}"
-        )  # of one process, saved
+        # Of one process, saved.
+        self.end = directory / f"end-{str(narrow_type(draw)).removeprefix('torch.')}"
 
     def build(self) -> None:
         """By the drawn way."""

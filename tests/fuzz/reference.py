@@ -108,9 +108,8 @@ def reference(draw: Draw, directory: Path) -> None:
         record.steps = train(exact_draw, directory, torch.float64, Record(), skipped)
         if draw.mixed_precision == "fp16" and not _finite(record.narrow):
             raise ArithmeticError("stock code's loss is no number in float16")
-        if _finite(record.narrow) and not _finite(
-            record.steps
-        ):  # ProphetNet's masks of padding overflow there
+        # ProphetNet's masks of padding overflow there.
+        if _finite(record.narrow) and not _finite(record.steps):
             raise ArithmeticError(
                 f"in float64 stock code's loss is no number, and in {narrow} it is"
             )
@@ -133,16 +132,14 @@ def make_start(draw: Draw, directory: Path) -> None:
         model = stock
     else:
         model = AUTO.from_config(config, dtype=torch.float64, **arguments(draw))
-        with (
-            torch.no_grad()
-        ):  # norms start as ones and biases as zeros, which would hide errors in both
+        # Norms start as ones and biases as zeros, which would hide errors in both.
+        with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.05)
         model = model.to(own)
     model.save_pretrained(directory / "start")
-    if (
-        draw.peft_fresh and draw.peft is not None
-    ):  # the host's own first values depend on what was drawn before
+    # The host's own first values depend on what was drawn before.
+    if draw.peft_fresh and draw.peft is not None:
         model = hfscale.from_pretrained(
             str(directory / "start"),
             peft_config=adapter(draw, directory),

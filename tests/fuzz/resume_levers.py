@@ -34,9 +34,8 @@ def choose_levers(random: Random) -> dict[str, dict[str, Any]]:
     if {names[0], other} in _TOGETHER:
         names.append(other)
     levers = {name: lever_values.LEVERS[name](random) for name in names}
-    if (
-        "fp16" in levers
-    ):  # so that a scale grows behind the save, by steps that were counted before it
+    # So that a scale grows behind the save, by steps that were counted before it.
+    if "fp16" in levers:
         levers["fp16"].setdefault("growth_interval", 5)
     return levers
 

@@ -33,9 +33,8 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
-    monkeypatch.setenv(
-        "TORCH_FR_BUFFER_SIZE", "64"
-    )  # the flight recorder, which the watchdog reads
+    # The flight recorder, which the watchdog reads.
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "64")
     for name, value in {
         "RANK": "0",
         "WORLD_SIZE": "1",

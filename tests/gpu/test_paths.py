@@ -123,9 +123,8 @@ def test_packed_rows_under_flash_attention(tmp_path: Path, rows: int, attention:
     batch = {name: value[:rows] for name, value in BATCH.items()} | {"position_ids": positions}
     losses = []
     for chosen in ("sdpa", attention):
-        given = (
-            "sdpa" if chosen == "varlen_flash" else chosen
-        )  # the host looks for other names on the Hub
+        # The host looks for other names on the Hub.
+        given = "sdpa" if chosen == "varlen_flash" else chosen
         model = hfscale.from_pretrained(
             path, dtype=torch.bfloat16, attn_implementation=given
         ).train()

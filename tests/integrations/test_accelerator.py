@@ -59,9 +59,8 @@ def train(
 ) -> dict[str, Any]:
     """The loop of Accelerate's documentation."""
     around = "bf16" if precision in ("fp8", "bf16_params") else precision
-    AcceleratorState._reset_state(
-        reset_partial_state=True
-    )  # a process has one precision, and this one is used again
+    # A process has one precision, and this one is used again.
+    AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = hfscale.Accelerator(gradient_accumulation_steps=2, mixed_precision=around)
     model = build(path, layout, mixed_precision=precision, **asked)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -132,9 +131,8 @@ def test_loop_equals_one_process(pools: Pools, layout: dict[str, int], tmp_path:
 
 def first_tokens(path: str, layout: dict[str, int], kind: str) -> tuple[int, list[int], list[int]]:
     """Batch rank, the samples this rank saw, and what ``gather_for_metrics`` made of them on all."""
-    torch.manual_seed(
-        100 + torch.distributed.get_rank()
-    )  # processes seeded apart must still shuffle alike
+    # Processes seeded apart must still shuffle alike.
+    torch.manual_seed(100 + torch.distributed.get_rank())
     accelerator = hfscale.Accelerator()
     model = build(path, layout)
     dataset = Stream(13) if kind == "stream" else Rows(13)

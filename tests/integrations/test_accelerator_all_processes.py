@@ -32,9 +32,8 @@ class Sized(Stream):
 
 
 def prepared(layout: dict[str, Any], **asked: Any) -> tuple[Any, Any]:
-    AcceleratorState._reset_state(
-        reset_partial_state=True
-    )  # a process has one precision, and this one is used again
+    # A process has one precision, and this one is used again.
+    AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = hfscale.Accelerator(cpu=True, **asked)
     model = hfscale.from_config(tiny("llama"), parallel=ParallelConfig(**layout))
     return accelerator, accelerator.prepare(model)

@@ -195,9 +195,8 @@ def test_prepared_loaders(pools: Pools, tmp_path: Path, kind: str) -> None:
 def test_a_shuffle_without_a_seed() -> None:
     """Of which a state would not tell the order of an epoch."""
     accelerator = hfscale.Accelerator(cpu=True)
-    accelerator.dataloader_config.use_stateful_dataloader = (
-        True  # which needs torchdata in its constructor
-    )
+    # Which needs torchdata in its constructor.
+    accelerator.dataloader_config.use_stateful_dataloader = True
     accelerator.prepare(model_in({}))
     with pytest.raises(
         ConfigError, match="needs use_seedable_sampler=True and shuffle=True, got a RandomSampler"

@@ -87,10 +87,11 @@ def test_layers_that_read_the_keys_of_others_stay() -> None:
         1,
         4,
     ]
+    # 15 of 35.
     assert [first_layers(whole, layers).num_kv_shared_layers for layers in (4, 22)] == [
         0,
         2,
-    ]  # 15 of 35
+    ]
 
 
 def test_heads_that_make_up_the_inner_width_do_in_a_clone() -> None:

@@ -137,9 +137,8 @@ def set_gradients(model: Any, kind: str, step: int) -> None:
             continue
         whole = gradient(planned.name, planned.shape, step, parameter.dtype)
         share = planned.take(whole, runtime.mesh.ranks).contiguous()
-        if (
-            share.numel() or "layers.0" not in planned.name
-        ):  # some empty shares are left without a gradient
+        # Some empty shares are left without a gradient.
+        if share.numel() or "layers.0" not in planned.name:
             parameter.grad = like_sharded(share, parameter)
 
 

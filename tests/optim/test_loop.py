@@ -174,9 +174,8 @@ def test_a_stage_where_nothing_trains(pools: Pools, name: str) -> None:
 
 
 def says(layout: dict[str, Any], kind: str, limit: int) -> list[str]:
-    model = build(
-        kind, torch.float32, ParallelConfig(**layout)
-    )  # torch may warn of a group that it makes
+    # Torch may warn of a group that it makes.
+    model = build(kind, torch.float32, ParallelConfig(**layout))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         optimizer = make(model, "adamw_8bit", min_8bit_size=limit)

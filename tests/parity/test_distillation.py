@@ -36,9 +36,8 @@ WIDER = tiny("qwen2", hidden_size=48, num_hidden_layers=3)
 class Distilled(Case):
     """A student of a random teacher, or of itself without its adapters."""
 
-    teacher: PreTrainedConfig | None = field(
-        default_factory=lambda: WIDER
-    )  # None: the student itself
+    # None: the student itself.
+    teacher: PreTrainedConfig | None = field(default_factory=lambda: WIDER)
     teacher_layout: Layout = field(default_factory=dict)
     beta: float = 0.5
     temperature: float = 1.0

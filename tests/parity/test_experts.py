@@ -21,10 +21,11 @@ from ..sweeps import cases, pairs
 
 Pools = Callable[[int], RankPool]
 EP2 = {"ep_size": 2}
+# Tensor ranks share a batch, and each sends a share of its tokens.
 WHOLE = {
     "ep_size": 2,
     "tp_size": 2,
-}  # tensor ranks share a batch, and each sends a share of its tokens
+}
 SEQUENCE = {**WHOLE, "sequence_parallel": True}
 CUT = {**WHOLE, "expert_tp_size": 2}  # experts over data ranks, each cut over tensor ranks
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -39,12 +40,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "ep4, shard2, replicate2": {"ep_size": 4, "dp_shard_size": 2, "dp_replicate_size": 2},
     "ep2, tp2, shard2, sequence": {**SEQUENCE, "dp_shard_size": 2},
 }
+# Others hold the same, and more.
 RARE = {
     "ep2, tp2",
     "ep2, shard4",
     "ep2, shard2, replicate2",
     "ep4, tp2",
-}  # others hold the same, and more
+}
 WAYS: dict[str, dict[str, Any]] = {"data": EP2, "tensor": WHOLE, "sequence": SEQUENCE}
 THREE = pytest.mark.parametrize("layout", WAYS.values(), ids=WAYS)
 
@@ -169,10 +171,11 @@ class Crowded(Tied):
     def change(router: torch.Tensor) -> None:
         direction = router[0].clone()
         router.zero_()
+        # One of the two is above the zero of the others.
         router[0], router[1] = (
             direction,
             -direction,
-        )  # one of the two is above the zero of the others
+        )
 
 
 @pytest.mark.daily("sequence")
@@ -509,9 +512,8 @@ def test_tensor_ranks_that_share_a_batch_sum_instead(pools: Pools, tmp_path: Pat
     config = qwen3_moe()
     tokens = IDS.numel()
     of_layer = 2 * 4 * (4 * tokens * config.hidden_size + tokens * config.num_experts_per_tok)
-    assert (
-        payloads[1] - payloads[0] == of_layer + 4 * 2 * config.head_dim
-    )  # and once per step, of the norms of heads
+    # And once per step, of the norms of heads.
+    assert payloads[1] - payloads[0] == of_layer + 4 * 2 * config.head_dim
 
 
 def _stepped(layout: dict[str, Any], options: dict[str, Any]) -> list[torch.Tensor]:

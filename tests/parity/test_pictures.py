@@ -25,9 +25,8 @@ from hfscale.testing.picture_parity import (
 
 from ..tiny_models import needs
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:`hidden_state` is deprecated:FutureWarning"
-)  # mllama's, in 5.17
+# Mllama's, in 5.17.
+pytestmark = pytest.mark.filterwarnings("ignore:`hidden_state` is deprecated:FutureWarning")
 Pools = Callable[[int], RankPool]
 # (step, distinct batch, microbatch): a rank without any picture, and ranks that have theirs in other microbatches
 APART = frozenset([(0, 1, 0), (0, 1, 1), (1, 0, 0), (1, 1, 1)])

@@ -209,9 +209,8 @@ def _split(directory: str, layout: ParallelConfig, batch: dict[str, torch.Tensor
     model = hfscale.from_pretrained(directory, parallel=layout, dtype=torch.float64)
     with keep_float64():
         evaluated = hfscale.eval_step(model, batch)
-        losses = [
-            hfscale.train_step(model, batch) for _ in range(2)
-        ]  # the second adds to the gradients of the first
+        # The second adds to the gradients of the first.
+        losses = [hfscale.train_step(model, batch) for _ in range(2)]
         model.eval()
         evaluated_again = hfscale.eval_step(model, batch)
     norm = hfscale.clip_grad_norm_(model, 1e9, float("inf"))

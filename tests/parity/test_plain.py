@@ -207,9 +207,8 @@ def test_training_with_dropout_keeps_ranks_together(pools: Pools) -> None:
 
 def _train_with_dropout(config: BertConfig) -> tuple[list[float], dict[str, torch.Tensor]]:
     model = hfscale.from_config(config, parallel=TP2, auto_class=Classifier).train()
-    torch.manual_seed(
-        100 + torch.distributed.get_rank()
-    )  # the ranks have drawn different numbers before
+    # The ranks have drawn different numbers before.
+    torch.manual_seed(100 + torch.distributed.get_rank())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batch = plain.PlainCase(config, make_batch=plain.sequence_classification).batches(1)[0][0][0]
     losses = []

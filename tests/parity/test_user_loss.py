@@ -152,9 +152,8 @@ def _evaluated(layout: ParallelConfig, config: Any, batch: Any) -> Any:
 def test_outputs_of_an_evaluation(pools: Pools, layout: str) -> None:
     case = odd()
     batch = {**case.batches(1)[0][0][0], "least": torch.full((3, 1), 5)}
-    batch = {
-        name: torch.cat([value, value[:1]]) for name, value in batch.items()
-    }  # rows enough for microbatches
+    # Rows enough for microbatches.
+    batch = {name: torch.cat([value, value[:1]]) for name, value in batch.items()}
     expected = _evaluated(ParallelConfig(), case.config, batch)
     for loss, logits, own, others in pools(2).run(_evaluated, LAYOUTS[layout], case.config, batch):
         assert (loss, own) == pytest.approx((expected[0], expected[2]), rel=1e-12)

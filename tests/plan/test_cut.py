@@ -125,13 +125,13 @@ def test_consecutive_ranks_hold_copies_of_one_chunk() -> None:
     assert cut.local_spans(16, 1, lambda replicas: replicas == 2) == [(2, 4), (4, 6)]
     planned = ParameterPlan("p", (16,), torch.int64, cuts=(cut, Cut("dp_shard", 0, 2)))
     assert (planned.replicas, cut.most_replicas) == (2, 2)
-    assert (
-        planned.counted({"tp": 2, "dp_shard": 1}) is None
-    )  # the first that holds the second heads
+    # The first that holds the second heads.
+    assert planned.counted({"tp": 2, "dp_shard": 1}) is None
+    # Of its query and its key only the query.
     assert planned.counted({"tp": 1, "dp_shard": 0}) == (
         0,
         [(0, 2)],
-    )  # of its query and its key only the query
+    )
     assert planned.counted({"tp": 1, "dp_shard": 1}) == (0, [])
     alone = ParameterPlan("p", (16,), torch.int64, cuts=(Cut("tp", 0, 4, replicas=(4,)),))
     assert alone.counted({"tp": 0}) is None

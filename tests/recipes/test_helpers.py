@@ -221,9 +221,8 @@ def test_evaluation_visits_every_sequence_once(available, batch_world):
     for together in zip(*ranks, strict=True):
         counted = [row for rows, count, _ in together for row in rows[:count]]
         assert all(counted == list(everywhere) for _, _, everywhere in together)
-        assert {len(rows) for rows, _, _ in together} == {
-            3
-        }  # as in training, which a pipeline relies on
+        # As in training, which a pipeline relies on.
+        assert {len(rows) for rows, _, _ in together} == {3}
 
 
 def test_the_demo_of_experts_is_a_mixture_that_computes_as_much_as_the_dense_demo():

@@ -58,9 +58,8 @@ def test_kubernetes() -> None:
     assert service["spec"]["clusterIP"] == "None"
     read = _parsed(container["command"][2], JOB_COMPLETION_INDEX="1")
     assert (read.num_processes, read.num_machines, read.machine_rank) == (16, 2, 1)
-    assert (
-        read.main_process_ip == f"{job['metadata']['name']}-0.{pod['subdomain']}"
-    )  # of pod 0, by the service
+    # Of pod 0, by the service.
+    assert read.main_process_ip == f"{job['metadata']['name']}-0.{pod['subdomain']}"
     assert service["metadata"]["name"] == pod["subdomain"]
     assert read.training_script_args == ["train", *ARGUMENTS]
 

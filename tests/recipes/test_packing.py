@@ -78,9 +78,8 @@ def test_rows_hold_whole_examples_and_positions_restart():
     assert batch["input_ids"][1].tolist() == [9, 3, 0, 0]
     assert batch["position_ids"][1].tolist() == [0, 1, 0, 0]  # padding sees itself alone
     assert batch["labels"][1].tolist() == [IGNORED, 3, IGNORED, IGNORED]
-    assert as_rows(columns).batch([1])["input_ids"].tolist() == [
-        [9, 3, 0, 0]
-    ]  # as long, whatever the layout
+    # As long, whatever the layout.
+    assert as_rows(columns).batch([1])["input_ids"].tolist() == [[9, 3, 0, 0]]
 
 
 def test_examples_are_cut_and_those_without_a_label_left_out():

@@ -49,9 +49,8 @@ def run(
         setattr(recipe.training, field, value)
     recipe.save_check = stop == "told"
     stepped = Watch.on_step_end
-    torch.manual_seed(
-        int(recipe.training.resume)
-    )  # of dropout: as in a process of its own, or in another one
+    # Of dropout: as in a process of its own, or in another one.
+    torch.manual_seed(int(recipe.training.resume))
 
     def stopping(watch: Watch, args: Any, state: Any, *others: Any, **given: Any) -> None:
         if stop == "told" and state.global_step == STOPPED:

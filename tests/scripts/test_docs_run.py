@@ -29,10 +29,11 @@ from ..tiny_models import tiny
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/*.md")])
 _BLOCK = re.compile(r"(?ms)^(<!-- not run: [^\n]+ -->\n)?```python\n(.*?)^```")
+# tests/scripts/test_docs_site.py, as they are printed.
 _RUN_ELSEWHERE = {
     "quickstart.md",
     "tutorial.md",
-}  # tests/scripts/test_docs_site.py, as they are printed
+}
 _MODELS = {page.name for page in PAGES if page.name.startswith("model-")}
 _LONG = {"finetuning.md", "testing.md"} | _MODELS - {"model-llama-8b.md"}
 

@@ -196,10 +196,11 @@ def elsewhere() -> Iterator[torch.device]:
     device = torch.device(NAME, 0)
     with ExitStack() as stack:
         stack.enter_context(patch.object(process_groups, "own_device", lambda: device))
+        # Of gathered weights: there is no storage here.
         for name in (
             "alloc_storage",
             "free_storage",
-        ):  # of gathered weights: there is no storage here
+        ):
             stack.enter_context(patch.object(_fsdp_param, name, lambda tensor: None))
         stack.enter_context(_Operators())
         stack.enter_context(_Functions())

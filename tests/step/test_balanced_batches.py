@@ -34,9 +34,8 @@ def test_no_bin_costs_more_than_the_bound() -> None:
         assert sorted(item for items in found for item in items) == list(range(len(costs)))
         loads = [sum(costs[item] for item in items) for items in found]
         least = max(max(costs), sum(costs) / bins)
-        assert (
-            max(loads) <= least + max(costs) * (1 - 1 / bins) + 1e-9
-        )  # Graham's bound of any list
+        # Graham's bound of any list.
+        assert max(loads) <= least + max(costs) * (1 - 1 / bins) + 1e-9
         assert len(costs) < bins or min(loads) > 0
     assert share_by_cost([5, 4, 3, 3, 3], 2) == [[0, 3], [1, 2, 4]]
 

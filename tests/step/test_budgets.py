@@ -104,9 +104,8 @@ def test_launches_of_clipping_do_not_grow() -> None:
 def looks(layout: dict[str, int], microbatches: int) -> Counter[str]:
     config = tiny("llama", num_hidden_layers=4, tie_word_embeddings=True)
     model = hfscale.from_config(config, parallel=ParallelConfig(**layout)).train()
-    for _ in range(
-        2
-    ):  # the first step also agrees on the random stream, and what travels between stages
+    # The first step also agrees on the random stream, and what travels between stages.
+    for _ in range(2):
         with Looks() as counted:
             hfscale.train_step(model, [BATCH] * microbatches)
             hfscale.clip_grad_norm_(model, 1.0)

@@ -66,9 +66,8 @@ def _step(
         ).agreed = True  # once in a run; reads the state of a generator
         ids = torch.arange(microbatches * B * S).view(microbatches, B, S) % 500 + 3
         ids = ids if answer is None else ids.to(GPU)
-        routes = [
-            B * S * ROUTES // EXPERTS // (8 if layout.size("tp") == 8 else 1)
-        ]  # of a rank to each expert
+        # Of a rank to each expert.
+        routes = [B * S * ROUTES // EXPERTS // (8 if layout.size("tp") == 8 else 1)]
         with watched(
             model, lambda found: torch.tensor(answer or routes * found.numel()).view_as(found)
         ) as seen:
@@ -243,10 +242,11 @@ def test_stages(microbatches: int) -> None:
     assert seen.calls["stages"] == {"send": microbatches, "recv": microbatches}
     assert seen.sent["stages"] == 2 * microbatches * ACTIVATION
     assert seen.calls["pp"] == {"allreduce": 2}  # the loss, the norm
+    # In the first step a stage says what it will send.
     assert seen.calls["host"] == {
         "allgather": 1,
         "send": 1,
-    }  # in the first step a stage says what it will send
+    }
 
 
 def test_batches_on_the_device_are_looked_at_once() -> None:

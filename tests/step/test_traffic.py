@@ -89,9 +89,8 @@ def count_stages(layout: ParallelConfig, microbatches: int, frozen: str = "") ->
         parameter.requires_grad_(not any(part in name for part in frozen.split()))
     ids = torch.arange(B * S).view(B, S)
     batch = [{"input_ids": ids, "labels": ids}] * microbatches
-    hfscale.train_step(
-        model, batch
-    )  # in the first step a stage also tells the next one what it sends
+    # In the first step a stage also tells the next one what it sends.
+    hfscale.train_step(model, batch)
     with count_traffic() as traffic:
         hfscale.train_step(model, batch)
     return traffic

@@ -20,9 +20,8 @@ def apart(
 def test_rounding_is_no_difference_where_the_truth_is_zero() -> None:
     assert apart([2 * ROUNDING, 0.0], [-3 * ROUNDING, ROUNDING]) == 0.0
     assert apart([], []) == 0.0
-    small = [
-        1e-3 * ROUNDING
-    ]  # a loss of 1 is a sum of numbers like it, whatever is left of its gradient
+    # A loss of 1 is a sum of numbers like it, whatever is left of its gradient.
+    small = [1e-3 * ROUNDING]
     assert apart(small, [3 * ROUNDING], largest=1e-2) == 0.0
 
 

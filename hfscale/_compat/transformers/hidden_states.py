@@ -14,7 +14,17 @@ def with_hidden_states(
     args: tuple[Any, ...], kwargs: dict[str, Any], states: Any
 ) -> tuple[Any, dict[str, Any]]:
     """Return the arguments of a call with ``states`` as hidden states."""
-    return ((states, *args[1:]), kwargs) if args else (args, {**kwargs, _NAME: states})
+    return (
+        ((states, *args[1:]), kwargs)
+        if args
+        else (
+            args,
+            {
+                **kwargs,
+                _NAME: states,
+            },
+        )
+    )
 
 
 def other_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:

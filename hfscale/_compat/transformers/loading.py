@@ -28,7 +28,15 @@ _LOADED = "_is_hf_initialized"
 
 @contextmanager
 def loading_through(
-    prepare: Callable[[Any, list[Any], list[str], Any], dict[str, Any]],
+    prepare: Callable[
+        [
+            Any,
+            list[Any],
+            list[str],
+            Any,
+        ],
+        dict[str, Any],
+    ],
     name_of_tie: Callable[[str], str | None],
     initialize: Callable[[Any], None],
 ) -> Iterator[dict[str, Any]]:

@@ -66,7 +66,12 @@ def _mamba_makes(given: Named) -> Tensor:
     left = torch.exp(
         given["A"].to(wide)[None, :, None] * (total[..., -1:] - total)[..., None]
     )  # [b, d, s, n]
-    return torch.einsum("bdsn,bds,bns->bdn", left, steps * x.to(wide), given["B"].to(wide))
+    return torch.einsum(
+        "bdsn,bds,bns->bdn",
+        left,
+        steps * x.to(wide),
+        given["B"].to(wide),
+    )
 
 
 def _mamba_adds(given: Named, state: Tensor) -> tuple[Tensor, Tensor]:

@@ -33,7 +33,10 @@ def rows_of_a_table(parts: Parts, dtype: torch.dtype) -> Tensor:
 
 def powers_of_two(parts: Parts, dtype: torch.dtype) -> Tensor:
     """Multiply E2M1 numbers by powers of two in the type of the result (OCP microscaling formats, 2023)."""
-    return torch.ldexp(_numbers(parts["values"], dtype), parts["scales"].int() - 127).to(dtype)
+    return torch.ldexp(
+        _numbers(parts["values"], dtype),
+        parts["scales"].int() - 127,
+    ).to(dtype)
 
 
 def in_type_of_scales(parts: Parts, dtype: torch.dtype) -> Tensor:
@@ -114,7 +117,13 @@ def packed(codes: Tensor, along: Along, kind: torch.dtype) -> Tensor:
 def _unpacked(packed: Tensor, bits: int, words: int) -> Tensor:
     missing = -packed.shape[-1] % words  # the last unit of a row may be cut short
     units = (
-        torch.nn.functional.pad(packed, (0, missing)).unflatten(-1, (-1, words)).long() & 0xFFFFFFFF
+        torch.nn.functional.pad(packed, (0, missing))
+        .unflatten(
+            -1,
+            (-1, words),
+        )
+        .long()
+        & 0xFFFFFFFF
     )
     starts = torch.arange(32 * words // bits, device=packed.device) * bits
     first = starts // 32

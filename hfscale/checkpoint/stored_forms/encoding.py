@@ -102,7 +102,10 @@ def encode(weight: DequantizedOnDisk, value: Tensor) -> dict[str, Tensor]:
         )
     parts = weight.parts
     made = {
-        name: torch.empty(parts[name].source.shape, dtype=parts[name].source.dtype)
+        name: torch.empty(
+            parts[name].source.shape,
+            dtype=parts[name].source.dtype,
+        )
         for name in _OWN & parts.keys()
     }
     stored = value.transpose(-1, -2) if weight.transposed else value
@@ -119,11 +122,20 @@ def encode(weight: DequantizedOnDisk, value: Tensor) -> dict[str, Tensor]:
         if not (most / _E2M1 * old <= _FLOAT8 * 1.03).all():  # what is rounded to the largest scale
             whole = (_FLOAT8 * _E2M1 / most).expand_as(old).clone()
             made["whole"] = whole.view(parts["whole"].source.shape)
-    for index, matrix in zip(product(*map(range, value.shape[:-2])), matrices, strict=True):
+    for index, matrix in zip(
+        product(*map(range, value.shape[:-2])),
+        matrices,
+        strict=True,
+    ):
         for first in range(0, rows, step):
             span = (first, min(first + step, rows))
             spans = (*((place, place + 1) for place in index), span, (0, columns))
-            for name, words in _encode_rows(weight, spans, matrix[slice(*span)], whole).items():
+            for name, words in _encode_rows(
+                weight,
+                spans,
+                matrix[slice(*span)],
+                whole,
+            ).items():
                 box = parts[name].box(spans)
                 made[name][tuple(slice(*edges) for edges in box)] = words.view(
                     [stop - start for start, stop in box]
@@ -157,7 +169,11 @@ def _encode_rows(
     old = Codes(
         _blocks(read["values"], height, width),
         words["scales"].view(words["scales"].shape[-2:]),
-        _blocks(read["zeros"].expand(now.shape), height, width)[:, 0, :, 0]
+        _blocks(
+            read["zeros"].expand(now.shape),
+            height,
+            width,
+        )[:, 0, :, 0]
         if "zeros" in read
         else None,
     )
@@ -167,13 +183,21 @@ def _encode_rows(
         old,
         read.get("whole") if whole is None else whole,
     )
-    codes = torch.where(kept[:, None, :, None], _bytes(old.values), _bytes(new.values))
+    codes = torch.where(
+        kept[:, None, :, None],
+        _bytes(old.values),
+        _bytes(new.values),
+    )
     codes = codes.flatten(2).flatten(0, 1)[: len(now), :columns]
     result = {
         "values": _words(
             codes.view(old.values.dtype), parts["values"].columns, words["values"].dtype
         ),
-        "scales": torch.where(kept, _bytes(old.scales), _bytes(new.scales)).view(old.scales.dtype),
+        "scales": torch.where(
+            kept,
+            _bytes(old.scales),
+            _bytes(new.scales),
+        ).view(old.scales.dtype),
     }
     if old.zeros is not None and new.zeros is not None:
         zeros = torch.where(kept, old.zeros, new.zeros.to(old.zeros.dtype))
@@ -182,7 +206,11 @@ def _encode_rows(
             if parts["zeros"].rows.unpack is None
             else zeros.repeat_interleave(height, 0)[: len(now)]
         )
-        result["zeros"] = _words(zeros.T, parts["zeros"].rows, words["zeros"].dtype).T.contiguous()
+        result["zeros"] = _words(
+            zeros.T,
+            parts["zeros"].rows,
+            words["zeros"].dtype,
+        ).T.contiguous()
     return result
 
 
@@ -192,9 +220,15 @@ def _blocks(tensor: Tensor, height: int, width: int, fill: bool = False) -> Tens
     across = -tensor.shape[1] % width
     whole = tensor
     if down or across:
-        whole = tensor.new_full((tensor.shape[0] + down, tensor.shape[1] + across), fill)
+        whole = tensor.new_full(
+            (tensor.shape[0] + down, tensor.shape[1] + across),
+            fill,
+        )
         whole[: tensor.shape[0], : tensor.shape[1]] = tensor
-    return whole.unflatten(1, (-1, width)).unflatten(0, (-1, height))
+    return whole.unflatten(1, (-1, width)).unflatten(
+        0,
+        (-1, height),
+    )
 
 
 def _quantized(
@@ -208,7 +242,19 @@ def _quantized(
         scales = (most / _E2M1 * whole).clamp(max=_FLOAT8).to(like.scales.dtype)
         return Codes(_e2m1(blocks, scales.to(torch.bfloat16) / whole), scales)
     if weight.arithmetic in (scaled_twice, powers_of_two) or like.values.dtype == torch.uint8:
-        exponents = (torch.where(most > 0, most, 1.0).log2().floor() - 2).clamp(-127, 127)
+        exponents = (
+            torch.where(
+                most > 0,
+                most,
+                1.0,
+            )
+            .log2()
+            .floor()
+            - 2
+        ).clamp(
+            -127,
+            127,
+        )
         return Codes(_e2m1(blocks, exponents.exp2()), _power(exponents, like.scales.dtype))
     columns = weight.parts["values"].columns
     top = 2 ** (32 * columns.words // columns.entries - 1) if columns.unpack is not None else 128
@@ -219,7 +265,11 @@ def _float8(blocks: Tensor, most: Tensor, like: Codes) -> Codes:
     """Quantize to 8-bit floating point, as the host's quantizer does on a GPU."""
     top = torch.finfo(like.values.dtype).max
     kind = like.scales.dtype
-    factor = torch.where(most > 0, top / torch.where(most > 0, most, 1.0), 1.0)
+    factor = torch.where(
+        most > 0,
+        top / torch.where(most > 0, most, 1.0),
+        1.0,
+    )
     scales = (1.0 / factor).to(torch.float32)
     if kind in (torch.uint8, torch.float8_e8m0fnu):
         exponents = scales.clamp(min=torch.finfo(torch.float32).tiny).log2().ceil()
@@ -241,19 +291,34 @@ def _integers(blocks: Tensor, most: Tensor, top: int, like: Codes) -> Codes:
         least = blocks.amin((1, 3)).clamp(max=0)
         greatest = blocks.amax((1, 3)).clamp(min=0)
         scales = (greatest - least) / (2 * top - 1)
-        zeros = (-top - least / torch.where(scales > 0, scales, 1.0)).round().clamp(-top, top - 1)
+        zeros = (
+            (-top - least / torch.where(scales > 0, scales, 1.0))
+            .round()
+            .clamp(
+                -top,
+                top - 1,
+            )
+        )
     scales = torch.where(scales > 0, scales, 1.0).to(like.scales.dtype)
     codes = (
         (blocks / scales.float()[:, None, :, None] + zeros[:, None, :, None])
         .round()
         .clamp(-top, top - 1)
     )
-    return Codes(codes.to(like.values.dtype), scales, None if like.zeros is None else zeros)
+    return Codes(
+        codes.to(like.values.dtype),
+        scales,
+        None if like.zeros is None else zeros,
+    )
 
 
 def _e2m1(blocks: Tensor, scales: Tensor) -> Tensor:
     """Return the nearest E2M1 codes, of two equally near the even one."""
-    scales = torch.where(scales > 0, scales.float(), 1.0)[:, None, :, None]
+    scales = torch.where(
+        scales > 0,
+        scales.float(),
+        1.0,
+    )[:, None, :, None]
     size = (blocks / scales).abs()
     codes = (size > 0.25).to(torch.uint8) + (size >= 0.75) + (size > 1.25) + (size >= 1.75)
     codes = codes + (size > 2.5) + (size >= 3.5) + (size > 5.0)

@@ -239,7 +239,12 @@ def _grid(
 ) -> StoredPart:
     """Return scales of blocks: of ``block`` if their number fits, else of the size that divides the weight."""
     along = []
-    for dim, size, wanted in zip((-2, -1), shape[-2:], block or (0, 0), strict=True):
+    for dim, size, wanted in zip(
+        (-2, -1),
+        shape[-2:],
+        block or (0, 0),
+        strict=True,
+    ):
         count = scales.shape[dim]
         if wanted and count == -(-size // wanted):
             along.append(Along(wanted))

@@ -130,7 +130,14 @@ def describe_form(directory: Path, form: StoredForm | None) -> None:
     for holder in (config, config.get("text_config") or {}):
         holder.pop("quantization_config", None)
     described = {} if form is None else {"quantization_config": dict(form.values)}
-    file.write_text(json.dumps({**config, **described}, indent=2, sort_keys=True) + "\n")
+    file.write_text(
+        json.dumps(
+            {**config, **described},
+            indent=2,
+            sort_keys=True,
+        )
+        + "\n"
+    )
 
 
 def _form(values: Mapping[str, Any] | None) -> StoredForm | None:
@@ -190,7 +197,10 @@ def why_not_read(values: Mapping[str, Any]) -> str | None:
     """Return why weights of this description are not read as plain values, and what to do; ``None``: they are."""
     method = values.get("quant_method")
     groups = (values.get("config_groups") or {}).values()
-    formats = {values.get("format"), *(group.get("format") for group in groups)} - {None}
+    formats = {
+        values.get("format"),
+        *(group.get("format") for group in groups),
+    } - {None}
     reason = ""
     if method == "gguf":
         return f"it is quantized (gguf), also where stock code has dequantized it as it loaded: {GGUF_TOOL}"

@@ -119,7 +119,16 @@ def _llama_roles(plan: Plan, layer: str) -> dict[str, ParameterPlan] | None:
     }
     found = {expected[p.name]: p for p in owned if p.name in expected}
     known = all(p.name in expected or p.name in biases for p in owned)
-    return found if known and set(expected.values()) - set(found) <= {"q_norm", "k_norm"} else None
+    return (
+        found
+        if known
+        and set(expected.values()) - set(found)
+        <= {
+            "q_norm",
+            "k_norm",
+        }
+        else None
+    )
 
 
 def _at_most(plan: Plan, layer: str, situation: Situation, types: Types) -> float:

@@ -117,7 +117,10 @@ def find_machine(hardware: str | Machine) -> Machine:
             f"{path} describes no machine: {', '.join(wrong)} must be positive numbers"
         )
     given = {field.name: data[field.name] for field in fields(Machine) if field.name in data}
-    given |= {"sources": tuple(data.get("sources", ())), "name": str(data.get("name", path.stem))}
+    given |= {
+        "sources": tuple(data.get("sources", ())),
+        "name": str(data.get("name", path.stem)),
+    }
     return Machine(**given)
 
 

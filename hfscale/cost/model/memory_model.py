@@ -176,7 +176,13 @@ def estimate_memory(
     away = sum(found.kinds[kind] for kind in shards)
     notes += [f"on the host: shards, gradients and optimizer of {human(away)}"]
     return replace(
-        found, **dict.fromkeys(shards, 0), on_host=found.on_host + away, notes=tuple(notes)
+        found,
+        **dict.fromkeys(
+            shards,
+            0,
+        ),
+        on_host=found.on_host + away,
+        notes=tuple(notes),
     )
 
 
@@ -190,7 +196,13 @@ def _apart(
     """Return the bytes that are not there while most is; ``training`` has no gradients before the step."""
     made = [] if offloaded(plan).parameters else training
     sizes = {planned.name: weight_bytes(plan, planned, situation.ranks) for planned in made}
-    tables, (first, last) = _looked_up(plan, situation.pp_rank), (plan.layers[:1], plan.layers[-1:])
+    tables, (first, last) = (
+        _looked_up(
+            plan,
+            situation.pp_rank,
+        ),
+        (plan.layers[:1], plan.layers[-1:]),
+    )
     later = {name for name in sizes if name in tables or (found.on_host and name.startswith(first))}
     behind = sum(sizes.get(name, 0) for name in around_layers(plan) if name not in tables)
     if recomputed(plan).tile:  # every tile adds to the gradients of its layer
@@ -253,7 +265,11 @@ def weight_bytes(
 
 
 def _padded(shape: Sequence[int], cuts: Sequence[Cut], ranks: dict[str, int]) -> tuple[int, ...]:
-    return cut_shape(shape, cuts, {axis: rank for axis, rank in ranks.items() if axis not in _DATA})
+    return cut_shape(
+        shape,
+        cuts,
+        {axis: rank for axis, rank in ranks.items() if axis not in _DATA},
+    )
 
 
 def _quantized_bytes(plan: Plan, planned: ParameterPlan, ranks: dict[str, int]) -> int:
@@ -331,7 +347,15 @@ def _exchanged(plan: Plan, situation: Situation, tokens: int) -> int:
         return 0
     size = types_of(plan, situation.mixed).size
     layer = next(
-        (name for name in plan.layers if plan.is_local(situation.pp_rank, name)), plan.layers[0]
+        (
+            name
+            for name in plan.layers
+            if plan.is_local(
+                situation.pp_rank,
+                name,
+            )
+        ),
+        plan.layers[0],
     )
     wide = stream_width(plan, layer)
     found = {
@@ -340,7 +364,15 @@ def _exchanged(plan: Plan, situation: Situation, tokens: int) -> int:
     q, k, v = (
         wide if each is None else each.model_shape(situation.ranks)[0] for each in found.values()
     )
-    return ceil(cp_buffer_bytes(plan, size * (k + v), size * q, tokens, situation.tokens))
+    return ceil(
+        cp_buffer_bytes(
+            plan,
+            size * (k + v),
+            size * q,
+            tokens,
+            situation.tokens,
+        )
+    )
 
 
 def _loss(plan: Plan, situation: Situation, chunk_rows: int, fused: bool) -> int:

@@ -100,7 +100,12 @@ def shape_of(config: Any) -> ModelShape:
         hidden=hidden,
         queries=head * heads,
         keys=head * (_first(text, "num_key_value_heads") or heads),
-        ffn=_first(text, *(("moe_intermediate_size",) if experts else ()), *widths) or 4 * hidden,
+        ffn=_first(
+            text,
+            *(("moe_intermediate_size",) if experts else ()),
+            *widths,
+        )
+        or 4 * hidden,
         vocabulary=_first(text, "vocab_size"),
         gated=bool(getattr(text, "rms_norm_eps", None)),
         tied=bool(getattr(text, "tie_word_embeddings", False)),
@@ -143,7 +148,12 @@ def shape_of_plan(plan: Plan, config: Any = None) -> ModelShape:
             ffn=max(1, round(spread / rows / found.experts)),
             shared=max(0, round(rest / rows)),
         )
-    return replace(found, ffn=max(1, round(rest / rows)), experts=0, routed=0)
+    return replace(
+        found,
+        ffn=max(1, round(rest / rows)),
+        experts=0,
+        routed=0,
+    )
 
 
 def _matrices(plan: Plan, experts: int = 0) -> Iterator[tuple[str, int, bool]]:

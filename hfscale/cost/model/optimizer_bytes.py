@@ -24,7 +24,13 @@ WIDE_EMBEDDINGS = (
     "embeddings_in_32_bits"  # the option that keeps states of embeddings wide, as HF Trainer does
 )
 MIN_8BIT_SIZE = 4096  # bitsandbytes' default: states of tensors with fewer entries have 32 bits
-_MOMENTS = {"AdamW": (2, 2), "Adam": (2, 2), "AdEMAMix": (3, 2), "Lion": (1, 1), "RMSprop": (1, 1)}
+_MOMENTS = {
+    "AdamW": (2, 2),
+    "Adam": (2, 2),
+    "AdEMAMix": (3, 2),
+    "Lion": (1, 1),
+    "RMSprop": (1, 1),
+}
 # bitsandbytes' classes -> moments per entry, and tables of 8-bit values
 _CODE_BOOK = 4 * 256  # bytes of the table of 8-bit values of one moment
 _COUNT = 4  # bytes of a count of steps

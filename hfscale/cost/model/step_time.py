@@ -212,8 +212,17 @@ def step_time(
     if bubble is None:
         bubble = (sum(taken) - taken[slowest]) / (parts or job.virtual)
     spread = experts or [0.0] * len(weights)
-    most = max(range(len(weights)), key=lambda rank: weights[rank] + spread[rank])
-    own = max(job.shard_of(w, e) for w, e in zip(weights, spread, strict=True))
+    most = max(
+        range(len(weights)),
+        key=lambda rank: weights[rank] + spread[rank],
+    )
+    own = max(
+        job.shard_of(
+            w,
+            e,
+        )
+        for w, e in zip(weights, spread, strict=True)
+    )
     moved = constants.update_bytes * job.trained * own
     to_host = (
         constants.memory * machine.host_bandwidth

@@ -69,7 +69,11 @@ def layer_traffic(shape: ModelShape, job: Job) -> Traffic:
     exchanged = (3 + job.recompute) * 2 * own * layout.cp * shape.keys
     if job.method.startswith("heads"):
         exchanged = (4 + 2 * job.recompute) * own * (shape.queries + job.replicas * shape.keys)
-    return Traffic(tp=often * sent(layout.tp) * stream, ep=experts, cp=sent(layout.cp) * exchanged)
+    return Traffic(
+        tp=often * sent(layout.tp) * stream,
+        ep=experts,
+        cp=sent(layout.cp) * exchanged,
+    )
 
 
 def sums_experts(shape: ModelShape, job: Job) -> bool:
@@ -105,7 +109,15 @@ def rank_traffic(shape: ModelShape, job: Job, place: Place) -> Traffic:
     layer = layer_traffic(shape, job)
     layers = place.layers
     count = job.microbatches
-    edges = count * place.ends * edge_traffic(shape, job) + 2 * sent(job.layout.tp) * place.partial
+    edges = (
+        count
+        * place.ends
+        * edge_traffic(
+            shape,
+            job,
+        )
+        + 2 * sent(job.layout.tp) * place.partial
+    )
     handed = stream_bytes(shape, job) / (job.layout.tp if job.sequence_parallel else 1)
     entries = place.layer_weights, place.table_weights, place.expert_weights
     return replace(
@@ -145,7 +157,10 @@ def ring_share(collective: str, size: int) -> float:
     and anything else what it is given.
     """
     shares = {"allreduce": 2 * sent(size), "allgather": size - 1.0, "recv": 0.0}
-    return {**shares, "reduce_scatter": sent(size), "alltoall": sent(size)}.get(collective, 1.0)
+    return {**shares, "reduce_scatter": sent(size), "alltoall": sent(size)}.get(
+        collective,
+        1.0,
+    )
 
 
 def sent(size: int) -> float:

@@ -96,7 +96,13 @@ def _constants(meter: "_Meter", machine: Machine, latency: float, one_processor:
     given = replace(
         fitted(), products=1.0, memory=1.0, attention=share, elementwise=1.0, layer_host=host
     )
-    job = Job(ParallelConfig(), sizes.sequence, sizes.batch, 1, value_bytes=meter.dtype.itemsize)
+    job = Job(
+        ParallelConfig(),
+        sizes.sequence,
+        sizes.batch,
+        1,
+        value_bytes=meter.dtype.itemsize,
+    )
     known = layer_seconds(sizes.shape, job, machine, given)
     whole = meter.layer(sizes.sequence, sizes.batch) - (host if one_processor else 0.0)
     rest = max(0.1 * known.elementwise, whole - known.products - known.attention)
@@ -171,7 +177,18 @@ class _Meter:
 
     def layer(self, sequence: int, batch: int) -> float:
         """Return the seconds of a stock LLaMA layer, forward and backward: half of three layers minus one."""
-        return max(1e-6, (self._layers(3, sequence, batch) - self._layers(1, sequence, batch)) / 2)
+        return max(
+            1e-6,
+            (
+                self._layers(
+                    3,
+                    sequence,
+                    batch,
+                )
+                - self._layers(1, sequence, batch)
+            )
+            / 2,
+        )
 
     def loss(self, flops: float) -> float:
         """Return the seconds per logit of head and cross entropy, without the head's matrix product."""

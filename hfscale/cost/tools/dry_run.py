@@ -137,7 +137,11 @@ def dry_run(
     ):
         rank = like[0]
         saved = SavedBytes()
-        with meta_model(spec, plan.layout, rank * (world // plan.layout.pp)) as (model, copies):
+        with meta_model(
+            spec,
+            plan.layout,
+            rank * (world // plan.layout.pp),
+        ) as (model, copies):
             counter = SavedCounter(model, plan.layers, plan.head, saved.add, copies)
             sent = take_step(model, job, shape, counter, mixed_precision)
             del model, counter
@@ -175,7 +179,13 @@ def _compared(counted: SimulatedTraffic, estimated: Traffic) -> tuple[Compared, 
         sent[_NAMES.get(axis, axis)] += counted.sent[axis]
         calls[_NAMES.get(axis, axis)] += counted.calls[axis].total()
     rows = (
-        Compared(axis, calls[axis], sent[axis], size) for axis, size in asdict(estimated).items()
+        Compared(
+            axis,
+            calls[axis],
+            sent[axis],
+            size,
+        )
+        for axis, size in asdict(estimated).items()
     )
     return tuple(row for row in rows if row.calls or row.estimated)
 

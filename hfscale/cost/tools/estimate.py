@@ -134,7 +134,13 @@ class Estimate:
                 round(stage.memory.needed),
                 round(stage.memory.likely),
             ]
-            memory.append([str(stage.rank), str(stage.layers), *map(human, sizes)])
+            memory.append(
+                [
+                    str(stage.rank),
+                    str(stage.layers),
+                    *map(human, sizes),
+                ]
+            )
         terms = sorted(self.time.terms.items(), key=lambda item: -item[1])
         seconds = [[name, f"{s:.4f}", f"{100 * s / self.seconds:.1f}%"] for name, s in terms if s]
         seconds = [["seconds", "", "share"], *seconds, ["total", f"{self.seconds:.4f}", "100.0%"]]
@@ -267,7 +273,13 @@ def _of_plan(
         hardware=machine,
         layout=plan.layout.describe(),
         stages=tuple(
-            StageEstimate(n, place.layers, taken[n], held[n]) for n, place in enumerate(places)
+            StageEstimate(
+                n,
+                place.layers,
+                taken[n],
+                held[n],
+            )
+            for n, place in enumerate(places)
         ),
         time=time,
         tokens=job.step_tokens,

@@ -159,7 +159,13 @@ def _of_sizes(
     """Yield every batch, schedule, expert axis, sharding and recomputation for given axis sizes."""
     tp, pp, cp, dp = sizes
     local = max(1, machine.ranks_per_node // (tp * cp))
-    shards = sorted({1, dp} | ({local} if dp % local == 0 else set()))
+    shards = sorted(
+        {
+            1,
+            dp,
+        }
+        | ({local} if dp % local == 0 else set())
+    )
     ep_sizes = sorted(
         {1} | {tp * size for size in _divisors(dp)} & set(_divisors(summary.shape.experts))
     )
@@ -168,7 +174,10 @@ def _of_sizes(
         if count < pp:
             continue
         for schedule, virtual in SCHEDULES if pp > 1 else SCHEDULES[:1]:
-            fits = {"interleaved1f1b": count % pp == 0, "zbv": count >= 2 * pp}.get(schedule, True)
+            fits = {"interleaved1f1b": count % pp == 0, "zbv": count >= 2 * pp}.get(
+                schedule,
+                True,
+            )
             if not fits or pp * virtual > summary.shape.layers:
                 continue
             for ep in ep_sizes:
@@ -194,7 +203,14 @@ def _ways(summary: ModelSummary, batch: int, cp: int, schedule: str) -> list[tup
 @cache
 def _layout(schedule: str, virtual: int, *sizes: int) -> ParallelConfig:
     """Return the layout with these sizes, in the order of the axes."""
-    named: dict[str, Any] = {f"{axis}_size": size for axis, size in zip(AXES, sizes, strict=True)}
+    named: dict[str, Any] = {
+        f"{axis}_size": size
+        for axis, size in zip(
+            AXES,
+            sizes,
+            strict=True,
+        )
+    }
     return ParallelConfig(**named, pipeline_schedule=schedule, virtual_stages=virtual)
 
 
@@ -215,7 +231,16 @@ def step_of(
     sizes |= {"tile": tile, "method": "gather", "replicas": 1.0}
     if layout.cp > 1:
         keys = max(
-            1, round(summary.heads * summary.shape.keys / max(1, summary.shape.queries) / layout.tp)
+            1,
+            round(
+                summary.heads
+                * summary.shape.keys
+                / max(
+                    1,
+                    summary.shape.queries,
+                )
+                / layout.tp
+            ),
         )
         sizes["method"] = choose("auto", summary.heads // layout.tp, keys, layout.cp)
         sizes["replicas"] = max(1.0, layout.cp / keys)

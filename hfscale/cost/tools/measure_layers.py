@@ -57,7 +57,12 @@ def measured_layers(
     for index, layer in enumerate(plan.layers[1:_MOST_LAYERS], 1):
         first.setdefault(kind_of(plan, layer), index)
     few = replace(
-        spec, config=first_layers(spec.config, max(first.values(), default=0) + 1), memory=None
+        spec,
+        config=first_layers(
+            spec.config,
+            max(first.values(), default=0) + 1,
+        ),
+        memory=None,
     )
     small, again, least = _small(layout or plan.layout), recomputed(plan), compressed(plan)
     sizes = {"sequence": sequence, "batch": min(batch, 2), "microbatches": 1}

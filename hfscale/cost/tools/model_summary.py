@@ -101,7 +101,14 @@ def summarize(
         shape=replace(shape, hidden=stream_width(plan, layer)),
         heads=int(heads),
         job=replace(
-            job_of(plan, sequence=sequence, batch=1, microbatches=1, mixed=mixed), tile=tile or 0
+            job_of(
+                plan,
+                sequence=sequence,
+                batch=1,
+                microbatches=1,
+                mixed=mixed,
+            ),
+            tile=tile or 0,
         ),
         states=(held.weights + held.adapters + held.gradients + held.optimizer) / entries,
         optimizer=held.optimizer / entries,

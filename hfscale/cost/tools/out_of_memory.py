@@ -68,7 +68,10 @@ def _of_model(runtime: Runtime, optimizer: Any, batch: Tensor | None) -> list[st
         (human(size), human(told[kind]), kind) for kind, size in held.items() if size or told[kind]
     ]
     head = f"memory of {runtime.mesh.device} on rank {runtime.mesh.rank}: {human(used)} of {human(limit)}"
-    lines = [head, *aligned([("held", "planned", ""), *rows], left=(2,))]
+    lines = [
+        head,
+        *aligned([("held", "planned", ""), *rows], left=(2,)),
+    ]
     if batch is None or planned is None:
         return lines
     lines.append(
@@ -93,7 +96,10 @@ def _planned(
 ) -> MemoryEstimate | None:
     """Estimate a step over microbatches like ``batch``, ``tokens`` of them being a share; ``None`` if that fails."""
     context = runtime.mesh.layout.cp  # which a microbatch on the device is a piece over
-    tokens = max(1, int(batch.numel() * context * changed.pop("tokens", 1)))
+    tokens = max(
+        1,
+        int(batch.numel() * context * changed.pop("tokens", 1)),
+    )
     given = {"optimizer": getattr(stepping, "name", "adamw_torch_fused"), "tokens": tokens}
     length = min(tokens, batch.shape[-1] * context)
     try:

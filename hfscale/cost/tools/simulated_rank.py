@@ -116,10 +116,17 @@ class SimulatedRank(TorchDispatchMode):
             return self._moved(func, name, args, kwargs)
         on_device = any(tensor.device == META for tensor in _tensors((args, kwargs)))
         if on_device and name == "_grouped_mm":
-            return _grouped(args[0], args[1], args[2] if len(args) > 2 else kwargs.get("offs"))
+            return _grouped(
+                args[0],
+                args[1],
+                args[2] if len(args) > 2 else kwargs.get("offs"),
+            )
         if not on_device or name not in WAITING:
             return func(*args, **kwargs)
-        found = func(*(self._answer(a) if isinstance(a, Tensor) else a for a in args), **kwargs)
+        found = func(
+            *(self._answer(a) if isinstance(a, Tensor) else a for a in args),
+            **kwargs,
+        )
         return found.to(META) if isinstance(found, Tensor) else found
 
     def _moved(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -179,7 +186,14 @@ class FusedAttention(TorchFunctionMode):
         ):
             return func(*args, **kwargs)
         scale = kwargs.get("scale") or q.shape[-1] ** -0.5
-        return flash_on_cpu(q, k, v, bool(kwargs.get("is_causal")), mask, scale)[0]
+        return flash_on_cpu(
+            q,
+            k,
+            v,
+            bool(kwargs.get("is_causal")),
+            mask,
+            scale,
+        )[0]
 
 
 @dataclass(frozen=True)
@@ -214,7 +228,11 @@ class _WithoutValues(FromSeed):
         held = [plan.by_name[name] for name in plan.local_names(mesh.pp_rank)]
         return model, LocalWeights(
             {
-                each.name: torch.empty(each.local_shape(mesh.ranks), dtype=each.dtype, device=META)
+                each.name: torch.empty(
+                    each.local_shape(mesh.ranks),
+                    dtype=each.dtype,
+                    device=META,
+                )
                 for each in held
             }
         )
@@ -254,7 +272,11 @@ def take_step(
         dtype = torch.bfloat16 if mixed_precision != "no" else next(model.parameters()).dtype
         executor.expect((model.config.get_text_config(decoder=True).hidden_size,), dtype)
     ids = [
-        torch.zeros((job.batch, job.sequence), dtype=torch.int64) for _ in range(job.microbatches)
+        torch.zeros(
+            (job.batch, job.sequence),
+            dtype=torch.int64,
+        )
+        for _ in range(job.microbatches)
     ]
     rank = SimulatedRank(runtime, partial(_found, job, shape))
     with rank, FusedAttention(), counting:

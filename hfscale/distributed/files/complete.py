@@ -60,7 +60,13 @@ def mark_complete(
     directory: Path, files: dict[str, FileSum], step: int | None = None, run: str | None = None
 ) -> None:
     """Write the marker of ``directory``, whose ``files`` are on disk."""
-    sums = {name: [file.size, file.crc] for name, file in sorted(files.items())}
+    sums = {
+        name: [
+            file.size,
+            file.crc,
+        ]
+        for name, file in sorted(files.items())
+    }
     told = {"written": time.time(), "step": step, "run": run, "files": sums}
     fresh = directory / f".{MARK}"
     write_synced(fresh, json.dumps(told, indent=1).encode())
@@ -73,11 +79,20 @@ def read_mark(directory: Path) -> Mark:
     try:
         told: Any = json.loads((directory / MARK).read_bytes())
         files = {
-            str(name): FileSum(int(size), int(crc)) for name, (size, crc) in told["files"].items()
+            str(name): FileSum(
+                int(size),
+                int(crc),
+            )
+            for name, (size, crc) in told["files"].items()
         }
         step = told.get("step")
         run = told.get("run")
-        return Mark(float(told["written"]), files, None if step is None else int(step), run)
+        return Mark(
+            float(told["written"]),
+            files,
+            None if step is None else int(step),
+            run,
+        )
     except FileNotFoundError as error:
         raise CheckpointError("is incomplete: the save was interrupted") from error
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:

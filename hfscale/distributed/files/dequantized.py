@@ -66,7 +66,12 @@ class StoredPart:
         """Return the box of the stored tensor that holds a box of the weight, as stored."""
         shape = self.source.shape
         lead = [
-            span if size > 1 else (0, 1) for span, size in zip(spans[:-2], shape[:-2], strict=True)
+            span if size > 1 else (0, 1)
+            for span, size in zip(
+                spans[:-2],
+                shape[:-2],
+                strict=True,
+            )
         ]
         return (
             *lead,
@@ -77,7 +82,11 @@ class StoredPart:
     def read(self, spans: Box) -> Tensor:
         """Return the entries for a box of the weight, as stored; size 1 along a dim stands for all of it."""
         words = self.source.read(self.box(spans))
-        return self.columns.spread(self.rows.spread(words, spans[-2], -2), spans[-1], -1)
+        return self.columns.spread(
+            self.rows.spread(words, spans[-2], -2),
+            spans[-1],
+            -1,
+        )
 
 
 class WordsInMemory(TensorOnDisk):
@@ -131,7 +140,10 @@ class DequantizedOnDisk(TensorOnDisk):
         """Return the box ``spans``, one ``(start, stop)`` per dim; whole blocks of the stored tensors are read."""
         out = torch.empty([stop - start for start, stop in spans], dtype=self.dtype)
         if self.transposed:
-            self.read_stored((*spans[:-2], spans[-1], spans[-2]), out.transpose(-1, -2))
+            self.read_stored(
+                (*spans[:-2], spans[-1], spans[-2]),
+                out.transpose(-1, -2),
+            )
         else:
             self.read_stored(spans, out)
         return out
@@ -159,7 +171,13 @@ def _steps(spans: Box, most: int) -> Iterator[Box]:
     size = prod(high - low for low, high in inner)
     if len(inner) > 1 and size > most:
         for index in range(start, stop):
-            yield from (((index, index + 1), *box) for box in _steps(tuple(inner), most))
+            yield from (
+                ((index, index + 1), *box)
+                for box in _steps(
+                    tuple(inner),
+                    most,
+                )
+            )
         return
     step = max(1, most // size)
     for first in range(start, stop, step):

@@ -85,7 +85,11 @@ class SafetensorsFile:
         view = memoryview(array)
         done = 0
         while done < len(view):
-            count = os.preadv(self._file.fileno(), [view[done:]], self._start + offset + done)
+            count = os.preadv(
+                self._file.fileno(),
+                [view[done:]],
+                self._start + offset + done,
+            )
             if count <= 0:
                 raise CheckpointError(
                     f"{self.path} ended early while it was read: download or save it again"
@@ -228,7 +232,10 @@ class TensorOnDisk(_OnDisk):
             self._file.read(self._begin + first * row_bytes, out)
             return out
         step = max(1, _BLOCK_BYTES // row_bytes)
-        block = torch.empty((min(step, last - first), *self.shape[1:]), dtype=self.dtype)
+        block = torch.empty(
+            (min(step, last - first), *self.shape[1:]),
+            dtype=self.dtype,
+        )
         box = tuple(slice(start, stop) for start, stop in rest)
         for row in range(first, last, step):
             rows = min(step, last - row)
@@ -273,7 +280,15 @@ class ShareOnDisk(PartOnDisk):
 
     def __init__(self, source: TensorOnDisk, cuts: tuple[Cut, ...], ranks: dict[str, int]) -> None:
         super().__init__(
-            source, [spans or [(0, 0)] for spans in share_spans(source.shape, cuts, ranks)]
+            source,
+            [
+                spans or [(0, 0)]
+                for spans in share_spans(
+                    source.shape,
+                    cuts,
+                    ranks,
+                )
+            ],
         )
 
 
@@ -291,7 +306,10 @@ class ResizedOnDisk(TensorOnDisk):
         """Return a copy of the box ``spans``, one ``(start, stop)`` per dim."""
         (start, stop), *rest = spans
         stored = self._source.shape[0]
-        out = torch.empty([stop - start, *(high - low for low, high in rest)], dtype=self.dtype)
+        out = torch.empty(
+            [stop - start, *(high - low for low, high in rest)],
+            dtype=self.dtype,
+        )
         known = max(min(stop, stored) - start, 0)
         if known:
             out[:known] = self._source.read(((start, start + known), *rest))
@@ -305,7 +323,16 @@ class ResizedOnDisk(TensorOnDisk):
         stored = self._source.shape[0]
         block = max(_SUM_BYTES // max(prod(sizes) * total.itemsize, 1), 1)
         for start in range(0, stored, block):
-            total += self._source.read(((start, min(start + block, stored)), *rest)).sum(
-                0, dtype=torch.float64
-            )
+            total += self._source.read(
+                (
+                    (
+                        start,
+                        min(
+                            start + block,
+                            stored,
+                        ),
+                    ),
+                    *rest,
+                )
+            ).sum(0, dtype=torch.float64)
         return total / stored

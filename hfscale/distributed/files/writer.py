@@ -160,7 +160,10 @@ def in_order(contents: Mapping[str, Any]) -> list[tuple[str, Any]]:
                 f"{name} has the type {tensor.dtype}, which safetensors files cannot hold"
             )
     places = {name: place for place, name in enumerate(_ORDER)}
-    return sorted(contents.items(), key=lambda each: (places[NAMES[each[1].dtype]], each[0]))
+    return sorted(
+        contents.items(),
+        key=lambda each: (places[NAMES[each[1].dtype]], each[0]),
+    )
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

@@ -83,15 +83,35 @@ def start_all_gather(
         return Started(
             None,
             lambda: torch.cat(
-                [p.narrow(dim, 0, n) for p, n in zip(parts, lengths, strict=True)], dim
+                [
+                    p.narrow(
+                        dim,
+                        0,
+                        n,
+                    )
+                    for p, n in zip(parts, lengths, strict=True)
+                ],
+                dim,
             ),
         )
     whole = x.new_empty(
         (*x.shape[:dim], size * x.shape[dim], *x.shape[dim + 1 :]) if in_place else (size, *x.shape)
     )
     pieces = whole.view(size * x.shape[0], *x.shape[1:])
-    if x.numel() * x.element_size() >= _LARGE and backend_of(group, x.device) == "gloo":
-        work = dist.all_to_all_single(pieces, torch.cat([x] * size), group=group, async_op=True)
+    if (
+        x.numel() * x.element_size() >= _LARGE
+        and backend_of(
+            group,
+            x.device,
+        )
+        == "gloo"
+    ):
+        work = dist.all_to_all_single(
+            pieces,
+            torch.cat([x] * size),
+            group=group,
+            async_op=True,
+        )
     else:
         work = _all_gather(pieces, x, group=group, async_op=True)
 
@@ -99,7 +119,15 @@ def start_all_gather(
         if in_place:
             return whole
         return torch.cat(
-            [part.narrow(dim, 0, length) for part, length in zip(whole, lengths, strict=True)], dim
+            [
+                part.narrow(
+                    dim,
+                    0,
+                    length,
+                )
+                for part, length in zip(whole, lengths, strict=True)
+            ],
+            dim,
         )
 
     return Started(work, finish)
@@ -111,10 +139,22 @@ def start_reduce_scatter(
     """Start summing partial ``x``, full along ``dim``, over ranks; each gets ``lengths[rank]`` entries of the sum."""
     dim, size, length = dim % x.ndim, len(lengths), lengths[dist.get_rank(group)]
     if max(lengths) == min(lengths) and _leads(x.shape, dim):
-        pieces = x.contiguous().view(size, *x.shape[:dim], length, *x.shape[dim + 1 :])
+        pieces = x.contiguous().view(
+            size,
+            *x.shape[:dim],
+            length,
+            *x.shape[dim + 1 :],
+        )
     else:
         pieces = torch.stack(
-            [_padded(piece, max(lengths), dim) for piece in x.split(list(lengths), dim)]
+            [
+                _padded(
+                    piece,
+                    max(lengths),
+                    dim,
+                )
+                for piece in x.split(list(lengths), dim)
+            ]
         )
     if torch.compiler.is_compiling():
         own = functional.reduce_scatter_tensor(pieces.flatten(0, 1), "sum", 0, group)
@@ -145,7 +185,11 @@ def all_reduce_together(
     dist.all_reduce(flat, group=group)
     if divisor != 1:  # before sums are rounded to a narrower type
         flat.div_(divisor)
-    for piece, total in zip(pieces, flat.split([piece.numel() for piece in pieces]), strict=True):
+    for piece, total in zip(
+        pieces,
+        flat.split([piece.numel() for piece in pieces]),
+        strict=True,
+    ):
         piece.copy_(total.view_as(piece))
 
 
@@ -166,7 +210,13 @@ def all_to_all(
     if group is None:
         return x
     received = x.new_empty((sum(receive), *x.shape[1:]))
-    dist.all_to_all_single(received, x.contiguous(), list(receive), list(send), group=group)
+    dist.all_to_all_single(
+        received,
+        x.contiguous(),
+        list(receive),
+        list(send),
+        group=group,
+    )
     return received
 
 
@@ -298,12 +348,27 @@ def _leads(shape: Sequence[int], dim: int) -> bool:
 
 def _cropped(x: Tensor, length: int, dim: int) -> Tensor:
     # A copy and not a view, which stock code could not change in place.
-    return x if x.shape[dim] == length else x.narrow(dim, 0, length).clone()
+    return (
+        x
+        if x.shape[dim] == length
+        else x.narrow(
+            dim,
+            0,
+            length,
+        ).clone()
+    )
 
 
 def _padded(x: Tensor, length: int, dim: int) -> Tensor:
     missing = length - x.shape[dim]
-    return F.pad(x, (0, 0) * (x.ndim - 1 - dim) + (0, missing)) if missing else x
+    return (
+        F.pad(
+            x,
+            (0, 0) * (x.ndim - 1 - dim) + (0, missing),
+        )
+        if missing
+        else x
+    )
 
 
 @dataclass(eq=False)

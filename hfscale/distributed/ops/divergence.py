@@ -107,12 +107,22 @@ def top_tokens(
     """
     z = logits.to(compute_dtype(logits.dtype)) / temperature
     most = min(k, vocabulary.widest)
-    padded = F.pad(z, (0, max(most - z.shape[1], 0)), value=-torch.inf)
+    padded = F.pad(
+        z,
+        (0, max(most - z.shape[1], 0)),
+        value=-torch.inf,
+    )
     values, places = padded.topk(most)
     tokens = places + vocabulary.start
     if vocabulary.group is not None:
         values, tokens = (
-            gathered(each, vocabulary.group).transpose(0, 1).flatten(1) for each in (values, tokens)
+            gathered(each, vocabulary.group)
+            .transpose(
+                0,
+                1,
+            )
+            .flatten(1)
+            for each in (values, tokens)
         )
     values, chosen = values.topk(k)
     tokens = tokens.gather(1, chosen)
@@ -159,7 +169,10 @@ class DivergenceTerms:
         if beta in (0, 1):
             log_m = self._log_q if beta else self._log_p
         else:
-            log_m = torch.logaddexp(self._log_p + math.log1p(-beta), self._log_q + math.log(beta))
+            log_m = torch.logaddexp(
+                self._log_p + math.log1p(-beta),
+                self._log_q + math.log(beta),
+            )
         self._gap = _expected(self._log_p, log_m)
         terms = (
             self._gap,
@@ -189,4 +202,7 @@ class DivergenceTerms:
 
 def _expected(log_p: Tensor, log_m: Tensor) -> Tensor:
     """Return ``p (log p - log m)``, entry by entry; 0 for an impossible token, whose logit is ``-inf``."""
-    return (log_p.exp() * (log_p - log_m)).masked_fill_(log_p == -torch.inf, 0)
+    return (log_p.exp() * (log_p - log_m)).masked_fill_(
+        log_p == -torch.inf,
+        0,
+    )

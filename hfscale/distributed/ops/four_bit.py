@@ -84,9 +84,11 @@ class FourBitPacking(Packing):
         if self.is_one_stream:
             return values.view(self.shape)
         matrices, height, width = self.chunk
-        parts = values.view(self.shards, matrices, -1)[..., : height * width].reshape(
-            -1, *self.chunk
-        )
+        parts = values.view(
+            self.shards,
+            matrices,
+            -1,
+        )[..., : height * width].reshape(-1, *self.chunk)
         if self.shards == 1:
             return parts[0]
         joined = parts.movedim(0, self.dim).flatten(self.dim, self.dim + 1)
@@ -103,9 +105,16 @@ def pack(share: Tensor, packing: FourBitPacking) -> Tensor:
     """
     missing = packing.chunk[2] - share.shape[2]
     share = F.pad(share, (0, missing)) if missing else share
-    row = torch.zeros((1, packing.row_shape[1]), dtype=torch.uint8, device=share.device)
+    row = torch.zeros(
+        (1, packing.row_shape[1]),
+        dtype=torch.uint8,
+        device=share.device,
+    )
     weight, scales = (
-        part.view(packing.chunk[0], part.shape[1] // max(1, packing.chunk[0]))
+        part.view(
+            packing.chunk[0],
+            part.shape[1] // max(1, packing.chunk[0]),
+        )
         for part in split_row(row, packing)
     )
     for number, matrix in enumerate(share):
@@ -145,7 +154,12 @@ def unpack_state(weight: Tensor, scales: Tensor, packing: FourBitPacking) -> tup
     _, rows, columns = packing.shape
     size = rows * columns
     state = _state(
-        read_scales(scales, packing).view(-1)[: ceil(size / BLOCK)], packing, (rows, columns)
+        read_scales(
+            scales,
+            packing,
+        ).view(-1)[: ceil(size / BLOCK)],
+        packing,
+        (rows, columns),
     )
     return weight.reshape(-1, 1)[: ceil(size / 2)], state
 

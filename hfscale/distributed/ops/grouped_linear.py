@@ -43,7 +43,11 @@ class _GroupedLinear(torch.autograd.Function):
         for group, count in enumerate(counts):
             if count:
                 matrix = weight[group] if transposed else weight[group].t()
-                torch.mm(x[start : start + count], matrix, out=out[start : start + count])
+                torch.mm(
+                    x[start : start + count],
+                    matrix,
+                    out=out[start : start + count],
+                )
                 start += count
         return out
 
@@ -98,7 +102,10 @@ def grouped_linear(
 def rows_of_groups(values: Tensor, counts: Sequence[int], rows: int) -> Tensor:
     """Return ``[rows, n]``: for each row the entry of its group in ``values [groups, n]``."""
     groups = torch.arange(rows, dtype=torch.int32, device=values.device)
-    return values.index_select(0, torch.bucketize(groups, _ends(counts, values.device), right=True))
+    return values.index_select(
+        0,
+        torch.bucketize(groups, _ends(counts, values.device), right=True),
+    )
 
 
 def _ends(counts: Sequence[int], device: torch.device) -> Tensor:
@@ -147,15 +154,36 @@ class _FrozenLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         grad = grads[0]
-        of_x = torch.matmul(grad, ctx.read(grad.dtype)) if ctx.needs_input_grad[0] else None
+        of_x = (
+            torch.matmul(
+                grad,
+                ctx.read(grad.dtype),
+            )
+            if ctx.needs_input_grad[0]
+            else None
+        )
         of_bias = (
-            grad.flatten(0, -2).sum(0, dtype=ctx.bias_type) if ctx.needs_input_grad[1] else None
+            grad.flatten(0, -2).sum(
+                0,
+                dtype=ctx.bias_type,
+            )
+            if ctx.needs_input_grad[1]
+            else None
         )
         return of_x, of_bias, None, None
 
 
 def frozen_linear(
-    x: Tensor, bias: Tensor | None, product: Callable[[Tensor, Tensor | None], Tensor], read: Read
+    x: Tensor,
+    bias: Tensor | None,
+    product: Callable[
+        [
+            Tensor,
+            Tensor | None,
+        ],
+        Tensor,
+    ],
+    read: Read,
 ) -> Tensor:
     """Return ``product(x, bias)``, of the weight ``[out, in]`` that ``read`` returns in a dtype for its gradient."""
     return _FrozenLinear.apply(x, bias, product, read)

@@ -289,7 +289,10 @@ def rows_per_chunk(rows: int, width: int, device: torch.device) -> int:
     """Return how many of ``rows`` a chunk holds, where a row has ``width`` logits."""
     budget = _CHUNK_ELEMENTS if device.type == "cpu" else _CHUNK_ELEMENTS_GPU
     most = max(_FEWEST_ROWS, budget // width)
-    even = max(-(-rows // _CHUNKS), min(max(_FEWEST_ROWS, _SMALL_ELEMENTS // width), -(-rows // 2)))
+    even = max(
+        -(-rows // _CHUNKS),
+        min(max(_FEWEST_ROWS, _SMALL_ELEMENTS // width), -(-rows // 2)),
+    )
     if (
         device.type != "cpu"
     ):  # few different sizes: an allocator's pieces fit again, and products have even shapes

@@ -232,7 +232,15 @@ class _ColumnParallelLinear(torch.autograd.Function):
         if weight_asked:
             if later.regather is not None:
                 later.regather.start(kept)
-            later.operands = None if later.regather else kept.reshape(-1, kept.shape[-1]), grad
+            later.operands = (
+                None
+                if later.regather
+                else kept.reshape(
+                    -1,
+                    kept.shape[-1],
+                ),
+                grad,
+            )
             # Autograd needs something of the right shape to get to the weight's own node.
             to_weight = grad.new_zeros((), dtype=ctx.dtype).expand(weight.shape)
         weight = weight.t() if later.transposed else weight
@@ -240,7 +248,10 @@ class _ColumnParallelLinear(torch.autograd.Function):
             later.entry.left[later.products] = grad, weight
         elif input_asked:
             to_input = later.products.to_input(grad, weight)
-            to_input = to_input.view(*grads[0].shape[:-1], to_input.shape[-1])
+            to_input = to_input.view(
+                *grads[0].shape[:-1],
+                to_input.shape[-1],
+            )
         to_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
         return to_input, to_weight, to_bias, None, None
 
@@ -273,7 +284,14 @@ def enter_overlapped(
         # The gradient itself comes out of `await`; autograd only needs something of the right shape to get there.
         return grad.new_zeros(()).expand(shape)
 
-    x, shape = apply_mapping(x, lambda x: x.view_as(x), lambda _: flight.pop().result()), x.shape
+    x, shape = (
+        apply_mapping(
+            x,
+            lambda x: x.view_as(x),
+            lambda _: flight.pop().result(),
+        ),
+        x.shape,
+    )
     own = x.detach() if regather and gather is not None else None
     # Made before the launch, so that autograd, which runs the youngest ready node, comes to them after it.
     later = [DeferredWeightGrad(*each, own) for each in weights]

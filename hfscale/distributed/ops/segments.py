@@ -66,7 +66,13 @@ class RankChain:
             for piece, length in zip(here, kept[rank], strict=True)
         ]
         gathered = gather_from_sequence_region(
-            torch.cat(ends, -1), [sum(each) for each in kept], self.group, dim=-1
+            torch.cat(
+                ends,
+                -1,
+            ),
+            [sum(each) for each in kept],
+            self.group,
+            dim=-1,
         )
         found = gathered.split([length for of_rank in kept for length in of_rank], -1)
         in_order = [*found[::2], *reversed(found[1::2])]
@@ -78,7 +84,14 @@ class RankChain:
     def _before(self, start: int, ends: list[Tensor], x: Tensor, width: int) -> Tensor:
         there = torch.cat([x[..., :0], *ends], -1)
         there = F.pad(
-            there[..., max(0, there.shape[-1] - width) :], (max(0, width - there.shape[-1]), 0)
+            there[
+                ...,
+                max(
+                    0,
+                    there.shape[-1] - width,
+                ) :,
+            ],
+            (max(0, width - there.shape[-1]), 0),
         )
         if self.starts is None:
             return there
@@ -117,7 +130,13 @@ class RankChain:
 
         def backward(grad: Tensor) -> Tensor:
             return _receive(
-                torch.empty(like.shape, dtype=like.dtype, device=grad.device), owner, self.group
+                torch.empty(
+                    like.shape,
+                    dtype=like.dtype,
+                    device=grad.device,
+                ),
+                owner,
+                self.group,
             )
 
         return apply_mapping(state, forward, backward)
@@ -162,7 +181,17 @@ class Segments:
             ends = [start, *(place for place in inside if place > start), stop]
             spans = ((a, b) for a, b in pairwise(ends) if a < b)
             found = [(a + offset, b + offset, a not in inside) for a, b in spans]
-            yield (slice(row, row + 1) if len(self.starts or ()) > 1 else slice(None)), found
+            yield (
+                (
+                    slice(
+                        row,
+                        row + 1,
+                    )
+                    if len(self.starts or ()) > 1
+                    else slice(None)
+                ),
+                found,
+            )
 
     def replacement(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return the convolution or the scan of this name, segment by segment."""
@@ -221,7 +250,12 @@ def _convolved(
         part = x[rows, :, start:stop]
         if tail is None:
             return host(part, weight, *args, **kwargs), None
-        return host(torch.cat((tail, part), -1), weight, *args, **kwargs)[..., width:], None
+        return host(
+            torch.cat((tail, part), -1),
+            weight,
+            *args,
+            **kwargs,
+        )[..., width:], None
 
     def before(index: int, _: Tensor | None) -> Tensor | None:
         return tails[index] if tails else None
@@ -250,8 +284,16 @@ def _scanned(
         part = dict(given)
         for name in scan.tokens.keys() & given.keys():
             if isinstance(given[name], Tensor):
-                part[name] = given[name][rows].narrow(scan.tokens[name], start, stop - start)
-        named = {**part, scan.initial: state, scan.final: chain is not None and scan.makes is None}
+                part[name] = given[name][rows].narrow(
+                    scan.tokens[name],
+                    start,
+                    stop - start,
+                )
+        named = {
+            **part,
+            scan.initial: state,
+            scan.final: chain is not None and scan.makes is None,
+        }
         named.pop("", None)  # of a function that takes no initial state
         result = host(*[named.pop(name) for name in by_place], **named)
         y, after = result if isinstance(result, tuple) else (result, None)
@@ -295,7 +337,15 @@ def _by_segments(
     segments: Segments,
     x: Tensor,
     dim: int,
-    run: Callable[[slice, int, int, Tensor | None], tuple[Tensor, Tensor | None]],
+    run: Callable[
+        [
+            slice,
+            int,
+            int,
+            Tensor | None,
+        ],
+        tuple[Tensor, Tensor | None],
+    ],
     before: Callable[[int, Tensor | None], Tensor | None],
     after: Callable[[int, Tensor | None], None],
 ) -> Tensor:

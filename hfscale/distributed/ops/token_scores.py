@@ -55,7 +55,11 @@ class _Scores(torch.autograd.Function):
         lse = z.logsumexp(-1, keepdim=True)
         hit = at.kept(z.gather(1, at.places))
         expected = ((z - lse).exp() * z).sum(-1, keepdim=True)
-        places = torch.arange(vocabulary.start, vocabulary.start + z.shape[1], device=z.device)
+        places = torch.arange(
+            vocabulary.start,
+            vocabulary.start + z.shape[1],
+            device=z.device,
+        )
         earlier = z.masked_fill(places >= targets.unsqueeze(1), float("-inf")).amax(
             -1, keepdim=True
         )

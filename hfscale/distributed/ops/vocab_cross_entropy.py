@@ -122,9 +122,22 @@ class RowTerms:
             )
         out = logits if reuse else torch.empty_like(logits)
         rows = _rows_per_block(logits)
-        scales = [scale] * -(-logits.shape[0] // rows) if scale.ndim == 0 else _cut(scale, rows)
+        scales = (
+            [scale] * -(-logits.shape[0] // rows)
+            if scale.ndim == 0
+            else _cut(
+                scale,
+                rows,
+            )
+        )
         columns = zip(
-            *(_cut(each, rows) for each in (self.lse, self.targets.places, hit)),
+            *(
+                _cut(
+                    each,
+                    rows,
+                )
+                for each in (self.lse, self.targets.places, hit)
+            ),
             scales,
             strict=True,
         )
@@ -200,16 +213,27 @@ class _VocabCrossEntropy(torch.autograd.Function):
         vocabulary: VocabularySlice,
     ) -> Tensor:
         valid = targets != ignore_index
-        ctx.terms = RowTerms(logits, Targets.of(targets, vocabulary, logits.shape[1]), vocabulary)
+        ctx.terms = RowTerms(
+            logits,
+            Targets.of(targets, vocabulary, logits.shape[1]),
+            vocabulary,
+        )
         ctx.save_for_backward(logits, valid)
-        return torch.where(valid, ctx.terms.losses().squeeze(1), 0).sum()
+        return torch.where(
+            valid,
+            ctx.terms.losses().squeeze(1),
+            0,
+        ).sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         logits, valid = ctx.saved_tensors
         return (
-            ctx.terms.gradient(logits, torch.where(valid, grads[0], 0).unsqueeze(1)),
+            ctx.terms.gradient(
+                logits,
+                torch.where(valid, grads[0], 0).unsqueeze(1),
+            ),
             None,
             None,
             None,

@@ -87,7 +87,11 @@ def _bars(
         y = number * _ROW
         x = float(_LABEL)
         parts.append(_text(0, y + 15, name))
-        for color, (kind, value) in zip(cycle(_COLORS), values.items(), strict=False):
+        for color, (kind, value) in zip(
+            cycle(_COLORS),
+            values.items(),
+            strict=False,
+        ):
             parts.append(
                 _rect(x, y + 2, value * scale, _ROW - 4, color, f"{name}: {kind} {say(value)}")
             )
@@ -111,7 +115,16 @@ def _schedule(timeline: Timeline) -> str:
         takes = _seconds(span.end - span.start)
         says = f"{action.kind} of stage {action.stage}, microbatch {action.microbatch}: {takes}"
         color = _KINDS.get(action.kind, "#7f7f7f")
-        parts.append(_rect(x, rank * _ROW + 2, max(width - 0.5, 0.5), _ROW - 4, color, says))
+        parts.append(
+            _rect(
+                x,
+                rank * _ROW + 2,
+                max(width - 0.5, 0.5),
+                _ROW - 4,
+                color,
+                says,
+            )
+        )
     return _svg(timeline.num_ranks * _ROW + 4, parts)
 
 
@@ -122,15 +135,25 @@ def _scatter(found: Search) -> str:
     right = _WIDTH - 30
     bottom = 320
     gib = 2**30
-    across = _Scale([each.likely / gib for each, _ in shown] + [found.budget / gib], _LABEL, right)
+    across = _Scale(
+        [each.likely / gib for each, _ in shown] + [found.budget / gib],
+        _LABEL,
+        right,
+    )
     up = _Scale([each.seconds for each, _ in shown], bottom, 20)
     parts = []
     for value in across.ticks():
         x = across.at(value)
-        parts += [_line(x, x, 20, bottom), _text(x, bottom + 16, f"{value:g} GiB", "middle")]
+        parts += [
+            _line(x, x, 20, bottom),
+            _text(x, bottom + 16, f"{value:g} GiB", "middle"),
+        ]
     for value in up.ticks():
         y = up.at(value)
-        parts += [_line(_LABEL, right, y, y), _text(_LABEL - 8, y + 4, f"{value:g} s", "end")]
+        parts += [
+            _line(_LABEL, right, y, y),
+            _text(_LABEL - 8, y + 4, f"{value:g} s", "end"),
+        ]
     x = across.at(found.budget / gib)
     parts += [_dashed(x, 20, bottom), _text(x, 14, f"budget {_size(found.budget)}", "end")]
     for each, color in shown:

@@ -91,7 +91,10 @@ def _is_for_the_choice(clone: Any, block: nn.Module, experts: Any, tensor: Tenso
         return False
     same = (first[0] == little[0]).all(-1)
     weighs = not torch.equal(first[1][same], little[1][same])
-    chooses = bool((much[0] == 0).any(-1).all()) and not torch.equal(much[0], first[0])
+    chooses = bool((much[0] == 0).any(-1).all()) and not torch.equal(
+        much[0],
+        first[0],
+    )
     return bool(same.any()) and chooses and not weighs
 
 
@@ -105,7 +108,12 @@ def _routes(clone: Any, block: nn.Module, experts: nn.Module) -> Routes | None:
         index, weights = [*args, *kwargs.values()][1:3]
         taken.append((index.clone(), weights.clone()))
 
-    ids = torch.randint(3, 60, (2, 7), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(
+        3,
+        60,
+        (2, 7),
+        generator=torch.Generator().manual_seed(1),
+    )
     end_texts(ids, clone.config)
     given = {"decoder_input_ids": ids} if clone.config.is_encoder_decoder else {}
     hidden = torch.randn(

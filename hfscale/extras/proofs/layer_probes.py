@@ -64,7 +64,10 @@ class _EntryProbe(Probe):
         self._called: set[str] = set()
         for owner in set(firsts.values()):
             for name in direct_children(modules, owner):
-                self._before(modules[name], lambda *_, n=name: self._called.add(n))
+                self._before(
+                    modules[name],
+                    lambda *_, n=name: self._called.add(n),
+                )
         for layer, owner in firsts.items():
             self._before(modules[layer], self._first_layer(layer, owner, len(firsts)))
         if embedding is not None:
@@ -167,7 +170,15 @@ class PassageProbe(Probe):
         )
         for tensor in tensors:
             # A tensor that two items share (a tied head) is told apart by which module is called.
-            self._uses[id(tensor)] = item if self._uses.get(id(tensor), item) == item else ""
+            self._uses[id(tensor)] = (
+                item
+                if self._uses.get(
+                    id(tensor),
+                    item,
+                )
+                == item
+                else ""
+            )
         if isinstance(found, nn.Module):
             self._before(found, lambda *_: self._begin(item))
             self._after(found, lambda _, args, output: self._end(item, output))
@@ -304,7 +315,10 @@ class _ReachProbe(Probe):
         self.used: set[int] = set()  # the parameters that an operation was given, by their identity
         self._parameters = {id(parameter) for parameter in model.parameters()}
         for layer in layers:
-            self._before(model.get_submodule(layer), lambda *_, name=layer: self.reached.add(name))
+            self._before(
+                model.get_submodule(layer),
+                lambda *_, name=layer: self.reached.add(name),
+            )
         places = torch.zeros(*PROBED, 4, device=next(model.parameters()).device)
         self._run(
             **({"bbox": places} if takes_argument(model, "bbox") else {})

@@ -121,13 +121,25 @@ def prove_own_loss(model: Any) -> tuple[dict[str, Any] | None, bool]:
         end if isinstance(end, int) and getattr(model.config, "is_encoder_decoder", False) else None
     )
     vocabulary = getattr(text, "vocab_size", _LARGEST_ID)  # some look up hashes of characters
-    for first, second in _pairs(int(getattr(config, "num_labels", 2) or 2), int(vocabulary), end):
+    for first, second in _pairs(
+        int(getattr(config, "num_labels", 2) or 2),
+        int(vocabulary),
+        end,
+    ):
         with (
             suppress(Exception),
             torch.no_grad(),
             keep_float64(),
         ):  # whatever stock code says of labels of a wrong kind
-            together = {name: torch.cat([first[name], second[name]]) for name in first}
+            together = {
+                name: torch.cat(
+                    [
+                        first[name],
+                        second[name],
+                    ]
+                )
+                for name in first
+            }
             losses = [float(model(**batch).loss) for batch in (first, second, together)]
             over = next(
                 (over for over, count in _COUNTS.items() if _is_mean(count, losses, first, second)),
@@ -184,7 +196,12 @@ def _pairs(
         ids = [each.masked_fill(each == end, 3 if end != 3 else 4) for each in ids]
         for each in ids:
             each[:, -1] = end
-    kinds = torch.randint(0, max(classes, 1), (sum(_ROWS), _TOKENS), generator=generator)
+    kinds = torch.randint(
+        0,
+        max(classes, 1),
+        (sum(_ROWS), _TOKENS),
+        generator=generator,
+    )
     tokens = kinds.masked_fill(torch.rand(kinds.shape, generator=generator) < 0.4, _IGNORED)
     rows = (
         kinds[:, 0]
@@ -222,7 +239,10 @@ def prove_documents(
     class ``kind``, may be parallelized. Its attention is told of documents as ``flash`` kernels are, or by a mask
     (``masked``), or by positions, which begin at ``start``; its config's field ``name``, if any, shall say ``length``.
     """
-    lengths = dict.fromkeys(lengths_of(model.config), _NOWHERE) | ({name: length} if name else {})
+    lengths = dict.fromkeys(
+        lengths_of(model.config),
+        _NOWHERE,
+    ) | ({name: length} if name else {})
     config = with_lengths(model.config, lengths)
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
         torch.manual_seed(0)
@@ -237,7 +257,11 @@ def prove_documents(
         ids = torch.randint(3, min(VOCABULARY, 60), (1, sum(_LENGTHS)))
         try:
             parts = [
-                _logits(model.eval(), {"input_ids": part}) for part in ids.split(_LENGTHS, dim=1)
+                _logits(
+                    model.eval(),
+                    {"input_ids": part},
+                )
+                for part in ids.split(_LENGTHS, dim=1)
             ]
             found = _in_one_row(model, ids, flash, masked, start)
         except Exception as error:  # whatever stock code says of arguments that it does not take
@@ -256,7 +280,14 @@ def prove_documents(
 
 def _in_one_row(model: Any, ids: Tensor, flash: bool, masked: bool, start: int) -> Tensor:
     if masked:
-        triangles = [torch.ones(length, length, dtype=torch.bool).tril() for length in _LENGTHS]
+        triangles = [
+            torch.ones(
+                length,
+                length,
+                dtype=torch.bool,
+            ).tril()
+            for length in _LENGTHS
+        ]
         return _logits(
             model,
             {"input_ids": ids, "attention_mask": torch.block_diag(*triangles).bool()[None, None]},

@@ -76,7 +76,12 @@ def prove_mixing(model: Any, text: str, layers: int) -> tuple[dict[str, Any], bo
     } - kinds
     found = {"kinds": kinds, "seen": seen, "handing": handing, "reads_masks": mixers.read_masks}
     names = {name: sorted({kind.__name__ for kind in each}) for name, each in found.items()}
-    answer = {"mixing": "", "pads": pads, "kinds": names.pop("kinds"), "seen": names.pop("seen")}
+    answer = {
+        "mixing": "",
+        "pads": pads,
+        "kinds": names.pop("kinds"),
+        "seen": names.pop("seen"),
+    }
     answer |= {name: each for name, each in names.items() if each}
     return {**answer, "whole_mask": True} if mixers.whole_mask else answer, True
 
@@ -150,7 +155,13 @@ class _Mixers:
                 self._given.setdefault(id(module), []).append((args, kwargs))
         else:
             given = hidden_states_of(args, kwargs)
-            args, kwargs = self._given[id(module)][self._calls.get(id(module), -1) + 1]
+            args, kwargs = self._given[id(module)][
+                self._calls.get(
+                    id(module),
+                    -1,
+                )
+                + 1
+            ]
             if (
                 apart(given, inner_hooks.own_tokens(hidden_states_of(args, kwargs), self._part))
                 > _TOLERANCE
@@ -183,7 +194,13 @@ class _Mixers:
             return output
         if self._part is None:
             return output
-        call = self._calls[id(module)] = self._calls.get(id(module), -1) + 1
+        call = self._calls[id(module)] = (
+            self._calls.get(
+                id(module),
+                -1,
+            )
+            + 1
+        )
         whole_given, whole = self._calls_of[id(module)][call]
         if type(module) in self.read_masks:
             return inner_hooks.own_tokens(whole, self._part)
@@ -231,7 +248,15 @@ class _Subject:
     def part(
         self, batch: dict[str, Tensor], parts: int = 1, rank: int = 0
     ) -> tuple[CutBatch, dict[str, Any]]:
-        return cut_batch(batch, parts, rank, 0, self._count(batch), self._inside, self._whole_mask)
+        return cut_batch(
+            batch,
+            parts,
+            rank,
+            0,
+            self._count(batch),
+            self._inside,
+            self._whole_mask,
+        )
 
     def passed(
         self, part: tuple[CutBatch, dict[str, Any]], attend: attention_override.Attend
@@ -254,7 +279,12 @@ def _compare(subject: _Subject, batch: dict[str, Tensor], mixers: _Mixers) -> st
             part, own = subject.part(batch, _PARTS, rank)
             here = _OneToken()
             mixers.begin(part)
-            if _differ(subject.passed((part, own), here), local[:, part.places()], batch, part):
+            if _differ(
+                subject.passed((part, own), here),
+                local[:, part.places()],
+                batch,
+                part,
+            ):
                 return (
                     "something besides attention reads other tokens of a sequence, or counts them"
                 )
@@ -346,17 +376,33 @@ class _OneToken:
         mask: MaskBlocks,
         call: attention_override.AttentionCall,
     ) -> Tensor:
-        self.masks.append(mask.block((0, mask.batch.split.total), (0, mask.batch.split.total)))
+        self.masks.append(
+            mask.block(
+                (0, mask.batch.split.total),
+                (0, mask.batch.split.total),
+            )
+        )
         groups = q.shape[1] // k.shape[1]
         k = k.repeat_interleave(groups, 1)
         v = v.repeat_interleave(groups, 1)
-        return v * torch.tanh((q * k).sum(-1, keepdim=True) * call.scale)
+        return v * torch.tanh(
+            (q * k).sum(
+                -1,
+                keepdim=True,
+            )
+            * call.scale
+        )
 
 
 def _batch(model: Any, padded: bool, marked: bool) -> dict[str, Tensor]:
     """Return a batch of tokens; ``marked``: some belong to a picture, whose other tokens may read them."""
     vocabulary = int(model.config.get_text_config().vocab_size)
-    ids = torch.randint(3, vocabulary, (2, _TOKENS), generator=torch.Generator().manual_seed(5))
+    ids = torch.randint(
+        3,
+        vocabulary,
+        (2, _TOKENS),
+        generator=torch.Generator().manual_seed(5),
+    )
     batch = {"input_ids": ids}
     for name in ("token_type_ids", "mm_token_type_ids"):
         if marked and takes_argument(model, name):

@@ -180,10 +180,22 @@ class TokenByToken:
             y = given[scan.output]
             for argument, dim in scan.tokens.items():
                 if (x := given.get(argument)) is not None:
-                    token = x.transpose(1, dim).flatten(2).mean(-1) if x.ndim > 2 else x
+                    token = (
+                        x.transpose(
+                            1,
+                            dim,
+                        )
+                        .flatten(2)
+                        .mean(-1)
+                        if x.ndim > 2
+                        else x
+                    )
                     y = y * (
                         1
-                        + token.view(len(token), *(-1 if d == dim else 1 for d in range(1, y.ndim)))
+                        + token.view(
+                            len(token),
+                            *(-1 if d == dim else 1 for d in range(1, y.ndim)),
+                        )
                     )
             return (y, None) if scan.pairs else y
 

@@ -89,11 +89,18 @@ class LargestScores:
         """Take the scores of one attention call into account; collective over ``context`` for cut sequences."""
         if isinstance(mask, MaskBlocks):
             assert self._context is not None
-            key = gather_sequences(key.transpose(1, 2), mask.batch, self._context).transpose(1, 2)
+            key = gather_sequences(key.transpose(1, 2), mask.batch, self._context).transpose(
+                1,
+                2,
+            )
         samples, heads, length = query.shape[:3]
         triangle = causal and mask is None
         rows = max(
-            1, min(_ROWS if triangle else length, _SCORES // max(1, samples * heads * key.shape[2]))
+            1,
+            min(
+                _ROWS if triangle else length,
+                _SCORES // max(1, samples * heads * key.shape[2]),
+            ),
         )
         dtype = torch.promote_types(query.dtype, torch.float32)
         largest = self._found.setdefault(
@@ -103,14 +110,28 @@ class LargestScores:
         for start in range(0, length, rows):
             own = slice(start, min(start + rows, length))
             asking = (
-                query[:, :, own].unflatten(1, (key.shape[1], -1)).flatten(2, 3)
+                query[:, :, own]
+                .unflatten(1, (key.shape[1], -1))
+                .flatten(
+                    2,
+                    3,
+                )
             )  # all that read one key head
             keys = key[:, :, : own.stop] if triangle else key
-            scores = (asking @ keys.mT).view(samples, heads, -1, keys.shape[2])
+            scores = (asking @ keys.mT).view(
+                samples,
+                heads,
+                -1,
+                keys.shape[2],
+            )
             if triangle or mask is not None:
                 _hide(mask, own, scores)
             found = scores.flatten(2).amax(2).amax(0).to(dtype)
-            torch.maximum(largest, found.where(found.isfinite(), float("-inf")), out=largest)
+            torch.maximum(
+                largest,
+                found.where(found.isfinite(), float("-inf")),
+                out=largest,
+            )
 
 
 _log = logging.getLogger(__name__)
@@ -163,7 +184,10 @@ def scale_scores(gamma: Tensor, outputs: Sequence[int]) -> list[Tensor]:
 
 def along_outputs(factors: Tensor, shape: Sequence[int]) -> Tensor:
     """Expand numbers of outputs to the shape of a weight or a bias."""
-    return factors.view(-1, *[1] * (len(shape) - 1)).expand(*shape)
+    return factors.view(
+        -1,
+        *[1] * (len(shape) - 1),
+    ).expand(*shape)
 
 
 @dataclass(frozen=True)
@@ -272,7 +296,11 @@ class QueryKeyClip(Stepper):
         projections = [[known[each] for each in names if each in known] for names in every]
         weight = projections[0][0].planned
         numbers = torch.arange(self._heads).repeat_interleave(weight.shape[0] // self._heads)
-        own = weight.take(along_outputs(numbers, weight.shape), self._mesh.ranks, MODEL_AXES)[:, 0]
+        own = weight.take(
+            along_outputs(numbers, weight.shape),
+            self._mesh.ranks,
+            MODEL_AXES,
+        )[:, 0]
         return _Attention(module, own.unique_consecutive().to(self._mesh.device), projections)
 
 

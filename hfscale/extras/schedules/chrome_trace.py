@@ -41,7 +41,14 @@ def read_runs(path: Path) -> dict[int, Timeline]:
     try:
         document = json.loads(Path(path).read_text())
         found = document["traceEvents"] if isinstance(document, dict) else document
-        about = document.get("otherData", {}).get("runs", []) if isinstance(document, dict) else []
+        about = (
+            document.get("otherData", {}).get(
+                "runs",
+                [],
+            )
+            if isinstance(document, dict)
+            else []
+        )
         events: dict[int, list[tuple[int, Span]]] = {}
         for event in found:
             arguments = event.get("args", {})
@@ -63,9 +70,19 @@ def read_runs(path: Path) -> dict[int, Timeline]:
         runs: dict[int, Timeline] = {}
         for run in sorted(events):
             told = _about(about, run)
-            count = max(int(told.get("ranks", 0)), 1 + max(rank for rank, _ in events[run]))
+            count = max(
+                int(told.get("ranks", 0)),
+                1 + max(rank for rank, _ in events[run]),
+            )
             rows = [[span for of, span in events[run] if of == rank] for rank in range(count)]
-            how = told.get("schedule", ""), told.get("unit", "s"), told.get("microbatches", 0)
+            how = (
+                told.get(
+                    "schedule",
+                    "",
+                ),
+                told.get("unit", "s"),
+                told.get("microbatches", 0),
+            )
             runs[run] = _from_zero(rows, *how)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
@@ -100,7 +117,11 @@ def merge_records(records: Sequence[Record], name: str = "", microbatches: int =
     clock = {record.host: record.origin for record in reversed(records)}
     rows = [
         [
-            Span(action, (begin - clock[record.host]) * 1e-9, (end - clock[record.host]) * 1e-9)
+            Span(
+                action,
+                (begin - clock[record.host]) * 1e-9,
+                (end - clock[record.host]) * 1e-9,
+            )
             for action, begin, end in record.events
         ]
         for record in records

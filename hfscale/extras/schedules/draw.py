@@ -83,7 +83,14 @@ def described(timeline: Timeline) -> dict[str, Any]:
         "bubble": timeline.bubble,
         "peak_live": timeline.peak_live(),
         "ranks": [
-            [{**span.action._asdict(), "start": span.start, "end": span.end} for span in spans]
+            [
+                {
+                    **span.action._asdict(),
+                    "start": span.start,
+                    "end": span.end,
+                }
+                for span in spans
+            ]
             for spans in timeline.ranks
         ],
     }
@@ -121,7 +128,14 @@ def _as_measured(planned: Order, measured: Timeline) -> Order:
     updates = [
         [span.action for span in spans if span.action.kind == "update"] for spans in measured.ranks
     ]
-    return tuple((*row, *after) for row, after in zip(planned, updates, strict=True))
+    return tuple(
+        (*row, *after)
+        for row, after in zip(
+            planned,
+            updates,
+            strict=True,
+        )
+    )
 
 
 def measured_costs(timeline: Timeline) -> Costs:
@@ -210,7 +224,12 @@ def _row(spans: tuple[Span, ...], scale: float, columns: int, colour: bool) -> s
         last = round(span.end * scale)
         if last <= first:
             continue
-        cells[first:last] = _box(span, last - first, colour, bool(chunks.index(span.action.stage)))
+        cells[first:last] = _box(
+            span,
+            last - first,
+            colour,
+            bool(chunks.index(span.action.stage)),
+        )
     return "".join(cells)
 
 

@@ -216,7 +216,11 @@ class Upcycling:
         layout = AsStored(self.model, dict(self.model.named_parameters())).layout
         types = {name: self.dense.tensors[found].dtype for name, found in self.stored.items()}
         return {
-            name: torch.empty(tensor.shape, dtype=types.get(name, self.dtype), device="meta")
+            name: torch.empty(
+                tensor.shape,
+                dtype=types.get(name, self.dtype),
+                device="meta",
+            )
             for name, tensor in layout.items()
         }
 
@@ -312,7 +316,17 @@ def _names_as_found(model: PreTrainedModel, dense: WholeModel) -> dict[str, str]
     found = {}
     missing = []
     for name, parameter in model.named_parameters():
-        there = [alias for alias in (name, *others.get(name, [])) if alias in dense.tensors]
+        there = [
+            alias
+            for alias in (
+                name,
+                *others.get(
+                    name,
+                    [],
+                ),
+            )
+            if alias in dense.tensors
+        ]
         if not there:
             missing.append(name)
         elif tuple(dense.tensors[there[0]].shape) != tuple(parameter.shape):

@@ -156,7 +156,11 @@ def _dropped(
     again = overlap.gathered if overlap is not None else None
     if again is None or again.gives(x) is None:
         return drop_again(drop, x, key)(x)
-    drawn = drop_again(partial(nn.functional.dropout, p=module.p, training=True), x, key)
+    drawn = drop_again(
+        partial(nn.functional.dropout, p=module.p, training=True),
+        x,
+        key,
+    )
     found = drawn_again(x, drawn)
     again.made(x, found, drawn)
     return found

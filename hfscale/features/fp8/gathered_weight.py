@@ -57,7 +57,11 @@ class Float8Weight(Tensor):
             return cls(weight.entries, weight.scale, weight.dtype)
         if func in _LIKE:
             plain = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
-            return func(plain, *args[1:], **{"device": weight.device, **(kwargs or {})})
+            return func(
+                plain,
+                *args[1:],
+                **{"device": weight.device, **(kwargs or {})},
+            )
         raise ConfigError(
             f"{func} reads a weight that data ranks have gathered in 8 bits, for products of mixed_precision='fp8' and "
             "nothing else: use float8=hfscale.Float8Config(fp8_all_gather=False), or read weights between steps"

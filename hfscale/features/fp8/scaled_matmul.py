@@ -49,9 +49,19 @@ class Float8Groups:
 
     def sharing(self, name: str, along: int | None) -> list[dist.ProcessGroup]:
         """Return the ranks that share the scales ``along`` a dim of an operand, or its only scale."""
-        by_dim = {"x": (self.tokens, self.inputs), "grad": (self.tokens, self.outputs)}
+        by_dim = {
+            "x": (self.tokens, self.inputs),
+            "grad": (self.tokens, self.outputs),
+        }
         groups = by_dim.get(name, (self.outputs, self.inputs))
-        return [*groups[0], *groups[1]] if along is None else list(groups[along])
+        return (
+            [
+                *groups[0],
+                *groups[1],
+            ]
+            if along is None
+            else list(groups[along])
+        )
 
 
 @dataclass(frozen=True)
@@ -62,7 +72,10 @@ class _Scaled:
     scale: Tensor
 
     def t(self) -> "_Scaled":
-        return _Scaled(self.data.t(), self.scale.t() if self.scale.ndim == 2 else self.scale)
+        return _Scaled(
+            self.data.t(),
+            self.scale.t() if self.scale.ndim == 2 else self.scale,
+        )
 
     def wide(self, dtype: torch.dtype) -> Tensor:
         return self.data.to(dtype) / self.scale
@@ -146,7 +159,12 @@ class Float8Products(Products):
         first = asked[0][0]
         along = 1 if asked[0][0].rowwise else None
         largest = [_largest(grad, along) for _, grad in asked]
-        scales = first.find("grad", largest, first.groups.sharing("grad", along), largest[0].dtype)
+        scales = first.find(
+            "grad",
+            largest,
+            first.groups.sharing("grad", along),
+            largest[0].dtype,
+        )
         for (products, _), scale in zip(asked, scales, strict=True):
             products.scales["grad"] = scale
 
@@ -171,8 +189,17 @@ class Float8Products(Products):
     def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the output in the type of ``x``, to which autocast has brought it."""
         self.dtype = x.dtype
-        rows = self._scaled("x", x.reshape(-1, x.shape[-1]), 1)
-        found = _product(rows, self._weight(weight, 1).t(), x.dtype, fast=True)
+        rows = self._scaled(
+            "x",
+            x.reshape(-1, x.shape[-1]),
+            1,
+        )
+        found = _product(
+            rows,
+            self._weight(weight, 1).t(),
+            x.dtype,
+            fast=True,
+        )
         found = found.view(*x.shape[:-1], found.shape[-1])
         return found if bias is None else found + bias.to(found.dtype)
 
@@ -263,7 +290,16 @@ class _CompiledLinear(torch.autograd.Function):
         ctx.groups = groups
         ctx.rowwise = rowwise
         ctx.save_for_backward(
-            x, weight, *([] if rowwise else [made.scales["weight"], made.scales["x"]])
+            x,
+            weight,
+            *(
+                []
+                if rowwise
+                else [
+                    made.scales["weight"],
+                    made.scales["x"],
+                ]
+            ),
         )
         return found
 
@@ -272,12 +308,25 @@ class _CompiledLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, *scales = ctx.saved_tensors
         made = Float8Products(ctx.groups, ctx.rowwise)
-        made.dtype, made.scales = x.dtype, dict(zip(("weight", "x"), scales, strict=False))
+        made.dtype, made.scales = (
+            x.dtype,
+            dict(
+                zip(
+                    ("weight", "x"),
+                    scales,
+                    strict=False,
+                )
+            ),
+        )
         grad = grads[0].reshape(-1, grads[0].shape[-1])
         needed = ctx.needs_input_grad
         to_input = made.to_input(grad, weight).view(x.shape) if needed[0] else None
         to_weight = (
-            made.to_weight(grad, x.reshape(-1, x.shape[-1]), False).to(weight.dtype)
+            made.to_weight(
+                grad,
+                x.reshape(-1, x.shape[-1]),
+                False,
+            ).to(weight.dtype)
             if needed[1]
             else None
         )
@@ -287,14 +336,27 @@ class _CompiledLinear(torch.autograd.Function):
 @fused
 def _rounded(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     most = torch.finfo(dtype).max
-    return (matrix.to(torch.float32) * scale).clamp(-most, most).to(dtype).contiguous()
+    return (
+        (matrix.to(torch.float32) * scale)
+        .clamp(
+            -most,
+            most,
+        )
+        .to(dtype)
+        .contiguous()
+    )
 
 
 def _largest(matrix: Tensor, along: int | None) -> Tensor:
     """Return a matrix's largest absolute value, or ``along`` a dim of it."""
     if along is None:
         return (
-            torch.linalg.vector_norm(matrix, math.inf) if matrix.numel() else matrix.new_zeros(())
+            torch.linalg.vector_norm(
+                matrix,
+                math.inf,
+            )
+            if matrix.numel()
+            else matrix.new_zeros(())
         )
     if matrix.shape[along]:
         return torch.linalg.vector_norm(matrix, math.inf, along, keepdim=True)
@@ -366,7 +428,14 @@ def _padded(matrix: Tensor, *dims: int) -> Tensor:
     missing = [-matrix.shape[dim] % MULTIPLE if dim in dims else 0 for dim in (0, 1)]
     if not any(missing):
         return matrix
-    rows, columns = (size + more for size, more in zip(matrix.shape, missing, strict=True))
+    rows, columns = (
+        size + more
+        for size, more in zip(
+            matrix.shape,
+            missing,
+            strict=True,
+        )
+    )
     padded = matrix.new_zeros((rows, columns))
     padded[: matrix.shape[0], : matrix.shape[1]] = matrix
     return padded

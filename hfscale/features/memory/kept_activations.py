@@ -88,7 +88,10 @@ class LayerPass:
         shape = tensor.shape
         stride = tensor.stride()
         if tensor.ndim > 1 and shape[-1] > _PAIR:
-            self._rows |= {tuple(shape[:-1]), (*shape[:-1], 1)}
+            self._rows |= {
+                tuple(shape[:-1]),
+                (*shape[:-1], 1),
+            }
         size = local.numel() * local.element_size()
         storage = local.untyped_storage()
         if storage_key(storage) in self._stays or is_shared_cast(local) or storage.nbytes() < size:

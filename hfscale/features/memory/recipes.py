@@ -95,7 +95,10 @@ class Filled:
         if self not in known:
             known[self] = self.own_cost()
             if self.operator is not None:
-                known[self] = min(known[self], sum(each.cost(known) for each in self.made_of()))
+                known[self] = min(
+                    known[self],
+                    sum(each.cost(known) for each in self.made_of()),
+                )
         return known[self]
 
     def read(self, uses: Counter["Filled"]) -> Tensor:

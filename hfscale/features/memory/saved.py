@@ -31,7 +31,13 @@ class SavedBytes:
     around: int = 0  # saved outside of them; the loss of stock models saves logits
     head: int = 0  # gradients of the head that wait for the backward pass
     total: int = 0  # of all kinds together; each kind may peak at another time
-    _now: dict[str, int] = field(default_factory=lambda: {"layers": 0, "around": 0, "head": 0})
+    _now: dict[str, int] = field(
+        default_factory=lambda: {
+            "layers": 0,
+            "around": 0,
+            "head": 0,
+        }
+    )
 
     @property
     def now(self) -> int:

@@ -128,7 +128,11 @@ class Compressed(Stored):
 
     def read(self) -> Tensor:
         """Return the decompressed tensor."""
-        return decompress(self._codes.read(), self._scales.read(), self._dtype).view(self._shape)
+        return decompress(
+            self._codes.read(),
+            self._scales.read(),
+            self._dtype,
+        ).view(self._shape)
 
 
 def compress(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -128,14 +128,25 @@ class MultiTokenPrediction(Part):
 
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Take the ids and targets of a training pass (forward pre-hook of the model)."""
-        batch = {**dict(zip(signature(model.forward).parameters, args, strict=False)), **kwargs}
+        batch = {
+            **dict(zip(signature(model.forward).parameters, args, strict=False)),
+            **kwargs,
+        }
         ahead = {name: kwargs.pop(name) for name in (IDS, TARGETS) if name in kwargs}  # cut already
         known = batch.get("input_ids") is not None and any(
             batch.get(name) is not None for name in _LABELS
         )
         if known and torch.is_grad_enabled() and self._loss.trains(model):
             ahead = ahead or look_ahead(batch, len(self._planned.layers), self._loss.shift)
-            self._ids, targets = ahead[IDS], ahead[TARGETS].transpose(0, 1).contiguous()
+            self._ids, targets = (
+                ahead[IDS],
+                ahead[TARGETS]
+                .transpose(
+                    0,
+                    1,
+                )
+                .contiguous(),
+            )
             self._loss.ahead = RowsAhead(
                 targets, self._weight, torch.zeros_like(targets, dtype=torch.bool)
             )
@@ -162,7 +173,12 @@ class MultiTokenPrediction(Part):
                     given["position_embeddings"] = text.rotary_emb(
                         embedded, position_ids=positions, **layer.rope
                     )
-            states.append(layer(torch.cat((embedded, states[-1]), -1), **given))
+            states.append(
+                layer(
+                    torch.cat((embedded, states[-1]), -1),
+                    **given,
+                )
+            )
         output.last_hidden_state = torch.cat(states)
         return output
 

@@ -77,15 +77,32 @@ class PackedOnDisk:
         if across == [(0, columns)]:
             runs = [(start * columns, stop * columns) for start, stop in down]
             flat.shape = (-(-rows * columns // 2),)
-            part = PartOnDisk(flat, [[(start // 2, -(-stop // 2)) for start, stop in runs]])[...]
+            part = PartOnDisk(
+                flat,
+                [[(start // 2, -(-stop // 2)) for start, stop in runs]],
+            )[...]
             return part, torch.cat(
                 [scales[start // BLOCK : -(-stop // BLOCK)] for start, stop in runs]
             )
         flat.shape = (rows, columns // 2)
-        part = PartOnDisk(flat, [down, [(start // 2, stop // 2) for start, stop in across]])[...]
+        part = PartOnDisk(
+            flat,
+            [down, [(start // 2, stop // 2) for start, stop in across]],
+        )[...]
         places = torch.cat([torch.arange(start, stop) for start, stop in down])
-        blocks = torch.cat([torch.arange(start // BLOCK, stop // BLOCK) for start, stop in across])
-        return part.flatten(), scales.view(rows, -1)[places][:, blocks].flatten()
+        blocks = torch.cat(
+            [
+                torch.arange(
+                    start // BLOCK,
+                    stop // BLOCK,
+                )
+                for start, stop in across
+            ]
+        )
+        return part.flatten(), scales.view(
+            rows,
+            -1,
+        )[places][:, blocks].flatten()
 
     def _scales(self) -> Tensor:
         """Return all scales of the full weight."""

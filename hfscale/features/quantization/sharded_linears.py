@@ -91,7 +91,11 @@ def shard_8bit(module: Any) -> None:
 
 def empty_parameters(module: Any) -> None:
     """Give a :class:`ShardedLinear8bitLt` parameters on the meta device, of the sizes before data sharding."""
-    weight = torch.empty((module.out_features, module.in_features), dtype=torch.int8, device="meta")
+    weight = torch.empty(
+        (module.out_features, module.in_features),
+        dtype=torch.int8,
+        device="meta",
+    )
     scales = torch.empty((module.out_features, 4), dtype=torch.uint8, device="meta")
     own_parameters(module)["weight"] = nn.Parameter(weight, requires_grad=False)
     own_parameters(module)["scales"] = nn.Parameter(scales, requires_grad=False)

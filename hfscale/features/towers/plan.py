@@ -42,7 +42,15 @@ def _around_text(draft: Draft, text: str) -> list[str]:
         draft.layout.data_world > 1
     ):  # those that a pass over tokens alone skips: they read only a tower's output
         found = ask(
-            "reach", draft.model, *dict.fromkeys(map(wild_name, draft.stack)), layers=draft.stack
+            "reach",
+            draft.model,
+            *dict.fromkeys(
+                map(
+                    wild_name,
+                    draft.stack,
+                )
+            ),
+            layers=draft.stack,
         )
         classes = set(found["classes"])
         names = set(found["names"])

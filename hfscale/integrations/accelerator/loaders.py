@@ -146,7 +146,11 @@ def dealt(
     if kind is StreamShare and hasattr(loader.dataset, "state_dict"):
         kind = PositionedShare
     stream = kind(loader.dataset, size, loader.drop_last, batches, index)
-    made = DataLoader(stream, batch_size=size, **{name: getattr(loader, name) for name in KEPT})
+    made = DataLoader(
+        stream,
+        batch_size=size,
+        **{name: getattr(loader, name) for name in KEPT},
+    )
     if issubclass(kind, StreamShare):
         made.collate_fn = CollateLast(made.collate_fn)
     return made
@@ -160,7 +164,14 @@ def seed_workers_alike(data_loader: Any, mesh: Mesh, seeds: torch.Generator) -> 
 
     def agree() -> None:
         seeds.manual_seed(
-            mesh.all_gather_object(int(torch.empty((), dtype=torch.int64).random_()))[0]
+            mesh.all_gather_object(
+                int(
+                    torch.empty(
+                        (),
+                        dtype=torch.int64,
+                    ).random_()
+                )
+            )[0]
         )
 
     loader.generator = seeds

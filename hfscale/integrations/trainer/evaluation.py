@@ -49,7 +49,10 @@ def scored_step(
     valid = (labels != -100).sum().to(trainer.args.device)
     loss, logits, given = stock(model, dict(counted), loss_only, ignore_keys)
     if loss is not None and trainer.accelerator.num_processes > 1:
-        sums = trainer.accelerator.reduce(torch.stack((loss.float() * valid, valid.float())), "sum")
+        sums = trainer.accelerator.reduce(
+            torch.stack((loss.float() * valid, valid.float())),
+            "sum",
+        )
         loss = sums[0] / sums[1].clamp(min=1)
     return loss, logits, given
 
@@ -64,7 +67,12 @@ def counted_step(
 ) -> _Result:
     """Run a step whose loss is TRL's mean over rows or pairs, of which ``known[1]`` of ``known[0]`` count."""
     accelerator = trainer.accelerator
-    repeated = accelerator.gather(torch.tensor([known[0] - known[1]], device=accelerator.device))
+    repeated = accelerator.gather(
+        torch.tensor(
+            [known[0] - known[1]],
+            device=accelerator.device,
+        )
+    )
     if not repeated.any():
         return stock(model, inputs, True, ignore_keys)
     with accelerator.counting(known[1]):
@@ -128,7 +136,14 @@ def _by_steps(
         if loss_only:
             return eval_step(model, batches, **given).float() if labelled else None, None, None
         loss, outputs = eval_step(model, batches, return_outputs=True, **given)
-    found = [each.logits[: rows_of(batch)] for each, batch in zip(outputs, batches, strict=True)]
+    found = [
+        each.logits[: rows_of(batch)]
+        for each, batch in zip(
+            outputs,
+            batches,
+            strict=True,
+        )
+    ]
     logits = convert_to_fp32(torch.cat(found))[:rows]
     if not labelled:
         return None, logits, None
@@ -264,7 +279,13 @@ def generated_step(
         attribute_replaced(trainer, "label_smoother", None),
         attribute_replaced(model, "generate", generate_as_long),
     ):
-        _, tokens, labels = step(lambda **_: {"loss": loss}, given, False, ignore_keys, **more)
+        _, tokens, labels = step(
+            lambda **_: {"loss": loss},
+            given,
+            False,
+            ignore_keys,
+            **more,
+        )
     return loss, tokens, labels
 
 
@@ -275,9 +296,20 @@ def _filled(
     width = rows.shape[1]
     if known is not None and known[1] < known[0] == len(rows):
         used = (rows[: known[1]] != fill).any(0).nonzero()
-        width = min(width, int(used.max()) + 1 + after) if len(used) else 0
+        width = (
+            min(
+                width,
+                int(used.max()) + 1 + after,
+            )
+            if len(used)
+            else 0
+        )
     longest = max(mesh.all_gather_object(width))
-    return torch.nn.functional.pad(rows, (0, longest - rows.shape[1]), value=fill)
+    return torch.nn.functional.pad(
+        rows,
+        (0, longest - rows.shape[1]),
+        value=fill,
+    )
 
 
 class _WholeModel:

@@ -375,7 +375,10 @@ def _rotate(newest: Path, limit: int | None, best: str | None) -> None:
     """Keep ``limit`` complete checkpoints up to ``newest``, the best one, and all of later steps; remove the others."""
     if limit is None or limit <= 0:
         return
-    kept = {newest.resolve(), *([Path(best).resolve()] if best else [])}
+    kept = {
+        newest.resolve(),
+        *([Path(best).resolve()] if best else []),
+    }
     older = [path for path in _checkpoints(newest.parent) if _step(path) < _step(newest)]
     rest = [path for path in older if path.resolve() not in kept]
     whole = [path for path in rest if problem_of(path) is None]

@@ -122,7 +122,16 @@ class LayoutEngine(EngineHooks):
         merged = runtime.part(Adapters) is not None
         whole = self.mode == "server"  # it outlives a rank that dies as it sends
         weights = stream_weights(self.model, ranks=ranks, merge_adapters=merged, staged=whole)
-        return ((name, tensor.to(runtime.mesh.device, copy=True)) for name, tensor in weights)
+        return (
+            (
+                name,
+                tensor.to(
+                    runtime.mesh.device,
+                    copy=True,
+                ),
+            )
+            for name, tensor in weights
+        )
 
     def generate(
         self, prompts: list[Any], images: Any, num_generations: int, profiler: Any = None
@@ -144,7 +153,17 @@ class LayoutEngine(EngineHooks):
         parts = dist.get_world_size(group)
         size = -(-len(prompts) // parts)
         first = dist.get_rank(group) * size
-        own = [min(row, len(prompts) - 1) for row in range(first, first + size)] if prompts else []
+        own = (
+            [
+                min(
+                    row,
+                    len(prompts) - 1,
+                )
+                for row in range(first, first + size)
+            ]
+            if prompts
+            else []
+        )
         # The trainer's stream is that of all ranks that share the batch, and each engine draws from one of its own.
         with fork_random_state(runtime_of(self.model).mesh.device):
             torch.manual_seed(int(torch.randint(2**48, ())) + dist.get_rank())
@@ -193,11 +212,25 @@ def log_difference(trainer: Any, log_probs: Tensor) -> None:
         for row in sampled
     ]
     apart = torch.cat(
-        [(own[: len(row)] - row).abs() for own, row in zip(log_probs.detach(), given, strict=True)]
+        [
+            (own[: len(row)] - row).abs()
+            for own, row in zip(
+                log_probs.detach(),
+                given,
+                strict=True,
+            )
+        ]
     )
     apart = apart[~apart.isnan()]
     own = torch.stack(
-        (apart.sum() / max(len(apart), 1), apart.amax() if len(apart) else apart.sum())
+        (
+            apart.sum()
+            / max(
+                len(apart),
+                1,
+            ),
+            apart.amax() if len(apart) else apart.sum(),
+        )
     )
     every = trainer.accelerator.gather(own[None])
     record(trainer, "sampling/sampling_logp_difference/mean", every[:, 0].mean().item())

@@ -71,7 +71,17 @@ class TrainerRandomStreams:
             restore_random_states(mesh, now)
         if found is not None and found.get("began") is not None:
             self._before = _read(found["began"])
-        if found is not None and (then := found.get("rows", rows)) != rows and is_writer(mesh):
+        if (
+            found is not None
+            and (
+                then := found.get(
+                    "rows",
+                    rows,
+                )
+            )
+            != rows
+            and is_writer(mesh)
+        ):
             warnings.warn(
                 f"{checkpoint} is of steps of {then} rows over all ranks, and now they have {rows}: rows of an epoch "
                 "are repeated or left out; per_device_train_batch_size, or gradient_accumulation_steps, can mend it",
@@ -106,7 +116,10 @@ class TrainerRandomStreams:
 
 def _written(mesh: Mesh | None) -> dict[str, Any]:
     """Return this process's RNG states in stock Trainer's form."""
-    states: dict[str, Any] = {"python": random.getstate(), "numpy": np.random.get_state()}
+    states: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+    }
     states["cpu"] = torch.random.get_rng_state()
     if mesh is not None and is_accelerator(mesh.device):
         states["cuda"] = device_module(mesh.device).get_rng_state()
@@ -116,7 +129,16 @@ def _written(mesh: Mesh | None) -> dict[str, Any]:
 def _read(written: dict[str, Any]) -> dict[str, Any]:
     """Return RNG states in the form of :func:`restore_random_states`."""
     name, keys, *rest = written["numpy"]
-    numpy = (name, torch.as_tensor(np.asarray(keys, dtype=np.int64)), *rest)
+    numpy = (
+        name,
+        torch.as_tensor(
+            np.asarray(
+                keys,
+                dtype=np.int64,
+            )
+        ),
+        *rest,
+    )
     states = {"torch": written["cpu"], "python": written["python"], "numpy": numpy}
     device = written.get("cuda")
     return {**states, "device": device} if isinstance(device, torch.Tensor) else states

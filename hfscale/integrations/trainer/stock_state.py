@@ -82,8 +82,17 @@ def read(
     state = dict[int, dict[str, Any]]()
     mine = list[dict[str, Any]]()
     for group, options in zip(optimizer.param_groups, groups, strict=True):
-        mine.append({**options, "params": [number[planned[id(p)].name] for p in group["params"]]})
-        for parameter, place in zip(group["params"], mine[-1]["params"], strict=True):
+        mine.append(
+            {
+                **options,
+                "params": [number[planned[id(p)].name] for p in group["params"]],
+            }
+        )
+        for parameter, place in zip(
+            group["params"],
+            mine[-1]["params"],
+            strict=True,
+        ):
             state[place] = {
                 key: _taken(
                     key, value, planned[id(parameter)], parameter, runtime.mesh.ranks, optimizer
@@ -107,7 +116,10 @@ def _flat(state: dict[str, Any]) -> dict[str, Any]:
     """Return the state without the nested dictionaries of bitsandbytes."""
     nested = [value for value in state.values() if isinstance(value, dict)]
     plain = {key: value for key, value in state.items() if not isinstance(value, dict)}
-    return {**plain, **{key: value for each in nested for key, value in each.items()}}
+    return {
+        **plain,
+        **{key: value for each in nested for key, value in each.items()},
+    }
 
 
 def _taken(
@@ -215,5 +227,12 @@ def _gathered(
 
 
 def _share(held: dict[str, Any], key: str, entry: SavedTensor) -> Tensor | None:
-    value = held.get(entry.planned.name, {}).get(key) if entry.planned else None
+    value = (
+        held.get(
+            entry.planned.name,
+            {},
+        ).get(key)
+        if entry.planned
+        else None
+    )
     return None if value is None else local_tensor(value)

@@ -142,7 +142,17 @@ def pieces(
     """
     row = torch.zeros(rows, 2, dtype=torch.int64)
     parts = len(executor.share_out([{"input_ids": row, "labels": row}] * count)) // count
-    given = [*batches, *[first_rows(batches[-1], rows_of(batches[-1]), 0)] * (count - len(batches))]
+    given = [
+        *batches,
+        *[
+            first_rows(
+                batches[-1],
+                rows_of(batches[-1]),
+                0,
+            )
+        ]
+        * (count - len(batches)),
+    ]
     return [_cut(batch, rows_of(batch), parts) for batch in given]
 
 
@@ -150,7 +160,14 @@ def _cut(batch: Batch, rows: int, parts: int) -> list[Batch]:
     if rows == 0:
         return [batch] * parts
     ends = [rows * index // parts for index in range(parts + 1)]
-    return [_by_rows(batch, (rows,), itemgetter(slice(*each))) for each in pairwise(ends)]
+    return [
+        _by_rows(
+            batch,
+            (rows,),
+            itemgetter(slice(*each)),
+        )
+        for each in pairwise(ends)
+    ]
 
 
 def first_examples(batch: Batch, known: tuple[int, int], drop: bool = True) -> Batch:
@@ -161,7 +178,15 @@ def first_examples(batch: Batch, known: tuple[int, int], drop: bool = True) -> B
     if rows == given:
         return first_rows(batch, rows, own) if drop else _unlabelled(batch, own)
     lengths = batch.lengths if isinstance(batch, Marked) else []
-    return _unlabelled(batch, sum(lengths[:own]), dim=1) if len(lengths) == given else batch
+    return (
+        _unlabelled(
+            batch,
+            sum(lengths[:own]),
+            dim=1,
+        )
+        if len(lengths) == given
+        else batch
+    )
 
 
 def warn_of_repeated(trainer: Any, known: tuple[int, int] | None) -> None:
@@ -200,7 +225,15 @@ def with_rows(batch: Batch, rows: int) -> Batch:
         return batch
 
     def padded(value: Tensor) -> Tensor:
-        return torch.cat((value, value[-1:].expand(rows - has, *value.shape[1:])))
+        return torch.cat(
+            (
+                value,
+                value[-1:].expand(
+                    rows - has,
+                    *value.shape[1:],
+                ),
+            )
+        )
 
     more = _by_rows(batch, (has,), padded)
     of_other_rows = {
@@ -225,5 +258,13 @@ def _unlabelled(batch: Batch, since: int = 0, dim: int = 0) -> Batch:
     for name in _LABELS:
         if isinstance(batch.get(name), Tensor):
             masked[name] = batch[name].clone()
-            masked[name][(slice(None),) * dim + (slice(since, None),)] = _IGNORED
+            masked[name][
+                (slice(None),) * dim
+                + (
+                    slice(
+                        since,
+                        None,
+                    ),
+                )
+            ] = _IGNORED
     return masked

@@ -95,7 +95,14 @@ class _Attention(torch.autograd.Function):
                 found[i] = _merged(*found[i], *part) if i in found else part
         for i in set(range(len(queries))) - set(found):  # pieces that read nothing
             out = q.new_zeros((*queries[i].shape[:3], v.shape[-1]))
-            found[i] = out, out.new_full(out.shape[:3], float("-inf"), dtype=wide)
+            found[i] = (
+                out,
+                out.new_full(
+                    out.shape[:3],
+                    float("-inf"),
+                    dtype=wide,
+                ),
+            )
         outs, norms = zip(*(found[i] for i in range(len(queries))), strict=True)
         total = joined(outs)
         norm = joined(norms).to(wide)
@@ -104,7 +111,13 @@ class _Attention(torch.autograd.Function):
                 total, norm, torch.zeros_like(total), sinks.to(wide)[None, :, None].expand_as(norm)
             )
         result = (
-            total.to(q.dtype).transpose(1, 2).contiguous().transpose(1, 2)
+            total.to(q.dtype)
+            .transpose(1, 2)
+            .contiguous()
+            .transpose(
+                1,
+                2,
+            )
         )  # in the order in which it is read next
         ctx.save_for_backward(q, k, v, sinks, result, norm)
         ctx.reading = reading
@@ -129,7 +142,12 @@ class _Attention(torch.autograd.Function):
                 found = reading.kernel.backward(
                     grad[i], queries[i], keys[j], values[j], outs[i], norms[i], block
                 )
-                for sums, place, part in zip((dq, dk, dv), (i, j, j), found, strict=True):
+                for sums, place, part in zip(
+                    (dq, dk, dv),
+                    (i, j, j),
+                    found,
+                    strict=True,
+                ):
                     sums[place] = sums[place].to(lse.dtype).add_(part) if place in sums else part
             return _in_order(dk, keys), _in_order(dv, values)
 
@@ -139,7 +157,16 @@ class _Attention(torch.autograd.Function):
             delta = (grads[0].to(lse.dtype) * out.to(lse.dtype)).sum(-1)
             read = torch.exp(sinks.to(lse.dtype)[None, :, None] - lse)
             dsinks = -(read * delta).sum((0, 2)).to(sinks.dtype)
-        return _in_order(dq, queries).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None
+        return (
+            _in_order(
+                dq,
+                queries,
+            ).to(q.dtype),
+            dk.to(k.dtype),
+            dv.to(v.dtype),
+            dsinks,
+            None,
+        )
 
 
 def _merged(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -180,7 +207,10 @@ class GatheredBlocks:
         """Yield ``(rank, keys, values)``, each ``[b, h, lengths[rank], d]``, after one all-gather."""
         widths = [k.shape[-1], v.shape[-1]]
         # As [b, s, h, d] the ranks' shards of one sample are contiguous, so that gathering dim 1 needs no copy.
-        own = torch.cat((k.transpose(1, 2), v.transpose(1, 2)), -1)
+        own = torch.cat(
+            (k.transpose(1, 2), v.transpose(1, 2)),
+            -1,
+        )
         both = all_gather(own, self._lengths, 1, self._group)
         del own
         for rank, block in enumerate(both.split(self._lengths, 1)):
@@ -190,12 +220,21 @@ class GatheredBlocks:
     def gradients(self, k: Tensor, v: Tensor, backward: Backward) -> tuple[Tensor, Tensor]:
         """Reduce-scatter the gradients of all ranks' keys and values to the ranks that own them."""
         widths = [k.shape[-1], v.shape[-1]]
-        sums = k.new_empty(k.shape[0], sum(self._lengths), k.shape[1], sum(widths))
+        sums = k.new_empty(
+            k.shape[0],
+            sum(self._lengths),
+            k.shape[1],
+            sum(widths),
+        )
         for (rank, kb, vb), place in zip(
             self.blocks(k, v), sums.split(self._lengths, 1), strict=True
         ):
             dk, dv = backward(rank, kb, vb)
-            torch.cat((dk.to(k.dtype), dv.to(k.dtype)), -1, out=place.transpose(1, 2))
+            torch.cat(
+                (dk.to(k.dtype), dv.to(k.dtype)),
+                -1,
+                out=place.transpose(1, 2),
+            )
         del kb, vb, dk, dv  # these views would keep the gathered tensors alive
         own = reduce_scatter(sums, self._lengths, 1, self._group)
         dk, dv = own.transpose(1, 2).split(widths, -1)
@@ -207,7 +246,10 @@ def gather_sequences(x: Tensor, batch: CutBatch, group: dist.ProcessGroup) -> Te
     split = batch.split
 
     def gather(own: Tensor) -> Tensor:
-        return all_gather(own, split.lengths, 1, group).index_select(1, split.order(own.device))
+        return all_gather(own, split.lengths, 1, group).index_select(
+            1,
+            split.order(own.device),
+        )
 
     def scatter(grad: Tensor) -> Tensor:
         return reduce_scatter(

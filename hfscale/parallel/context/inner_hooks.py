@@ -82,13 +82,22 @@ class WholeSequences:
             return _padding(value, batch)
         if "position_ids" in name and isinstance(value, Tensor):
             return batch.whole_positions(value.device)
-        return _on_tokens(value, batch.split.length(batch.rank), lambda x: self._gather(x, batch))
+        return _on_tokens(
+            value,
+            batch.split.length(batch.rank),
+            lambda x: self._gather(x, batch),
+        )
 
 
 def own_tokens(output: Any, batch: CutBatch) -> Any:
     """Cut a module's output for full sequences, tensors ``[b, s, ...]``, to this rank's tokens."""
     return _on_tokens(
-        output, batch.split.total, lambda x: x.index_select(1, batch.places(x.device))
+        output,
+        batch.split.total,
+        lambda x: x.index_select(
+            1,
+            batch.places(x.device),
+        ),
     )
 
 
@@ -147,7 +156,13 @@ def _by_places(table: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     return (
         None
         if batch is None
-        else (args[:1], {**kwargs, "position_ids": batch.places(table.weight.device)})
+        else (
+            args[:1],
+            {
+                **kwargs,
+                "position_ids": batch.places(table.weight.device),
+            },
+        )
     )
 
 
@@ -156,7 +171,10 @@ def _all_positions(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if batch is None:
         return None
     given = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
-    whole = batch.whole_positions(given.device).expand(*given.shape[:-1], -1)
+    whole = batch.whole_positions(given.device).expand(
+        *given.shape[:-1],
+        -1,
+    )
     if "position_ids" in kwargs:
         return args, {**kwargs, "position_ids": whole}
     return (args[0], whole, *args[2:]), kwargs

@@ -107,7 +107,15 @@ class ScoreKernel:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block: ScoreBlock) -> tuple[Tensor, Tensor]:
         """Return output and log-sum-exp."""
         out, lse = zip(
-            *(self._forward(q[:, :, rows], k, v, block.of(rows)) for rows in _row_blocks(q, k)),
+            *(
+                self._forward(
+                    q[:, :, rows],
+                    k,
+                    v,
+                    block.of(rows),
+                )
+                for rows in _row_blocks(q, k)
+            ),
             strict=True,
         )
         return joined(out), joined(lse)
@@ -136,10 +144,27 @@ class ScoreKernel:
         sums = list[Tensor]()
         for rows in _row_blocks(q, k):
             dout, queries, answers, sizes = (x[:, :, rows] for x in (grad, q, out, lse))
-            dq, *more = self._backward(dout, queries, answers, sizes, k, v, block.of(rows))
+            dq, *more = self._backward(
+                dout,
+                queries,
+                answers,
+                sizes,
+                k,
+                v,
+                block.of(rows),
+            )
             found.append(dq)
             sums = (
-                [total.add_(part) for total, part in zip(sums, more, strict=True)] if sums else more
+                [
+                    total.add_(part)
+                    for total, part in zip(
+                        sums,
+                        more,
+                        strict=True,
+                    )
+                ]
+                if sums
+                else more
             )
         return joined(found), sums[0].to(k.dtype), sums[1].to(v.dtype)
 
@@ -177,7 +202,14 @@ class ScoreKernel:
     def _scores(self, q: Tensor, k: Tensor, block: ScoreBlock) -> tuple[Tensor, Tensor | None]:
         """Return scores ``[b, h / g, g, rows, columns]``, and the derivative of the softcap."""
         wide = torch.promote_types(q.dtype, torch.float32)
-        scores = torch.einsum("bkgqd,bksd->bkgqs", _grouped(q, k).to(wide), k.to(wide)) * self.scale
+        scores = (
+            torch.einsum(
+                "bkgqd,bksd->bkgqs",
+                _grouped(q, k).to(wide),
+                k.to(wide),
+            )
+            * self.scale
+        )
         slope = None
         if self.softcap is not None:
             squashed = torch.tanh(scores / self.softcap)
@@ -186,9 +218,11 @@ class ScoreKernel:
         if block.bias is not None:
             scores = scores + block.bias[:, :, None].to(wide)
         if block.causal:
-            above = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(
-                1 + block.first
-            )
+            above = torch.ones(
+                scores.shape[-2:],
+                dtype=torch.bool,
+                device=q.device,
+            ).triu(1 + block.first)
             scores = scores.masked_fill(above, float("-inf"))
         if block.idle is not None:
             scores = scores.masked_fill(block.idle[:, :, None, :, None], 0.0)
@@ -234,11 +268,24 @@ class FlashOnCuda(ScoreKernel):
 
 def _row_blocks(q: Tensor, k: Tensor) -> list[slice]:
     """Split the query rows into slices whose scores fit into memory together."""
-    rows = max(1, _SCORES // max(1, q.shape[0] * q.shape[1] * k.shape[2]))
+    rows = max(
+        1,
+        _SCORES
+        // max(
+            1,
+            q.shape[0] * q.shape[1] * k.shape[2],
+        ),
+    )
     return (
         [slice(0, None)]
         if q.shape[2] <= rows
-        else [slice(i, i + rows) for i in range(0, q.shape[2], rows)]
+        else [
+            slice(
+                i,
+                i + rows,
+            )
+            for i in range(0, q.shape[2], rows)
+        ]
     )
 
 

@@ -46,7 +46,11 @@ class HeadExchange:
         b, h, _, d = x.shape
         parts = [x.index_select(2, member) for member in self.members]
         return torch.cat(
-            self._exchanged(parts, [(b, h, len(self.members[self.own]), d)] * len(parts)), 1
+            self._exchanged(
+                parts,
+                [(b, h, len(self.members[self.own]), d)] * len(parts),
+            ),
+            1,
         )
 
     def _exchanged(self, parts: list[Tensor], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
@@ -54,7 +58,14 @@ class HeadExchange:
         sizes = [prod(shape) for shape in shapes]
         flat = torch.cat([part.reshape(-1) for part in parts])
         received = all_to_all(flat, [part.numel() for part in parts], sizes, self.group)
-        return [part.view(shape) for part, shape in zip(received.split(sizes), shapes, strict=True)]
+        return [
+            part.view(shape)
+            for part, shape in zip(
+                received.split(sizes),
+                shapes,
+                strict=True,
+            )
+        ]
 
 
 def read(
@@ -70,13 +81,35 @@ def read(
     width = v.shape[-1]
     widest = padded_width(max(q.shape[-1], width), q.device)
     if {q.shape[-1], width} != {widest}:  # zeros add nothing to scores, and are cut off an output
-        q, k, v = (F.pad(x, (0, widest - x.shape[-1])) for x in (q, k, v))
+        q, k, v = (
+            F.pad(
+                x,
+                (0, widest - x.shape[-1]),
+            )
+            for x in (q, k, v)
+        )
     if sinks is not None:
         mask = mask.without_idle  # the sink is what is left to read
     kernel = kernel_for(q, call.scale, call.softcap, call.dropout, mask.idle is not None)
-    seed = int(torch.randint(2**31, (), device="cpu")) if call.dropout else 0
+    seed = (
+        int(
+            torch.randint(
+                2**31,
+                (),
+                device="cpu",
+            )
+        )
+        if call.dropout
+        else 0
+    )
     reading = Reading(mask, kernel, source, seed)
-    return attend(q.contiguous(), k.contiguous(), v.contiguous(), sinks, reading)[..., :width]
+    return attend(
+        q.contiguous(),
+        k.contiguous(),
+        v.contiguous(),
+        sinks,
+        reading,
+    )[..., :width]
 
 
 class ContextAttention:
@@ -102,10 +135,19 @@ class ContextAttention:
     ) -> Tensor:
         """Compute one attention call; see :data:`hfscale.parallel.context.attention_override.Attend`."""
         split = mask.batch.split
-        method = choose(self._method, q.shape[1], k.shape[1], split.size)
+        method = choose(
+            self._method,
+            q.shape[1],
+            k.shape[1],
+            split.size,
+        )
         if method == "heads":
             return self._by_heads(q, k, v, mask, call, split.size)
-        if method == "heads_ring" and heads_fit(q.shape[1], k.shape[1], self._together):
+        if method == "heads_ring" and heads_fit(
+            q.shape[1],
+            k.shape[1],
+            self._together,
+        ):
             return self._by_heads(q, k, v, mask, call, self._together)
         source: Source = GatheredBlocks(split.lengths, self._group)
         if method != "gather":
@@ -122,8 +164,21 @@ class ContextAttention:
         alone = split.size == 1
         exchange = HeadExchange(*together.members, self._group if alone else self._near)
         if k.shape[1] < size:  # until each rank has one
-            k, v = (x.repeat_interleave(size // k.shape[1], 1) for x in (k, v))
-        q, k, v = (apply_mapping(x, exchange.to_heads, exchange.to_tokens) for x in (q, k, v))
+            k, v = (
+                x.repeat_interleave(
+                    size // k.shape[1],
+                    1,
+                )
+                for x in (k, v)
+            )
+        q, k, v = (
+            apply_mapping(
+                x,
+                exchange.to_heads,
+                exchange.to_tokens,
+            )
+            for x in (q, k, v)
+        )
         sinks = None if call.sinks is None else call.sinks.chunk(size)[exchange.own]
         source: Source = OwnBlocks() if alone else RingBlocks(split.lengths, rank, self._far)
         found = read(q, k, v, sinks, together, call, source)

@@ -128,7 +128,14 @@ class ContextParallel(Part, ContextAxis):
         if (
             labels.device.type == "cpu"
         ):  # counted on the device, the host would wait for their number
-            own.valid = int(runtime.loss.look({"labels": labels, "shift_labels": labels})[0])
+            own.valid = int(
+                runtime.loss.look(
+                    {
+                        "labels": labels,
+                        "shift_labels": labels,
+                    }
+                )[0]
+            )
         return own
 
     def gather_tokens(self, batch: Microbatch, own: Tensor) -> Tensor:

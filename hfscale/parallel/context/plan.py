@@ -68,7 +68,17 @@ def plan_context(draft: Draft) -> None:
     together = _share_out_heads(draft, size, heads, keys)
     method = str(draft.layout.cp_method)
     own = (whole, reads_masks, found.whole_mask, handing)
-    draft.features.append(ContextPlan(method, found.pads, *own, together, text, heads, keys))
+    draft.features.append(
+        ContextPlan(
+            method,
+            found.pads,
+            *own,
+            together,
+            text,
+            heads,
+            keys,
+        )
+    )
 
 
 def _averages_tokens(draft: Draft) -> bool:
@@ -104,7 +114,16 @@ def _find(draft: Draft, text: str, layers: dict[str, nn.Module]) -> _Reading:
         layers_of_every_kind(draft.config),
         _MANY,
     ):  # some kinds come every few layers only
-        found = _Reading(**ask("mixing", draft.model, str(count), text, text=text, layers=count))
+        found = _Reading(
+            **ask(
+                "mixing",
+                draft.model,
+                str(count),
+                text,
+                text=text,
+                layers=count,
+            )
+        )
         if found.mixing:
             return found
         names = (
@@ -159,7 +178,16 @@ def _share_out_heads(draft: Draft, size: int, heads: int, keys: int) -> int:
     method = draft.layout.cp_method
     if method not in ("heads", "heads_ring"):
         return 1
-    fitting = [n for n in range(2, size + 1) if size % n == 0 and heads_fit(heads, keys, n)]
+    fitting = [
+        n
+        for n in range(2, size + 1)
+        if size % n == 0
+        and heads_fit(
+            heads,
+            keys,
+            n,
+        )
+    ]
     if method == "heads_ring" and fitting:
         return max(fitting)
     if heads and size not in fitting:

@@ -75,8 +75,22 @@ class PowerSGD:
         if unit != self._made_in:
             self._errors = {i: error * (unit / self._made_in) for i, error in self._errors.items()}
             self._made_in = unit
-        whole = {i: self._error(i, matrix) + matrix for i, matrix in matrices.items()}
-        left = {i: matrix @ self._factor(i, matrix) for i, matrix in whole.items()}
+        whole = {
+            i: self._error(
+                i,
+                matrix,
+            )
+            + matrix
+            for i, matrix in matrices.items()
+        }
+        left = {
+            i: matrix
+            @ self._factor(
+                i,
+                matrix,
+            )
+            for i, matrix in whole.items()
+        }
         vectors = [part for i, part in enumerate(parts) if i not in matrices]
         self._mean([*left.values(), *vectors])
         for shape in {factor.shape for factor in left.values()}:
@@ -127,7 +141,12 @@ class PowerSGD:
 
     def _factor(self, i: int, matrix: Tensor) -> Tensor:
         if i not in self._factors:
-            self._factors[i] = first_factor(self._seed, i, matrix.shape[1], self._rank).to(matrix)
+            self._factors[i] = first_factor(
+                self._seed,
+                i,
+                matrix.shape[1],
+                self._rank,
+            ).to(matrix)
         return self._factors[i]
 
     def _mean(self, tensors: list[Tensor]) -> None:
@@ -138,7 +157,11 @@ class PowerSGD:
 
 def first_factor(seed: int, number: int, columns: int, rank: int) -> Tensor:
     """Return a random normal ``[columns, rank]``, for matrix ``number`` of a buffer."""
-    return torch.randn(columns, rank, generator=torch.Generator().manual_seed(1000 * seed + number))
+    return torch.randn(
+        columns,
+        rank,
+        generator=torch.Generator().manual_seed(1000 * seed + number),
+    )
 
 
 def compresses(plan: Plan) -> bool:

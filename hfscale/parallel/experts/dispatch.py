@@ -105,7 +105,10 @@ def plan_routes(
     kept = sum(map(sum, sent_to))
     total = sum(map(sum, arrived_from))
     places = torch.full_like(flat, kept)
-    places[order] = torch.arange(len(flat), device=flat.device).clamp_(max=kept)
+    places[order] = torch.arange(
+        len(flat),
+        device=flat.device,
+    ).clamp_(max=kept)
     regroup = ungroup = None
     if ranks > 1 and received.shape[1] > 1:
         # from sender to expert order, without a sort or waiting
@@ -169,7 +172,11 @@ def dispatch(x: Tensor, routes: Routes, batches: int) -> Tensor:
         total = routes.sum_by_token(routes.from_experts(grad))
         return total.mul_(batches) if batches > 1 else total
 
-    return apply_mapping(x, lambda x: routes.to_experts(x.index_select(0, routes.tokens)), back)
+    return apply_mapping(
+        x,
+        lambda x: routes.to_experts(x.index_select(0, routes.tokens)),
+        back,
+    )
 
 
 def combine(grouped: Tensor, weights: Tensor, routes: Routes, batches: int) -> Tensor:

@@ -44,8 +44,18 @@ def routes_from_vllm(model: nn.Module, outputs: Sequence[Any], attention_mask: T
             f"outputs has {len(arrays)} entries for {len(attention_mask)} rows: give one for each"
         )
     k = arrays[0].shape[-1] if arrays else experts_per_token(runtime_of(model).model.config) or 1
-    routes = torch.full((*attention_mask.shape, len(layers), k), -1, dtype=torch.int32)
-    for row, (array, mask) in enumerate(zip(arrays, attention_mask.cpu().bool(), strict=True)):
+    routes = torch.full(
+        (*attention_mask.shape, len(layers), k),
+        -1,
+        dtype=torch.int32,
+    )
+    for row, (array, mask) in enumerate(
+        zip(
+            arrays,
+            attention_mask.cpu().bool(),
+            strict=True,
+        )
+    ):
         places = mask.nonzero().squeeze(-1)
         if len(array) not in (len(places), len(places) - 1):
             raise ConfigError(

@@ -118,7 +118,15 @@ class Routing:
         counters = [self.counters[name] for name in self.biases]
         device = self.mesh.device
         flat = torch.cat(
-            [torch.zeros(c.count, dtype=torch.int64, device=device) + c.wanted for c in counters]
+            [
+                torch.zeros(
+                    c.count,
+                    dtype=torch.int64,
+                    device=device,
+                )
+                + c.wanted
+                for c in counters
+            ]
         )
         for group in (*self.mesh.loss_groups, *self.mesh.groups("tp")):
             dist.all_reduce(flat, group=group)
@@ -169,7 +177,12 @@ class LayerRouting:
         """Return the experts' output, with the gradient of this layer's auxiliary loss attached."""
         if choice.loss is None or self.passes is None:
             return out
-        return attach(out, choice.loss, self.passes.current(), 1.0 if self.is_cut() else self.times)
+        return attach(
+            out,
+            choice.loss,
+            self.passes.current(),
+            1.0 if self.is_cut() else self.times,
+        )
 
     def count(self, counts: Sequence[int] | Tensor) -> None:
         """Count the routes that this rank sent to each expert."""
@@ -217,7 +230,10 @@ class LayerRouting:
         index = choice.index.view(*own.real.shape, choice.index.shape[1])
         kept, places = self._within(capacity, index, now, own)
         if counts:
-            self.counter.add_numbers(0, (own.real.unsqueeze(-1) & (index < count) & ~kept).sum())
+            self.counter.add_numbers(
+                0,
+                (own.real.unsqueeze(-1) & (index < count) & ~kept).sum(),
+            )
         index = index.where(kept, count)
         if not self.fixed:
             return replace(choice, index=index.flatten(0, 1))
@@ -227,14 +243,23 @@ class LayerRouting:
             for samples, tokens in self._shapes(now)
         ]
         mine = slots[0] if len(slots) == 1 else slots[dist.get_rank(self.mesh.group("ep"))]
-        sample = torch.arange(len(index), device=index.device).view(-1, 1, 1)
+        sample = torch.arange(len(index), device=index.device).view(
+            -1,
+            1,
+            1,
+        )
         places = (
             index * mine
             + sample * router_functions.room(index.shape[1], capacity, k, count)
             + places
         )
         places = places.where(kept, count * mine)
-        return replace(choice, index=index.flatten(0, 1), places=places.flatten(0, 1), slots=slots)
+        return replace(
+            choice,
+            index=index.flatten(0, 1),
+            places=places.flatten(0, 1),
+            slots=slots,
+        )
 
     def _own_tokens(self, now: Pass, rows: int) -> "_OwnTokens":
         """Return which tokens of the batch this rank has, and check that they are ``rows``."""
@@ -247,7 +272,11 @@ class LayerRouting:
                 f"has {samples * own}: use RoutingConfig() (which only counts) or force_balanced alone, for "
                 f"{self.planned.name!r}"
             )
-        return _OwnTokens(lengths, start, now.real.narrow(1, start, own) if lengths else now.real)
+        return _OwnTokens(
+            lengths,
+            start,
+            now.real.narrow(1, start, own) if lengths else now.real,
+        )
 
     def _rerouted(
         self, logits: Tensor, k: int, now: Pass, own: "_OwnTokens"
@@ -299,9 +328,12 @@ class LayerRouting:
         group = self.mesh.tp_group
         if own.lengths and group is not None:
             whole = all_gather(whole, own.lengths, 1, group)
-        limits = router_functions.room(now.real.sum(1), factor, index.shape[2], count).view(
-            -1, 1, 1
-        )
+        limits = router_functions.room(
+            now.real.sum(1),
+            factor,
+            index.shape[2],
+            count,
+        ).view(-1, 1, 1)
         places = router_functions.queue_places(whole, count)
         kept = (places < limits) & (whole < count)
         return own.of(kept), own.of(places)

@@ -108,7 +108,15 @@ def expert_load(model: nn.Module) -> ExpertLoad:
         dropped, balance, z, tokens = values[planned.count :]
         loads = tuple(round(value) for value in values[: planned.count])
         tokens = max(1.0, tokens)
-        layers.append(LayerLoad(planned.name, loads, round(dropped), balance / tokens, z / tokens))
+        layers.append(
+            LayerLoad(
+                planned.name,
+                loads,
+                round(dropped),
+                balance / tokens,
+                z / tokens,
+            )
+        )
     return ExpertLoad(tuple(layers))
 
 
@@ -193,10 +201,24 @@ class ExpertLoadHistory:
         steps = [step for step, _ in self.steps]
         loads = [load.layers[number] for _, load in self.steps]
         relative = [
-            [n * len(load.tokens) / max(1, sum(load.tokens)) for n in load.tokens] for load in loads
+            [
+                n
+                * len(load.tokens)
+                / max(
+                    1,
+                    sum(load.tokens),
+                )
+                for n in load.tokens
+            ]
+            for load in loads
         ]
         by_expert = list(zip(*relative, strict=True))
-        edges = [steps[0] - 0.5, steps[-1] + 0.5, len(by_expert) - 0.5, -0.5]
+        edges = [
+            steps[0] - 0.5,
+            steps[-1] + 0.5,
+            len(by_expert) - 0.5,
+            -0.5,
+        ]
         image = axes.imshow(
             by_expert,
             aspect="auto",

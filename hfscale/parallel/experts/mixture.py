@@ -177,7 +177,11 @@ def through_slots(
     k = places.shape[1]
     rows = hidden if k == 1 else hidden.repeat_interleave(k, 0)
     # One extra row receives the dropped routes, and is cut off.
-    buffer = hidden.new_zeros(count * own + 1, width).index_copy(0, places.flatten(), rows)[:-1]
+    buffer = hidden.new_zeros(count * own + 1, width).index_copy(
+        0,
+        places.flatten(),
+        rows,
+    )[:-1]
     send = [local * own] * ranks
     receive = [local * other for other in slots]
     if group is not None:
@@ -187,8 +191,20 @@ def through_slots(
         for part, other in zip(buffer.split(receive), slots, strict=True)
     ]
     grouped = torch.cat(by_sender, 1).flatten(0, 1)
-    out = compute(grouped, [sum(slots)] * local).view(local, sum(slots), -1)
-    leaving = torch.cat([part.flatten(0, 1) for part in out.split(list(slots), 1)])
+    out = compute(grouped, [sum(slots)] * local).view(
+        local,
+        sum(slots),
+        -1,
+    )
+    leaving = torch.cat(
+        [
+            part.flatten(
+                0,
+                1,
+            )
+            for part in out.split(list(slots), 1)
+        ]
+    )
     if group is not None:
         leaving = _exchanged(leaving, receive, send, group, 1.0 / batches)
     back = torch.cat((leaving, leaving.new_zeros(1, leaving.shape[-1])))
@@ -263,7 +279,13 @@ def low_rank_terms(experts: Any) -> dict[str, list[tuple[Tensor, Tensor, float]]
         a, b = (local_tensor(factor) for factor in both)
         factors = (
             a.reshape(count, -1, a.shape[1]),
-            b.reshape(b.shape[0], -1, count).permute(2, 0, 1).contiguous(),
+            b.reshape(b.shape[0], -1, count)
+            .permute(
+                2,
+                0,
+                1,
+            )
+            .contiguous(),
         )
         found.setdefault(name, []).append((*factors, scaling))
     return found

@@ -41,7 +41,16 @@ def gshard(logits: Tensor, draws: Tensor | None) -> tuple[Tensor, Tensor]:
     weights = best / best.sum(-1, keepdim=True)
     if draws is not None:
         taken = 2 * weights.detach()[:, 1] > draws
-        index = torch.stack((index[:, 0], index[:, 1].where(taken, logits.shape[-1])), 1)
+        index = torch.stack(
+            (
+                index[:, 0],
+                index[:, 1].where(
+                    taken,
+                    logits.shape[-1],
+                ),
+            ),
+            1,
+        )
     return index, weights
 
 
@@ -54,7 +63,14 @@ def noisy_topk(logits: Tensor, k: int, noise: Tensor | None) -> tuple[Tensor, Te
 
 def round_robin(index: Tensor, count: int) -> Tensor:
     """Return experts in turn, in the shape of ``index``: loads differ by one at most, a token's experts differ."""
-    return torch.arange(index.numel(), device=index.device).remainder_(count).view_as(index)
+    return (
+        torch.arange(
+            index.numel(),
+            device=index.device,
+        )
+        .remainder_(count)
+        .view_as(index)
+    )
 
 
 def widened(x: Tensor) -> Tensor:
@@ -67,7 +83,10 @@ def room(tokens: _Number, factor: float, k: int, count: int) -> _Number:
     share = factor * k / count
     if isinstance(tokens, int):
         return min(tokens, math.ceil(tokens * share - _ROUNDING))
-    return torch.minimum(tokens, (tokens.double() * share - _ROUNDING).ceil().to(tokens.dtype))
+    return torch.minimum(
+        tokens,
+        (tokens.double() * share - _ROUNDING).ceil().to(tokens.dtype),
+    )
 
 
 def count_each(numbers: Tensor, count: int) -> Tensor:
@@ -79,7 +98,15 @@ def count_each(numbers: Tensor, count: int) -> Tensor:
 def queue_places(index: Tensor, count: int) -> Tensor:
     """Return how many routes precede each of ``index [b, s, k]`` (``count``: none) in its queue, without host syncs."""
     samples, tokens, k = index.shape
-    queues = torch.arange(samples, device=index.device).view(-1, 1, 1) * (count + 1) + index
+    queues = (
+        torch.arange(samples, device=index.device).view(
+            -1,
+            1,
+            1,
+        )
+        * (count + 1)
+        + index
+    )
     flat = queues.transpose(1, 2).reshape(
         -1
     )  # all first choices of a sequence, then all second ones
@@ -87,7 +114,13 @@ def queue_places(index: Tensor, count: int) -> Tensor:
     lengths = count_each(flat, samples * (count + 1))
     starts = lengths.cumsum(0) - lengths
     places = torch.empty_like(flat)
-    places[order] = torch.arange(len(flat), device=index.device) - starts[flat[order]]
+    places[order] = (
+        torch.arange(
+            len(flat),
+            device=index.device,
+        )
+        - starts[flat[order]]
+    )
     return places.view(samples, k, tokens).transpose(1, 2)
 
 
@@ -109,7 +142,12 @@ def expert_counts(index: Tensor, count: int, real: Tensor) -> Tensor:
     """Count the routes of each sequence to each expert, ``[b, count]``, given ``index [b, s, k]``, ``real [b, s]``."""
     routes = index.flatten(1)
     weights = real.unsqueeze(-1).expand_as(index).flatten(1).to(torch.int64)
-    counts = torch.zeros(len(routes), count + 1, dtype=torch.int64, device=index.device)
+    counts = torch.zeros(
+        len(routes),
+        count + 1,
+        dtype=torch.int64,
+        device=index.device,
+    )
     return counts.scatter_add_(1, routes, weights)[:, :count]
 
 

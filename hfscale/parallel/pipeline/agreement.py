@@ -29,7 +29,12 @@ _FROZEN = 1
 _TRAINS = 2
 _CHANGED = 2
 
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # as wide as an entry
+_INTEGERS = {
+    1: torch.int8,
+    2: torch.int16,
+    4: torch.int32,
+    8: torch.int64,
+}  # as wide as an entry
 
 
 @dataclass(frozen=True)
@@ -110,7 +115,13 @@ class StageAgreement:
         ties = 1 + len(self._stages.stages)
         sums = ties + len(self._tied)
         self._reports = [
-            _Report(each[0], each[1:ties], each[ties:sums], each[sums:]) for each in told
+            _Report(
+                each[0],
+                each[1:ties],
+                each[ties:sums],
+                each[sums:],
+            )
+            for each in told
         ]
         live = self._runtime.live_parameters() if self._tied else {}
         self._thawed.clear()

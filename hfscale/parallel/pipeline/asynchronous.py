@@ -256,7 +256,10 @@ class AsynchronousPipeline(Pipeline):
         copied = None
         carried = torch.zeros((), dtype=torch.float64, pin_memory=is_accelerator(device))
         if self._losses:  # on the last stage
-            carried.copy_(sum(self._losses[1:], self._losses[0]), non_blocking=True)
+            carried.copy_(
+                sum(self._losses[1:], self._losses[0]),
+                non_blocking=True,
+            )
             copied = (
                 device_module(device).current_stream().record_event()
                 if is_accelerator(device)
@@ -283,7 +286,12 @@ class AsynchronousPipeline(Pipeline):
         return self._on_device(float(found))
 
     def _on_device(self, loss: float) -> Tensor:
-        return torch.full((), loss, dtype=self._agreement.loss_type, device=self._mesh.device)
+        return torch.full(
+            (),
+            loss,
+            dtype=self._agreement.loss_type,
+            device=self._mesh.device,
+        )
 
     def drain(self) -> Iterator[Tensor]:
         """Finish the microbatches in flight: yield a loss for each set of gradients, equally often on all stages."""

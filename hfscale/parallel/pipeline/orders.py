@@ -189,7 +189,18 @@ def one_forward_one_backward(stage: int, pp_size: int, total: int, _: int = 1) -
     return actions
 
 
-_ROWS: dict[str, Callable[[int, int, int, int], list[Action]]] = {
+_ROWS: dict[
+    str,
+    Callable[
+        [
+            int,
+            int,
+            int,
+            int,
+        ],
+        list[Action],
+    ],
+] = {
     "gpipe": _gpipe,
     "1f1b": one_forward_one_backward,  # torch's own listing starts the last stage at microbatch 1; it runs this one
     "interleaved1f1b": _interleaved,
@@ -269,7 +280,15 @@ def check(
     if schedule in ("interleaved1f1b", "interleaved_zero_bubble") and not _whole_rounds(
         num_microbatches, pp_size
     ):
-        below = next(m for m in range(num_microbatches - 1, 0, -1) if _whole_rounds(m, pp_size))
+        below = next(
+            m
+            for m in range(
+                num_microbatches - 1,
+                0,
+                -1,
+            )
+            if _whole_rounds(m, pp_size)
+        )
         above = next(m for m in count(num_microbatches + 1) if _whole_rounds(m, pp_size))
         raise ConfigError(
             f"num_microbatches={num_microbatches} does not divide into the {num_microbatches // pp_size} rounds of "

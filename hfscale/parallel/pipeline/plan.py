@@ -56,7 +56,10 @@ def plan_pipeline(draft: Draft) -> None:
     if draft.problems:
         return
     counts = layout.stage_layers or costs.balanced(count, first)
-    draft.stages = replace(_stages(draft, lists[0], passage, costs, counts, ranks), stacks=stacks)
+    draft.stages = replace(
+        _stages(draft, lists[0], passage, costs, counts, ranks),
+        stacks=stacks,
+    )
 
 
 def _check_stage_layers(draft: Draft) -> bool:
@@ -168,7 +171,14 @@ def _stages(
         for tensor in held:
             holders.setdefault(tensor, []).append(index)
         stages.append(
-            Stage(index, ranks[index], tuple(own), modules, sum(held.values()), cost.flops)
+            Stage(
+                index,
+                ranks[index],
+                tuple(own),
+                modules,
+                sum(held.values()),
+                cost.flops,
+            )
         )
         start += count
     names: dict[int, list[str]] = {}  # in the model's order

@@ -95,7 +95,10 @@ def _run(
             made = own.get(need, ready.get(need))
             if made is None:
                 return None
-            now = max(now, made + costs.communication * (home[need[0]] != home[action.stage]))
+            now = max(
+                now,
+                made + costs.communication * (home[need[0]] != home[action.stage]),
+            )
         spans.append(Span(action, now, now + duration))
         now += duration
         if action.kind in ("forward", *GRADIENT):

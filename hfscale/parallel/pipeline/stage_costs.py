@@ -51,13 +51,29 @@ class LayerCosts:
         after = self.after.work()
         found = balance(works, stages, before, after)
         return (
-            found if found[0] >= first else (first, *balance(works[first:], stages - 1, 0, after))
+            found
+            if found[0] >= first
+            else (
+                first,
+                *balance(
+                    works[first:],
+                    stages - 1,
+                    0,
+                    after,
+                ),
+            )
         )
 
     def of_stages(self, counts: Sequence[int]) -> tuple[Cost, ...]:
         """Return the cost of each stage, given its number of layers."""
         ends = [0, *accumulate(counts)]
-        found = [sum(self.layers[start:stop], self.shared) for start, stop in pairwise(ends)]
+        found = [
+            sum(
+                self.layers[start:stop],
+                self.shared,
+            )
+            for start, stop in pairwise(ends)
+        ]
         found[0] += self.before
         found[-1] += self.after
         return tuple(found)
@@ -81,7 +97,15 @@ def layer_costs(
     def cost(names: Iterable[str]) -> Cost:
         return sum((_named_cost(model, name, sequence) for name in names), Cost())
 
-    each = tuple(cost([layer, *around.get(layer, ())]) for layer in layers)
+    each = tuple(
+        cost(
+            [
+                layer,
+                *around.get(layer, ()),
+            ]
+        )
+        for layer in layers
+    )
     return LayerCosts(cost(before), each, cost(after), cost(shared))
 
 
@@ -98,7 +122,10 @@ def _named_cost(model: Any, name: str, sequence: int) -> Cost:
     if not isinstance(found, nn.Module):
         return Cost(0, found.numel())
     sizes = {id(p): p.numel() for p in found.parameters()}
-    return Cost(_flops(found, text_config(model.config), sequence, (1, 1)), sum(sizes.values()))
+    return Cost(
+        _flops(found, text_config(model.config), sequence, (1, 1)),
+        sum(sizes.values()),
+    )
 
 
 def _flops(module: nn.Module, config: Any, sequence: int, share: tuple[int, int]) -> int:

@@ -101,7 +101,16 @@ def trace(draft: Draft, layer_list: str) -> StageInputs | None:
         return None
     loans = note_obstacles(draft, layer_list, seen)
     _refuse_shared_pictures(draft, seen.shared)
-    placed = {item: _phases(draft, seen, item, tensors) for item, held in tensors.items() if held}
+    placed = {
+        item: _phases(
+            draft,
+            seen,
+            item,
+            tensors,
+        )
+        for item, held in tensors.items()
+        if held
+    }
     if draft.problems:
         return None
     used = {item: order for order, item in enumerate(seen.phases)}
@@ -241,7 +250,10 @@ def trace_stacks(draft: Draft, lists: list[str], stacks: TwoStacks) -> StageInpu
             **decoding.item_returns,
             **dict.fromkeys(layers, encoding.returns),
         },
-        beside={layers[-1]: placed("after", True), stacks.first: placed("before", False)},
+        beside={
+            layers[-1]: placed("after", True),
+            stacks.first: placed("before", False),
+        },
         loans=loans,
     )
 

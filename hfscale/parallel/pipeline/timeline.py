@@ -108,7 +108,17 @@ class Timeline:
     @property
     def work(self) -> float:
         """Busy time of the busiest rank: the step's ideal length."""
-        return max((_busy(spans, float("-inf"), float("inf")) for spans in self.ranks), default=0.0)
+        return max(
+            (
+                _busy(
+                    spans,
+                    float("-inf"),
+                    float("inf"),
+                )
+                for spans in self.ranks
+            ),
+            default=0.0,
+        )
 
     @property
     def bubble(self) -> float:
@@ -171,7 +181,16 @@ def needs(action: Action, last: int) -> list[Result]:
     return [(stage, "gradient", index)] if kind == "backward_weight" else []
 
 
-def play(order: Order, run: Callable[[int, list[Action]], bool]) -> list[list[Action]]:
+def play(
+    order: Order,
+    run: Callable[
+        [
+            int,
+            list[Action],
+        ],
+        bool,
+    ],
+) -> list[list[Action]]:
     """Offer every rank's next piece to ``run``, which returns whether it ran; stop when none runs, return the rest."""
     waiting = [deque(pieces_of(actions)) for actions in order]
     moved = True
@@ -216,4 +235,10 @@ def stage_ranks(order: Order) -> dict[int, int]:
 
 
 def _busy(spans: tuple[Span, ...], begin: float, end: float) -> float:
-    return sum(max(0.0, min(span.end, end) - max(span.start, begin)) for span in spans)
+    return sum(
+        max(
+            0.0,
+            min(span.end, end) - max(span.start, begin),
+        )
+        for span in spans
+    )

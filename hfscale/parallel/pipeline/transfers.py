@@ -30,7 +30,11 @@ _CALLS = {
         "RECV_B": "receive_gradient",
     },
 }
-_RESULTS = {"forward": (0, "activation"), "RECV_F": (-1, "activation"), "RECV_B": (1, "gradient")}
+_RESULTS = {
+    "forward": (0, "activation"),
+    "RECV_F": (-1, "activation"),
+    "RECV_B": (1, "gradient"),
+}
 _RESULTS |= dict.fromkeys(
     GRADIENT, (0, "gradient")
 )  # what a step gives its rank: the result of a stage further on
@@ -53,7 +57,14 @@ def rank_programs(order: Order, name: str = "this order") -> list[list[Step]]:
     there: list[set[Result]] = [set() for _ in order]  # what each rank has computed or received
 
     def run(rank: int, piece: list[Action]) -> bool:
-        inputs = [(action, need) for action in piece for need in needs(action, len(homes) - 1)]
+        inputs = [
+            (action, need)
+            for action in piece
+            for need in needs(
+                action,
+                len(homes) - 1,
+            )
+        ]
         if not {need for action, need in inputs if need[0] != action.stage} <= there[rank]:
             return False
         for where, (kind, stage, microbatch) in _steps(piece, homes):
@@ -140,7 +151,10 @@ class ActivationTypes:
             return
         header = torch.zeros(_LENGTH, dtype=torch.int64)
         header[0], header[1] = _DTYPES.index(kind[1]), len(kind[0])
-        header[2 : 2 + len(kind[0])] = torch.tensor(kind[0], dtype=torch.int64)
+        header[2 : 2 + len(kind[0])] = torch.tensor(
+            kind[0],
+            dtype=torch.int64,
+        )
         self._sending.append((header, dist.isend(header, peer, group=self._control)))
 
     def learn(self, stage: int, peer: int, training: bool) -> _Kind:

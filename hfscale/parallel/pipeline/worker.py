@@ -202,7 +202,13 @@ class StageWorker:
             # has been sent what the stage before made after it took the older ones: so this ends.
             while len(self._sent) > 1:
                 self._sent.pop(0).wait()
-            self._sent.append(self._move(dist.isend, self.returning.pop(microbatch), -1))
+            self._sent.append(
+                self._move(
+                    dist.isend,
+                    self.returning.pop(microbatch),
+                    -1,
+                )
+            )
 
     def take_input(self, output: Tensor, microbatch: int) -> None:
         """Take the output of the previous stage, on the same rank, as input."""

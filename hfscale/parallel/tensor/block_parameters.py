@@ -66,7 +66,13 @@ def cut_parameters(block: PlacedBlock, is_layer: bool) -> tuple[tuple[str, ...],
     draft.rules.update(dict.fromkeys(once, _PARTIAL))
     if role.own_heads:
         for child, parameter in draft.modules[block.name].named_parameters(recurse=False):
-            draft.cut(block.path(child), 0, parameter.shape[0], (), block.parts_replicas(child))
+            draft.cut(
+                block.path(child),
+                0,
+                parameter.shape[0],
+                (),
+                block.parts_replicas(child),
+            )
     shared = block.modules((*role.shared, *role.across))
     for path in shared:
         for parameter, _ in draft.modules[path].named_parameters(recurse=False):
@@ -142,7 +148,12 @@ def _cut_other(block: PlacedBlock, child: str, dim: int, fused: int) -> None:
             f"tp_size={draft.tp} does not divide the {pairs} pairs of entries interleaved in "
             f"{wild_name(path)}: use tp_size {valid}"
         )
-    draft.cut(path, dim, length, (length // fused,) * fused if fused > 1 else ())
+    draft.cut(
+        path,
+        dim,
+        length,
+        (length // fused,) * fused if fused > 1 else (),
+    )
 
 
 def _share_rest(block: PlacedBlock) -> Iterator[str]:

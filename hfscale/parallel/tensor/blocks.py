@@ -37,7 +37,11 @@ def plan_blocks(draft: Draft, blueprint: Blueprint, layers: list[str]) -> list[B
     for layer in layers:
         for path, role in blueprint.blocks.items():
             name = join_path(layer, path)
-            wanted = [*role.column, *role.row, *(child.rpartition(".")[0] for child in role.cut)]
+            wanted = [
+                *role.column,
+                *role.row,
+                *(child.rpartition(".")[0] for child in role.cut),
+            ]
             applies = not role.optional or any(
                 f"{name}.{child}" in draft.modules for child in wanted
             )
@@ -128,7 +132,17 @@ def _block(draft: Draft, name: str, role: Block, layers: list[str]) -> BlockPlan
         shared=shared,
         local_attributes=_local_attributes(block),
         dropout=max(
-            (float(reduce(field, path.split("."), config) or 0.0) for path in role.dropout),
+            (
+                float(
+                    reduce(
+                        field,
+                        path.split("."),
+                        config,
+                    )
+                    or 0.0
+                )
+                for path in role.dropout
+            ),
             default=0.0,
         ),
         enter=tuple(map(block.path, role.enter)),

@@ -248,8 +248,14 @@ def hook_block(model: nn.Module, block: BlockPlan, edge: Edge) -> None:
                 own[name] = own[name].chunk(edge.size, dim)[edge.rank]
         for name in block.sample_heads:
             if own.get(name) is not None:
-                by_sample = own[name].unflatten(0, (hidden_states_of(args, kwargs).shape[0], -1))
-                own[name] = by_sample.chunk(edge.size, 1)[edge.rank].flatten(0, 1)
+                by_sample = own[name].unflatten(
+                    0,
+                    (hidden_states_of(args, kwargs).shape[0], -1),
+                )
+                own[name] = by_sample.chunk(edge.size, 1)[edge.rank].flatten(
+                    0,
+                    1,
+                )
         return args, own
 
     def entered(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
@@ -293,9 +299,10 @@ def _compute_across(module: nn.Module, width: int, replicas: int, edge: Edge) ->
         # What follows differs between ranks, so the gradient of the whole is the sum over them.
         every = edge.gather(args[0], lengths)
         if replicas > 1:
-            every = every.unflatten(-1, (edge.size // replicas, replicas, -1))[..., 0, :].flatten(
-                -2
-            )
+            every = every.unflatten(
+                -1,
+                (edge.size // replicas, replicas, -1),
+            )[..., 0, :].flatten(-2)
         return edge.enter_other(every), *args[1:]
 
     module.register_forward_pre_hook(gathered)

@@ -158,7 +158,12 @@ def defer_logits(head: Pointwise, hidden: Tensor, trains: bool) -> LazyLogits:
     """Return ``head(hidden)`` as lazy logits; ``trains``: whether the head has trainable parameters."""
     graph = torch.is_grad_enabled() and (hidden.requires_grad or trains)
     # In the caller's grad mode: autocast caches the weights it casts, with or without their graph.
-    sample = head(hidden.reshape(-1, hidden.shape[-1])[:0]).detach()
+    sample = head(
+        hidden.reshape(
+            -1,
+            hidden.shape[-1],
+        )[:0]
+    ).detach()
     return LazyLogits(hidden, head, sample, graph)
 
 
@@ -289,9 +294,21 @@ class Scoring:
             not made
         ):  # nothing to score; but gradients, of zeros, are to come to every rank, of the head too
             empty = (project(rows[:1]).sum() * 0).to(compute).expand(len(targets))
-            whole = [empty, empty, *(empty.detach(),) * 2, empty.detach().bool()]
+            whole = [
+                empty,
+                empty,
+                *(empty.detach(),) * 2,
+                empty.detach().bool(),
+            ]
         else:
             found = [torch.cat(parts) for parts in zip(*made, strict=True)]
-            whole = [each.new_zeros(len(targets)).index_copy(0, valid, each) for each in found]
+            whole = [
+                each.new_zeros(len(targets)).index_copy(
+                    0,
+                    valid,
+                    each,
+                )
+                for each in found
+            ]
         self.scores = TokenScores(*(each.view(shape) for each in whole))
         return -whole[0].sum()

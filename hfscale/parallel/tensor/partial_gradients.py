@@ -151,9 +151,16 @@ def install_replica_sums(
             owner, name = owner_of(model, planned.name)
             sums.setdefault(owner, {})[name] = _sums_of(planned, mesh)
             # A wrapper may read its module's parameters besides calling it: DoRA reads the bias.
-            reader[owner] = computes_with(model, module_at(model, planned.name.rpartition(".")[0]))
+            reader[owner] = computes_with(
+                model,
+                module_at(model, planned.name.rpartition(".")[0]),
+            )
     for owner, wanted in sums.items():
-        read_through(reader[owner], owner, {n: partial(_read, sums=s) for n, s in wanted.items()})
+        read_through(
+            reader[owner],
+            owner,
+            {n: partial(_read, sums=s) for n, s in wanted.items()},
+        )
 
 
 def _replicas(planned: ParameterPlan) -> list[int]:

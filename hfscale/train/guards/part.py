@@ -127,7 +127,12 @@ class SharedBatch(Part):
                 zero = zero.to(
                     next((v.device for v in batch.values() if isinstance(v, Tensor)), zero.device)
                 )
-                agree([batch], look_at([batch], lambda _: (zero, zero), hashed=True), True, sharing)
+                agree(
+                    [batch],
+                    look_at([batch], lambda _: (zero, zero), hashed=True),
+                    True,
+                    sharing,
+                )
 
         if sharing is not None and runtime.plan.stages is None:
             self._first = handle = runtime.model.register_forward_pre_hook(

@@ -141,7 +141,14 @@ def checksum(share: Tensor) -> Tensor:
     total = torch.zeros_like(parts[0][0])
     for salt, part in enumerate(parts):  # sums weighted by position, which overflow on purpose
         total += (
-            part * odd_numbers(torch.arange(len(part), device=part.device) + (salt << 48))
+            part
+            * odd_numbers(
+                torch.arange(
+                    len(part),
+                    device=part.device,
+                )
+                + (salt << 48)
+            )
         ).sum()
     return total
 
@@ -183,7 +190,15 @@ def _pieces(
     for stop, length in zip(accumulate(fused.parts), fused.parts, strict=True):
         low = stop - length
         inside = tuple(
-            (max(a, low), min(b, stop)) for a, b in spans[fused.dim] if max(a, low) < min(b, stop)
+            (
+                max(
+                    a,
+                    low,
+                ),
+                min(b, stop),
+            )
+            for a, b in spans[fused.dim]
+            if max(a, low) < min(b, stop)
         )
         size = sum(b - a for a, b in inside)
         place = tuple(

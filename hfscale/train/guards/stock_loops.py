@@ -112,7 +112,15 @@ def _check_adapted(wrapper: Any, model: Any, *args: Any, **_: Any) -> tuple[Any,
 
 
 def _check_models(accelerator: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-    for given in () if getattr(accelerator, "serves_hfscale", False) else (*args, *kwargs.values()):
+    for given in (
+        ()
+        if getattr(
+            accelerator,
+            "serves_hfscale",
+            False,
+        )
+        else (*args, *kwargs.values())
+    ):
         runtime = find_runtime(given)
         if runtime is not None and runtime.mesh.layout.total_size > 1:
             raise ConfigError(
@@ -133,7 +141,12 @@ def _check_tensors(name: str, tensors: Any, *args: Any, **kwargs: Any) -> tuple[
     parts = {
         id(p.grad): p for model in _spread_models for p in model.parameters() if p.grad is not None
     }
-    spread = _spread_of([*given, *(parts[id(each)] for each in given if id(each) in parts)])
+    spread = _spread_of(
+        [
+            *given,
+            *(parts[id(each)] for each in given if id(each) in parts),
+        ]
+    )
     if spread is not None:
         raise ConfigError(f"torch.nn.utils.{name} {_NORMS[name].format(spread)}")
     return given, *args
@@ -206,7 +219,15 @@ def _check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         cut = next((part for part in parts if part.cut), None)
         if cut is not None and _differs(optimizer, held[0].device, halved=True):
             _refuse(optimizer, cut, f"{cut.name} is cut")
-        elif parts and parts[0].staged and _differs(optimizer, held[0].device, halved=False):
+        elif (
+            parts
+            and parts[0].staged
+            and _differs(
+                optimizer,
+                held[0].device,
+                halved=False,
+            )
+        ):
             _refuse(optimizer, parts[0], "stages hold some parameters each")
         _refuse_over_shards(optimizer, held)
     _judged[optimizer] = len(optimizer.param_groups)
@@ -257,16 +278,41 @@ def _differs(optimizer: torch.optim.Optimizer, device: torch.device, halved: boo
     generator = torch.Generator().manual_seed(0)
     scale = torch.logspace(-1, 1, 8)[:, None]  # so that the two halves have different norms
     start = [torch.randn(8, 8, generator=generator) * scale for _ in range(2)]
-    gradients = [[torch.randn(8, 8, generator=generator) * scale for _ in start] for _ in range(3)]
+    gradients = [
+        [
+            torch.randn(
+                8,
+                8,
+                generator=generator,
+            )
+            * scale
+            for _ in start
+        ]
+        for _ in range(3)
+    ]
     part = [start[0][:4], start[1]] if halved else start[1:]
-    given = [[each[0][:4], each[1]] if halved else each[1:] for each in gradients]
+    given = [
+        [
+            each[0][:4],
+            each[1],
+        ]
+        if halved
+        else each[1:]
+        for each in gradients
+    ]
     try:
         with fork_random_state(device):
             whole, again = (_stepped(optimizer, start, gradients, device) for _ in range(2))
             found = _stepped(optimizer, part, given, device)
     except Exception:  # a class may raise anything in a trial that it was not made for
         return isinstance(optimizer, torch.optim.LBFGS)
-    if any(not torch.equal(one, other) for one, other in zip(whole, again, strict=True)):
+    if any(
+        not torch.equal(
+            one,
+            other,
+        )
+        for one, other in zip(whole, again, strict=True)
+    ):
         return False
     expected = [whole[0][:4], whole[1]] if halved else whole[1:]
     return any(

@@ -179,7 +179,11 @@ def _hash(batch: Mapping[str, Any], zero: Tensor) -> Tensor:
 @lru_cache(maxsize=32)
 def _weights(length: int, device: torch.device) -> Tensor:
     """Return random odd numbers, the same in every process."""
-    drawn = torch.randint(2**62, (length,), generator=torch.Generator().manual_seed(length))
+    drawn = torch.randint(
+        2**62,
+        (length,),
+        generator=torch.Generator().manual_seed(length),
+    )
     return (drawn * 2 + 1).to(device, non_blocking=True)
 
 
@@ -197,22 +201,48 @@ def agree(
     :class:`ConfigError` if they were given different batches.
     """
     empty = torch.empty(0, len(Counts._fields), dtype=torch.int64)
-    own, *more = _on_host([empty if seen is None else seen, *(read if group is not None else ())])
+    own, *more = _on_host(
+        [
+            empty if seen is None else seen,
+            *(read if group is not None else ()),
+        ]
+    )
     if group is None:
         return [Counts(*row) for row in own.tolist()], [[*told]]
     shapes = [
         [(name, tuple(v.shape)) for name, v in batch.items() if isinstance(v, Tensor)]
         for batch in batches
     ]
-    about = [int(seen is None), len(batches), zlib.crc32(repr((shapes, train)).encode())]
-    content = (own[:, -1] * _weights(1 << len(own).bit_length(), own.device)[: len(own)]).sum()
+    about = [
+        int(seen is None),
+        len(batches),
+        zlib.crc32(repr((shapes, train)).encode()),
+    ]
+    content = (
+        own[:, -1]
+        * _weights(
+            1 << len(own).bit_length(),
+            own.device,
+        )[: len(own)]
+    ).sum()
     mine = torch.cat(
-        (torch.tensor(about), content.view(1), torch.tensor(told, dtype=torch.int64), *more)
+        (
+            torch.tensor(about),
+            content.view(1),
+            torch.tensor(
+                told,
+                dtype=torch.int64,
+            ),
+            *more,
+        )
     )
     every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     group.allgather([every], [mine]).wait()
     flat = torch.cat((own.flatten(), *every)).tolist()  # the only read by the host
-    rows, *ranks = [flat[: own.numel()], *_parts(flat[own.numel() :], len(mine))]
+    rows, *ranks = [
+        flat[: own.numel()],
+        *_parts(flat[own.numel() :], len(mine)),
+    ]
     same = len(_Shared._fields)
     shared = [_Shared(*rank[:same]) for rank in ranks]
     if seen is not None and any(each != shared[0] for each in shared):
@@ -268,7 +298,15 @@ def _on_host(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def _different(ranks: list[_Shared], names: list[int]) -> str:
-    if refusing := [str(name) for name, rank in zip(names, ranks, strict=True) if rank.refused]:
+    if refusing := [
+        str(name)
+        for name, rank in zip(
+            names,
+            ranks,
+            strict=True,
+        )
+        if rank.refused
+    ]:
         return f"rank(s) {', '.join(refusing)}, which share this rank's batch, refused theirs: see their error"
     given = ", ".join(
         f"rank {name}: {rank.microbatches} microbatches"
@@ -305,12 +343,21 @@ def with_borders(batch: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
             "across their examples: use microbatches of one row, or attn_implementation='sdpa'"
         )
     positions = batch["position_ids"].cpu().expand(rows, -1)
-    begins = nn.functional.pad(positions.diff(dim=-1) != 1, (1, 0), value=True).flatten()
-    starts = nn.functional.pad(begins.nonzero().squeeze(1), (0, 1), value=begins.numel()).to(
-        torch.int32
-    )
+    begins = nn.functional.pad(
+        positions.diff(dim=-1) != 1,
+        (1, 0),
+        value=True,
+    ).flatten()
+    starts = nn.functional.pad(
+        begins.nonzero().squeeze(1),
+        (0, 1),
+        value=begins.numel(),
+    ).to(torch.int32)
     longest = int(starts.diff().max())
-    return {**batch, **dict(zip(BORDERS, (starts, starts, longest, longest), strict=True))}
+    return {
+        **batch,
+        **dict(zip(BORDERS, (starts, starts, longest, longest), strict=True)),
+    }
 
 
 def to_device(batches: Sequence[Microbatch], device: torch.device) -> list[Microbatch]:
@@ -325,14 +372,21 @@ def to_device(batches: Sequence[Microbatch], device: torch.device) -> list[Micro
             (name, v) for name, v in batch.items() if isinstance(v, Tensor) and v.device != device
         ]:
             if away and value.device.type == "cpu" and not value.requires_grad:
-                together.setdefault(id(value), (value, []))[1].append((batch, name))
+                together.setdefault(
+                    id(value),
+                    (value, []),
+                )[1].append((batch, name))
             else:
                 batch[name] = value.to(device, non_blocking=away)
     if together:
         tensors = [value for value, _ in together.values()]
         forms = [(tensor.shape, tensor.dtype) for tensor in tensors]
         sent = packed(tensors, forms, is_accelerator(device)).to(device, non_blocking=True)
-        for (_, places), value in zip(together.values(), views_of(sent, forms), strict=True):
+        for (_, places), value in zip(
+            together.values(),
+            views_of(sent, forms),
+            strict=True,
+        ):
             for batch, name in places:
                 batch[name] = value
     return moved

@@ -63,7 +63,14 @@ def initialize_local_weights(
         constructors.fill([*names, *buffer_names])
         for key in names:
             whole = template.get_parameter(key).detach()
-            shares[key] = plan.by_name[key].take(whole, mesh.ranks).to(mesh.device, copy=True)
+            shares[key] = (
+                plan.by_name[key]
+                .take(whole, mesh.ranks)
+                .to(
+                    mesh.device,
+                    copy=True,
+                )
+            )
         for key in buffer_names:
             buffers[key] = template.get_buffer(key).to(mesh.device)
         unit.to_empty(device="meta", recurse=recurse)
@@ -108,7 +115,13 @@ class _Constructors:
                 torch.default_generator.manual_seed(self._seed)
                 self._made = construct(template, self._kinds)
         for name, where in left.items():
-            tensors[name].copy_(torch.where(where, _tensor_at(self._made, name), tensors[name]))
+            tensors[name].copy_(
+                torch.where(
+                    where,
+                    _tensor_at(self._made, name),
+                    tensors[name],
+                )
+            )
             if _untouched(tensors[name]).any():
                 raise CheckpointError(
                     f"{type(template).__name__} gives {name} no initial value, neither in its constructor nor in its "

@@ -70,9 +70,8 @@ def test_every_type_reads_like_safetensors(dtype: torch.dtype, tmp_path: Path) -
     deadline=None, max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 def test_any_box(data: st.DataObject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        reader, "_BLOCK_BYTES", data.draw(st.sampled_from([1, 64, 1 << 20]))
-    )  # several row blocks
+    # Several row blocks.
+    monkeypatch.setattr(reader, "_BLOCK_BYTES", data.draw(st.sampled_from([1, 64, 1 << 20])))
     shape = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3))
     whole = torch.arange(float(torch.Size(shape).numel())).view(shape)
     save_file({"before": torch.ones(3), "t": whole, "z": torch.ones(2)}, tmp_path / "f.safetensors")

@@ -102,9 +102,8 @@ def scattered(
     rank = dist.get_rank()
     whole = values(0, *shape).requires_grad_()
     own = collectives.scatter_to_tp_region(whole, lengths, dist.group.WORLD, dim)
-    assert (
-        own.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr()
-    )  # so that the whole can be given up
+    # So that the whole can be given up.
+    assert own.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr()
     loss(own, piece(values(1, *shape), lengths, dim, rank)).backward()
     return own.detach(), whole.grad
 

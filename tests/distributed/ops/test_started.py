@@ -95,9 +95,8 @@ def _group(backend: str) -> Iterator[dist.ProcessGroup]:
 
 def _collectives(backend: str, device: str) -> tuple[str, list[str]]:
     with _group(backend) as group, FakeTensorMode() if device == "cuda" else torch.no_grad():
-        x = torch.ones(
-            1, 4, 1 << 14, device=device
-        )  # large enough for what gloo does to large ones
+        # Large enough for what gloo does to large ones.
+        x = torch.ones(1, 4, 1 << 14, device=device)
         with count_traffic() as traffic:
             start_reduce_scatter(x, [2, 2], 1, group).result()
             start_all_gather(x, [4, 4], 1, group).result()

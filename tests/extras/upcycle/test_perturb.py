@@ -63,9 +63,8 @@ def test_what_is_drawn_has_the_statistics_of_what_it_replaces() -> None:
     kept = torch.ones(512, dtype=torch.bool)
     kept[channels] = False
     assert torch.equal(down[:, kept], weight.T[:, kept])
-    assert not torch.equal(
-        down[:, channels], varied.T[:, channels]
-    )  # drawn for each projection by itself
+    # Drawn for each projection by itself.
+    assert not torch.equal(down[:, channels], varied.T[:, channels])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -114,9 +113,8 @@ def test_every_tensor_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(TensorOnDisk, "read", count)
     opened = open_whole(source)
-    call = importlib.import_module(
-        "hfscale.extras.upcycle.upcycle"
-    )  # hfscale.upcycle is the function
+    # hfscale.upcycle is the function.
+    call = importlib.import_module("hfscale.extras.upcycle.upcycle")
     monkeypatch.setattr(call, "open_whole", lambda _: opened)
     hfscale.upcycle(source, tmp_path / "mixture", noise=0.1)
     assert len(read) == len(set(read)) == len(opened.tensors)
@@ -132,7 +130,6 @@ def test_a_few_tensors_are_in_memory_at_a_time(
     with follow_memory() as memory:
         hfscale.upcycle(source, tmp_path / "mixture", num_experts=16, **options)
     one = 64 * 256 * 4
-    assert (
-        memory.peak < copies * one + 64 * 67 * 4
-    )  # and a small one beside it; the mixture has 144 such projections
+    # And a small one beside it; the mixture has 144 such projections.
+    assert memory.peak < copies * one + 64 * 67 * 4
     assert (tmp_path / "mixture" / "model.safetensors").stat().st_size > 144 * one

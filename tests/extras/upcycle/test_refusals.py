@@ -169,9 +169,8 @@ def test_a_head_stored_under_its_tied_name_is_found(tmp_path: Path) -> None:
     expected = load(source)
     tensors = load_file(source / "model.safetensors")
     tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
-    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(
-        4
-    )  # old checkpoints have such tables
+    # Old checkpoints have such tables.
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
     assert (
         distance(expected, load(hfscale.upcycle(source, tmp_path / "mixture", num_experts=2)))

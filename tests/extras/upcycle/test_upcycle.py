@@ -108,11 +108,12 @@ def test_a_mixture_computes_what_the_dense_model_does(
 def test_both_write_the_same(tmp_path: Path, family: str) -> None:
     source = save_dense(tmp_path / "dense", family, torch.float64, **FEATURES[family][0])
     mixture = load(hfscale.upcycle(source, tmp_path / "mixture", num_experts=4))
+    # Past the windows, from the cache.
     options = {
         "max_new_tokens": 12,
         "do_sample": False,
         "eos_token_id": None,
-    }  # past the windows, from the cache
+    }
     assert torch.equal(load(source).generate(IDS, **options), mixture.generate(IDS, **options))
 
 

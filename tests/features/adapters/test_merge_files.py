@@ -75,9 +75,8 @@ def test_what_is_there_stays_unless_told(
     get_peft_model(base, config).save_pretrained(tmp_path / "adapter")
     places = [str(tmp_path / name) for name in ("base", "adapter", "out")]
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "adapter_config.json").write_text(
-        "{}"
-    )  # which stock transformers would load on top
+    # Which stock transformers would load on top.
+    (tmp_path / "out" / "adapter_config.json").write_text("{}")
     (tmp_path / "out" / "notes.txt").write_text("mine")
     assert main(["merge", *places, "--no-check"]) == 2
     said = capsys.readouterr().err

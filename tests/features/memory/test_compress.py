@@ -236,9 +236,8 @@ def test_a_weight_is_not_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
         return compress(tensor)
 
     monkeypatch.setattr("hfscale.features.memory.stored.compress", noted)
-    ids = torch.arange(3, 35)[
-        None
-    ]  # as many tokens as the hidden size: their inputs look like weights
+    # As many tokens as the hidden size: their inputs look like weights.
+    ids = torch.arange(3, 35)[None]
     hfscale.train_step(model, {"input_ids": ids, "labels": ids})
     weights = [
         weight.detach().to(torch.bfloat16).flatten() for weight in model.model.layers.parameters()

@@ -97,9 +97,8 @@ def test_copies_run_beside_each_other_and_wait_by_events(streams: Streams) -> No
     plain = step(built())
     model = built(offload_activations="64")
     log = streams.log
-    for number, layer in enumerate(
-        model.model.layers
-    ):  # the last gradient of a layer is that of its first norm
+    # The last gradient of a layer is that of its first norm.
+    for number, layer in enumerate(model.model.layers):
         done = ("compute", f"done with layer {number}")
         layer.input_layernorm.weight.register_post_accumulate_grad_hook(
             lambda _, done=done: log.append(done)
@@ -121,11 +120,12 @@ def test_copies_run_beside_each_other_and_wait_by_events(streams: Streams) -> No
     ]
     waits = [what for what in asked["compute"] if what.startswith("after")]
     assert waits == [f"after inward {n}" for n in range(5, 9)]
+    # The copy back of the layer before runs under the backward pass of this one.
     for number in (
         3,
         2,
         1,
-    ):  # the copy back of the layer before runs under the backward pass of this one
+    ):
         assert log.index(("inward", f"copies {9 - number}")) < log.index(
             ("compute", f"done with layer {number}")
         )

@@ -154,10 +154,11 @@ def test_levers_leave_each_other_alone(
     pools: Pools, base: str, layout: str, one: str, other: str
 ) -> None:
     sizes = dict(LAYOUTS[layout])
+    # A block that is recomputed alone enters without overlap, and adds in another order.
     if "modules" in (
         one,
         other,
-    ):  # a block that is recomputed alone enters without overlap, and adds in another order
+    ):
         sizes["overlap"] = False
     pool = pools(2)
     change = other if other in CHANGES else ""

@@ -170,9 +170,8 @@ TOKENS = 4 * 32
 HIDDEN = 32
 HEADS = 4
 FLOAT = 4
-ROTARY = (
-    2 * 32 * HIDDEN // HEADS * FLOAT
-)  # sines and cosines of a sequence, which all layers have in common
+# Sines and cosines of a sequence, which all layers have in common.
+ROTARY = 2 * 32 * HIDDEN // HEADS * FLOAT
 
 
 @pytest.mark.daily("sequence")
@@ -194,9 +193,8 @@ def test_kept_bytes_are_the_formula(pools: Pools, layout: str) -> None:
         assert full[rank][0] == 4 * stream
         layer = (whole[rank][0] - ROTARY) // 4
         assert second[rank][0] == 2 * layer + 2 * stream + ROTARY
-        assert (
-            flash[rank] == whole[rank][0] - 4 * TOKENS * HEADS * FLOAT // tp
-        )  # a logarithm for each row of scores
+        # A logarithm for each row of scores.
+        assert flash[rank] == whole[rank][0] - 4 * TOKENS * HEADS * FLOAT // tp
         assert scores[rank] == flash[rank]
         assert full[rank][1] < second[rank][1] < whole[rank][1]
 
@@ -216,9 +214,8 @@ def test_a_budget_takes_as_few_layers_as_it_needs() -> None:
         match=r"recomputing all 4 layers of this rank still keeps .*: use smaller micro",
     ):
         kept(MemoryConfig(recompute="100KB"), {}, "sdpa")
-    with pytest.raises(
-        ConfigError, match="still keeps"
-    ):  # before anything runs, where the tokens are known
+    # Before anything runs, where the tokens are known.
+    with pytest.raises(ConfigError, match="still keeps"):
         hfscale.from_config(tiny("llama"), memory=MemoryConfig(recompute="1KB", tokens=4096))
 
 
@@ -404,9 +401,8 @@ def test_random_state_of_the_device_is_kept_for_every_module(
             without.append(called[-1])
         return [], []
 
-    used = SimpleNamespace(
-        _initialized=True
-    )  # as the module of a GPU is once something has run there
+    # As the module of a GPU is once something has run there.
+    used = SimpleNamespace(_initialized=True)
     monkeypatch.setattr(torch.utils.checkpoint, "_get_device_module", lambda _: used)
     monkeypatch.setattr(torch.utils.checkpoint, "get_device_states", device_states)
     model(input_ids=torch.arange(3, 11)[None], use_cache=False)

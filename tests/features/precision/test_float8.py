@@ -223,9 +223,8 @@ def test_the_plan_says_what_is_and_what_is_not() -> None:
     assert "not in 8 bits (sizes are no multiples of 16): model.layers.*.mlp.gate_proj x2" in text
     assert "lm_head" not in "".join(line for line in text.splitlines() if "8 bits" in line)
     mixture = str(hfscale.plan(qwen3_moe(num_experts=16), mixed_precision="fp8"))
-    assert (
-        "not in 8 bits" not in mixture
-    )  # experts are no modules of their own, and routers no projections
+    # Experts are no modules of their own, and routers no projections.
+    assert "not in 8 bits" not in mixture
     assert "8 bits" not in str(hfscale.plan(config, mixed_precision="bf16"))
 
 

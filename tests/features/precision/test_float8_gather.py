@@ -152,9 +152,8 @@ def test_scales_are_asked_for_once_for_all_that_are_known(pools: Pools, case: st
         assert fp8.calls["allreduce"] - bf16.calls["allreduce"] == 1 + questions * MICROBATCHES
         saved = ("tp_size" in layout) * 3 * LAYERS - 2 * (case == "lora")
         assert each.calls["allreduce"] - fp8.calls["allreduce"] == saved * MICROBATCHES
-        if (
-            case != "lora"
-        ):  # whose factors read the input too: their gradients are added in another order
+        # Whose factors read the input too: their gradients are added in another order.
+        if case != "lora":
             assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 

@@ -43,9 +43,8 @@ def test_an_accelerators_loop_equals_one_process(
     found = pools(2).run(
         accelerator.train, str(tmp_path / "start"), layout, str(tmp_path / "out"), "fp8"
     )
-    norms = accelerator.train_stock(
-        stock, 4 * ParallelConfig(**layout).batch_world, 2
-    )  # scales are of a microbatch
+    # Scales are of a microbatch.
+    norms = accelerator.train_stock(stock, 4 * ParallelConfig(**layout).batch_world, 2)
     accelerator.assert_trained_alike(found, norms, tmp_path / "out", stock)
 
 

@@ -35,12 +35,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 OVERFLOWS = 2.0**22
 FITS = 2.0**14
+# FSDP2 sums weights' gradients over tokens in 16 bits.
 DATA = (
     "shard2",
     "replicate2",
     "cp2",
     "pp2, shard2",
-)  # FSDP2 sums weights' gradients over tokens in 16 bits
+)
 STEPS = 8
 
 
@@ -281,6 +282,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(
 ) -> None:
     """With any optimizer; and a resumed run goes on with the scale."""
     AutoModelForCausalLM.from_config(config(tied=True)).save_pretrained(tmp_path)
+    # Grows at 2 and 6; overflows at 3, 4, 7.
     scales = [
         1024.0,
         2048.0,
@@ -290,7 +292,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(
         1024.0,
         512.0,
         512.0,
-    ]  # grows at 2 and 6; overflows at 3, 4, 7
+    ]
     for found in run(pools, LAYOUTS[layout], poisoned, str(tmp_path), LAYOUTS[layout], name):
         assert [metrics["loss_scale"] for metrics, _ in found] == scales
         assert [same for _, same in found] == [

@@ -35,9 +35,8 @@ def config_with(
     family: str = "deepseek_v3", depths: int = 1, layers: int = 2, **changes: Any
 ) -> Any:
     given = MELLUM if family == "mellum" else {"first_k_dense_replace": 1}
-    config = config_of(
-        family, layers=layers, **{"vocab_size": 11, **given, **changes}
-    )  # some drafts are accepted
+    # Some drafts are accepted.
+    config = config_of(family, layers=layers, **{"vocab_size": 11, **given, **changes})
     config.num_mtp_layers = depths
     return config
 

@@ -108,9 +108,8 @@ def compare_weights(
         if not runtime.is_local(name):
             continue
         module, attribute = owner_of(runtime.model, name)
-        with torch.compiler.set_stance(
-            "force_eager"
-        ):  # bitsandbytes compiles what reads odd rows: 12 s on a new machine
+        # Bitsandbytes compiles what reads odd rows: 12 s on a new machine.
+        with torch.compiler.set_stance("force_eager"):
             ours = dequantized(module, attribute)
             whole = dequantized(reference.get_submodule(name.removesuffix(".weight")))
         expected = local_share(runtime, name, whole)

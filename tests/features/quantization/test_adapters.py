@@ -54,9 +54,8 @@ def trained(path: str, layout: Layout, late: bool, state: str | None, bits: int 
         optimizer.zero_grad()
         if state is not None and step == 0:
             hfscale.save_state(model, state, optimizer=optimizer)
-    if (
-        state is not None
-    ):  # the adapters go back to where they were after the first step; the base never moved
+    # The adapters go back to where they were after the first step; the base never moved.
+    if state is not None:
         hfscale.load_state(model, state, optimizer=optimizer)
         again = float(hfscale.train_step(model, {"input_ids": ids, "labels": ids}))
         assert again == losses[1]
@@ -118,9 +117,8 @@ def experts_trained(path: str, layout: Layout, late: bool) -> list[float]:
     if late:
         hfscale.get_peft_model(model, adapters, seed=0)
     model.train()
-    optimizer = torch.optim.SGD(
-        [p for p in model.parameters() if p.requires_grad], lr=1e5
-    )  # routed sums of small experts
+    # Routed sums of small experts.
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e5)
     ids = tokens(4)[hfscale.batch_rank(model) :: hfscale.batch_world(model)]
     losses = []
     for _ in range(STEPS):
@@ -180,9 +178,8 @@ def test_what_is_trained_whole_is_not_quantized(tmp_path: Path) -> None:
     words = r"layers.0.self_attn.q_proj.weight is in 4 bits, .*llm_int8_skip_modules=(\[.*\])\)"
     with pytest.raises(ConfigError, match=words) as caught:
         load(path, {}, four_bits(), peft_config=config)
-    skipped = ast.literal_eval(
-        re.search(r"\[.*\]", str(caught.value))[0]
-    )  # what it says to do does
+    # What it says to do does.
+    skipped = ast.literal_eval(re.search(r"\[.*\]", str(caught.value))[0])
     quantization = four_bits(llm_int8_skip_modules=skipped)
     model = load(path, {}, quantization, peft_config=config)
     assert any(

@@ -32,9 +32,8 @@ from ...stored_weights import CONFIGS, WRITTEN, Written, fp8, write
 from ...sweeps import cases
 from ...tensor_memory import follow_memory
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:The following .*_pattern keys"
-)  # PEFT's, of experts
+# PEFT's, of experts.
+pytestmark = pytest.mark.filterwarnings("ignore:The following .*_pattern keys")
 
 Pools = Callable[[int], RankPool]
 Layout = dict[str, Any]
@@ -373,9 +372,8 @@ def test_loading_takes_less_than_a_plain_load(
 
 
 def test_a_plan_counts_the_stored_bytes(written: dict[Pair, Path], packed: dict[Pair, Any]) -> None:
-    told = {
-        pair: path for pair, path in written.items() if pair[1] != "int4 experts"
-    }  # whose config does not tell
+    # Whose config does not tell.
+    told = {pair: path for pair, path in written.items() if pair[1] != "int4 experts"}
     for pair, path in told.items():
         config = lora(pair[0])
         plan = hfscale.plan(

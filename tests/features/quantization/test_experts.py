@@ -188,13 +188,11 @@ def test_ranks_quantize_their_own_experts_only(pools: Pools, tmp_path: Path, lay
     path = save(mixture("qwen3_moe"), tmp_path, torch.bfloat16)
     numbers = 2 * 4 * 3 * 128 * 128
     for peak, experts in pools(ranks).run(held, path, sizes):
-        assert (
-            experts == numbers // ranks // 2 + numbers // ranks // 64 * 4
-        )  # packed bytes and scales
+        # Packed bytes and scales.
+        assert experts == numbers // ranks // 2 + numbers // ranks // 64 * 4
         largest = 4 * 2 * 128 * 128 * 2 // ranks  # gate_up_proj of a layer, this rank's share
-        assert (
-            peak <= 3 * largest + 200_000
-        )  # read, stacked, joined, beside all that is not experts (and quantized)
+        # Read, stacked, joined, beside all that is not experts (and quantized).
+        assert peak <= 3 * largest + 200_000
         assert peak < 2 * numbers  # 16 bits
 
 

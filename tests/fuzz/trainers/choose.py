@@ -106,9 +106,8 @@ def choose(seed: int, index: int) -> Draw:
 
 def _of_scores(trainer: str, layout: dict[str, Any]) -> dict[str, Any]:
     """A layout for losses of TRL's."""
-    if (
-        trainer == "RLOOTrainer"
-    ):  # generates by itself, which data ranks do with numbers of their own
+    # Generates by itself, which data ranks do with numbers of their own.
+    if trainer == "RLOOTrainer":
         return {"tp_size": 2}
     if layout.get("pp_size", 1) == 1 or trainer == "Trainer":
         return layout
@@ -128,10 +127,11 @@ def _whole_batches(random: Random, layout: dict[str, Any], arguments: dict[str, 
 def _model(random: Random, trainer: str) -> str:
     if trainer == "RewardTrainer":
         return "regression"
+    # GPT-2's positions count what pads prompts on the left.
     if trainer in (
         "GRPOTrainer",
         "RLOOTrainer",
-    ):  # GPT-2's positions count what pads prompts on the left
+    ):
         return random.choice(("llama", "tied"))
     names = ["llama", "tied", "gpt2", "mixture", "balanced"]
     if trainer == "Trainer":
@@ -365,9 +365,8 @@ def _resume(random: Random, draw: dict[str, Any], arguments: dict[str, Any]) -> 
     if draw["model"] in MIXTURES and "use_seedable_sampler" in str(
         arguments.get("accelerator_config")
     ):
-        arguments.pop(
-            "accelerator_config"
-        )  # stock code draws another order, and is no yardstick for them otherwise
+        # Stock code draws another order, and is no yardstick for them otherwise.
+        arguments.pop("accelerator_config")
     if draw["trainer"] != "Trainer":  # TRL's means since the last row are lost
         arguments |= {"logging_steps": 1, "logging_strategy": "steps"}
         arguments.pop("logging_first_step", None)

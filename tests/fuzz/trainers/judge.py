@@ -140,9 +140,8 @@ def _judged_going_on(draw: Draw, place: Place, stock: Any, timeout: float) -> Ve
         if verdict.outcome != "equal":
             return replace(verdict, detail=f"{verdict.detail} (in {draw.resume})")
     place = replace(place, resume=f"{directory}/{writer}/checkpoint-{STEP}")
-    if (
-        draw.model in MIXTURES
-    ):  # whose experts stock code leaves as they are when it goes on (transformers#48805)
+    # Whose experts stock code leaves as they are when it goes on (transformers#48805).
+    if draw.model in MIXTURES:
         found, verdict = _ranks(draw, place, directory, timeout)
         verdict = verdict or compared(draw, place, found, stock)
     else:
@@ -215,9 +214,8 @@ def _ranks(
     ended = await_all(pids, directory, timeout)
     if any(end.error for end in ended.values()):
         verdict = failed(list(ended.values()))
-        if (
-            verdict.outcome == "late" and "CheckpointError" in verdict.kind
-        ):  # which is read behind ``train``
+        # Which is read behind ``train``.
+        if verdict.outcome == "late" and "CheckpointError" in verdict.kind:
             verdict.outcome = "refused"
         return [], verdict
     return [
@@ -235,9 +233,8 @@ def compared(
     """
     wrote = wrote or Path(place.out).parent / "stock"
     weights = wrote / "final"
-    if draw.model in MIXTURES and draw.arguments.get(
-        "load_best_model_at_end"
-    ):  # likewise without its experts
+    # Likewise without its experts.
+    if draw.model in MIXTURES and draw.arguments.get("load_best_model_at_end"):
         weights = wrote / stock["best"][1]
         stock = _without_predictions(stock)
     steep = draw.arguments.get("optim") in ("rmsprop", "adagrad")  # which divide by next to nothing
@@ -267,9 +264,8 @@ def _without_predictions(stock: Any) -> Any:
 
 def _histories(ours: Any, stock: Any, draw: Draw, place: Place, loose: float) -> str:
     ignored = set(_ignored(draw, place))
-    if (
-        place.resume and draw.model in MIXTURES
-    ):  # held to a run without a stop, and TRL counts anew wherever it goes on
+    # Held to a run without a stop, and TRL counts anew wherever it goes on.
+    if place.resume and draw.model in MIXTURES:
         ignored |= {"num_tokens", "eval_num_tokens"}
     one = ours["history"]
     other = stock["history"]
@@ -293,10 +289,11 @@ def _histories(ours: Any, stock: Any, draw: Draw, place: Place, loose: float) ->
 
 def _ignored(draw: Draw, place: Place) -> list[str]:
     """What data ranks pad by lengths of their own, and means of ranks' means, which stock code has too."""
+    # Which has a copy of the adapter.
     if draw.adapter and draw.trainer not in (
         "Trainer",
         "SFTTrainer",
-    ):  # which has a copy of the adapter
+    ):
         return ["total_flos", *_ignored(replace(draw, adapter=""), place)]
     wrote = json.loads(draw.resume) if draw.resume.startswith("{") else {}
     # A run that goes on has the rows of the one before, too.
@@ -314,9 +311,8 @@ def _ignored(draw: Draw, place: Place) -> list[str]:
 
 def _others(ours: Any, stock: Any, draw: Draw, place: Place, loose: float) -> str:
     names = {"step", "epoch", "types", "best", "metrics", "labels", "predictions"} & stock.keys()
-    if (
-        place.resume and draw.adapter == "qlora"
-    ):  # which TRL makes bfloat16, and PEFT float32 where stock code goes on
+    # Which TRL makes bfloat16, and PEFT float32 where stock code goes on.
+    if place.resume and draw.adapter == "qlora":
         names -= {"types"}
     for name in sorted(names):
         if not _close(ours[name], stock[name], 10 * loose):

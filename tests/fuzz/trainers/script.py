@@ -136,20 +136,17 @@ def build(draw: Draw, place: Place) -> Any:
     else:
         model = auto.from_pretrained(place.start, **given)
         for module in model.modules():
-            if hasattr(
-                module, "support_avx512bf16_for_cpu"
-            ):  # a layout that some processors have for evaluation
+            # A layout that some processors have for evaluation.
+            if hasattr(module, "support_avx512bf16_for_cpu"):
                 module.support_avx512bf16_for_cpu = False
         if adapter is not None:
             from peft import PeftModel
 
-            with torch.random.fork_rng(
-                devices=[]
-            ):  # what it draws and then overwrites is not part of a run
+            # What it draws and then overwrites is not part of a run.
+            with torch.random.fork_rng(devices=[]):
                 model = PeftModel.from_pretrained(model, adapter, is_trainable=True)
-        if (
-            draw.late
-        ):  # Trainer says it to the model that it is made with, and the one that trains is another
+        # Trainer says it to the model that it is made with, and the one that trains is another.
+        if draw.late:
             model.config.use_cache = False
         if draw.nudge:
             generator = torch.Generator().manual_seed(draw.nudge)

@@ -143,9 +143,8 @@ def build(case: Case, path: str, layout: dict[str, Any] | None) -> Any:
         )
     model = AutoModelForCausalLM.from_pretrained(path, **load)
     for module in model.modules():
-        if hasattr(
-            module, "support_avx512bf16_for_cpu"
-        ):  # a layout that some processors have for evaluation
+        # A layout that some processors have for evaluation.
+        if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
     return (
         model

@@ -25,9 +25,8 @@ TP2 = {"tp_size": 2}
 DP2 = {"dp_shard_size": 2}
 PP2 = {"pp_size": 2, "num_microbatches": 4}
 CASE = Case({"save_strategy": "steps", "save_steps": 2}, metrics=False)
-GROUPED = {
-    "train_sampling_strategy": "group_by_length"
-}  # in an order that the process's own stream draws
+# In an order that the process's own stream draws.
+GROUPED = {"train_sampling_strategy": "group_by_length"}
 
 
 @pytest.fixture(scope="module")

@@ -59,9 +59,8 @@ def rows(name: str, count: int, seed: int) -> list[dict[str, Any]]:
     ids = torch.randint(3, 67, (count, 10), generator=generator)
     made = []
     for row in ids.tolist():
-        kept = (
-            10 if name == "clm" else 5 + row[0] % 6
-        )  # padded to the longest, as --pad_to_max_length
+        # Padded to the longest, as --pad_to_max_length.
+        kept = 10 if name == "clm" else 5 + row[0] % 6
         padded = {
             "input_ids": row[:kept] + [0] * (10 - kept),
             "attention_mask": [1] * kept + [0] * (10 - kept),

@@ -26,9 +26,8 @@ class Dies(transformers.TrainerCallback):
         self.step = step
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        assert control.should_save == (
-            state.global_step % 3 == 0
-        )  # others see nothing of saves to memory
+        # Others see nothing of saves to memory.
+        assert control.should_save == (state.global_step % 3 == 0)
         if state.global_step == self.step:
             raise RuntimeError("killed")
 
@@ -62,9 +61,8 @@ def attempt(path: str, root: str, dies: int, resume: bool) -> list[dict[str, flo
 def stop_and_go(path: str, whole: str, parts: str) -> None:
     expected = attempt(path, whole, 0, False)
     assert attempt(path, parts, 3, False) == [1]  # after the save of step 2
-    assert attempt(path, parts, 5, True) == [
-        1
-    ]  # goes on from 2, saves 3 to the disk and 4 to memory
+    # Goes on from 2, saves 3 to the disk and 4 to memory.
+    assert attempt(path, parts, 5, True) == [1]
     assert attempt(path, parts, 0, True) == expected
     found = {path.name for path in Path(parts, "out").iterdir()}
     assert found >= {"checkpoint-3"}

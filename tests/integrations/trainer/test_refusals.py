@@ -82,9 +82,8 @@ def test_options_that_make_no_difference_are_said(tmp_path: Path) -> None:
         assert heard_options(given) == {}
     given = arguments(str(tmp_path), optim="sgd", optim_args="momentum=0.9,nesterov=true")
     assert heard_options(given) == {"momentum": "0.9", "nesterov": "true"}
-    check_optimizer(
-        arguments(str(tmp_path), optim="adamw_torch", optim_args="eps=1e-6")
-    )  # which nothing hears
+    # Which nothing hears.
+    check_optimizer(arguments(str(tmp_path), optim="adamw_torch", optim_args="eps=1e-6"))
 
 
 def try_precision_of_launcher(out: str) -> str:

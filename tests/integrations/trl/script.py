@@ -101,9 +101,8 @@ class Case:
     more: dict[str, Any] = field(default_factory=dict)
     adapted: Any = None  # a PEFT config of adapters that the model has before
     taught: bool = False  # by the model in the folder ``teacher``
-    made: Callable[[str], dict[str, Any]] | None = (
-        None  # more arguments of the trainer, made on every rank
-    )
+    # More arguments of the trainer, made on every rank.
+    made: Callable[[str], dict[str, Any]] | None = None
 
 
 def length_reward(completions: list[str], **_: Any) -> list[float]:

@@ -25,9 +25,8 @@ class _Scores:
         self.path = path
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **given)
         for module in self.model.modules():
-            if hasattr(
-                module, "support_avx512bf16_for_cpu"
-            ):  # a layout that some processors have for evaluation
+            # A layout that some processors have for evaluation.
+            if hasattr(module, "support_avx512bf16_for_cpu"):
                 module.support_avx512bf16_for_cpu = False
 
     def fill(self, weights: Iterable[tuple[str, Tensor]]) -> None:

@@ -168,9 +168,8 @@ def test_scores_of_few_rows_are_in_memory(
     with Largest() as seen:
         parts = attend(q, k, v, None, reading)
         parts.sum().backward()
-    assert seen.most <= max(
-        bound, *(x.numel() for x in (q, k, v)), 2 * TOTAL * TOTAL
-    )  # nor more than the mask
+    # Nor more than the mask.
+    assert seen.most <= max(bound, *(x.numel() for x in (q, k, v)), 2 * TOTAL * TOTAL)
     if not dropout:
         torch.testing.assert_close(parts, whole, rtol=0, atol=1e-13)
 
@@ -316,9 +315,8 @@ def test_kinds_of_packed_rows_follow_from_where_documents_begin(
         wanted = [seen.kind(*pair) for pair in pairs]
         assert len(looks) == 1
         for (rows, columns), kind, want in zip(pairs, found, wanted, strict=True):
-            alone = (
-                rows == columns and rows[1] - rows[0] == 1
-            )  # one token, for which both say the same
+            # One token, for which both say the same.
+            alone = rows == columns and rows[1] - rows[0] == 1
             assert kind == want or (alone and (kind, want) == (CAUSAL, FULL))
 
 

@@ -53,9 +53,8 @@ def sent(short: Traffic, long: Traffic, method: str, size: int) -> float:
     """Bytes that a rank sends of the tokens that ``long`` has more."""
     payload = Traffic(payload=long.payload - short.payload)
     del payload.payload["recv"]
-    return payload.bytes_sent(
-        2 if method == "heads_ring" else size
-    )  # which exchanges within groups of two
+    # Which exchanges within groups of two.
+    return payload.bytes_sent(2 if method == "heads_ring" else size)
 
 
 METHODS = [(method, size) for method in ("gather", "ring", "heads") for size in (2, 4)] + [

@@ -136,9 +136,8 @@ def test_only_a_mean_over_tokens_is_proved() -> None:
     ):
         model = auto_class.from_config(config_of(family))
         assert prove_token_loss(model) == (wanted, True)
-    assert not prove_token_loss(AutoModelForCausalLM.from_config(tiny("llama")))[
-        0
-    ]  # it shifts labels
+    # It shifts labels.
+    assert not prove_token_loss(AutoModelForCausalLM.from_config(tiny("llama")))[0]
     with (
         proved_anew(),
         pytest.raises(hfscale.PlanError, match="mean over tokens, and this loss is another"),

@@ -339,10 +339,11 @@ def test_buffers_live_until_their_streams_are_done(pools: Pools, kind: str) -> N
         **({"gradient_compression": kind} if kind != "no" else {}),
     }
     layout = {"dp_shard_size": 2} if kind == "eight bits" else replicated
+    # Reduced in 32 bits: gradients are no views of it.
     narrow = {
         "dtype": torch.bfloat16,
         "mixed_precision": "bf16",
-    }  # reduced in 32 bits: gradients are no views of it
+    }
     offloaded = {"dtype": torch.float32, "memory": MemoryConfig(offload_parameters=True)}
     eight = {
         "dtype": torch.float32,

@@ -335,9 +335,8 @@ def test_refusals() -> None:
         hfscale.record_routes(model).__enter__()
     with pytest.raises(ConfigError, match="otherwise than by top-k"):
         hfscale.record_routes(built(config_of("phimoe"))).__enter__()
-    with pytest.raises(
-        ConfigError, match="otherwise than by top-k"
-    ):  # layers that choose by token id
+    # Layers that choose by token id.
+    with pytest.raises(ConfigError, match="otherwise than by top-k"):
         step(built(config_of("deepseek_v4")), batch, routes=others((2, 7, 2), 4, 2))
     for routing in (RoutingConfig(router="switch"), RoutingConfig(force_balanced=True)):
         with pytest.raises(ConfigError, match="own router"):
@@ -377,16 +376,16 @@ def test_routes_of_engines(engine: str) -> None:
         expected[row, start : start + len(array), 0] = torch.from_numpy(array[:, 1])
     if engine == "vllm":
         found = hfscale.routes_from_vllm(model, arrays, MASK)
-        only = hfscale.routes_from_vllm(
-            model, [array[:, 1:] for array in arrays], MASK
-        )  # layers with mixtures alone
+        # Layers with mixtures alone.
+        only = hfscale.routes_from_vllm(model, [array[:, 1:] for array in arrays], MASK)
         assert torch.equal(only, found)
+        # A rank without rows.
         assert hfscale.routes_from_vllm(model, [], MASK[:0]).shape == (
             0,
             7,
             1,
             2,
-        )  # a rank without rows
+        )
     elif engine == "vllm server":
         files = [io.BytesIO() for _ in arrays]
         for file, array in zip(files, arrays, strict=True):

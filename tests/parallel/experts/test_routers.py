@@ -364,10 +364,11 @@ def _collectives(options: dict[str, Any]) -> list[str]:
 def test_slots_exchange_no_counts(pools: Any) -> None:
     fixed = pools(2).run(_collectives, {"capacity_factor": 1.0})[0]
     counted = pools(2).run(_collectives, {})[0]
+    # Shapes of batches once a pass; rows there and back.
     assert fixed == [
         "all_gather",
         *["all_to_all_single"] * 4,
-    ]  # shapes of batches once a pass; rows there and back
+    ]
     assert counted.count("all_to_all_single") == 6
 
 

@@ -32,11 +32,12 @@ def travel(index: Tensor, count: int, group: dist.ProcessGroup | None) -> tuple[
     weights = torch.rand(n, k, dtype=torch.float64)
     plain = (named * kept.unsqueeze(-1)).sum(1)
     weighted = (named * (kept * weights).unsqueeze(-1)).sum(1)
+    # On a CPU, and what GPUs do.
     for sums in (
         routes.sum_by_token,
         routes.added_up,
         routes.gathered,
-    ):  # on a CPU, and what GPUs do
+    ):
         assert torch.equal(sums(back, None), plain)
         torch.testing.assert_close(sums(back, weights), weighted)
     assert torch.equal(routes.places.flatten()[routes.order], torch.arange(len(routes.order)))

@@ -94,13 +94,11 @@ class _Rank:
 
     def _transfer(self, kind: str, stage: int, name: tuple[str, int, int]) -> _Task:
         other = self.homes[stage]
-        before = self.queues[self.rank, "computing"][
-            -1:
-        ]  # a transfer begins after the computation queued so far
+        # A transfer begins after the computation queued so far.
+        before = self.queues[self.rank, "computing"][-1:]
         task = _Task(self.costs.communication, before)
-        way = (
-            (self.rank, other) if kind.startswith("SEND") else (other, self.rank)
-        )  # those that share a communicator
+        # Those that share a communicator.
+        way = (self.rank, other) if kind.startswith("SEND") else (other, self.rank)
         self.queues[self.rank, way].append(task)
         self.halves[name].append(task)
         return task

@@ -61,9 +61,8 @@ def simulate(
     ]
     losses = []
     for k, microbatches in enumerate(calls):
-        if (
-            layout.pipeline_schedule == "pipedream"
-        ):  # stage s has seen the updates of batches 0 .. k - (p - s)
+        # Stage s has seen the updates of batches 0 .. k - (p - s).
+        if layout.pipeline_schedule == "pipedream":
             versions = [max(k - (p - 1 - s), 0) for s in range(p)]
         else:
             versions = [max(k - 1, 0)] * p

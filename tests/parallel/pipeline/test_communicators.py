@@ -12,9 +12,8 @@ from . import communicators
 from .communicators import simulate_communicators
 from .formulas import ideal_bubble
 
-TRANSFER = (
-    0.02  # of a forward pass of a rank: 8 MiB where it takes 4 ms and a link carries 100 GB/s
-)
+# Of a forward pass of a rank: 8 MiB where it takes 4 ms and a link carries 100 GB/s.
+TRANSFER = 0.02
 
 
 def _costs(virtual: int, transfer: float = TRANSFER) -> Costs:
@@ -35,10 +34,11 @@ def test_no_communicator_holds_up_another(schedule: str, p: int) -> None:
         actions = order(schedule, p, m, virtual, steps=2 if schedule in ASYNCHRONOUS else 1)
         ideal = simulate(actions, _costs(virtual, 0.0)).makespan
         bubble = ideal_bubble(schedule, p, m, virtual, _costs(virtual))
+        # Whose formula is not of the whole span.
         if bubble is not None and schedule not in (
             "zbv",
             *ASYNCHRONOUS,
-        ):  # whose formula is not of the whole span
+        ):
             assert ideal == pytest.approx(3 * m * (1 + bubble))
         found = simulate_communicators(actions, _costs(virtual, 0.0))
         assert found.makespan == pytest.approx(ideal, rel=0.03), m
@@ -78,9 +78,8 @@ def test_a_deadlock_of_transfers_is_said() -> None:
     """Stage 1 takes the microbatches the other way round: each rank waits for the other's second one."""
     first = (Action(0, "forward", 0), Action(0, "forward", 1))
     order_of = (first, (Action(1, "forward", 1), Action(1, "forward", 0)))
-    assert (
-        simulate_communicators(order_of).makespan == 4.0
-    )  # programs ask for both where they are sent
+    # Programs ask for both where they are sent.
+    assert simulate_communicators(order_of).makespan == 4.0
     crossed = [[("SEND_F", 0, 0), ("SEND_F", 0, 1)], [("RECV_F", 1, 1), ("RECV_F", 1, 0)]]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(communicators, "rank_programs", lambda _: crossed)

@@ -45,9 +45,8 @@ class _Saved:
     """Holds a tensor for autograd, which lets go of it with the node that saved it."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor = (
-            tensor.detach()
-        )  # an output that is saved would else keep the node that keeps it
+        # An output that is saved would else keep the node that keeps it.
+        self.tensor = tensor.detach()
 
 
 class Watch:
@@ -164,6 +163,5 @@ def test_evaluation_keeps_nothing(pools: Pools) -> None:
     for rank in pools(2).run(watch, "1f1b", 2, 6, evaluates=True):
         for stage, peak in rank.items():
             assert (peak.graphs, peak.kept) == (0, [])
-            assert (
-                stage == 1 or peak.streams <= 3
-            )  # two under way, and the next one; the last stage's are its losses
+            # Two under way, and the next one; the last stage's are its losses.
+            assert stage == 1 or peak.streams <= 3

@@ -53,9 +53,8 @@ def test_bubble_and_peak_are_the_formulas(schedule: str, virtual: int) -> None:
 def test_the_formulas_in_numbers() -> None:
     assert ideal_bubble("gpipe", 4, 8) == ideal_bubble("1f1b", 4, 8) == 3 / 8
     assert ideal_bubble("interleaved1f1b", 4, 8, 2) == ideal_bubble("looped_bfs", 4, 8, 2) == 3 / 16
-    assert (
-        ideal_bubble("interleaved_zero_bubble", 4, 8, 1) == 1 / 8
-    )  # a third of 1F1B's where F = I = W
+    # A third of 1F1B's where F = I = W.
+    assert ideal_bubble("interleaved_zero_bubble", 4, 8, 1) == 1 / 8
     assert ideal_bubble("zbv", 4, 8, 2) == 0
     assert ideal_bubble("zbv", 4, 4, 2) is None  # fewer than 2p - 1 microbatches
     assert ideal_bubble("dualpipev", 4, 8, 2) == 3 * 2 / 48

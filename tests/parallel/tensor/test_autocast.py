@@ -97,6 +97,5 @@ def test_what_is_gathered_again_is_of_the_products_type(
         for name, (share, *_) in grads.items():
             assert torch.equal(share, same[name][0]), name
         more = sum(traffic.payload.values()) - sum(before.payload.values())
-        assert (
-            more == B * S // 2 * H * 2 * 2 * LAYERS
-        )  # this rank's share in 16 bits, of two blocks in each layer
+        # This rank's share in 16 bits, of two blocks in each layer.
+        assert more == B * S // 2 * H * 2 * 2 * LAYERS

@@ -116,9 +116,8 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
         for made in (leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)):
-            if (
-                made.ndim and made.shape[-1] == self.width and made.shape[0] != H
-            ):  # the weight, transposed
+            # The weight, transposed.
+            if made.ndim and made.shape[-1] == self.width and made.shape[0] != H:
                 self.largest = max(self.largest, made.numel())
         if (
             func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm)
@@ -176,9 +175,8 @@ def test_peak_bytes() -> None:
                 peak = max(peak, alive)
         peaks[name] = peak / logits_bytes
     assert peaks["stock"] > 2.0, peaks
-    assert peaks["hfscale"] < 0.7, (
-        peaks
-    )  # a quarter for a chunk, a few blocks for sums, the rest is the model's
+    # A quarter for a chunk, a few blocks for sums, the rest is the model's.
+    assert peaks["hfscale"] < 0.7, peaks
 
 
 def twice(path: str, layout: dict[str, int]) -> None:

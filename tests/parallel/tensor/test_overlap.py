@@ -213,7 +213,8 @@ def test_what_projections_read_is_gathered_again_once_for_all(pools: Pools, tmp_
     AutoModelForCausalLM.from_config(tiny("llama"), dtype=torch.float32).save_pretrained(tmp_path)
     kept = pools(2).run(gathers_in_backward, str(tmp_path), {})
     again = pools(2).run(gathers_in_backward, str(tmp_path), {"sequence_regather": True})
+    # Two blocks in two layers.
     assert [after - before for before, after in zip(kept, again, strict=True)] == [
         4,
         4,
-    ]  # two blocks in two layers
+    ]

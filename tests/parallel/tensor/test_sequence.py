@@ -150,9 +150,8 @@ LAYERS = 2
 def count(path: str, layout: dict[str, Any]) -> Traffic:
     model = hfscale.from_pretrained(path, parallel=ParallelConfig(**layout)).train()
     ids = torch.arange(B * S).view(B, S)
-    hfscale.train_step(
-        model, {"input_ids": ids, "labels": ids}
-    )  # the first step also agrees on the random stream
+    # The first step also agrees on the random stream.
+    hfscale.train_step(model, {"input_ids": ids, "labels": ids})
     with count_traffic() as traffic:
         hfscale.train_step(model, {"input_ids": ids, "labels": ids})
     return traffic
@@ -182,9 +181,8 @@ def saved_bytes(path: str, layout: dict[str, Any]) -> int:
 
     def keep(tensor: Tensor) -> Tensor:
         if tensor.is_floating_point() and tensor.untyped_storage().data_ptr() not in parameters:
-            storages[tensor.untyped_storage().data_ptr()] = (
-                tensor  # alive, so that no other takes its place
-            )
+            # Alive, so that no other takes its place.
+            storages[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
     hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)

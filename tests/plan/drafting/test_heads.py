@@ -120,9 +120,8 @@ def test_key_value_heads_among_their_queries_are_not_copied() -> None:
 
 
 def test_heads_in_groups() -> None:
-    config = AutoConfig.for_model(
-        "diffllama"
-    )  # the halves of the heads are subtracted from one another
+    # The halves of the heads are subtracted from one another.
+    config = AutoConfig.for_model("diffllama")
     config = tiny_clone(config, num_attention_heads=8, num_key_value_heads=4, pad_token_id=None)
     planned = _plan(config, 4).by_name["model.layers.0.self_attn.k_proj.weight"]
     assert planned.cuts == (Cut("tp", 0, 4, (16, 16), (2, 2)),)

@@ -260,9 +260,8 @@ def _run_stage(
 def test_a_stage_needs_nothing_but_its_own_parameters_and_the_stream(family: str) -> None:
     torch.manual_seed(0)
     auto_class = AutoModelForMaskedLM if family == "bert" else AutoModelForCausalLM
-    options = (
-        {"experts_implementation": "eager"} if family == "mixtral" else {}
-    )  # the other kernels have no 64 bits
+    # The other kernels have no 64 bits.
+    options = {"experts_implementation": "eager"} if family == "mixtral" else {}
     config = _config(family, tie_word_embeddings=True)
     model = auto_class.from_config(config, dtype=torch.float64, **options).eval()
     for parameter in model.parameters():
@@ -344,9 +343,8 @@ def test_an_encoder_decoder_is_cut_as_one_list() -> None:
         "model.decoder.layernorm_embedding",
     } <= {*both.modules}
     assert set(decoding.modules) == {"model.decoder.layer_norm", "lm_head"}
-    assert [tie.stages for tie in plan.ties] == [
-        (0, 1, 2)
-    ]  # one table for both stacks and the head
+    # One table for both stacks and the head.
+    assert [tie.stages for tie in plan.ties] == [(0, 1, 2)]
     assert [plan.arrives(stage) for stage in range(3)] == [
         (True, False),
         (True, False),

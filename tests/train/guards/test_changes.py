@@ -31,9 +31,8 @@ def change(layout: dict[str, int]) -> list[str]:
             call()
         said.append(str(caught.value))
     ids = torch.arange(12).repeat(2, 1)
-    hfscale.train_step(
-        model, {"input_ids": ids, "labels": ids}
-    )  # it goes on as if nothing had been asked
+    # It goes on as if nothing had been asked.
+    hfscale.train_step(model, {"input_ids": ids, "labels": ids})
     return said
 
 

@@ -151,9 +151,8 @@ def goes_on(layout: dict[str, Any]) -> list[float]:
     model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
     model.model.layers[0].requires_grad_(False)
     losses.append(hfscale.train_step(model, batch))
-    if (
-        "dp_shard_size" not in layout and "dp_replicate_size" not in layout
-    ):  # FSDP2 keeps buffers of the first type
+    # FSDP2 keeps buffers of the first type.
+    if "dp_shard_size" not in layout and "dp_replicate_size" not in layout:
         model.to(torch.float32)
     losses.append(hfscale.eval_step(model, batch))
     assert model.num_parameters() == 20192

@@ -57,9 +57,8 @@ def test_ranks_with_one_batch_notice_that_theirs_differ(
     world = ParallelConfig(**layout).total_size
     for rank, found in enumerate(pools(world).run(_mismatches, layout, whats, world - 1)):
         for what, error in zip(whats[:5], found, strict=False):
-            if (
-                what == "number" and "pp_size" in layout
-            ):  # cut into as many microbatches, of other rows
+            # Cut into as many microbatches, of other rows.
+            if what == "number" and "pp_size" in layout:
                 assert "given different batches" in error
             assert "given different batches" in error, what
             assert "hfscale.batch_rank(model) pass the same batch" in error

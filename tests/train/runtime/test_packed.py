@@ -66,9 +66,8 @@ def test_flash_attention_stays_within_examples(
     for found in (
         pools(parallel.total_size).run(_step, *args) if parallel.total_size > 1 else [_step(*args)]
     ):
-        assert found == pytest.approx(
-            expected, rel=1e-6
-        )  # stock computes its loss and norms in float32
+        # Stock computes its loss and norms in float32.
+        assert found == pytest.approx(expected, rel=1e-6)
 
 
 def test_borders() -> None:
@@ -82,9 +81,8 @@ def test_borders() -> None:
         *BATCH,
         "attention_mask",
     }
-    shared = with_borders(
-        {**BATCH, "position_ids": POSITIONS[:1]}, model
-    )  # one row of positions for all
+    # One row of positions for all.
+    shared = with_borders({**BATCH, "position_ids": POSITIONS[:1]}, model)
     assert shared["cu_seq_lens_q"].tolist() == [0, 5, 12, 17, 24]
 
 

@@ -87,7 +87,11 @@ class Guesses:
         parent = parents.pop() if len(parents) == 1 else ""
         within = any(name.startswith(f"{parent}.") for name in self.candidate.row)
         together = parent and not within and not isinstance(self.modules[parent], nn.ModuleList)
-        enters = [("",), *([(parent,)] if together else []), self.candidate.column]
+        enters = [
+            ("",),
+            *([(parent,)] if together else []),
+            self.candidate.column,
+        ]
         for enter, leave in product(enters, leaves):
             yield replace(block, enter=enter, leave=leave)
 
@@ -100,7 +104,12 @@ class Guesses:
 
     def _inner(self) -> Iterator[dict[str, Any]]:
         """Yield guesses at the roles of the modules between columns and rows."""
-        roles: dict[str, Any] = {"shared": (), "across": (), "cut": {}, "local_attributes": ()}
+        roles: dict[str, Any] = {
+            "shared": (),
+            "across": (),
+            "cut": {},
+            "local_attributes": (),
+        }
         own: tuple[str, ...] = ()
         for name in self.candidate.inner:
             module = self.modules[name]
@@ -126,7 +135,14 @@ class Guesses:
         if not self.candidate.attends or not 0 < self.key_heads < self.heads:
             return {}
         fused = {name: (1, 2) for name, lengths in parts.items() if lengths is query_key_value}
-        width = self._width(self.candidate.row[0], of_input=True) * self.key_heads // self.heads
+        width = (
+            self._width(
+                self.candidate.row[0],
+                of_input=True,
+            )
+            * self.key_heads
+            // self.heads
+        )
         names = [name for name in self.candidate.column if self._width(name) == width]
         names += [
             name for name in across if self.modules[name].get_parameter("weight").shape[0] == width
@@ -161,7 +177,10 @@ class Guesses:
         samples = self.subject.inputs["input_ids"].shape[0]
         heads = {}
         sample_heads = []
-        for name, tensor in self.trace.arguments.get(self.candidate.block, {}).items():
+        for name, tensor in self.trace.arguments.get(
+            self.candidate.block,
+            {},
+        ).items():
             if self.heads and self.heads in tensor.shape:
                 heads[name] = tensor.shape.index(self.heads)
             elif self.heads and tensor.ndim and tensor.shape[0] == samples * self.heads:

@@ -134,7 +134,13 @@ def _infer(model: Any, subject: Subject) -> Inference:
             or "no projection of its layers writes what the next layer reads"
         )
     fields = find_dropouts(model, blocks)
-    blocks = {path: replace(block, dropout=fields[path]) for path, block in blocks.items()}
+    blocks = {
+        path: replace(
+            block,
+            dropout=fields[path],
+        )
+        for path, block in blocks.items()
+    }
     proof = search.prove(blocks)
     source = f"{INFERRED}, and proved on a tiny clone (worst relative difference {proof.worst:.0e})"
     blueprint = Blueprint(layers, blocks, source=source)
@@ -294,7 +300,12 @@ def _raised(model: Any, field: str) -> Subject | None:
     for probability in _RAISED:
         change: dict[str, Any] = {field: probability}
         if outer:
-            change = {outer: {**tiny_clone(model.config).to_dict()[outer], name: probability}}
+            change = {
+                outer: {
+                    **tiny_clone(model.config).to_dict()[outer],
+                    name: probability,
+                }
+            }
         try:
             subject = make_subject(model, **change)
         except Unproved:

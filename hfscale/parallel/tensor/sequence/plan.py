@@ -37,8 +37,18 @@ def plan_sequence(draft: Draft) -> None:
         return
     firsts = {members[0]: owner for owner, members in owners.items()}
     embedding = draft.embedding
-    entry = ask("entry", draft.model, *firsts, str(embedding), firsts=firsts, embedding=embedding)
-    inside = [*(block.name for block in draft.blocks), *(experts.name for experts in draft.experts)]
+    entry = ask(
+        "entry",
+        draft.model,
+        *firsts,
+        str(embedding),
+        firsts=firsts,
+        embedding=embedding,
+    )
+    inside = [
+        *(block.name for block in draft.blocks),
+        *(experts.name for experts in draft.experts),
+    ]
     regions = (
         _region(draft, owner, members, entry)
         for owner, members in owners.items()
@@ -60,7 +70,16 @@ def _region_ahead(draft: Draft, layer: str) -> SequencePlan:
     gathered = tuple(_gathered(draft, layer))
     partial = tuple(_partial(draft, [layer]))
     return SequencePlan(
-        layer, layer, (layer,), gathered, partial, direct=False, dropout=_drops_out(draft, [layer])
+        layer,
+        layer,
+        (layer,),
+        gathered,
+        partial,
+        direct=False,
+        dropout=_drops_out(
+            draft,
+            [layer],
+        ),
     )
 
 

@@ -8,7 +8,7 @@ Data flow (Korthikanti et al. 2022), ``t`` tensor ranks, the hidden states of on
 The stock code of a layer runs unchanged on fewer tokens; masks, positions and rotary tables are made from the full
 sequence and used only inside blocks, which see the full sequence. Hidden states are scattered where they enter the
 first layer and gathered where they leave the module that owns the layers. Parameters between the blocks see this
-rank's tokens, so their gradients are partial (:mod:`.partial_gradients`). A module inside a layer that may mix tokens
+rank's tokens, so their gradients are partial (:mod:`..partial_gradients`). A module inside a layer that may mix tokens
 runs on the full sequence, and the rank keeps its own tokens of the result.
 
 Lengths differ by at most one token. A pass without gradients (evaluation, generation) is not sharded.
@@ -234,7 +234,11 @@ class SequenceRegion:
         self, x: Tensor
     ) -> tuple[Callable[[Tensor], Started], Callable[[Tensor], Started], int]:
         """Return starts of the all-gather of tensors like ``x`` and of its reverse, and the number of all entries."""
-        how: dict[str, Any] = {"lengths": self.lengths(x), "dim": _dim(x), "group": self.group}
+        how: dict[str, Any] = {
+            "lengths": self.lengths(x),
+            "dim": _dim(x),
+            "group": self.group,
+        }
         entries = sum(how["lengths"]) * math.prod(
             size for dim, size in enumerate(x.shape) if dim != how["dim"]
         )
@@ -249,7 +253,11 @@ class SequenceRegion:
     def keep_own(self, x: Tensor) -> Tensor:
         """Cut all tokens to this rank's; the other tokens get no gradient here."""
         lengths = self.lengths(x, whole=True)
-        return x.narrow(_dim(x), sum(lengths[: self.rank]), lengths[self.rank])
+        return x.narrow(
+            _dim(x),
+            sum(lengths[: self.rank]),
+            lengths[self.rank],
+        )
 
     def sum_later(self, embedding: nn.Module) -> bool:
         """Return whether the embedding may leave the sum over the ranks to the first layer."""
