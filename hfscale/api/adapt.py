@@ -101,10 +101,10 @@ def get_peft_model(
 
 def _is_left_to_peft(runtime: Runtime, config: Any) -> bool:
     """Return whether PEFT's own function puts an adapter around a model of one process; over ranks, refuse a second."""
-    adapts = bool(runtime.latecomers()) or runtime.part(Adapters) is not None
+    adapts = bool(runtime.latecomers()) or runtime.adapters is not None
     if runtime.mesh.layout.total_size == 1:
         return adapts or not is_known(config, runtime.plan)
-    if (existing := runtime.part(Adapters)) is not None:
+    if (existing := runtime.adapters) is not None:
         raise ConfigError(
             f"{class_name(runtime.model)} has the adapter {existing.name!r} already: merge it first "
             "(hfscale.merge_and_unload), or load the model again"
@@ -149,8 +149,8 @@ def merge_and_unload(
     runtime = runtime_of(model)
     if (stock := by_peft.found_around(runtime, model)) is not None:
         return stock.merge_and_unload()
-    adapters = runtime.part(Adapters)
-    if adapters is None:
+    adapters = runtime.adapters
+    if not isinstance(adapters, Adapters):
         raise ConfigError(
             f"{class_name(runtime.model)} has no adapters to merge: see hfscale.get_peft_model"
         )
@@ -175,9 +175,8 @@ def merge_and_unload(
         plan = put_plain_modules(adapters, runtime, plain)
     try:
         stock, tensors = merge_local_weights(adapters, runtime, tensors)
-    except (
-        CheckpointError
-    ):  # of every rank; over quantized weights, stock modules hold rounded values by now
+    except CheckpointError:
+        # Of every rank; over quantized weights, stock modules hold rounded values by now.
         if quantized is None:
             again = assemble(
                 runtime.model, runtime.plan, runtime.mesh, runtime.options, shares, adapters
@@ -231,7 +230,7 @@ def coverage_report(model: nn.Module) -> str:
         ConfigError: the model has no adapters.
     """
     runtime = runtime_of(model)
-    if runtime.part(Adapters) is None:
+    if runtime.adapters is None:
         raise ConfigError(
             f"{class_name(runtime.model)} has no adapters: see hfscale.get_peft_model"
         )

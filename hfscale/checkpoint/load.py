@@ -32,7 +32,7 @@ from ..distributed.files.replace import finish_move
 from ..distributed.files.stored_rows import StoredRow
 from ..distributed.mesh import Mesh
 from ..errors import CheckpointError
-from ..features.adapters import Adapters, by_peft
+from ..features.adapters import by_peft
 from ..features.adapters.storage import load_adapter
 from ..features.quantization.arrival import Quantizing, split_packed
 from ..features.quantization.quantized_modules import hold_packed
@@ -360,7 +360,7 @@ def load_weights(model: nn.Module, directory: str | Path) -> None:
         if (by_stock := by_peft.found_around(runtime, model)) is not None:
             by_peft.load(by_stock, str(directory))
             return
-        if (adapters := runtime.part(Adapters)) is not None:
+        if (adapters := runtime.adapters) is not None:
             shares = load_adapter(
                 str(directory), adapters.whole, adapters.name, runtime.plan, runtime.mesh
             )

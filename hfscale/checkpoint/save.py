@@ -17,7 +17,7 @@ from ..distributed.files.directories import target_of
 from ..distributed.files.reader import TensorOnDisk
 from ..distributed.files.writer import STALE, CheckpointWriter
 from ..errors import ConfigError
-from ..features.adapters import Adapters, by_peft
+from ..features.adapters import by_peft
 from ..features.adapters.storage import save_adapter
 from ..features.quantization.part import refuse_quantized
 from ..train import guards
@@ -72,7 +72,7 @@ def save_pretrained(
         if check_replicas:
             guards.check_replicas(runtime, call)
         again = QuantizedAgain() if quantization is None else _again(runtime, quantization)
-        if (adapters := runtime.part(Adapters)) is not None:
+        if (adapters := runtime.adapters) is not None:
             save_adapter(runtime, adapters.whole, adapters.name, target)
         else:
             refuse_quantized(runtime.plan.quantized, target)
@@ -84,7 +84,7 @@ def _again(runtime: Runtime, quantization: str) -> QuantizedAgain:
         raise ConfigError(
             f"quantization must be 'as_stored' or None, got {quantization!r}: leave it out"
         )
-    if runtime.part(Adapters) is not None:
+    if runtime.adapters is not None:
         raise ConfigError(
             "quantization='as_stored' is of whole weights, and the model has adapters: merge them first "
             "(hfscale.merge_and_unload), or leave it out"

@@ -36,7 +36,6 @@ from .._compat.torch_device import device_module, is_accelerator
 from ..distributed.files.directories import target_of
 from ..distributed.processes import host_group
 from ..errors import CheckpointError, check_count, in_words
-from ..parallel.tensor.part import RandomStreams
 from ..train import guards
 from ..train.runtime import Runtime, runtime_of
 from ..train.runtime.writing import all_or_none, everyone_arrives, is_writer, saving
@@ -182,7 +181,7 @@ def taken_now(
     others: dict[str, Any],
 ) -> TakenState:
     """Return this rank's state of a run, to be written to ``target``, once the previous save is done; collective."""
-    if (streams := runtime.part(RandomStreams)) is not None:
+    if (streams := runtime.streams) is not None:
         streams.synchronize(runtime)
     with all_or_none(runtime.mesh, f"{target} could not be written"):
         wait_for_saves()

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, HFScaleError, in_words
-from ..parallel.tensor.part import RandomStreams
 from ..plan.state_tensor import StateTensor, like, own, whole
 from ..train.runtime import Runtime, like_sharded, local_tensor
 from ..train.runtime.writing import not_finite, warn_of_not_finite
@@ -56,7 +55,7 @@ def load_from(
         for part in runtime.parts:
             if state := found.rest["parts"].get(part.state_key):
                 part.put_state(runtime, state)
-    if (streams := runtime.part(RandomStreams)) is not None:
+    if (streams := runtime.streams) is not None:
         streams.agreed = True  # as they were when the state was saved
     read.put_back(optimizer, found.rest["options"])
     return Resumed(directory, found.index.step, found.index.batch_world, found.alike)

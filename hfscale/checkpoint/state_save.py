@@ -21,7 +21,6 @@ from ..distributed.files.directories import staging_of
 from ..distributed.files.writer import write_tensors
 from ..distributed.mesh import Mesh
 from ..errors import CheckpointError
-from ..features.adapters import Adapters
 from ..features.adapters.storage import write_adapter_config
 from ..plan import ParameterPlan
 from ..plan.state_tensor import StateTensor, like, own, whole
@@ -189,7 +188,7 @@ def take_state(
     taken.digests = {name: _digest(state) for name, state in states.items()}
     taken.entries = tensors_of_stage(runtime)
     if is_writer(runtime.mesh):
-        adapters = runtime.part(Adapters)
+        adapters = runtime.adapters
         with (
             tempfile.TemporaryDirectory() as written
         ):  # config files, and code that came with the model

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from .._compat.transformers.stored import AsStored, Fp8Encoder, loaded_conversions
 from ..distributed.mesh import Mesh
 from ..errors import CheckpointError, ConfigError, check_count, check_switch, in_words
-from ..features.adapters import Adapters
 from ..features.adapters.merge_adapters import WholeMerge
 from ..features.adapters.storage import adapter_tensors
 from ..train.guards.replicas import checksum
@@ -114,7 +113,7 @@ def stream_weights(
         check_switch(name, switch)
     if version is not None:
         check_count("version", version, 0)
-    adapters = runtime.part(Adapters)
+    adapters = runtime.adapters
     chosen = _chosen(ranks, runtime.mesh.layout.total_size)
     if adapters_only and (adapters is None or merge_adapters or quantization_config is not None):
         raise ConfigError(
@@ -177,7 +176,7 @@ def _weights(
             "stream_weights yields weights in 16 or 32 bits, and these are in 4 or 8 bits: merge the adapters "
             "(hfscale.merge_and_unload), stream a model that is not quantized, or the adapters (adapters_only=True)"
         )
-    adapters = runtime.part(Adapters)
+    adapters = runtime.adapters
     factors = {adapter.name for adapter in runtime.plan.adapters}
     merge = WholeMerge(
         adapters, adapters.stock_plan if adapters and not merge_adapters else runtime.plan
@@ -222,7 +221,7 @@ def whole_tensors(runtime: Runtime, ranks: Sequence[int]) -> Iterator[tuple[str,
     """Yield full tensors by the model's own names, adapters merged: for another model of the same class."""
     runtime.data.release()
     entries = tensors_to_save(runtime)
-    merge = WholeMerge(runtime.part(Adapters), runtime.plan)
+    merge = WholeMerge(runtime.adapters, runtime.plan)
     weights = [entry for entry in entries if entry.owned not in merge.factors]
     found = _full(runtime, merge, entries, weights, ranks)
     return ((stock_name(entry.name), tensor) for entry, tensor in found)

@@ -40,7 +40,7 @@ from ...distributed.mesh import EXPERT_AXES, MESH_AXES, Mesh
 from ...features.adapters.storage import read_config
 from ...parallel.pipeline.placeholders import drop_other_stages
 from ...parallel.pipeline.run import Pipeline
-from ...parallel.tensor import RandomStreams, cut_parameters
+from ...parallel.tensor import cut_parameters
 from ...plan import Plan
 from ...train import train_step
 from ...train.runtime import Runtime, runtime_of
@@ -262,7 +262,7 @@ def take_step(
 ) -> SimulatedTraffic:
     """Run a step of the job's microbatches on a meta model; ``counting`` records the bytes that it keeps."""
     runtime = runtime_of(model)
-    streams = runtime.part(RandomStreams)
+    streams = runtime.streams
     executor = runtime.executor
     if (
         streams is not None

@@ -47,6 +47,7 @@ class Adapters(Part):
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
         """Make adapters compute with those of the other tensor ranks. Installed after the edges of blocks."""
+        runtime.adapters = self
         install_adapter_edges(runtime)
 
     def plan_without(self, runtime: Runtime, live: Mapping[str, nn.Parameter]) -> Plan | None:

@@ -29,9 +29,7 @@ from ..._compat.torch_device import fork_random_state
 from ..._compat.trl import EngineHooks, asked_generation_size, record, replaced
 from ...checkpoint import stream_weights
 from ...errors import ConfigError
-from ...features.adapters import Adapters
 from ...features.adapters.storage import WEIGHTS, needs_weights, write_adapter_config
-from ...parallel.tensor import RandomStreams
 from ...parallel.tensor.random import take_first_state
 from ...train.runtime import find_runtime, runtime_of
 
@@ -76,7 +74,7 @@ class LayoutEngine(EngineHooks):
     def _adapter_rank(self) -> int:
         """Return the rank of adapters that vLLM serves beside weights that do not change; 0 if they must be merged."""
         runtime = runtime_of(self.model)
-        adapters = runtime.part(Adapters)
+        adapters = runtime.adapters
         factors = {each.name: each for each in runtime.plan.adapters}
         trained = {
             planned.name for planned, parameter in runtime.parameters() if parameter.requires_grad
@@ -102,7 +100,7 @@ class LayoutEngine(EngineHooks):
 
     def adapter(self) -> str:
         """Write the adapter into a directory of this process, and return it; collective."""
-        adapters = runtime_of(self.model).part(Adapters)
+        adapters = runtime_of(self.model).adapters
         assert adapters is not None
         self._directory = self._directory or TemporaryDirectory()
         path = Path(self._directory.name)
@@ -119,7 +117,7 @@ class LayoutEngine(EngineHooks):
         """Return the full weights, adapters merged; collective as it is iterated. An engine may keep what it gets."""
         runtime = runtime_of(self.model)
         ranks: Any = (0,) if self.mode == "server" else "all"
-        merged = runtime.part(Adapters) is not None
+        merged = runtime.adapters is not None
         whole = self.mode == "server"  # it outlives a rank that dies as it sends
         weights = stream_weights(self.model, ranks=ranks, merge_adapters=merged, staged=whole)
         return (
@@ -193,7 +191,7 @@ def engine_over_layout(stock: Any, model: Any, *args: Any, **kwargs: Any) -> Any
 
 def agree_anew(trainer: Any) -> None:
     """Let ranks that share a batch agree on random streams again: TRL's trainers that generate seed each process."""
-    streams = trainer.runtime.part(RandomStreams)
+    streams = trainer.runtime.streams
     generates = ("reward_funcs", "teacher_model")
     shares = trainer.runtime.mesh.sharing is not None
     if streams is not None and shares and any(hasattr(trainer, name) for name in generates):

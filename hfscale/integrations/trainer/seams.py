@@ -15,7 +15,6 @@ from ..._compat.trl import DistillationHooks, replaced
 from ...api import adapt, build
 from ...config.parallel import ParallelConfig
 from ...errors import ConfigError
-from ...features.adapters import Adapters
 from ...train.runtime import Runtime, find_runtime, local_tensor, runtime_of
 from .fused_head import FusedHead
 from .generations import engine_over_layout
@@ -153,7 +152,7 @@ def reference_of(policy: Runtime) -> dict[str, Any]:
     """Return the arguments that load a reference model equal to the policy; refuse if its adapters are new."""
     quantization = getattr(policy.model.config, "quantization_config", None)
     given = {} if quantization is None else {"quantization_config": quantization}
-    adapters = policy.part(Adapters)
+    adapters = policy.adapters
     if adapters is None:
         return given
     if adapters.source is None:

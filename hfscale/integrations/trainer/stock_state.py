@@ -18,7 +18,6 @@ from torch import Tensor
 
 from ..._compat.transformers.classes import empty_copy
 from ...errors import CheckpointError
-from ...features.adapters import Adapters
 from ...optim.factory import decays, owners_of
 from ...plan import ParameterPlan
 from ...train.runtime import Runtime, like_sharded, local_tensor
@@ -147,7 +146,7 @@ def _taken(
 
 def _numbers(runtime: Runtime, optimizer: torch.optim.Optimizer) -> list[list[str]] | None:
     """Return all ranks' parameters by group, in stock order; ``None`` for groups that are not stock Trainer's."""
-    adapters = runtime.part(Adapters)
+    adapters = runtime.adapters
     whole = empty_copy(runtime.model) if adapters is None else adapters.whole.get_base_model()
     here = {planned.name for planned, p in runtime.parameters() if p.requires_grad}
     trains = set[str]().union(*runtime.mesh.all_gather_object(here))

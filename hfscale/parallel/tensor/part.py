@@ -230,6 +230,7 @@ class RandomStreams(Part):
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
         """Install hooks on ``generate()`` and the first training pass, for training loops without ``train_step``."""
+        runtime.streams = self
         install_generate(runtime.model, runtime.mesh)
         runtime.model.register_forward_pre_hook(
             lambda model, _: self.synchronize(runtime) if model.training else None

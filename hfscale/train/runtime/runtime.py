@@ -240,6 +240,29 @@ class SequenceAxis:
         return False
 
 
+class AdapterAxis(Protocol):
+    """The adapters that PEFT has put around the modules of a model."""
+
+    peft_model: Any  # PEFT's model around this rank's model
+    whole: Any  # PEFT's model around the full model, on the meta device
+    name: str  # the adapter's name in PEFT
+    stock_plan: Plan  # the plan without adapters
+    source: str | None  # the path or Hub id of the saved adapter they were loaded from, if any
+
+    def stored_names(self, runtime: "Runtime") -> dict[str, str]:
+        """Return the keys of PEFT's file and the parameters they hold."""
+        ...
+
+
+class RandomAxis(Protocol):
+    """The random streams of ranks that share a batch: they draw alike, or apart where they compute different things."""
+
+    agreed: bool  # whether the ranks have the same streams; else they agree before the next step
+
+    def synchronize(self, runtime: "Runtime") -> None:
+        """Agree once, before the first training step, after the user's seeding. Collective."""
+
+
 class PassObserver(Protocol):
     """What an optimizer measures of the training passes between two of its steps."""
 
@@ -277,6 +300,8 @@ class Runtime:
     keeps_small_updates: bool = (
         False  # whether the optimizer loses no small updates of 16-bit weights
     )
+    adapters: AdapterAxis | None = None
+    streams: RandomAxis | None = None
     observer: PassObserver | None = None  # what an optimizer measures of training passes
     run: str = (
         ""  # the id of the run, stored in its saved states; empty before it saves or loads one
