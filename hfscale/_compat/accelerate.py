@@ -153,9 +153,8 @@ class _Position:
         self._loader, self._sampler = loader, get_sampler(loader)
         self._rows: int | None = getattr(loader.batch_sampler, "effective_batch_size", None)
         with suppress(AttributeError, TypeError):  # a sampler of batches of any rows
-            streamed = isinstance(
-                loader.dataset, IterableDataset
-            )  # Accelerate counts this process's rows
+            # Accelerate counts this process's rows.
+            streamed = isinstance(loader.dataset, IterableDataset)
             self._rows = self._rows or loader.total_batch_size * (world if streamed else 1)
 
     def state_dict(self) -> dict[str, Any]:

@@ -43,12 +43,13 @@ ADAPTER_DIMS: dict[str, tuple[int | None, int | None]] = {
 }
 """A wrapper's attribute -> the dims of its parameters along the module's input and along its output."""
 
+# Substrings of the names of parameters that PEFT adds.
 NEW_WEIGHTS = (
     ".lora_",
     ".ia3_",
     ".hada_",
     f".{COPY}.",
-)  # substrings of the names of parameters that PEFT adds
+)
 
 
 def wrapped(module: nn.Module) -> nn.Module | None:

@@ -50,12 +50,13 @@ HOOKS = tuple(
 )
 """A module's attributes with its hooks, by kind."""
 
+# A module's attributes with its contents.
 CONTENTS = (
     "_parameters",
     "_buffers",
     "_modules",
     "training",
-)  # a module's attributes with its contents
+)
 
 
 def before_iterators(loader: DataLoader[Any], function: Callable[[], None]) -> None:
@@ -85,9 +86,8 @@ def is_compiled(model: nn.Module) -> bool:
     return hasattr(model, "_orig_mod")
 
 
-scaled_mm = (
-    torch._scaled_mm
-)  # torch's compiler does not trace the public torch.nn.functional.scaled_mm before 2.13
+# Torch's compiler does not trace the public torch.nn.functional.scaled_mm before 2.13.
+scaled_mm = torch._scaled_mm
 
 
 def operator_name(func: Any) -> str:
@@ -205,9 +205,8 @@ without_autocast: Callable[[], AbstractContextManager[Any]] = torch._C._DisableA
 def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
     schema = getattr(func, "_schema", None)
     arguments: Any = () if schema is None else schema.arguments
-    if (
-        getattr(func, "namespace", "") == "c10d"
-    ):  # whose schemas do not say it: all write into their first argument
+    # Whose schemas do not say it: all write into their first argument.
+    if getattr(func, "namespace", "") == "c10d":
         return () if func._opname == "send" else ((0, arguments[0].name),)
     marks = ((index, each.name, each.alias_info) for index, each in enumerate(arguments))
     return tuple(

@@ -42,10 +42,11 @@ def flash_takes(head_dim: int, dtype: torch.dtype, capability: tuple[int, int]) 
     """
     if dtype not in (torch.float16, torch.bfloat16) or capability < (8, 0) or head_dim % 8:
         return False
+    # Consumer and workstation GPUs.
     few_registers = capability in ((8, 6), (8, 9)) or capability >= (
         12,
         0,
-    )  # consumer and workstation GPUs
+    )
     return head_dim <= (192 if few_registers else 256)
 
 

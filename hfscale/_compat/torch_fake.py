@@ -169,9 +169,8 @@ class _Casts(TorchFunctionMode):
                 lambda t: t.float() if isinstance(t, Tensor) and t.dtype in _CAST else t, given
             )
         found = func(*given[0], **given[1])
-        if (
-            name == "to" and _is_weight(args[0]) and found is not args[0]
-        ):  # code that casts to autocast's dtype itself
+        # Code that casts to autocast's dtype itself.
+        if name == "to" and _is_weight(args[0]) and found is not args[0]:
             self._note(found)
         return found
 

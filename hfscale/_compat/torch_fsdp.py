@@ -29,9 +29,8 @@ MARKS = frozenset({"_is_fsdp_managed_module", "_fsdp_use_orig_params"})
 """Attributes that FSDP2 sets on every module inside of a wrapped one."""
 
 Agree = Callable[[list[bool]], list[bool]]
-_ByType = dict[
-    tuple[torch.dtype, bool], list[nn.Parameter]
-]  # by dtype, and whether they keep it in computing
+# By dtype, and whether they keep it in computing.
+_ByType = dict[tuple[torch.dtype, bool], list[nn.Parameter]]
 _state_of: Callable[[Any], Any] = fully_shard.state  # type: ignore[attr-defined]
 
 

@@ -155,9 +155,8 @@ def _remembering(stock: Callable[[Any], None]) -> Callable[[Any], None]:
             stock(config)
             return
         config.generation_batch_size = None
-        config.steps_per_generation = (
-            asked * config.num_generations
-        )  # which divides whatever TRL looks at
+        # Which divides whatever TRL looks at.
+        config.steps_per_generation = asked * config.num_generations
         stock(config)
         config.generation_batch_size = asked
         config.steps_per_generation = max(

@@ -45,9 +45,8 @@ class AdaptedBase:
             model.resize_token_embeddings(self.tokens, mean_resizing=False)
         self.model.config, self.form = split_stored_form(self.model.config)
         self.stock_plan = build_plan(self.model, ParallelConfig())
-        self.whole: Any = quietly(
-            wrapped, config, self.name
-        )  # PEFT's model around another of the same class
+        # PEFT's model around another of the same class.
+        self.whole: Any = quietly(wrapped, config, self.name)
         self.adapters = adapter_parameters(self.whole, self.stock_plan)
         self.plan = plan_adapters(self.stock_plan, self.adapters)
         # keys, in the adapter's file, of its parameters and of other trained ones, by name

@@ -268,9 +268,8 @@ def _logits(
         **({"trust_remote_code": True} if trusted else {}),
     }
     model: Any
-    if (
-        form_in(directory) is not None
-    ):  # transformers computes with packed weights only on some GPUs
+    # Transformers computes with packed weights only on some GPUs.
+    if form_in(directory) is not None:
         options["resize_token_embeddings"] = tokens
         model = from_pretrained(directory, auto_class=kind, peft_config=adapter, **options)
     else:

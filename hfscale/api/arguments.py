@@ -47,11 +47,12 @@ _SIZES = {
     "intermediate_size": 10**8,
     "vocab_size": 10**8,
 }
+# In fields of any part of a model.
 _MOST_BY_WORD = {
     "layer": 10**4,
     "depth": 10**4,
     "expert": 10**5,
-}  # in fields of any part of a model
+}
 _MAY_BE_NONE = ("num_attention_heads", "num_key_value_heads")
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 _HUB = (
@@ -116,9 +117,8 @@ def load_config(path: str, kwargs: Mapping[str, Any]) -> tuple[PreTrainedConfig,
                 os.path.join(path, "config.json") if os.path.isdir(path) else path
             ):
                 told, _ = PreTrainedConfig.get_config_dict(given or path, **taken)
-                refuse_endless(
-                    told, given or path
-                )  # classes of configs make lists of as many entries
+                # Classes of configs make lists of as many entries.
+                refuse_endless(told, given or path)
                 config, rest = AutoConfig.from_pretrained(
                     given or path, return_unused_kwargs=True, **taken
                 )
@@ -249,9 +249,8 @@ def code_arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 def known_dtype(kwargs: Mapping[str, Any]) -> Any:
     """Return the requested type of weights, or ``None`` if the checkpoint decides."""
     dtype = kwargs.get("dtype", kwargs.get("torch_dtype"))
-    for each in (
-        dtype.values() if isinstance(dtype, dict) else [dtype]
-    ):  # transformers takes one per submodel
+    # Transformers takes one per submodel.
+    for each in dtype.values() if isinstance(dtype, dict) else [dtype]:
         if each is None or each == "auto":
             continue
         found = getattr(torch, each, None) if isinstance(each, str) else each

@@ -134,9 +134,8 @@ def compile_layers(runtime: Runtime, asked: bool | str) -> None:
     if backend == runtime.compiled:
         return
     runtime.compiled = backend
-    routed = {
-        planned.layer for planned in runtime.plan.mixtures
-    }  # in so many graphs that compiling takes minutes
+    # In so many graphs that compiling takes minutes.
+    routed = {planned.layer for planned in runtime.plan.mixtures}
     allow_recompiles()
     for layer in runtime.plan.layers:
         if runtime.is_local(layer) and layer not in routed:

@@ -110,9 +110,8 @@ def _parameters(draft: Draft) -> tuple[ParameterPlan, ...]:
 
 def _rules_of_tensors(draft: Draft) -> dict[int, tuple[Cut | None, tuple[str, ...]]]:
     """Map each tensor's ``id`` to its rule; note a problem if modules that share it have different rules."""
-    by_place = {
-        draft.place(name): rule for name, rule in draft.rules.items()
-    }  # one module may have two names
+    # One module may have two names.
+    by_place = {draft.place(name): rule for name, rule in draft.rules.items()}
     chosen: dict[int, tuple[str, tuple[Cut | None, tuple[str, ...]] | None]] = {}
     for name, parameter in draft.named():
         rule = by_place.get(draft.place(name))

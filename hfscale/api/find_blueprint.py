@@ -33,12 +33,10 @@ _EXPERT_STYLES = {
     "packed_rowwise": (2, 2),
 }
 _GATHERED = ("colwise_gather_output", "rowwise_split_input")
-_Rule = tuple[
-    str, str, str
-]  # transformers' for a module: its layer list, its path inside a layer, and a style
-_Roles = dict[
-    str, dict[str, Any]
-]  # of one block: field of :class:`Block` -> module, and how it is cut, if it says so
+# Transformers' for a module: its layer list, its path inside a layer, and a style.
+_Rule = tuple[str, str, str]
+# Of one block: field of :class:`Block` -> module, and how it is cut, if it says so.
+_Roles = dict[str, dict[str, Any]]
 
 
 def find_blueprint(model: Any, may_infer: bool = True) -> Blueprint:
@@ -210,9 +208,8 @@ def _roles(
             roles[block]["cut"][name] = _EXPERT_STYLES[style]
         elif style in _STYLES:
             roles[block][_STYLES[style]][name] = None
-            if (
-                style == "mla_kv_a_proj"
-            ):  # low-rank attention computes its latents whole, inside the edges
+            # Low-rank attention computes its latents whole, inside the edges.
+            if style == "mla_kv_a_proj":
                 mixtures += (block,)
         else:
             unknown.append(rule)

@@ -57,13 +57,11 @@ class Outline:
     config: PreTrainedConfig  # of the stock model
     auto_class: Any  # the Auto class, or model class, that builds it
     kwargs: dict[str, Any]  # further arguments of that class
-    quantization: Any = (
-        None  # the quantization config, for loading or of the checkpoint, or "as_stored"
-    )
+    # The quantization config, for loading or of the checkpoint, or "as_stored".
+    quantization: Any = None
     stored: bool = False  # whether the checkpoint is quantized, and stays so
-    form: StoredForm | None = (
-        None  # of quantized weights in the checkpoint that are loaded as plain values
-    )
+    # Of quantized weights in the checkpoint that are loaded as plain values.
+    form: StoredForm | None = None
     predicts: bool = False  # whether multi-token-prediction layers are added
 
     def __post_init__(self) -> None:

@@ -26,9 +26,8 @@ class Hosts:
         self.first = mesh.all_gather_object(seen)
         token.unlink()
         self.here = self.ranks(self.first[mesh.rank])
-        self.makes = (
-            mesh.rank == self.here[0]
-        )  # whether this rank makes the directories of its host
+        # Whether this rank makes the directories of its host.
+        self.makes = mesh.rank == self.here[0]
 
     def ranks(self, first: int) -> list[int]:
         """Return the ranks of a host."""

@@ -140,9 +140,8 @@ class StatesInMemory:
             if (found := self.newest()) is not None:
                 return load_state(self._model, found, **given)
         except CheckpointError as error:
-            if none_there(
-                self._disk, self._mesh
-            ):  # to begin anew would replace the state in memory
+            # To begin anew would replace the state in memory.
+            if none_there(self._disk, self._mesh):
                 raise
             _log.warning("%s: taking the newest state of %s instead", error, self._disk)
         return load_state(self._model, self._disk, missing_ok=True, **given)

@@ -219,9 +219,8 @@ class _Loader:
                 )
             share = ShareOnDisk(tensor, planned_target.cuts, self.mesh.ranks)
             first = read_from.setdefault(planned_target.tied_to or target, key)
-            if (
-                first != key
-            ):  # a tied tensor, stored under several names: transformers would untie different ones
+            # A tied tensor, stored under several names: transformers would untie different ones.
+            if first != key:
                 if not torch.equal(
                     share[...],
                     ShareOnDisk(stored[first], planned_target.cuts, self.mesh.ranks)[...],
@@ -319,9 +318,8 @@ def load_pretrained(
     loader = _Loader(plan, mesh, resized, form)
     with loading_through(loader.prepare, loader.name_here, loader.initialize) as report:
         model = auto_class.from_pretrained(path, **kwargs, **_placed(plan, mesh))
-    if (
-        loader.quantizing is None
-    ):  # nothing is dispatched, and Accelerate would treat the model as dispatched
+    # Nothing is dispatched, and Accelerate would treat the model as dispatched.
+    if loader.quantizing is None:
         vars(model).pop("hf_device_map", None)
     if report["mismatched"]:
         raise CheckpointError(f"{path}: shapes differ from the model's: {report['mismatched']}")
@@ -367,9 +365,8 @@ def load_weights(model: nn.Module, directory: str | Path) -> None:
         else:
             form = form_in(Path(directory))
             options = {"dtype": runtime.model.dtype}
-            if (
-                form is not None
-            ):  # of the same model as plain values, whose config describes no quantized weights
+            # Of the same model as plain values, whose config describes no quantized weights.
+            if form is not None:
                 options["config"] = runtime.model.config
             kind = stock_class(runtime.model)
             plan = runtime.plan

@@ -104,9 +104,8 @@ def boxes_of_sources(
                 alike = alike and stored[key].shape == stored[keys[0]].shape
             if join is not None:
                 box[join] = (offset, offset + box[join][1])
-                if (
-                    stack is None or key == keys[-1]
-                ):  # stacked tensors have the same span of the joined dim
+                # Stacked tensors have the same span of the joined dim.
+                if stack is None or key == keys[-1]:
                     offset = box[join][1]
             boxes[key] = box
     if not alike or not _fill(boxes.values(), planned.shape):

@@ -86,9 +86,8 @@ class _StandIns(TorchDispatchMode):
 
     def put_back(self) -> None:
         for name, parameter in self.own.items():
-            parameter.requires_grad_(
-                self.model.get_parameter(name).requires_grad
-            )  # initialization may freeze some
+            # Initialization may freeze some.
+            parameter.requires_grad_(self.model.get_parameter(name).requires_grad)
             put_parameter(self.model, name, parameter)
 
     def _stand_in(self, name: str, parameter: Tensor, shape: tuple[int, ...]) -> None:

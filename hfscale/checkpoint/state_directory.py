@@ -65,9 +65,8 @@ class NewState:
         target = self.target
         old = old_of(self.target)
         complete.mark_complete(self.path, files, step, run)
-        if target.exists() and problems_of(
-            target
-        ):  # the complete state may be the old one, so keep that
+        # The complete state may be the old one, so keep that.
+        if target.exists() and problems_of(target):
             directories.discard(target, target)
         elif target.exists():
             _remove(old, target)

@@ -38,32 +38,25 @@ class StateIndex:
 
     sizes: dict[str, int]  # axis -> size, of the layout that it was written in
     layers: list[str]  # the layers of each pipeline rank, in words; empty without stages
-    axes: list[
-        list[tuple[str, int]]
-    ]  # axes and sizes, outermost first: of the mesh, and of the mesh that experts see
+    # Axes and sizes, outermost first: of the mesh, and of the mesh that experts see.
+    axes: list[list[tuple[str, int]]]
     step: int | None = None  # the caller's step number
     batch_world: int = 1  # distinct batches in a step
     # ``weights/NAME``, ``buffers/NAME`` and ``optimizer/KEY/NAME`` -> shape and cuts
     tensors: dict[str, StateTensor] = field(default_factory=dict)
-    numbers: dict[str, dict[str, Any]] = field(
-        default_factory=dict
-    )  # of parameters: state besides tensors
-    groups: list[list[str]] | None = (
-        None  # names of the parameters in each of the optimizer's groups, if there is one
-    )
-    optimizer: list[Any] | None = (
-        None  # its name, and the names of its options; ``None``: not known
-    )
-    others: dict[str, bool] = field(
-        default_factory=dict
-    )  # name of another object -> whether all ranks had one state
-    stored: dict[str, str] = field(
-        default_factory=dict
-    )  # name in a checkpoint, or adapter's file -> key here
+    # Of parameters: state besides tensors.
+    numbers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    # Names of the parameters in each of the optimizer's groups, if there is one.
+    groups: list[list[str]] | None = None
+    # Its name, and the names of its options; ``None``: not known.
+    optimizer: list[Any] | None = None
+    # Name of another object -> whether all ranks had one state.
+    others: dict[str, bool] = field(default_factory=dict)
+    # Name in a checkpoint, or adapter's file -> key here.
+    stored: dict[str, str] = field(default_factory=dict)
     adapter: bool = False  # whether ``stored`` names an adapter's tensors, as PEFT does
-    carried: list[Any] | None = (
-        None  # the checkpoint that was loaded, and names of what its class does not load there
-    )
+    # The checkpoint that was loaded, and names of what its class does not load there.
+    carried: list[Any] | None = None
     versions: dict[str, str] = field(default_factory=dict)  # of the packages that wrote it
 
     @classmethod

@@ -303,9 +303,8 @@ class _ReadAside:
     @torch.no_grad()
     def _place(self, optimizer: torch.optim.Optimizer) -> None:
         """Move the optimizer's state to the devices where the optimizer would have made it."""
-        plain = getattr(
-            optimizer, "keeps_plain_state", False
-        )  # hfscale's: shapes may differ from shards'
+        # Hfscale's: shapes may differ from shards'.
+        plain = getattr(optimizer, "keeps_plain_state", False)
         groups = {
             id(parameter): group
             for group in optimizer.param_groups

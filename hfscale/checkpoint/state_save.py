@@ -41,21 +41,17 @@ class TakenState:
     mesh: Mesh  # the ranks that write it
     runtime: Runtime
     index: StateIndex  # with the tensors of this rank's stage, and what its optimizer keeps besides
-    held: dict[str, Tensor] = field(
-        default_factory=dict
-    )  # key -> shard that this rank writes, or a copy of it
+    # Key -> shard that this rank writes, or a copy of it.
+    held: dict[str, Tensor] = field(default_factory=dict)
     options: list[dict[str, Any]] = field(default_factory=list)  # of the optimizer's groups
     digests: dict[str, str] = field(default_factory=dict)  # of the states of other objects, by name
     rest: bytes = b""  # this rank's other data, as the bytes of a file
-    entries: list[tuple[Any, ...]] = field(
-        default_factory=list
-    )  # this rank's, of the tensors of a checkpoint
-    stored: dict[str, str] = field(
-        default_factory=dict
-    )  # of adapters, on rank 0: key in the file -> parameter
-    beside: dict[str, bytes] = field(
-        default_factory=dict
-    )  # config files, by name; on the first rank
+    # This rank's, of the tensors of a checkpoint.
+    entries: list[tuple[Any, ...]] = field(default_factory=list)
+    # Of adapters, on rank 0: key in the file -> parameter.
+    stored: dict[str, str] = field(default_factory=dict)
+    # Config files, by name; on the first rank.
+    beside: dict[str, bytes] = field(default_factory=dict)
 
     def add(self, key: str, tensor: StateTensor, home: int, share: Tensor) -> None:
         """Add a tensor of pipeline rank ``home`` of which this rank has ``share``."""
@@ -106,9 +102,8 @@ def _add_optimizer(found: TakenState, runtime: Runtime, optimizer: torch.optim.O
         )
     for parameter, values in optimizer.state.items():
         planned = plans.get(id(parameter))
-        if (
-            planned is None
-        ):  # frozen, in 4 or 8 bits; Adagrad has state for all parameters from the beginning
+        # Frozen, in 4 or 8 bits; Adagrad has state for all parameters from the beginning.
+        if planned is None:
             continue
         home = runtime.plan.primary_rank(planned.name)
         share = tuple(local_tensor(parameter).shape)
@@ -189,9 +184,8 @@ def take_state(
     taken.entries = tensors_of_stage(runtime)
     if is_writer(runtime.mesh):
         adapters = runtime.adapters
-        with (
-            tempfile.TemporaryDirectory() as written
-        ):  # config files, and code that came with the model
+        # Config files, and code that came with the model.
+        with tempfile.TemporaryDirectory() as written:
             write_configs(runtime.model, Path(written))
             if adapters is not None:
                 taken.stored = adapters.stored_names(runtime)
@@ -258,9 +252,8 @@ def write_state(
         try:
             if makes:
                 new = NewState(target)
-            index = agreed_index(
-                taken
-            )  # collective, so the directory exists for every rank afterwards
+            # Collective, so the directory exists for every rank afterwards.
+            index = agreed_index(taken)
             every = mesh.all_gather_object(_write_own(taken, index, staging_of(target), makes))
             files = {name: file for rank in every for name, file in rank.items()}
             if hosts is not None:
@@ -311,9 +304,8 @@ def agreed_index(taken: TakenState) -> StateIndex:
     index.step = own_part.step
     index.optimizer = own_part.optimizer
     index.carried = own_part.carried
-    package = sys.modules[
-        "hfscale"
-    ]  # imports downwards; there is no metadata of sources that are not installed
+    # Imports downwards; there is no metadata of sources that are not installed.
+    package = sys.modules["hfscale"]
     index.versions = {"hfscale": package.__version__, "torch": str(torch.__version__)}
     digests = taken.digests.items()
     index.others = {

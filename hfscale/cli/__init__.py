@@ -72,9 +72,8 @@ def main(argv: list[str] | None = None) -> int:
         arguments = _parse(argv)
     except SystemExit as stop:  # argparse has printed the help, the version or an error
         return int(stop.code or 0)
-    if (
-        argv is None and not arguments.debug and arguments.command != "train"
-    ):  # tracebacks of its ranks belong in logs
+    # Tracebacks of its ranks belong in logs.
+    if argv is None and not arguments.debug and arguments.command != "train":
         sys.excepthook = _in_a_line
     try:
         check_early(arguments)

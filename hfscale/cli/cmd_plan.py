@@ -60,9 +60,8 @@ def run(arguments: argparse.Namespace) -> None:
     size = (
         flags.bytes_of(_GB if arguments.gpu is None else arguments.gpu, "--gpu", alone="GB") / 1e9
     )
-    if (
-        arguments.dry_run
-    ):  # before torch is imported: it warns of groups of ranks that are not there
+    # Before torch is imported: it warns of groups of ranks that are not there.
+    if arguments.dry_run:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from ..api.build import plan as make_plan
     from ..plan import render, to_json

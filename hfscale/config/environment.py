@@ -7,12 +7,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 MEMORY = "/dev/shm"  # a file system in memory on every Linux
+# What launchers call it, torchrun's first.
 RANKS = (
     "RANK",
     "PMI_RANK",
     "OMPI_COMM_WORLD_RANK",
     "SLURM_PROCID",
-)  # what launchers call it, torchrun's first
+)
 RUN = "_hfscale_run"  # the file, in a directory of states, with the name of the run whose memory counts
 
 

@@ -33,9 +33,8 @@ class Options:
     memory: MemoryConfig | None = None  # recomputation, offloading and compression
     loss_scaling: GradScalerKwargs | None = None  # scaling of the loss in float16
     float8: Float8Config | None = None  # scaling of products in 8 bits
-    use_liger_kernel: bool | Mapping[str, bool] = (
-        False  # whether to use Liger's kernels, or its switches by name
-    )
+    # Whether to use Liger's kernels, or its switches by name.
+    use_liger_kernel: bool | Mapping[str, bool] = False
     # weight of the loss of multi-token prediction; ``None``: its layers are not in the model
     mtp_loss_weight: float | None = None
     # whether to compile each layer with torch's default compiler, or another backend's name

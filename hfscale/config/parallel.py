@@ -41,9 +41,8 @@ class ParallelConfig(Spelled, LayoutFields, ParallelismConfig):
     ep = _Size()  # ranks over which experts are spread
     expert_tp = _Size()  # ranks over which each expert is cut
     dp_replicate = _Size()  # replicas of the sharded model
-    dp_shard = (
-        _Size()
-    )  # ranks over which weights are sharded: those of ``dp_shard_size`` times the context ranks
+    # Ranks over which weights are sharded: those of ``dp_shard_size`` times the context ranks.
+    dp_shard = _Size()
 
     # Replaces accelerate's checks on purpose: they refuse layouts that hfscale runs (replicated data x tensor).
     def __post_init__(self) -> None:
@@ -185,9 +184,8 @@ class ParallelConfig(Spelled, LayoutFields, ParallelismConfig):
     @property
     def total_size(self) -> int:
         """The number of processes that this layout needs."""
-        return prod(
-            self.asked(axis) for axis in AXES if axis != "ep"
-        )  # expert ranks are ranks of the other axes
+        # Expert ranks are ranks of the other axes.
+        return prod(self.asked(axis) for axis in AXES if axis != "ep")
 
     @property
     def batch_world(self) -> int:

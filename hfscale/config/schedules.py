@@ -2,13 +2,14 @@
 
 from typing import Any
 
+# How context ranks attend to each other's tokens.
 CP_METHODS = (
     "auto",
     "gather",
     "heads",
     "ring",
     "heads_ring",
-)  # how context ranks attend to each other's tokens
+)
 
 GRADIENT_COMPRESSIONS = ("no", "bf16", "fp16", "powersgd")
 

@@ -225,9 +225,8 @@ def explain_memory_errors() -> None:
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        text = explained(
-            error
-        )  # before other ranks hear of it, upon which the launcher ends this one
+        # Before other ranks hear of it, upon which the launcher ends this one.
+        text = explained(error)
         before(kind, error, trace)
         if text:
             print(text, file=sys.stderr, flush=True)
@@ -263,9 +262,8 @@ class _Listener(threading.Thread):
                     if key.fileobj is self._server:
                         self._accept(selector)
                     elif (failure := self._read(key, selector)) is not None:
-                        lost = (
-                            failure.kind == "echo" and self._left
-                        )  # how that rank ends may be known soon
+                        # How that rank ends may be known soon.
+                        lost = failure.kind == "echo" and self._left
                         now = time.monotonic()
                         until = min(until or math.inf, now + (_ENDING / 2 if lost else _GRACE))
                         failures.append(failure)
@@ -339,9 +337,8 @@ def _line(values: dict[str, Any]) -> bytes:
 def _first_line(connection: socket.socket) -> bytes:
     """Return what one message holds, and read no further; empty if the connection has ended."""
     line = b""
-    while not line.endswith(
-        b"\n"
-    ):  # no makefile(), which would keep the connection open in forked processes
+    # No makefile(), which would keep the connection open in forked processes.
+    while not line.endswith(b"\n"):
         if not (more := connection.recv(1)):
             return b""
         line += more

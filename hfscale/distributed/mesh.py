@@ -26,38 +26,30 @@ class Mesh:
     layout: ParallelConfig  # the sizes
     device: torch.device  # this rank's device
     ranks: dict[str, int]  # this rank's coordinate on each axis
-    device_mesh: DeviceMesh | None = (
-        None  # over :data:`MESH_AXES`; ``None`` in a single process, like all groups
-    )
-    control: dist.ProcessGroup | None = (
-        None  # a gloo group over all ranks for barriers and small objects
-    )
+    # Over :data:`MESH_AXES`; ``None`` in a single process, like all groups.
+    device_mesh: DeviceMesh | None = None
+    # A gloo group over all ranks for barriers and small objects.
+    control: dist.ProcessGroup | None = None
     # number of consecutive tensor ranks that hold the same shard -> their group, through this rank
     replicas: dict[int, dist.ProcessGroup] = field(default_factory=dict)
     # pipeline ranks that hold one tied tensor -> their group, if this rank is one of them
     ties: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
-    tie_reports: dict[tuple[int, ...], dist.ProcessGroup] = field(
-        default_factory=dict
-    )  # theirs over gloo
+    # Theirs over gloo.
+    tie_reports: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
     # (from, to), neighbouring pipeline ranks, this one among them -> their group for transfers that way: a backend may
     # serialize the transfers of one group
     streams: dict[Pair, dist.ProcessGroup] = field(default_factory=dict)
-    reports: dist.ProcessGroup | None = (
-        None  # the gloo group of this rank's pipeline, for small messages
-    )
+    # The gloo group of this rank's pipeline, for small messages.
+    reports: dist.ProcessGroup | None = None
     expert_reports: dist.ProcessGroup | None = None  # the gloo group of the expert ranks
-    sharing: dist.ProcessGroup | None = (
-        None  # the gloo group of the ranks that are given the same batch
-    )
-    expert_mesh: DeviceMesh | None = (
-        None  # over :data:`EXPERT_AXES`; ``None`` where experts are not spread
-    )
-    context: dist.ProcessGroup | None = (
-        None  # the group of the context ranks, with pieces of the same sequences
-    )
-    whole_sequences: dist.ProcessGroup | None = (
-        None  # with ``cp``: the group of shard ranks with different ones
-    )
+    # The gloo group of the ranks that are given the same batch.
+    sharing: dist.ProcessGroup | None = None
+    # Over :data:`EXPERT_AXES`; ``None`` where experts are not spread.
+    expert_mesh: DeviceMesh | None = None
+    # The group of the context ranks, with pieces of the same sequences.
+    context: dist.ProcessGroup | None = None
+    # With ``cp``: the group of shard ranks with different ones.
+    whole_sequences: dist.ProcessGroup | None = None
 
     @property
     def rank(self) -> int:

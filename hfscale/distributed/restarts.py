@@ -101,9 +101,8 @@ def _wait(child: int, store: Any, world: int) -> tuple[int, bool]:
     for number, handler in before.items():
         signal.signal(number, handler)
     count("final", bool(told))  # also behind its child's end
-    refused = count("refused") and not count(
-        "broken"
-    )  # what else goes wrong may look like a refusal on other ranks
+    # What else goes wrong may look like a refusal on other ranks.
+    refused = count("refused") and not count("broken")
     return code, count("failed") > 0 and not count("final") and not refused
 
 

@@ -69,9 +69,8 @@ class Block:
     heads: dict[str, int] = field(default_factory=dict)
     # keyword inputs with one entry per sample and head along dim 0, sample by sample
     sample_heads: tuple[str, ...] = ()
-    head_groups: int = (
-        1  # heads are laid out in that many groups side by side, each of which is cut
-    )
+    # Heads are laid out in that many groups side by side, each of which is cut.
+    head_groups: int = 1
     local_attributes: tuple[
         str, ...
     ] = ()  # integer attributes that the forward reads as local sizes
@@ -91,9 +90,8 @@ class Blueprint:
     # path of the layer list; several where there are several (an encoder and a decoder, two towers). A class need not
     # have all of them: ``BartForCausalLM`` has the decoder's only
     layers: str | tuple[str, ...]
-    blocks: dict[
-        str, Block
-    ]  # path of each block inside a layer -> its roles. A layer need not have all of them
+    # Path of each block inside a layer -> its roles. A layer need not have all of them.
+    blocks: dict[str, Block]
     # what in a config (of some members of the family) the blocks do not describe, in words, or ``None``
     unfit: Callable[[Any], str | None] = lambda config: None
     # the part of a model's config that functions of the blueprint are given, and whose fields it names
@@ -177,11 +175,12 @@ def from_data(data: dict[str, Any]) -> Inference:
     )
 
 
+# These two are always given.
 _DEFAULTS = {
     **vars(Block(column=(), row=())),
     "column": None,
     "row": None,
-}  # these two are always given
+}
 
 
 def _named(value: Any) -> Any:

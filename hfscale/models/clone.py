@@ -98,9 +98,8 @@ def tiny_clone(
     for name in _derived(type(config), whole, small):
         del small[name]
     made = type(config)(**merged(small, changes))
-    if (
-        getattr(made, "classifier_dropout", None) is None
-    ):  # heads over tokens drop a tenth where configs say nothing
+    # Heads over tokens drop a tenth where configs say nothing.
+    if getattr(made, "classifier_dropout", None) is None:
         made.classifier_dropout = 0.0
     return made
 
@@ -229,9 +228,8 @@ def _related(
     inner: list[Any] = [
         whole.get(name) for name in ("expand", "hidden_size", "num_heads", "head_dim")
     ]
-    if all(type(number) is int for number in inner) and prod(inner[:2]) == prod(
-        inner[2:]
-    ):  # as Mamba-2 requires
+    # As Mamba-2 requires.
+    if all(type(number) is int for number in inner) and prod(inner[:2]) == prod(inner[2:]):
         found["num_heads"] = small["expand"] * HIDDEN // small["head_dim"]
     if type(whole.get(_SHARED)) is int:
         kinds = whole.get("layer_types")

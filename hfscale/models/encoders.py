@@ -185,9 +185,10 @@ _T5_ATTENTION = Block(
     local_attributes=("n_heads", "inner_dim"),
     dropout=("dropout_rate",),
 )
+# Gated or not.
 _T5_MLP = Block(
     column=("wi", "wi_0", "wi_1"), row=("wo",), optional=True, dropout=("dropout_rate",)
-)  # gated or not
+)
 _T5 = Blueprint(
     layers=("encoder.block", "decoder.block"),
     blocks={

@@ -40,9 +40,8 @@ class _KeepFloat64(TorchFunctionMode):
         if func is torch.full and "dtype" not in kwargs:
             value = args[1] if len(args) > 1 else kwargs["fill_value"]
             if abs(value) > torch.finfo(torch.float32).max:
-                kwargs["dtype"] = (
-                    torch.float64
-                )  # a float64 model's own constant, in the default type
+                # A float64 model's own constant, in the default type.
+                kwargs["dtype"] = torch.float64
         return func(*args, **kwargs)
 
 

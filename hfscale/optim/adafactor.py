@@ -38,10 +38,11 @@ DEFAULTS: dict[str, Any] = stock_defaults(Adafactor)
 """The stock class's defaults; HF Trainer sets ``scale_parameter`` and ``relative_step`` to ``False``."""
 
 _NARROW = (torch.float16, torch.bfloat16)
+# State of mean squares -> the dim that it averages over.
 _FACTORS = {
     "exp_avg_sq_row": -1,
     "exp_avg_sq_col": -2,
-}  # state of mean squares -> the dim that it averages over
+}
 
 
 class AdafactorStepper(Stepper):

@@ -18,9 +18,8 @@ class AddedOption:
     """An option of some optimizers, by name."""
 
     optimizers: tuple[str, ...]
-    parse: Callable[
-        [Any], Any
-    ]  # a value as a user gives it, also as text -> what ``steppers`` takes
+    # A value as a user gives it, also as text -> what ``steppers`` takes.
+    parse: Callable[[Any], Any]
     steppers: Callable[[Any, Sequence[Member], Runtime], list[Stepper]]
     """Makes what steps behind the optimizer, from the value and all members that the optimizer steps."""
 

@@ -39,9 +39,8 @@ class OptimizerChoice:
     # options that a user may give, with functions that parse their values
     takes: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
     adam: tuple[str, ...] = ()  # which of ``betas`` and ``eps`` it has
-    finish: Callable[[Options], Options] | None = (
-        None  # converts all options to those of the stock class
-    )
+    # Converts all options to those of the stock class.
+    finish: Callable[[Options], Options] | None = None
 
     @property
     def betas(self) -> tuple[int, ...]:

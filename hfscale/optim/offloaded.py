@@ -21,9 +21,8 @@ from ..distributed.host_buffers import Form, HostBuffers, buckets, bytes_before,
 from .sharded import Groups, Member, State
 from .stock import Aside, OneByOneStepper, StockOverStandIns
 
-_BUCKET = (
-    16 << 20
-)  # bytes of small weights that are copied as one, by way of as much memory on the device
+# Bytes of small weights that are copied as one, by way of as much memory on the device.
+_BUCKET = 16 << 20
 
 
 class Pair:

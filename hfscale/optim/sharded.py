@@ -41,9 +41,8 @@ class Member:
     @property
     def weight(self) -> Tensor:
         """This rank's plain tensor of the parameter; may be empty."""
-        with (
-            torch.no_grad()
-        ):  # with autograd, to_local() of a DTensor would add a node to the graph
+        # With autograd, to_local() of a DTensor would add a node to the graph.
+        with torch.no_grad():
             return local_tensor(self.parameter).detach()
 
     @property

@@ -38,16 +38,16 @@ UPDATES = "updates"
 _SCALES = "absmax"
 _TABLES = "qmap"
 
-Stock = Callable[
-    [list[dict[str, Any]]], torch.optim.Optimizer
-]  # makes the stock optimizer over parameter groups
+# Makes the stock optimizer over parameter groups.
+Stock = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 _CHUNK = 1 << 20  # entries at a time: their random numbers take 8 bytes each
 _LOW = (1 << 16) - 1
+# Of SplitMix64 (Steele et al. 2014), signed.
 _MIX = (
     -7046029254386353131,
     -4658895280553007687,
     -7723592293110705685,
-)  # of SplitMix64 (Steele et al. 2014), signed
+)
 
 
 @dataclass(frozen=True)
@@ -104,9 +104,8 @@ class StockOverStandIns:
         scattered = []
         for member, stand_in in self.pairs:
             weight, gradient = tensors(member)
-            if (
-                not weight.is_contiguous()
-            ):  # bitsandbytes would update a copy and leave the weight unchanged
+            # Bitsandbytes would update a copy and leave the weight unchanged.
+            if not weight.is_contiguous():
                 scattered.append((weight, stand_in))
             stand_in.data = weight.contiguous()
             stand_in.grad = gradient
@@ -188,9 +187,8 @@ class OneByOneStepper(LocalStepper):
         for inner in self._inners:
             inner.release()
             optimizer: Any = inner.optimizer
-            if not full and hasattr(
-                optimizer, "name2qmap"
-            ):  # share bitsandbytes' tables of 8-bit values
+            # Share bitsandbytes' tables of 8-bit values.
+            if not full and hasattr(optimizer, "name2qmap"):
                 first: Any = self._inners[0].optimizer
                 optimizer.name2qmap = first.name2qmap
 

@@ -37,16 +37,14 @@ class PlanContents:
 
     family: str  # ``config.model_type``
     layout: ParallelConfig  # the sizes it was made for
-    parameters: tuple[
-        ParameterPlan, ...
-    ]  # every parameter, in the model's order, tied ones included
+    # Every parameter, in the model's order, tied ones included.
+    parameters: tuple[ParameterPlan, ...]
     layers: tuple[str, ...]  # names of the layers, in order; an encoder's before its decoder's
     blocks: tuple[BlockPlan, ...]  # the tensor-parallel blocks; empty where ``tp_size`` is 1
     embedding: str | None  # name of the vocabulary-parallel embedding, if cut
     head: str | None  # name of the output projection onto the vocabulary, if the loss runs on it
-    loss: (
-        str | None
-    )  # transformers' name of the loss, if it is :data:`hfscale.models.module_kinds.SHIFTED`
+    # Transformers' name of the loss, if it is :data:`hfscale.models.module_kinds.SHIFTED`.
+    loss: str | None
     # the layer stacks whose hidden states are cut along the sequence, under sequence parallelism
     sequence_regions: tuple[SequencePlan, ...] = ()
     # the decisions of all other features of the layout, one entry each (:meth:`feature`)
@@ -55,19 +53,15 @@ class PlanContents:
         ExpertsPlan, ...
     ] = ()  # the experts that are spread over ranks; empty where ``ep_size`` is 1
     mixtures: tuple[ExpertsPlan, ...] = ()  # the experts of every mixture, spread or not
-    source: str = (
-        ""  # where the blueprint of its blocks comes from, in words; empty where there are none
-    )
-    no_step: str = (
-        ""  # why ``train_step`` cannot run the model's loss, in words; empty where it can
-    )
-    lookup: str | None = (
-        None  # name of the embedding that every token is looked up in, cut or not, where there is one
-    )
+    # Where the blueprint of its blocks comes from, in words; empty where there are none.
+    source: str = ""
+    # Why ``train_step`` cannot run the model's loss, in words; empty where it can.
+    no_step: str = ""
+    # Name of the embedding that every token is looked up in, cut or not, where there is one.
+    lookup: str | None = None
     stages: StagePlan | None = None  # the pipeline stages; ``None`` where ``pp_size`` is 1
-    quantized: QuantizedPlan | None = (
-        None  # which weights are loaded in 4 or 8 bits; ``None`` where none are
-    )
+    # Which weights are loaded in 4 or 8 bits; ``None`` where none are.
+    quantized: QuantizedPlan | None = None
     adapters: tuple[
         AdapterParameter, ...
     ] = ()  # the parameters of adapters, which come last in ``parameters``

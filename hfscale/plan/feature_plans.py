@@ -21,16 +21,14 @@ class RecomputePlan(Feature):
     ] = ()  # recomputed layers, of which only the input is kept; under a budget, the candidates
     modules: tuple[str, ...] = ()  # modules in the layers that are recomputed by themselves
     attention: bool = False  # whether attention is recomputed between its query, key, value and output projections
-    elementwise: bool = (
-        False  # whether all but products, attention and exchanges is recomputed in every layer
-    )
+    # Whether all but products, attention and exchanges is recomputed in every layer.
+    elementwise: bool = False
     tile: int = 0  # tokens of a tile of ``modules``; 0: they run whole
     keep: tuple[
         str, ...
     ] = ()  # operators in ``layers`` whose results are kept (selective checkpointing)
-    budget: int | None = (
-        None  # bytes that the layers of a rank may keep; ``None``: all ``layers`` are recomputed
-    )
+    # Bytes that the layers of a rank may keep; ``None``: all ``layers`` are recomputed.
+    budget: int | None = None
     # tokens of the microbatch that the budget holds for; ``None``: of the largest one in the first step
     tokens: int | None = None
 
@@ -193,9 +191,8 @@ class ContextPlan(Feature):
     reads_masks: tuple[
         str, ...
     ] = ()  # and of those, attention in code of their own, which needs masks as tensors
-    whole_mask: bool = (
-        False  # whether the model makes biases for them of the attention_mask of all tokens
-    )
+    # Whether the model makes biases for them of the attention_mask of all tokens.
+    whole_mask: bool = False
     # likewise, but each rank runs them on its own tokens, and hands their states on to the rank of the next ones
     handing: tuple[str, ...] = ()
     # for ``heads_ring``, size of the groups of ranks that exchange tokens for heads; 1 for other methods
@@ -231,9 +228,8 @@ class TowersPlan(Feature):
     read_inside: tuple[
         str, ...
     ] = ()  # inputs of the text model by which its layers read them, besides the embeddings
-    first_layers: int = (
-        0  # how many of the first layers alone read them; 0 if any may, or none does
-    )
+    # How many of the first layers alone read them; 0 if any may, or none does.
+    first_layers: int = 0
 
     def describe(self, plan: PlanContents) -> list[str]:
         where = "every tensor rank" if plan.layout.tp > 1 else "every rank"
@@ -265,9 +261,8 @@ class PredictionPlan(Feature):
     """Plan of layers behind the model that predict tokens further ahead (DeepSeek-AI 2024, V3, section 2.2)."""
 
     layers: tuple[str, ...]  # one for each depth
-    like: tuple[
-        str, ...
-    ]  # for each of them a layer of the model of its kind, which is given the same masks
+    # For each of them a layer of the model of its kind, which is given the same masks.
+    like: tuple[str, ...]
     text: str  # the module whose output they begin with
 
     def describe(self, plan: PlanContents) -> list[str]:

@@ -36,9 +36,8 @@ class SequencePlan:
     exit: str  # the module behind which the hidden states are full again: the norm behind the layers, or the owner
     layers: tuple[str, ...]  # the layers
     gathered: tuple[str, ...]  # modules in the layers that run on the full sequence
-    partial: tuple[
-        str, ...
-    ]  # modules with parameters of their own that see this rank's tokens only
+    # Modules with parameters of their own that see this rank's tokens only.
+    partial: tuple[str, ...]
     direct: bool  # whether the embedding's output goes into the first layer, and nowhere else
     dropout: bool  # whether the layers drop out activations
 
@@ -67,7 +66,6 @@ class AdapterParameter:
     base: str  # the stock name of the parameter that it adapts, or is a copy of
     kept_in: str  # the attribute of the wrapper that holds it, ``lora_A`` say
     transposed: bool = False  # whether ``base`` is stored as ``[in, out]``
-    experts: int = (
-        0  # how many experts' parameters lie side by side in it; 0 if it belongs to one module
-    )
+    # How many experts' parameters lie side by side in it; 0 if it belongs to one module.
+    experts: int = 0
     tied_to: str | None = None  # the name of the parameter that it shares its tensor with

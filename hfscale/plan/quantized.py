@@ -89,9 +89,8 @@ class QuantizedPlan:
     weights: tuple[str, ...]  # names of the parameters
     # names of ``weights`` that are stored as ``[in, out]`` and quantized as ``[out, in]``
     transposed: frozenset[str] = frozenset()
-    stored: bool = (
-        False  # whether the checkpoint holds them quantized; their scales then stay in float32
-    )
+    # Whether the checkpoint holds them quantized; their scales then stay in float32.
+    stored: bool = False
     # bytes of a value and of its share of scales, in the checkpoint's own form, which is kept; 0: bitsandbytes'
     size: float = 0.0
 

@@ -124,9 +124,8 @@ class Stage:
     index: int  # its number, counted along the model over all ranks
     rank: int  # the pipeline rank that holds it
     layers: tuple[str, ...]  # names of its layers, in order
-    modules: tuple[
-        str, ...
-    ]  # names of the other modules, and of parameters that no smaller module owns, that it holds
+    # Names of the other modules, and of parameters that no smaller module owns, that it holds.
+    modules: tuple[str, ...]
     parameters: int  # how many numbers it holds, a tied tensor once
     flops: int  # FLOPs of its forward pass, per token
 
@@ -191,12 +190,11 @@ class StagePlan:
     # else
     module_returns: tuple[tuple[str, int | None], ...]
     ties: tuple[Tie, ...]  # tensors that several stages hold
-    work: tuple[
-        int, ...
-    ]  # the cost of each stage, in the unit of :meth:`hfscale.parallel.pipeline.stage_costs.Cost.work`
-    stacks: TwoStacks | None = (
-        None  # the encoder and decoder, if there are two; ``None`` for one list of layers
-    )
+    # The cost of each stage, in the unit of
+    # :meth:`hfscale.parallel.pipeline.stage_costs.Cost.work`.
+    work: tuple[int, ...]
+    # The encoder and decoder, if there are two; ``None`` for one list of layers.
+    stacks: TwoStacks | None = None
     loans: tuple[
         Loan, ...
     ] = ()  # modules of first layers that every stage with layers of their list holds

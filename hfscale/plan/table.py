@@ -197,9 +197,8 @@ def _tied(parameter: ParameterPlan, plan: PlanContents) -> str:
 def _memory(plan: PlanContents) -> str:
     count, weights = weights_per_rank(plan)
     which = "largest rank" if plan.stages else "per rank"
-    if (
-        plan.quantized is not None or plan.adapters
-    ):  # not all of it trains, or takes its shape's bytes
+    # Not all of it trains, or takes its shape's bytes.
+    if plan.quantized is not None or plan.adapters:
         return f"{which}: {count:,} parameters; by kind: hfscale.memory_estimate(plan, tokens=...)"
     return (
         f"{which}: {count:,} parameters; weights {human(weights)} + gradients {human(weights)} + AdamW state "

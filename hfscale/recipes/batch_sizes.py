@@ -65,9 +65,8 @@ def by_cost(order: Tensor, costs: Tensor, batch_world: int, size: int) -> Tensor
         costs[order].argsort(dim=1, descending=True, stable=True),
     )
     rounds = falling.view(len(order), -1, batch_world, size)
-    rounds[:, 1::2] = rounds[:, 1::2].flip(
-        2
-    )  # who has the dearest of a round has the cheapest of the next
+    # Who has the dearest of a round has the cheapest of the next.
+    rounds[:, 1::2] = rounds[:, 1::2].flip(2)
     return rounds.transpose(1, 2).flatten(1)
 
 

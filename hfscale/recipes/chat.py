@@ -149,9 +149,8 @@ def by_prefixes(
     """Return labels of what each assistant turn adds to the rendering of the messages before it and its heading."""
     labels = [IGNORED] * len(ids)
     for index, message in enumerate(messages):
-        if (
-            message["role"] != "assistant" or index == 0
-        ):  # nothing asks for what a conversation begins with
+        # Nothing asks for what a conversation begins with.
+        if message["role"] != "assistant" or index == 0:
             continue
         before = rendered(index, True)
         until = rendered(index + 1, False)

@@ -148,9 +148,8 @@ def _records(text: str, name: str) -> Iterator[dict[str, Any]]:
 def _document(name: str, record: dict[str, Any], data: DataRecipe) -> Iterator[Document]:
     """Return the record's columns that its format needs; nothing if its text is blank."""
     _check_columns(name, list(record), data)
-    wanted = (
-        list(record) if data.format == "prompts" else needed_columns(data).values()
-    )  # rewards may read any
+    # Rewards may read any.
+    wanted = list(record) if data.format == "prompts" else needed_columns(data).values()
     columns = {column: record[column] for column in wanted}
     if data.format == "pairs" and data.prompt_column in record:
         columns[data.prompt_column] = record[data.prompt_column]

@@ -14,10 +14,11 @@ import hfscale
 from .schema import Recipe, RecipeError
 from .templates import environment
 
+# Kind of cluster -> template of its job file.
 KINDS = {
     "slurm": "slurm.sh",
     "kubernetes": "kubernetes.yaml",
-}  # kind of cluster -> template of its job file
+}
 _PORT = 29500
 
 

@@ -83,9 +83,8 @@ def run(main: Callable[[], None]) -> None:
         if not isinstance(error, HFScaleError):
             traceback.print_exception(error)
         print(f"\nerror (rank {rank()}): {error}\n{memory}", file=sys.stderr, flush=True)
-        get_error_handler().record_exception(
-            error
-        )  # so that the launcher repeats it below its own traceback
+        # So that the launcher repeats it below its own traceback.
+        get_error_handler().record_exception(error)
         # Not sys.exit, whose clean-up may wait for ranks that are gone.
         os._exit(2 if isinstance(error, HFScaleError) and not broke else 1)
     if dist.is_initialized():

@@ -12,9 +12,8 @@ def check_places(recipe: Recipe) -> None:
     """Refuse a base that is not a checkpoint, and a base, adapter or earlier run that this run would overwrite."""
     if isinstance(recipe, FinetuneRecipe):
         _check_base(recipe)
-    if not (
-        isinstance(recipe, FinetuneRecipe) and recipe.teacher.write
-    ):  # which writes nothing to this run
+    # Which writes nothing to this run.
+    if not (isinstance(recipe, FinetuneRecipe) and recipe.teacher.write):
         _check_earlier_run(recipe)
     if recipe.tracking:
         from .run_log import check_trackers  # imports transformers
@@ -71,9 +70,8 @@ def _check_earlier_run(recipe: Recipe) -> None:
 
         training = recipe.training
         saves = training.save_every is not None or training.memory_every is not None
-        if (saves or restarted()) and found == [
-            "metrics.jsonl"
-        ]:  # of this job, which came to no save
+        # Of this job, which came to no save.
+        if (saves or restarted()) and found == ["metrics.jsonl"]:
             return
         raise RecipeError(
             f"training.resume=true, and {directory} has {', '.join(found)} but no saved state to resume from "

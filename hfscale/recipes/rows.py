@@ -51,9 +51,8 @@ class Rows:
     def costs(self, pair: float) -> np.ndarray:
         """Return what each row costs if a token costs 1, and ``pair`` each pair of tokens of a text."""
         pairs = self.tokens.astype(float) ** 2
-        if (
-            "position_ids" in self._data.column_names
-        ):  # n^2 is the sum of 2 p + 1 over positions p below n
+        # n^2 is the sum of 2 p + 1 over positions p below n.
+        if "position_ids" in self._data.column_names:
             pairs = np.array(
                 [(2 * row + 1).sum() for row in self._data.with_format("numpy")["position_ids"]]
             )

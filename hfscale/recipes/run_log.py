@@ -52,9 +52,8 @@ class RunLog(TrainerCallback):
         if is_main() and not resumes:
             recipe.directory.mkdir(parents=True, exist_ok=True)
             self.path.write_text("")
-            shutil.rmtree(
-                recipe.directory / "state", ignore_errors=True
-            )  # and what is in memory is of another run
+            # And what is in memory is of another run.
+            shutil.rmtree(recipe.directory / "state", ignore_errors=True)
             self.experts.unlink(missing_ok=True)
             OmegaConf.save(OmegaConf.structured(recipe), recipe.directory / "recipe.yaml")
 

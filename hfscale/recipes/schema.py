@@ -22,11 +22,12 @@ FORMATS = {
 }
 """Formats of data, with the keys that name their columns."""
 
+# Types of weights; those to train on or over come first.
 DTYPES = (
     "float32",
     "bfloat16",
     "float16",
-)  # types of weights; those to train on or over come first
+)
 
 COUNT: dict[str, Any] = {"least": 1}
 POSITIVE: dict[str, Any] = {"above": 0.0}
@@ -51,23 +52,18 @@ class DataRecipe:
     # conversations up to the answer). All but ``text`` read records only
     format: str = field(default="text", metadata={"choices": tuple(FORMATS)})
     text_column: str = "text"  # the field of JSONL records and Hub data sets that holds the text
-    messages_column: str = (
-        "messages"  # the field that holds a conversation, a list of records with role and content
-    )
+    # The field that holds a conversation, a list of records with role and content.
+    messages_column: str = "messages"
     prompt_column: str = "prompt"  # the field that holds the prompt
     completion_column: str = "completion"  # the field that holds the completion
-    chosen_column: str = (
-        "chosen"  # the field of pairs that holds the preferred one, a text or a conversation
-    )
-    rejected_column: str = (
-        "rejected"  # the field of the other; a ``prompt_column`` comes before both
-    )
-    label_column: str = (
-        "label"  # the field that holds the class of ``text_column``: its name, or its number
-    )
-    classes: list[str] = field(
-        default_factory=list
-    )  # the names of the classes, in the order of their numbers
+    # The field of pairs that holds the preferred one, a text or a conversation.
+    chosen_column: str = "chosen"
+    # The field of the other; a ``prompt_column`` comes before both.
+    rejected_column: str = "rejected"
+    # The field that holds the class of ``text_column``: its name, or its number.
+    label_column: str = "label"
+    # The names of the classes, in the order of their numbers.
+    classes: list[str] = field(default_factory=list)
     # the field of conversations that holds their pictures, in order: paths beside the records, or as data sets of the
     # Hub have them. The base is then a vision-language model, whose processor does the rest
     images_column: Optional[str] = None  # noqa: UP045
@@ -91,9 +87,8 @@ class DataRecipe:
     exclude: list[str] = field(default_factory=list)  # patterns of documents that are not used
     validation_fraction: float = 0.05  # share of the documents kept out of training
     sequence_length: int = field(default=256, metadata=COUNT)  # tokens in one training sequence
-    validation_sequences: int = field(
-        default=64, metadata=COUNT
-    )  # at most this many sequences are evaluated
+    # At most this many sequences are evaluated.
+    validation_sequences: int = field(default=64, metadata=COUNT)
 
     @property
     def is_stream(self) -> bool:
@@ -118,12 +113,10 @@ class TrainingRecipe:
     """Describe how to train."""
 
     steps: int = field(default=100, metadata=COUNT)  # optimizer steps
-    batch_size: int = field(
-        default=16, metadata=COUNT
-    )  # sequences in one optimizer step, over all ranks
-    balanced_batches: bool = (
-        False  # share a step's sequences so that ranks take equally long, by the planner's seconds
-    )
+    # Sequences in one optimizer step, over all ranks.
+    batch_size: int = field(default=16, metadata=COUNT)
+    # Share a step's sequences so that ranks take equally long, by the planner's seconds.
+    balanced_batches: bool = False
     # sequences in one forward pass of one rank; by default all that the rank gets in a step. A smaller number
     # accumulates gradients
     microbatch_size: Optional[int] = field(default=None, metadata=COUNT)  # noqa: UP045
@@ -132,9 +125,8 @@ class TrainingRecipe:
     weight_decay: float = 0.1  # of what HF Trainer lets decay: all but biases and norms
     max_grad_norm: float = 1.0  # gradients are scaled down to at most this global norm
     mixed_precision: str = "no"  # of products over 32-bit weights, as for ``from_pretrained``
-    use_liger_kernel: bool = (
-        False  # norms, gated activations and rotary embeddings by Liger's kernels, on a GPU
-    )
+    # Norms, gated activations and rotary embeddings by Liger's kernels, on a GPU.
+    use_liger_kernel: bool = False
     # weight of the loss of multi-token-prediction layers, as 0.1; by default they do not train
     mtp_loss_weight: Optional[float] = field(default=None, metadata=POSITIVE)  # noqa: UP045
     compile: bool = False  # compile each layer with torch's compiler when it first runs
@@ -143,24 +135,20 @@ class TrainingRecipe:
     dtype: str = field(default="float32", metadata={"choices": DTYPES[:2]})
     # a name of HF Trainer's ``optim``, as ``adamw_8bit``, ``adafactor`` or ``lion_8bit``, or ``muon``
     optimizer: str = "adamw_torch_fused"
-    stochastic_rounding: bool = (
-        False  # of ``bfloat16`` weights, so that small updates are right in the mean
-    )
-    gradient_checkpointing: bool = (
-        False  # recompute activations in the backward pass instead of keeping them
-    )
+    # Of ``bfloat16`` weights, so that small updates are right in the mean.
+    stochastic_rounding: bool = False
+    # Recompute activations in the backward pass instead of keeping them.
+    gradient_checkpointing: bool = False
     log_every: int = field(default=10, metadata=COUNT)  # steps between lines of metrics
-    evaluate_every: int = field(
-        default=50, metadata=COUNT
-    )  # steps between evaluations, beside the first and the last
+    # Steps between evaluations, beside the first and the last.
+    evaluate_every: int = field(default=50, metadata=COUNT)
     # steps between checkpoints of HF Trainer, to ``runs/<name>/state``; by default none. A process that is sent SIGTERM
     # or SIGUSR1 then saves behind its step as well, and ends with exit code 75
     save_every: Optional[int] = field(default=None, metadata=COUNT)  # noqa: UP045
     # steps between states in the memory of the machines, from which ``resume`` goes on where they are newer
     memory_every: Optional[int] = field(default=None, metadata=COUNT)  # noqa: UP045
-    restarts: int = (
-        0  # how often processes that fail are forked again, before it is the launcher's turn
-    )
+    # How often processes that fail are forked again, before it is the launcher's turn.
+    restarts: int = 0
     # of one device, for ``mfu`` in the log; by default that of an A100, H100, H200 or B200 in 16 bits; there is no
     # ``mfu`` on other devices
     peak_tflops: Optional[float] = field(default=None, metadata=POSITIVE)  # noqa: UP045
@@ -185,9 +173,8 @@ class ModelRecipe:
     num_attention_heads: int = 8
     num_key_value_heads: int = 4
     tie_word_embeddings: bool = False
-    options: dict[str, Any] = field(
-        default_factory=dict
-    )  # others, as ``num_experts`` of ``qwen3_moe``
+    # Others, as ``num_experts`` of ``qwen3_moe``.
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -195,15 +182,13 @@ class Recipe(OptionSections):
     """Hold the settings that pretraining and fine-tuning share, other than the sections of :class:`OptionSections`."""
 
     name: str = MISSING  # results go to ``runs/<name>``
-    replace: bool = (
-        False  # whether to replace those of an earlier run of this name, which is refused otherwise
-    )
+    # Whether to replace those of an earlier run of this name, which is refused otherwise.
+    replace: bool = False
     # where numbers go besides ``metrics.jsonl``, as ``[tensorboard, csv]``: names of ``report_to`` of HF Trainer, or
     # ``csv``, which is ``metrics.csv``
     tracking: list[str] = field(default_factory=list)
-    profile: str = (
-        ""  # behind the first two, as ``3 steps``: torch's profiler writes ``profile/rank-N.json``
-    )
+    # Behind the first two, as ``3 steps``: torch's profiler writes ``profile/rank-N.json``.
+    profile: str = ""
     seed: int = 0  # of the initial weights and of the order of the sequences
     # the layout, the fields of ``hfscale.ParallelConfig``; over stages, ``num_microbatches`` cuts what a rank runs at
     # once (``training.microbatch_size``, or all of its step)
@@ -211,9 +196,8 @@ class Recipe(OptionSections):
     # layouts to take instead, the first that fits, where a launcher starts the run again with fewer processes
     # (``torchrun --nnodes 1:2 --max_restarts 3 ...``)
     fallbacks: list[dict[str, Any]] = field(default_factory=list)
-    save_check: bool = (
-        False  # save and load behind the first step, so that a disk without room is found out then
-    )
+    # Save and load behind the first step, so that a disk without room is found out then.
+    save_check: bool = False
     data: DataRecipe = field(default_factory=DataRecipe)
     training: TrainingRecipe = field(default_factory=TrainingRecipe)
 
@@ -266,9 +250,8 @@ class TeacherRecipe:
     write: str = ""
     top_k: int = field(default=64, metadata=COUNT)
     beta: float = 0.5  # 0: forward KL divergence, 1: reverse, between: generalized Jensen-Shannon
-    temperature: float = field(
-        default=1.0, metadata=POSITIVE
-    )  # divisor of all logits; a stored teacher has its own
+    # Divisor of all logits; a stored teacher has its own.
+    temperature: float = field(default=1.0, metadata=POSITIVE)
     # its layout, on the same processes; by default the student's
     parallel: dict[str, Any] = field(default_factory=dict)
     dtype: str = field(default="float32", metadata={"choices": DTYPES})  # of its weights
@@ -279,9 +262,8 @@ class TeacherRecipe:
 class FinetuneRecipe(Recipe):
     """Describe fine-tuning: of all parameters, or of an adapter over a base that stays as it is."""
 
-    base: str = (
-        MISSING  # the checkpoint to start from: a directory, or the id of a model on the Hub
-    )
+    # The checkpoint to start from: a directory, or the id of a model on the Hub.
+    base: str = MISSING
     # what to train instead of all parameters: ``method`` (``lora``, ``dora``, ``ia3`` or ``loha``) and fields of PEFT's
     # config of it, as ``r``, ``lora_alpha``, ``target_modules: all-linear``, ``target_parameters``; or only ``path``, a
     # saved adapter to go on with. Empty: all parameters
@@ -293,9 +275,8 @@ class FinetuneRecipe(Recipe):
     # whether to add the adapter to the base after training and to write that besides, as a plain checkpoint: false or
     # true; over a quantized base, which is unpacked for it, the type to merge into, as ``bfloat16``
     merge: Any = False
-    teacher: TeacherRecipe = field(
-        default_factory=TeacherRecipe
-    )  # a model to learn from (distillation)
+    # A model to learn from (distillation).
+    teacher: TeacherRecipe = field(default_factory=TeacherRecipe)
     # what scores completions (GRPO): ``exact_match`` and ``f1`` compare with the data's answer; any other is
     # ``module:function``, which TRL calls with ``completions`` and the columns of the data
     rewards: list[str] = field(default_factory=list)

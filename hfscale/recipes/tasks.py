@@ -29,16 +29,13 @@ class Task:
     tag: str = "text-generation"  # the Hub's, ``pipeline_tag``
     each: str = "token"  # what losses are means over
     baseline: str = "unigram entropy"  # what the validation loss is put beside
-    knows: str = (
-        "the best that knowing only how frequent each token is can do"  # who does as well as that
-    )
-    reader: Any = (
-        AutoTokenizer  # the class of transformers that reads what it is given; or ``AutoProcessor``
-    )
+    # Who does as well as that.
+    knows: str = "the best that knowing only how frequent each token is can do"
+    # The class of transformers that reads what it is given; or ``AutoProcessor``.
+    reader: Any = AutoTokenizer
     rows: int = 1  # of a batch, that one row of the data becomes
-    loss: LossOfOutputs | None = (
-        None  # of what the model returns; ``None`` where that is the model's own
-    )
+    # Of what the model returns; ``None`` where that is the model's own.
+    loss: LossOfOutputs | None = None
     right: Callable[[Any, Mapping[str, Any]], Tensor] | None = None  # how much is right, if counted
 
     @property

@@ -67,19 +67,16 @@ class Case:
     steps: int = 2  # optimizer steps
     accumulation: int = 2  # microbatches per step and distinct batch
     max_norm: float | None = 0.5  # gradients are clipped to this norm; ``None`` leaves them
-    learning_rate: float = (
-        0.5  # of plain SGD, so that an error in a gradient is not hidden by a normalizing optimizer
-    )
+    # Of plain SGD, so that an error in a gradient is not hidden by a normalizing optimizer.
+    learning_rate: float = 0.5
     frozen: Sequence[str] = ()  # parameters whose name contains one of these strings do not train
     checkpointing: bool = False  # recompute activations
     lengths: Sequence[int] = (13, 8)  # sequence lengths, used in turn by microbatches
     rows: int = 2
-    build: str = (
-        "from_pretrained"  # how the layout gets its model: ``from_pretrained``, ``parallelize``
-    )
-    hf_kwargs: dict[str, Any] = field(
-        default_factory=dict
-    )  # arguments of both models' ``from_pretrained``
+    # How the layout gets its model: ``from_pretrained``, ``parallelize``.
+    build: str = "from_pretrained"
+    # Arguments of both models' ``from_pretrained``.
+    hf_kwargs: dict[str, Any] = field(default_factory=dict)
     auto_class: Any = AutoModelForCausalLM  # the Auto class, or the stock class, of the model
     peft: Any = None  # a PEFT config; the reference is then stock PEFT around the stock model, with random factors
     # how the layout gets its adapters: ``from_pretrained``, or ``get_peft_model`` afterwards
@@ -123,9 +120,8 @@ class Case:
         counts = [self.count(microbatch["labels"]) for microbatch in microbatches]
         loss = torch.zeros((), dtype=torch.float64)
         for microbatch, count in zip(microbatches, counts, strict=True):
-            with torch.set_grad_enabled(
-                count > 0
-            ):  # a model's own counters count without labels too
+            # A model's own counters count without labels too.
+            with torch.set_grad_enabled(count > 0):
                 mean = model(**microbatch).loss
             if count:
                 part = mean * count / sum(counts)
@@ -255,9 +251,8 @@ def _reference(case: Case, batch_world: int, directory: Path) -> None:
     """Train the stock model; save its start, its end, and every step's results."""
     torch.manual_seed(5)
     model = host_from_config(case.auto_class, case.config, dtype=torch.float64, **case.hf_kwargs)
-    with (
-        torch.no_grad()
-    ):  # norms start as ones and biases as zeros, which would hide errors in both
+    # Norms start as ones and biases as zeros, which would hide errors in both.
+    with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
     model.save_pretrained(directory / "start")

@@ -25,9 +25,8 @@ def causal_lm(case: "PlainCase", generator: torch.Generator, length: int) -> Bat
 class PlainCase(Case):
     """Define a case whose model computes its own loss, trained by a plain loop."""
 
-    make_batch: Maker = (
-        causal_lm  # makes a microbatch of some length: a function of this module, or a similar one
-    )
+    # Makes a microbatch of some length: a function of this module, or a similar one.
+    make_batch: Maker = causal_lm
     rows: int = 3  # samples of a microbatch; three test a contrastive loss better than two
     # seed of torch's default generator, for models with dropout; the same in one process and on every rank
     seed: int | None = None

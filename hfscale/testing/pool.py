@@ -238,12 +238,10 @@ def _serve(
             pipe.send((False, traceback.format_exc()))
             return
         gc.freeze()  # imported modules stay: the garbage collector need not traverse them in tests
-        gc.set_threshold(
-            20_000
-        )  # models are built and dropped all the time: a tenth of a test's time otherwise
-        multiprocessing.set_start_method(
-            None, force=True
-        )  # or a loader's workers would import everything again
+        # Models are built and dropped all the time: a tenth of a test's time otherwise.
+        gc.set_threshold(20_000)
+        # Or a loader's workers would import everything again.
+        multiprocessing.set_start_method(None, force=True)
         may_have_children()
         while True:
             try:

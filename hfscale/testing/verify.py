@@ -118,9 +118,8 @@ def case_for(clone: PreTrainedConfig, auto_class: Any, planned: Plan) -> Case:
         return PlainPictureCase(clone) if by_loop else PictureCase(clone)
     given: dict[str, Any] = {"auto_class": auto_class, "make_batch": _MAKERS[auto_class.__name__]}
     own = planned.feature(OwnLossPlan)
-    if own is not None and (
-        planned.stages is not None or planned.layout.cp > 1
-    ):  # which train_step alone cuts
+    # Which train_step alone cuts.
+    if own is not None and (planned.stages is not None or planned.layout.cp > 1):
         return plain.OwnLossCase(clone, over=own.over, **given)
     return plain.PlainCase(clone, **given)
 
@@ -201,9 +200,8 @@ def verify(
     changes = _heads_that_fit(config, layout.tp, small.tp) | _experts_that_fit(config, small.ep)
     changes |= changes_for(config, auto_class)
     clone = clone_for(config, auto_class, _layers(config, small), **changes)
-    planned = plan(
-        clone, small, auto_class=auto_class, **hf_kwargs
-    )  # refuse before any process is started
+    # Refuse before any process is started.
+    planned = plan(clone, small, auto_class=auto_class, **hf_kwargs)
     case = case_for(clone, auto_class, planned)
     case.hf_kwargs = hf_kwargs
     if small.pp > 1:
@@ -217,9 +215,8 @@ def verify(
         )
         sizes: dict[str, Any] = {f"{axis}_size": 1 for axis in AXES}
         one = ParallelConfig(**sizes)
-        from_config(
-            clone, parallel=one, auto_class=auto_class, peft_config=case.peft, **hf_kwargs
-        )  # may refuse
+        # May refuse.
+        from_config(clone, parallel=one, auto_class=auto_class, peft_config=case.peft, **hf_kwargs)
     if small.total_size == 1:
         return small, measure_parity(case, small, None)
     with RankPool(small.total_size) as pool:

@@ -48,9 +48,8 @@ class ModelTeacher:
         self._teacher, self._student = runtime_of(model), runtime_of(student)
         self._loss = loss_over_vocabulary(self._student)
         self._head: TeacherRows | None = None  # without rows; made behind the first pass
-        self._finish: tuple[Any] | None = (
-            None  # the operations behind the teacher's head, where this rank has it
-        )
+        # The operations behind the teacher's head, where this rank has it.
+        self._finish: tuple[Any] | None = None
         check_vocabulary(vocabulary_of(self._teacher), self._student)
         self._check_adapters()
         # Which distinct batches of the student's this rank runs: all that the ranks of the teacher's batch have.
@@ -60,9 +59,16 @@ class ModelTeacher:
         for group, batch in mesh.all_gather_object((mesh.batch_rank, own)):
             turns.setdefault(group, {})[batch] = None
         self._turns = list(turns[mesh.batch_rank])
+        # As many on every rank.
         self._turns += self._turns[-1:] * (
-            max(map(len, turns.values())) - len(self._turns)
-        )  # as many on every rank
+            max(
+                map(
+                    len,
+                    turns.values(),
+                )
+            )
+            - len(self._turns)
+        )
 
     def check(self, runtime: Runtime) -> None:
         """Refuse to teach another model than the student."""

@@ -76,9 +76,8 @@ def _counted_by_axes(runtime: Runtime, here: list[_Gradient]) -> dict[_Axes, lis
     by_axes: dict[_Axes, list[Tensor]] = {each: [] for each in axes.values()}
     for planned, gradient in here:
         if runtime.counts(planned):
-            found = planned.counted(
-                runtime.mesh.ranks
-            )  # the slices that no earlier rank has a replica of
+            # The slices that no earlier rank has a replica of.
+            found = planned.counted(runtime.mesh.ranks)
             dim, spans = found or (0, ())
             slices = [gradient.narrow(dim, start, stop - start) for start, stop in spans]
             by_axes[axes[planned.name]] += [gradient] if found is None else slices

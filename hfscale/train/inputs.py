@@ -34,12 +34,13 @@ from .runtime.batches import (
 )
 from .runtime.parameter_names import stock_name
 
+# Indices into embedding tables.
 _INDICES = (
     "input_ids",
     "decoder_input_ids",
     "position_ids",
     "token_type_ids",
-)  # indices into embedding tables
+)
 _TENSORS = (*_INDICES, "inputs_embeds", "labels", "shift_labels", ROUTES)
 _WHOLE = (torch.int64, torch.int32)
 _FILLERS = {"labels": -100, "shift_labels": -100, ROUTES: -1}  # where not 0
@@ -283,9 +284,8 @@ def _as_the_model_takes(
     moved = to_device(microbatches, device)
     if takes_argument(model, "use_cache"):
         for microbatch in moved:
-            microbatch.setdefault(
-                "use_cache", False
-            )  # a cache of keys and values is for generation
+            # A cache of keys and values is for generation.
+            microbatch.setdefault("use_cache", False)
     return moved
 
 

@@ -79,9 +79,8 @@ class KeptOutputs:
 
     def keep(self, output: Any, batch: Microbatch, index: int) -> None:
         """Keep an output; if ranks have shards of its sequences, gather all tokens."""
-        named = (
-            dict(output) if isinstance(output, Mapping) else {"logits": output[1]}
-        )  # return_dict=False, with labels
+        # return_dict=False, with labels.
+        named = dict(output) if isinstance(output, Mapping) else {"logits": output[1]}
         named.pop("loss", None)
         found = {
             name: value.detach()

@@ -70,9 +70,8 @@ class _Listener:
         # told: whether a signal came
         self.told = False
         self.patience = patience
-        self.answered = (
-            threading.Event()
-        )  # set once the training loop knows of it, or the listener is closed
+        # Set once the training loop knows of it, or the listener is closed.
+        self.answered = threading.Event()
         self._read, self._write = socket.socketpair()
         self._write.setblocking(False)
         # Python runs handlers between two lines of Python: not while the main thread waits for another rank.

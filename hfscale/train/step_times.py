@@ -25,9 +25,8 @@ _log = logging.getLogger(__name__)
 _FIRST = 12
 _LEAST = 20
 _MOST = 10_000
-_COMPARED = (
-    200  # steps at the end of a window, as far as torch's recorder goes back (2,000 collectives)
-)
+# Steps at the end of a window, as far as torch's recorder goes back (2,000 collectives).
+_COMPARED = 200
 _SECONDS = 60.0  # that a window lasts, within these bounds
 # a rank is named from so many times the median on, and such a share of a step waited for it
 _SLOW = 1.3

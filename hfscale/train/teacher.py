@@ -342,9 +342,8 @@ def _texts(batch: Mapping[str, Any]) -> list[tuple[int, str, Tensor]]:
         )
     texts = []
     for row in labelled[:, 1:].any(1).nonzero().flatten().tolist():
-        places = (
-            attended[row, : int(labelled[row].nonzero()[-1])].nonzero().flatten()
-        )  # of what predicts a label
+        # Of what predicts a label.
+        places = attended[row, : int(labelled[row].nonzero()[-1])].nonzero().flatten()
         parts = [ids[row, places]]
         if positions is not None and positions.ndim == 2:
             own = positions.cpu().expand(len(ids), -1)[row, places]

@@ -185,9 +185,8 @@ def _scores(
     with runtime.loss.scoring(temperature) as scoring:
         runtime.loss.of(called, batch, count, 0.0)
     own = list(scoring.scores.each())
-    sent = (
-        each.to(torch.uint8) if each.dtype == torch.bool else each for each in own
-    )  # not all backends send them
+    # Not all backends send them.
+    sent = (each.to(torch.uint8) if each.dtype == torch.bool else each for each in own)
     return TokenScores(
         *(
             runtime.context.gather_tokens(batch, s).to(o.dtype)

@@ -73,9 +73,8 @@ class RankState:
 
     beat: int  # number of entries it has written
     seconds: float = 0.0  # for how long it has waited
-    waits: str = (
-        ""  # the call and the group it waits in, in words; empty if it waits for no other rank
-    )
+    # The call and the group it waits in, in words; empty if it waits for no other rank.
+    waits: str = ""
     place: str = ""  # the innermost line of the user's code
     inside: str = ""  # the innermost line of hfscale's code, if it is in some
 

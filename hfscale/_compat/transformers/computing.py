@@ -136,9 +136,8 @@ def masks_made_here(kind: type) -> Iterator[None]:
     ) -> Any:
         if not isinstance(attention_mask, kind):
             return prepared(config, inputs_embeds, attention_mask, *args, **kwargs)
-        of_four_dims = torch.empty(
-            1, 1, 1, 1, device="meta"
-        )  # which transformers takes for a ready-made mask
+        # Which transformers takes for a ready-made mask.
+        of_four_dims = torch.empty(1, 1, 1, 1, device="meta")
         leaves, _, *rest = prepared(config, inputs_embeds, of_four_dims, *args, **kwargs)
         return leaves, attention_mask, *rest
 
@@ -243,9 +242,8 @@ def holds_documents(batch: Mapping[str, Any]) -> Tensor | None:
             for offset in (0, -1, 1)
         )
         return (itself[..., 1:] & itself[..., :-1] & ~before & ~after).any()
-    if (
-        kind == "axes"
-    ):  # time never runs back within a document, and no two of its tokens are at one place
+    # Time never runs back within a document, and no two of its tokens are at one place.
+    if kind == "axes":
         positions = cast(Tensor, positions)
         steps = positions.diff(dim=-1)
         begins = (steps[0] < 0) | (steps == 0).all(0)
@@ -324,9 +322,8 @@ class _DocumentMasks:
                     self._positions.expand(batch_size, -1),
                     self.documents.expand(batch_size, -1),
                 )
-                kwargs |= {
-                    name: False for name in kwargs if name.endswith("_skip")
-                }  # the mask has to be made
+                # The mask has to be made.
+                kwargs |= {name: False for name in kwargs if name.endswith("_skip")}
             kwargs |= {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length}
             return made(mask_function=mask_function, **kwargs)
 

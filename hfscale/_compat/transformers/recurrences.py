@@ -35,9 +35,8 @@ Named = Mapping[str, Any]
 class Scan:
     """Describe a scan over tokens whose state is linear in the state that it begins with."""
 
-    tokens: Mapping[
-        str, int
-    ]  # argument -> along which dim its tokens lie, which is that of the output
+    # Argument -> along which dim its tokens lie, which is that of the output.
+    tokens: Mapping[str, int]
     output: str  # the argument whose shape the output has
     final: str  # the argument that asks for the final state, which is returned beside the output
     shape: Callable[[Named], tuple[int, ...]]  # of the state
@@ -63,9 +62,8 @@ def _mamba_makes(given: Named) -> Tensor:
     wide = torch.promote_types(x.dtype, torch.float32)
     steps = _mamba_steps(given, wide)
     total = steps.cumsum(-1)
-    left = torch.exp(
-        given["A"].to(wide)[None, :, None] * (total[..., -1:] - total)[..., None]
-    )  # [b, d, s, n]
+    # [b, d, s, n].
+    left = torch.exp(given["A"].to(wide)[None, :, None] * (total[..., -1:] - total)[..., None])
     return torch.einsum(
         "bdsn,bds,bns->bdn",
         left,
@@ -79,9 +77,10 @@ def _mamba_adds(given: Named, state: Tensor) -> tuple[Tensor, Tensor]:
     c = given["C"]
     gate = given.get("z")
     total = _mamba_steps(given, state.dtype).cumsum(-1)
+    # [b, d, s, n].
     there = (
         torch.exp(given["A"].to(state.dtype)[None, :, None] * total[..., None]) * state[:, :, None]
-    )  # [b, d, s, n]
+    )
     read = torch.einsum("bdsn,bns->bds", there, c.to(state.dtype))
     return (read if gate is None else read * F.silu(gate)), there[:, :, -1]
 

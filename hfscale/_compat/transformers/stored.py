@@ -38,12 +38,10 @@ class Merge:
     """
 
     source: int  # index of this tensor among the converter's sources: a gate projection, say, before an up projection
-    stack: (
-        int | None
-    )  # the new dim along which the tensors of one source are stacked; ``None``: they are not
-    join: (
-        int | None
-    )  # the dim along which the sources are then concatenated; ``None`` for one source
+    # The new dim along which the tensors of one source are stacked; ``None``: they are not.
+    stack: int | None
+    # The dim along which the sources are then concatenated; ``None`` for one source.
+    join: int | None
 
 
 @dataclass(frozen=True)
@@ -93,9 +91,8 @@ def _destinations(
         pattern: converter for converter in converters for pattern in converter.source_patterns
     }
     result = {}
-    for key in sorted(
-        keys, key=dot_natural_key
-    ):  # transformers' order, which some entries depend on
+    # Transformers' order, which some entries depend on.
+    for key in sorted(keys, key=dot_natural_key):
         target, pattern = rename_source_key(key, renamings, converters, prefix, expected)
         if target not in expected and key in expected:
             target, pattern = rename_source_key(key, [], [], prefix, expected)
@@ -282,9 +279,8 @@ def write_configs(model: Any, directory: Path) -> None:
     config = model.config
     config.architectures = [stock_class(model).__name__]
     config.save_pretrained(directory)
-    if (
-        getattr(model, "_auto_class", None) is not None
-    ):  # code of a class that came with its checkpoint
+    # Code of a class that came with its checkpoint.
+    if getattr(model, "_auto_class", None) is not None:
         custom_object_save(model, directory, config=config)
     if model.can_generate() and getattr(model, "generation_config", None) is not None:
         model.generation_config.save_pretrained(directory)

@@ -113,9 +113,8 @@ def encode(weight: DequantizedOnDisk, value: Tensor) -> dict[str, Tensor]:
     rows, columns = matrices.shape[1:]
     unit = lcm(*(min(parts[name].rows.entries, rows) for name in made))
     step = max(1, _ENTRIES // (columns * unit)) * unit
-    whole: Tensor | None = (
-        None  # a new scale, if scales of blocks would no longer fit into 8 bits under the old one
-    )
+    # A new scale, if scales of blocks would no longer fit into 8 bits under the old one.
+    whole: Tensor | None = None
     if "whole" in parts:
         most = value.abs().max().float()
         old = parts["whole"].source[...].float()

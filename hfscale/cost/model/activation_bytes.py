@@ -52,9 +52,8 @@ class Activations:
     again: int
     passing: int
     in_norm: int
-    last: (
-        int  # of those kept, what is there while the first layer runs backward, the last that does
-    )
+    # Of those kept, what is there while the first layer runs backward, the last that does.
+    last: int
     on_host: int
     notes: list[str]
 

@@ -31,36 +31,31 @@ class Job:
     sequence: int  # tokens of a sequence
     batch: int  # sequences of one microbatch
     microbatches: int  # of one batch rank in a step
-    gathers: bool = (
-        False  # whether weights are gathered for every microbatch, in both passes (ZeRO-3)
-    )
+    # Whether weights are gathered for every microbatch, in both passes (ZeRO-3).
+    gathers: bool = False
     sequence_parallel: bool = False  # whether norms and residuals are cut over the tensor ranks
     # Values that a layer's collectives send and receive for each of the stream's, over all of its passes: 8 for two
     # gathers and two scatters in each direction, 10 where the backward pass gathers inputs again.
     exchanged: float = 8
     recompute: float = 0.0  # fraction of the layers that the backward pass computes again
-    elementwise: bool = (
-        False  # whether it computes all but products and attention again in all layers
-    )
-    attention_again: bool = (
-        False  # whether it computes attention between its projections again in all layers
-    )
+    # Whether it computes all but products and attention again in all layers.
+    elementwise: bool = False
+    # Whether it computes attention between its projections again in all layers.
+    attention_again: bool = False
     tile: int = 0  # tokens of a tile, in which norms and MLPs run once more; 0: they run whole
     eight: float = 0.0  # fraction of the layers' weights whose products are in 8 bits
     method: str = "gather"  # how context ranks exchange keys and values
     replicas: float = 1.0  # context ranks that have each key head, where they exchange heads
     causal: bool = True  # whether attention leaves out what comes later
     adapted: float = 0.0  # values per token and layer that products with adapters read and give
-    trained: float = (
-        1.0  # fraction of the weights that train; the others have no gradient of their own
-    )
+    # Fraction of the weights that train; the others have no gradient of their own.
+    trained: float = 1.0
     value_bytes: float = 2  # of a value of the stream between the blocks
     gradient_bytes: float = 4  # of a gradient as ranks exchange it
     gathered_bytes: float = 2  # of a weight as data ranks gather it
     unpacked: float = 0.0  # bytes moved for every weight of a quantized base, to have it in 16 bits in both passes
-    offloaded: float = (
-        0.0  # bytes to the host and from it beside a step's passes: activations, or shards
-    )
+    # Bytes to the host and from it beside a step's passes: activations, or shards.
+    offloaded: float = 0.0
     steps_on_host: bool = False  # whether the optimizer steps in the host's memory
 
     @property
@@ -111,9 +106,8 @@ class Place:
     forward: int = 0  # how many of its stages hand their output to another rank
     backward: int = 0  # likewise gradients
     trained: float = 1.0  # fraction of all these that trains
-    partial: float = (
-        0.0  # bytes of gradients on this rank that are summed over its tensor ranks, once in a step
-    )
+    # Bytes of gradients on this rank that are summed over its tensor ranks, once in a step.
+    partial: float = 0.0
 
     @property
     def ends(self) -> int:

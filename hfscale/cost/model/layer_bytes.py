@@ -76,9 +76,8 @@ def layer_bytes(
     stream = types.as_kept(types.stream) * hidden / sequence
     roles = _llama_roles(plan, layer)
     if roles is None:
-        cut = (
-            sum(block.name.startswith(f"{layer}.") for block in plan.blocks) > 1
-        )  # and not attention or MLP alone
+        # And not attention or MLP alone.
+        cut = sum(block.name.startswith(f"{layer}.") for block in plan.blocks) > 1
         ranks = plan.layout.tp if cut else 1
         scores = score_bytes(types) * situation.length * heads_with_scores(plan) / ranks
         return LayerBytes(
@@ -145,9 +144,8 @@ def _at_most(plan: Plan, layer: str, situation: Situation, types: Types) -> floa
         if len(local) >= 3 and inside:
             values += often * 2 * sum(local[-2:]) / tensor
         elif len(local) == 2:
-            values += (often / count if inside else 1) * (
-                2 * sum(local) + min(local)
-            )  # whichever is the output
+            # Whichever is the output.
+            values += (often / count if inside else 1) * (2 * sum(local) + min(local))
         elif len(local) == 1 and planned.name.endswith("weight"):
             wide += 4 * local[0]  # norms compute in 32 bits
     between = 0  # adapters' factors, and copies of inputs in another type

@@ -53,9 +53,8 @@ class Llama:
 
     def norms(self, first: bool) -> float:
         """Return the bytes that both norms keep, their inputs and normed inputs, per token of the full sequence."""
-        if (
-            self.again.elementwise
-        ):  # the layer's input, and what the first block returns, which is in its type
+        # The layer's input, and what the first block returns, which is in its type.
+        if self.again.elementwise:
             kept = self._kept(self.hidden, self.types.stream) + self._kept(
                 self.hidden, self.types.size
             )
@@ -179,9 +178,8 @@ class Llama:
         size = self.types.size
         queries = self._out("q_proj")
         keys = self._out("k_proj")
-        read = (
-            queries if self.scores else keys * replicas(self.plan)
-        )  # eager attention repeats keys and values
+        # Eager attention repeats keys and values.
+        read = queries if self.scores else keys * replicas(self.plan)
         total = self._kept(queries, size) + 2 * self._kept(read, size)
         total += self._kept(self.scores, score_bytes(self.types))
         total += (
@@ -227,9 +225,8 @@ class Llama:
         """Return the bytes that projections keep of a norm's output: only this rank's shard if it is gathered again."""
         if self.sequence > 1 and self.plan.layout.sequence_regather:
             trains, adapted = self._adapted(readers)
-            size = (
-                self.types.stream if adapted else self.types.size
-            )  # dropout may come before the cast
+            # Dropout may come before the cast.
+            size = self.types.stream if adapted else self.types.size
             own = self._kept(self.hidden, size) / self.sequence * (trains or bool(adapted))
             return own + sum(self._kept(rank, self.types.adapters) for rank in adapted)
         if not self.types.autocasts:

@@ -24,9 +24,8 @@ TIGHT = "tight"
 DOES_NOT_FIT = "does not fit"
 CONSTANTS = Path(__file__).parent / "constants.json"
 _FOLDER = Path(__file__).parent / "machines"
-_BUDGET = (
-    0.875  # of the memory: all public runs that were measured above it were 2.7 to 9.3 times slow
-)
+# Of the memory: all public runs that were measured above it were 2.7 to 9.3 times slow.
+_BUDGET = 0.875
 _LEAST = ("flops", "memory_bandwidth", "memory", "link_bandwidth", "nic_bandwidth")
 
 
@@ -43,12 +42,10 @@ class Machine:
     ranks_per_node: int = 8
     host_bandwidth: float = 32e9  # to the host's memory
     flops_8: float | None = None  # likewise of products in 8 bits, where it has them
-    products: float | None = (
-        None  # fraction of flops that large products reach, where runs told; else the constants'
-    )
-    measured: bool = (
-        False  # whether steps of hfscale on it are among those that the constants were fitted on
-    )
+    # Fraction of flops that large products reach, where runs told; else the constants'.
+    products: float | None = None
+    # Whether steps of hfscale on it are among those that the constants were fitted on.
+    measured: bool = False
     title: str = ""  # for people
     sources: tuple[str, ...] = ()  # where the numbers are from
 
@@ -134,17 +131,14 @@ class Constants:
     elementwise: float  # bytes moved between the products, over those that the time model counts
     loss_bytes: float  # bytes moved for every logit, forward and backward
     link: float  # fraction of the link's bandwidth that a layer's collectives reach where nothing hides them
-    far_nic: (
-        float  # fraction of the network's that they reach where tensor ranks are on several nodes
-    )
+    # Fraction of the network's that they reach where tensor ranks are on several nodes.
+    far_nic: float
     far_latency: float  # seconds per tensor rank that a layer waits besides, there
-    data_link: (
-        float  # fraction of the link's bandwidth that collectives of gradients reach within a node
-    )
+    # Fraction of the link's bandwidth that collectives of gradients reach within a node.
+    data_link: float
     nic: float  # fraction of the network's bandwidth
-    spread: (
-        float  # by how much more a collective of gradients takes for every doubling of the nodes
-    )
+    # By how much more a collective of gradients takes for every doubling of the nodes.
+    spread: float
     hidden: float  # seconds of gradients' all-reduce that a second of backward pass hides
     hidden_shards: float  # likewise where gradients are scattered and weights gathered again (ZeRO)
     latency: float  # seconds per data rank of a step's all-reduces

@@ -51,12 +51,13 @@ from .situation import Situation
 OVERHEAD = 0.3 * 2**30  # what libraries and collectives take beside torch's tensors
 _FRAGMENTS = 1.1  # of activations: what an allocator needs for them, in the public runs
 _DATA = ("dp_shard", "edp_shard")
+# Fields of an estimate that are no kind of bytes on the device.
 _BESIDE = (
     "on_host",
     "again",
     "apart",
     "notes",
-)  # fields of an estimate that are no kind of bytes on the device
+)
 _CODE = 4 * 16  # bytes of the table of 4-bit values, one per weight
 _OUTER_CODE = 4 * 256
 
@@ -74,9 +75,8 @@ class MemoryEstimate:
     adapters: int
     gradients: int  # of the parameters that train
     optimizer: int  # its state, once there has been a step
-    activations: (
-        int  # what is kept for the backward pass, of all microbatches that are in flight at once
-    )
+    # What is kept for the backward pass, of all microbatches that are in flight at once.
+    activations: int
     backward: int  # gradients of activations, at the most of one layer, or of the final norm
     gathered: int  # whole weights of one layer and of what is around the layers, where data ranks shard them
     exchanged: int  # keys and values of other context ranks, or what attention sends of its own, a layer at a time
@@ -298,9 +298,8 @@ def _copied(plan: Plan, held: Sequence[ParameterPlan], situation: Situation) -> 
     all_cast = situation.mixed == "bf16_params"
     looked_up = _looked_up(plan, situation.pp_rank)
     packed = frozenset(plan.quantized.weights) if plan.quantized is not None else frozenset[str]()
-    left = (
-        packed if all_cast else looked_up | packed | weights_in_8_bits(plan)
-    )  # those in 8 bits are made again
+    # Those in 8 bits are made again.
+    left = packed if all_cast else looked_up | packed | weights_in_8_bits(plan)
     copied = [
         p
         for p in held

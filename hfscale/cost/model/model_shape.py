@@ -133,9 +133,8 @@ def shape_of_plan(plan: Plan, config: Any = None) -> ModelShape:
     found = replace(found, layers=len(plan.layers), gated=gated)
     if plan.mixtures and not found.experts:  # under a name that no other config gives them
         found = replace(found, experts=plan.mixtures[0].count, routed=found.routed or 1)
-    rows = (
-        found.hidden * (3 if found.gated else 2) * len(plan.layers)
-    )  # entries that one more of width is
+    # Entries that one more of width is.
+    rows = found.hidden * (3 if found.gated else 2) * len(plan.layers)
     matrices = list(_matrices(plan, found.experts))
     dense = sum(entries for _, entries, spread in matrices if not spread)
     spread = sum(entries for _, entries, spread in matrices if spread)

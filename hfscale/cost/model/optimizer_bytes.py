@@ -20,9 +20,8 @@ from ...plan.parameter import ParameterPlan
 from ...plan.quantized import flat_blocks_align
 
 BLOCK = 256  # entries that share a scale in bitsandbytes' 8-bit states
-WIDE_EMBEDDINGS = (
-    "embeddings_in_32_bits"  # the option that keeps states of embeddings wide, as HF Trainer does
-)
+# The option that keeps states of embeddings wide, as HF Trainer does.
+WIDE_EMBEDDINGS = "embeddings_in_32_bits"
 MIN_8BIT_SIZE = 4096  # bitsandbytes' default: states of tensors with fewer entries have 32 bits
 _MOMENTS = {
     "AdamW": (2, 2),
@@ -140,9 +139,8 @@ def _bitsandbytes_bytes(
         whole = prod(planned.shape)
         if kind.bits == 32 or whole < least or wide in (planned.name, planned.tied_to):
             total += 4 * moments * entries
-        elif flat_blocks_align(
-            planned, BLOCK
-        ):  # stepped where it is; one code book for all of these
+        elif flat_blocks_align(planned, BLOCK):
+            # Stepped where it is; one code book for all of these.
             total += moments * (entries + 4 * ceil(entries / BLOCK))
             shared = shared or (books * _CODE_BOOK if entries else 0)
         else:

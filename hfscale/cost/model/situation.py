@@ -15,9 +15,8 @@ class Types:
 
     size: int  # within blocks
     adapters: int  # of adapters' factors, as they are multiplied
-    autocasts: int = (
-        0  # between blocks, where autocast alone computes in another type within; 0: the same
-    )
+    # Between blocks, where autocast alone computes in another type within; 0: the same.
+    autocasts: int = 0
     kept: float | None = None  # that a layer keeps, of whatever type, where it keeps them in 8 bits
 
     @property
@@ -40,9 +39,8 @@ class LayerBytes:
     again: float = 0.0  # bytes that its largest block that is recomputed by itself keeps while that runs backward
     as_input: float = 0.0  # bytes of `kept` that are its input, as it was given
     piece: float = 0.0  # bytes of `kept` that its backward pass reads at once, at the most: those of one operation
-    passing: float = (
-        0.0  # bytes of gradients that are there beside it, at the most, while it runs backward
-    )
+    # Bytes of gradients that are there beside it, at the most, while it runs backward.
+    passing: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -54,9 +52,8 @@ class MeasuredLayers:
     shared: float  # what layers keep of the same memory: positions, masks
     before: float  # what is kept in front of the layers
     behind: float  # behind them, without logits
-    in_8_bits: "MeasuredLayers | None" = (
-        None  # the same where layers keep it in 8 bits, if that was asked for
-    )
+    # The same where layers keep it in 8 bits, if that was asked for.
+    in_8_bits: "MeasuredLayers | None" = None
 
     def of_layer(self, plan: Plan, layer: str) -> LayerBytes | None:
         """Return the bytes of a layer; ``None`` if no layer of its kind was measured."""
@@ -78,9 +75,8 @@ class Situation:
 
     tokens: int  # of one microbatch on one rank
     pp_rank: int = 0  # whose stages are meant
-    ranks: dict[str, int] = field(
-        default_factory=dict
-    )  # coordinates on the other axes; those left out are 0
+    # Coordinates on the other axes; those left out are 0.
+    ranks: dict[str, int] = field(default_factory=dict)
     in_flight: tuple[
         int, ...
     ] = ()  # for each stage, microbatches that it holds at once; 1 where it is not said
@@ -88,15 +84,12 @@ class Situation:
     trained: frozenset[str] = frozenset()  # names of the parameters that train
     routes: int | None = None  # experts that a token is sent to; None: all
     all_recomputed: bool = False  # whether all layers are, whatever the plan says
-    chosen: frozenset[str] | None = (
-        None  # layers that are recomputed under a budget, where that is known
-    )
-    measured: MeasuredLayers | None = (
-        None  # what the model's own layers were seen to keep, where no formula says it
-    )
-    sequence_length: int | None = (
-        None  # of a sequence, which scores of eager attention are kept for; all tokens
-    )
+    # Layers that are recomputed under a budget, where that is known.
+    chosen: frozenset[str] | None = None
+    # What the model's own layers were seen to keep, where no formula says it.
+    measured: MeasuredLayers | None = None
+    # Of a sequence, which scores of eager attention are kept for; all tokens.
+    sequence_length: int | None = None
 
     @property
     def length(self) -> int:

@@ -148,9 +148,8 @@ def _product_rate(machine: Machine, constants: Constants) -> float:
     return (machine.products or constants.products) * machine.flops
 
 
-Parts = tuple[
-    Seconds, Seconds, Seconds
-]  # a layer, the head, and what tensor ranks exchange at embedding or head
+# A layer, the head, and what tensor ranks exchange at embedding or head.
+Parts = tuple[Seconds, Seconds, Seconds]
 
 
 def part_seconds(shape: ModelShape, job: Job, machine: Machine, constants: Constants) -> Parts:
@@ -224,9 +223,8 @@ def step_time(
         for w, e in zip(weights, spread, strict=True)
     )
     moved = constants.update_bytes * job.trained * own
-    to_host = (
-        constants.memory * machine.host_bandwidth
-    )  # for want of a better number, the host's own memory's too
+    # For want of a better number, the host's own memory's too.
+    to_host = constants.memory * machine.host_bandwidth
     return StepTime(
         **{term: many * seconds for term, seconds in vars(one).items() if term != "host"},
         host=many * (taken[slowest] - hop - one.device),

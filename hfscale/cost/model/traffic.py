@@ -58,14 +58,12 @@ def layer_traffic(shape: ModelShape, job: Job) -> Traffic:
     if layout.ep > 1 and shape.experts and not sums_experts(shape, job):
         times = (4 + 2 * job.recompute) * shape.routed / (layout.tp if layout.slices_tokens else 1)
         experts = times * sent(layout.ep) * stream
-    often = (
-        job.exchanged / 2 + 2 * job.recompute + 2 * (not job.sequence_parallel)
-    )  # a gather or a scatter counts one
+    # A gather or a scatter counts one.
+    often = job.exchanged / 2 + 2 * job.recompute + 2 * (not job.sequence_parallel)
     if not (shape.experts and layout.slices_tokens) or sums_experts(shape, job):
         often = job.exchanged + (3 if job.sequence_parallel else 2) * job.recompute
-    own = (
-        job.value_bytes * job.tokens / layout.tp
-    )  # of what context ranks exchange each sends all but its own
+    # Of what context ranks exchange each sends all but its own.
+    own = job.value_bytes * job.tokens / layout.tp
     exchanged = (3 + job.recompute) * 2 * own * layout.cp * shape.keys
     if job.method.startswith("heads"):
         exchanged = (4 + 2 * job.recompute) * own * (shape.queries + job.replicas * shape.keys)

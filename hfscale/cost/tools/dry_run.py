@@ -54,12 +54,10 @@ class StageRun:
     like: tuple[int, ...]  # ranks that have the same
     layers: int
     traffic: tuple[Compared, ...]  # axis by axis
-    activations: (
-        Compared  # the most kept at once for backward passes, without what is computed again
-    )
-    beside: Mapping[
-        str, float
-    ]  # bytes that estimates leave out: words between hosts, numbers, ties between stages
+    # The most kept at once for backward passes, without what is computed again.
+    activations: Compared
+    # Bytes that estimates leave out: words between hosts, numbers, ties between stages.
+    beside: Mapping[str, float]
 
     @property
     def compared(self) -> list[Compared]:

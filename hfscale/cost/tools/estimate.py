@@ -52,9 +52,8 @@ class Estimate:
     ranks: int  # how many there are
     flops: float  # of the step, over all ranks, as usually counted: 6 for every token and weight, and attention
     notes: tuple[str, ...] = ()  # what is not in it
-    schedule: Timeline | None = field(
-        default=None, repr=False
-    )  # played through; none of one stage, or too long
+    # Played through; none of one stage, or too long.
+    schedule: Timeline | None = field(default=None, repr=False)
 
     @property
     def seconds(self) -> float:

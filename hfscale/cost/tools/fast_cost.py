@@ -195,9 +195,8 @@ def _ways(summary: ModelSummary, batch: int, cp: int, schedule: str) -> list[tup
     found = [(way, 0) for way in WAYS]
     several = tile and summary.job.sequence * batch / cp > 2 * tile
     found += [("elementwise", tile), ("full", tile)] if several else []
-    return [
-        way for way in found if way[0] != "full" or schedule != "zbv"
-    ]  # split passes recompute layers twice
+    # Split passes recompute layers twice.
+    return [way for way in found if way[0] != "full" or schedule != "zbv"]
 
 
 @cache
@@ -297,9 +296,8 @@ class FastCost:
         job = candidate.job
         places = self._places(candidate)
         stages = stage_seconds(places, self._seconds(job))
-        parts = (
-            6 if candidate.schedule == "zbv" else None
-        )  # ranks wait for a forward pass of half their layers alone
+        # Ranks wait for a forward pass of half their layers alone.
+        parts = 6 if candidate.schedule == "zbv" else None
         if candidate.offload:
             kept, *_, stream = self._kept(job)
             layers = max(place.layers for place in places)
@@ -335,9 +333,8 @@ class FastCost:
         )
         whole = kept.over(layout.tp)
         tiles = 0.0
-        if (
-            job.tile
-        ):  # of one tile an MLP holds all, and a summary has it for each token of a whole sequence
+        # Of one tile an MLP holds all, and a summary has it for each token of a whole sequence.
+        if job.tile:
             tiles = (
                 2
                 * job.value_bytes
@@ -345,9 +342,8 @@ class FastCost:
                 * job.tile
                 * (1 / job.tokens - 1 / job.sequence)
             )
-        if (
-            job.method == "heads"
-        ):  # attention's result once more, of this rank's tokens, and shared key heads
+        # Attention's result once more, of this rank's tokens, and shared key heads.
+        if job.method == "heads":
             whole += (
                 job.value_bytes
                 * (found.shape.queries + 2 * (job.replicas - 1) * found.shape.keys)
@@ -442,9 +438,8 @@ class FastCost:
         )
         most = one * held + max(job.tokens * stream + loss, running)
         gradients = 0.0
-        if (
-            job.microbatches == 1 and "parameters" not in c.offload
-        ):  # gradients are made while activations go
+        # Gradients are made while activations go.
+        if job.microbatches == 1 and "parameters" not in c.offload:
             gradients = (
                 job.gradient_bytes * job.trained * job.shard_of(place.weights, place.expert_weights)
             )

@@ -225,9 +225,8 @@ class _LayerCounter(SavedCounter):
         found = super().unpack(saved)
         key = storage_key(found)
         kind = self.saved_as(key)
-        if (
-            kind is not None and key not in self._reading
-        ):  # there until the last that saved it has read it
+        # There until the last that saved it has read it.
+        if kind is not None and key not in self._reading:
             self._reading[key] = kind, found.untyped_storage().nbytes()
             self._reads(*self._reading[key])
         return found

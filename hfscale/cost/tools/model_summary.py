@@ -46,9 +46,8 @@ class ModelSummary:
     shape: ModelShape
     heads: int  # query heads, which tensor ranks share out
     job: Job  # a step of one process, of which layouts change the sizes
-    states: (
-        float  # bytes of weights, adapters, gradients and optimizer, for every entry of a weight
-    )
+    # Bytes of weights, adapters, gradients and optimizer, for every entry of a weight.
+    states: float
     optimizer: float  # of these, the optimizer's
     weight: float  # bytes of a weight, likewise
     kept: Kept  # what a layer keeps of a token

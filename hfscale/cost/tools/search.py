@@ -34,12 +34,10 @@ class Search:
     sequence: int  # tokens of one
     budget: float  # bytes that a rank may be likely to hold
     tried: int  # how many candidates there were
-    best: tuple[
-        CandidateCost, ...
-    ]  # the fastest that fit, one for each kind of layout, the fastest first
-    frontier: tuple[
-        CandidateCost, ...
-    ]  # of all that fit, those that nothing beats in memory and time, likewise
+    # The fastest that fit, one for each kind of layout, the fastest first.
+    best: tuple[CandidateCost, ...]
+    # Of all that fit, those that nothing beats in memory and time, likewise.
+    frontier: tuple[CandidateCost, ...]
     rejected: dict[str, str]  # kind of layout -> why none of it fits
 
     @property

@@ -73,9 +73,8 @@ class SimulatedTraffic:
     """
 
     calls: dict[str, Counter[str]] = field(default_factory=dict)  # axis -> collective -> how often
-    sent: dict[str, float] = field(
-        default_factory=dict
-    )  # bytes that this rank sends, if each runs as a ring
+    # Bytes that this rank sends, if each runs as a ring.
+    sent: dict[str, float] = field(default_factory=dict)
 
 
 @contextmanager
@@ -98,9 +97,8 @@ class SimulatedRank(TorchDispatchMode):
         self.traffic = SimulatedTraffic()
         self._answer = answer
         own = runtime.mesh
-        axes = reversed(
-            (*MESH_AXES, *EXPERT_AXES, *AXES)
-        )  # the first of those that a group spans names it
+        # The first of those that a group spans names it.
+        axes = reversed((*MESH_AXES, *EXPERT_AXES, *AXES))
         self._axes = {
             str(group.group_name): axis for axis in axes if (group := own.group(axis)) is not None
         }
@@ -264,9 +262,8 @@ def take_step(
     runtime = runtime_of(model)
     streams = runtime.streams
     executor = runtime.executor
-    if (
-        streams is not None
-    ):  # ranks agree on random seeds before the first step, and stages on dtypes
+    # Ranks agree on random seeds before the first step, and stages on dtypes.
+    if streams is not None:
         streams.agreed = True
     if isinstance(executor, Pipeline):
         dtype = torch.bfloat16 if mixed_precision != "no" else next(model.parameters()).dtype

@@ -49,9 +49,8 @@ class NewFiles:
     def __init__(self, target: Path) -> None:
         self.target = target
         finish_move(target)
-        self.path = (
-            target / _INSIDE if _stays(target) else directories.staging_of(target)
-        )  # where to write them
+        # Where to write them.
+        self.path = target / _INSIDE if _stays(target) else directories.staging_of(target)
         self._lock = directories.make_staging(target, self.path)
         self._placed = False
 

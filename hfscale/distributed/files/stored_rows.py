@@ -24,9 +24,8 @@ from .dequantized import Along, Arithmetic, Box, DequantizedOnDisk, StoredPart, 
 
 _ALIGNED = 8  # bytes; the words of a part begin at a multiple
 
-Source = tuple[
-    DequantizedOnDisk, Spans
-]  # a stored weight, and its box in the parameter: ``(start, stop)`` per dim
+# A stored weight, and its box in the parameter: ``(start, stop)`` per dim.
+Source = tuple[DequantizedOnDisk, Spans]
 
 
 @dataclass(frozen=True)

@@ -32,9 +32,8 @@ Pointwise = Callable[[Tensor], Tensor]
 
 _SLICE_ELEMENTS = 1 << 24  # of a low-precision product on its way into a float32 sum
 _CHUNK_ELEMENTS = 1 << 23  # logits of a chunk
-_CHUNK_ELEMENTS_GPU = (
-    1 << 28
-)  # the product that adds to the weight's gradient reads and writes it in each chunk
+# The product that adds to the weight's gradient reads and writes it in each chunk.
+_CHUNK_ELEMENTS_GPU = 1 << 28
 # Fewer rows make the products slow: each chunk also reads the head's weight twice and its gradient once.
 _FEWEST_ROWS = 128
 _SMALL_ELEMENTS = 1 << 20  # fewer logits than these are not worth a chunk
@@ -162,13 +161,11 @@ class _Sum:
         if self._total is None:
             self._total = self._buffer()
         if self._total.dtype == rows.dtype:
-            self._total.addmm_(
-                gradient.T, rows, beta=0 if first else 1
-            )  # 0: the empty buffer is not read
+            # 0: the empty buffer is not read.
+            self._total.addmm_(gradient.T, rows, beta=0 if first else 1)
             return
-        if (
-            rows.is_cuda and self._total.dtype == torch.float32
-        ):  # the kernel adds in float32; CPUs have none
+        # The kernel adds in float32; CPUs have none.
+        if rows.is_cuda and self._total.dtype == torch.float32:
             torch.addmm(
                 self._total, gradient.T, rows, out_dtype=torch.float32, beta=0 if first else 1, out=self._total
             )  # fmt: skip
@@ -293,9 +290,8 @@ def rows_per_chunk(rows: int, width: int, device: torch.device) -> int:
         -(-rows // _CHUNKS),
         min(max(_FEWEST_ROWS, _SMALL_ELEMENTS // width), -(-rows // 2)),
     )
-    if (
-        device.type != "cpu"
-    ):  # few different sizes: an allocator's pieces fit again, and products have even shapes
+    # Few different sizes: an allocator's pieces fit again, and products have even shapes.
+    if device.type != "cpu":
         even = -(-even // _FEWEST_ROWS) * _FEWEST_ROWS
         most -= most % _FEWEST_ROWS
     return max(1, min(most, even))

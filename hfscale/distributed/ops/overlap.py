@@ -186,14 +186,12 @@ class DeferredWeightGrad:
         self.own = own
         # gathers ``own``, this rank's shard of the input, again; ``None`` where the input is kept
         self.regather: Regather | None = None
-        self.narrow: tuple[Tensor, Regather] | None = (
-            None  # the shard in autocast's type, and the gather of it
-        )
+        # The shard in autocast's type, and the gather of it.
+        self.narrow: tuple[Tensor, Regather] | None = None
         self.derive: Derive = as_it_is
         self.entry: Entry | None = None  # of the block, if its input is what the projection reads
-        self.operands: tuple[Tensor | None, Tensor] | None = (
-            None  # input [n, in] (None: regathered), d output [n, out]
-        )
+        # Input [n, in] (None: regathered), d output [n, out].
+        self.operands: tuple[Tensor | None, Tensor] | None = None
         # the weight, as the projection must use it: by :func:`column_parallel_linear`, once
         to_weight = partial(self._gradient, dtype=weight.dtype)
         self.token = apply_mapping(weight, lambda weight: weight.view_as(weight), to_weight)
@@ -273,10 +271,11 @@ def enter_overlapped(
         regather: gather once more in backward, for the weights' gradients, instead of keeping the result.
         agrees: whether products ask other ranks for what the gradient of the input needs: then once for all.
     """
+    # The collective between its launch and its wait.
     entry, flight = (
         Entry() if agrees else None,
         list[Started](),
-    )  # the collective between its launch and its wait
+    )
 
     def launch(by_others: Any) -> Tensor:
         grad = by_others if entry is None else entry.to_input(by_others)

@@ -24,13 +24,11 @@ _PACKINGS = "_packings"
 class Packing(ABC):
     """How to read a packed weight."""
 
-    shape: tuple[
-        int, int, int
-    ]  # ``[matrices, rows, columns]`` of the gathered weight; a projection is one matrix
+    # ``[matrices, rows, columns]`` of the gathered weight; a projection is one matrix.
+    shape: tuple[int, int, int]
     dtype: torch.dtype  # the dtype of its values
-    compute_dtype: (
-        torch.dtype | None
-    )  # that experts compute in; ``None``: their input's. A projection knows its own
+    # That experts compute in; ``None``: their input's. A projection knows its own.
+    compute_dtype: torch.dtype | None
 
     @property
     @abstractmethod

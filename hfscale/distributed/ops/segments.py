@@ -167,9 +167,8 @@ class Segments:
     """Say where the tokens of a pass, ``[b, s, ...]``, are in their sequences, and where documents begin."""
 
     pieces: tuple[Interval, ...]  # of the sequence: the tokens here, one piece after the other
-    starts: tuple[tuple[int, ...], ...] | None = (
-        None  # where documents begin, by row or once for all
-    )
+    # Where documents begin, by row or once for all.
+    starts: tuple[tuple[int, ...], ...] | None = None
     chain: RankChain | None = None  # ``None``: there is one piece, all of the sequence
 
     def of_rows(self, index: int) -> Iterator[tuple[slice, list[tuple[int, int, bool]]]]:

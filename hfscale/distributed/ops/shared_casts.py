@@ -16,9 +16,8 @@ from ..._compat.torch import storage_key
 from .collectives import apply_mapping
 
 _Key = tuple[int, int, torch.Size, tuple[int, ...], torch.dtype]
-_current: "Casts | None" = (
-    None  # not by thread: backward passes, which recompute, may have one of their own
-)
+# Not by thread: backward passes, which recompute, may have one of their own.
+_current: "Casts | None" = None
 
 
 @dataclass
@@ -26,12 +25,10 @@ class Casts:
     """Copies of weights as they are now."""
 
     memory: set[int] = field(default_factory=set)  # the storages of the copies
-    plain: dict[_Key, Tensor] = field(
-        default_factory=dict
-    )  # copies by place and form of the weight
-    in_graph: dict[_Key, Tensor] = field(
-        default_factory=dict
-    )  # with autograd graphs, of weights that train
+    # Copies by place and form of the weight.
+    plain: dict[_Key, Tensor] = field(default_factory=dict)
+    # With autograd graphs, of weights that train.
+    in_graph: dict[_Key, Tensor] = field(default_factory=dict)
 
 
 @contextmanager

@@ -26,9 +26,8 @@ from torch.autograd.function import once_differentiable
 
 from .fused import fused, is_fused
 
-_BLOCK_ELEMENTS = (
-    1 << 20
-)  # per block of rows: small enough to stay in cache on a CPU, large enough to fill a GPU
+# Per block of rows: small enough to stay in cache on a CPU, large enough to fill a GPU.
+_BLOCK_ELEMENTS = 1 << 20
 _BLOCK_ELEMENTS_GPU = 1 << 26
 
 
@@ -39,12 +38,10 @@ class VocabularySlice:
     start: int  # the first token id of this rank's slice
     size: int  # token ids in the full vocabulary
     widest: int  # token ids in the longest slice, equal on all ranks
-    group: dist.ProcessGroup | None = (
-        None  # the tensor ranks; ``None`` for one rank, which holds the full vocabulary
-    )
-    smoothing: float = (
-        0.0  # fraction of the target's probability that is spread evenly over the full vocabulary
-    )
+    # The tensor ranks; ``None`` for one rank, which holds the full vocabulary.
+    group: dist.ProcessGroup | None = None
+    # Fraction of the target's probability that is spread evenly over the full vocabulary.
+    smoothing: float = 0.0
 
 
 @dataclass(frozen=True)

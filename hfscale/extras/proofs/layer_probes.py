@@ -54,9 +54,8 @@ class _EntryProbe(Probe):
         modules: dict[str, Any] = dict(model.named_modules())
         # owner -> modules directly below it that were called before its first layer
         self.before: dict[str, set[str]] = {}
-        self.direct: str | None = (
-            None  # the first layer that got what the embedding returned, when nothing else did
-        )
+        # The first layer that got what the embedding returned, when nothing else did.
+        self.direct: str | None = None
         # owner -> the shape of what its first layer got, where it got a tensor
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._embedded: Tensor | None = None
@@ -132,9 +131,8 @@ class PassageProbe(Probe):
         self._left = 0
         self._inside = False
         self._stream: Tensor | None = None  # what the last layer returned
-        self._sources = (
-            WeakTensorKeyDictionary()
-        )  # tensor -> the items that it depends on; "" for the layers
+        # Tensor -> the items that it depends on; "" for the layers.
+        self._sources = WeakTensorKeyDictionary()
         self._offered: list[Tensor] = []  # by layers before, in a mapping, to the one that runs
         self._calling: list[str] = []
         self._uses: dict[int, str] = {}  # parameters that one item alone has -> the item
@@ -320,9 +318,8 @@ class _ReachProbe(Probe):
                 lambda *_, name=layer: self.reached.add(name),
             )
         places = torch.zeros(*PROBED, 4, device=next(model.parameters()).device)
-        self._run(
-            **({"bbox": places} if takes_argument(model, "bbox") else {})
-        )  # of tokens on a page
+        # Of tokens on a page.
+        self._run(**({"bbox": places} if takes_argument(model, "bbox") else {}))
 
     def _operated(self, given: list[Tensor], result: Any) -> None:
         self.used |= self._parameters.intersection(map(id, given))
@@ -331,9 +328,8 @@ class _ReachProbe(Probe):
 def prove_loan(model: Any, loan: Loan) -> tuple[bool, bool]:
     """Return whether a tiny clone shows that layers can use the loan."""
     clone = tiny_model(model)
-    with suppress(
-        Exception
-    ):  # whatever stock code says of layers that are not given what they were
+    # Whatever stock code says of layers that are not given what they were.
+    with suppress(Exception):
         return clone is not None and proved(clone, loan), True
     return False, True
 

@@ -63,9 +63,8 @@ class _LossProbe(Probe):
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)
-        self.difference: str | None = (
-            None  # how the model's loss differs, in words; ``None`` if it does not
-        )
+        # How the model's loss differs, in words; ``None`` if it does not.
+        self.difference: str | None = None
         self._calls = 0
         device = next(model.parameters()).device
         self._labels = torch.full(PROBED, 4, dtype=torch.long, device=device)
@@ -126,11 +125,12 @@ def prove_own_loss(model: Any) -> tuple[dict[str, Any] | None, bool]:
         int(vocabulary),
         end,
     ):
+        # Whatever stock code says of labels of a wrong kind.
         with (
             suppress(Exception),
             torch.no_grad(),
             keep_float64(),
-        ):  # whatever stock code says of labels of a wrong kind
+        ):
             together = {
                 name: torch.cat(
                     [
@@ -147,9 +147,8 @@ def prove_own_loss(model: Any) -> tuple[dict[str, Any] | None, bool]:
             )
             if over is not None:
                 return asdict(OwnLossPlan(over, _divides(model, first, losses[0]))), True
-            if (
-                first["labels"].ndim > 1 or not (first["labels"] == _IGNORED).any()
-            ):  # no row was ignored
+            # No row was ignored.
+            if first["labels"].ndim > 1 or not (first["labels"] == _IGNORED).any():
                 return None, True
     return None, True
 
@@ -163,15 +162,15 @@ def prove_token_loss(model: Any) -> tuple[bool, bool]:
         3, _LARGEST_ID, (max(_ROWS), _TOKENS), generator=torch.Generator().manual_seed(3)
     )
     labels = (ids % 2).masked_fill(ids % 3 == 0, _IGNORED)
+    # No clone, or whatever stock code says of such labels.
     with (
         suppress(Exception),
         torch.no_grad(),
         keep_float64(),
-    ):  # no clone, or whatever stock code says of such labels
+    ):
         use_eager_experts(model)
-        padded = takes_argument(
-            model, "attention_mask"
-        )  # some leave out labels on padding, which others count
+        # Some leave out labels on padding, which others count.
+        padded = takes_argument(model, "attention_mask")
         mask = (
             {"attention_mask": (torch.arange(_TOKENS) < _TOKENS - 2).long().expand_as(ids)}
             if padded

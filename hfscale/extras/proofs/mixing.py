@@ -52,9 +52,8 @@ def prove_mixing(model: Any, text: str, layers: int) -> tuple[dict[str, Any], bo
         return {
             "mixing": "no tiny clone of it can be built, on which to prove what reads which tokens"
         }, True
-    clone = (
-        clone.double()
-    )  # what a family keeps in 32 bits by itself, too: nothing but the arithmetic is compared
+    # What a family keeps in 32 bits by itself, too: nothing but the arithmetic is compared.
+    clone = clone.double()
     use_eager_experts(clone)  # the host's grouped products take no float64
     candidates = list(modules_in_layers(clone, text).values())
     keep_states_apart(
@@ -115,9 +114,8 @@ class _Mixers:
     def __init__(self, candidates: Sequence[nn.Module]) -> None:
         self._candidates, self._handles = candidates, list[Any]()
         self.mix: set[type] = set()
-        self.read_masks: set[type] = (
-            set()
-        )  # of attention in code of its own, which needs masks as tensors
+        # Of attention in code of its own, which needs masks as tensors.
+        self.read_masks: set[type] = set()
         self.whole_mask = False  # whether the model is given the attention_mask of all tokens
 
     def __enter__(self) -> "_Mixers":
@@ -187,9 +185,8 @@ class _Mixers:
     ) -> Any:
         given = hidden_states_of(args, kwargs)
         if self._records:
-            kept = tree_map(
-                lambda x: x.clone() if isinstance(x, Tensor) else x, output
-            )  # code may add to it in place
+            # Code may add to it in place.
+            kept = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, output)
             self._calls_of.setdefault(id(module), []).append((given, kept))
             return output
         if self._part is None:

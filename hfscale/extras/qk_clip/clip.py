@@ -109,6 +109,7 @@ class LargestScores:
         query = query * scaling  # before the product, which may be too large for float16 otherwise
         for start in range(0, length, rows):
             own = slice(start, min(start + rows, length))
+            # All that read one key head.
             asking = (
                 query[:, :, own]
                 .unflatten(1, (key.shape[1], -1))
@@ -116,7 +117,7 @@ class LargestScores:
                     2,
                     3,
                 )
-            )  # all that read one key head
+            )
             keys = key[:, :, : own.stop] if triangle else key
             scores = (asking @ keys.mT).view(
                 samples,
@@ -164,9 +165,8 @@ def _hide(mask: Any, own: slice, scores: Tensor) -> None:
     if isinstance(mask, MaskBlocks):
         hidden = ~mask.of_own(own)
     elif mask is None:  # a causal one, which transformers leaves to torch's attention
-        scores = scores[
-            ..., own.start :
-        ]  # keys before the first of these queries are read by all of them
+        # Keys before the first of these queries are read by all of them.
+        scores = scores[..., own.start :]
         hidden = torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1)
     else:
         part: Tensor = mask[:, :, own if mask.shape[2] > 1 else slice(1), : scores.shape[3]]

@@ -171,9 +171,8 @@ def _asked(arguments: argparse.Namespace, measured: Timeline | None) -> tuple[Or
     ranks = size(arguments.pp, "num_ranks")
     if not ranks:
         raise ConfigError("--pp is missing: say how many pipeline ranks, as in --pp 4")
-    microbatches = size(
-        arguments.microbatches, "num_microbatches", 2 * ranks
-    )  # as in plans, and in runs
+    # As in plans, and in runs.
+    microbatches = size(arguments.microbatches, "num_microbatches", 2 * ranks)
     virtual = size(arguments.virtual_stages, "virtual_stages", default_virtual_stages(schedule))
     steps = arguments.steps or _steps(schedule, microbatches, measured)
     return order(schedule, ranks, microbatches, virtual, steps), schedule, microbatches

@@ -60,9 +60,8 @@ def record_schedule(model: nn.Module, path: str | os.PathLike[str]) -> Iterator[
         raise ConfigError(
             "this model is being recorded already: leave the first record_schedule before the next"
         )
-    missing = [
-        not target.absolute().parent.is_dir()
-    ]  # of rank 0, for which the others would wait at the end
+    # Of rank 0, for which the others would wait at the end.
+    missing = [not target.absolute().parent.is_dir()]
     dist.broadcast_object_list(missing, src=0, group=runtime.mesh.control)
     if missing[0]:
         raise ConfigError(f"{target} cannot be written: {target.absolute().parent} is not a folder")
@@ -85,9 +84,8 @@ def record_schedule(model: nn.Module, path: str | os.PathLike[str]) -> Iterator[
     if records:
         layout = runtime.mesh.layout
         count = 0
-        if (
-            layout.pipeline_schedule in ASYNCHRONOUS
-        ):  # where steps overlap, microbatches of one cannot be counted
+        # Where steps overlap, microbatches of one cannot be counted.
+        if layout.pipeline_schedule in ASYNCHRONOUS:
             count = (
                 1 if layout.pipeline_schedule == "pipedream" else int(layout.num_microbatches or 0)
             )

@@ -14,9 +14,8 @@ class Look(NamedTuple):
     label: str
     colour: str
     letter: str
-    backgrounds: tuple[
-        int, int
-    ]  # of the terminal's 256 colours: of a rank's first stage, and of its later ones
+    # Of the terminal's 256 colours: of a rank's first stage, and of its later ones.
+    backgrounds: tuple[int, int]
 
 
 LOOKS: dict[Kind, Look] = {

@@ -137,9 +137,8 @@ class Variation:
     """
 
     noise: float = 0.0  # standard deviation of the noise on each weight, relative to that of the weight's matrix
-    reinitialize: float = (
-        0.0  # fraction of the channels that are redrawn, different ones in each expert
-    )
+    # Fraction of the channels that are redrawn, different ones in each expert.
+    reinitialize: float = 0.0
     seed: int = 0  # of both, and of the router
 
     def __post_init__(self) -> None:
@@ -190,9 +189,8 @@ class Upcycling:
         self.config = config
         self.variation = variation
         self.family = find_family(dense.config)
-        self.layers = range(
-            every - 1, dense.config.num_hidden_layers, every
-        )  # that become mixtures
+        # That become mixtures.
+        self.layers = range(every - 1, dense.config.num_hidden_layers, every)
         self.num_experts: int = getattr(config, self.family.count_field)
         with torch.device("meta"):
             before = AutoModelForCausalLM.from_config(dense.config)
@@ -205,9 +203,8 @@ class Upcycling:
                 "the experts of a layer are one tensor in transformers: load it with one dtype and save it again"
             )
         self.dtype: torch.dtype = types.pop()  # of experts and routers
-        self.model.config.dtype = (
-            self.dtype
-        )  # the config of a model in memory may be older than its weights
+        # The config of a model in memory may be older than its weights.
+        self.model.config.dtype = self.dtype
         if dense.generation is not None:
             self.model.generation_config = dense.generation
 

@@ -21,11 +21,12 @@ _OF_THE_FILE = ("architectures", "auto_map", "model_type", "transformers_version
 DENSE = "mlp.{projection}_proj.weight"
 """Name in a layer of the MLP's ``gate``, ``up`` or ``down`` projection, in every dense family below."""
 
+# The dim of each projection's weight that has the MLP's width.
 INTERMEDIATE_DIM = {
     "gate": 0,
     "up": 0,
     "down": 1,
-}  # the dim of each projection's weight that has the MLP's width
+}
 
 
 @dataclass(frozen=True)
@@ -60,15 +61,13 @@ class Family:
     count_field: str  # the target's field with the number of experts
     width_field: str = "intermediate_size"  # the target's field with the width of one expert
     fixed: Mapping[str, Any] = field(default_factory=dict)  # further fields, as ``norm_topk_prob``
-    every_field: str | None = (
-        None  # the target's field that makes every n-th layer a mixture; ``None``: all are
-    )
+    # The target's field that makes every n-th layer a mixture; ``None``: all are.
+    every_field: str | None = None
     # fields that only the dense family has, and the values with which they have no effect; ``None``: any
     neutral: Mapping[str, tuple[Any, ...] | None] = field(default_factory=dict)
     kept: tuple[str, ...] = ()  # fields that the target reads without declaring them
-    one_window: bool = (
-        False  # whether the target has one sliding window for all layers, whatever their types
-    )
+    # Whether the target has one sliding window for all layers, whatever their types.
+    one_window: bool = False
     shared: SharedExpert | None = None  # the target's shared expert
 
 

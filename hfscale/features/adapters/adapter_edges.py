@@ -52,9 +52,8 @@ def install_adapter_edges(runtime: Runtime) -> None:
             )
             once = not summed or adapter.kept_in != LORA_B or runtime.mesh.tp_rank == 0
             module = computes_with(model, holder)
-            if (
-                adapter.experts
-            ):  # factors of experts are read by the module that computes with all experts
+            # Factors of experts are read by the module that computes with all experts.
+            if adapter.experts:
                 module = model.get_submodule(adapter.base.rpartition(".")[0])
             read_partial(module, sums, names=(name,), once=once, holder=holder)
     for block in (block for block in plan.blocks if runtime.is_local(block.name)):

@@ -41,9 +41,8 @@ def narrowed(
         result.target_modules = []
     if hasattr(result, "target_parameters"):
         result.target_parameters = list(parameters) or None
-    if (
-        getattr(result, "feedforward_modules", None) is not None
-    ):  # IA3 needs them to be among the targets
+    # IA3 needs them to be among the targets.
+    if getattr(result, "feedforward_modules", None) is not None:
         result.feedforward_modules = [n for n in targets if peft.is_feedforward(config, n)]
     result.modules_to_save = list(copies) or None
     for field in ("exclude_modules", "layers_to_transform", "layers_pattern"):
@@ -79,9 +78,8 @@ def adapter_parameters(whole: Any, plan: Plan) -> list[AdapterParameter]:
                 "target_parameters"
             )
         owner = owners.setdefault(id(parameter), name)
-        turned = is_transposed(inner) or isinstance(
-            inner, nn.Embedding
-        )  # experts have an attribute for it
+        # Experts have an attribute for it.
+        turned = is_transposed(inner) or isinstance(inner, nn.Embedding)
         found.append(
             AdapterParameter(
                 name=name,

@@ -41,9 +41,8 @@ class Adapters(Part):
     whole: Any  # PEFT's model around the full model, on the meta device
     name: str  # the adapter's name in PEFT
     stock_plan: Plan  # the plan without adapters
-    source: str | None = (
-        None  # the path or Hub id of the saved adapter they were loaded from, if any
-    )
+    # The path or Hub id of the saved adapter they were loaded from, if any.
+    source: str | None = None
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
         """Make adapters compute with those of the other tensor ranks. Installed after the edges of blocks."""
@@ -96,9 +95,8 @@ def attach_adapters(
         with shown_unpacked(model):
             here = narrowed(config, *targets_of(held))
             for field in ("init_lora_weights", "init_weights", "init_ia3_weights"):
-                if hasattr(
-                    here, field
-                ):  # values come later; some cannot be computed from shards of a weight
+                # Values come later; some cannot be computed from shards of a weight.
+                if hasattr(here, field):
                     setattr(here, field, False)
             local = quietly(model, here, name)
         local.base_model.peft_config[name] = whole.peft_config[name]

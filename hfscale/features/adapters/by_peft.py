@@ -24,9 +24,10 @@ def around(
     """Return PEFT's model around ``model``, with a new adapter, drawn by ``seed`` (``None``: torch's current RNG
     state), or the one saved at ``source``, to go on training.
     """
+    # Scripts may put hfscale's in the place of peft.get_peft_model.
     from peft.mapping_func import (
         get_peft_model,
-    )  # scripts may put hfscale's in the place of peft.get_peft_model
+    )
 
     given: Any = model
     if source is None and seed is None:

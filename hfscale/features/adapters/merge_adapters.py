@@ -211,9 +211,8 @@ class WholeMerge:
         self._plan = plan
         self._model = model
         self._group = group
-        self.factors = {
-            adapter.name for adapter in plan.adapters
-        }  # names of the adapters' own parameters
+        # Names of the adapters' own parameters.
+        self.factors = {adapter.name for adapter in plan.adapters}
         self._copies: dict[str, str] = {}  # owned name of a weight -> that of its trained copy
         self._around: dict[str, list[AdapterParameter]] = {}  # path of a module -> its adapters
         self._path_of: dict[str, str] = {}  # owned name of a weight -> path of its wrapped module

@@ -46,9 +46,8 @@ def is_known(config: Any, plan: Plan) -> bool:
     try:
         _check(config, plan)
     except ConfigError:
-        if (
-            plan.quantized is not None and plan.quantized.as_stored
-        ):  # PEFT does not know modules that hold such weights
+        # PEFT does not know modules that hold such weights.
+        if plan.quantized is not None and plan.quantized.as_stored:
             raise
         return False
     return True

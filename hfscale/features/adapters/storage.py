@@ -44,12 +44,13 @@ _LORA_REFUSED = (
     "eva_config",
 )
 _INITS = ("gaussian", "olora", "orthogonal", "loftq")
+# Which PEFT computes from, or for, a module's own weight.
 _OF_MATRICES = (
     "pissa",
     "olora",
     "orthogonal",
     "loftq",
-)  # which PEFT computes from, or for, a module's own weight
+)
 _log = logging.getLogger(__name__)
 WEIGHTS = "adapter_model.safetensors"
 
@@ -207,9 +208,8 @@ def stored_keys(whole: Any, name: str, plan: Plan, embeddings: Any) -> dict[str,
     ):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            warnings.filterwarnings(
-                "always", "Could not find a config file"
-            )  # embeddings may be left out
+            # Embeddings may be left out.
+            warnings.filterwarnings("always", "Could not find a config file")
             kept = get_peft_model_state_dict(
                 whole, state_dict=marked, adapter_name=name, save_embedding_layers=layers
             )
@@ -308,9 +308,8 @@ def _warn_of_experts(runtime: Runtime) -> None:
     """Warn if engines would ignore the adapters of experts, since they look for each expert's under its own name."""
     plan = runtime.plan
     bases = [adapter.base for adapter in plan.adapters if adapter.experts]
-    stacked = next(
-        (base for base in bases if len(plan.by_name[base].shape) == 3), None
-    )  # and no router's matrix
+    # And no router's matrix.
+    stacked = next((base for base in bases if len(plan.by_name[base].shape) == 3), None)
     if stacked is None:
         return
     whole = torch.empty(plan.by_name[stacked].shape, device="meta")

@@ -24,9 +24,8 @@ def plan_float8(draft: Draft) -> None:
     found = {
         name: module for name, module in draft.modules.items() if layers and name.startswith(layers)
     }
-    inside = {
-        name: module for name, module in found.items() if type(module) in PROJECTIONS
-    }  # subclasses may differ
+    # Subclasses may differ.
+    inside = {name: module for name, module in found.items() if type(module) in PROJECTIONS}
     for end in asked.leave_out:
         if not any(_ends(name, end) for name in inside):
             known = sorted({name.rpartition(".")[2] for name in inside})

@@ -376,9 +376,8 @@ def _scale_for(largest: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _product(a: _Scaled, b: _Scaled, dtype: torch.dtype, fast: bool = False) -> Tensor:
     """Return ``a [n, k]`` times ``b [k, m]`` in ``dtype``; ``fast`` lets sums be accumulated with fewer digits."""
-    if (
-        not a.data.is_cuda
-    ):  # the same numbers; sums are not rounded to what tensor cores keep of them
+    # The same numbers; sums are not rounded to what tensor cores keep of them.
+    if not a.data.is_cuda:
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         return a.wide(wide).mm(b.wide(wide)).to(dtype)
     return on_tensor_cores(a.data, a.scale, b.data, b.scale, dtype, fast)

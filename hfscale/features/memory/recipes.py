@@ -114,9 +114,8 @@ class Filled:
 
     def free(self) -> None:
         """Drop its value, unless a saved tensor is a view of it; what is kept can be read only once."""
-        if self.waiting <= 0 or (
-            self.kept is None and self.saved <= 0
-        ):  # with retain_graph all may be read again
+        # With retain_graph all may be read again.
+        if self.waiting <= 0 or (self.kept is None and self.saved <= 0):
             self.value = None
 
 
@@ -146,9 +145,8 @@ class Operator:
         self.inputs: list[Filled] = [each.filled for each in reads if each.filled is not None]
         self.inputs += [into] if isinstance(into, Filled) else []
         repeated = (each.operator for each in self.inputs if each.kept is None)
-        self.steps: int = 1 + max(
-            (each.steps for each in repeated if each is not None), default=0
-        )  # in a row
+        # In a row.
+        self.steps: int = 1 + max((each.steps for each in repeated if each is not None), default=0)
         self._results: list[weakref.ref[Filled] | None] = []
 
     def fills(self, results: Sequence[Filled | None]) -> None:

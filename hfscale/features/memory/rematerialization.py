@@ -77,9 +77,10 @@ class Rematerialization(TorchDispatchMode):
 
     def __init__(self, given: Sequence[Tensor]) -> None:
         super().__init__()
+        # Now.
         self._known = {
             storage_key(each): Filled(each, given=True) for each in given if is_dense(each)
-        }  # now
+        }
         self._constants: dict[
             int, dict[Layout, Filled]
         ] = {}  # storage -> its parts that operators have read
@@ -156,9 +157,8 @@ class Rematerialization(TorchDispatchMode):
             map(self._find, tensors)
         )
         into = Layout.of(tensors[0]) if fills else self._find(written[0]) if written else None
-        lost = bool(written) and (
-            into is None or getattr(into, "operator", into) is None
-        )  # what was there before
+        # What was there before.
+        lost = bool(written) and (into is None or getattr(into, "operator", into) is None)
         if lost or not (fills or repeated):
             return None
         # Without gradients it is in a function with a backward pass of its own, whose kernels may write unseen.
@@ -197,10 +197,11 @@ class Rematerialization(TorchDispatchMode):
             return None
         found = self._known[storage_key(tensor)] = Filled(tensor, operator)
         found.rewritten = before is not None and (before.rewritten or before.kept is not None)
+        # Of no tile in the layer.
         own = torch.is_grad_enabled() and saved_tensor_hooks() == (
             self.pack,
             self.unpack,
-        )  # of no tile in the layer
+        )
         self._held += [found.now()] if operator is None and own else []
         return found
 

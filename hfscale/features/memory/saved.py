@@ -85,9 +85,8 @@ class SavedCounter:
         modules = dict(model.named_modules())
         found = modules.get(head) if head is not None else None
         weight = None if found is None else next(found.parameters(recurse=False), None)
-        self.head_shape = (
-            () if weight is None else tuple(weight.shape)
-        )  # gathered over the data ranks
+        # Gathered over the data ranks.
+        self.head_shape = () if weight is None else tuple(weight.shape)
         for module in modules.values():
             self._handles.append(module.register_forward_pre_hook(self._note_parameters))
         names = [name for name in layers if name in modules]

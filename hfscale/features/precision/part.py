@@ -85,9 +85,8 @@ class ParameterCasts(Part):
                 for name, at in full.items()
                 if {at, stock_name(at)} & known and not stays(stock_name(at))
             ]
-            if (
-                cast if cast_all else type(module) in PROJECTIONS
-            ):  # a subclass may check the dtype of its weight
+            # A subclass may check the dtype of its weight.
+            if cast if cast_all else type(module) in PROJECTIONS:
                 copies.places[module] = cast if cast_all else ["weight"]
         for module in model.modules():
             held = (
@@ -95,9 +94,8 @@ class ParameterCasts(Part):
                 if cast_all
                 else module in copies.places
             )
-            if held and not isinstance(
-                module, nn.Embedding
-            ):  # which gets another class over tensor ranks
+            # Which gets another class over tensor ranks.
+            if held and not isinstance(module, nn.Embedding):
                 forward = module.forward
                 module.forward = partial(copies.run, module, forward)
                 module.forward.__wrapped__ = forward  # its signature is inspected
@@ -154,9 +152,8 @@ class _Copies:
             self._inside = False
             for inner, name, parameter in before:
                 own_parameters(inner)[name] = parameter
-                own_buffers(inner).pop(
-                    name, None
-                )  # where PEFT has parametrized the copy, and put it back
+                # Where PEFT has parametrized the copy, and put it back.
+                own_buffers(inner).pop(name, None)
 
 
 class LossScaling(Part):

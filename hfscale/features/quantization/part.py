@@ -25,9 +25,8 @@ class Quantization(Part):
         for module in runtime.model.modules():
             mark(module)
         for module, name, share in weights.quantized:
-            if isinstance(
-                share, nn.Parameter
-            ):  # of bitsandbytes' own class, which holds its scales
+            # Of bitsandbytes' own class, which holds its scales.
+            if isinstance(share, nn.Parameter):
                 own_parameters(module)[name] = share
                 continue
             empty: Any = own_parameters(module)[name]

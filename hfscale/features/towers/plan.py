@@ -38,9 +38,8 @@ def plan_towers(draft: Draft) -> None:
 def _around_text(draft: Draft, text: str) -> list[str]:
     """Return what is around a text model, but the head, and the layers in it that a pass over tokens alone skips."""
     layers: list[str] = []
-    if (
-        draft.layout.data_world > 1
-    ):  # those that a pass over tokens alone skips: they read only a tower's output
+    # Those that a pass over tokens alone skips: they read only a tower's output.
+    if draft.layout.data_world > 1:
         found = ask(
             "reach",
             draft.model,
@@ -74,8 +73,9 @@ def _beside_tokens(draft: Draft) -> list[str]:
     media = any(takes_argument(draft.model, name) for name in _MEDIA)
     if draft.layout.data_world == 1 or not media or not takes_argument(draft.model, "input_ids"):
         return []
+    # A clone has the same modules, but for its layers.
     known = {
         *draft.modules,
         *(name for name, _ in draft.named()),
-    }  # a clone has the same modules, but for its layers
+    }
     return [item for item in ask("unused", draft.model) if item in known]

@@ -60,11 +60,12 @@ class Accelerator(accelerate.Accelerator):
     _runtime: Runtime | None = None
     _dealt_over_processes = False  # a loader was prepared before any model of hfscale
     flag_tensor: Tensor | None
+    # Finite ones.
     _listed: tuple[type, ...] = (
         RandomSampler,
         SubsetRandomSampler,
         WeightedRandomSampler,
-    )  # finite ones
+    )
 
     def __init__(self, **kwargs: Any) -> None:
         clashing = [name for name in _FOREIGN if kwargs.get(name) is not None]
@@ -75,9 +76,8 @@ class Accelerator(accelerate.Accelerator):
             )
         # Without a GPU, Accelerate takes every process for the only one unless cpu=True.
         kwargs["cpu"] = kwargs.get("cpu") or not accelerators().is_available()
-        if (
-            met_before() and not dist.is_initialized()
-        ):  # Accelerate would meet the ranks of an earlier start
+        # Accelerate would meet the ranks of an earlier start.
+        if met_before() and not dist.is_initialized():
             asked = (
                 each
                 for each in kwargs.get("kwargs_handlers") or ()
@@ -198,9 +198,8 @@ class Accelerator(accelerate.Accelerator):
         self._agree_on_order(data_loader)
         seed = self.dataloader_config.data_seed or torch.random.initial_seed()
         shards = isinstance(data_loader.dataset, IterableDatasetShard)
-        split = shards or isinstance(
-            data_loader.batch_sampler, BatchRebalanceSampler
-        )  # among distinct batches already
+        # Among distinct batches already.
+        split = shards or isinstance(data_loader.batch_sampler, BatchRebalanceSampler)
         loader = prepare_data_loader(
             data_loader,
             self.device,
@@ -278,9 +277,8 @@ class Accelerator(accelerate.Accelerator):
         """Return whether :meth:`set_trigger` was called on any process, the same on all, and reset it."""
         if self.flag_tensor is None:
             self.flag_tensor = torch.tensor(0, device=self.device)
-        told = super().reduce(
-            self.flag_tensor
-        )  # over processes: those that share a batch decide by themselves
+        # Over processes: those that share a batch decide by themselves.
+        told = super().reduce(self.flag_tensor)
         if told.item() < 1:
             return False
         self.flag_tensor = torch.tensor(0, device=self.device)
@@ -421,9 +419,8 @@ class Accelerator(accelerate.Accelerator):
                 raise ConfigError(_TOO_LATE)
             self._runtime = runtime
             batches = runtime.mesh.batch_world
-            if (
-                self._told - {batches} and self.is_main_process
-            ):  # a schedule's length may have been computed from it
+            # A schedule's length may have been computed from it.
+            if self._told - {batches} and self.is_main_process:
                 warnings.warn(
                     f"accelerator.num_processes was read as {max(self._told - {batches})} before this model was built, "
                     f"and with {runtime.mesh.layout.describe()} it is {batches}, the number of distinct batches: build "

@@ -31,9 +31,8 @@ from ...train.runtime import Executor, Runtime
 from .trainer_batches import Batch, first_examples, first_of_chunks, pieces, with_rows
 
 _MOST_ADDED = 64
-_Result = tuple[
-    Tensor | None, Any, Any
-]  # loss, predictions and labels of a step, as Trainer's own step returns them
+# Loss, predictions and labels of a step, as Trainer's own step returns them.
+_Result = tuple[Tensor | None, Any, Any]
 _Step = Callable[..., _Result]
 """Trainer's own step: ``(model, inputs, whether only the loss is wanted, keys to leave out)``."""
 
@@ -93,9 +92,8 @@ def prediction_step(
     loss_of = trainer.runtime.loss
     known = trainer.accelerator.examples_of(inputs)
     counted = inputs if known is None else first_examples(inputs, known, drop=not loss_of.ignores)
-    by_host = (
-        bool(smoothing) and trainer.runtime.plan.loss is None
-    )  # a class that computes its own loss
+    # A class that computes its own loss.
+    by_host = bool(smoothing) and trainer.runtime.plan.loss is None
     if stages or ((loss_only or smoothing) and not by_host):
         return _by_steps(trainer, model, inputs, counted, loss_only)
     masked = loss_of.ignores or known is None
@@ -254,9 +252,8 @@ def generated_step(
     known = trainer.accelerator.examples_of(inputs)
     generate = model.generate
     if labels is not None:
-        if (
-            made is not None and made.shape == labels.shape
-        ):  # made of the labels: not to be generated from
+        # Made of the labels: not to be generated from.
+        if made is not None and made.shape == labels.shape:
             given = {
                 name: value for name, value in given.items() if not name.startswith("decoder_")
             }
@@ -267,9 +264,8 @@ def generated_step(
         pad = config.pad_token_id
         end = config.eos_token_id
         first = end[0] if isinstance(end, list) else end
-        fill = (
-            (pad or first) if (kwargs.get("num_beams") or config.num_beams or 1) > 1 else pad
-        )  # as generate does
+        # As generate does.
+        fill = (pad or first) if (kwargs.get("num_beams") or config.num_beams or 1) > 1 else pad
         tokens = generate(*args, **kwargs)
         return (
             tokens if fill is None else _filled(mesh, tokens, known, fill, after=int(fill == first))
@@ -342,9 +338,8 @@ class _WholeModel:
         mesh = self._runtime.mesh
         made = None
         failure = ""
-        seed = int(
-            torch.randint(2**31, ())
-        )  # drawn on every rank, so that equal RNG states stay equal
+        # Drawn on every rank, so that equal RNG states stay equal.
+        seed = int(torch.randint(2**31, ()))
         if self._model is not None:
             dtype = MIXED_PRECISIONS[self._runtime.options.mixed_precision]
             autocast = torch.autocast(mesh.device.type, dtype=dtype) if dtype else nullcontext()

@@ -47,12 +47,13 @@ from .resume_callbacks import StatesInMemoryCallback, TrainerRandomStreams
 _STATE = "hfscale_state"
 _ASIDE = ".incomplete"
 _REPLACED = ".replaced"
+# Files of an old checkpoint that must not be mixed with a new one's.
 _OWN = (
     *REPLACED,
     "*.pt",
     "*.pth",
     _STATE,
-)  # files of an old checkpoint that must not be mixed with a new one's
+)
 _UNFINISHED = f"has no {TRAINER_STATE_NAME}, which is written last"
 _OF_ACCELERATE = (
     "is a state of Accelerate's save_state, and no Trainer's: put the model's config.json into it, load it with "
@@ -212,9 +213,8 @@ def resumed_from(
         raise CheckpointError(problem)
     if resume is True and memory is not None:
         kept = memory.newest(_state_of(Path(found)) if isinstance(found, str) else None)
-        return (
-            (None if found is True else found) if kept is None else str(kept)
-        )  # neither: it begins
+        # Neither: it begins.
+        return (None if found is True else found) if kept is None else str(kept)
     return found
 
 

@@ -39,12 +39,10 @@ class Conversation:
     """The model calls that one microbatch's loss makes, in order; exactly one, of the trained model, has gradients."""
 
     call: dict[str, Any] = field(default_factory=dict)  # the arguments of that call
-    answers: list[Any] = field(
-        default_factory=list
-    )  # of the others, in order, and a marker for that one
-    scores: TokenScores | None = (
-        None  # the result of that call; ``None`` until the step has computed it
-    )
+    # Of the others, in order, and a marker for that one.
+    answers: list[Any] = field(default_factory=list)
+    # The result of that call; ``None`` until the step has computed it.
+    scores: TokenScores | None = None
     place: int = 0  # how many calls have been made
 
 
@@ -58,9 +56,8 @@ class FusedHead:
         self.temperature = temperature
         self._outputs = {"log_probs", *outputs}
         self._trains = trains
-        self.conversation: Conversation | None = (
-            None  # the recorded calls of the current pipelined step, if any
-        )
+        # The recorded calls of the current pipelined step, if any.
+        self.conversation: Conversation | None = None
         answer_calls(self._runtime.model, self)
 
     def __call__(self, call: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:

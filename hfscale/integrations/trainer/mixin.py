@@ -96,9 +96,8 @@ class TrainerMixin(Checkpoints, DataHooks):
                 check_dispatch(arguments)
             check_engine(type(self), arguments)
         self._parallel, self._waiting = parallel, list[Any]()
-        self._carried: Tensor | float = (
-            0.0  # the loss of a step that the end of the data has cut short
-        )
+        # The loss of a step that the end of the data has cut short.
+        self._carried: Tensor | float = 0.0
         self._items: Any = None
         context = ExitStack()
         layout = parallel
@@ -155,9 +154,8 @@ class TrainerMixin(Checkpoints, DataHooks):
         layout = asked or ParallelConfig()
         check_layout_of(model, layout)
         training = model.training
-        options = options_of(arguments) | {
-            "compile": False
-        }  # layers are compiled while this Trainer has the model
+        # Layers are compiled while this Trainer has the model.
+        options = options_of(arguments) | {"compile": False}
         return build.parallelize(model, layout, **options).train(training)
 
     # --- hooks of Trainer ---------------------------------------------------------------------------------------------
@@ -174,9 +172,8 @@ class TrainerMixin(Checkpoints, DataHooks):
     def call_model_init(self, trial: Any = None) -> Any:
         """Call the user's ``model_init``, and parallelize a stock model."""
         model = self._parallelized(super().call_model_init(trial), self.args)
-        model.config.use_cache = getattr(
-            self.args, "use_cache", False
-        )  # Trainer sets it on its first model only
+        # Trainer sets it on its first model only.
+        model.config.use_cache = getattr(self.args, "use_cache", False)
         self._while_made.enter_context(trainer.taken_for_adapted(runtime_of(model).model))
         self._adopt(model)
         return model
@@ -256,9 +253,8 @@ class TrainerMixin(Checkpoints, DataHooks):
         self, epoch_iterator: Any, num_batches: int, device: Any
     ) -> tuple[list[Any], Any]:
         """Return a step's batches as Trainer does, without the rows that pad data ranks at the end of an epoch."""
-        if (
-            self._waiting
-        ):  # the data ended within a step: stock Trainer adds these gradients to the next one's
+        # The data ended within a step: stock Trainer adds these gradients to the next one's.
+        if self._waiting:
             self._carried = self._run_step(self._items)
         batches, count = super().get_batch_samples(epoch_iterator, num_batches, device)
         drops = self.uses_train_step
@@ -267,9 +263,8 @@ class TrainerMixin(Checkpoints, DataHooks):
             if batches and not stream:
                 warn_of_repeated(self, self.accelerator.examples_of(batches[-1]))
             return batches, count
-        looked_at = (
-            range(len(batches)) if stream else [len(batches) - 1]
-        )  # loader workers end one after the other
+        # Loader workers end one after the other.
+        looked_at = range(len(batches)) if stream else [len(batches) - 1]
         known = {
             index: self.accelerator.examples_of(batches[index], of_stream=stream)
             for index in looked_at
@@ -315,9 +310,8 @@ class TrainerMixin(Checkpoints, DataHooks):
             return step_of_scores(self, batches, num_items_in_batch, missing, self._seams.heads)
         items = self._divisor(num_items_in_batch, batches)
         if staged and isinstance(items, list):
-            items += [1.0] * (
-                args.gradient_accumulation_steps - len(batches)
-            )  # for padding microbatches
+            # For padding microbatches.
+            items += [1.0] * (args.gradient_accumulation_steps - len(batches))
         given: dict[str, Any] = {
             "label_smoothing": args.label_smoothing_factor,
             "num_items_in_batch": items,

@@ -112,13 +112,11 @@ class Seams:
         }
         dtype = given.pop("dtype", torch.float32)
         dtype = getattr(torch, dtype) if isinstance(dtype, str) and dtype != "auto" else dtype
-        if (
-            self._policy is not None and not self._teaches
-        ):  # this is its reference, equal to it before the first step
+        # This is its reference, equal to it before the first step.
+        if self._policy is not None and not self._teaches:
             given |= reference_of(self._policy)
-            if (
-                dtype == self._policy.model.dtype
-            ):  # that of this rank's first parameter, perhaps an adapter's
+            # That of this rank's first parameter, perhaps an adapter's.
+            if dtype == self._policy.model.dtype:
                 dtype = self._policy.plan.parameters[0].dtype
         return build.from_pretrained(
             path,

@@ -24,16 +24,14 @@ class TrainerAccelerator(Accelerator):
     """The :class:`hfscale.Accelerator` of a Trainer, to which its processes are the distinct batches."""
 
     _listed = (Sampler,)
-    _last: tuple[int, int] | None = (
-        None  # rows, and rows that count, of an iterable's evaluated batch
-    )
+    # Rows, and rows that count, of an iterable's evaluated batch.
+    _last: tuple[int, int] | None = None
     _counts: list[int] | None = None  # rows that count in the evaluated batch, by data rank
 
     def __init__(self, **kwargs: Any) -> None:
         if kwargs.get("mixed_precision") == "fp16":
-            kwargs["mixed_precision"] = (
-                "no"  # the model has its own casts, and train_step scales the loss
-            )
+            # The model has its own casts, and train_step scales the loss.
+            kwargs["mixed_precision"] = "no"
         kwargs.pop("dynamo_plugin", None)  # the Trainer compiles layers itself
         super().__init__(**kwargs)
 
@@ -59,9 +57,8 @@ class TrainerAccelerator(Accelerator):
             and self._runtime is not None
         ):
             data_loader = balanced(data_loader, self._runtime)
-        if self.num_processes > 1 and not is_prepared(
-            data_loader
-        ):  # data ranks may get some examples twice
+        # Data ranks may get some examples twice.
+        if self.num_processes > 1 and not is_prepared(data_loader):
             if isinstance(data_loader.dataset, IterableDataset):
                 data_loader = dealt(
                     data_loader,
@@ -85,10 +82,11 @@ class TrainerAccelerator(Accelerator):
         if self.num_processes == 1:
             size = getattr(state.active_dataloader, "batch_size", None)
             if state.end_of_dataloader and state.remainder == -1 and size and not of_stream:
+                # An iterable dataset's last batch may have fewer rows.
                 self._last = (
                     size,
                     _rows(batch),
-                )  # an iterable dataset's last batch may have fewer rows
+                )
             return None
         if not self.even_batches:
             return None

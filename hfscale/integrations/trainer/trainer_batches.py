@@ -117,9 +117,8 @@ def cut_by_schedule(
     """
     count = arguments.gradient_accumulation_steps
     rows = arguments.per_device_train_batch_size
-    uneven = rebalances(
-        arguments
-    )  # batches of few long rows are as long as those of many short ones
+    # Batches of few long rows are as long as those of many short ones.
+    uneven = rebalances(arguments)
     with executor.uncut() if uneven or not ignores else nullcontext():
         if ignores:
             full = [with_rows(batch, 1 if uneven else rows) for batch in batches]

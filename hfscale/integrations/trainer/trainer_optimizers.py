@@ -29,9 +29,8 @@ def check_optimizer(arguments: Any) -> None:
     adam = {"betas": (arguments.adam_beta1, arguments.adam_beta2), "eps": arguments.adam_epsilon}
     choice = find_choice(name)
     given = parse_arguments(arguments.optim_args)
-    unheard = {*_unheard_options(arguments, given)} & {
-        *choice.adam
-    }  # these have arguments of their own
+    # These have arguments of their own.
+    unheard = {*_unheard_options(arguments, given)} & {*choice.adam}
     choice.options(
         name, adam, {option: value for option, value in given.items() if option not in unheard}
     )
@@ -52,9 +51,8 @@ def named_optimizer(trainer: Any, model: nn.Module) -> Any:
     if trainer.optimizer_cls_and_kwargs is not None or overridden or left_to_host(name):
         return None
     groups = None
-    if (
-        kind.get_decay_parameter_names is not stock.get_decay_parameter_names
-    ):  # the subclass chooses what decays
+    # The subclass chooses what decays.
+    if kind.get_decay_parameter_names is not stock.get_decay_parameter_names:
         names = set(trainer.get_decay_parameter_names(model))
         trained = [
             (name, parameter)

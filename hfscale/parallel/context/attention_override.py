@@ -149,11 +149,12 @@ def _mask(host: Callable[..., Any], fills: bool, *args: Any, **kwargs: Any) -> A
     if kwargs.get("use_vmap"):  # which the host does not know to take more than one place at a time
         function = place_by_place(function)
     total = passage.batch.split.total
+    # By the function.
     said = {
         "attention_mask": None,
         "use_vmap": False,
         "allow_is_bidirectional_skip": False,
-    }  # by the function
+    }
     whole = {**kwargs, **said, "q_length": total, "kv_length": total}
 
     def dense(function: Callable[..., Tensor]) -> Any:

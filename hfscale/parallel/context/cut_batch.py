@@ -120,9 +120,8 @@ def cut_batch(
     if of_text is not None:
         begins = begins_anew(of_text.expand(samples, -1), batch.get("attention_mask"))
         documents = F.pad(begins.cumsum(-1), (1, 0))
-        starts = starts_of(
-            documents
-        )  # the host waits here, once, for a batch that is on the device
+        # The host waits here, once, for a batch that is on the device.
+        starts = starts_of(documents)
         if not any(starts):
             documents = starts = None
     whole = dict(batch)
@@ -210,9 +209,8 @@ class MaskBlocks:
     function: Callable[..., Tensor]
     samples: int
     device: torch.device
-    attend: Callable[
-        ..., Any
-    ]  # computes the attention of calls with this mask: ``(module, q, k, v, mask, call)``
+    # Computes the attention of calls with this mask: ``(module, q, k, v, mask, call)``.
+    attend: Callable[..., Any]
     # makes transformers' own mask of all tokens, from the function, for attention in a family's own code
     host: Callable[[Callable[..., Tensor]], Any]
     # ``[b, s]``: queries without any key, which read all keys alike; ``None`` where such queries read nothing

@@ -110,6 +110,7 @@ class _Attention(torch.autograd.Function):
             total, norm = _merged(
                 total, norm, torch.zeros_like(total), sinks.to(wide)[None, :, None].expand_as(norm)
             )
+        # In the order in which it is read next.
         result = (
             total.to(q.dtype)
             .transpose(1, 2)
@@ -118,7 +119,7 @@ class _Attention(torch.autograd.Function):
                 1,
                 2,
             )
-        )  # in the order in which it is read next
+        )
         ctx.save_for_backward(q, k, v, sinks, result, norm)
         ctx.reading = reading
         return result

@@ -205,9 +205,8 @@ def cut_inside(text: nn.Module, learned: Callable[[CutBatch], None] = learn) -> 
             device = next((each.device for each in tokens if isinstance(each, Tensor)), None)
             given["position_ids"] = torch.arange(batch.split.total, device=device)[None]
         learned(replace(batch, position_ids=given.get("position_ids")))
-        passed_on = {
-            name: given.pop(name) for name in CUT_FIRST if name in given
-        }  # which are cut already
+        # Which are cut already.
+        passed_on = {name: given.pop(name) for name in CUT_FIRST if name in given}
         return (), {**cut_inputs(batch, given), **passed_on}
 
     return text.register_forward_pre_hook(before, with_kwargs=True)

@@ -34,9 +34,8 @@ class ScoreBlock:
     # ``[b, 1, rows, columns]``, 0 or minus infinity, added to scores; ``None``: no mask but ``causal``
     bias: Tensor | None = None
     seed: int = 0
-    idle: Tensor | None = (
-        None  # ``[b, 1, rows]``: queries for which all keys score alike; ``None``: there are none
-    )
+    # ``[b, 1, rows]``: queries for which all keys score alike; ``None``: there are none.
+    idle: Tensor | None = None
     first: int = 0
 
     def of(self, rows: slice) -> "ScoreBlock":

@@ -39,9 +39,8 @@ class ContextParallel(Part, ContextAxis):
     def __init__(self) -> None:
         self._override: AttentionOverride | None = None
         self._stack: list[ExitStack] = []
-        self._passes: ForwardPasses[CutBatch | None] | None = (
-            None  # where a recomputed layer has to know its own
-        )
+        # Where a recomputed layer has to know its own.
+        self._passes: ForwardPasses[CutBatch | None] | None = None
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
         """Replace the model's attention; its other modules run unchanged."""
@@ -125,9 +124,8 @@ class ContextParallel(Part, ContextAxis):
         own.tokens = whole.split.length(whole.rank)
         own.parts = batch.parts
         labels = part["labels"] if part.get("shift_labels") is None else part["shift_labels"]
-        if (
-            labels.device.type == "cpu"
-        ):  # counted on the device, the host would wait for their number
+        # Counted on the device, the host would wait for their number.
+        if labels.device.type == "cpu":
             own.valid = int(
                 runtime.loss.look(
                     {

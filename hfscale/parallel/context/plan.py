@@ -41,9 +41,8 @@ def plan_context(draft: Draft) -> None:
         )
         return
     text = find_text_model(draft.model) or ""
-    given = (
-        other_inputs(draft.modules[text]) if text else []
-    )  # of the text model, besides embeddings
+    # Of the text model, besides embeddings.
+    given = other_inputs(draft.modules[text]) if text else []
     if uncut := [name for name in given if name not in CUT_INSIDE]:
         draft.problem(
             f"cp_size={size} does not fit {family!r}: its layers read towers' outputs from inputs that cannot be "
@@ -110,10 +109,11 @@ class _Reading:
 def _find(draft: Draft, text: str, layers: dict[str, nn.Module]) -> _Reading:
     """Find the modules that mix tokens, on a clone with every kind of module in the model's ``layers``."""
     unseen = list[str]()
+    # Some kinds come every few layers only.
     for count in (
         layers_of_every_kind(draft.config),
         _MANY,
-    ):  # some kinds come every few layers only
+    ):
         found = _Reading(
             **ask(
                 "mixing",

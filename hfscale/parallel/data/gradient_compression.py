@@ -100,10 +100,11 @@ class PowerSGD:
             )
         right = {i: matrix.T @ left[i] for i, matrix in whole.items()}
         self._mean(list(right.values()))
+        # So all replicas agree, without a device synchronization.
         averaged = [
             *right.values(),
             *vectors,
-        ]  # so all replicas agree, without a device synchronization
+        ]
         numbers = torch.stack([torch.isfinite(tensor).all() for tensor in averaged]).all()
         for i, matrix in matrices.items():
             error = self._error(i, matrix)
@@ -131,9 +132,8 @@ class PowerSGD:
         return self._rank * (rows + columns) < rows * columns and self._rank <= min(rows, columns)
 
     def _error(self, i: int, matrix: Tensor) -> Tensor:
-        if (
-            i not in self._errors
-        ):  # in 32 bits at least: roundings of matrices in 16 are among the errors
+        # In 32 bits at least: roundings of matrices in 16 are among the errors.
+        if i not in self._errors:
             self._errors[i] = torch.zeros_like(
                 matrix, dtype=torch.promote_types(matrix.dtype, torch.float32)
             )

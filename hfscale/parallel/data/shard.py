@@ -133,9 +133,8 @@ def give_up_whole_weights(model: Any) -> None:
         generating.append(True)
         gather_root(model)  # an encoder is called by itself
         try:
-            return generate(
-                *args, **kwargs
-            )  # for as many steps on all ranks: the host knows FSDP2's models
+            # For as many steps on all ranks: the host knows FSDP2's models.
+            return generate(*args, **kwargs)
         finally:
             generating.pop()
             reshard(wrapped)
@@ -191,9 +190,8 @@ def apply_data_axes(model: nn.Module, plan: Plan, mesh: Mesh, options: Options) 
     count = len(layers) - sum(
         plan.is_local(mesh.pp_rank, layer) for layer in (ahead.layers if ahead else ())
     )
-    for layer, following in pairwise(
-        layers[:count] if plan.mixtures else []
-    ):  # the host waits for routes first
+    # The host waits for routes first.
+    for layer, following in pairwise(layers[:count] if plan.mixtures else []):
         layer.set_modules_to_forward_prefetch(
             [m for m in following.modules() if isinstance(m, FSDPModule)]
         )
@@ -234,9 +232,8 @@ def _shard_experts(
     """Wrap experts with FSDP2 over ranks that hold the same; return those of one rank, made DTensors for optimizers."""
     layout = mesh.layout
     alone = set[nn.Parameter]()
-    policy = replace(
-        policy, cast_forward_inputs=False
-    )  # weights of routes stay exact; tokens come in the right type
+    # Weights of routes stay exact; tokens come in the right type.
+    policy = replace(policy, cast_forward_inputs=False)
     shards = layout.size("edp_shard")
     for experts in (
         e
@@ -262,9 +259,8 @@ def _shard_experts(
         for attribute, p in module.named_parameters():
             name = f"{experts.name}.{attribute}"
             planned = plan.by_name[name if name in plan.by_name else stock_name(name)]
-            dims[p] = (
-                0 if p.dtype == torch.uint8 else planned.cuts[-1].dim
-            )  # packed weights are [data ranks, bytes]
+            # Packed weights are [data ranks, bytes].
+            dims[p] = 0 if p.dtype == torch.uint8 else planned.cuts[-1].dim
         shard_by_type(
             module,
             ignored=set(),

@@ -45,9 +45,8 @@ class Routes:
     send: Sequence[int]
     receive: Sequence[int]
     counts: Sequence[int]  # how many rows arrive for each expert of this rank
-    regroup: (
-        Tensor | None
-    )  # permutation of arrived rows (by sender) to rows by expert; ``None`` for the identity
+    # Permutation of arrived rows (by sender) to rows by expert; ``None`` for the identity.
+    regroup: Tensor | None
     ungroup: Tensor | None
     group: dist.ProcessGroup | None
 

@@ -143,24 +143,20 @@ class LayerRouting:
     number: int  # its index among the model's mixtures of experts
     routing: Routing
     is_cut: Callable[[], bool]  # whether this rank has only a part of the tokens
-    logits: RouterLogits | None = (
-        None  # records the router's logits; ``None`` where they are not needed
-    )
-    scores: str = (
-        "softmax"  # ``"softmax"`` or ``"sigmoid"``, which makes probabilities of the logits
-    )
+    # Records the router's logits; ``None`` where they are not needed.
+    logits: RouterLogits | None = None
+    # ``"softmax"`` or ``"sigmoid"``, which makes probabilities of the logits.
+    scores: str = "softmax"
     times: float = 1.0  # factor of the loss's gradient, where tensor ranks have the same tokens and sum their gradients
 
     def __post_init__(self) -> None:
         self.options = self.routing.options
         self.passes = self.routing.passes
         self.mesh = self.routing.mesh
-        self.is_first = (
-            self.mesh.tp_rank == 0
-        )  # which counts the tokens where all tensor ranks have the same ones
-        self.fixed = (
-            not self.mesh.layout.slices_tokens
-        )  # whether a limited capacity uses buffers of fixed size
+        # Which counts the tokens where all tensor ranks have the same ones.
+        self.is_first = self.mesh.tp_rank == 0
+        # Whether a limited capacity uses buffers of fixed size.
+        self.fixed = not self.mesh.layout.slices_tokens
         self.counter = self.routing.counters[self.planned.name] = LayerCounter(self.planned.count)
 
     def choose(self, index: Tensor, weights: Tensor) -> Choice:
@@ -365,9 +361,8 @@ class LayerCounter:
     """Count a layer's tokens on one rank, without waiting for the device; of equal counts one rank keeps them."""
 
     count: int
-    counts: Tensor | int = (
-        0  # routes to each expert, on the host or on the device, wherever they are counted
-    )
+    # Routes to each expert, on the host or on the device, wherever they are counted.
+    counts: Tensor | int = 0
     # ``[4]``: dropped routes; the balance loss and the z-loss, each times tokens; real tokens
     numbers: Tensor | None = None
     wanted: Tensor | int = 0  # routes of real tokens to each expert, for the update of its bias

@@ -46,9 +46,13 @@ class Mixture:
         if choice.places is None:
             out = self._routed(experts, hidden, choice.index, choice.weights)
         else:
+            # On the device.
             self.routing.count(
-                count_each(choice.index.flatten(), self.count + 1)[:-1]
-            )  # on the device
+                count_each(
+                    choice.index.flatten(),
+                    self.count + 1,
+                )[:-1]
+            )
             given = hidden, choice.weights, choice.places, self.count, choice.slots
             out = through_slots(*given, partial(run_experts, experts), self.group, self.batches)
         return self.routing.finish(out, choice)
@@ -128,9 +132,8 @@ def install_experts(runtime: Runtime, options: RoutingConfig | None = None) -> R
     narrow = mesh.tp_group is not None and any(
         _too_narrow(module, runtime.options.mixed_precision) for module in modules
     )
-    copies = (
-        bool(modules) and runtime.shares_casts
-    )  # of which the host would make one for each microbatch
+    # Of which the host would make one for each microbatch.
+    copies = bool(modules) and runtime.shares_casts
     if mesh.group("ep") is None and options is None and not (changed or narrow or copies):
         return None
     routing, layers = routing_of_layers(runtime, options)
@@ -226,9 +229,8 @@ def compute_type(experts: Any, x: Tensor) -> torch.dtype:
     """Return the dtype that the transformers module ``experts`` computes in now, given input ``x``."""
     experts = unwrapped(experts)
     weight: Tensor = experts.down_proj
-    if (
-        torch.is_autocast_enabled(weight.device.type) and weight.dtype != torch.float64
-    ):  # which it leaves alone
+    # Which it leaves alone.
+    if torch.is_autocast_enabled(weight.device.type) and weight.dtype != torch.float64:
         return torch.get_autocast_dtype(weight.device.type)
     packing = packings_of(experts).get("down_proj")
     return weight.dtype if packing is None else packing.compute_dtype or x.dtype

@@ -53,10 +53,11 @@ class _Choice(TorchFunctionMode):
         self.is_part = is_part
         self.index: Tensor | None = None  # the latest answer
         self.made: Tensor | None = None  # ``[n, k]``, the one that the experts got
+        # Scores without those of groups that lost, and with them.
         self._hidden: tuple[Any, Any] = (
             None,
             None,
-        )  # scores without those of groups that lost, and with them
+        )
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -82,9 +83,8 @@ class _Pass:
 
     given: Tensor | None  # ``[b, s, layers, k]`` of this rank's tokens
     batch: Microbatch | None  # its arguments, if it is recorded
-    choices: dict[int, _Choice] = field(
-        default_factory=dict
-    )  # by the layer's index among those with mixtures
+    # By the layer's index among those with mixtures.
+    choices: dict[int, _Choice] = field(default_factory=dict)
 
 
 class RouteReplay(Part):

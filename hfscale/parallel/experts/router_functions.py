@@ -107,9 +107,8 @@ def queue_places(index: Tensor, count: int) -> Tensor:
         * (count + 1)
         + index
     )
-    flat = queues.transpose(1, 2).reshape(
-        -1
-    )  # all first choices of a sequence, then all second ones
+    # All first choices of a sequence, then all second ones.
+    flat = queues.transpose(1, 2).reshape(-1)
     order = flat.argsort(stable=True)
     lengths = count_each(flat, samples * (count + 1))
     starts = lengths.cumsum(0) - lengths

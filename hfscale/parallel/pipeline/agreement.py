@@ -29,19 +29,19 @@ _FROZEN = 1
 _TRAINS = 2
 _CHANGED = 2
 
+# As wide as an entry.
 _INTEGERS = {
     1: torch.int8,
     2: torch.int16,
     4: torch.int32,
     8: torch.int64,
-}  # as wide as an entry
+}
 
 
 @dataclass(frozen=True)
 class _Report:
-    rank_in_stage: (
-        int  # ranks of different stages with the same one hold the same shards of tied tensors
-    )
+    # Ranks of different stages with the same one hold the same shards of tied tensors.
+    rank_in_stage: int
     trains: list[int]  # per stage, whether an untied parameter of this rank trains in it
     # per tied tensor, :data:`_ABSENT`, :data:`_FROZEN` or :data:`_TRAINS`, plus :data:`_CHANGED` if it changed since
     # the last step
@@ -193,9 +193,8 @@ class TiedGradients:
         ]
         with gradients_aside([parameter for parameter, _ in tied]):
             yield
-            for holders in dict.fromkeys(
-                each for _, each in tied
-            ):  # the plan's order, equal on all ranks
+            # The plan's order, equal on all ranks.
+            for holders in dict.fromkeys(each for _, each in tied):
                 self._sum([parameter for parameter, each in tied if each == holders], holders)
 
     def _sum(self, copies: list[Tensor], holders: tuple[int, ...]) -> None:

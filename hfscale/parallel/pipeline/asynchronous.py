@@ -54,9 +54,8 @@ class _Version:
                     if id(parameter) not in leaves:
                         leaves[id(parameter)] = parameter, nn.Parameter(parameter.data)
                     self._places.append((own_parameters(module), name, leaves[id(parameter)][1]))
-        self.leaves = list(
-            leaves.values()
-        )  # parameters, each with the weight that microbatches compute with
+        # Parameters, each with the weight that microbatches compute with.
+        self.leaves = list(leaves.values())
         self.kept: list[tuple[Tensor, Tensor]] = []
         self._casts = Casts()
         self.call = call
@@ -88,9 +87,8 @@ class AsynchronousPipeline(Pipeline):
         super().__init__(runtime)
         self._last = self._layout.pp - 1
         self._depth = self._last - self._rank  # microbatches in flight between two calls
-        self._every = (
-            self._layout.pipeline_schedule == "pipedream_2bw"
-        )  # all stages update with one batch's gradient
+        # All stages update with one batch's gradient.
+        self._every = self._layout.pipeline_schedule == "pipedream_2bw"
         self._broken = False
         self._trained: list[str] = []
         self._evaluators = [self._worker(stage) for stage in self._stages.of_rank(self._rank)]
@@ -101,12 +99,10 @@ class AsynchronousPipeline(Pipeline):
         self._held: dict[int, Microbatch] = {}  # microbatches in flight, by number
         self._versions: dict[int, _Version] = {}  # microbatch -> the weights of its forward pass
         self._finished: deque[_Version] = deque()  # versions whose backward passes are over
-        self._reports: deque[tuple[Tensor, Any]] = (
-            deque()
-        )  # losses of calls, being sent to all stages
-        self._unsent: tuple[Tensor, Any] | None = (
-            None  # the last call's, on its way from the device, and its arrival
-        )
+        # Losses of calls, being sent to all stages.
+        self._reports: deque[tuple[Tensor, Any]] = deque()
+        # The last call's, on its way from the device, and its arrival.
+        self._unsent: tuple[Tensor, Any] | None = None
         for worker in self.workers:
             worker.reset()
 
@@ -214,9 +210,8 @@ class AsynchronousPipeline(Pipeline):
             raise
         finally:
             self._objective = None
-        for parameter, _ in (
-            version.leaves if version.left else ()
-        ):  # the stash: the optimizer changes new memory
+        # The stash: the optimizer changes new memory.
+        for parameter, _ in version.leaves if version.left else ():
             parameter.data = parameter.data.clone()
         self._calls += 1
         return self._reported()

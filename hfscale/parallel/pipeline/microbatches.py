@@ -175,13 +175,11 @@ def with_targets(model: nn.Module, decoder: nn.Module, batch: Batch) -> Batch:
 
     handle = decoder.register_forward_pre_hook(note, with_kwargs=True, prepend=True)
     try:
-        with (
-            torch.no_grad()
-        ):  # the class's forward, since the instance's is a stage's, and without the model's hooks
+        # The class's forward, since the instance's is a stage's, and without the model's hooks.
+        with torch.no_grad():
             made = encoder_outputs(torch.zeros(*tokens_of(batch), 1, device=labels.device))
-            inputs = {
-                name: batch[name] for name in ("input_ids",) if name in batch
-            }  # classifiers make them of these
+            # Classifiers make them of these.
+            inputs = {name: batch[name] for name in ("input_ids",) if name in batch}
             if takes_argument(model, "use_cache"):
                 inputs["use_cache"] = False
             type(model).forward(model, **inputs, labels=labels, encoder_outputs=made)
@@ -231,7 +229,6 @@ def _order(plan: Plan, num_microbatches: int | None) -> Order:
     layout = plan.layout
     count = num_microbatches or layout.num_microbatches or layout.pp
     schedule = str(layout.pipeline_schedule)
-    steps = (
-        layout.pp if schedule in ASYNCHRONOUS else 1
-    )  # those of earlier steps are still under way
+    # Those of earlier steps are still under way.
+    steps = layout.pp if schedule in ASYNCHRONOUS else 1
     return order(schedule, layout.pp, count, layout.virtual_stages or 1, steps)

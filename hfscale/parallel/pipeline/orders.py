@@ -45,9 +45,8 @@ def _interleaved(
     rounds = (virtual_stages - 1) * _round_size(pp_size, num_microbatches)
     warmup = min(rounds + hops, num_microbatches * virtual_stages)
     later: list[Action | None] = [None] * min(rank, len(backward)) + weights
-    turns = chain(
-        *zip_longest(forward[warmup:], backward, later)
-    )  # one of each, until there are none
+    # One of each, until there are none.
+    turns = chain(*zip_longest(forward[warmup:], backward, later))
     return [*forward[:warmup], *filter(None, turns)]
 
 
@@ -76,9 +75,8 @@ class _Row:
         self.down = rank
         self.up = 2 * pp_size - 1 - rank
         self.actions: list[Action] = []
-        self.waiting: deque[tuple[int, int]] = (
-            deque()
-        )  # (stage, microbatch) whose weight gradients are queued
+        # (stage, microbatch) whose weight gradients are queued.
+        self.waiting: deque[tuple[int, int]] = deque()
         self.done = Counter[tuple[int, Kind]]()  # (stage, kind) -> microbatches that have had it
 
     def forward(self, stage: int, paired: bool = False) -> None:
@@ -151,9 +149,8 @@ def _dualpipev(rank: int, pp_size: int, num_microbatches: int, _: int) -> list[A
         row.weights()
         row.forward(row.up)
     for step in range(num_microbatches - 2 * pp_size + rank + 1):
-        row.forward(
-            row.down, paired=step > 0 or behind > 0
-        )  # the last rank's first would make the others wait
+        # The last rank's first would make the others wait.
+        row.forward(row.down, paired=step > 0 or behind > 0)
         row.backward(row.up)
         row.forward(row.up, paired=True)
         row.backward(row.down)

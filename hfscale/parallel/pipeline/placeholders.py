@@ -39,9 +39,8 @@ class StageForward:
     first: int = 0  # index of the stage's first layer; placeholders of earlier layers return the received hidden states
     shape: tuple[int, int] = (0, 0)
     under_way: bool = False
-    arriving: Tensor | None = (
-        None  # hidden states from the previous stage; ``None`` on the first stage
-    )
+    # Hidden states from the previous stage; ``None`` on the first stage.
+    arriving: Tensor | None = None
     arrived: bool = False  # whether they were used
     leaving: Tensor | None = None  # hidden states after the stage's last layer, once computed
     border: int | None = None
@@ -117,9 +116,8 @@ class _Placeholder(nn.Module):
         if isinstance(found, nn.Module) and not (
             passage.arriving is None and passage.leaving is None
         ):
-            return PlaceholderModule(
-                found, passage, None
-            )  # stock code may call a submodule without its parent
+            # Stock code may call a submodule without its parent.
+            return PlaceholderModule(found, passage, None)
         return found
 
     def keep(self, path: str) -> None:
@@ -229,9 +227,8 @@ def run_stages_apart(
             for stage in own:
                 if stage not in holders:
                     swaps[stage.index].append((children, child, placeholder))
-    for loan, stage in product(
-        stages.loans, own
-    ):  # to the first layer of its list, unless that is the lender
+    # To the first layer of its list, unless that is the lender.
+    for loan, stage in product(stages.loans, own):
         layers = [layer for layer in stage.layers if layer.rpartition(".")[0] == loan.layer_list]
         if layers and layers[0] != loan.lender:
             lend(loan, module_at(model, loan.name), module_at(model, layers[0]))

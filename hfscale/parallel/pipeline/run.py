@@ -63,9 +63,8 @@ def stage_places(layout: ParallelConfig) -> dict[int, int] | None:
             f"{layout.describe()}: {schedule} keeps several weight versions, which FSDP2 cannot: use "
             "dp_shard_size=1 and dp_replicate_size=1, or a schedule with a flush"
         )
-    check(
-        schedule, pp_size, count or 2 * pp_size, virtual
-    )  # the default is a number that all schedules accept
+    # The default is a number that all schedules accept.
+    check(schedule, pp_size, count or 2 * pp_size, virtual)
     return None
 
 
@@ -100,10 +99,11 @@ class Pipeline(Executor):
         self._ties = TiedGradients(runtime)
         self.workers = [self._worker(stage) for stage in own]
         self._agreement = StageAgreement(runtime)
+        # Asked at every step.
         self._accepts, self._program = (
             cache(self._can_run),
             cache(self._program_of),
-        )  # asked at every step
+        )
         self._batches: Sequence[Microbatch] | dict[int, Microbatch] = ()
         self._objective: Objective | None = None
         self._towers = runtime.plan.feature(TowersPlan)
@@ -144,9 +144,8 @@ class Pipeline(Executor):
 
     def fewest_rows(self) -> int:
         """Return the fewest rows of a batch: one per microbatch."""
-        return int(
-            self._layout.num_microbatches or 2 * self._layout.pp
-        )  # which every schedule can run
+        # Which every schedule can run.
+        return int(self._layout.num_microbatches or 2 * self._layout.pp)
 
     def passes_together(self, microbatches: int) -> int:
         """Return the passes that gather weights, reduce gradients or exchange tokens; 0: once a step."""

@@ -27,9 +27,8 @@ class Costs:
     backward_weight: float = 1.0  # gradients of the weights alone
     update: float = 0.0
     communication: float = 0.0  # from one rank to the next; 0 between stages of one rank
-    pair: float | None = (
-        None  # a paired forward and backward; None is the sum of the two, as without overlap
-    )
+    # A paired forward and backward; None is the sum of the two, as without overlap.
+    pair: float | None = None
     stages: tuple[float, ...] = ()  # a factor per stage; empty if all take the same time
 
     def of(self, kind: Kind, stage: int = 0) -> float:

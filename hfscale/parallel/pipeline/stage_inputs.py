@@ -26,9 +26,8 @@ class StageInputs:
     everywhere: tuple[str, ...]
     returns: int | None  # a layer, where item_returns does not say otherwise
     item_returns: Mapping[str, int | None]
-    beside: Mapping[str, tuple[str, ...]] = field(
-        default_factory=dict
-    )  # layer -> what is where that layer is
+    # Layer -> what is where that layer is.
+    beside: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     loans: tuple[
         Loan, ...
     ] = ()  # what every stage with layers of a list holds of the list's first layer
@@ -236,9 +235,8 @@ def trace_stacks(draft: Draft, lists: list[str], stacks: TwoStacks) -> StageInpu
 
     # Second names, of the table that both stacks share, are where it is used first.
     names = tuple(item for item in held if held[item] and not phases[item])
-    layers = [
-        f"{lists[0]}.{number}" for number in range(len(draft.modules[lists[0]]))
-    ]  # of the encoder
+    # Of the encoder.
+    layers = [f"{lists[0]}.{number}" for number in range(len(draft.modules[lists[0]]))]
     return StageInputs(
         before=(*placed("before", True), *names),
         after=placed("after", False),

@@ -18,9 +18,8 @@ GRADIENT: tuple[Kind, Kind] = ("backward", "backward_input")
 """The kinds that make the gradient which the stage before waits for."""
 RELEASE: tuple[Kind, Kind] = ("backward", "backward_weight")
 """The kinds after which a microbatch's activations are no longer needed."""
-Result: TypeAlias = tuple[
-    int, str, int
-]  # a stage's ``"activation"`` or ``"gradient"`` (of its input) of a microbatch
+# A stage's ``"activation"`` or ``"gradient"`` (of its input) of a microbatch.
+Result: TypeAlias = tuple[int, str, int]
 
 
 class Action(NamedTuple):

@@ -35,9 +35,8 @@ _RESULTS = {
     "RECV_F": (-1, "activation"),
     "RECV_B": (1, "gradient"),
 }
-_RESULTS |= dict.fromkeys(
-    GRADIENT, (0, "gradient")
-)  # what a step gives its rank: the result of a stage further on
+# What a step gives its rank: the result of a stage further on.
+_RESULTS |= dict.fromkeys(GRADIENT, (0, "gradient"))
 Step = tuple[str, int, int]
 """Name what a rank does: a kind of action or one of the transfers above; the stage; the microbatch."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -27,9 +27,8 @@ from .timeline import Action, Kind
 
 Compute = Callable[[Tensor | None, int], Tensor]
 """Forward pass of a stage: (stream from the stage before, microbatch) -> stream for the next one, or the loss."""
-Shape = Callable[
-    [int], tuple[torch.Size, torch.dtype]
-]  # microbatch -> shape and type of the stream that arrives
+# Microbatch -> shape and type of the stream that arrives.
+Shape = Callable[[int], tuple[torch.Size, torch.dtype]]
 
 
 @dataclass(frozen=True)
@@ -51,9 +50,8 @@ class _Kept:
     arrived: Tensor | None
     output: Tensor
     split: Split | None = None
-    gradient: Tensor | None = (
-        None  # of the output, where the second half runs the full backward pass
-    )
+    # Of the output, where the second half runs the full backward pass.
+    gradient: Tensor | None = None
 
 
 class _Transfer:
@@ -100,9 +98,8 @@ class StageWorker:
         self.recorder: Recorder | None = None
         # called after every second half, whose gradients autograd's hooks do not see
         self.accumulate: Callable[[], None] = lambda: None
-        self.reduce: Callable[[], None] = lambda: (
-            None
-        )  # called when a microbatch's backward pass is over
+        # Called when a microbatch's backward pass is over.
+        self.reduce: Callable[[], None] = lambda: None
         self._kept: dict[int, _Kept] = {}
         self._arriving: dict[int, _Transfer | Tensor] = {}
         self._gradients: dict[int, _Transfer | Tensor] = {}

@@ -69,9 +69,8 @@ def _refuse_unmatched(draft: Draft, blueprint: Blueprint, matched: set[str]) -> 
     config = text_config(draft.config)
     if matched and any(field(config, name) for name in PER_LAYER):
         return
-    if len(find_lists(draft.model, blueprint)) < len(
-        blueprint.layer_lists
-    ):  # a decoder, or one tower, alone
+    # A decoder, or one tower, alone.
+    if len(find_lists(draft.model, blueprint)) < len(blueprint.layer_lists):
         return
     for path, role in blueprint.blocks.items():
         if path and path not in matched and not role.optional:
@@ -284,9 +283,8 @@ def check_block_heads(draft: Draft, blocks: list[BlockPlan]) -> None:
 def _heads_of_config(draft: Draft) -> tuple[int | None, int | None]:
     """Return heads and key/value heads by the config; their greatest common divisors where layers differ."""
     config = text_config(draft.config)
-    heads = key_heads = counts(
-        config, ("decoder_attention_heads",)
-    )  # the other names mean the encoder's
+    # The other names mean the encoder's.
+    heads = key_heads = counts(config, ("decoder_attention_heads",))
     if not heads:
         heads = counts(config, HEAD_FIELDS)
         key_heads = counts(config, _KEY_VALUE_HEADS) or heads

@@ -60,9 +60,8 @@ class Overlap:
         self.gathered = None
         if self._waiting:  # of a pass that failed, or did not run every projection
             self._waiting = {}
-        if (
-            torch.compiler.is_compiling()
-        ):  # the compiler overlaps collectives itself, and cannot keep this state
+        # The compiler overlaps collectives itself, and cannot keep this state.
+        if torch.compiler.is_compiling():
             return _entered(x, self.group, stream)
         gather, reduce, entries = (
             (None, self._start_sum, x.numel()) if stream is None else stream.collectives(x)
@@ -180,9 +179,8 @@ class _BlockEnds:
             else self.overlap.enter(x, stream)
         )
         self._flat = x.ndim == 2
-        if (
-            not torch.compiler.is_compiling()
-        ):  # the graph of a checkpoint may change nothing outside of it
+        # The graph of a checkpoint may change nothing outside of it.
+        if not torch.compiler.is_compiling():
             self._tokens = tuple(x.shape[:-1])
         return x
 
@@ -194,9 +192,8 @@ class _BlockEnds:
         # a compiled entry notes nothing, also where the exit is not compiled
         told = RUNNING.told if torch.compiler.is_compiling() or not self._tokens else None
         tokens = self._tokens if told is None else (told.samples, told.total)
-        if (
-            x.ndim == 2 and len(tokens) == 2 and not self._flat
-        ):  # MoE blocks flatten [b, s, h] to [b s, h]: undo it
+        # MoE blocks flatten [b, s, h] to [b s, h]: undo it.
+        if x.ndim == 2 and len(tokens) == 2 and not self._flat:
             return stream.leave(x.unflatten(0, tokens)).flatten(0, 1)
         return stream.leave(x)
 
@@ -231,9 +228,8 @@ class Edge:
     size: int
     enter: Callable[[Tensor], Tensor]
     leave: Callable[[Tensor], Tensor]
-    enter_other: Callable[
-        [Tensor], Tensor
-    ]  # applied to the block's other inputs, which are the same on all ranks
+    # Applied to the block's other inputs, which are the same on all ranks.
+    enter_other: Callable[[Tensor], Tensor]
     # concatenates the ranks' slices of a tensor's last dim, given their lengths
     gather: Callable[[Tensor, list[int]], Tensor]
 
@@ -327,8 +323,7 @@ class _LocalConfig:
         self.__dict__.update(local, _whole=config)
 
     def __getattr__(self, name: str) -> Any:
-        if (
-            name.startswith("__") or name == "_whole"
-        ):  # asked for by copy and pickle, before there is anything here
+        # Asked for by copy and pickle, before there is anything here.
+        if name.startswith("__") or name == "_whole":
             raise AttributeError(name)
         return getattr(self._whole, name)

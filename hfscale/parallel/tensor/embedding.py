@@ -57,9 +57,8 @@ def install_vocab_parallel_embedding(
         look_up_by(module, unwrapped(module).look_up)  # type: ignore[arg-type]
     if any(wraps) and not adds:
         return  # the stock class's lookup is summed inside
-    if (
-        any(wraps) and mesh.tp_rank > 0
-    ):  # summed inside already: zero on other ranks than 0, but keep the gradient
+    # Summed inside already: zero on other ranks than 0, but keep the gradient.
+    if any(wraps) and mesh.tp_rank > 0:
         unwrapped(module).register_forward_hook(lambda _, args, whole: whole - whole.detach())
 
     def summed(_: nn.Module, args: Any, found: Tensor) -> Tensor:

@@ -290,9 +290,8 @@ class Scoring:
                 else chunk(*given)
             )
             made.append(kept)
-        if (
-            not made
-        ):  # nothing to score; but gradients, of zeros, are to come to every rank, of the head too
+        # Nothing to score; but gradients, of zeros, are to come to every rank, of the head too.
+        if not made:
             empty = (project(rows[:1]).sum() * 0).to(compute).expand(len(targets))
             whole = [
                 empty,

@@ -326,9 +326,8 @@ class VocabParallelLoss(KeepsOutputs):
             return tuple(
                 each.materialize() if isinstance(each, LazyLogits) else each for each in output
             )
-        if isinstance(
-            getattr(output, "logits", None), LazyLogits
-        ):  # a replaced forward may return no logits
+        # A replaced forward may return no logits.
+        if isinstance(getattr(output, "logits", None), LazyLogits):
             output.logits = output.logits.materialize()
         return output
 
@@ -362,9 +361,8 @@ def install_loss(runtime: Runtime, regions: Sequence[SequenceRegion]) -> VocabPa
     loss.head = head = model.get_submodule(plan.head)
     if (group := runtime.mesh.tp_group) is not None:
         install_head_edge(head, group, regions)
-    head.forward = partial(
-        loss.run_head, head.forward
-    )  # not a closure, so that deep copies of the model work
+    # Not a closure, so that deep copies of the model work.
+    head.forward = partial(loss.run_head, head.forward)
     head.register_forward_hook(loss.after_head)
     model.register_forward_pre_hook(loss.before_model, with_kwargs=True)
     model.register_forward_hook(loss.after_model)

@@ -73,9 +73,8 @@ class TensorParallel(Part, SequenceAxis):
     """Cut the blocks over the tensor ranks, and with sequence parallelism the hidden states between them."""
 
     def __init__(self) -> None:
-        self.sums: PartialSums | None = (
-            None  # sums partial gradients over the tensor ranks; ``None`` for one rank
-        )
+        # Sums partial gradients over the tensor ranks; ``None`` for one rank.
+        self.sums: PartialSums | None = None
         self.regions: list[SequenceRegion] = []
         # entries of blocks that overlap their collectives with weight gradients, by the block's name
         self.overlaps: dict[str, Overlap] = {}

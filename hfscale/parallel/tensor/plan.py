@@ -111,9 +111,8 @@ def _cut_vocabulary(draft: Draft, head: str | None, name: str | None, embedding:
             )
             draft.cut(f"{name}.weight", 0, embedding.weight.shape[0])
         return None
-    if (
-        head is None and sum(parameter is embedding.weight for _, parameter in draft.named()) > 1
-    ):  # it is tied
+    # It is tied.
+    if head is None and sum(parameter is embedding.weight for _, parameter in draft.named()) > 1:
         return None
     if embedding.max_norm is not None or embedding.scale_grad_by_freq or embedding.sparse:
         draft.problem(

@@ -73,12 +73,10 @@ class LayerRandom:
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self._after: torch.Tensor | None = (
-            None  # where the replicated stream goes on after this layer
-        )
-        self._cut: tuple[str, torch.Tensor] | None = (
-            None  # where the cut stream goes on after this block
-        )
+        # Where the replicated stream goes on after this layer.
+        self._after: torch.Tensor | None = None
+        # Where the cut stream goes on after this block.
+        self._cut: tuple[str, torch.Tensor] | None = None
         self._generator: torch.Generator | None = None
 
     def reset(self) -> None:
@@ -92,9 +90,8 @@ class LayerRandom:
         if layer.training:
             self._generator = _generator_of(layer)
             after = _switch(self._generator, self.rank)
-            self._after = (
-                None if recomputing() else after
-            )  # a recomputation puts back what it found by itself
+            # A recomputation puts back what it found by itself.
+            self._after = None if recomputing() else after
 
     def leave_layer(self, layer: nn.Module) -> None:
         """Switch back to the replicated random stream."""

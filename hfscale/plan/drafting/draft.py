@@ -45,9 +45,8 @@ class Draft:
         self.ranks = ranks
         self.options = options
         self.problems: list[str] = []  # why the layout does not fit, in words; each once
-        self.modules: dict[str, Any] = dict(
-            model.named_modules()
-        )  # every module of the model by name
+        # Every module of the model by name.
+        self.modules: dict[str, Any] = dict(model.named_modules())
         # parameter name -> (its cut over the tensor axis, the axes over which its gradient is partial)
         self.rules: dict[str, tuple[Cut | None, tuple[str, ...]]] = {}
         self.spread: set[str] = set()  # parameters of experts that are sharded over the expert axis

@@ -85,9 +85,8 @@ def _refuse(model: Any, kind: str, start: int, longest: int, given: list[Tensor]
 
     why = found()
     where = ""
-    if (
-        why and given and (first := min(int(positions.min()) for positions in given)) > 0
-    ):  # as RoBERTa counts them
+    # As RoBERTa counts them.
+    if why and given and (first := min(int(positions.min()) for positions in given)) > 0:
         start = first
         why = found()
     if not why:

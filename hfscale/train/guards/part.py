@@ -161,9 +161,8 @@ class StockCode(Part):
         model = runtime.model
         layout = runtime.mesh.layout
         refuse_changes(model, layout)
-        if (
-            layout.total_size > 1 or runtime.plan.adapters
-        ):  # transformers would save adapters' wrapped names
+        # Transformers would save adapters' wrapped names.
+        if layout.total_size > 1 or runtime.plan.adapters:
             model.save_pretrained = _saves_all_of_it(model, self._save)
         refuse_other_optimizers(runtime)
         if layout.total_size == 1:
@@ -173,9 +172,8 @@ class StockCode(Part):
         refuse_stock_clipping(runtime)
         count_whole(runtime)
         self.structure = Structure(runtime)
-        if (
-            runtime.plan.stages is None
-        ):  # stages run in steps alone, with older weights in some schedules
+        # Stages run in steps alone, with older weights in some schedules.
+        if runtime.plan.stages is None:
             model.register_forward_pre_hook(self._look, prepend=True)
 
     def _look(self, model: nn.Module, args: Any) -> None:

@@ -26,9 +26,8 @@ from ...plan.cut import share_spans
 from ..runtime import Runtime, local_tensor
 
 _WIDTHS = (64, 4096)
-_ROUNDINGS = (
-    1e-3  # relative to a tensor's largest entry: larger differences are not rounding, on a GPU
-)
+# Relative to a tensor's largest entry: larger differences are not rounding, on a GPU.
+_ROUNDINGS = 1e-3
 _LOOKED_AT = 16  # parameters whose drift is measured
 _ENTRIES = 256  # entries compared of each
 _MODULUS = 1 << 64
@@ -181,9 +180,8 @@ def _pieces(
     fused = next(
         (cut for cut in planned.cuts if cut.most_replicas > 1 and len(cut.parts) > 1), None
     )
-    if fused is None or share.shape != planned.local_shape(
-        ranks
-    ):  # packed weights have no rows and columns
+    # Packed weights have no rows and columns.
+    if fused is None or share.shape != planned.local_shape(ranks):
         yield tuple(tuple(dim) for dim in spans), share
         return
     offset = 0

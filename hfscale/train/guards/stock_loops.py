@@ -43,9 +43,8 @@ _INSTEAD = (
     "the optimizer by hfscale.create_optimizer(model, name, lr=...), which has 'adafactor' and 'muon' over shards, or "
     "use one like AdamW, SGD or Lion"
 )
-_judged: "WeakKeyDictionary[torch.optim.Optimizer, int]" = (
-    WeakKeyDictionary()
-)  # with so many groups
+# With so many groups.
+_judged: "WeakKeyDictionary[torch.optim.Optimizer, int]" = WeakKeyDictionary()
 _hooked: list[Any] = []
 _trying: list[None] = []  # not empty during a trial step, which is not checked itself
 _spread_models: "WeakSet[nn.Module]" = WeakSet()
@@ -91,9 +90,8 @@ def _check_first(holder: Any, name: str, check: Callable[..., tuple[Any, ...]]) 
 
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        given = inspect.signature(function).bind(
-            *args, **kwargs
-        )  # arguments given by name are positional here too
+        # Arguments given by name are positional here too.
+        given = inspect.signature(function).bind(*args, **kwargs)
         return function(*check(*given.args, **given.kwargs), **given.kwargs)
 
     setattr(checked, _PATCHED, True)
@@ -213,9 +211,8 @@ def _check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             f"the model was built with offload_optimizer=True, and {type(optimizer).__name__} would keep its state "
             "where the parameters are: make it by hfscale.create_optimizer(model, 'adamw_torch', lr=...)"
         )
-    if not getattr(
-        optimizer, "keeps_plain_state", False
-    ):  # hfscale's own optimizers know which parameters are cut
+    # Hfscale's own optimizers know which parameters are cut.
+    if not getattr(optimizer, "keeps_plain_state", False):
         cut = next((part for part in parts if part.cut), None)
         if cut is not None and _differs(optimizer, held[0].device, halved=True):
             _refuse(optimizer, cut, f"{cut.name} is cut")

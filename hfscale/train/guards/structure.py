@@ -95,9 +95,8 @@ class Structure:
         ) in self._modules:  # warn in the next pass of users' hooks that see sharded activations
             if id(module) not in self._hooked and any(map(_is_somebodys, forward_hooks(module))):
                 self._hooked.add(id(module))
-                if found := self._name(
-                    module
-                ):  # sharded inputs and outputs of the model itself are refused elsewhere
+                # Sharded inputs and outputs of the model itself are refused elsewhere.
+                if found := self._name(module):
                     self._warn_beside(module, found)
 
     @contextmanager

@@ -30,12 +30,13 @@ _tell_once = lru_cache(logging.getLogger(__name__).warning)
 Look = Callable[[Mapping[str, Any]], tuple[Tensor, Tensor]]
 """Count the valid labels of a microbatch, and its labels outside of the vocabulary."""
 
+# Transformers' FlashAttentionKwargs.
 BORDERS = (
     "cu_seq_lens_q",
     "cu_seq_lens_k",
     "max_length_q",
     "max_length_k",
-)  # transformers' FlashAttentionKwargs
+)
 _PLAIN = {
     "input_ids",
     "labels",
@@ -72,9 +73,8 @@ class Microbatch(dict[str, Any]):
 
     valid: int | None = None  # number of valid labels; ``None``: not known
     restarts: bool = False  # whether positions restart within its rows
-    shifted: bool = (
-        False  # whether its labels are already shifted: each is the target of the token beside it
-    )
+    # Whether its labels are already shifted: each is the target of the token beside it.
+    shifted: bool = False
     # tokens per sample in this rank's hidden states if the sequence is cut; ``None``: all of them
     tokens: int | None = None
     parts: int = 1  # into how many microbatches the batch that was given is cut
@@ -270,9 +270,8 @@ def total_of(
     numbers = [valid if counts or group is None else 0, passes, passes**2]
     elsewhere = "{} other rank(s) refused their batch of this step: see their error"
     total, every, squares = sum_or_raise(numbers, group, refused, elsewhere)
-    if (
-        group is not None and squares * dist.get_world_size(group) != every**2
-    ):  # equal only if all have the same
+    # Equal only if all have the same.
+    if group is not None and squares * dist.get_world_size(group) != every**2:
         raise ConfigError(
             f"this rank has {passes} microbatches in this step and another has more or fewer, and data ranks "
             "gather weights, or exchange tokens, in each: pass as many on every rank; of a batch that is cut into "

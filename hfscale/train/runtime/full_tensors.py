@@ -77,9 +77,8 @@ def in_order(runtime: Runtime, told: list[list[tuple[Any, ...]]]) -> list[SavedT
     ]
     places = {planned.name: place for place, planned in enumerate(plan.owned())}
     found.sort(key=lambda entry: places[entry.planned.name] if entry.planned else len(places))
-    first = {
-        entry.name: entry for entry in reversed(found)
-    }  # the first stage saves buffers that several have
+    # The first stage saves buffers that several have.
+    first = {entry.name: entry for entry in reversed(found)}
     return [entry for entry in found if first[entry.name] is entry and entry.name not in ignored]
 
 
@@ -129,9 +128,8 @@ def shares(runtime: Runtime) -> Callable[[SavedTensor], Tensor | None]:
     return share_of
 
 
-_Piece = tuple[
-    SavedTensor, dict[str, int]
-]  # a shard of a tensor: at these ranks of the axes that cut it
+# A shard of a tensor: at these ranks of the axes that cut it.
+_Piece = tuple[SavedTensor, dict[str, int]]
 
 
 def _forms(pieces: Sequence[_Piece]) -> list[Form]:
@@ -204,9 +202,8 @@ class _Gathering:
 
     def _copied(self, pieces: list[_Piece]) -> Tensor:
         """Return the bytes of this rank's shards on the CPU: one copy off the device, to pinned memory."""
-        filled = [
-            piece for piece in pieces if prod(_forms([piece])[0][0])
-        ]  # an optimizer has no state of empty shards
+        # An optimizer has no state of empty shards.
+        filled = [piece for piece in pieces if prod(_forms([piece])[0][0])]
         found = [share for entry, _ in filled if (share := self.share_of(entry)) is not None]
         flat = packed(found, _forms(filled))
         if not is_accelerator(flat.device):

@@ -95,9 +95,8 @@ class Replaced:
 def _let_all_follow() -> None:
     for found in gc.get_objects():
         if issubclass(type(found), Optimizer):
-            with suppress(
-                ConfigError
-            ):  # one that nobody uses any more is none of ours; others are refused in a step
+            # One that nobody uses any more is none of ours; others are refused in a step.
+            with suppress(ConfigError):
                 follow(found)
 
 

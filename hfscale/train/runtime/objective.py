@@ -100,9 +100,8 @@ class OwnLoss(KeepsOutputs):
         loss: Tensor
         valid = self.look(batch)[0] if batch.valid is None else batch.valid
         if not valid:  # the mean over no labels is NaN
-            kept = "decoder_input_ids" not in batch and takes_argument(
-                model, "decoder_input_ids"
-            )  # from labels
+            # From labels.
+            kept = "decoder_input_ids" not in batch and takes_argument(model, "decoder_input_ids")
             output = model(
                 **{name: value for name, value in batch.items() if kept or name != "labels"}
             )
@@ -133,6 +132,5 @@ class Objective:
 
     # ``loss(model, microbatch, index)``, scaled so that the step's loss is the sum over microbatches
     loss: Callable[[Any, Microbatch, int], Tensor]
-    recomputes: bool = (
-        False  # whether its backward pass recomputes, so that weight gradients cannot be deferred
-    )
+    # Whether its backward pass recomputes, so that weight gradients cannot be deferred.
+    recomputes: bool = False

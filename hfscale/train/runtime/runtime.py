@@ -282,30 +282,25 @@ class Runtime:
     mesh: Mesh
     options: Options  # the user's choices besides the layout
     parts: tuple[Part, ...]  # the features of its layout, in the order in which they were installed
-    executor: Executor = field(
-        init=False
-    )  # what runs its steps: the loop of one process, until stages install theirs
+    # What runs its steps: the loop of one process, until stages install theirs.
+    executor: Executor = field(init=False)
     # what the data, context and tensor axes do in a step; nothing where one rank has all
     data: DataAxes = field(default_factory=DataAxes)
     context: ContextAxis = field(default_factory=ContextAxis)
     sequence: SequenceAxis = field(default_factory=SequenceAxis)
-    loss: StepLoss | None = (
-        None  # the loss that steps are normalized for; ``None`` where the model keeps its own
-    )
-    restore: Undo | None = (
-        None  # takes out of the model what makes it compute with other ranks; see :mod:`.snapshot`
-    )
+    # The loss that steps are normalized for; ``None`` where the model keeps its own.
+    loss: StepLoss | None = None
+    # Takes out of the model what makes it compute with other ranks; see :mod:`.snapshot`.
+    restore: Undo | None = None
     steps: int = 0  # how many training steps have begun
     compiled: bool | str = False  # how its layers are compiled now, as :attr:`Options.compile` says
-    keeps_small_updates: bool = (
-        False  # whether the optimizer loses no small updates of 16-bit weights
-    )
+    # Whether the optimizer loses no small updates of 16-bit weights.
+    keeps_small_updates: bool = False
     adapters: AdapterAxis | None = None
     streams: RandomAxis | None = None
     observer: PassObserver | None = None  # what an optimizer measures of training passes
-    run: str = (
-        ""  # the id of the run, stored in its saved states; empty before it saves or loads one
-    )
+    # The id of the run, stored in its saved states; empty before it saves or loads one.
+    run: str = ""
     stored_layout: Any = None  # the latest stream's tensors, and how transformers stores them
 
     def __post_init__(self) -> None:

@@ -18,9 +18,8 @@ from ...errors import CheckpointError, ConfigError, HFScaleError, RankFailedErro
 
 _log = logging.getLogger(__name__)
 _saves: list[None] = []  # one entry per running save of this process
-Attempt = Callable[
-    ..., Any
-]  # calls a function and returns its result, or keeps its exception and returns ``None``
+# Calls a function and returns its result, or keeps its exception and returns ``None``.
+Attempt = Callable[..., Any]
 _Result = TypeVar("_Result")
 
 

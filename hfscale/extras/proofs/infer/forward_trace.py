@@ -36,9 +36,8 @@ class Trace:
     outputs: dict[str, frozenset[str]] = field(default_factory=dict)
     # module -> tensors among its keyword arguments, by name
     arguments: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    dropouts: dict[str, str] = field(
-        default_factory=dict
-    )  # projection -> the dropout module that reads its output
+    # Projection -> the dropout module that reads its output.
+    dropouts: dict[str, str] = field(default_factory=dict)
 
 
 def trace(subject: Subject) -> Trace:

@@ -33,17 +33,15 @@ class Guesses:
         self.candidate = candidate
         self.config = subject.model.config
         self.modules: dict[str, Any] = {}
-        for layer in reversed(
-            subject.layer_names
-        ):  # not every layer has all of them; the first that does speaks
+        # Not every layer has all of them; the first that does speaks.
+        for layer in reversed(subject.layer_names):
             inside = dict(subject.model.get_submodule(layer).named_modules())
             if candidate.path in inside:
                 self.modules.update(inside[candidate.path].named_modules())
         # the number of attention heads of the clone; 0 where its config does not say
         self.heads = first_count(self.config, HEAD_FIELDS) or 0
-        self.key_heads = (
-            first_count(self.config, _KEY_HEADS) or self.heads
-        )  # the number of key/value heads
+        # The number of key/value heads.
+        self.key_heads = first_count(self.config, _KEY_HEADS) or self.heads
         self.widths = {self._width(name) for name in candidate.column}
         self.widths |= {self._width(name, of_input=True) for name in candidate.row}
 

@@ -33,9 +33,8 @@ from ..probe import apart
 from .subject import Subject, Unproved, brief, run_backward
 
 _PATIENCE = 60.0  # seconds to wait for another rank
-_FLOOR = (
-    1e-6  # of the largest gradient: what is left of a gradient that is zero in truth is rounding
-)
+# Of the largest gradient: what is left of a gradient that is zero in truth is rounding.
+_FLOOR = 1e-6
 
 Gradients = dict[str, Tensor | None]  # by name in the clone
 
@@ -43,9 +42,8 @@ Gradients = dict[str, Tensor | None]  # by name in the clone
 def prove(subject: Subject, blueprint: Blueprint, tp_size: int = 2) -> Proof:
     """Compare the clone with ``tp_size`` ranks sharing the blocks of ``blueprint``, planned as for real runs."""
     sizes: dict[str, Any] = {f"{axis}_size": 1 for axis in AXES}
-    layout = ParallelConfig(
-        **{**sizes, "tp_size": tp_size}, sequence_parallel=False
-    )  # nothing from the environment
+    # Nothing from the environment.
+    layout = ParallelConfig(**{**sizes, "tp_size": tp_size}, sequence_parallel=False)
     draft = Draft(subject.model, layout)
     try:
         blocks = plan_blocks(draft, blueprint, subject.layer_names)

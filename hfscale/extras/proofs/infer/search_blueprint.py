@@ -40,10 +40,11 @@ def prove_completed(model: Any, blueprint: Blueprint, forgotten: list[str]) -> t
         if {wild_name(name) for name in forgotten} - {
             wild_name(name) for name, _ in subject.model.named_parameters()
         }:
+            # Somebody has put them into this model, and a clone proves nothing of them.
             return (
                 False,
                 True,
-            )  # somebody has put them into this model, and a clone proves nothing of them
+            )
         with aside():
             prove(subject, blueprint)
     except Unproved:

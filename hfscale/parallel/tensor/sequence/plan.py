@@ -135,9 +135,8 @@ def _gathered(draft: Draft, path: str) -> Iterator[str]:
         each.name.rpartition(".")[0] for each in draft.experts if draft.layout.slices_tokens
     }
     for name in direct_children(draft.modules, path):
-        module = draft.modules[path].get_submodule(
-            name.rpartition(".")[2]
-        )  # layers may share it: it has one name
+        # Layers may share it: it has one name.
+        module = draft.modules[path].get_submodule(name.rpartition(".")[2])
         if name in edges or name in mixtures or is_tokenwise(module):
             continue
         if any(edge.startswith(f"{name}.") for edge in edges):

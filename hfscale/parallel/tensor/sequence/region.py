@@ -87,9 +87,8 @@ class SequencePasses:
         """Begin a pass over samples of ``total`` tokens, with this rank's tokens ``share``."""
         self.latest = begun = ForwardPass(total, share.shape[0])
         self._begun.append(weakref.ref(begun))
-        if (
-            share.requires_grad
-        ):  # the backward pass is done when the gradient of the first layer's local input arrives
+        # The backward pass is done when the gradient of the first layer's local input arrives.
+        if share.requires_grad:
             share.register_hook(lambda grad: setattr(begun, "done", True))
         keep_with_graph(share, begun)
 
@@ -168,20 +167,16 @@ class SequenceRegion:
         self.feeds_head = False  # whether a vocabulary-parallel head reads this stack's output
         self._passes = SequencePasses(self.rank, self.size)
         self._open = False  # inside a forward pass of the owner that saves activations
-        self._total: int | None = (
-            None  # tokens per sample in that pass, once hidden states are sharded
-        )
+        # Tokens per sample in that pass, once hidden states are sharded.
+        self._total: int | None = None
         self._first: nn.Module | None = None  # the layer that scattered them
-        self._arrives: int | None = (
-            None  # tokens per sample, if a stage receives hidden states that are sharded
-        )
-        self._leaves = (
-            False  # hidden states stay sharded at the end of the pass, for the next stage
-        )
+        # Tokens per sample, if a stage receives hidden states that are sharded.
+        self._arrives: int | None = None
+        # Hidden states stay sharded at the end of the pass, for the next stage.
+        self._leaves = False
         self._partial = False  # the embedding left its sum over ranks to the first layer
-        self._left: tuple[Tensor, Tensor] | None = (
-            None  # the stack's output: this rank's tokens, and all tokens
-        )
+        # The stack's output: this rank's tokens, and all tokens.
+        self._left: tuple[Tensor, Tensor] | None = None
 
     @property
     def cut(self) -> bool:
