@@ -303,10 +303,7 @@ def alike(tensors: list[Tensor]) -> list[tuple[list[Tensor], list[int]]]:
     """Return the tensors of each device and dtype, which one foreach launch takes, with their places in the list."""
     groups: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[int]]] = {}
     for place, tensor in enumerate(tensors):
-        same, places = groups.setdefault(
-            (tensor.device, tensor.dtype),
-            ([], []),
-        )
+        same, places = groups.setdefault((tensor.device, tensor.dtype), ([], []))
         same.append(tensor)
         places.append(place)
     return list(groups.values())

@@ -315,12 +315,7 @@ class _Shard:
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return the parameter to compute with, in the memory of ``outputs``, which FSDP2 frees."""
         rows = self._of._orig_size[0]
-        return self._of.encoding.decode(
-            outputs[0][:rows],
-            known,
-            dtype,
-            out,
-        ), ()
+        return self._of.encoding.decode(outputs[0][:rows], known, dtype, out), ()
 
 
 def gather_encoded(model: nn.Module, encodings: Mapping[nn.Module, Any]) -> None:

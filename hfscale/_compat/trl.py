@@ -225,10 +225,7 @@ class DistillationHooks(_Mixin):
         trained = mask[1] * inputs.get("tool_mask", 1)
         labels = torch.cat(
             (
-                torch.full_like(
-                    ids[0],
-                    -100,
-                ),
+                torch.full_like(ids[0], -100),
                 ids[1].masked_fill(trained == 0, -100),
             ),
             1,

@@ -121,13 +121,7 @@ class _Merged:
     def changed(self, key: str) -> bool:
         """Return whether the adapter changes what is stored as ``key``."""
         target = self.targets[key]
-        names = {
-            self.owned.get(
-                name,
-                name,
-            )
-            for name in (target.name, *target.others)
-        }
+        names = {self.owned.get(name, name) for name in (target.name, *target.others)}
         return any(name in self.placed or self.merge.parts(name) != [name] for name in names)
 
     def stored_with(self, key: str) -> dict[str, Tensor]:
@@ -277,10 +271,7 @@ def _logits(
         if tokens is not None:
             model.resize_token_embeddings(tokens, mean_resizing=False)
         model = model if adapter is None else PeftModel.from_pretrained(model, adapter)
-    ids = torch.arange(32).view(
-        2,
-        16,
-    ) % int(model.config.get_text_config().vocab_size)
+    ids = torch.arange(32).view(2, 16) % int(model.config.get_text_config().vocab_size)
     found: Tensor = model.eval()(input_ids=ids).logits
     return found
 
@@ -326,22 +317,12 @@ def adapter_for_engine(
 
 def _pieces(as_stored: AsStored, parameter: str, like: Tensor) -> dict[str, tuple[int, Tensor]]:
     """Return experts and their rows for each stored module that was split from stacked ``like [experts, out, in]``."""
-    rows = (
-        torch.arange(like.shape[0] * like.shape[1])
-        .view(
-            *like.shape[:2],
-            1,
-        )
-        .expand(like.shape)
-    )
+    rows = torch.arange(like.shape[0] * like.shape[1]).view(*like.shape[:2], 1).expand(like.shape)
     found: dict[str, tuple[int, Tensor]] = {}
     for key, piece in as_stored.made_of(parameter, rows).items():
         if piece.shape == like.shape:
             return {parameter: (0, rows)}
-        if piece.dim() != 2 or not torch.equal(
-            piece,
-            piece[:, :1].expand_as(piece),
-        ):
+        if piece.dim() != 2 or not torch.equal(piece, piece[:, :1].expand_as(piece)):
             break
         found[key.removesuffix(".weight")] = (
             int(piece[0, 0]) // like.shape[1],
@@ -363,11 +344,7 @@ def _per_expert(
     by_expert = b.view(len(b), -1, experts)
     found = dict[str, Tensor]()
     for module, (expert, rows) in pieces.items():
-        found[f"{PREFIX}{module}.{LORA_A}.weight"] = a.view(
-            experts,
-            -1,
-            a.shape[1],
-        )[expert].clone()
+        found[f"{PREFIX}{module}.{LORA_A}.weight"] = a.view(experts, -1, a.shape[1])[expert].clone()
         found[f"{PREFIX}{module}.{LORA_B}.weight"] = by_expert[rows, :, expert].contiguous()
     return found
 

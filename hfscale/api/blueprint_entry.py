@@ -88,15 +88,5 @@ def _value(value: Any) -> str:
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key!r}: {_value(item)}" for key, item in value.items()) + "}"
     if isinstance(value, tuple):
-        return (
-            "("
-            + ", ".join(
-                map(
-                    _value,
-                    value,
-                )
-            )
-            + ("," if len(value) == 1 else "")
-            + ")"
-        )
+        return "(" + ", ".join(map(_value, value)) + ("," if len(value) == 1 else "") + ")"
     return repr(value)

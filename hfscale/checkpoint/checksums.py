@@ -115,14 +115,7 @@ def _held(runtime: Runtime) -> dict[str, tuple[torch.dtype, Any, Sums]]:
         share = local_tensor(parameter.detach())
         experts, *spans = share_spans(planned.shape, planned.cuts, ranks)
         numbers = _places(experts, torch.device("cpu")).tolist()
-        sums = {
-            n: checksum(
-                share[i],
-                spans,
-                planned.shape[1:],
-            )
-            for i, n in enumerate(numbers)
-        }
+        sums = {n: checksum(share[i], spans, planned.shape[1:]) for i, n in enumerate(numbers)}
         cut = {cut.axis for cut in planned.cuts}
         copy = tuple(rank for axis, rank in ranks.items() if axis not in cut)
         result[planned.name] = (parameter.dtype, copy, sums)

@@ -65,13 +65,7 @@ def parts_of_share(
     stack = sources[0][1].stack
     shown: dict[str, Any] = {}
     for key, box in boxes.items():
-        parts = [
-            _within(
-                dim,
-                *edges,
-            )
-            for dim, edges in zip(spans, box, strict=True)
-        ]
+        parts = [_within(dim, *edges) for dim, edges in zip(spans, box, strict=True)]
         if stack is not None and not parts.pop(stack):
             continue  # on another rank
         # If this rank has no rows of a source, give an empty slice, so that transformers misses no source.
@@ -128,11 +122,7 @@ def _within(spans: Spans, low: int, high: int) -> Spans:
     """Return the intersection of ``spans`` with ``low`` to ``high``, relative to ``low``."""
     kept = [
         (
-            max(
-                start,
-                low,
-            )
-            - low,
+            max(start, low) - low,
             min(stop, high) - low,
         )
         for start, stop in spans

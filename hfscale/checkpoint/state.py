@@ -106,12 +106,7 @@ def _group(world: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
 def on_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Copy tensors to CPU memory, pinned if they come from a GPU; complete on return."""
     copies = {
-        key: tensor.to(
-            "cpu",
-            non_blocking=True,
-            copy=True,
-        )
-        for key, tensor in tensors.items()
+        key: tensor.to("cpu", non_blocking=True, copy=True) for key, tensor in tensors.items()
     }
     for device in {tensor.device for tensor in tensors.values() if is_accelerator(tensor.device)}:
         device_module(device).current_stream(device).synchronize()

@@ -182,14 +182,7 @@ def _refuse_other_files(source: Path) -> None:
             f"missing_ok=True is for a directory that is not there yet, or empty, and {source} has no state of "
             f"hfscale.save_state, but {held}. To begin at step 0 all the same, name another directory"
         )
-    files = (
-        Path(
-            folder,
-            name,
-        )
-        for folder, _, names in os.walk(source)
-        for name in names
-    )
+    files = (Path(folder, name) for folder, _, names in os.walk(source) for name in names)
     strange = next((file for file in files if not _may_lie_beside(file.relative_to(source))), None)
     if strange is not None:
         raise CheckpointError(
@@ -230,15 +223,7 @@ def none_to_resume(source: Path, mesh: Mesh) -> bool:
 def find_whole(source: Path, mesh: Mesh, verify: bool) -> Path:
     """Return the newest complete state that ``source`` may mean, the same on every rank; raise if there is none."""
     found = (
-        [
-            os.path.relpath(
-                path,
-                source,
-            )
-            for path in candidates(source)
-        ]
-        if is_writer(mesh)
-        else []
+        [os.path.relpath(path, source) for path in candidates(source)] if is_writer(mesh) else []
     )
     wrong: dict[Path, list[str]] = {}
     for name in mesh.all_gather_object(found)[0]:
@@ -309,11 +294,7 @@ def run_of(directory: Path) -> str:
             if path.name[0] != "." and not problems_of(path)
         ]
         further = mark.step is not None and any(
-            each.run == mark.run and (each.step or 0) > mark.step
-            for each in map(
-                mark_of,
-                whole,
-            )
+            each.run == mark.run and (each.step or 0) > mark.step for each in map(mark_of, whole)
         )
     except (OSError, CheckpointError):
         return uuid.uuid4().hex
@@ -331,10 +312,7 @@ def prune(newest: Path, run: str, keep_last: int | None, keep_every: int | None)
         own,
         key=lambda path: (
             not path.name.startswith("."),
-            *age(
-                own[path],
-                *own.values(),
-            ),
+            *age(own[path], *own.values()),
         ),
         reverse=True,
     )

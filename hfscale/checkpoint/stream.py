@@ -198,18 +198,7 @@ def _weights(
 
 def _chosen(ranks: Sequence[int] | str, world: int) -> tuple[int, ...]:
     listed = isinstance(ranks, Sequence) and all(type(rank) is int for rank in ranks)
-    chosen = (
-        tuple(range(world))
-        if ranks == "all"
-        else tuple(
-            map(
-                int,
-                ranks,
-            )
-        )
-        if listed
-        else ()
-    )
+    chosen = tuple(range(world)) if ranks == "all" else tuple(map(int, ranks)) if listed else ()
     if not chosen or any(not 0 <= rank < world for rank in chosen):
         raise ConfigError(
             f"ranks must be 'all' or some of the ranks 0 to {world - 1}, got {ranks!r}"
@@ -241,12 +230,7 @@ class _Stored:
         )
         self._encoder = None
         self._contents = {
-            e.name: torch.empty(
-                e.shape,
-                dtype=e.dtype,
-                device="meta",
-            )
-            for e in entries
+            e.name: torch.empty(e.shape, dtype=e.dtype, device="meta") for e in entries
         }
         if quantization is not None and self._again.form is None:
             self._encoder = Fp8Encoder(runtime.model, quantization)

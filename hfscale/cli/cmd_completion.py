@@ -40,15 +40,7 @@ def script(shell: str, commands: Mapping[str, argparse.ArgumentParser]) -> str:
     cases = []
     fish = []
     for name, parser in commands.items():
-        text = (
-            (parser.description or "")
-            .partition(".")[0]
-            .replace("\n", " ")
-            .replace(
-                "'",
-                "",
-            )
-        )
+        text = (parser.description or "").partition(".")[0].replace("\n", " ").replace("'", "")
         fish.append(f"complete -c hfscale -n __fish_use_subcommand -f -a {name} -d '{text}'\n")
         within = f"complete -c hfscale -n '__fish_seen_subcommand_from {name}'"
         for flag, action in flags_of(parser).items():

@@ -108,15 +108,7 @@ class Mesh:
         assert device_mesh is not None
         names: Any = device_mesh.mesh_dim_names
         return int(
-            self._tables[device_mesh][
-                tuple(
-                    {**ranks, "pp": stage}.get(
-                        name,
-                        0,
-                    )
-                    for name in names
-                )
-            ]
+            self._tables[device_mesh][tuple({**ranks, "pp": stage}.get(name, 0) for name in names)]
         )
 
     @cached_property

@@ -144,12 +144,7 @@ def _with_experts(mesh: Mesh, made: "Groups") -> Mesh:
         reports = group
     else:
         lines = (
-            expert_mesh.mesh.movedim(EXPERT_AXES.index("ep"), -1)
-            .reshape(
-                -1,
-                layout.ep,
-            )
-            .tolist()
+            expert_mesh.mesh.movedim(EXPERT_AXES.index("ep"), -1).reshape(-1, layout.ep).tolist()
         )
         reports = made.once((*key, "reports"), lambda: host_group(lines))
     ranks = {**{axis: expert_mesh.get_local_rank(axis) for axis in EXPERT_AXES}, **mesh.ranks}
@@ -238,16 +233,7 @@ def _ranks_of_one_batch(mesh: Mesh, made: "Groups") -> dist.ProcessGroup | None:
     if layout.pp == cp == 1 and mesh.device.type == "cpu":
         return mesh.tp_group
     # pp, replicate, shard x cp, tp -> replicate, shard; pp, cp, tp
-    lines = (
-        device_mesh.mesh.unflatten(2, (-1, cp))
-        .movedim(0, 2)
-        .flatten(2)
-        .flatten(
-            0,
-            1,
-        )
-        .tolist()
-    )
+    lines = device_mesh.mesh.unflatten(2, (-1, cp)).movedim(0, 2).flatten(2).flatten(0, 1).tolist()
     shape = tuple(layout.size(axis) for axis in MESH_AXES)
     return made.once(
         (mesh.device.type, shape, cp, "sharing"),

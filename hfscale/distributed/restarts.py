@@ -79,13 +79,7 @@ def _wait(child: int, store: Any, world: int) -> tuple[int, bool]:
     code = None
     heard = 0.0
     late = False
-    before = {
-        number: signal.signal(
-            number,
-            pass_on,
-        )
-        for number in (signal.SIGTERM, signal.SIGUSR1)
-    }
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGUSR1)}
     while code is None or (count("ended") < world and not told):
         ended, status = os.waitpid(child, os.WNOHANG) if code is None else (0, 0)
         if ended:

@@ -14,15 +14,7 @@ _PLACES = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")
 # Libraries may lie elsewhere too: beside their sources, or where PYTHONPATH finds another version.
 _SPECS = [find_spec(name) for name in ("torch", "transformers", "accelerate", "peft", "trl")]
 _FOLDERS = [os.path.dirname(spec.origin) for spec in _SPECS if spec is not None and spec.origin]
-_LIBRARIES = tuple(
-    {
-        os.path.join(
-            folder,
-            "",
-        )
-        for folder in (*_PLACES, *_FOLDERS)
-    }
-)
+_LIBRARIES = tuple({os.path.join(folder, "") for folder in (*_PLACES, *_FOLDERS)})
 
 
 def user_line_of(trace: TracebackType | None) -> str:

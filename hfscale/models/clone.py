@@ -198,14 +198,7 @@ def _shrink(
                 value, layers, _class_inside(kind, name, value["model_type"])
             )
         elif isinstance(value, dict) and name in _ROPE and isinstance(width, int) and width:
-            fields[name] = {
-                key: _small_sections(
-                    key,
-                    each,
-                    width,
-                )
-                for key, each in value.items()
-            }
+            fields[name] = {key: _small_sections(key, each, width) for key, each in value.items()}
         elif isinstance(value, (list, tuple)):
             fields[name] = _small_list(name, value, layers, heads, kept)
         else:
@@ -295,13 +288,7 @@ def _kept_layers(
     kinds = fields.get("layer_types")
     if not isinstance(kinds, (list, tuple)) or len(kinds) != count:
         return count, list(range(min(layers, count)))
-    return count, [
-        list(kinds).index(kind)
-        for kind in _sample(
-            list(kinds),
-            layers,
-        )
-    ]
+    return count, [list(kinds).index(kind) for kind in _sample(list(kinds), layers)]
 
 
 def _small_list(
@@ -348,13 +335,7 @@ def _follow(
     per_layer: dict[Any, dict[str, Any]], before: Any, after: Any, layers: int
 ) -> dict[int, dict[str, Any]]:
     """Return the fields of each remaining layer: those of the first layer of its kind ``before``."""
-    known = {
-        int(index): _shrink(
-            dict(own),
-            layers,
-        )
-        for index, own in per_layer.items()
-    }
+    known = {int(index): _shrink(dict(own), layers) for index, own in per_layer.items()}
     if not before or not after:
         return {index: own for index, own in known.items() if index < layers}
     firsts = (

@@ -85,13 +85,7 @@ def digest(kind: type, config: Any, model: nn.Module | None = None) -> str:
         [] if model is None else sorted(_structure(model)),
         source_hash({*classes, *_config_classes(config)}),
     ]
-    return hashlib.sha256(
-        json.dumps(
-            said,
-            sort_keys=True,
-            default=str,
-        ).encode()
-    ).hexdigest()[:12]
+    return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
 
 def _config_classes(config: Any) -> Iterator[type]:
@@ -216,10 +210,7 @@ class Facts:
         return answer
 
     def _note(self, kind: type, key: str, name: str, answer: Any) -> None:
-        self.proved.setdefault(kind.__name__, {}).setdefault(
-            key,
-            {},
-        )[name] = answer
+        self.proved.setdefault(kind.__name__, {}).setdefault(key, {})[name] = answer
 
 
 def prove(question: str, model: Any, **given: Any) -> tuple[Any, bool]:
@@ -260,10 +251,7 @@ def _modules(model: nn.Module) -> Hashable:
     return modules, tuple(
         (
             name,
-            firsts.setdefault(
-                id(p),
-                name,
-            ),
+            firsts.setdefault(id(p), name),
             p.dtype,
             p.device.type,
         )

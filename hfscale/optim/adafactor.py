@@ -119,25 +119,16 @@ class _Update:
             pieces["weight"] = (self._everything(weight), self.axes)
         squares = self.gradient.square().add_(self.group["eps"][0])
         if not self.factored:
-            self.state["exp_avg_sq"].mul_(self.beta2).add_(
-                squares,
-                alpha=1.0 - self.beta2,
-            )
+            self.state["exp_avg_sq"].mul_(self.beta2).add_(squares, alpha=1.0 - self.beta2)
             return pieces
         rows = len(self.shape) - 2
         columns = len(self.shape) - 1
         pieces["rows"] = (
-            self._once(
-                squares,
-                columns,
-            ).sum(columns),
+            self._once(squares, columns).sum(columns),
             self.along[columns],
         )
         pieces["columns"] = (
-            self._once(
-                squares,
-                rows,
-            ).sum(rows),
+            self._once(squares, rows).sum(rows),
             self.along[rows],
         )
         return pieces
@@ -160,10 +151,7 @@ class _Update:
         rows = len(self.shape) - 2
         return {
             "average": (
-                self._once(row, rows).sum(
-                    -1,
-                    keepdim=True,
-                ),
+                self._once(row, rows).sum(-1, keepdim=True),
                 self.along[rows],
             )
         }
@@ -186,14 +174,7 @@ class _Update:
             lr = state["RMS"].clamp(min=group["eps"][1]) * lr
         update.mul_(lr / (size / group["clip_threshold"]).clamp(min=1.0))
         if group["beta1"] is not None:
-            update = (
-                state["exp_avg"]
-                .mul_(group["beta1"])
-                .add_(
-                    update,
-                    alpha=1.0 - group["beta1"],
-                )
-            )
+            update = state["exp_avg"].mul_(group["beta1"]).add_(update, alpha=1.0 - group["beta1"])
         wide = self.weight.float() if self.weight.dtype in _NARROW else self.weight
         if group["weight_decay"] != 0:
             wide.sub_(wide * (group["weight_decay"] * lr))
@@ -220,12 +201,5 @@ class _Update:
         """Return the tensor without entries along ``dim`` that earlier ranks replicate, so that each is summed once."""
         if self.counted is None or self.counted[0] != dim:
             return tensor
-        pieces = [
-            tensor.narrow(
-                dim,
-                start,
-                stop - start,
-            )
-            for start, stop in self.counted[1]
-        ]
+        pieces = [tensor.narrow(dim, start, stop - start) for start, stop in self.counted[1]]
         return torch.cat(pieces, dim) if pieces else tensor.narrow(dim, 0, 0)

@@ -180,14 +180,7 @@ def find_choice(name: str) -> OptimizerChoice:
     plain = str(getattr(name, "value", name))
     if plain not in CHOICES:
         reason = next(
-            (
-                why
-                for pattern, why in REFUSED.items()
-                if re.search(
-                    pattern,
-                    plain,
-                )
-            ),
+            (why for pattern, why in REFUSED.items() if re.search(pattern, plain)),
             "",
         )
         why = f"is not supported: {reason}" if reason else "is unknown"
@@ -203,14 +196,7 @@ def parse_arguments(optim_args: str | Mapping[str, Any] | None) -> Options:
         )
     if not isinstance(optim_args, str):
         return dict(optim_args or {})
-    pairs = [
-        pair.split("=")
-        for pair in optim_args.replace(
-            " ",
-            "",
-        ).split(",")
-        if pair
-    ]
+    pairs = [pair.split("=") for pair in optim_args.replace(" ", "").split(",") if pair]
     if any(len(pair) != 2 for pair in pairs):
         raise ConfigError(
             f"optim_args={optim_args!r} cannot be read: write 'name=value,name=value'"

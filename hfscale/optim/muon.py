@@ -70,18 +70,7 @@ def borders_of(
     asked = split.get(projection_of(planned), 1)
     across = any(is_transposed(owner) or getattr(owner, "is_transposed", False) for owner in owners)
     length = planned.shape[-1 if across else -2]
-    lengths = (
-        [
-            length
-            // max(
-                asked,
-                1,
-            )
-        ]
-        * asked
-        if isinstance(asked, int)
-        else list(asked)
-    )
+    lengths = [length // max(asked, 1)] * asked if isinstance(asked, int) else list(asked)
     if sum(lengths) != length or min(lengths) < 1:
         raise ConfigError(
             f"split={dict(split)!r} does not fit {planned.name}, which has {length} outputs: give a number of equal "
@@ -206,16 +195,7 @@ class MuonStepper(Stepper):
         done = self._orthogonal(pieces, axes[1:], groups)
         whole = [(matrix.cut_over([axis]), done.pop(matrix)) for matrix in owned[own]]
         parcels = [
-            [
-                cuts[0].take(
-                    made,
-                    rank,
-                )
-                if cuts
-                else made
-                for cuts, made in whole
-            ]
-            for rank in ranks
+            [cuts[0].take(made, rank) if cuts else made for cuts, made in whole] for rank in ranks
         ]
         returned = self._swapped(parcels, owned, [own] * len(owned), axes)
         return done | dict(zip(chain(*owned), chain(*returned), strict=True))
@@ -289,14 +269,7 @@ def _matrices_of(member: Member, mesh: Mesh, dim: int, borders: Sequence[int]) -
     """Yield a parameter's matrix, or those that this rank has some of, in a stack."""
     shape = member.planned.shape
     lead = len(shape) - 2
-    cuts = tuple(
-        replace(
-            cut,
-            dim=cut.dim - lead,
-        )
-        for cut in member.planned.cuts
-        if cut.dim >= lead
-    )
+    cuts = tuple(replace(cut, dim=cut.dim - lead) for cut in member.planned.cuts if cut.dim >= lead)
     free = [axis for axis in mesh.free_axes(member.planned.cuts) if mesh.group(axis)]
     if member.planned.cut_over("ep") and mesh.layout.expert_tp == 1:
         free = [axis for axis in free if axis != "tp"]  # whose ranks have different experts
@@ -320,14 +293,7 @@ def _matrices_of(member: Member, mesh: Mesh, dim: int, borders: Sequence[int]) -
 def _orthogonalized(matrix: Matrix, whole: Tensor, group: Mapping[str, Any]) -> Tensor:
     """Approximate ``U V^T`` of the singular value decomposition of each fused matrix by quintic Newton-Schulz steps."""
     (a, b, c), found = group["ns_coefficients"], list[Tensor]()
-    for part in (
-        each.contiguous()
-        for each in matrix.split(
-            whole,
-            (),
-            {},
-        )
-    ):
+    for part in (each.contiguous() for each in matrix.split(whole, (), {})):
         tall = part.size(0) > part.size(1)
         x = part.T if tall else part
         x = x.div(x.norm().clamp(min=_EPS))

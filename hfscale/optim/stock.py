@@ -308,14 +308,7 @@ def write_rounded(share: Tensor, wide: Tensor, places: list[Tensor], key: int) -
         each.view([-1 if i == dim else 1 for i in range(len(places))])
         for dim, each in enumerate(places)
     ]
-    rows = (
-        share.shape[0]
-        if is_fused(share.device)
-        else max(
-            1,
-            _CHUNK // max(1, share[0].numel()),
-        )
-    )
+    rows = share.shape[0] if is_fused(share.device) else max(1, _CHUNK // max(1, share[0].numel()))
     for begin in range(0, share.shape[0], rows):
         part = slice(begin, begin + rows)
         share[part].copy_(
@@ -335,13 +328,7 @@ def _rounded(wide: Tensor, key: Tensor, *places: Tensor) -> Tensor:
     ] + key  # SplitMix64 of the indices; products wrap around
     x = (x ^ _shifted(x, 30)) * _MIX[1]
     x = (x ^ _shifted(x, 27)) * _MIX[2]
-    noise = (
-        _shifted(
-            x ^ _shifted(x, 31),
-            16,
-        )
-        & _LOW
-    ).to(torch.int32)
+    noise = (_shifted(x ^ _shifted(x, 31), 16) & _LOW).to(torch.int32)
     cut = ((wide.contiguous().view(torch.int32) + noise) & ~_LOW).view(torch.float32)
     return torch.where(wide.isfinite(), cut, wide).to(torch.bfloat16)
 

@@ -122,10 +122,7 @@ class PlanContents:
             sorted(
                 {
                     (
-                        min(
-                            a,
-                            b,
-                        ),
+                        min(a, b),
                         max(a, b),
                     )
                     for a, b in pairwise(ranks)

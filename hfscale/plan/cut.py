@@ -51,11 +51,7 @@ class Cut:
             chunk = rank // replicas
             result.append(
                 (
-                    offset
-                    + min(
-                        chunk * step,
-                        part,
-                    ),
+                    offset + min(chunk * step, part),
                     offset + min((chunk + 1) * step, part),
                 )
             )
@@ -94,10 +90,7 @@ def cut_shape(shape: Sequence[int], cuts: Sequence[Cut], ranks: dict[str, int]) 
     """Return the local shape on the rank at coordinates ``ranks`` (axis -> rank) after all ``cuts``, in order."""
     local = list(shape)
     for cut in cuts:
-        local[cut.dim] = cut.local_length(
-            local[cut.dim],
-            ranks.get(cut.axis, 0),
-        )
+        local[cut.dim] = cut.local_length(local[cut.dim], ranks.get(cut.axis, 0))
     return tuple(local)
 
 
@@ -174,14 +167,7 @@ def write_share(target: Tensor, share: Tensor, cuts: Sequence[Cut], ranks: dict[
         return
     # Several parts, cut again: the second cut sees the parts joined, so the write goes through a joined copy.
     joined = torch.cat(
-        [
-            target.narrow(
-                cut.dim,
-                start,
-                stop - start,
-            )
-            for start, stop in spans
-        ],
+        [target.narrow(cut.dim, start, stop - start) for start, stop in spans],
         cut.dim,
     )
     write_share(joined, share, rest, ranks)

@@ -82,15 +82,7 @@ class Split:
 
     def _both(self, device: torch.device | None) -> tuple[Tensor, Tensor]:
         if device not in self._orders:
-            places = torch.cat(
-                [
-                    self.places(
-                        rank,
-                        device,
-                    )
-                    for rank in range(self.size)
-                ]
-            )
+            places = torch.cat([self.places(rank, device) for rank in range(self.size)])
             order = torch.empty_like(places).scatter_(
                 0, places, torch.arange(self.total, device=device)
             )

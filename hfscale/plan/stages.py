@@ -225,14 +225,7 @@ class StagePlan:
     @property
     def imbalance(self) -> float:
         """The cost of the largest stage over the mean: 1.0 is perfect, and a step takes that many times the ideal."""
-        return (
-            max(self.work)
-            * len(self.work)
-            / max(
-                1,
-                sum(self.work),
-            )
-        )
+        return max(self.work) * len(self.work) / max(1, sum(self.work))
 
     def of_rank(self, rank: int) -> tuple[Stage, ...]:
         """Return the stages of one rank, in the order of the model."""

@@ -88,27 +88,14 @@ def like(planned: ParameterPlan, *lead: int) -> StateTensor:
     """Describe a tensor cut like the weight, with uncut dims ``lead`` in front."""
     return StateTensor(
         (*lead, *planned.shape),
-        tuple(
-            replace(
-                c,
-                dim=c.dim + len(lead),
-            )
-            for c in planned.cuts
-        ),
+        tuple(replace(c, dim=c.dim + len(lead)) for c in planned.cuts),
     )
 
 
 def without_dim(planned: ParameterPlan, dim: int) -> StateTensor:
     """Describe a mean over a dim of the weight; ranks that are cut along that dim hold the same values."""
     dim %= len(planned.shape)
-    cuts = (
-        replace(
-            c,
-            dim=c.dim - (c.dim > dim),
-        )
-        for c in planned.cuts
-        if c.dim != dim
-    )
+    cuts = (replace(c, dim=c.dim - (c.dim > dim)) for c in planned.cuts if c.dim != dim)
     return StateTensor(
         (*planned.shape[:dim], *planned.shape[dim + 1 :]),
         tuple(cuts),
@@ -145,15 +132,7 @@ def flat_blocks(shape: Sequence[int], spans: Sequence[Spans], block: int) -> Ten
     last = cut[-1]
     offsets = torch.zeros(1, dtype=torch.long)
     for dim in range(last):
-        places = torch.cat(
-            [
-                torch.arange(
-                    start,
-                    stop,
-                )
-                for start, stop in spans[dim]
-            ]
-        )
+        places = torch.cat([torch.arange(start, stop) for start, stop in spans[dim]])
         offsets = (offsets[:, None] + places * prod(shape[dim + 1 :])).flatten()
     inner = prod(shape[last + 1 :])
     runs = [

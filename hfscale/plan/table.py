@@ -63,12 +63,7 @@ def weights_per_rank(plan: PlanContents) -> tuple[int, int]:
 
     def weights(rank: int) -> tuple[int, int]:
         once = {
-            p.tied_to or p.name: p
-            for p in plan.parameters
-            if plan.is_local(
-                rank,
-                p.name,
-            )
+            p.tied_to or p.name: p for p in plan.parameters if plan.is_local(rank, p.name)
         }.values()
         sizes = [(prod(parameter.local_shape({})), parameter.dtype.itemsize) for parameter in once]
         return sum(count for count, _ in sizes), sum(count * size for count, size in sizes)
@@ -121,13 +116,7 @@ def to_json(plan: PlanContents) -> str:
 
 def _json_fields(data: BlockPlan | Cut) -> dict[str, Any]:
     """Return the fields of ``data`` by their names in the JSON."""
-    return {
-        _JSON_NAMES.get(
-            name,
-            name,
-        ): value
-        for name, value in asdict(data).items()
-    }
+    return {_JSON_NAMES.get(name, name): value for name, value in asdict(data).items()}
 
 
 @dataclass(frozen=True)

@@ -72,15 +72,7 @@ def by_cost(order: Tensor, costs: Tensor, batch_world: int, size: int) -> Tensor
 
 def dealt(order: Tensor, batch_world: int, microbatches: int, size: int) -> list[int]:
     """Return the sequences in a loader's order: to each batch rank in turn a microbatch, consecutive rows of a step."""
-    return (
-        order.view(-1, batch_world, microbatches, size)
-        .transpose(
-            1,
-            2,
-        )
-        .flatten()
-        .tolist()
-    )
+    return order.view(-1, batch_world, microbatches, size).transpose(1, 2).flatten().tolist()
 
 
 def evaluation_steps(

@@ -36,10 +36,7 @@ def f1(completions: Sequence[Any], answer: Sequence[str], **_: Any) -> list[floa
     rewards = []
     for said, wanted in zip(
         (_text(each).split() for each in completions),
-        map(
-            str.split,
-            answer,
-        ),
+        map(str.split, answer),
         strict=True,
     ):
         common = (Counter(said) & Counter(wanted)).total()

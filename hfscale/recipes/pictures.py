@@ -109,14 +109,7 @@ def _labels(
     """Return the labels of the assistant's turns, or all; a turn is the text added to the rendering before it."""
 
     def tokens(text: str, images: list[Any]) -> list[int]:
-        return [
-            int(token)
-            for token in processed(
-                processor,
-                [text],
-                [images],
-            )["input_ids"][0]
-        ]
+        return [int(token) for token in processed(processor, [text], [images])["input_ids"][0]]
 
     def first(number: int, answer: bool) -> list[int]:
         shown = sum(part["type"] == "image" for part in _parts(messages[:number]))

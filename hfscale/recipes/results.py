@@ -110,13 +110,7 @@ def _listed(values: Mapping[str, Any], *without: str) -> str:
 
 def _code(text: str) -> str:
     """Return a text as a cell of a table, line by line."""
-    lines = (
-        line.replace("|", "&#124;").replace(
-            "<",
-            "&lt;",
-        )
-        for line in text.splitlines()
-    )
+    lines = (line.replace("|", "&#124;").replace("<", "&lt;") for line in text.splitlines())
     return "<br>".join(f"<code>{line}</code>" for line in lines if line.strip())
 
 

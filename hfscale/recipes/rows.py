@@ -114,15 +114,7 @@ class RowBatches(Sequence[dict[str, Tensor]]):
     """Provide all rows in batches of ``size``, the last filled up with the first; made when they are asked for."""
 
     def __init__(self, every: Sequence[Rows], size: int) -> None:
-        self._starts = [
-            (rows, at)
-            for rows in every
-            for at in range(
-                0,
-                len(rows),
-                size,
-            )
-        ]
+        self._starts = [(rows, at) for rows in every for at in range(0, len(rows), size)]
         self._size = size
 
     def __len__(self) -> int:
@@ -249,13 +241,7 @@ def separate_rows(examples: Sequence[Example]) -> Columns:
             )
             for example in examples
         ],
-        "attention_mask": [
-            np.ones(
-                len(example.input_ids),
-                dtype=np.int8,
-            )
-            for example in examples
-        ],
+        "attention_mask": [np.ones(len(example.input_ids), dtype=np.int8) for example in examples],
     }
 
 

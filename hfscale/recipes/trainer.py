@@ -345,14 +345,7 @@ def measure(
             mean = hfscale.eval_step(model, step, task.loss)
         else:
             mean, outputs = hfscale.eval_step(model, step, task.loss, return_outputs=True)
-            right += sum(
-                int(task.right(*each))
-                for each in zip(
-                    outputs,
-                    step,
-                    strict=True,
-                )
-            )
+            right += sum(int(task.right(*each)) for each in zip(outputs, step, strict=True))
         # The mean over the labels of the step, of which steps have more or fewer.
         loss += int(data.labels[everywhere].sum()) * mean.double().cpu()
     labels = int(data.labels.sum())

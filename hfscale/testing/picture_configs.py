@@ -61,12 +61,7 @@ def _sizes_for_pictures(
 ) -> dict[str, Any]:
     """Return changes to a config and nested ones; ``seeing``: the config, or one around it, reads pictures."""
     wanted = {**(_KNOWN["tower"] if seeing else {}), **besides, **_tokens(fields)}
-    found: dict[str, Any] = dict(
-        TEXTS.get(
-            fields.get("model_type", ""),
-            {},
-        )
-    )
+    found: dict[str, Any] = dict(TEXTS.get(fields.get("model_type", ""), {}))
     for name, value in fields.items():
         if isinstance(value, dict) and "model_type" in value:
             sees = (

@@ -81,13 +81,7 @@ class PictureCase(Case):
         drawn = {name: batch[name] for name in ("input_ids", "labels")}
         return {
             **batch,
-            **{
-                name: x.where(
-                    x < LOWEST,
-                    x - 10,
-                )
-                for name, x in drawn.items()
-            },
+            **{name: x.where(x < LOWEST, x - 10) for name, x in drawn.items()},
         }
 
     @property
@@ -123,10 +117,7 @@ class PictureCase(Case):
         if "image_attention_mask" in given:  # [samples, tokens, pictures]
             found["image_attention_mask"] = torch.ones(*ids.shape, 1, dtype=torch.long)
         if "bbox" in given:  # the place of a token on its page
-            corner = torch.arange(
-                ids.shape[1],
-                dtype=torch.float64,
-            ) / (2 * ids.shape[1])
+            corner = torch.arange(ids.shape[1], dtype=torch.float64) / (2 * ids.shape[1])
             found["bbox"] = torch.stack(
                 [corner, corner, corner + 0.3, corner + 0.4], dim=-1
             ).expand(len(ids), -1, -1)
@@ -267,10 +258,7 @@ def _patches(way: str, config: Any, vision: Any, channels: int, noise: _Noise) -
         case "image_position_ids":
             pooled = vision.model_type.endswith("unified_vision")
             side = PATCH * int(getattr(vision, "pooling_kernel_size", 1) if pooled else 1)
-            places = torch.cartesian_prod(
-                torch.arange(GRID),
-                torch.arange(GRID),
-            ).flip(-1)
+            places = torch.cartesian_prod(torch.arange(GRID), torch.arange(GRID)).flip(-1)
             return {
                 "pixel_values": noise(1, GRID**2, channels * side**2),
                 "image_position_ids": places[None],
@@ -284,19 +272,8 @@ def _patches(way: str, config: Any, vision: Any, channels: int, noise: _Noise) -
                 "image_grids": grids,
             }
         case "flattened_patches":  # which begin with their row and their column, counted from one
-            places = (
-                1.0
-                + torch.cartesian_prod(
-                    torch.arange(GRID),
-                    torch.arange(GRID),
-                ).double()
-            )
-            return {
-                "flattened_patches": torch.cat(
-                    [places, noise(GRID**2, width)],
-                    dim=1,
-                )[None]
-            }
+            places = 1.0 + torch.cartesian_prod(torch.arange(GRID), torch.arange(GRID)).double()
+            return {"flattened_patches": torch.cat([places, noise(GRID**2, width)], dim=1)[None]}
         case "image_patches":
             return {"pixel_values": noise(1, GRID**2, width)}
     return None

@@ -60,15 +60,7 @@ class ModelTeacher:
             turns.setdefault(group, {})[batch] = None
         self._turns = list(turns[mesh.batch_rank])
         # As many on every rank.
-        self._turns += self._turns[-1:] * (
-            max(
-                map(
-                    len,
-                    turns.values(),
-                )
-            )
-            - len(self._turns)
-        )
+        self._turns += self._turns[-1:] * (max(map(len, turns.values())) - len(self._turns))
 
     def check(self, runtime: Runtime) -> None:
         """Refuse to teach another model than the student."""
@@ -143,15 +135,7 @@ class ModelTeacher:
         count = len(batch["labels"])
         own_tokens = self._student.context.own_tokens
         rows = slice(piece * count, (piece + 1) * count)
-        return self._taught(
-            *(
-                own_tokens(batch, each[rows]).flatten(
-                    0,
-                    1,
-                )
-                for each in signals
-            )
-        )
+        return self._taught(*(own_tokens(batch, each[rows]).flatten(0, 1) for each in signals))
 
     def _taught(self, hidden: Tensor) -> TaughtRows:
         assert self._head is not None  # since the hidden states were made
@@ -191,10 +175,7 @@ class ModelTeacher:
         ):
             if entry.planned and whole.numel():
                 own = whole if cut is None else cut.take(whole, mesh.tp_rank).clone()
-                found[entry.planned.name] = own.detach().to(
-                    mesh.device,
-                    _computes_in(runtime),
-                )
+                found[entry.planned.name] = own.detach().to(mesh.device, _computes_in(runtime))
         weight, bias, *_ = *(found.get(name) for name in names), None, None
         nothing = torch.empty(0, device=mesh.device)
         weight = nothing if weight is None else weight
@@ -311,12 +292,7 @@ def _tokenizer_of(model: Any) -> str | None:
         found = AutoTokenizer.from_pretrained(
             model.name_or_path, local_files_only=True, trust_remote_code=False
         )
-        return hashlib.sha256(
-            json.dumps(
-                found.get_vocab(),
-                sort_keys=True,
-            ).encode()
-        ).hexdigest()
+        return hashlib.sha256(json.dumps(found.get_vocab(), sort_keys=True).encode()).hexdigest()
     except (
         OSError,
         ValueError,

@@ -381,14 +381,7 @@ def _microbatches(runtime: Runtime, given: Sequence[Batch], loss: StepLoss) -> l
     asks = "" if loss.needs_labels else "loss_fn"
     if runtime.observer is not None and runtime.model.training and torch.is_grad_enabled():
         asks = runtime.observer.needs_rows
-    if asks and any(
-        new is not old
-        for new, old in zip(
-            filled,
-            given,
-            strict=True,
-        )
-    ):
+    if asks and any(new is not old for new, old in zip(filled, given, strict=True)):
         raise ConfigError(f"this rank's batch has no rows for {asks}: pass at least one row")
     shared = [
         Microbatch(each)
@@ -453,11 +446,7 @@ def look_ahead(batch: Mapping[str, Any], depths: int, shift: int) -> dict[str, T
     ids = batch["input_ids"]
     targets = batch.get("shift_labels")
     if targets is None:
-        targets = pad(
-            batch["labels"],
-            (0, shift),
-            value=-100,
-        )[..., shift:]
+        targets = pad(batch["labels"], (0, shift), value=-100)[..., shift:]
     given = batch.get("position_ids")
     positions = None if given is None else text_positions(given)
     documents = torch.zeros_like(ids[:1])
@@ -466,36 +455,21 @@ def look_ahead(batch: Mapping[str, Any], depths: int, shift: int) -> dict[str, T
             begins_anew(positions, batch.get("attention_mask")).cumsum(-1),
             (1, 0),
         ).to(ids.device)
-    of_targets = torch.cat(
-        (documents[:, 1:], documents[:, -1:]),
-        1,
-    )
+    of_targets = torch.cat((documents[:, 1:], documents[:, -1:]), 1)
     found = list[tuple[Tensor, Tensor]]()
     for depth in range(1, depths + 1):
         end = (0, min(depth, ids.shape[1]))
         same = documents == pad(of_targets[:, depth:], end, value=-1)
         found.append(
             (
-                pad(
-                    ids[:, depth:],
-                    end,
-                ),
-                pad(targets[:, depth:], end, value=-100).where(
-                    same,
-                    -100,
-                ),
+                pad(ids[:, depth:], end),
+                pad(targets[:, depth:], end, value=-100).where(same, -100),
             )
         )
     return dict(
         zip(
             (IDS, TARGETS),
-            (
-                torch.stack(
-                    each,
-                    1,
-                )
-                for each in zip(*found, strict=True)
-            ),
+            (torch.stack(each, 1) for each in zip(*found, strict=True)),
             strict=True,
         )
     )

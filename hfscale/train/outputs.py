@@ -46,14 +46,7 @@ def from_last_stage(
 
 def _empty(kinds: Sequence[Mapping[Any, Any]], device: torch.device) -> list[dict[Any, Tensor]]:
     return [
-        {
-            n: torch.empty(
-                shape,
-                dtype=kind,
-                device=device,
-            )
-            for n, (shape, kind) in each.items()
-        }
+        {n: torch.empty(shape, dtype=kind, device=device) for n, (shape, kind) in each.items()}
         for each in kinds
     ]
 
@@ -88,26 +81,13 @@ class KeptOutputs:
             if isinstance(value, Tensor) and value.ndim
         }
         gather = self._runtime.context.gather_tokens
-        self._kept[index] = {
-            name: gather(
-                batch,
-                value,
-            )
-            for name, value in found.items()
-        }
+        self._kept[index] = {name: gather(batch, value) for name, value in found.items()}
 
     def gathered(self, given: int) -> list[ModelOutput]:
         """Return, on all stages, an output for each of ``given`` batches, of its microbatches together; collective."""
         kept = [self._kept[index] for index in sorted(self._kept)]
         size = max(len(kept) // given, 1)
-        groups = [
-            kept[start : start + size]
-            for start in range(
-                0,
-                len(kept),
-                size,
-            )
-        ]
+        groups = [kept[start : start + size] for start in range(0, len(kept), size)]
         joined = [
             {name: torch.cat([each[name] for each in group]) for name in group[0]}
             for group in groups

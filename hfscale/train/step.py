@@ -223,23 +223,12 @@ def _divisor(asked: Any, count: Tensor, alone: bool) -> Tensor:
     """
     if isinstance(asked, Tensor) and asked.numel() == 1:
         if asked.device.type != "cpu":
-            number = (
-                asked.detach()
-                .reshape(())
-                .to(
-                    count.device,
-                    torch.get_default_dtype(),
-                )
-            )
+            number = asked.detach().reshape(()).to(count.device, torch.get_default_dtype())
             zero = (number == 0) & (count <= 1) if alone else number == 0
             return torch.where(
                 (number > 0) & number.isfinite(),
                 number,
-                torch.where(
-                    zero,
-                    1.0,
-                    torch.nan,
-                ),
+                torch.where(zero, 1.0, torch.nan),
             )
         asked = asked.item()
     check_number("num_items_in_batch", asked, least=0)

@@ -228,13 +228,7 @@ class StoredTeacher(ModelTeacher):
             )
         if not self._student.is_local(str(self._student.plan.head)):
             return [()] * len(given)
-        return [
-            self._read(
-                each,
-                found,
-            )
-            for each, found in zip(given, texts, strict=True)
-        ]
+        return [self._read(each, found) for each, found in zip(given, texts, strict=True)]
 
     def _read(
         self, batch: Mapping[str, Any], texts: list[tuple[int, str, Tensor]]

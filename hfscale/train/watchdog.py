@@ -217,16 +217,7 @@ def report(every: Sequence[RankState | None], silent: set[int], patience: float)
 
 
 def _in_words(seen: RankState | None, silent: bool = False) -> str:
-    at = (
-        ""
-        if seen is None
-        else ", in ".join(
-            filter(
-                None,
-                (seen.place, seen.inside),
-            )
-        )
-    )
+    at = "" if seen is None else ", in ".join(filter(None, (seen.place, seen.inside)))
     if seen is None or silent:
         text = "gives no sign of life: the process is gone, or its machine, or it is stuck outside of Python"
         return text + (f"; it was last at {at}" if at else "")

@@ -187,10 +187,7 @@ def position_counter(model: nn.Module) -> Callable[[Mapping[str, Any]], Tensor |
         if name is None or not takes_positions or batch.get("position_ids") is not None:
             return None
         if own is None:
-            return torch.arange(batch[name].shape[1]).expand(
-                len(batch[name]) if by_axes else 1,
-                -1,
-            )
+            return torch.arange(batch[name].shape[1]).expand(len(batch[name]) if by_axes else 1, -1)
         found: Tensor = getattr(own, names[name])(batch[name], own.padding_idx)
         return found
 
@@ -233,14 +230,7 @@ def holds_documents(batch: Mapping[str, Any]) -> Tensor | None:
     if kind == "mask":
         mask = cast(Tensor, mask)
         seen = mask > -1.0 if mask.is_floating_point() else mask != 0
-        itself, before, after = (
-            seen.diagonal(
-                offset,
-                -2,
-                -1,
-            )
-            for offset in (0, -1, 1)
-        )
+        itself, before, after = (seen.diagonal(offset, -2, -1) for offset in (0, -1, 1))
         return (itself[..., 1:] & itself[..., :-1] & ~before & ~after).any()
     # Time never runs back within a document, and no two of its tokens are at one place.
     if kind == "axes":
@@ -300,10 +290,7 @@ class _DocumentMasks:
         begins = begins_anew(positions, batch.get("attention_mask"))
         self._positions, self.documents = (
             positions,
-            nn.functional.pad(
-                begins.cumsum(-1),
-                (1, 0),
-            ),
+            nn.functional.pad(begins.cumsum(-1), (1, 0)),
         )
 
     def __getattr__(self, name: str) -> Any:

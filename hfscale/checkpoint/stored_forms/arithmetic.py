@@ -117,13 +117,7 @@ def packed(codes: Tensor, along: Along, kind: torch.dtype) -> Tensor:
 def _unpacked(packed: Tensor, bits: int, words: int) -> Tensor:
     missing = -packed.shape[-1] % words  # the last unit of a row may be cut short
     units = (
-        torch.nn.functional.pad(packed, (0, missing))
-        .unflatten(
-            -1,
-            (-1, words),
-        )
-        .long()
-        & 0xFFFFFFFF
+        torch.nn.functional.pad(packed, (0, missing)).unflatten(-1, (-1, words)).long() & 0xFFFFFFFF
     )
     starts = torch.arange(32 * words // bits, device=packed.device) * bits
     first = starts // 32

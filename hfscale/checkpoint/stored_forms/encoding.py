@@ -224,10 +224,7 @@ def _blocks(tensor: Tensor, height: int, width: int, fill: bool = False) -> Tens
             fill,
         )
         whole[: tensor.shape[0], : tensor.shape[1]] = tensor
-    return whole.unflatten(1, (-1, width)).unflatten(
-        0,
-        (-1, height),
-    )
+    return whole.unflatten(1, (-1, width)).unflatten(0, (-1, height))
 
 
 def _quantized(
@@ -241,19 +238,7 @@ def _quantized(
         scales = (most / _E2M1 * whole).clamp(max=_FLOAT8).to(like.scales.dtype)
         return Codes(_e2m1(blocks, scales.to(torch.bfloat16) / whole), scales)
     if weight.arithmetic in (scaled_twice, powers_of_two) or like.values.dtype == torch.uint8:
-        exponents = (
-            torch.where(
-                most > 0,
-                most,
-                1.0,
-            )
-            .log2()
-            .floor()
-            - 2
-        ).clamp(
-            -127,
-            127,
-        )
+        exponents = (torch.where(most > 0, most, 1.0).log2().floor() - 2).clamp(-127, 127)
         return Codes(_e2m1(blocks, exponents.exp2()), _power(exponents, like.scales.dtype))
     columns = weight.parts["values"].columns
     top = 2 ** (32 * columns.words // columns.entries - 1) if columns.unpack is not None else 128
@@ -290,14 +275,7 @@ def _integers(blocks: Tensor, most: Tensor, top: int, like: Codes) -> Codes:
         least = blocks.amin((1, 3)).clamp(max=0)
         greatest = blocks.amax((1, 3)).clamp(min=0)
         scales = (greatest - least) / (2 * top - 1)
-        zeros = (
-            (-top - least / torch.where(scales > 0, scales, 1.0))
-            .round()
-            .clamp(
-                -top,
-                top - 1,
-            )
-        )
+        zeros = (-top - least / torch.where(scales > 0, scales, 1.0)).round().clamp(-top, top - 1)
     scales = torch.where(scales > 0, scales, 1.0).to(like.scales.dtype)
     codes = (
         (blocks / scales.float()[:, None, :, None] + zeros[:, None, :, None])
@@ -313,11 +291,7 @@ def _integers(blocks: Tensor, most: Tensor, top: int, like: Codes) -> Codes:
 
 def _e2m1(blocks: Tensor, scales: Tensor) -> Tensor:
     """Return the nearest E2M1 codes, of two equally near the even one."""
-    scales = torch.where(
-        scales > 0,
-        scales.float(),
-        1.0,
-    )[:, None, :, None]
+    scales = torch.where(scales > 0, scales.float(), 1.0)[:, None, :, None]
     size = (blocks / scales).abs()
     codes = (size > 0.25).to(torch.uint8) + (size >= 0.75) + (size > 1.25) + (size >= 1.75)
     codes = codes + (size > 2.5) + (size >= 3.5) + (size > 5.0)

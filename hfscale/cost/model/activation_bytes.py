@@ -204,10 +204,7 @@ def _on_host(held: Sequence[LayerHeld], chosen: frozenset[str], tokens: int) -> 
         tokens * (each.bytes.stream if each.name in chosen else each.bytes.piece) for each in held
     )
     read = max(pieces, default=0.0) if len(held) < 3 else 0.0  # of three, two are there whole later
-    return min(
-        2,
-        len(held) - 1,
-    ) * max(one, default=0.0) + read, ceil(layers)
+    return min(2, len(held) - 1) * max(one, default=0.0) + read, ceil(layers)
 
 
 def layers_to_recompute(plan: Plan, situation: Situation) -> frozenset[str]:
@@ -225,11 +222,7 @@ def layers_to_recompute(plan: Plan, situation: Situation) -> frozenset[str]:
         )
 
     def cost(each: LayerHeld) -> float:
-        return _flops(
-            plan,
-            each.name,
-            situation,
-        ) / max(each.bytes.kept - each.bytes.stream, 1e-9)
+        return _flops(plan, each.name, situation) / max(each.bytes.kept - each.bytes.stream, 1e-9)
 
     for each in sorted((each for each in held if each.name in planned.layers), key=cost):
         if kept() <= planned.budget:

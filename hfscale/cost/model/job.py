@@ -163,14 +163,7 @@ def job_of(plan: Plan, *, sequence: int, batch: int, microbatches: int, mixed: s
 
 def matrix_entries(plan: Plan) -> dict[str, int]:
     """Return the number of entries of each matrix."""
-    return {
-        p.name: prod(p.shape)
-        for p in plan.owned()
-        if is_matrix(
-            plan,
-            p.name,
-        )
-    }
+    return {p.name: prod(p.shape) for p in plan.owned() if is_matrix(plan, p.name)}
 
 
 def _gathered_bytes(plan: Plan, mixed: bool) -> float:

@@ -97,14 +97,8 @@ class Llama:
         inner = self._out("gate_proj")
         queries = self._out("q_proj")
         keys = self._out("k_proj")
-        total = 2 * self._kept(
-            queries,
-            size,
-        ) + 2 * self._kept(keys * replicas(self.plan), size)
-        total += self._kept(
-            self.scores,
-            size,
-        ) + 2 * self._kept(inner, size) * (not self.again.tile)
+        total = 2 * self._kept(queries, size) + 2 * self._kept(keys * replicas(self.plan), size)
+        total += self._kept(self.scores, size) + 2 * self._kept(inner, size) * (not self.again.tile)
         total += max(4, size) * self._heads(queries) * (not self.scores)
         if shares_heads(self.plan):
             total += self._kept(queries, size)
@@ -137,14 +131,7 @@ class Llama:
         if not self.again.attention and not self._is_alone("o_proj"):
             queries = self._out("q_proj")
             keys = self._out("k_proj") * replicas(self.plan)
-            found.append(
-                2
-                * self._kept(
-                    queries,
-                    size,
-                )
-                + 2 * self._kept(keys, size)
-            )
+            found.append(2 * self._kept(queries, size) + 2 * self._kept(keys, size))
             found.append(self._kept(self.scores, size) + self._kept(queries, size))
         return max(found)
 
@@ -183,20 +170,14 @@ class Llama:
         total = self._kept(queries, size) + 2 * self._kept(read, size)
         total += self._kept(self.scores, score_bytes(self.types))
         total += (
-            max(
-                4,
-                size,
-            )
-            * self._heads(queries)
-            * (not self.scores and not self.again.attention)
+            max(4, size) * self._heads(queries) * (not self.scores and not self.again.attention)
         )
         for name in ("q_norm", "k_norm"):
             if name in self.roles:
                 width = self._out(f"{name[0]}_proj")
-                total += self._kept(
-                    width,
-                    max(4, size),
-                ) + self._kept(width, size) * self._trains(name)
+                total += self._kept(width, max(4, size)) + self._kept(width, size) * self._trains(
+                    name
+                )
         if self.scores or self.again.attention:  # nothing but what the output projection keeps
             total += self._read(queries, ("o_proj",))
         else:  # SDPA keeps its result anyway, and an adapter's copy of it comes on top

@@ -177,10 +177,7 @@ def estimate_memory(
     notes += [f"on the host: shards, gradients and optimizer of {human(away)}"]
     return replace(
         found,
-        **dict.fromkeys(
-            shards,
-            0,
-        ),
+        **dict.fromkeys(shards, 0),
         on_host=found.on_host + away,
         notes=tuple(notes),
     )
@@ -197,10 +194,7 @@ def _apart(
     made = [] if offloaded(plan).parameters else training
     sizes = {planned.name: weight_bytes(plan, planned, situation.ranks) for planned in made}
     tables, (first, last) = (
-        _looked_up(
-            plan,
-            situation.pp_rank,
-        ),
+        _looked_up(plan, situation.pp_rank),
         (plan.layers[:1], plan.layers[-1:]),
     )
     later = {name for name in sizes if name in tables or (found.on_host and name.startswith(first))}
@@ -346,14 +340,7 @@ def _exchanged(plan: Plan, situation: Situation, tokens: int) -> int:
         return 0
     size = types_of(plan, situation.mixed).size
     layer = next(
-        (
-            name
-            for name in plan.layers
-            if plan.is_local(
-                situation.pp_rank,
-                name,
-            )
-        ),
+        (name for name in plan.layers if plan.is_local(situation.pp_rank, name)),
         plan.layers[0],
     )
     wide = stream_width(plan, layer)

@@ -57,16 +57,7 @@ class MeasuredLayers:
 
     def of_layer(self, plan: Plan, layer: str) -> LayerBytes | None:
         """Return the bytes of a layer; ``None`` if no layer of its kind was measured."""
-        return (
-            self.first
-            if layer == plan.layers[0]
-            else self.layers.get(
-                kind_of(
-                    plan,
-                    layer,
-                )
-            )
-        )
+        return self.first if layer == plan.layers[0] else self.layers.get(kind_of(plan, layer))
 
 
 @dataclass(frozen=True)

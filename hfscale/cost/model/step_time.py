@@ -215,13 +215,7 @@ def step_time(
         range(len(weights)),
         key=lambda rank: weights[rank] + spread[rank],
     )
-    own = max(
-        job.shard_of(
-            w,
-            e,
-        )
-        for w, e in zip(weights, spread, strict=True)
-    )
+    own = max(job.shard_of(w, e) for w, e in zip(weights, spread, strict=True))
     moved = constants.update_bytes * job.trained * own
     # For want of a better number, the host's own memory's too.
     to_host = constants.memory * machine.host_bandwidth

@@ -107,15 +107,7 @@ def rank_traffic(shape: ModelShape, job: Job, place: Place) -> Traffic:
     layer = layer_traffic(shape, job)
     layers = place.layers
     count = job.microbatches
-    edges = (
-        count
-        * place.ends
-        * edge_traffic(
-            shape,
-            job,
-        )
-        + 2 * sent(job.layout.tp) * place.partial
-    )
+    edges = count * place.ends * edge_traffic(shape, job) + 2 * sent(job.layout.tp) * place.partial
     handed = stream_bytes(shape, job) / (job.layout.tp if job.sequence_parallel else 1)
     entries = place.layer_weights, place.table_weights, place.expert_weights
     return replace(
@@ -155,10 +147,7 @@ def ring_share(collective: str, size: int) -> float:
     and anything else what it is given.
     """
     shares = {"allreduce": 2 * sent(size), "allgather": size - 1.0, "recv": 0.0}
-    return {**shares, "reduce_scatter": sent(size), "alltoall": sent(size)}.get(
-        collective,
-        1.0,
-    )
+    return {**shares, "reduce_scatter": sent(size), "alltoall": sent(size)}.get(collective, 1.0)
 
 
 def sent(size: int) -> float:

@@ -179,15 +179,7 @@ class _Meter:
         """Return the seconds of a stock LLaMA layer, forward and backward: half of three layers minus one."""
         return max(
             1e-6,
-            (
-                self._layers(
-                    3,
-                    sequence,
-                    batch,
-                )
-                - self._layers(1, sequence, batch)
-            )
-            / 2,
+            (self._layers(3, sequence, batch) - self._layers(1, sequence, batch)) / 2,
         )
 
     def loss(self, flops: float) -> float:

@@ -177,13 +177,7 @@ def _compared(counted: SimulatedTraffic, estimated: Traffic) -> tuple[Compared, 
         sent[_NAMES.get(axis, axis)] += counted.sent[axis]
         calls[_NAMES.get(axis, axis)] += counted.calls[axis].total()
     rows = (
-        Compared(
-            axis,
-            calls[axis],
-            sent[axis],
-            size,
-        )
-        for axis, size in asdict(estimated).items()
+        Compared(axis, calls[axis], sent[axis], size) for axis, size in asdict(estimated).items()
     )
     return tuple(row for row in rows if row.calls or row.estimated)
 

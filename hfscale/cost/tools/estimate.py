@@ -272,13 +272,7 @@ def _of_plan(
         hardware=machine,
         layout=plan.layout.describe(),
         stages=tuple(
-            StageEstimate(
-                n,
-                place.layers,
-                taken[n],
-                held[n],
-            )
-            for n, place in enumerate(places)
+            StageEstimate(n, place.layers, taken[n], held[n]) for n, place in enumerate(places)
         ),
         time=time,
         tokens=job.step_tokens,

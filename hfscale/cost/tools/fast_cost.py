@@ -174,10 +174,7 @@ def _of_sizes(
         if count < pp:
             continue
         for schedule, virtual in SCHEDULES if pp > 1 else SCHEDULES[:1]:
-            fits = {"interleaved1f1b": count % pp == 0, "zbv": count >= 2 * pp}.get(
-                schedule,
-                True,
-            )
+            fits = {"interleaved1f1b": count % pp == 0, "zbv": count >= 2 * pp}.get(schedule, True)
             if not fits or pp * virtual > summary.shape.layers:
                 continue
             for ep in ep_sizes:
@@ -202,14 +199,7 @@ def _ways(summary: ModelSummary, batch: int, cp: int, schedule: str) -> list[tup
 @cache
 def _layout(schedule: str, virtual: int, *sizes: int) -> ParallelConfig:
     """Return the layout with these sizes, in the order of the axes."""
-    named: dict[str, Any] = {
-        f"{axis}_size": size
-        for axis, size in zip(
-            AXES,
-            sizes,
-            strict=True,
-        )
-    }
+    named: dict[str, Any] = {f"{axis}_size": size for axis, size in zip(AXES, sizes, strict=True)}
     return ParallelConfig(**named, pipeline_schedule=schedule, virtual_stages=virtual)
 
 
@@ -231,15 +221,7 @@ def step_of(
     if layout.cp > 1:
         keys = max(
             1,
-            round(
-                summary.heads
-                * summary.shape.keys
-                / max(
-                    1,
-                    summary.shape.queries,
-                )
-                / layout.tp
-            ),
+            round(summary.heads * summary.shape.keys / max(1, summary.shape.queries) / layout.tp),
         )
         sizes["method"] = choose("auto", summary.heads // layout.tp, keys, layout.cp)
         sizes["replicas"] = max(1.0, layout.cp / keys)

@@ -79,11 +79,7 @@ def read_mark(directory: Path) -> Mark:
     try:
         told: Any = json.loads((directory / MARK).read_bytes())
         files = {
-            str(name): FileSum(
-                int(size),
-                int(crc),
-            )
-            for name, (size, crc) in told["files"].items()
+            str(name): FileSum(int(size), int(crc)) for name, (size, crc) in told["files"].items()
         }
         step = told.get("step")
         run = told.get("run")

@@ -66,12 +66,7 @@ class StoredPart:
         """Return the box of the stored tensor that holds a box of the weight, as stored."""
         shape = self.source.shape
         lead = [
-            span if size > 1 else (0, 1)
-            for span, size in zip(
-                spans[:-2],
-                shape[:-2],
-                strict=True,
-            )
+            span if size > 1 else (0, 1) for span, size in zip(spans[:-2], shape[:-2], strict=True)
         ]
         return (
             *lead,
@@ -171,13 +166,7 @@ def _steps(spans: Box, most: int) -> Iterator[Box]:
     size = prod(high - low for low, high in inner)
     if len(inner) > 1 and size > most:
         for index in range(start, stop):
-            yield from (
-                ((index, index + 1), *box)
-                for box in _steps(
-                    tuple(inner),
-                    most,
-                )
-            )
+            yield from (((index, index + 1), *box) for box in _steps(tuple(inner), most))
         return
     step = max(1, most // size)
     for first in range(start, stop, step):

@@ -150,10 +150,7 @@ def refuse_foreign(source: Path) -> None:
 def _of(paths: set[str], directory: Path) -> str | None:
     for kind in _KINDS:
         if all(any(_fits(path, name) for path in paths) for name in kind.names):
-            tool = kind.tool.replace("{!r}", repr(str(directory))).replace(
-                "{}",
-                str(directory),
-            )
+            tool = kind.tool.replace("{!r}", repr(str(directory))).replace("{}", str(directory))
             return f"{kind.what}: {tool}"
     return None
 
@@ -170,14 +167,7 @@ def _paths(directory: Path) -> set[str]:
         for file in place.iterdir()
         if not file.is_dir()
     )
-    found = (
-        file
-        for file in islice(
-            files,
-            50 * _MOST,
-        )
-        if not file.name.startswith(_NO_WEIGHTS)
-    )
+    found = (file for file in islice(files, 50 * _MOST) if not file.name.startswith(_NO_WEIGHTS))
     return {file.relative_to(directory).as_posix() for file in found}
 
 

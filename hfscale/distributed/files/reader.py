@@ -281,14 +281,7 @@ class ShareOnDisk(PartOnDisk):
     def __init__(self, source: TensorOnDisk, cuts: tuple[Cut, ...], ranks: dict[str, int]) -> None:
         super().__init__(
             source,
-            [
-                spans or [(0, 0)]
-                for spans in share_spans(
-                    source.shape,
-                    cuts,
-                    ranks,
-                )
-            ],
+            [spans or [(0, 0)] for spans in share_spans(source.shape, cuts, ranks)],
         )
 
 
@@ -327,10 +320,7 @@ class ResizedOnDisk(TensorOnDisk):
                 (
                     (
                         start,
-                        min(
-                            start + block,
-                            stored,
-                        ),
+                        min(start + block, stored),
                     ),
                     *rest,
                 )

@@ -215,29 +215,12 @@ def _hand_over(old: Path, new: Path, left_out: Collection[str], linked: dict[str
     for folder, folders, files in os.walk(old):
         within = os.path.relpath(folder, old)
         folders[:] = [
-            name
-            for name in folders
-            if os.path.normpath(
-                os.path.join(
-                    within,
-                    name,
-                )
-            )
-            not in left_out
+            name for name in folders if os.path.normpath(os.path.join(within, name)) not in left_out
         ]
         (new / within).mkdir(parents=True, exist_ok=True)
         for file in [
             *files,
-            *(
-                name
-                for name in folders
-                if os.path.islink(
-                    os.path.join(
-                        folder,
-                        name,
-                    )
-                )
-            ),
+            *(name for name in folders if os.path.islink(os.path.join(folder, name))),
         ]:
             name = os.path.normpath(os.path.join(within, file))
             path = Path(folder, file)

@@ -139,18 +139,10 @@ class StoredRow:
         shards = []
         for rank in range(cut.size):
             spans = share_spans(planned.shape, planned.cuts, {**ranks, cut.axis: rank})
-            blocks = _grouped(
-                _pieces(
-                    sources,
-                    [*[[(0, 1)]] * missing, *spans],
-                )
-            )
+            blocks = _grouped(_pieces(sources, [*[[(0, 1)]] * missing, *spans]))
             shards.append(
                 (
-                    cut.spans(
-                        shape[dim],
-                        rank,
-                    )[0],
+                    cut.spans(shape[dim], rank)[0],
                     tuple(block for block, _ in blocks),
                 )
             )
@@ -179,13 +171,7 @@ def _pieces(sources: Sequence[Source], spans: Sequence[Spans]) -> Iterator[_Piec
     """Yield the pieces of ``sources`` in the shard ``spans`` of a parameter, of three dims."""
     for weight, box in sources:
         edges = [(0, 1)] * (3 - len(box)) + list(box)
-        hits = [
-            overlaps(
-                [edge],
-                within,
-            )
-            for edge, within in zip(edges, spans, strict=True)
-        ]
+        hits = [overlaps([edge], within) for edge, within in zip(edges, spans, strict=True)]
         for (matrix, place, count), *inner in product(*hits):
             inside = [(start, start + length) for start, _, length in inner]
             at = tuple((start, start + length) for _, start, length in inner)
@@ -223,14 +209,7 @@ def _block(piece: _Piece) -> KeptBlock:
     inside = piece.spans[-2:]
     alongs = {name: (part.rows, part.columns) for name, part in weight.parts.items()}
     units = [lcm(*(along.entries for along in each)) for each in zip(*alongs.values(), strict=True)]
-    skipped = [
-        start - start % unit
-        for (start, _), unit in zip(
-            inside,
-            units,
-            strict=True,
-        )
-    ]
+    skipped = [start - start % unit for (start, _), unit in zip(inside, units, strict=True)]
     parts = []
     for name, part in weight.parts.items():
         box = part.box(piece.spans)[-2:]
@@ -238,23 +217,11 @@ def _block(piece: _Piece) -> KeptBlock:
             skip // along.entries * along.words
             for skip, along in zip(skipped, alongs[name], strict=True)
         ]
-        origin = tuple(
-            start - left_out
-            for (start, _), left_out in zip(
-                box,
-                before,
-                strict=True,
-            )
-        )
+        origin = tuple(start - left_out for (start, _), left_out in zip(box, before, strict=True))
         shape = tuple(stop - start for start, stop in box)
         parts.append(KeptPart(name, part.source.dtype, origin, shape, *alongs[name]))
     spans = tuple(
-        (start - skip, stop - skip)
-        for (start, stop), skip in zip(
-            inside,
-            skipped,
-            strict=True,
-        )
+        (start - skip, stop - skip) for (start, stop), skip in zip(inside, skipped, strict=True)
     )
     return KeptBlock(
         tuple(parts), weight.arithmetic_now, weight.transposed, spans, ((0, 1), *piece.at)

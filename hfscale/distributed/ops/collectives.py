@@ -83,14 +83,7 @@ def start_all_gather(
         return Started(
             None,
             lambda: torch.cat(
-                [
-                    p.narrow(
-                        dim,
-                        0,
-                        n,
-                    )
-                    for p, n in zip(parts, lengths, strict=True)
-                ],
+                [p.narrow(dim, 0, n) for p, n in zip(parts, lengths, strict=True)],
                 dim,
             ),
         )
@@ -98,14 +91,7 @@ def start_all_gather(
         (*x.shape[:dim], size * x.shape[dim], *x.shape[dim + 1 :]) if in_place else (size, *x.shape)
     )
     pieces = whole.view(size * x.shape[0], *x.shape[1:])
-    if (
-        x.numel() * x.element_size() >= _LARGE
-        and backend_of(
-            group,
-            x.device,
-        )
-        == "gloo"
-    ):
+    if x.numel() * x.element_size() >= _LARGE and backend_of(group, x.device) == "gloo":
         work = dist.all_to_all_single(
             pieces,
             torch.cat([x] * size),
@@ -119,14 +105,7 @@ def start_all_gather(
         if in_place:
             return whole
         return torch.cat(
-            [
-                part.narrow(
-                    dim,
-                    0,
-                    length,
-                )
-                for part, length in zip(whole, lengths, strict=True)
-            ],
+            [part.narrow(dim, 0, length) for part, length in zip(whole, lengths, strict=True)],
             dim,
         )
 
@@ -147,14 +126,7 @@ def start_reduce_scatter(
         )
     else:
         pieces = torch.stack(
-            [
-                _padded(
-                    piece,
-                    max(lengths),
-                    dim,
-                )
-                for piece in x.split(list(lengths), dim)
-            ]
+            [_padded(piece, max(lengths), dim) for piece in x.split(list(lengths), dim)]
         )
     if torch.compiler.is_compiling():
         own = functional.reduce_scatter_tensor(pieces.flatten(0, 1), "sum", 0, group)
@@ -348,15 +320,7 @@ def _leads(shape: Sequence[int], dim: int) -> bool:
 
 def _cropped(x: Tensor, length: int, dim: int) -> Tensor:
     # A copy and not a view, which stock code could not change in place.
-    return (
-        x
-        if x.shape[dim] == length
-        else x.narrow(
-            dim,
-            0,
-            length,
-        ).clone()
-    )
+    return x if x.shape[dim] == length else x.narrow(dim, 0, length).clone()
 
 
 def _padded(x: Tensor, length: int, dim: int) -> Tensor:

@@ -116,13 +116,7 @@ def top_tokens(
     tokens = places + vocabulary.start
     if vocabulary.group is not None:
         values, tokens = (
-            gathered(each, vocabulary.group)
-            .transpose(
-                0,
-                1,
-            )
-            .flatten(1)
-            for each in (values, tokens)
+            gathered(each, vocabulary.group).transpose(0, 1).flatten(1) for each in (values, tokens)
         )
     values, chosen = values.topk(k)
     tokens = tokens.gather(1, chosen)
@@ -202,7 +196,4 @@ class DivergenceTerms:
 
 def _expected(log_p: Tensor, log_m: Tensor) -> Tensor:
     """Return ``p (log p - log m)``, entry by entry; 0 for an impossible token, whose logit is ``-inf``."""
-    return (log_p.exp() * (log_p - log_m)).masked_fill_(
-        log_p == -torch.inf,
-        0,
-    )
+    return (log_p.exp() * (log_p - log_m)).masked_fill_(log_p == -torch.inf, 0)

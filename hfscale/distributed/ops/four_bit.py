@@ -84,11 +84,9 @@ class FourBitPacking(Packing):
         if self.is_one_stream:
             return values.view(self.shape)
         matrices, height, width = self.chunk
-        parts = values.view(
-            self.shards,
-            matrices,
-            -1,
-        )[..., : height * width].reshape(-1, *self.chunk)
+        parts = values.view(self.shards, matrices, -1)[..., : height * width].reshape(
+            -1, *self.chunk
+        )
         if self.shards == 1:
             return parts[0]
         joined = parts.movedim(0, self.dim).flatten(self.dim, self.dim + 1)
@@ -154,10 +152,7 @@ def unpack_state(weight: Tensor, scales: Tensor, packing: FourBitPacking) -> tup
     _, rows, columns = packing.shape
     size = rows * columns
     state = _state(
-        read_scales(
-            scales,
-            packing,
-        ).view(-1)[: ceil(size / BLOCK)],
+        read_scales(scales, packing).view(-1)[: ceil(size / BLOCK)],
         packing,
         (rows, columns),
     )

@@ -154,21 +154,9 @@ class _FrozenLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         grad = grads[0]
-        of_x = (
-            torch.matmul(
-                grad,
-                ctx.read(grad.dtype),
-            )
-            if ctx.needs_input_grad[0]
-            else None
-        )
+        of_x = torch.matmul(grad, ctx.read(grad.dtype)) if ctx.needs_input_grad[0] else None
         of_bias = (
-            grad.flatten(0, -2).sum(
-                0,
-                dtype=ctx.bias_type,
-            )
-            if ctx.needs_input_grad[1]
-            else None
+            grad.flatten(0, -2).sum(0, dtype=ctx.bias_type) if ctx.needs_input_grad[1] else None
         )
         return of_x, of_bias, None, None
 

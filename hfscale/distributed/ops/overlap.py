@@ -231,12 +231,7 @@ class _ColumnParallelLinear(torch.autograd.Function):
             if later.regather is not None:
                 later.regather.start(kept)
             later.operands = (
-                None
-                if later.regather
-                else kept.reshape(
-                    -1,
-                    kept.shape[-1],
-                ),
+                None if later.regather else kept.reshape(-1, kept.shape[-1]),
                 grad,
             )
             # Autograd needs something of the right shape to get to the weight's own node.
@@ -246,10 +241,7 @@ class _ColumnParallelLinear(torch.autograd.Function):
             later.entry.left[later.products] = grad, weight
         elif input_asked:
             to_input = later.products.to_input(grad, weight)
-            to_input = to_input.view(
-                *grads[0].shape[:-1],
-                to_input.shape[-1],
-            )
+            to_input = to_input.view(*grads[0].shape[:-1], to_input.shape[-1])
         to_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
         return to_input, to_weight, to_bias, None, None
 

@@ -66,10 +66,7 @@ class RankChain:
             for piece, length in zip(here, kept[rank], strict=True)
         ]
         gathered = gather_from_sequence_region(
-            torch.cat(
-                ends,
-                -1,
-            ),
+            torch.cat(ends, -1),
             [sum(each) for each in kept],
             self.group,
             dim=-1,
@@ -86,10 +83,7 @@ class RankChain:
         there = F.pad(
             there[
                 ...,
-                max(
-                    0,
-                    there.shape[-1] - width,
-                ) :,
+                max(0, there.shape[-1] - width) :,
             ],
             (max(0, width - there.shape[-1]), 0),
         )
@@ -181,14 +175,7 @@ class Segments:
             spans = ((a, b) for a, b in pairwise(ends) if a < b)
             found = [(a + offset, b + offset, a not in inside) for a, b in spans]
             yield (
-                (
-                    slice(
-                        row,
-                        row + 1,
-                    )
-                    if len(self.starts or ()) > 1
-                    else slice(None)
-                ),
+                (slice(row, row + 1) if len(self.starts or ()) > 1 else slice(None)),
                 found,
             )
 
@@ -283,11 +270,7 @@ def _scanned(
         part = dict(given)
         for name in scan.tokens.keys() & given.keys():
             if isinstance(given[name], Tensor):
-                part[name] = given[name][rows].narrow(
-                    scan.tokens[name],
-                    start,
-                    stop - start,
-                )
+                part[name] = given[name][rows].narrow(scan.tokens[name], start, stop - start)
         named = {
             **part,
             scan.initial: state,

@@ -119,22 +119,9 @@ class RowTerms:
             )
         out = logits if reuse else torch.empty_like(logits)
         rows = _rows_per_block(logits)
-        scales = (
-            [scale] * -(-logits.shape[0] // rows)
-            if scale.ndim == 0
-            else _cut(
-                scale,
-                rows,
-            )
-        )
+        scales = [scale] * -(-logits.shape[0] // rows) if scale.ndim == 0 else _cut(scale, rows)
         columns = zip(
-            *(
-                _cut(
-                    each,
-                    rows,
-                )
-                for each in (self.lse, self.targets.places, hit)
-            ),
+            *(_cut(each, rows) for each in (self.lse, self.targets.places, hit)),
             scales,
             strict=True,
         )
@@ -216,11 +203,7 @@ class _VocabCrossEntropy(torch.autograd.Function):
             vocabulary,
         )
         ctx.save_for_backward(logits, valid)
-        return torch.where(
-            valid,
-            ctx.terms.losses().squeeze(1),
-            0,
-        ).sum()
+        return torch.where(valid, ctx.terms.losses().squeeze(1), 0).sum()
 
     @staticmethod
     @once_differentiable

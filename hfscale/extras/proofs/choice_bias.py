@@ -91,10 +91,7 @@ def _is_for_the_choice(clone: Any, block: nn.Module, experts: Any, tensor: Tenso
         return False
     same = (first[0] == little[0]).all(-1)
     weighs = not torch.equal(first[1][same], little[1][same])
-    chooses = bool((much[0] == 0).any(-1).all()) and not torch.equal(
-        much[0],
-        first[0],
-    )
+    chooses = bool((much[0] == 0).any(-1).all()) and not torch.equal(much[0], first[0])
     return bool(same.any()) and chooses and not weighs
 
 

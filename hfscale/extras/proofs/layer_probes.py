@@ -168,15 +168,7 @@ class PassageProbe(Probe):
         )
         for tensor in tensors:
             # A tensor that two items share (a tied head) is told apart by which module is called.
-            self._uses[id(tensor)] = (
-                item
-                if self._uses.get(
-                    id(tensor),
-                    item,
-                )
-                == item
-                else ""
-            )
+            self._uses[id(tensor)] = item if self._uses.get(id(tensor), item) == item else ""
         if isinstance(found, nn.Module):
             self._before(found, lambda *_: self._begin(item))
             self._after(found, lambda _, args, output: self._end(item, output))

@@ -238,10 +238,7 @@ def prove_documents(
     class ``kind``, may be parallelized. Its attention is told of documents as ``flash`` kernels are, or by a mask
     (``masked``), or by positions, which begin at ``start``; its config's field ``name``, if any, shall say ``length``.
     """
-    lengths = dict.fromkeys(
-        lengths_of(model.config),
-        _NOWHERE,
-    ) | ({name: length} if name else {})
+    lengths = dict.fromkeys(lengths_of(model.config), _NOWHERE) | ({name: length} if name else {})
     config = with_lengths(model.config, lengths)
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
         torch.manual_seed(0)
@@ -256,11 +253,7 @@ def prove_documents(
         ids = torch.randint(3, min(VOCABULARY, 60), (1, sum(_LENGTHS)))
         try:
             parts = [
-                _logits(
-                    model.eval(),
-                    {"input_ids": part},
-                )
-                for part in ids.split(_LENGTHS, dim=1)
+                _logits(model.eval(), {"input_ids": part}) for part in ids.split(_LENGTHS, dim=1)
             ]
             found = _in_one_row(model, ids, flash, masked, start)
         except Exception as error:  # whatever stock code says of arguments that it does not take
@@ -279,14 +272,7 @@ def prove_documents(
 
 def _in_one_row(model: Any, ids: Tensor, flash: bool, masked: bool, start: int) -> Tensor:
     if masked:
-        triangles = [
-            torch.ones(
-                length,
-                length,
-                dtype=torch.bool,
-            ).tril()
-            for length in _LENGTHS
-        ]
+        triangles = [torch.ones(length, length, dtype=torch.bool).tril() for length in _LENGTHS]
         return _logits(
             model,
             {"input_ids": ids, "attention_mask": torch.block_diag(*triangles).bool()[None, None]},

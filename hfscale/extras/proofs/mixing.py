@@ -153,13 +153,7 @@ class _Mixers:
                 self._given.setdefault(id(module), []).append((args, kwargs))
         else:
             given = hidden_states_of(args, kwargs)
-            args, kwargs = self._given[id(module)][
-                self._calls.get(
-                    id(module),
-                    -1,
-                )
-                + 1
-            ]
+            args, kwargs = self._given[id(module)][self._calls.get(id(module), -1) + 1]
             if (
                 apart(given, inner_hooks.own_tokens(hidden_states_of(args, kwargs), self._part))
                 > _TOLERANCE
@@ -191,13 +185,7 @@ class _Mixers:
             return output
         if self._part is None:
             return output
-        call = self._calls[id(module)] = (
-            self._calls.get(
-                id(module),
-                -1,
-            )
-            + 1
-        )
+        call = self._calls[id(module)] = self._calls.get(id(module), -1) + 1
         whole_given, whole = self._calls_of[id(module)][call]
         if type(module) in self.read_masks:
             return inner_hooks.own_tokens(whole, self._part)
@@ -382,13 +370,7 @@ class _OneToken:
         groups = q.shape[1] // k.shape[1]
         k = k.repeat_interleave(groups, 1)
         v = v.repeat_interleave(groups, 1)
-        return v * torch.tanh(
-            (q * k).sum(
-                -1,
-                keepdim=True,
-            )
-            * call.scale
-        )
+        return v * torch.tanh((q * k).sum(-1, keepdim=True) * call.scale)
 
 
 def _batch(model: Any, padded: bool, marked: bool) -> dict[str, Tensor]:

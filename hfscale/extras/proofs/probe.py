@@ -180,16 +180,7 @@ class TokenByToken:
             y = given[scan.output]
             for argument, dim in scan.tokens.items():
                 if (x := given.get(argument)) is not None:
-                    token = (
-                        x.transpose(
-                            1,
-                            dim,
-                        )
-                        .flatten(2)
-                        .mean(-1)
-                        if x.ndim > 2
-                        else x
-                    )
+                    token = x.transpose(1, dim).flatten(2).mean(-1) if x.ndim > 2 else x
                     y = y * (
                         1
                         + token.view(

@@ -89,10 +89,7 @@ class LargestScores:
         """Take the scores of one attention call into account; collective over ``context`` for cut sequences."""
         if isinstance(mask, MaskBlocks):
             assert self._context is not None
-            key = gather_sequences(key.transpose(1, 2), mask.batch, self._context).transpose(
-                1,
-                2,
-            )
+            key = gather_sequences(key.transpose(1, 2), mask.batch, self._context).transpose(1, 2)
         samples, heads, length = query.shape[:3]
         triangle = causal and mask is None
         rows = max(
@@ -110,21 +107,9 @@ class LargestScores:
         for start in range(0, length, rows):
             own = slice(start, min(start + rows, length))
             # All that read one key head.
-            asking = (
-                query[:, :, own]
-                .unflatten(1, (key.shape[1], -1))
-                .flatten(
-                    2,
-                    3,
-                )
-            )
+            asking = query[:, :, own].unflatten(1, (key.shape[1], -1)).flatten(2, 3)
             keys = key[:, :, : own.stop] if triangle else key
-            scores = (asking @ keys.mT).view(
-                samples,
-                heads,
-                -1,
-                keys.shape[2],
-            )
+            scores = (asking @ keys.mT).view(samples, heads, -1, keys.shape[2])
             if triangle or mask is not None:
                 _hide(mask, own, scores)
             found = scores.flatten(2).amax(2).amax(0).to(dtype)
@@ -184,10 +169,7 @@ def scale_scores(gamma: Tensor, outputs: Sequence[int]) -> list[Tensor]:
 
 def along_outputs(factors: Tensor, shape: Sequence[int]) -> Tensor:
     """Expand numbers of outputs to the shape of a weight or a bias."""
-    return factors.view(
-        -1,
-        *[1] * (len(shape) - 1),
-    ).expand(*shape)
+    return factors.view(-1, *[1] * (len(shape) - 1)).expand(*shape)
 
 
 @dataclass(frozen=True)

@@ -41,14 +41,7 @@ def read_runs(path: Path) -> dict[int, Timeline]:
     try:
         document = json.loads(Path(path).read_text())
         found = document["traceEvents"] if isinstance(document, dict) else document
-        about = (
-            document.get("otherData", {}).get(
-                "runs",
-                [],
-            )
-            if isinstance(document, dict)
-            else []
-        )
+        about = document.get("otherData", {}).get("runs", []) if isinstance(document, dict) else []
         events: dict[int, list[tuple[int, Span]]] = {}
         for event in found:
             arguments = event.get("args", {})
@@ -76,10 +69,7 @@ def read_runs(path: Path) -> dict[int, Timeline]:
             )
             rows = [[span for of, span in events[run] if of == rank] for rank in range(count)]
             how = (
-                told.get(
-                    "schedule",
-                    "",
-                ),
+                told.get("schedule", ""),
                 told.get("unit", "s"),
                 told.get("microbatches", 0),
             )

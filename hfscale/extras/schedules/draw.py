@@ -128,14 +128,7 @@ def _as_measured(planned: Order, measured: Timeline) -> Order:
     updates = [
         [span.action for span in spans if span.action.kind == "update"] for spans in measured.ranks
     ]
-    return tuple(
-        (*row, *after)
-        for row, after in zip(
-            planned,
-            updates,
-            strict=True,
-        )
-    )
+    return tuple((*row, *after) for row, after in zip(planned, updates, strict=True))
 
 
 def measured_costs(timeline: Timeline) -> Costs:

@@ -209,10 +209,7 @@ def _shade(colour: str, chunk: int, chunks: int) -> str:
 
 def _rgb(colour: str) -> tuple[int, int, int]:
     return (
-        int(
-            colour[1:3],
-            16,
-        ),
+        int(colour[1:3], 16),
         int(colour[3:5], 16),
         int(colour[5:7], 16),
     )

@@ -317,10 +317,7 @@ def _names_as_found(model: PreTrainedModel, dense: WholeModel) -> dict[str, str]
             alias
             for alias in (
                 name,
-                *others.get(
-                    name,
-                    [],
-                ),
+                *others.get(name, []),
             )
             if alias in dense.tensors
         ]

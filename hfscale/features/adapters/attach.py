@@ -212,13 +212,7 @@ class _NewAdapters:
         ranks = self.mesh.ranks
         device = self.mesh.device
         return {
-            key: self.plan.by_name[key]
-            .take(
-                value,
-                ranks,
-            )
-            .clone()
-            .to(device)
+            key: self.plan.by_name[key].take(value, ranks).clone().to(device)
             for key, value in full.items()
         }
 

@@ -160,13 +160,7 @@ def put_plain_modules(adapters: Any, runtime: Runtime, shares: dict[str, Tensor]
     forget_quantization(model)
     plan = adapters.stock_plan
     plain = (
-        replace(
-            p,
-            dtype=shares[p.name].dtype,
-        )
-        if p.name in shares
-        else p
-        for p in plan.parameters
+        replace(p, dtype=shares[p.name].dtype) if p.name in shares else p for p in plan.parameters
     )
     return replace(plan, parameters=tuple(plain), quantized=None)
 
@@ -276,13 +270,7 @@ class WholeMerge:
             factor = nn.Parameter(parts[adapter.tied_to or adapter.name], requires_grad=False)
             put_parameter(wrapper, adapter.name.removeprefix(f"{path}."), factor)
         merge_wrapper(wrapper)
-        return {
-            base: parameter_at(
-                wrapper,
-                self._inside(base, path),
-            ).detach()
-            for base in bases
-        }
+        return {base: parameter_at(wrapper, self._inside(base, path)).detach() for base in bases}
 
     def _inside(self, base: str, path: str) -> str:
         """Return the name of a weight inside its module; of a tied one, the name that is in this module."""

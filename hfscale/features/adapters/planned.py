@@ -19,19 +19,9 @@ def plan_with_adapters(template: nn.Module, config: Any, plan: Plan, new: bool =
     """Return the plan with adapters, ``new`` or saved, in their final dtypes; ``template`` (on meta) is wrapped."""
     _, planned = wrap_and_plan(template, config, plan, new)
     kinds = {
-        a.name: type_beside(
-            planned.by_name[a.base].dtype,
-            a.kept_in,
-        )
-        for a in planned.adapters
+        a.name: type_beside(planned.by_name[a.base].dtype, a.kept_in) for a in planned.adapters
     }
-    own = (
-        replace(
-            p,
-            dtype=kinds.get(p.name, p.dtype),
-        )
-        for p in planned.parameters
-    )
+    own = (replace(p, dtype=kinds.get(p.name, p.dtype)) for p in planned.parameters)
     return replace(planned, parameters=tuple(own))
 
 
@@ -159,16 +149,7 @@ def _check_places(plan: Plan) -> None:
                 f"{plan.embedding}: hfscale does not support DoRA on an embedding that is sharded along the "
                 "vocabulary: leave it out of target_modules, or use tp_size=1"
             )
-        if (
-            sum(
-                plan.is_local(
-                    rank,
-                    adapter.name,
-                )
-                for rank in range(plan.layout.pp)
-            )
-            > 1
-        ):
+        if sum(plan.is_local(rank, adapter.name) for rank in range(plan.layout.pp)) > 1:
             path = adapter.base.rpartition(".")[0]
             raise ConfigError(
                 f"{path} runs on several pipeline stages, where adapters around it would diverge: leave it out "

@@ -81,12 +81,7 @@ def read_config(source: Any) -> tuple[Any, str | None]:
         )
     path = str(source)
     finish_move(path)
-    if os.path.isdir(path) and not os.path.isfile(
-        os.path.join(
-            path,
-            "adapter_config.json",
-        )
-    ):
+    if os.path.isdir(path) and not os.path.isfile(os.path.join(path, "adapter_config.json")):
         raise ConfigError(
             f"peft_config={path!r} has no adapter_config.json: give the directory of a saved adapter"
         )

@@ -189,11 +189,7 @@ class Float8Products(Products):
     def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the output in the type of ``x``, to which autocast has brought it."""
         self.dtype = x.dtype
-        rows = self._scaled(
-            "x",
-            x.reshape(-1, x.shape[-1]),
-            1,
-        )
+        rows = self._scaled("x", x.reshape(-1, x.shape[-1]), 1)
         found = _product(
             rows,
             self._weight(weight, 1).t(),
@@ -310,23 +306,13 @@ class _CompiledLinear(torch.autograd.Function):
         made = Float8Products(ctx.groups, ctx.rowwise)
         made.dtype, made.scales = (
             x.dtype,
-            dict(
-                zip(
-                    ("weight", "x"),
-                    scales,
-                    strict=False,
-                )
-            ),
+            dict(zip(("weight", "x"), scales, strict=False)),
         )
         grad = grads[0].reshape(-1, grads[0].shape[-1])
         needed = ctx.needs_input_grad
         to_input = made.to_input(grad, weight).view(x.shape) if needed[0] else None
         to_weight = (
-            made.to_weight(
-                grad,
-                x.reshape(-1, x.shape[-1]),
-                False,
-            ).to(weight.dtype)
+            made.to_weight(grad, x.reshape(-1, x.shape[-1]), False).to(weight.dtype)
             if needed[1]
             else None
         )
@@ -336,27 +322,14 @@ class _CompiledLinear(torch.autograd.Function):
 @fused
 def _rounded(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     most = torch.finfo(dtype).max
-    return (
-        (matrix.to(torch.float32) * scale)
-        .clamp(
-            -most,
-            most,
-        )
-        .to(dtype)
-        .contiguous()
-    )
+    return (matrix.to(torch.float32) * scale).clamp(-most, most).to(dtype).contiguous()
 
 
 def _largest(matrix: Tensor, along: int | None) -> Tensor:
     """Return a matrix's largest absolute value, or ``along`` a dim of it."""
     if along is None:
         return (
-            torch.linalg.vector_norm(
-                matrix,
-                math.inf,
-            )
-            if matrix.numel()
-            else matrix.new_zeros(())
+            torch.linalg.vector_norm(matrix, math.inf) if matrix.numel() else matrix.new_zeros(())
         )
     if matrix.shape[along]:
         return torch.linalg.vector_norm(matrix, math.inf, along, keepdim=True)
@@ -427,14 +400,7 @@ def _padded(matrix: Tensor, *dims: int) -> Tensor:
     missing = [-matrix.shape[dim] % MULTIPLE if dim in dims else 0 for dim in (0, 1)]
     if not any(missing):
         return matrix
-    rows, columns = (
-        size + more
-        for size, more in zip(
-            matrix.shape,
-            missing,
-            strict=True,
-        )
-    )
+    rows, columns = (size + more for size, more in zip(matrix.shape, missing, strict=True))
     padded = matrix.new_zeros((rows, columns))
     padded[: matrix.shape[0], : matrix.shape[1]] = matrix
     return padded

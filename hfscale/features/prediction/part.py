@@ -140,12 +140,7 @@ class MultiTokenPrediction(Part):
             ahead = ahead or look_ahead(batch, len(self._planned.layers), self._loss.shift)
             self._ids, targets = (
                 ahead[IDS],
-                ahead[TARGETS]
-                .transpose(
-                    0,
-                    1,
-                )
-                .contiguous(),
+                ahead[TARGETS].transpose(0, 1).contiguous(),
             )
             self._loss.ahead = RowsAhead(
                 targets, self._weight, torch.zeros_like(targets, dtype=torch.bool)

@@ -90,19 +90,8 @@ class PackedOnDisk:
             [down, [(start // 2, stop // 2) for start, stop in across]],
         )[...]
         places = torch.cat([torch.arange(start, stop) for start, stop in down])
-        blocks = torch.cat(
-            [
-                torch.arange(
-                    start // BLOCK,
-                    stop // BLOCK,
-                )
-                for start, stop in across
-            ]
-        )
-        return part.flatten(), scales.view(
-            rows,
-            -1,
-        )[places][:, blocks].flatten()
+        blocks = torch.cat([torch.arange(start // BLOCK, stop // BLOCK) for start, stop in across])
+        return part.flatten(), scales.view(rows, -1)[places][:, blocks].flatten()
 
     def _scales(self) -> Tensor:
         """Return all scales of the full weight."""

@@ -43,12 +43,7 @@ def _around_text(draft: Draft, text: str) -> list[str]:
         found = ask(
             "reach",
             draft.model,
-            *dict.fromkeys(
-                map(
-                    wild_name,
-                    draft.stack,
-                )
-            ),
+            *dict.fromkeys(map(wild_name, draft.stack)),
             layers=draft.stack,
         )
         classes = set(found["classes"])

@@ -44,14 +44,7 @@ def gather_objects(mesh: Mesh, objects: Any) -> list[Any]:
     by_batch: dict[int, Any] = {}
     for batch_rank, found in told:  # ranks that share a batch have the same ones
         by_batch.setdefault(batch_rank, found)
-    return [
-        each
-        for _, found in sorted(
-            by_batch.items(),
-            key=itemgetter(0),
-        )
-        for each in found
-    ]
+    return [each for _, found in sorted(by_batch.items(), key=itemgetter(0)) for each in found]
 
 
 def holds_tensors_alone(data: Any) -> bool:

@@ -164,14 +164,7 @@ def seed_workers_alike(data_loader: Any, mesh: Mesh, seeds: torch.Generator) -> 
 
     def agree() -> None:
         seeds.manual_seed(
-            mesh.all_gather_object(
-                int(
-                    torch.empty(
-                        (),
-                        dtype=torch.int64,
-                    ).random_()
-                )
-            )[0]
+            mesh.all_gather_object(int(torch.empty((), dtype=torch.int64).random_()))[0]
         )
 
     loader.generator = seeds

@@ -134,14 +134,7 @@ def _by_steps(
         if loss_only:
             return eval_step(model, batches, **given).float() if labelled else None, None, None
         loss, outputs = eval_step(model, batches, return_outputs=True, **given)
-    found = [
-        each.logits[: rows_of(batch)]
-        for each, batch in zip(
-            outputs,
-            batches,
-            strict=True,
-        )
-    ]
+    found = [each.logits[: rows_of(batch)] for each, batch in zip(outputs, batches, strict=True)]
     logits = convert_to_fp32(torch.cat(found))[:rows]
     if not labelled:
         return None, logits, None
@@ -292,14 +285,7 @@ def _filled(
     width = rows.shape[1]
     if known is not None and known[1] < known[0] == len(rows):
         used = (rows[: known[1]] != fill).any(0).nonzero()
-        width = (
-            min(
-                width,
-                int(used.max()) + 1 + after,
-            )
-            if len(used)
-            else 0
-        )
+        width = min(width, int(used.max()) + 1 + after) if len(used) else 0
     longest = max(mesh.all_gather_object(width))
     return torch.nn.functional.pad(
         rows,

@@ -123,10 +123,7 @@ class LayoutEngine(EngineHooks):
         return (
             (
                 name,
-                tensor.to(
-                    runtime.mesh.device,
-                    copy=True,
-                ),
+                tensor.to(runtime.mesh.device, copy=True),
             )
             for name, tensor in weights
         )
@@ -151,17 +148,7 @@ class LayoutEngine(EngineHooks):
         parts = dist.get_world_size(group)
         size = -(-len(prompts) // parts)
         first = dist.get_rank(group) * size
-        own = (
-            [
-                min(
-                    row,
-                    len(prompts) - 1,
-                )
-                for row in range(first, first + size)
-            ]
-            if prompts
-            else []
-        )
+        own = [min(row, len(prompts) - 1) for row in range(first, first + size)] if prompts else []
         # The trainer's stream is that of all ranks that share the batch, and each engine draws from one of its own.
         with fork_random_state(runtime_of(self.model).mesh.device):
             torch.manual_seed(int(torch.randint(2**48, ())) + dist.get_rank())
@@ -210,23 +197,12 @@ def log_difference(trainer: Any, log_probs: Tensor) -> None:
         for row in sampled
     ]
     apart = torch.cat(
-        [
-            (own[: len(row)] - row).abs()
-            for own, row in zip(
-                log_probs.detach(),
-                given,
-                strict=True,
-            )
-        ]
+        [(own[: len(row)] - row).abs() for own, row in zip(log_probs.detach(), given, strict=True)]
     )
     apart = apart[~apart.isnan()]
     own = torch.stack(
         (
-            apart.sum()
-            / max(
-                len(apart),
-                1,
-            ),
+            apart.sum() / max(len(apart), 1),
             apart.amax() if len(apart) else apart.sum(),
         )
     )

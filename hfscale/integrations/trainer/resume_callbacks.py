@@ -71,17 +71,7 @@ class TrainerRandomStreams:
             restore_random_states(mesh, now)
         if found is not None and found.get("began") is not None:
             self._before = _read(found["began"])
-        if (
-            found is not None
-            and (
-                then := found.get(
-                    "rows",
-                    rows,
-                )
-            )
-            != rows
-            and is_writer(mesh)
-        ):
+        if found is not None and (then := found.get("rows", rows)) != rows and is_writer(mesh):
             warnings.warn(
                 f"{checkpoint} is of steps of {then} rows over all ranks, and now they have {rows}: rows of an epoch "
                 "are repeated or left out; per_device_train_batch_size, or gradient_accumulation_steps, can mend it",
@@ -131,12 +121,7 @@ def _read(written: dict[str, Any]) -> dict[str, Any]:
     name, keys, *rest = written["numpy"]
     numpy = (
         name,
-        torch.as_tensor(
-            np.asarray(
-                keys,
-                dtype=np.int64,
-            )
-        ),
+        torch.as_tensor(np.asarray(keys, dtype=np.int64)),
         *rest,
     )
     states = {"torch": written["cpu"], "python": written["python"], "numpy": numpy}

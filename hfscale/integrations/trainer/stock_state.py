@@ -226,12 +226,5 @@ def _gathered(
 
 
 def _share(held: dict[str, Any], key: str, entry: SavedTensor) -> Tensor | None:
-    value = (
-        held.get(
-            entry.planned.name,
-            {},
-        ).get(key)
-        if entry.planned
-        else None
-    )
+    value = held.get(entry.planned.name, {}).get(key) if entry.planned else None
     return None if value is None else local_tensor(value)

@@ -142,13 +142,7 @@ class TrainerAccelerator(Accelerator):
         filled[:, :here] = chunks
         every = super().gather(filled).unflatten(0, (len(counts), -1))
         return torch.cat(
-            [
-                part[:, :count].flatten(
-                    0,
-                    1,
-                )
-                for part, count in zip(every, counts, strict=True)
-            ]
+            [part[:, :count].flatten(0, 1) for part, count in zip(every, counts, strict=True)]
         )
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
@@ -166,16 +160,7 @@ class TrainerAccelerator(Accelerator):
         gathered = super().gather_for_metrics(input_data, use_gather_object)
         if self._last is None:
             return gathered
-        known = (
-            self.gather(
-                torch.tensor(
-                    [self._last],
-                    device=self.device,
-                )
-            )
-            .sum(0)
-            .tolist()
-        )
+        known = self.gather(torch.tensor([self._last], device=self.device)).sum(0).tolist()
         return recursively_apply(
             lambda each: each[: known[1]] if len(each) == known[0] else each, gathered
         )

@@ -143,14 +143,7 @@ def pieces(
     parts = len(executor.share_out([{"input_ids": row, "labels": row}] * count)) // count
     given = [
         *batches,
-        *[
-            first_rows(
-                batches[-1],
-                rows_of(batches[-1]),
-                0,
-            )
-        ]
-        * (count - len(batches)),
+        *[first_rows(batches[-1], rows_of(batches[-1]), 0)] * (count - len(batches)),
     ]
     return [_cut(batch, rows_of(batch), parts) for batch in given]
 
@@ -159,14 +152,7 @@ def _cut(batch: Batch, rows: int, parts: int) -> list[Batch]:
     if rows == 0:
         return [batch] * parts
     ends = [rows * index // parts for index in range(parts + 1)]
-    return [
-        _by_rows(
-            batch,
-            (rows,),
-            itemgetter(slice(*each)),
-        )
-        for each in pairwise(ends)
-    ]
+    return [_by_rows(batch, (rows,), itemgetter(slice(*each))) for each in pairwise(ends)]
 
 
 def first_examples(batch: Batch, known: tuple[int, int], drop: bool = True) -> Batch:
@@ -177,15 +163,7 @@ def first_examples(batch: Batch, known: tuple[int, int], drop: bool = True) -> B
     if rows == given:
         return first_rows(batch, rows, own) if drop else _unlabelled(batch, own)
     lengths = batch.lengths if isinstance(batch, Marked) else []
-    return (
-        _unlabelled(
-            batch,
-            sum(lengths[:own]),
-            dim=1,
-        )
-        if len(lengths) == given
-        else batch
-    )
+    return _unlabelled(batch, sum(lengths[:own]), dim=1) if len(lengths) == given else batch
 
 
 def warn_of_repeated(trainer: Any, known: tuple[int, int] | None) -> None:
@@ -227,10 +205,7 @@ def with_rows(batch: Batch, rows: int) -> Batch:
         return torch.cat(
             (
                 value,
-                value[-1:].expand(
-                    rows - has,
-                    *value.shape[1:],
-                ),
+                value[-1:].expand(rows - has, *value.shape[1:]),
             )
         )
 
@@ -257,13 +232,5 @@ def _unlabelled(batch: Batch, since: int = 0, dim: int = 0) -> Batch:
     for name in _LABELS:
         if isinstance(batch.get(name), Tensor):
             masked[name] = batch[name].clone()
-            masked[name][
-                (slice(None),) * dim
-                + (
-                    slice(
-                        since,
-                        None,
-                    ),
-                )
-            ] = _IGNORED
+            masked[name][(slice(None),) * dim + (slice(since, None),)] = _IGNORED
     return masked

@@ -205,7 +205,4 @@ def _attention(
         dropout=dropout if module.training else 0.0,
         sinks=getattr(module, "sinks", None) if sinks is None else sinks,
     )
-    return mask.attend(module, query, key, value, mask, call).transpose(
-        1,
-        2,
-    ).contiguous(), None
+    return mask.attend(module, query, key, value, mask, call).transpose(1, 2).contiguous(), None

@@ -128,11 +128,7 @@ def cut_batch(
     if padding is None:
         whole.pop("attention_mask", None)
     if whole.get("labels") is not None and shift:
-        whole["labels"] = F.pad(
-            whole["labels"],
-            (0, shift),
-            value=-100,
-        )[..., shift:]
+        whole["labels"] = F.pad(whole["labels"], (0, shift), value=-100)[..., shift:]
     known = CutBatch(split, rank, padding, positions, documents, starts)
     if inside:
         return known, {
@@ -155,13 +151,7 @@ def cut_inputs(batch: CutBatch, given: Mapping[str, Any]) -> dict[str, Any]:
     """Cut keyword arguments for full sequences to this rank's tokens; arguments without a token dim stay."""
     marks = {name: given[mask] for name, mask in _AT_MARKED.items() if given.get(name) is not None}
     return {
-        name: _marked(
-            value,
-            marks[name],
-            batch,
-        )
-        if name in marks
-        else _part(name, value, batch)
+        name: _marked(value, marks[name], batch) if name in marks else _part(name, value, batch)
         for name, value in given.items()
     }
 
@@ -260,49 +250,20 @@ class MaskBlocks:
         chunks = [
             (
                 start,
-                min(
-                    start + _ROWS,
-                    total,
-                ),
+                min(start + _ROWS, total),
             )
             for start in range(0, total, _ROWS)
         ]
         idle = torch.cat(
-            [
-                ~self.block(
-                    rows,
-                    (0, total),
-                )
-                .any(-1)
-                .squeeze(1)
-                for rows in chunks
-            ],
+            [~self.block(rows, (0, total)).any(-1).squeeze(1) for rows in chunks],
             -1,
         )
-        return (
-            replace(
-                self,
-                idle=idle,
-                _kinds={},
-                _others={},
-            )
-            if bool(idle.any())
-            else self
-        )
+        return replace(self, idle=idle, _kinds={}, _others={}) if bool(idle.any()) else self
 
     @cached_property
     def without_idle(self) -> "MaskBlocks":
         """This mask with idle queries reading nothing."""
-        return (
-            self
-            if self.idle is None
-            else replace(
-                self,
-                idle=None,
-                _kinds={},
-                _others={},
-            )
-        )
+        return self if self.idle is None else replace(self, idle=None, _kinds={}, _others={})
 
     def of_groups(self, size: int) -> "MaskBlocks":
         """Return this mask for groups of ``size`` ranks, each group holding its tokens together."""
@@ -386,10 +347,7 @@ class MaskBlocks:
     def bias(self, rows: Interval, columns: Interval, dtype: torch.dtype) -> Tensor:
         """Return the mask of a block as a bias to add to scores: 0 or minus infinity."""
         found = self.block(rows, columns)
-        return torch.zeros((), dtype=dtype, device=found.device).masked_fill(
-            ~found,
-            float("-inf"),
-        )
+        return torch.zeros((), dtype=dtype, device=found.device).masked_fill(~found, float("-inf"))
 
 
 def _causal_kind(rows: Interval, columns: Interval, starts: Sequence[Sequence[int]]) -> str:
@@ -398,21 +356,7 @@ def _causal_kind(rows: Interval, columns: Interval, starts: Sequence[Sequence[in
         return MASKED
     if rows[0] < columns[0]:
         return SKIPPED
-    if not any(
-        bisect_right(
-            each,
-            columns[0],
-        )
-        < bisect_right(each, rows[1] - 1)
-        for each in starts
-    ):
+    if not any(bisect_right(each, columns[0]) < bisect_right(each, rows[1] - 1) for each in starts):
         return CAUSAL if rows == columns else FULL
-    apart = all(
-        bisect_right(
-            each,
-            columns[1] - 1,
-        )
-        < bisect_right(each, rows[0])
-        for each in starts
-    )
+    apart = all(bisect_right(each, columns[1] - 1) < bisect_right(each, rows[0]) for each in starts)
     return SKIPPED if apart else MASKED

@@ -97,11 +97,7 @@ class _Attention(torch.autograd.Function):
             out = q.new_zeros((*queries[i].shape[:3], v.shape[-1]))
             found[i] = (
                 out,
-                out.new_full(
-                    out.shape[:3],
-                    float("-inf"),
-                    dtype=wide,
-                ),
+                out.new_full(out.shape[:3], float("-inf"), dtype=wide),
             )
         outs, norms = zip(*(found[i] for i in range(len(queries))), strict=True)
         total = joined(outs)
@@ -111,15 +107,7 @@ class _Attention(torch.autograd.Function):
                 total, norm, torch.zeros_like(total), sinks.to(wide)[None, :, None].expand_as(norm)
             )
         # In the order in which it is read next.
-        result = (
-            total.to(q.dtype)
-            .transpose(1, 2)
-            .contiguous()
-            .transpose(
-                1,
-                2,
-            )
-        )
+        result = total.to(q.dtype).transpose(1, 2).contiguous().transpose(1, 2)
         ctx.save_for_backward(q, k, v, sinks, result, norm)
         ctx.reading = reading
         return result
@@ -159,10 +147,7 @@ class _Attention(torch.autograd.Function):
             read = torch.exp(sinks.to(lse.dtype)[None, :, None] - lse)
             dsinks = -(read * delta).sum((0, 2)).to(sinks.dtype)
         return (
-            _in_order(
-                dq,
-                queries,
-            ).to(q.dtype),
+            _in_order(dq, queries).to(q.dtype),
             dk.to(k.dtype),
             dv.to(v.dtype),
             dsinks,
@@ -247,10 +232,7 @@ def gather_sequences(x: Tensor, batch: CutBatch, group: dist.ProcessGroup) -> Te
     split = batch.split
 
     def gather(own: Tensor) -> Tensor:
-        return all_gather(own, split.lengths, 1, group).index_select(
-            1,
-            split.order(own.device),
-        )
+        return all_gather(own, split.lengths, 1, group).index_select(1, split.order(own.device))
 
     def scatter(grad: Tensor) -> Tensor:
         return reduce_scatter(

@@ -94,10 +94,7 @@ def own_tokens(output: Any, batch: CutBatch) -> Any:
     return _on_tokens(
         output,
         batch.split.total,
-        lambda x: x.index_select(
-            1,
-            batch.places(x.device),
-        ),
+        lambda x: x.index_select(1, batch.places(x.device)),
     )
 
 
@@ -171,10 +168,7 @@ def _all_positions(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if batch is None:
         return None
     given = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
-    whole = batch.whole_positions(given.device).expand(
-        *given.shape[:-1],
-        -1,
-    )
+    whole = batch.whole_positions(given.device).expand(*given.shape[:-1], -1)
     if "position_ids" in kwargs:
         return args, {**kwargs, "position_ids": whole}
     return (args[0], whole, *args[2:]), kwargs

@@ -106,15 +106,7 @@ class ScoreKernel:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block: ScoreBlock) -> tuple[Tensor, Tensor]:
         """Return output and log-sum-exp."""
         out, lse = zip(
-            *(
-                self._forward(
-                    q[:, :, rows],
-                    k,
-                    v,
-                    block.of(rows),
-                )
-                for rows in _row_blocks(q, k)
-            ),
+            *(self._forward(q[:, :, rows], k, v, block.of(rows)) for rows in _row_blocks(q, k)),
             strict=True,
         )
         return joined(out), joined(lse)
@@ -154,16 +146,7 @@ class ScoreKernel:
             )
             found.append(dq)
             sums = (
-                [
-                    total.add_(part)
-                    for total, part in zip(
-                        sums,
-                        more,
-                        strict=True,
-                    )
-                ]
-                if sums
-                else more
+                [total.add_(part) for total, part in zip(sums, more, strict=True)] if sums else more
             )
         return joined(found), sums[0].to(k.dtype), sums[1].to(v.dtype)
 
@@ -269,22 +252,12 @@ def _row_blocks(q: Tensor, k: Tensor) -> list[slice]:
     """Split the query rows into slices whose scores fit into memory together."""
     rows = max(
         1,
-        _SCORES
-        // max(
-            1,
-            q.shape[0] * q.shape[1] * k.shape[2],
-        ),
+        _SCORES // max(1, q.shape[0] * q.shape[1] * k.shape[2]),
     )
     return (
         [slice(0, None)]
         if q.shape[2] <= rows
-        else [
-            slice(
-                i,
-                i + rows,
-            )
-            for i in range(0, q.shape[2], rows)
-        ]
+        else [slice(i, i + rows) for i in range(0, q.shape[2], rows)]
     )
 
 

@@ -81,27 +81,11 @@ def read(
     width = v.shape[-1]
     widest = padded_width(max(q.shape[-1], width), q.device)
     if {q.shape[-1], width} != {widest}:  # zeros add nothing to scores, and are cut off an output
-        q, k, v = (
-            F.pad(
-                x,
-                (0, widest - x.shape[-1]),
-            )
-            for x in (q, k, v)
-        )
+        q, k, v = (F.pad(x, (0, widest - x.shape[-1])) for x in (q, k, v))
     if sinks is not None:
         mask = mask.without_idle  # the sink is what is left to read
     kernel = kernel_for(q, call.scale, call.softcap, call.dropout, mask.idle is not None)
-    seed = (
-        int(
-            torch.randint(
-                2**31,
-                (),
-                device="cpu",
-            )
-        )
-        if call.dropout
-        else 0
-    )
+    seed = int(torch.randint(2**31, (), device="cpu")) if call.dropout else 0
     reading = Reading(mask, kernel, source, seed)
     return attend(
         q.contiguous(),
@@ -143,11 +127,7 @@ class ContextAttention:
         )
         if method == "heads":
             return self._by_heads(q, k, v, mask, call, split.size)
-        if method == "heads_ring" and heads_fit(
-            q.shape[1],
-            k.shape[1],
-            self._together,
-        ):
+        if method == "heads_ring" and heads_fit(q.shape[1], k.shape[1], self._together):
             return self._by_heads(q, k, v, mask, call, self._together)
         source: Source = GatheredBlocks(split.lengths, self._group)
         if method != "gather":
@@ -164,21 +144,8 @@ class ContextAttention:
         alone = split.size == 1
         exchange = HeadExchange(*together.members, self._group if alone else self._near)
         if k.shape[1] < size:  # until each rank has one
-            k, v = (
-                x.repeat_interleave(
-                    size // k.shape[1],
-                    1,
-                )
-                for x in (k, v)
-            )
-        q, k, v = (
-            apply_mapping(
-                x,
-                exchange.to_heads,
-                exchange.to_tokens,
-            )
-            for x in (q, k, v)
-        )
+            k, v = (x.repeat_interleave(size // k.shape[1], 1) for x in (k, v))
+        q, k, v = (apply_mapping(x, exchange.to_heads, exchange.to_tokens) for x in (q, k, v))
         sinks = None if call.sinks is None else call.sinks.chunk(size)[exchange.own]
         source: Source = OwnBlocks() if alone else RingBlocks(split.lengths, rank, self._far)
         found = read(q, k, v, sinks, together, call, source)

@@ -178,16 +178,7 @@ def _share_out_heads(draft: Draft, size: int, heads: int, keys: int) -> int:
     method = draft.layout.cp_method
     if method not in ("heads", "heads_ring"):
         return 1
-    fitting = [
-        n
-        for n in range(2, size + 1)
-        if size % n == 0
-        and heads_fit(
-            heads,
-            keys,
-            n,
-        )
-    ]
+    fitting = [n for n in range(2, size + 1) if size % n == 0 and heads_fit(heads, keys, n)]
     if method == "heads_ring" and fitting:
         return max(fitting)
     if heads and size not in fitting:

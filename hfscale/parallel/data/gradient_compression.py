@@ -75,22 +75,8 @@ class PowerSGD:
         if unit != self._made_in:
             self._errors = {i: error * (unit / self._made_in) for i, error in self._errors.items()}
             self._made_in = unit
-        whole = {
-            i: self._error(
-                i,
-                matrix,
-            )
-            + matrix
-            for i, matrix in matrices.items()
-        }
-        left = {
-            i: matrix
-            @ self._factor(
-                i,
-                matrix,
-            )
-            for i, matrix in whole.items()
-        }
+        whole = {i: self._error(i, matrix) + matrix for i, matrix in matrices.items()}
+        left = {i: matrix @ self._factor(i, matrix) for i, matrix in whole.items()}
         vectors = [part for i, part in enumerate(parts) if i not in matrices]
         self._mean([*left.values(), *vectors])
         for shape in {factor.shape for factor in left.values()}:

@@ -235,14 +235,7 @@ def _shard_experts(
     # Weights of routes stay exact; tokens come in the right type.
     policy = replace(policy, cast_forward_inputs=False)
     shards = layout.size("edp_shard")
-    for experts in (
-        e
-        for e in plan.experts
-        if plan.is_local(
-            mesh.pp_rank,
-            e.name,
-        )
-    ):
+    for experts in (e for e in plan.experts if plan.is_local(mesh.pp_rank, e.name)):
         module = model.get_submodule(experts.name)
         assert mesh.expert_mesh is not None
         alike = policy.param_dtype is None and not isinstance(offload, CPUOffloadPolicy)

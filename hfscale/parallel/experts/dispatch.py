@@ -104,10 +104,7 @@ def plan_routes(
     kept = sum(map(sum, sent_to))
     total = sum(map(sum, arrived_from))
     places = torch.full_like(flat, kept)
-    places[order] = torch.arange(
-        len(flat),
-        device=flat.device,
-    ).clamp_(max=kept)
+    places[order] = torch.arange(len(flat), device=flat.device).clamp_(max=kept)
     regroup = ungroup = None
     if ranks > 1 and received.shape[1] > 1:
         # from sender to expert order, without a sort or waiting

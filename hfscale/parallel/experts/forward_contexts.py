@@ -53,16 +53,7 @@ class ForwardContexts(ForwardPasses[Pass]):
         }
         self._with_labels = given.get("labels") is not None
         real = real_tokens(given)
-        seed = (
-            int(
-                torch.randint(
-                    2**31,
-                    (),
-                )
-            )
-            if self.draws and model.training
-            else None
-        )
+        seed = int(torch.randint(2**31, ())) if self.draws and model.training else None
         tokens = real.sum() if self.tokens is None else self.tokens
         self.begin(Pass(real, tokens.clamp(min=1), seed))
 
@@ -97,20 +88,9 @@ def real_tokens(batch: Mapping[str, Any]) -> Tensor:
     if mask is None:
         return torch.ones(samples, length, dtype=torch.bool, device=tokens.device)
     if mask.ndim == 2 and mask.shape[1] >= length:  # longer with a cache
-        return mask[:, mask.shape[1] - length :].to(
-            tokens.device,
-            torch.bool,
-        )
+        return mask[:, mask.shape[1] - length :].to(tokens.device, torch.bool)
     if mask.ndim == 4 and mask.shape[-2] == length <= mask.shape[-1]:
-        itself = (
-            mask[:, 0]
-            .diagonal(
-                mask.shape[-1] - length,
-                -2,
-                -1,
-            )
-            .to(tokens.device)
-        )
+        itself = mask[:, 0].diagonal(mask.shape[-1] - length, -2, -1).to(tokens.device)
         attends = itself > -1.0 if itself.is_floating_point() else itself.bool()
         return attends.expand(samples, length)
     raise ConfigError(

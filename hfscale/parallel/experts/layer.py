@@ -239,11 +239,7 @@ class LayerRouting:
             for samples, tokens in self._shapes(now)
         ]
         mine = slots[0] if len(slots) == 1 else slots[dist.get_rank(self.mesh.group("ep"))]
-        sample = torch.arange(len(index), device=index.device).view(
-            -1,
-            1,
-            1,
-        )
+        sample = torch.arange(len(index), device=index.device).view(-1, 1, 1)
         places = (
             index * mine
             + sample * router_functions.room(index.shape[1], capacity, k, count)

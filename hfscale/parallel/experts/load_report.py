@@ -201,16 +201,7 @@ class ExpertLoadHistory:
         steps = [step for step, _ in self.steps]
         loads = [load.layers[number] for _, load in self.steps]
         relative = [
-            [
-                n
-                * len(load.tokens)
-                / max(
-                    1,
-                    sum(load.tokens),
-                )
-                for n in load.tokens
-            ]
-            for load in loads
+            [n * len(load.tokens) / max(1, sum(load.tokens)) for n in load.tokens] for load in loads
         ]
         by_expert = list(zip(*relative, strict=True))
         edges = [

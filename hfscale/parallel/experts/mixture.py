@@ -47,12 +47,7 @@ class Mixture:
             out = self._routed(experts, hidden, choice.index, choice.weights)
         else:
             # On the device.
-            self.routing.count(
-                count_each(
-                    choice.index.flatten(),
-                    self.count + 1,
-                )[:-1]
-            )
+            self.routing.count(count_each(choice.index.flatten(), self.count + 1)[:-1])
             given = hidden, choice.weights, choice.places, self.count, choice.slots
             out = through_slots(*given, partial(run_experts, experts), self.group, self.batches)
         return self.routing.finish(out, choice)
@@ -180,11 +175,7 @@ def through_slots(
     k = places.shape[1]
     rows = hidden if k == 1 else hidden.repeat_interleave(k, 0)
     # One extra row receives the dropped routes, and is cut off.
-    buffer = hidden.new_zeros(count * own + 1, width).index_copy(
-        0,
-        places.flatten(),
-        rows,
-    )[:-1]
+    buffer = hidden.new_zeros(count * own + 1, width).index_copy(0, places.flatten(), rows)[:-1]
     send = [local * own] * ranks
     receive = [local * other for other in slots]
     if group is not None:
@@ -194,20 +185,8 @@ def through_slots(
         for part, other in zip(buffer.split(receive), slots, strict=True)
     ]
     grouped = torch.cat(by_sender, 1).flatten(0, 1)
-    out = compute(grouped, [sum(slots)] * local).view(
-        local,
-        sum(slots),
-        -1,
-    )
-    leaving = torch.cat(
-        [
-            part.flatten(
-                0,
-                1,
-            )
-            for part in out.split(list(slots), 1)
-        ]
-    )
+    out = compute(grouped, [sum(slots)] * local).view(local, sum(slots), -1)
+    leaving = torch.cat([part.flatten(0, 1) for part in out.split(list(slots), 1)])
     if group is not None:
         leaving = _exchanged(leaving, receive, send, group, 1.0 / batches)
     back = torch.cat((leaving, leaving.new_zeros(1, leaving.shape[-1])))
@@ -281,13 +260,7 @@ def low_rank_terms(experts: Any) -> dict[str, list[tuple[Tensor, Tensor, float]]
         a, b = (local_tensor(factor) for factor in both)
         factors = (
             a.reshape(count, -1, a.shape[1]),
-            b.reshape(b.shape[0], -1, count)
-            .permute(
-                2,
-                0,
-                1,
-            )
-            .contiguous(),
+            b.reshape(b.shape[0], -1, count).permute(2, 0, 1).contiguous(),
         )
         found.setdefault(name, []).append((*factors, scaling))
     return found

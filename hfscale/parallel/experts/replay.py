@@ -203,11 +203,7 @@ class RouteReplay(Part):
             got = [*args, *kwargs.values()][1]
             made = choice.index
             if made is None or (
-                made.data_ptr() != got.data_ptr()
-                and not torch.equal(
-                    made.view_as(got),
-                    got,
-                )
+                made.data_ptr() != got.data_ptr() and not torch.equal(made.view_as(got), got)
             ):
                 raise ConfigError(
                     f"{wild_name(planned.name)}: the experts of {runtime.plan.family!r} are not those of one top-k of "
@@ -268,23 +264,9 @@ def _choice(runtime: Runtime, number: int, planned: ExpertsPlan, given: Tensor |
     is_part = has_part_of_tokens(runtime, planned)
     mesh = runtime.mesh
     if given is not None:
-        lengths = (
-            share_evenly(
-                given.shape[1],
-                mesh.layout.tp,
-            )
-            if is_part
-            else [given.shape[1]]
-        )
+        lengths = share_evenly(given.shape[1], mesh.layout.tp) if is_part else [given.shape[1]]
         rank = mesh.tp_rank if is_part else 0
-        given = given.narrow(
-            1,
-            sum(lengths[:rank]),
-            lengths[rank],
-        )[:, :, number].flatten(
-            0,
-            1,
-        )
+        given = given.narrow(1, sum(lengths[:rank]), lengths[rank])[:, :, number].flatten(0, 1)
     return _Choice(planned.count, given, is_part)
 
 

@@ -44,10 +44,7 @@ def gshard(logits: Tensor, draws: Tensor | None) -> tuple[Tensor, Tensor]:
         index = torch.stack(
             (
                 index[:, 0],
-                index[:, 1].where(
-                    taken,
-                    logits.shape[-1],
-                ),
+                index[:, 1].where(taken, logits.shape[-1]),
             ),
             1,
         )
@@ -63,14 +60,7 @@ def noisy_topk(logits: Tensor, k: int, noise: Tensor | None) -> tuple[Tensor, Te
 
 def round_robin(index: Tensor, count: int) -> Tensor:
     """Return experts in turn, in the shape of ``index``: loads differ by one at most, a token's experts differ."""
-    return (
-        torch.arange(
-            index.numel(),
-            device=index.device,
-        )
-        .remainder_(count)
-        .view_as(index)
-    )
+    return torch.arange(index.numel(), device=index.device).remainder_(count).view_as(index)
 
 
 def widened(x: Tensor) -> Tensor:
@@ -98,28 +88,14 @@ def count_each(numbers: Tensor, count: int) -> Tensor:
 def queue_places(index: Tensor, count: int) -> Tensor:
     """Return how many routes precede each of ``index [b, s, k]`` (``count``: none) in its queue, without host syncs."""
     samples, tokens, k = index.shape
-    queues = (
-        torch.arange(samples, device=index.device).view(
-            -1,
-            1,
-            1,
-        )
-        * (count + 1)
-        + index
-    )
+    queues = torch.arange(samples, device=index.device).view(-1, 1, 1) * (count + 1) + index
     # All first choices of a sequence, then all second ones.
     flat = queues.transpose(1, 2).reshape(-1)
     order = flat.argsort(stable=True)
     lengths = count_each(flat, samples * (count + 1))
     starts = lengths.cumsum(0) - lengths
     places = torch.empty_like(flat)
-    places[order] = (
-        torch.arange(
-            len(flat),
-            device=index.device,
-        )
-        - starts[flat[order]]
-    )
+    places[order] = torch.arange(len(flat), device=index.device) - starts[flat[order]]
     return places.view(samples, k, tokens).transpose(1, 2)
 
 

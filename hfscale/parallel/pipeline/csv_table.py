@@ -60,13 +60,7 @@ def _parse(cell: str, path: Path, row: int) -> list[Action]:
         return []
     if pair := _PAIR.fullmatch(text):
         actions = [
-            action
-            for part in pair.group(1).split(";")
-            for action in _parse(
-                part,
-                path,
-                row,
-            )
+            action for part in pair.group(1).split(";") for action in _parse(part, path, row)
         ]
         return [
             action._replace(paired=index < len(actions) - 1) for index, action in enumerate(actions)
@@ -103,12 +97,7 @@ def _complete(order: Order, path: Path) -> None:
         )
     counts: dict[tuple[int, int], tuple[int, ...]] = {
         (stage, index): tuple(
-            seen.pop(
-                (stage, kind, index),
-                0,
-            )
-            for kind in _KIND.values()
-            if kind != "update"
+            seen.pop((stage, kind, index), 0) for kind in _KIND.values() if kind != "update"
         )
         for stage in stages
         for index in microbatches

@@ -54,13 +54,7 @@ def share_out(
     if towers and parts > 1:
         _refuse_pictures(given, parts * count)
     return [
-        part
-        for batch, size in zip(
-            given,
-            rows,
-            strict=True,
-        )
-        for part in _cut(batch, size, parts)
+        part for batch, size in zip(given, rows, strict=True) for part in _cut(batch, size, parts)
     ]
 
 
@@ -91,16 +85,7 @@ def rows_of(batch: Batch) -> int:
 def _cut(batch: Batch, rows: int, parts: int) -> list[dict[str, Any]]:
     size = rows // parts
     return [
-        {
-            name: _part(
-                name,
-                value,
-                rows,
-                index * size,
-                size,
-            )
-            for name, value in batch.items()
-        }
+        {name: _part(name, value, rows, index * size, size) for name, value in batch.items()}
         for index in range(parts)
     ]
 
@@ -205,10 +190,7 @@ def in_flight_together(plan: Plan, num_microbatches: int | None) -> tuple[int, .
     if plan.stages is None:
         return ()
     return fullest_live(
-        _order(
-            plan,
-            num_microbatches,
-        ),
+        _order(plan, num_microbatches),
         [max(1, len(stage.layers)) for stage in plan.stages.stages],
     )
 

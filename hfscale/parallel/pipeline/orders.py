@@ -277,15 +277,7 @@ def check(
     if schedule in ("interleaved1f1b", "interleaved_zero_bubble") and not _whole_rounds(
         num_microbatches, pp_size
     ):
-        below = next(
-            m
-            for m in range(
-                num_microbatches - 1,
-                0,
-                -1,
-            )
-            if _whole_rounds(m, pp_size)
-        )
+        below = next(m for m in range(num_microbatches - 1, 0, -1) if _whole_rounds(m, pp_size))
         above = next(m for m in count(num_microbatches + 1) if _whole_rounds(m, pp_size))
         raise ConfigError(
             f"num_microbatches={num_microbatches} does not divide into the {num_microbatches // pp_size} rounds of "

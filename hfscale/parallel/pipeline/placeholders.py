@@ -78,12 +78,7 @@ class StageForward:
             assert stream is not None
             assert self.memory is not None
             stream = (
-                self.memory
-                if index == self.border
-                else torch.cat(
-                    [stream, self.memory],
-                    dim=1,
-                )
+                self.memory if index == self.border else torch.cat([stream, self.memory], dim=1)
             )
         self.leaving = stream
 

@@ -263,15 +263,7 @@ class Pipeline(Executor):
         last = stage.index == len(self._stages.stages) - 1
         tokens = hidden_shape(batch)[1]
         inputs = batch.like(
-            {
-                name: value
-                for name, value in batch.items()
-                if self._reads(
-                    stage,
-                    name,
-                    value,
-                )
-            }
+            {name: value for name, value in batch.items() if self._reads(stage, name, value)}
         )
         arrives = tokens if arrived is not None else None
         hold = self._runtime.around(

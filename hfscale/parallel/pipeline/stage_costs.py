@@ -55,25 +55,14 @@ class LayerCosts:
             if found[0] >= first
             else (
                 first,
-                *balance(
-                    works[first:],
-                    stages - 1,
-                    0,
-                    after,
-                ),
+                *balance(works[first:], stages - 1, 0, after),
             )
         )
 
     def of_stages(self, counts: Sequence[int]) -> tuple[Cost, ...]:
         """Return the cost of each stage, given its number of layers."""
         ends = [0, *accumulate(counts)]
-        found = [
-            sum(
-                self.layers[start:stop],
-                self.shared,
-            )
-            for start, stop in pairwise(ends)
-        ]
+        found = [sum(self.layers[start:stop], self.shared) for start, stop in pairwise(ends)]
         found[0] += self.before
         found[-1] += self.after
         return tuple(found)

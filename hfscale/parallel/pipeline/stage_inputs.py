@@ -100,16 +100,7 @@ def trace(draft: Draft, layer_list: str) -> StageInputs | None:
         return None
     loans = note_obstacles(draft, layer_list, seen)
     _refuse_shared_pictures(draft, seen.shared)
-    placed = {
-        item: _phases(
-            draft,
-            seen,
-            item,
-            tensors,
-        )
-        for item, held in tensors.items()
-        if held
-    }
+    placed = {item: _phases(draft, seen, item, tensors) for item, held in tensors.items() if held}
     if draft.problems:
         return None
     used = {item: order for order, item in enumerate(seen.phases)}

@@ -108,14 +108,7 @@ class Timeline:
     def work(self) -> float:
         """Busy time of the busiest rank: the step's ideal length."""
         return max(
-            (
-                _busy(
-                    spans,
-                    float("-inf"),
-                    float("inf"),
-                )
-                for spans in self.ranks
-            ),
+            (_busy(spans, float("-inf"), float("inf")) for spans in self.ranks),
             default=0.0,
         )
 

@@ -56,14 +56,7 @@ def rank_programs(order: Order, name: str = "this order") -> list[list[Step]]:
     there: list[set[Result]] = [set() for _ in order]  # what each rank has computed or received
 
     def run(rank: int, piece: list[Action]) -> bool:
-        inputs = [
-            (action, need)
-            for action in piece
-            for need in needs(
-                action,
-                len(homes) - 1,
-            )
-        ]
+        inputs = [(action, need) for action in piece for need in needs(action, len(homes) - 1)]
         if not {need for action, need in inputs if need[0] != action.stage} <= there[rank]:
             return False
         for where, (kind, stage, microbatch) in _steps(piece, homes):
@@ -150,10 +143,7 @@ class ActivationTypes:
             return
         header = torch.zeros(_LENGTH, dtype=torch.int64)
         header[0], header[1] = _DTYPES.index(kind[1]), len(kind[0])
-        header[2 : 2 + len(kind[0])] = torch.tensor(
-            kind[0],
-            dtype=torch.int64,
-        )
+        header[2 : 2 + len(kind[0])] = torch.tensor(kind[0], dtype=torch.int64)
         self._sending.append((header, dist.isend(header, peer, group=self._control)))
 
     def learn(self, stage: int, peer: int, training: bool) -> _Kind:

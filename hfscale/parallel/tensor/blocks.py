@@ -131,17 +131,7 @@ def _block(draft: Draft, name: str, role: Block, layers: list[str]) -> BlockPlan
         shared=shared,
         local_attributes=_local_attributes(block),
         dropout=max(
-            (
-                float(
-                    reduce(
-                        field,
-                        path.split("."),
-                        config,
-                    )
-                    or 0.0
-                )
-                for path in role.dropout
-            ),
+            (float(reduce(field, path.split("."), config) or 0.0) for path in role.dropout),
             default=0.0,
         ),
         enter=tuple(map(block.path, role.enter)),

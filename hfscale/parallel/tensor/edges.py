@@ -248,10 +248,7 @@ def hook_block(model: nn.Module, block: BlockPlan, edge: Edge) -> None:
                     0,
                     (hidden_states_of(args, kwargs).shape[0], -1),
                 )
-                own[name] = by_sample.chunk(edge.size, 1)[edge.rank].flatten(
-                    0,
-                    1,
-                )
+                own[name] = by_sample.chunk(edge.size, 1)[edge.rank].flatten(0, 1)
         return args, own
 
     def entered(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:

@@ -158,12 +158,7 @@ def defer_logits(head: Pointwise, hidden: Tensor, trains: bool) -> LazyLogits:
     """Return ``head(hidden)`` as lazy logits; ``trains``: whether the head has trainable parameters."""
     graph = torch.is_grad_enabled() and (hidden.requires_grad or trains)
     # In the caller's grad mode: autocast caches the weights it casts, with or without their graph.
-    sample = head(
-        hidden.reshape(
-            -1,
-            hidden.shape[-1],
-        )[:0]
-    ).detach()
+    sample = head(hidden.reshape(-1, hidden.shape[-1])[:0]).detach()
     return LazyLogits(hidden, head, sample, graph)
 
 
@@ -301,13 +296,6 @@ class Scoring:
             ]
         else:
             found = [torch.cat(parts) for parts in zip(*made, strict=True)]
-            whole = [
-                each.new_zeros(len(targets)).index_copy(
-                    0,
-                    valid,
-                    each,
-                )
-                for each in found
-            ]
+            whole = [each.new_zeros(len(targets)).index_copy(0, valid, each) for each in found]
         self.scores = TokenScores(*(each.view(shape) for each in whole))
         return -whole[0].sum()

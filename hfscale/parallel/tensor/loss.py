@@ -71,13 +71,7 @@ class VocabParallelLoss(KeepsOutputs):
         cut = weight.cut_over("tp")
         size = mesh.layout.tp
         self.lengths = [
-            cut.local_length(
-                weight.shape[0],
-                r,
-            )
-            if cut
-            else weight.shape[0]
-            for r in range(size)
+            cut.local_length(weight.shape[0], r) if cut else weight.shape[0] for r in range(size)
         ]
         self.start = sum(self.lengths[: mesh.tp_rank])
         self.count: Tensor | None = None
@@ -103,16 +97,7 @@ class VocabParallelLoss(KeepsOutputs):
         if targets is None:  # no position predicts the first labels
             targets = batch["labels"][..., self.shift :]
         valid = targets != -100
-        return valid.sum(), (
-            valid
-            & (
-                targets.clamp(
-                    0,
-                    sum(self.lengths) - 1,
-                )
-                != targets
-            )
-        ).sum()
+        return valid.sum(), (valid & (targets.clamp(0, sum(self.lengths) - 1) != targets)).sum()
 
     def check_smoothing(self, label_smoothing: float) -> None:
         """Accept any label smoothing."""
@@ -240,11 +225,7 @@ class VocabParallelLoss(KeepsOutputs):
             raise ConfigError("the loss got neither labels nor shift_labels: pass one of them")
         targets = given
         if shift_labels is None and not self._shifted:  # the last positions have no target
-            targets = nn.functional.pad(
-                given,
-                (0, self.shift),
-                value=-100,
-            )[..., self.shift :]
+            targets = nn.functional.pad(given, (0, self.shift), value=-100)[..., self.shift :]
         targets = targets.reshape(-1)
         if targets.device != logits.device:
             targets = targets.to(logits.device)

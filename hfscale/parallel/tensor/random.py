@@ -214,10 +214,7 @@ def derive_seed(source: torch.Tensor | str, key: int | str) -> int:
     content = source.encode() if isinstance(source, str) else source.cpu().numpy().tobytes()
     digest = hashlib.blake2b(
         content,
-        key=hashlib.blake2b(
-            str(key).encode(),
-            digest_size=32,
-        ).digest(),
+        key=hashlib.blake2b(str(key).encode(), digest_size=32).digest(),
         digest_size=8,
     )
     return int.from_bytes(digest.digest(), "little") >> 1

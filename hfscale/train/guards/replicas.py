@@ -140,14 +140,7 @@ def checksum(share: Tensor) -> Tensor:
     total = torch.zeros_like(parts[0][0])
     for salt, part in enumerate(parts):  # sums weighted by position, which overflow on purpose
         total += (
-            part
-            * odd_numbers(
-                torch.arange(
-                    len(part),
-                    device=part.device,
-                )
-                + (salt << 48)
-            )
+            part * odd_numbers(torch.arange(len(part), device=part.device) + (salt << 48))
         ).sum()
     return total
 
@@ -189,10 +182,7 @@ def _pieces(
         low = stop - length
         inside = tuple(
             (
-                max(
-                    a,
-                    low,
-                ),
+                max(a, low),
                 min(b, stop),
             )
             for a, b in spans[fused.dim]

@@ -110,15 +110,7 @@ def _check_adapted(wrapper: Any, model: Any, *args: Any, **_: Any) -> tuple[Any,
 
 
 def _check_models(accelerator: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-    for given in (
-        ()
-        if getattr(
-            accelerator,
-            "serves_hfscale",
-            False,
-        )
-        else (*args, *kwargs.values())
-    ):
+    for given in () if getattr(accelerator, "serves_hfscale", False) else (*args, *kwargs.values()):
         runtime = find_runtime(given)
         if runtime is not None and runtime.mesh.layout.total_size > 1:
             raise ConfigError(
@@ -216,15 +208,7 @@ def _check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         cut = next((part for part in parts if part.cut), None)
         if cut is not None and _differs(optimizer, held[0].device, halved=True):
             _refuse(optimizer, cut, f"{cut.name} is cut")
-        elif (
-            parts
-            and parts[0].staged
-            and _differs(
-                optimizer,
-                held[0].device,
-                halved=False,
-            )
-        ):
+        elif parts and parts[0].staged and _differs(optimizer, held[0].device, halved=False):
             _refuse(optimizer, parts[0], "stages hold some parameters each")
         _refuse_over_shards(optimizer, held)
     _judged[optimizer] = len(optimizer.param_groups)
@@ -275,18 +259,7 @@ def _differs(optimizer: torch.optim.Optimizer, device: torch.device, halved: boo
     generator = torch.Generator().manual_seed(0)
     scale = torch.logspace(-1, 1, 8)[:, None]  # so that the two halves have different norms
     start = [torch.randn(8, 8, generator=generator) * scale for _ in range(2)]
-    gradients = [
-        [
-            torch.randn(
-                8,
-                8,
-                generator=generator,
-            )
-            * scale
-            for _ in start
-        ]
-        for _ in range(3)
-    ]
+    gradients = [[torch.randn(8, 8, generator=generator) * scale for _ in start] for _ in range(3)]
     part = [start[0][:4], start[1]] if halved else start[1:]
     given = [
         [
@@ -303,13 +276,7 @@ def _differs(optimizer: torch.optim.Optimizer, device: torch.device, halved: boo
             found = _stepped(optimizer, part, given, device)
     except Exception:  # a class may raise anything in a trial that it was not made for
         return isinstance(optimizer, torch.optim.LBFGS)
-    if any(
-        not torch.equal(
-            one,
-            other,
-        )
-        for one, other in zip(whole, again, strict=True)
-    ):
+    if any(not torch.equal(one, other) for one, other in zip(whole, again, strict=True)):
         return False
     expected = [whole[0][:4], whole[1]] if halved else whole[1:]
     return any(

@@ -218,21 +218,12 @@ def agree(
         len(batches),
         zlib.crc32(repr((shapes, train)).encode()),
     ]
-    content = (
-        own[:, -1]
-        * _weights(
-            1 << len(own).bit_length(),
-            own.device,
-        )[: len(own)]
-    ).sum()
+    content = (own[:, -1] * _weights(1 << len(own).bit_length(), own.device)[: len(own)]).sum()
     mine = torch.cat(
         (
             torch.tensor(about),
             content.view(1),
-            torch.tensor(
-                told,
-                dtype=torch.int64,
-            ),
+            torch.tensor(told, dtype=torch.int64),
             *more,
         )
     )
@@ -297,15 +288,7 @@ def _on_host(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def _different(ranks: list[_Shared], names: list[int]) -> str:
-    if refusing := [
-        str(name)
-        for name, rank in zip(
-            names,
-            ranks,
-            strict=True,
-        )
-        if rank.refused
-    ]:
+    if refusing := [str(name) for name, rank in zip(names, ranks, strict=True) if rank.refused]:
         return f"rank(s) {', '.join(refusing)}, which share this rank's batch, refused theirs: see their error"
     given = ", ".join(
         f"rank {name}: {rank.microbatches} microbatches"
@@ -371,10 +354,7 @@ def to_device(batches: Sequence[Microbatch], device: torch.device) -> list[Micro
             (name, v) for name, v in batch.items() if isinstance(v, Tensor) and v.device != device
         ]:
             if away and value.device.type == "cpu" and not value.requires_grad:
-                together.setdefault(
-                    id(value),
-                    (value, []),
-                )[1].append((batch, name))
+                together.setdefault(id(value), (value, []))[1].append((batch, name))
             else:
                 batch[name] = value.to(device, non_blocking=away)
     if together:

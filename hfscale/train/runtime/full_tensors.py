@@ -181,14 +181,7 @@ class _Gathering:
         sizes = {source: bytes_before(_forms(own))[-1] for source, own in pieces.items()}
         wanted = [source for source in sizes if source != rank] if rank in self.to else []
         sent = {source: torch.empty(sizes[source], dtype=torch.uint8) for source in wanted}
-        works = [
-            dist.irecv(
-                flat,
-                src=source,
-                group=group,
-            )
-            for source, flat in sent.items()
-        ]
+        works = [dist.irecv(flat, src=source, group=group) for source, flat in sent.items()]
         if rank in pieces:
             own = self.attempt(self._copied, pieces[rank])
             flat = torch.empty(sizes[rank], dtype=torch.uint8) if own is None else own

@@ -63,14 +63,7 @@ def initialize_local_weights(
         constructors.fill([*names, *buffer_names])
         for key in names:
             whole = template.get_parameter(key).detach()
-            shares[key] = (
-                plan.by_name[key]
-                .take(whole, mesh.ranks)
-                .to(
-                    mesh.device,
-                    copy=True,
-                )
-            )
+            shares[key] = plan.by_name[key].take(whole, mesh.ranks).to(mesh.device, copy=True)
         for key in buffer_names:
             buffers[key] = template.get_buffer(key).to(mesh.device)
         unit.to_empty(device="meta", recurse=recurse)

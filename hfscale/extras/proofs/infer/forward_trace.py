@@ -71,13 +71,7 @@ def trace(subject: Subject) -> Trace:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for call in result.calls.values():
         call.feeds, call.parameters = _walk_back(call.input, names)
-    result.outputs = {
-        layer: _walk_back(
-            output,
-            names,
-        )[0]
-        for layer, output in endings.items()
-    }
+    result.outputs = {layer: _walk_back(output, names)[0] for layer, output in endings.items()}
     for name in repeated:
         del result.calls[name]
     return result

@@ -133,14 +133,7 @@ class Guesses:
         if not self.candidate.attends or not 0 < self.key_heads < self.heads:
             return {}
         fused = {name: (1, 2) for name, lengths in parts.items() if lengths is query_key_value}
-        width = (
-            self._width(
-                self.candidate.row[0],
-                of_input=True,
-            )
-            * self.key_heads
-            // self.heads
-        )
+        width = self._width(self.candidate.row[0], of_input=True) * self.key_heads // self.heads
         names = [name for name in self.candidate.column if self._width(name) == width]
         names += [
             name for name in across if self.modules[name].get_parameter("weight").shape[0] == width
@@ -175,10 +168,7 @@ class Guesses:
         samples = self.subject.inputs["input_ids"].shape[0]
         heads = {}
         sample_heads = []
-        for name, tensor in self.trace.arguments.get(
-            self.candidate.block,
-            {},
-        ).items():
+        for name, tensor in self.trace.arguments.get(self.candidate.block, {}).items():
             if self.heads and self.heads in tensor.shape:
                 heads[name] = tensor.shape.index(self.heads)
             elif self.heads and tensor.ndim and tensor.shape[0] == samples * self.heads:

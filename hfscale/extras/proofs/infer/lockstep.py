@@ -98,30 +98,14 @@ def _run_as_ranks(
     ) as error:  # a name, a size or a number that is not there to be cut
         raise Unproved(brief(error)) from error
     outputs, own = zip(
-        *group.run(
-            [
-                partial(
-                    rank.run,
-                    subject,
-                )
-                for rank in ranks
-            ]
-        ),
+        *group.run([partial(rank.run, subject) for rank in ranks]),
         strict=True,
     )
     gradients = tuple(dict(found) for found in own)
     for name, leaf in subject.model.named_parameters():
         cut, axes = rules.get(id(leaf), (None, ()))
         if cut is not None or axes:
-            parts = [
-                _in_place(
-                    leaf,
-                    cut,
-                    rank,
-                    found[name],
-                )
-                for rank, found in enumerate(own)
-            ]
+            parts = [_in_place(leaf, cut, rank, found[name]) for rank, found in enumerate(own)]
             known = [part for part in parts if part is not None]
             for found in gradients:
                 found[name] = _total(known) if known else None

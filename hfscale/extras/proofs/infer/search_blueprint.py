@@ -135,13 +135,7 @@ def _infer(model: Any, subject: Subject) -> Inference:
             or "no projection of its layers writes what the next layer reads"
         )
     fields = find_dropouts(model, blocks)
-    blocks = {
-        path: replace(
-            block,
-            dropout=fields[path],
-        )
-        for path, block in blocks.items()
-    }
+    blocks = {path: replace(block, dropout=fields[path]) for path, block in blocks.items()}
     proof = search.prove(blocks)
     source = f"{INFERRED}, and proved on a tiny clone (worst relative difference {proof.worst:.0e})"
     blueprint = Blueprint(layers, blocks, source=source)

@@ -76,10 +76,7 @@ def _region_ahead(draft: Draft, layer: str) -> SequencePlan:
         gathered,
         partial,
         direct=False,
-        dropout=_drops_out(
-            draft,
-            [layer],
-        ),
+        dropout=_drops_out(draft, [layer]),
     )
 
 
