@@ -34,12 +34,12 @@ from ..distributed.mesh import Mesh
 from ..errors import CheckpointError
 from ..features.adapters import by_peft
 from ..features.adapters.storage import load_adapter
+from ..features.prediction.plan import PredictionPlan
 from ..features.quantization.arrival import Quantizing, split_packed
 from ..features.quantization.quantized_modules import hold_packed
 from ..parallel.pipeline.placeholders import drop_other_stages
 from ..parallel.tensor import cut_parameters
 from ..plan import Plan
-from ..plan.feature_plans import PredictionPlan
 from ..train.runtime import runtime_of
 from ..train.runtime.parameter_names import put_buffer, put_parameter
 from ..train.runtime.shards import LocalWeights, local_tensor

@@ -1,17 +1,21 @@
 """The contents of a plan, and the lookups that other modules make in it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from math import prod
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..config.parallel import ParallelConfig
+from .batch_fields import BatchField
 from .modules import AdapterParameter, BlockPlan, ExpertsPlan, SequencePlan
 from .parameter import ParameterPlan
 from .quantized import QuantizedPlan
 from .stages import StagePlan
+
+if TYPE_CHECKING:  # a plan is data: nothing here computes
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,27 @@ class Feature:
     def describe(self, plan: "PlanContents") -> list[str]:
         """Return the lines about this feature below the plan's table; none by default."""
         return []
+
+    @property
+    def batch_fields(self) -> tuple[BatchField, ...]:
+        """What this feature adds to the arguments of a pass, and takes out before the stock model is called."""
+        return ()
+
+    def fill(self, batch: Mapping[str, Any], shift: int) -> "dict[str, Tensor]":
+        """Return the values of :attr:`batch_fields` that follow from a batch of full sequences, before it is cut; a
+        label is ``shift`` behind the token that predicts it.
+        """
+        return {}
+
+    @property
+    def optional_layers(self) -> tuple[str, ...]:
+        """The layers that evaluation leaves out, the last ones of the model."""
+        return ()
+
+    @property
+    def adds_loss(self) -> str:
+        """The option, in words, by which this feature adds to the model's own loss; empty where it does not."""
+        return ""
 
 
 FeatureT = TypeVar("FeatureT", bound=Feature)
@@ -65,6 +90,21 @@ class PlanContents:
     adapters: tuple[
         AdapterParameter, ...
     ] = ()  # the parameters of adapters, which come last in ``parameters``
+
+    @cached_property
+    def batch_fields(self) -> dict[str, BatchField]:
+        """What features add to the arguments of a pass, by name."""
+        return {field.name: field for feature in self.features for field in feature.batch_fields}
+
+    @property
+    def optional_layers(self) -> tuple[str, ...]:
+        """The layers that evaluation leaves out, the last ones of the model."""
+        return tuple(layer for feature in self.features for layer in feature.optional_layers)
+
+    @property
+    def adds_loss(self) -> str:
+        """The options, in words, by which features add to the model's own loss; empty where none does."""
+        return ", ".join(feature.adds_loss for feature in self.features if feature.adds_loss)
 
     @cached_property
     def by_name(self) -> dict[str, ParameterPlan]:

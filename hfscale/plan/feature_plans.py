@@ -7,9 +7,8 @@ from ..errors import ConfigError
 from ..models.names import wild_name
 from .contents import Feature, PlanContents
 
-IDS, TARGETS = "mtp_input_ids", "mtp_labels"
-"""Arguments of a forward pass, ``[b, depths, s]``, which the model itself never sees."""
-ROUTES = "routes"  # likewise the experts of every token, ``[b, s, layers, k]``
+ROUTES = "routes"
+"""An argument of a pass that the model itself never sees: the experts of every token, ``[b, s, layers, k]``."""
 
 
 @dataclass(frozen=True)
@@ -254,17 +253,3 @@ class OwnLossPlan(Feature):
         return [
             f"loss: the model's own, a mean over {self.over}; microbatches count by their {self.over}"
         ]
-
-
-@dataclass(frozen=True)
-class PredictionPlan(Feature):
-    """Plan of layers behind the model that predict tokens further ahead (DeepSeek-AI 2024, V3, section 2.2)."""
-
-    layers: tuple[str, ...]  # one for each depth
-    # For each of them a layer of the model of its kind, which is given the same masks.
-    like: tuple[str, ...]
-    text: str  # the module whose output they begin with
-
-    def describe(self, plan: PlanContents) -> list[str]:
-        where = "; on the last stage" if plan.stages is not None else ""
-        return [f"multi-token prediction: {', '.join(self.layers)} behind {self.text}{where}"]

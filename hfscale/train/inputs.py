@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from numpy import ndarray
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
 from .._compat.transformers.classes import (
     class_name,
@@ -15,9 +14,9 @@ from .._compat.transformers.classes import (
     stock_class,
     takes_argument,
 )
-from .._compat.transformers.computing import begins_anew, text_positions, uses_flash_attention
+from .._compat.transformers.computing import uses_flash_attention
 from ..errors import ConfigError
-from ..plan.feature_plans import IDS, ROUTES, TARGETS
+from ..plan.feature_plans import ROUTES
 from .guards import before_step, check_model, check_packed_rows
 from .runtime import Batch, Runtime, StepLoss
 from .runtime.batches import (
@@ -429,47 +428,4 @@ def _filled(name: str, value: Any, rows: int) -> Any:
     return value.new_full(
         (rows, max(2, length), *others),
         _FILLERS.get(name, 0),
-    )
-
-
-def look_ahead(batch: Mapping[str, Any], depths: int, shift: int) -> dict[str, Tensor]:
-    """Return the ids and the targets of ``depths`` further tokens for every position, ``[b, depths, s]`` each.
-
-    ::
-
-        ids        a  b  c  d          depth 1, at a: the embedding of b, and what b predicts: c
-        targets    b  c  d  -          depth 2, at a: that of c, and d
-
-    There is no target (-100) past the end of the row or of the document, which is where ``position_ids`` begin anew. A
-    label is ``shift`` behind the token that predicts it; ``shift_labels`` are targets already.
-    """
-    ids = batch["input_ids"]
-    targets = batch.get("shift_labels")
-    if targets is None:
-        targets = pad(batch["labels"], (0, shift), value=-100)[..., shift:]
-    given = batch.get("position_ids")
-    positions = None if given is None else text_positions(given)
-    documents = torch.zeros_like(ids[:1])
-    if positions is not None:
-        documents = pad(
-            begins_anew(positions, batch.get("attention_mask")).cumsum(-1),
-            (1, 0),
-        ).to(ids.device)
-    of_targets = torch.cat((documents[:, 1:], documents[:, -1:]), 1)
-    found = list[tuple[Tensor, Tensor]]()
-    for depth in range(1, depths + 1):
-        end = (0, min(depth, ids.shape[1]))
-        same = documents == pad(of_targets[:, depth:], end, value=-1)
-        found.append(
-            (
-                pad(ids[:, depth:], end),
-                pad(targets[:, depth:], end, value=-100).where(same, -100),
-            )
-        )
-    return dict(
-        zip(
-            (IDS, TARGETS),
-            (torch.stack(each, 1) for each in zip(*found, strict=True)),
-            strict=True,
-        )
     )

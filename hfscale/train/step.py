@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError, check_number, check_switch
-from ..plan.feature_plans import PredictionPlan
 from .around import labels_around, refuse_trained_around
 from .distillation import ModelTeacher
 from .inputs import prepare
@@ -105,8 +104,8 @@ def _check_losses(
 ) -> None:
     """Refuse combinations of arguments that belong to different losses."""
     _check_teacher(runtime, teacher, bool(loss_fn or score_loss or smoothing))
-    if (loss_fn or score_loss) and runtime.plan.feature(PredictionPlan) is not None:
-        _refuse_beside("loss_fn or score_loss", "mtp_loss_weight of hfscale.from_pretrained")
+    if (loss_fn or score_loss) and runtime.plan.adds_loss:
+        _refuse_beside("loss_fn or score_loss", runtime.plan.adds_loss)
     check_number("label_smoothing", smoothing, least=0, most=1)
     check_number("temperature", temperature, above=0)
     divided = bool(smoothing) or items is not None
@@ -129,8 +128,9 @@ def _check_teacher(runtime: Runtime, teacher: ModelTeacher | None, other: bool) 
         )
     teacher.check(runtime)
     refuse_without_flush(runtime, "teacher")
-    if other or runtime.plan.feature(PredictionPlan) is not None:
-        _refuse_beside("teacher", "loss_fn, score_loss, label_smoothing and mtp_loss_weight")
+    if other or runtime.plan.adds_loss:
+        besides = runtime.plan.adds_loss or "other terms of a loss"
+        _refuse_beside("teacher", f"loss_fn, score_loss, label_smoothing and {besides}")
 
 
 def _refuse_beside(loss: str, names: str) -> None:

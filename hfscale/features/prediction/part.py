@@ -23,12 +23,12 @@ from ..._compat.transformers.computing import told_apart_by
 from ..._compat.transformers.hidden_states import other_arguments
 from ..._compat.transformers.prediction import PREDICTION, PREDICTION_LOOKUP
 from ...errors import ConfigError
-from ...parallel.tensor.loss import RowsAhead, VocabParallelLoss
-from ...plan.feature_plans import IDS, TARGETS, PredictionPlan
-from ...train.inputs import look_ahead
+from ...parallel.tensor.loss import LossTerm, VocabParallelLoss
 from ...train.runtime import Batch, Part, Runtime
 from ...train.runtime.batches import Microbatch
 from ...train.runtime.shards import LocalWeights
+from .look_ahead import IDS, TARGETS, look_ahead
+from .plan import PredictionPlan
 
 _LABELS = ("labels", "shift_labels")
 
@@ -42,9 +42,9 @@ class MultiTokenPrediction(Part):
 
     def __init__(self) -> None:
         self._ids: Tensor | None = None  # of the current pass, [b, depths, s]
-        self._given: dict[
-            str, dict[str, Any]
-        ] = {}  # layer of the model -> arguments of its latest call
+        self._term: LossTerm | None = None  # of the current pass
+        # Layer of the model -> arguments of its latest call.
+        self._given: dict[str, dict[str, Any]] = {}
         self._step: Tensor | None = None  # loss, hits and labels of each depth in the current step
         self._latest: Tensor | None = None  # those of the last step, over all ranks
 
@@ -138,13 +138,11 @@ class MultiTokenPrediction(Part):
         )
         if known and torch.is_grad_enabled() and self._loss.trains(model):
             ahead = ahead or look_ahead(batch, len(self._planned.layers), self._loss.shift)
-            self._ids, targets = (
-                ahead[IDS],
-                ahead[TARGETS].transpose(0, 1).contiguous(),
-            )
-            self._loss.ahead = RowsAhead(
-                targets, self._weight, torch.zeros_like(targets, dtype=torch.bool)
-            )
+            self._ids = ahead[IDS]
+            targets = ahead[TARGETS].transpose(0, 1).contiguous()
+            hits = torch.zeros_like(targets, dtype=torch.bool)
+            self._term = LossTerm(targets, self._weight, hits)
+            self._loss.terms.append(self._term)
         return args, kwargs
 
     def _note(
@@ -179,8 +177,13 @@ class MultiTokenPrediction(Part):
 
     def _end(self, *_: Any) -> None:
         """Count what a pass has predicted (forward hook of the model)."""
-        ahead, self._loss.ahead, self._ids = self._loss.ahead, None, None
+        term = self._term
+        self._term = None
+        self._ids = None
         self._given.clear()
-        if ahead is not None and ahead.loss is not None and self._step is not None:
-            counts = (each.sum((1, 2)) for each in (ahead.hits, ahead.targets != -100))
-            self._step += torch.cat((ahead.loss.double().view(1), *counts))
+        if term is None:
+            return
+        self._loss.terms.remove(term)
+        if term.loss is not None and self._step is not None:
+            counts = (each.sum((1, 2)) for each in (term.hits, term.targets != -100))
+            self._step += torch.cat((term.loss.double().view(1), *counts))

@@ -1,10 +1,52 @@
 """Plan the layers of multi-token prediction (DeepSeek-AI 2024, V3, section 2.2)."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
 from ..._compat.transformers.prediction import PREDICTION_LOOKUP
 from ...config.schedules import ASYNCHRONOUS
 from ...models.fields import text_config
+from ...plan.batch_fields import BatchField
+from ...plan.contents import Feature, PlanContents
 from ...plan.drafting.draft import Draft
-from ...plan.feature_plans import PredictionPlan
+from .look_ahead import IDS, TARGETS, look_ahead
+
+
+@dataclass(frozen=True)
+class PredictionPlan(Feature):
+    """Plan of layers behind the model that predict tokens further ahead (DeepSeek-AI 2024, V3, section 2.2)."""
+
+    layers: tuple[str, ...]  # one for each depth
+    # For each of them a layer of the model of its kind, which is given the same masks.
+    like: tuple[str, ...]
+    text: str  # the module whose output they begin with
+
+    def describe(self, plan: PlanContents) -> list[str]:
+        """Return the layers, and what they read."""
+        where = "; on the last stage" if plan.stages is not None else ""
+        return [f"multi-token prediction: {', '.join(self.layers)} behind {self.text}{where}"]
+
+    @property
+    def batch_fields(self) -> tuple[BatchField, ...]:
+        """The ids and targets further ahead."""
+        return (BatchField(IDS, -1, is_target=True), BatchField(TARGETS, -1, is_target=True))
+
+    def fill(self, batch: Mapping[str, Any], shift: int) -> dict[str, Tensor]:
+        """Return ids and targets further ahead, which may lie with another rank's tokens."""
+        return look_ahead(batch, len(self.layers), shift)
+
+    @property
+    def optional_layers(self) -> tuple[str, ...]:
+        """All of its layers: they run in training passes alone."""
+        return self.layers
+
+    @property
+    def adds_loss(self) -> str:
+        """The option of ``from_pretrained``."""
+        return "mtp_loss_weight of hfscale.from_pretrained"
 
 
 def plan_prediction(draft: Draft) -> None:

@@ -24,7 +24,8 @@ from ..._compat.transformers.computing import (
     text_positions,
 )
 from ...errors import ConfigError
-from ...plan.feature_plans import IDS, ROUTES, TARGETS
+from ...plan.batch_fields import BatchField
+from ...plan.feature_plans import ROUTES
 from ...plan.sequence_split import Interval, Split, starts_of, tokens_of
 
 # Along which dim the tokens of a whole sequence lie; by name, since other inputs may have as many entries by chance.
@@ -33,13 +34,13 @@ _TOKENS_ALONG = {
         ("input_ids", "inputs_embeds", "attention_mask", "token_type_ids", "mm_token_type_ids"), 1
     ),
     **dict.fromkeys(("labels", "shift_labels", "visual_pos_masks", "per_layer_inputs", ROUTES), 1),
-    **dict.fromkeys(("position_ids", IDS, TARGETS), -1),
+    "position_ids": -1,
 }
 _AT_MARKED = {"deepstack_visual_embeds": "visual_pos_masks"}
 """Lists of tensors with a row for each token that a mask of whole sequences marks."""
 CUT_INSIDE = ("visual_pos_masks", "per_layer_inputs", *_AT_MARKED)
 """Of what models of text are given besides embeddings where there are pictures, what can be cut."""
-CUT_FIRST = ("labels", "shift_labels", IDS, TARGETS, ROUTES)
+_CUT_FIRST = ("labels", "shift_labels", ROUTES)
 _NO_TOKENS = (
     "use_cache",
     "return_dict",
@@ -70,6 +71,13 @@ class CutBatch:
     documents: Tensor | None = None
     # where those begin, for each row, or once for rows that are alike
     starts: tuple[tuple[int, ...], ...] | None = None
+    # what features add to the arguments of a pass, by name
+    added: Mapping[str, BatchField] = field(default_factory=dict)
+
+    @property
+    def cut_first(self) -> tuple[str, ...]:
+        """The arguments that are cut before the model, also where the others are cut at its text model's input."""
+        return (*_CUT_FIRST, *self.added)
 
     def places(self, device: torch.device | None = None) -> Tensor:
         """Return the positions of this rank's tokens in the sequence."""
@@ -99,12 +107,13 @@ def cut_batch(
     counted: Tensor | None,
     inside: bool = False,
     whole_mask: bool = False,
+    added: Mapping[str, BatchField] | None = None,
 ) -> tuple[CutBatch, dict[str, Any]]:
     """Return what context rank ``rank`` of ``size`` should know of the whole batch, and the arguments of its own
     tokens, with ``labels`` shifted by ``shift`` (1 for causal language models). ``counted``: the positions that the
     model counts where the batch has none. ``inside``: only what the text model is not given is cut here, and the rest
     where the text begins. ``whole_mask``: the model is given the ``attention_mask`` of all tokens, of which it makes
-    biases (ALiBi, Press et al. 2022) for attention that runs on full sequences.
+    biases (ALiBi, Press et al. 2022) for attention that runs on full sequences. ``added``: what features add to it.
     """
     samples, total = tokens_of(batch)
     if total < size:
@@ -129,11 +138,11 @@ def cut_batch(
         whole.pop("attention_mask", None)
     if whole.get("labels") is not None and shift:
         whole["labels"] = F.pad(whole["labels"], (0, shift), value=-100)[..., shift:]
-    known = CutBatch(split, rank, padding, positions, documents, starts)
+    known = CutBatch(split, rank, padding, positions, documents, starts, added or {})
     if inside:
         return known, {
             **whole,
-            **cut_inputs(known, {name: whole[name] for name in CUT_FIRST if name in whole}),
+            **cut_inputs(known, {name: whole[name] for name in known.cut_first if name in whole}),
         }
     if counted is not None and positions is None:
         whole["position_ids"] = counted
@@ -178,7 +187,7 @@ def _marked(rows: list[Tensor], marks: Tensor, batch: CutBatch) -> list[Tensor]:
 def _part(name: str, value: Any, batch: CutBatch) -> Any:
     if not isinstance(value, Tensor) or value.ndim == 0 or name in _NO_TOKENS:
         return value
-    dim = _TOKENS_ALONG.get(name)
+    dim = batch.added[name].token_dim if name in batch.added else _TOKENS_ALONG.get(name)
     total = batch.split.total
     if dim is None or value.shape[dim] != total:
         raise ConfigError(

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ..._compat.torch import tree_map
 from ..._compat.transformers.classes import forward_arguments, takes_argument
 from .attention_override import AttentionCall, current_batch, learn
-from .cut_batch import CUT_FIRST, CutBatch, MaskBlocks, cut_inputs
+from .cut_batch import CutBatch, MaskBlocks, cut_inputs
 from .engine import OwnBlocks
 from .methods import read
 
@@ -200,7 +200,7 @@ def cut_inside(text: nn.Module, learned: Callable[[CutBatch], None] = learn) -> 
             given["position_ids"] = torch.arange(batch.split.total, device=device)[None]
         learned(replace(batch, position_ids=given.get("position_ids")))
         # Which are cut already.
-        passed_on = {name: given.pop(name) for name in CUT_FIRST if name in given}
+        passed_on = {name: given.pop(name) for name in batch.cut_first if name in given}
         return (), {**cut_inputs(batch, given), **passed_on}
 
     return text.register_forward_pre_hook(before, with_kwargs=True)

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from ..._compat.transformers.computing import position_counter
 from ...distributed.ops.segments import RankChain, Segments, keep_states_apart
 from ...errors import ConfigError
-from ...plan.feature_plans import ContextPlan, PredictionPlan
-from ...train.inputs import look_ahead
+from ...plan.feature_plans import ContextPlan
 from ...train.runtime import Batch, Part, Runtime, recomputing
 from ...train.runtime.batches import Microbatch
 from ...train.runtime.forward_passes import ForwardPasses
@@ -103,17 +102,18 @@ class ContextParallel(Part, ContextAxis):
         size = runtime.mesh.layout.cp
         rank = runtime.mesh.cp_rank
         assert runtime.loss is not None
-        if (ahead := runtime.plan.feature(PredictionPlan)) is not None:
-            batch = batch.like(
-                {**batch, **look_ahead(batch, len(ahead.layers), runtime.loss.shift)}
-            )
+        for feature in runtime.plan.features:
+            if filled := feature.fill(batch, runtime.loss.shift):
+                batch = batch.like({**batch, **filled})
         if self._counts_tokens and batch.get("position_ids") is not None:
             raise ConfigError(
                 f"{runtime.plan.family!r} counts positions by itself over cp_size={size}: leave position_ids out"
             )
         shift = runtime.loss.shift
         counted = self._count(batch)
-        whole, part = cut_batch(batch, size, rank, shift, counted, inside, self._planned.whole_mask)
+        whole_mask = self._planned.whole_mask
+        added = runtime.plan.batch_fields
+        whole, part = cut_batch(batch, size, rank, shift, counted, inside, whole_mask, added)
         if whole.padding is not None and not self._planned.pads:
             raise ConfigError(
                 f"{runtime.plan.family!r} counts positions from the end of padding, which a rank with a part of a "

@@ -35,7 +35,7 @@ from ...errors import ConfigError
 from ...models.family_limits import READ_BY_CACHE
 from ...models.precision import WIDENS_INSIDE
 from ...plan import Plan
-from ...plan.feature_plans import PredictionPlan, TowersPlan, offloaded
+from ...plan.feature_plans import TowersPlan, offloaded
 from ...plan.parameter import data_axes
 from ...train.runtime import like_sharded
 from ...train.runtime.parameter_names import (
@@ -186,12 +186,9 @@ def apply_data_axes(model: nn.Module, plan: Plan, mesh: Mesh, options: Options) 
     layers, lent = _layers(model, plan, mesh)
     for module in (*lent, *layers):
         shard_by_type(module, reshard_after_forward=reshard, **{**how, "mp_policy": inner})
-    ahead = plan.feature(PredictionPlan)  # whose layers, the last ones, do not run in every pass
-    count = len(layers) - sum(
-        plan.is_local(mesh.pp_rank, layer) for layer in (ahead.layers if ahead else ())
-    )
+    always = len(layers) - sum(plan.is_local(mesh.pp_rank, each) for each in plan.optional_layers)
     # The host waits for routes first.
-    for layer, following in pairwise(layers[:count] if plan.mixtures else []):
+    for layer, following in pairwise(layers[:always] if plan.mixtures else []):
         layer.set_modules_to_forward_prefetch(
             [m for m in following.modules() if isinstance(m, FSDPModule)]
         )

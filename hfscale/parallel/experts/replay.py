@@ -24,7 +24,6 @@ from torch.overrides import TorchFunctionMode
 from ..._compat.replaced import attribute_replaced
 from ..._compat.torch import is_compiled_in_place
 from ..._compat.transformers.classes import class_name
-from ..._compat.transformers.prediction import PREDICTION
 from ...distributed.ops.collectives import all_gather
 from ...errors import ConfigError
 from ...models.module_kinds import experts_per_token, used_names
@@ -243,11 +242,10 @@ def record_routes(model: nn.Module) -> AbstractContextManager[list[Tensor]]:
 
 
 def replayed(runtime: Runtime) -> list[ExpertsPlan]:
-    """Return the mixtures that routes are of, in the model's order: not those of multi-token prediction."""
+    """Return the mixtures that routes are of, in the model's order: not those of layers that evaluation leaves out."""
+    optional = tuple(f"{layer}." for layer in runtime.plan.optional_layers)
     return [
-        planned
-        for planned in runtime.plan.mixtures
-        if not planned.name.startswith(f"{PREDICTION}.")
+        planned for planned in runtime.plan.mixtures if not planned.name.startswith(optional or ())
     ]
 
 

@@ -28,7 +28,7 @@ from ...config.parallel import ParallelConfig
 from ...config.schedules import ASYNCHRONOUS
 from ...errors import ConfigError, PlanError
 from ...plan import Plan, Stage
-from ...plan.feature_plans import IDS, TARGETS, TowersPlan, recomputed
+from ...plan.feature_plans import TowersPlan, recomputed
 from ...plan.sequence_split import tokens_of
 from ...train.runtime import Executor, Objective, Runtime
 from ...train.runtime.batches import Microbatch
@@ -42,7 +42,7 @@ from .timeline import Order, stage_ranks
 from .transfers import ActivationTypes, Step, rank_programs, run_program
 from .worker import StagePlace, StageWorker
 
-_LABELS = ("labels", "shift_labels", "num_items_in_batch", IDS, TARGETS)
+_LABELS = ("labels", "shift_labels", "num_items_in_batch")
 
 
 def stage_places(layout: ParallelConfig) -> dict[int, int] | None:
@@ -299,7 +299,8 @@ class Pipeline(Executor):
 
     def _reads(self, stage: Stage, name: str, value: Any) -> bool:
         """Return whether a stage reads an input: the last stage labels, the first one the inputs of towers."""
-        if name in _LABELS:
+        added = self._runtime.plan.batch_fields.get(name)
+        if name in _LABELS or (added is not None and added.is_target):
             return stage.index == len(self._stages.stages) - 1
         return stage.index == 0 or self._towers is None or not is_of_towers(value)
 

@@ -44,19 +44,26 @@ from .sequence.region import SequenceRegion
 
 
 @dataclass
-class RowsAhead:
-    """Describe logits of tokens further ahead, behind the model's own rows: ``[(1 + depths) b, s, V/t]``."""
+class LossTerm:
+    """Add the cross entropy of further rows of logits, which lie behind the model's own: ``n`` times its ``b`` rows.
 
-    targets: Tensor  # ``[depths, b, s]``
-    weight: float  # factor of their mean loss over the depths
-    hits: Tensor  # ``[depths, b, s]``, whether there is a target, and no logit above its own; once computed
+    A feature makes one for a pass (:attr:`VocabParallelLoss.terms`), and puts the hidden states of its rows behind the
+    model's; terms follow one another in the order of the list.
+    """
+
+    targets: Tensor  # ``[n, b, s]``
+    weight: float  # factor of their mean loss over the ``n``
+    hits: Tensor  # ``[n, b, s]``, whether there is a target, and no logit above its own; once computed
     loss: Tensor | None = None  # that mean, divided like the model's loss; once computed
 
-    def split(self, logits: Tensor) -> Sequence[Tensor]:
-        """Split logits into the model's own rows and the others."""
-        depths, rows, _ = self.targets.shape
-        split = logits.split_rows if isinstance(logits, LazyLogits) else logits.split
-        return split([rows, depths * rows])
+
+def _split_rows(logits: Tensor, terms: Sequence[LossTerm]) -> Sequence[Tensor]:
+    """Split logits into the model's own rows and those of each term."""
+    if not terms:
+        return [logits]
+    rows = terms[0].targets.shape[1]
+    split = logits.split_rows if isinstance(logits, LazyLogits) else logits.split
+    return split([rows, *(len(term.targets) * rows for term in terms)])
 
 
 class VocabParallelLoss(KeepsOutputs):
@@ -85,7 +92,7 @@ class VocabParallelLoss(KeepsOutputs):
         self._known: tuple[Any, int] | None = None  # labels that are counted already
         self._scoring: Scoring | None = None
         self._teacher: TaughtRows | None = None
-        self.ahead: RowsAhead | None = None  # of the current pass
+        self.terms: list[LossTerm] = []  # of the current pass
 
     def trains(self, model: nn.Module) -> bool:
         """Return whether the loss of a pass with labels is the one that trains the model."""
@@ -151,7 +158,7 @@ class VocabParallelLoss(KeepsOutputs):
         vocabulary = VocabularySlice(
             self.start, sum(self.lengths), max(self.lengths), self.group, smoothing
         )
-        logits, *later = [logits] if self.ahead is None else self.ahead.split(logits)
+        logits, *further = _split_rows(logits, self.terms)
         given, targets = self._flat_targets(logits, labels, shift_labels)
         count = self.count if self.count is not None else num_items_in_batch
         if self._scoring is not None:
@@ -162,16 +169,16 @@ class VocabParallelLoss(KeepsOutputs):
         known = self._known is not None and self._known[0] is given and ignore_index == -100
         valid = self._known[1] if known and self._known is not None else None
         loss = self._mean(logits, targets, vocabulary, count, ignore_index, valid)
-        if self.ahead is None:
+        if not self.terms:
             return loss
         count = (targets != ignore_index).sum() if count is None else torch.as_tensor(count)
-        every = self.ahead.targets.flatten()
-        hits = self.ahead.hits.view(-1)
-        mean = self._mean(
-            later[0], every, vocabulary, count * len(self.ahead.targets), -100, hits=hits
-        )
-        self.ahead.loss = mean.detach()
-        return loss + self.ahead.weight * mean
+        for term, rows in zip(self.terms, further, strict=True):
+            every = term.targets.flatten()
+            hits = term.hits.view(-1)
+            mean = self._mean(rows, every, vocabulary, count * len(term.targets), -100, hits=hits)
+            term.loss = mean.detach()
+            loss = loss + term.weight * mean
+        return loss
 
     def _mean(
         self,

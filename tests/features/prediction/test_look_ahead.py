@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from hfscale.plan.feature_plans import IDS, TARGETS
-from hfscale.train.inputs import look_ahead
+from hfscale.features.prediction.look_ahead import IDS, TARGETS, look_ahead
 
 ROW = torch.tensor([[1, 2, 3, 4, 5, 6]])
 
