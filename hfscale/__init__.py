@@ -17,7 +17,6 @@ _MODULES = {
     ".api.adapt": ["coverage_report", "get_peft_model", "merge_and_unload"],
     ".checkpoint": [
         "SaveCheck",
-        "StatesInMemory",
         "check_save",
         "load_state",
         "save_pretrained",
@@ -32,7 +31,6 @@ _MODULES = {
     ".parallel.experts": ["ExpertLoad", "ExpertLoadHistory", "expert_load", "record_routes"],
     ".parallel.experts.engine_routes": ["routes_from_sglang", "routes_from_vllm"],
     ".distributed.processes": ["fitting_layout"],
-    ".distributed.restarts": ["restart_in_place"],
     ".config.routing": ["RoutingConfig"],
     ".cost.tools.memory_report": ["memory_estimate"],
     ".config.memory": ["MemoryConfig"],
@@ -41,7 +39,6 @@ _MODULES = {
     ".api.build": ["from_config", "from_pretrained", "parallelize", "plan"],
     ".integrations.trainer": [
         "Seq2SeqTrainer",
-        "StatesInMemoryCallback",
         "Trainer",
         "TrainerMixin",
     ],

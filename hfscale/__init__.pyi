@@ -11,7 +11,6 @@ from .api.build import (
 )
 from .checkpoint import (
     SaveCheck as SaveCheck,
-    StatesInMemory as StatesInMemory,
     check_save as check_save,
     load_state as load_state,
     save_pretrained as save_pretrained,
@@ -28,7 +27,6 @@ from .cost.tools.estimate import estimate as estimate
 from .cost.tools.memory_report import memory_estimate as memory_estimate
 from .distributed.ops.token_scores import TokenScores as TokenScores
 from .distributed.processes import fitting_layout as fitting_layout
-from .distributed.restarts import restart_in_place as restart_in_place
 from .errors import (
     CheckpointError as CheckpointError,
     ConfigError as ConfigError,
@@ -41,7 +39,6 @@ from .extras.upcycle.upcycle import upcycle as upcycle
 from .integrations.accelerator import Accelerator as Accelerator
 from .integrations.trainer import (
     Seq2SeqTrainer as Seq2SeqTrainer,
-    StatesInMemoryCallback as StatesInMemoryCallback,
     Trainer as Trainer,
     TrainerMixin as TrainerMixin,
 )
@@ -75,3 +72,6 @@ from .train import (
 from .train.balanced_batches import balanced_batches as balanced_batches
 
 __version__: str
+from .extras.states_in_memory.callback import StatesInMemoryCallback as StatesInMemoryCallback
+from .extras.states_in_memory.in_memory import StatesInMemory as StatesInMemory
+from .extras.states_in_memory.restarts import restart_in_place as restart_in_place

@@ -10,7 +10,7 @@ import sys
 import tempfile
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -28,7 +28,6 @@ from ..train.runtime import Runtime, local_tensor
 from ..train.runtime.full_tensors import in_order, tensors_of_stage
 from ..train.runtime.writing import all_or_none, is_writer, not_finite, warn_of_not_finite
 from .carried import carried_by
-from .hosts import Hosts
 from .random_states import random_states
 from .state_directory import NewState, prune
 from .state_format import INDEX, StateIndex, is_written_by, rest_name, weights_name
@@ -236,12 +235,24 @@ def _digest(state: Any) -> str:
     return digest.hexdigest()
 
 
+class SpreadFiles(Protocol):
+    """Directories of a state that several hosts have each, and files that go from one to another."""
+
+    makes: bool  # whether this rank makes the directories of its host
+
+    def copy_to_next(
+        self, mesh: Mesh, every: list[dict[str, FileSum]], directory: Path
+    ) -> dict[str, FileSum]:
+        """Send the files that each rank has written (``every``) to the next host; return all of this one."""
+        ...
+
+
 def write_state(
     taken: TakenState,
     target: Path,
     keep_last: int | None,
     keep_every: int | None,
-    hosts: Hosts | None = None,
+    hosts: SpreadFiles | None = None,
 ) -> None:
     """Write a taken state, or nothing if a rank fails; ``hosts`` have an index each, and copies of others' files."""
     mesh = taken.mesh

@@ -19,7 +19,6 @@ from .model_flags import bytes_of, check_place, tokens_of
 
 _NAMES = (
     "train",
-    "drill",
     "plan",
     "estimate",
     "search",
@@ -55,7 +54,6 @@ _COUNTS = (
     "steps",
     "width",
     "gpus_per_node",
-    "kills",
 )
 _TOKENS = ("sequence_length", "tokens", "tokens_per_step", "its_tokens_per_step")
 _BYTES = ("max_memory", "max_shard_size")

@@ -97,8 +97,8 @@ def train_on_generations(
     train_to_the_end(trainer, recipe, resumes)
     write_weights(trainer.model, recipe)
     on_main(lambda: _describe(tokenizer, recipe, layout))
-    if trainer.in_memory is not None:
-        trainer.in_memory.free()
+    if trainer.states_aside is not None:
+        trainer.states_aside.free()
 
 
 def prompts_of(data: DataRecipe, tokenizer: Any) -> Dataset:

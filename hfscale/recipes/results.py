@@ -176,8 +176,8 @@ def finish(
         print(_summary(recipe, layout, outcome, made, expected), flush=True)
 
     on_main(describe)
-    if trainer.in_memory is not None:
-        trainer.in_memory.free()
+    if trainer.states_aside is not None:
+        trainer.states_aside.free()
 
 
 def write_weights(model: Any, recipe: Recipe) -> Any:

@@ -9,7 +9,8 @@
     .incomplete/checkpoint-N/   while it is written: it appears by one rename, once all of its bytes are on the disk
     .replaced/checkpoint-N/     an older one of the same name, until the new one is in its place
 
-In memory (:mod:`.resume_callbacks`) there is the training state alone, with Trainer's own small files in it.
+Where a callback keeps states aside (:mod:`.resume_callbacks`) there is the training state alone, with Trainer's own
+small files in it.
 """
 
 import json
@@ -17,7 +18,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
@@ -29,7 +30,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from ..._compat.accelerate import stock_optimizer
 from ..._compat.replaced import attribute_replaced
 from ..._compat.transformers.trainer import TrainerHooks
-from ...checkpoint import StatesInMemory, load_state, save_pretrained, save_state
+from ...checkpoint import load_state, save_pretrained, save_state
 from ...checkpoint.load import load_weights
 from ...checkpoint.state_format import INDEX as STATE_INDEX
 from ...distributed.files.complete import read_mark, size_problems
@@ -42,7 +43,7 @@ from ...errors import CheckpointError
 from ...train.runtime import Runtime, runtime_of
 from ...train.runtime.writing import all_or_none, is_writer
 from . import stock_state
-from .resume_callbacks import StatesInMemoryCallback, TrainerRandomStreams
+from .resume_callbacks import StatesAside, TrainerRandomStreams
 
 _STATE = "hfscale_state"
 _ASIDE = ".incomplete"
@@ -83,17 +84,15 @@ class Checkpoints(TrainerHooks):
         )
 
     @property
-    def in_memory(self) -> StatesInMemoryCallback | None:
-        """The callback that keeps states in memory, if there is one."""
-        return next(
-            (c for c in self.callback_handler.callbacks if isinstance(c, StatesInMemoryCallback)),
-            None,
-        )
+    def states_aside(self) -> StatesAside | None:
+        """The callback that keeps states elsewhere than on the disk, if there is one."""
+        callbacks = self.callback_handler.callbacks
+        return next((each for each in callbacks if isinstance(each, StatesAside)), None)
 
     def kept_in_memory(self) -> AbstractContextManager[Path] | None:
-        """Return a context that saves what is written inside to memory; ``None`` where no such save is due."""
-        memory = self.in_memory
-        return memory.kept(self) if memory is not None and memory.due else None
+        """Return a context that saves aside what is written inside; ``None`` where no such save is due."""
+        aside = self.states_aside
+        return aside.kept(self) if aside is not None and aside.due else None
 
     @contextmanager
     def written_aside(self, target: Path) -> Iterator[Path]:
@@ -196,9 +195,14 @@ def _state_of(checkpoint: Path) -> Path:
 
 
 def resumed_from(
-    resume: Any, output: Path, mesh: Mesh, memory: StatesInMemory | None = None
+    resume: Any,
+    output: Path,
+    mesh: Mesh,
+    newest: Callable[[Path | None], Path | None] | None = None,
 ) -> Any:
-    """Return the checkpoint to resume from (``True``: the newest complete one, on disk or in memory) on all ranks."""
+    """Return the checkpoint to resume from (``True``: the newest complete one) on all ranks. ``newest`` returns one
+    that is kept elsewhere, if it is newer than the one on the disk that it is given.
+    """
     if not isinstance(resume, str | Path) and resume is not True:
         return resume
     found: Any = resume
@@ -211,8 +215,8 @@ def resumed_from(
     found, problem = mesh.all_gather_object((found, problem))[0]
     if problem:
         raise CheckpointError(problem)
-    if resume is True and memory is not None:
-        kept = memory.newest(_state_of(Path(found)) if isinstance(found, str) else None)
+    if resume is True and newest is not None:
+        kept = newest(_state_of(Path(found)) if isinstance(found, str) else None)
         # Neither: it begins.
         return (None if found is True else found) if kept is None else str(kept)
     return found

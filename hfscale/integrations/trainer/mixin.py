@@ -215,9 +215,10 @@ class TrainerMixin(Checkpoints, DataHooks):
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Train as Trainer does, resuming from a complete checkpoint."""
         output = self.args.output_dir
-        memory = self.in_memory.states_of(self) if self.in_memory else None
+        aside = self.states_aside
+        newest = partial(aside.newest, self) if aside is not None else None
         resume_from_checkpoint = resumed_from(
-            resume_from_checkpoint, Path(output), self.runtime.mesh, memory
+            resume_from_checkpoint, Path(output), self.runtime.mesh, newest
         )
         # an earlier run may have ended within a step
         self._waiting = []

@@ -1,4 +1,4 @@
-"""Callbacks of a Trainer's run that is resumed: its RNG states, and its newest checkpoint in memory.
+"""RNG states of a Trainer's run that is resumed, and what keeps its newest state elsewhere than on the disk.
 
 An epoch's order is drawn as the epoch begins; a sampler without a generator (grouping by length, or
 ``use_seedable_sampler=False``) draws it from the process's RNG. A run that resumes within an epoch needs both: the
@@ -11,10 +11,8 @@ state from which the order was drawn, and, once the trained batches are skipped,
 
 import random
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -22,14 +20,11 @@ import torch
 from transformers import TrainerCallback
 from transformers.trainer_callback import CallbackHandler
 
-from ..._compat.replaced import attribute_replaced
 from ..._compat.torch_device import device_module, is_accelerator
 from ..._compat.transformers.trainer import RANDOM, read_random_states
-from ...checkpoint.in_memory import StatesInMemory
 from ...checkpoint.random_states import random_states, restore_random_states
-from ...config.environment import MEMORY
 from ...distributed.mesh import Mesh
-from ...train.runtime.writing import all_or_none, is_writer
+from ...train.runtime.writing import is_writer
 
 
 class TrainerRandomStreams:
@@ -129,64 +124,19 @@ def _read(written: dict[str, Any]) -> dict[str, Any]:
     return {**states, "device": device} if isinstance(device, torch.Tensor) else states
 
 
-class StatesInMemoryCallback(TrainerCallback):
-    """Save a Trainer's run to its hosts' memory every few steps: ``train(resume_from_checkpoint=True)`` goes on from
-    there, or from a newer checkpoint on disk. ``every`` and ``memory``: as for :class:`hfscale.StatesInMemory`.
-    """
+class StatesAside(TrainerCallback):
+    """Keep a Trainer's newest state elsewhere than in its output directory, between its checkpoints."""
 
-    def __init__(self, every: int, memory: str | Path = MEMORY) -> None:
-        self.every = every
-        self.memory = memory
-        self.due = False
-        self.states: StatesInMemory | None = None
+    due = False
+    """Whether the present step is to be saved there."""
 
-    def states_of(self, trainer: Any) -> StatesInMemory:
-        """Return the states of a trainer; collective the first time."""
-        if self.states is None:
-            output: str = trainer.args.output_dir
-            self.states = StatesInMemory(
-                trainer.model, output, every=self.every, memory=self.memory
-            )
-        return self.states
+    def kept(self, trainer: Any) -> AbstractContextManager[Path]:
+        """Let Trainer write its small files to a directory; save them with the run's state behind the block."""
+        raise NotImplementedError
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Let the Trainer save to memory behind the step."""
-        between = state.global_step % self.every
-        self.due = not between and state.global_step < state.max_steps
-        if between and self.states is not None:
-            self.states.save(state.global_step)  # says whether the last one failed
-
-    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Save nothing to memory behind a save to the disk."""
-        self.due = False
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Free the memory after the last step, also where it came early."""
-        self.free()
+    def newest(self, trainer: Any, found: Path | None) -> Path | None:
+        """Return a state that is newer than the one ``found`` on the disk, if there is one. Collective."""
+        raise NotImplementedError
 
     def free(self) -> None:
-        """Free the memory; collective."""
-        if self.states is not None:
-            self.states.remove()
-            self.states = None
-
-    @contextmanager
-    def kept(self, trainer: Any) -> Iterator[Path]:
-        """Let Trainer write its small files to a directory; save them with the run's state behind the block."""
-        states = self.states_of(trainer)
-        self.due = False
-        states.optimizer = trainer.optimizer
-        states.others = {"scheduler": trainer.lr_scheduler}
-        with (
-            all_or_none(trainer.runtime.mesh, "the state in memory is incomplete"),
-            TemporaryDirectory() as aside,
-        ):
-            with (
-                attribute_replaced(
-                    trainer, "save_model", lambda directory, **_: Path(directory).mkdir()
-                ),
-                attribute_replaced(trainer, "write_state", lambda _: None),
-            ):
-                yield Path(aside)
-            written = {path.name: path.read_bytes() for path in Path(aside).glob("*/*")}
-        states.save(trainer.state.global_step, written)
+        """Remove what is kept, at the end of a run; collective."""

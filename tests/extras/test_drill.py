@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from hfscale.cli import main
-from hfscale.recipes import drill
-from hfscale.recipes.drill import Strike, _report
+from hfscale.extras.states_in_memory import drill
+from hfscale.extras.states_in_memory.drill import Strike, _report
 
 TINY = {
     "name": "tiny",

@@ -12,11 +12,12 @@ import torch.distributed as dist
 
 import hfscale
 from hfscale import CheckpointError, ParallelConfig, StatesInMemory
-from hfscale.checkpoint import hosts, in_memory, state_directory
+from hfscale.checkpoint import state_directory
+from hfscale.extras.states_in_memory import hosts, in_memory
 from hfscale.testing import RankPool
 
+from ..checkpoint.test_state import train, weights
 from ..tiny_models import tiny
-from .test_state import train, weights
 
 Pools = Callable[[int], RankPool]
 SHARD2 = {"dp_shard_size": 2}

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .._compat.torch_device import accelerators
-from ..config.environment import started_processes
-from ..errors import ConfigError, check_count
-from .failures import CODE
-from .processes import RESTARTS, has_agent_store, store_of_ranks
+from ..._compat.torch_device import accelerators
+from ...config.environment import started_processes
+from ...distributed.failures import CODE
+from ...distributed.processes import RESTARTS, has_agent_store, store_of_ranks
+from ...errors import ConfigError, check_count
 
 # seconds between looks; to say why it ends; the exit code of a refusal
 _LOOK = 0.1

@@ -20,13 +20,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from ..config.environment import memory_of
-from ..config.parallel import ParallelConfig
-from ..plan.columns import aligned
-from .launch import prepare_launch
-from .read import read_recipe
-from .run_log import read_metrics
-from .schema import RecipeError
+from ...config.environment import memory_of
+from ...config.parallel import ParallelConfig
+from ...plan.columns import aligned
+from ...recipes.launch import prepare_launch
+from ...recipes.read import read_recipe
+from ...recipes.run_log import read_metrics
+from ...recipes.schema import RecipeError
 
 KINDS = ("rank", "save", "load", "all", "node", "stop", "full")
 """A rank is killed in a step, in a save, or while it starts again; all are, with their parents, and with the launcher,

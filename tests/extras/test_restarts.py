@@ -15,9 +15,9 @@ import pytest
 import torch.distributed as dist
 
 import hfscale
-from hfscale.distributed import restarts
 from hfscale.distributed.processes import store_of_ranks
-from hfscale.distributed.restarts import _wait
+from hfscale.extras.states_in_memory import restarts
+from hfscale.extras.states_in_memory.restarts import _wait
 from hfscale.testing import RankPool
 
 

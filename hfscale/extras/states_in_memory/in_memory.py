@@ -22,18 +22,32 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..config.environment import MEMORY, RUN, memory_of
-from ..distributed.files.complete import Mark, mark_complete
-from ..distributed.files.directories import target_of
-from ..errors import CheckpointError, check_count
-from ..train.runtime import runtime_of
-from ..train.runtime.writing import all_or_none, is_writer
+from ...checkpoint.state import (
+    load_state,
+    refuse_under_way,
+    save_runs,
+    taken_now,
+    wait_for_saves,
+    write_behind,
+)
+from ...checkpoint.state_directory import (
+    age,
+    candidates,
+    find_whole,
+    mark_of,
+    none_there,
+    problems_of,
+)
+from ...checkpoint.state_format import rest_name
+from ...checkpoint.state_load import Resumed
+from ...checkpoint.state_save import TakenState, write_state
+from ...config.environment import MEMORY, RUN, memory_of
+from ...distributed.files.complete import Mark, mark_complete
+from ...distributed.files.directories import target_of
+from ...errors import CheckpointError, check_count
+from ...train.runtime import runtime_of
+from ...train.runtime.writing import all_or_none, is_writer
 from .hosts import Hosts
-from .state import load_state, refuse_under_way, save_runs, taken_now, wait_for_saves, write_behind
-from .state_directory import age, candidates, find_whole, mark_of, none_there, problems_of
-from .state_format import rest_name
-from .state_load import Resumed
-from .state_save import TakenState, write_state
 
 _log = logging.getLogger(__name__)
 

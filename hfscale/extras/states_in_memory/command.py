@@ -5,11 +5,12 @@ end differs in a bit. Results go to runs/<name>-drill-plain and runs/<name>-dril
 
 import argparse
 
-from ..recipes import check_installed
-from .look import working
+from ...cli.look import working
+from ...recipes import check_installed
 
 HELP = "rehearse failures: kill and stop ranks of a recipe's run at random, and compare its end"
 JSON = False
+COUNTS = ("kills",)
 EXAMPLE = (
     """hfscale drill demo_pretrain training.steps=60 training.save_every=5 --kills 20 --seed 1"""
 )
@@ -32,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     check_installed()
-    from ..recipes.drill import drill
+    from .drill import drill
 
     working("running the recipe, undisturbed and disturbed")
     report, alike = drill(arguments.recipe, arguments.overrides, arguments.kills, arguments.seed)

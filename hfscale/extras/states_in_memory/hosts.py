@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..distributed.files.complete import FileSum
-from ..distributed.mesh import Mesh
+from ...distributed.files.complete import FileSum
+from ...distributed.mesh import Mesh
 
 Files = dict[str, FileSum]
 

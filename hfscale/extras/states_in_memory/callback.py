@@ -1,0 +1,80 @@
+"""Save a Trainer's run to its hosts' memory, and go on from there."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from ..._compat.replaced import attribute_replaced
+from ...config.environment import MEMORY
+from ...integrations.trainer.resume_callbacks import StatesAside
+from ...train.runtime.writing import all_or_none
+from .in_memory import StatesInMemory
+
+
+class StatesInMemoryCallback(StatesAside):
+    """Save a Trainer's run to its hosts' memory every few steps: ``train(resume_from_checkpoint=True)`` goes on from
+    there, or from a newer checkpoint on disk. ``every`` and ``memory``: as for :class:`hfscale.StatesInMemory`.
+    """
+
+    def __init__(self, every: int, memory: str | Path = MEMORY) -> None:
+        self.every = every
+        self.memory = memory
+        self.due = False
+        self.states: StatesInMemory | None = None
+
+    def states_of(self, trainer: Any) -> StatesInMemory:
+        """Return the states of a trainer; collective the first time."""
+        if self.states is None:
+            output: str = trainer.args.output_dir
+            self.states = StatesInMemory(
+                trainer.model, output, every=self.every, memory=self.memory
+            )
+        return self.states
+
+    def newest(self, trainer: Any, found: Path | None) -> Path | None:
+        """Return a state in memory that is newer than the one ``found`` on the disk, if there is one. Collective."""
+        return self.states_of(trainer).newest(found)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Let the Trainer save to memory behind the step."""
+        between = state.global_step % self.every
+        self.due = not between and state.global_step < state.max_steps
+        if between and self.states is not None:
+            self.states.save(state.global_step)  # says whether the last one failed
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Save nothing to memory behind a save to the disk."""
+        self.due = False
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Free the memory after the last step, also where it came early."""
+        self.free()
+
+    def free(self) -> None:
+        """Free the memory; collective."""
+        if self.states is not None:
+            self.states.remove()
+            self.states = None
+
+    @contextmanager
+    def kept(self, trainer: Any) -> Iterator[Path]:
+        """Let Trainer write its small files to a directory; save them with the run's state behind the block."""
+        states = self.states_of(trainer)
+        self.due = False
+        states.optimizer = trainer.optimizer
+        states.others = {"scheduler": trainer.lr_scheduler}
+        with (
+            all_or_none(trainer.runtime.mesh, "the state in memory is incomplete"),
+            TemporaryDirectory() as aside,
+        ):
+            with (
+                attribute_replaced(
+                    trainer, "save_model", lambda directory, **_: Path(directory).mkdir()
+                ),
+                attribute_replaced(trainer, "write_state", lambda _: None),
+            ):
+                yield Path(aside)
+            written = {path.name: path.read_bytes() for path in Path(aside).glob("*/*")}
+        states.save(trainer.state.global_step, written)
