@@ -32,6 +32,9 @@ Gather = Callable[[Tensor, CutBatch], Tensor]
 _BY_LENGTH = ("dynamic", "longrope")
 """The host's kinds of rotary embeddings that look at the largest position (Peng et al. 2023; Ding et al. 2024)."""
 
+_BIASES = ("alibi", "position_bias")
+"""Arguments with a bias of every key, ``[heads, 1, tokens]``: whole already, and their ``1`` is no token of a rank."""
+
 
 class WholeSequences:
     """Run a mixer on full sequences: those that ``current`` returns, of the pass or of a recomputed layer."""
@@ -82,6 +85,8 @@ class WholeSequences:
             return _padding(value, batch)
         if "position_ids" in name and isinstance(value, Tensor):
             return batch.whole_positions(value.device)
+        if any(bias in name for bias in _BIASES):
+            return value
         return _on_tokens(
             value,
             batch.split.length(batch.rank),

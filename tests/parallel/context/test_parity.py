@@ -257,6 +257,13 @@ def test_attention_in_a_familys_own_code(pools: Pools, case: str) -> None:
     )
 
 
+@pytest.mark.parametrize("family", ["bloom", "mpt"])
+def test_a_rank_with_one_token_takes_no_bias_for_it(pools: Pools, family: str) -> None:
+    """Ranks have two tokens and one, or one each; biases are ``[heads, 1, tokens]``."""
+    case = Case(config_of(family), lengths=(3, 2), hf_kwargs=EAGER)
+    equal(pools, case, cp_size=2)
+
+
 class OtherPadding(Case):
     """Microbatches that differ in nothing but what they hide, and in lengths whose parts are alike on some rank."""
 
