@@ -62,6 +62,9 @@ def _compressed_activations(random: Random, draw: Draw) -> Draw:
 
 def _compressed_gradients(random: Random, draw: Draw) -> Draw:
     asked = lever_values.gradient_compression(random)
+    if draw.mixed_precision == "fp16" and asked["gradient_compression"] == "fp16":
+        # Scaled gradients may overflow where they are sent in float16, and nowhere else: that step is skipped.
+        asked["gradient_compression"] = "bf16"
     again = draw.resume_layout
     if again is not None and again.get("dp_replicate_size", 1) > 1:
         again = {**again, **asked}

@@ -13,6 +13,7 @@ from hfscale.models.clone import tiny_clone
 from hfscale.testing import Case, RankPool, assert_layout_equal
 from hfscale.train.runtime import runtime_of
 
+from ..families import config_of
 from ..sweeps import cases
 from ..tiny_models import tiny
 
@@ -45,6 +46,8 @@ CASES: dict[str, tuple[PreTrainedConfig, dict[str, int]]] = {
         clone("doge", num_key_value_heads=1),
         TP2,
     ),  # parameters per key/value head besides projections
+    # The last layer makes no keys, and reads those of the layer before.
+    "gemma3n-1-tp2": (config_of("gemma3n_text", num_key_value_heads=1), TP2),
     "stablelm-1-tp2": (clone("stablelm", num_key_value_heads=1), TP2),
     "phi3-1-tp2": (clone("phi3", num_key_value_heads=1), TP2),
     "phi3-2-tp4": (clone("phi3", num_key_value_heads=2), TP4),

@@ -97,9 +97,10 @@ def _key_value_path(draft: Draft, block: str, role: Block) -> str | None:
 def _key_value_replicas(draft: Draft, block: str, role: Block) -> int:
     """Return how many consecutive ranks hold each of the block's key/value heads."""
     path = _key_value_path(draft, block, role)
-    if path is None:
+    if path is None and not _reads_others_keys(draft, block, role):
         return 1
-    replicas = key_value_replicas(draft, draft.modules[path.rpartition(".")[0]], role.head_groups)
+    attention = draft.modules[block if path is None else path.rpartition(".")[0]]
+    replicas = key_value_replicas(draft, attention, role.head_groups)
     counted = any(
         path.rpartition(".")[2] in KEY_VALUE_COUNTS
         for path in (*role.local_attributes, *role.local_config)
@@ -111,6 +112,13 @@ def _key_value_replicas(draft: Draft, block: str, role: Block) -> int:
             f"use tp_size 1 to {draft.tp // replicas}"
         )
     return replicas
+
+
+def _reads_others_keys(draft: Draft, block: str, role: Block) -> bool:
+    """Return whether attention makes no keys and reads those of an earlier layer, as in Gemma 3n's last layers."""
+    makes = (child for child in role.key_value if child in role.column)
+    missing = [child for child in makes if f"{block}.{child}" not in draft.modules]
+    return bool(missing) and _GROUPS in vars(draft.modules[block])
 
 
 def _group_attributes(draft: Draft, block: str) -> list[str]:
@@ -144,7 +152,7 @@ def _block(draft: Draft, name: str, role: Block, layers: list[str]) -> BlockPlan
         ),
         local_config=tuple((field, _divisor(block, field)) for field in role.local_config),
         replicas=replicas,
-        replicated=tuple(block.path(child) for child in role.key_value if replicas > 1),
+        replicated=block.modules(tuple(role.key_value)) if replicas > 1 else (),
         cut_from=None if role.cut_from is None else block.path(role.cut_from),
         once=once,
     )
