@@ -31,6 +31,7 @@ from ..train.runtime import Runtime, runtime_of
 from ..train.runtime.handover import Replaced
 from ..train.runtime.shards import LocalWeights
 from .assemble import assemble, take_apart
+from .samples import answer_to, reads_tokens
 
 _SAMPLE = (2, 16)  # rows and tokens of the batch that measures the change by merging
 
@@ -133,7 +134,7 @@ def merge_and_unload(
     """Merge adapters into the weights that they adapt, each rank into its shards, and remove them; collective.
 
     The first rank prints how much merging changed: the largest difference of the logits of a few random tokens, or of
-    the loss if the model runs in stages.
+    the loss if the model runs in stages; nothing of models that read pictures or sound.
 
     Args:
         dtype: the type of weights that were quantized, including those without adapters; required if there are any.
@@ -163,7 +164,7 @@ def merge_and_unload(
         )
     refuse_tied(adapters, runtime.plan)
     refuse_not_finite(runtime)
-    before = None if quiet else _answer(runtime)
+    before = _answer(runtime) if not quiet and reads_tokens(runtime.model) else None
     training = runtime.model.training
     merged = len({adapter.base for adapter in runtime.plan.adapters})
     plan = adapters.stock_plan
@@ -218,9 +219,7 @@ def _answer(runtime: Runtime) -> tuple[str, Tensor]:
             return "loss", eval_step(
                 model, {**batch, "labels": batch["input_ids"]}
             ).detach().clone()
-        output = model(input_ids=ids)
-        answer = getattr(output, "logits", None)
-        return "logits", (output[0] if answer is None else answer).detach().double().cpu()
+        return "logits", answer_to(model, ids).double().cpu()
 
 
 def coverage_report(model: nn.Module) -> str:

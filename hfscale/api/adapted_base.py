@@ -15,7 +15,13 @@ from ..distributed.files.reader import TensorOnDisk, open_tensors
 from ..errors import CheckpointError
 from ..features.adapters.adapter_structure import adapter_parameters, quietly
 from ..features.adapters.plan import plan_adapters
-from ..features.adapters.storage import WEIGHTS, read_config, stored_names
+from ..features.adapters.storage import (
+    WEIGHTS,
+    read_config,
+    refuse_unfit_files,
+    stored_keys,
+    stored_names,
+)
 from .build_plan import build_plan
 
 PREFIX = "base_model.model."
@@ -31,6 +37,8 @@ class AdaptedBase:
 
     def __init__(self, base: Path, adapter: Path, trusted: bool) -> None:
         config, _ = read_config(str(adapter))
+        refuse_unfit_files(config, adapter)
+        self.config = config
         self.directory = adapter
         self.trained: dict[str, TensorOnDisk] = open_tensors([adapter / WEIGHTS])
         refuse_adapters_of_prediction(self.trained, str(adapter))
@@ -51,6 +59,7 @@ class AdaptedBase:
         self.plan = plan_adapters(self.stock_plan, self.adapters)
         # keys, in the adapter's file, of its parameters and of other trained ones, by name
         self.keys = stored_names(self.whole, self.name, self.plan, True)
+        self._every_key = stored_keys(self.whole, self.name, self.plan, True)
 
     def placed(self) -> dict[str, str]:
         """Return the keys of trained weights of the model itself (biases, embeddings), by owned name.
@@ -96,7 +105,7 @@ class AdaptedBase:
         known = set(self.keys.values())
         strange = [key for key in self.trained if key not in known]
         for key in strange:
-            again = key.replace(f".{COPY}.", ".")
+            again = self.keys.get(self._every_key.get(key, ""), key.replace(f".{COPY}.", "."))
             if again == key or again not in known or not self._equal(key, again):
                 raise CheckpointError(
                     f"{self.directory} has {key}, which its config and the checkpoint have no place for: merge it with "

@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from .._compat.peft import LORA_A, LORA_B
-from .._compat.transformers.classes import empty_model, stock_class
+from .._compat.transformers.classes import class_name, empty_model, stock_class
 from .._compat.transformers.stored import AsStored, convert, loaded_targets
 from ..checkpoint.carried import copy_tensors
 from ..checkpoint.stored_forms.encoding import QuantizedAgain
@@ -37,10 +37,11 @@ from ..distributed.files.writer import INDEX, REPLACED, CheckpointWriter
 from ..errors import CheckpointError, ConfigError
 from ..features.adapters.attach import Adapters
 from ..features.adapters.merge_adapters import WholeMerge
-from ..features.adapters.storage import WEIGHTS
+from ..features.adapters.storage import DECOMPOSING, WEIGHTS
 from ..plan import AdapterParameter
 from ..train.runtime.writing import atomic_directory
 from .adapted_base import PREFIX, AdaptedBase
+from .samples import answer_to, reads_tokens
 
 _OF_TOKENIZERS = (
     "tokenizer",
@@ -88,7 +89,7 @@ class _Merged:
     def _refuse_rows(self, base: Path) -> None:
         """Refuse weights with a row for each token that the adapter does not bring, if it has other tokens."""
         for key, shape in self.resized().items():
-            if not self.changed(key):
+            if not self.changed(key) and not self._is_buffer(key):
                 raise CheckpointError(
                     f"the adapter was trained with {self.adapted.tokens} tokens, and has no {key}, of which {base} "
                     f"stores {self.stored[key].shape[0]} rows and {shape[0]} are needed: save it with the embedding "
@@ -99,13 +100,17 @@ class _Merged:
         """Return shapes of what is stored with another number of tokens than the adapter's, by key."""
         if self.adapted.tokens is None:
             return {}
-        plain = {
-            key: target.name for key, target in self.targets.items() if target.converter is None
-        }
-        shapes = {key: self.adapted.plan.by_name[name].shape for key, name in plain.items()}
-        return {
-            key: shape for key, shape in shapes.items() if shape != tuple(self.stored[key].shape)
-        }
+        contents = self.adapted.model.state_dict()
+        found: dict[str, tuple[int, ...]] = {}
+        for key, target in self.targets.items():
+            if target.converter is None:
+                shape = tuple(contents[target.name].shape)
+                if shape != tuple(self.stored[key].shape):
+                    found[key] = shape
+        return found
+
+    def _is_buffer(self, key: str) -> bool:
+        return self.targets[key].name not in self.owned
 
     def layout(self) -> dict[str, Any]:
         """Return tensors with the shapes and dtypes of the result, by key."""
@@ -122,11 +127,15 @@ class _Merged:
         """Return whether the adapter changes what is stored as ``key``."""
         target = self.targets[key]
         names = {self.owned.get(name, name) for name in (target.name, *target.others)}
+        if self._is_buffer(key):
+            return key in self.resized()
         return any(name in self.placed or self.merge.parts(name) != [name] for name in names)
 
     def stored_with(self, key: str) -> dict[str, Tensor]:
         """Return the merged tensor that is stored as ``key``, and those that are stored together with it, by key."""
         target = self.targets[key]
+        if self._is_buffer(key):
+            return {key: self._grown(key)}
         if target.converter is None:
             return {key: self._merged(target.name).to(self.stored[key].dtype).contiguous()}
         whole = {name: self._merged(name) for name in (target.name, *target.others)}
@@ -139,13 +148,24 @@ class _Merged:
             for key, made in as_stored.made_of(name, tensor).items()
         }
 
+    def _grown(self, key: str) -> Tensor:
+        """Return a buffer with an entry for each token (a bias of logits), 0 for new ones, as the host resizes it."""
+        stored = self.stored[key][...]
+        grown = stored.new_zeros(self.resized()[key])
+        kept = tuple(map(slice, map(min, stored.shape, grown.shape)))
+        grown[kept] = stored[kept]
+        return grown
+
     def _merged(self, name: str) -> Tensor:
         """Return a merged weight; the others of its module, merged with it, are kept for their turn."""
         name = self.owned[name]
         if name not in self._ready:
-            self._ready = self.merge.merged(
-                name, {part: self._read(part) for part in self.merge.parts(name)}
-            )
+            parts = {part: self._read(part) for part in self.merge.parts(name)}
+            config = self.adapted.config
+            decomposed = getattr(config, "init_lora_weights", True) in DECOMPOSING
+            if decomposed and len(parts) > 1:
+                parts |= self.merge.without_start(config, name, parts)
+            self._ready = self.merge.merged(name, parts)
         return self._ready.pop(name)
 
     def _read(self, name: str) -> Tensor:
@@ -223,9 +243,16 @@ def logit_difference(
 
     Raises:
         CheckpointError: by more than rounding explains, or one of them is not finite.
+        ConfigError: the model reads no tokens.
     """
     trusted = trust_remote_code
-    kind = stock_class(empty_model(base, trusted))
+    empty = empty_model(base, trusted)
+    kind = stock_class(empty)
+    if not reads_tokens(empty):
+        raise ConfigError(
+            f"a model must read tokens for its logits to be compared, got {class_name(empty)}, which reads "
+            f"{empty.main_input_name}: look at the result with --no-check"
+        )
     tokens = AdaptedBase(base, adapter, trusted).tokens
     apart = _logits(kind, base, trusted, str(adapter), tokens)
     together = _logits(kind, out, trusted)
@@ -272,8 +299,7 @@ def _logits(
             model.resize_token_embeddings(tokens, mean_resizing=False)
         model = model if adapter is None else PeftModel.from_pretrained(model, adapter)
     ids = torch.arange(32).view(2, 16) % int(model.config.get_text_config().vocab_size)
-    found: Tensor = model.eval()(input_ids=ids).logits
-    return found
+    return answer_to(model.eval(), ids)
 
 
 def adapter_for_engine(
@@ -281,6 +307,12 @@ def adapter_for_engine(
 ) -> int:
     """Write the LoRA adapter of the checkpoint ``base`` for an engine; return how many tensors; refuse other forms."""
     adapted = AdaptedBase(base, adapter, trust_remote_code)
+    init = getattr(adapted.config, "init_lora_weights", True)
+    if init in DECOMPOSING:
+        raise ConfigError(
+            f"{adapter} must be added to its base as it is stored, as engines do, got init_lora_weights={init!r}, "
+            "which PEFT takes out of the base first: merge it (hfscale merge)"
+        )
     stored = {key: tensor[...] for key, tensor in adapted.trained.items()}
     contents = {name: p.detach() for name, p in adapted.model.named_parameters()}
     as_stored = AsStored(adapted.model, contents)

@@ -59,7 +59,7 @@ def build(
     mesh = build_mesh(layout, plan.replicas, plan.ties, plan.neighbours)
     options.check_device(mesh.device)
     check_kernels(options.use_liger_kernel, plan.family, mesh.device)
-    replaced = Replaced(source.named_parameters(), "hfscale.parallelize")
+    replaced = Replaced(source.named_parameters(), "hfscale.parallelize", with_gradients=True)
     model, weights = source.load(plan, mesh)
     if weights is not None:
         plan = weights.plan or plan

@@ -14,7 +14,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from .._compat.torch import own_buffers, own_parameters
+from .._compat.torch import (
+    has_accumulation_hook,
+    has_backward_hook,
+    own_buffers,
+    own_parameters,
+)
 from .._compat.transformers.classes import built_or_explained, class_name, empty_copy, from_config
 from .._compat.transformers.prediction import attach_prediction
 from ..checkpoint import load_pretrained
@@ -192,6 +197,7 @@ class InMemory:
         """Return the model with this rank's sizes and weights."""
         model = self.model
         _refuse_different(model, mesh)
+        _refuse_hooks(model, mesh)
         modules = list(model.modules())
         drop_other_stages(model, plan, mesh.pp_rank)
         _give_up_memory(modules, kept=model)
@@ -229,6 +235,20 @@ def _refuse_different(model: nn.Module, mesh: Mesh) -> None:
                 f"{name} must be the same on every rank, since parallelize gives each rank a shard of one model: load "
                 "it from one checkpoint, or set the same seed (torch.manual_seed) first; or use hfscale.from_config"
             )
+
+
+def _refuse_hooks(model: nn.Module, mesh: Mesh) -> None:
+    """Refuse hooks on parameters, which would stay with those that are replaced and never run; collective."""
+    hooked = ""
+    if mesh.layout.total_size > 1:
+        named = model.named_parameters()
+        found = (n for n, each in named if has_backward_hook(each) or has_accumulation_hook(each))
+        hooked = next(found, "")
+    for name in filter(None, mesh.all_gather_object(hooked)):
+        raise ConfigError(
+            f"parameters must have no hooks before {mesh.layout.describe()} cuts them, got one on {name}: register it "
+            "after parallelize, which makes new parameters"
+        )
 
 
 def _give_up_memory(modules: Iterable[nn.Module], kept: nn.Module) -> None:

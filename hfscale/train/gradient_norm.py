@@ -53,15 +53,17 @@ def _global_norm(runtime: Runtime, here: list[_Gradient], norm_type: float) -> T
     operation = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
     total: Tensor | None = None
     by_axes = _counted_by_axes(runtime, here)
+    # The same on every rank, also on those that hold no gradient.
+    types = {planned.dtype for planned in runtime.plan.owned()}
+    types |= {gradient.dtype for _, gradient in here}  # of a model that was cast later
+    wide = torch.float64 if torch.float64 in types else torch.float32
     for axes, gradients in sorted(by_axes.items()):  # the same order of collectives on every rank
-        part = _joined(gradients, norm_type, mesh.device)
+        part = _joined(gradients, norm_type, wide, mesh.device)
         for group in mesh.groups(*axes):
             dist.all_reduce(part, op=operation, group=group)
         total = part if total is None else torch.maximum(total, part) if infinite else total + part
     assert total is not None  # a model has parameters
     for group in mesh.groups("pp"):
-        # stages may differ in dtype
-        wide = total.dtype
         total = total.double()
         dist.all_reduce(total, op=operation, group=group)
         total = total.to(wide)
@@ -84,9 +86,10 @@ def _counted_by_axes(runtime: Runtime, here: list[_Gradient]) -> dict[_Axes, lis
     return by_axes
 
 
-def _joined(grads: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
-    """Return the largest norm of ``grads``, or the sum of their powers: a scalar in at least 32 bits."""
-    wide = torch.float64 if any(grad.dtype == torch.float64 for grad in grads) else torch.float32
+def _joined(
+    grads: list[Tensor], norm_type: float, wide: torch.dtype, device: torch.device
+) -> Tensor:
+    """Return the largest norm of ``grads``, or the sum of their powers: a scalar of the type ``wide``."""
     grads = [grad for grad in grads if grad.numel()]
     if not grads:
         return torch.zeros((), dtype=wide, device=device)

@@ -246,6 +246,22 @@ def test_norm_types(pools: Pools, tmp_path: Path, norm_type: float) -> None:
         assert found[1] == pytest.approx(0.1, rel=1e-4)
 
 
+def norm_behind_a_frozen_stage(layout: dict[str, int]) -> torch.Tensor:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny("gpt2"), dtype=torch.float64)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("h.1." in name)
+    hfscale.parallelize(model, ParallelConfig(**layout))
+    hfscale.train_step(model, label(IDS))
+    return hfscale.clip_grad_norm_(model, 1.0)
+
+
+def test_the_norm_is_wide_on_ranks_without_gradients(pools: Pools) -> None:
+    expected = norm_behind_a_frozen_stage({})
+    for found in pools(2).run(norm_behind_a_frozen_stage, {"pp_size": 2}):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=0.0)
+
+
 def test_no_valid_label_at_all(tmp_path: Path) -> None:
     model = hfscale.from_pretrained(save(tmp_path))
     loss = hfscale.train_step(model, {"input_ids": IDS, "labels": torch.full_like(IDS, -100)})

@@ -108,6 +108,28 @@ def _place(modules: dict[str, nn.Module], name: str) -> tuple[str, str | None, l
     return "", None, []
 
 
+def inject_alone(
+    config: Any, name: str, module: nn.Module, path: str, adapters: Sequence[AdapterParameter]
+) -> dict[str, nn.Parameter]:
+    """Let PEFT put the adapter ``name`` around the stock ``module`` of a model's ``path``, in a model that holds this
+    module alone; return that model's parameters, by name.
+    """
+    import peft as library
+
+    root = holder = nn.Module()
+    *owners, child = path.split(".")
+    for owner in owners:
+        holder.add_module(owner, nn.Module())
+        holder = holder.get_submodule(owner)
+    holder.add_module(child, module)
+    modules, parameters, _ = targets_of(adapters)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        alone = narrowed(config, modules, parameters, ())
+        library.inject_adapter_in_model(alone, root, adapter_name=name)
+    return dict(root.named_parameters(remove_duplicate=False))
+
+
 def targets_of(adapters: Collection[AdapterParameter]) -> tuple[list[str], list[str], list[str]]:
     """Return the targets that create these adapters: modules, parameters of experts, and copied modules."""
     made = [adapter for adapter in adapters if adapter.kept_in != peft.COPY]

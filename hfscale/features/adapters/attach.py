@@ -7,7 +7,6 @@ depend on the adapted weight (PiSSA, Meng et al. 2024; OLoRA, Buyukakyuz 2024; D
 """
 
 import copy
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,10 +26,10 @@ from ...train.runtime.parameter_names import owner_of, parameter_at, unwrapped
 from ...train.runtime.shards import LocalWeights, gather_full
 from ...train.runtime.writing import all_or_none
 from .adapter_edges import install_adapter_edges
-from .adapter_structure import guard_methods, narrowed, quietly, targets_of
+from .adapter_structure import guard_methods, inject_alone, narrowed, quietly, targets_of
 from .merge_adapters import dequantized_share, put_back
 from .planned import type_beside, wrap_and_plan
-from .storage import load_adapter, needs_weights, stored_names
+from .storage import DECOMPOSING, load_adapter, needs_weights, stored_names
 
 
 @dataclass(eq=False)
@@ -197,7 +196,7 @@ class _NewAdapters:
     ) -> dict[str, Tensor]:
         weights = self._fill(module, path) if needs_weights(self.config) else {}
         before = {key: getattr(module, key).detach().clone() for key in weights}
-        values = self._drawn(self.config, module, path, adapters)
+        values = inject_alone(self.config, self.name, module, path, adapters)
         full = {
             each.name: values[each.name].detach()
             for each in adapters
@@ -222,12 +221,12 @@ class _NewAdapters:
         """Advance the RNG by the random numbers of a module's adapters that are on another stage."""
         config = copy.deepcopy(self.config)
         config.use_dora = False  # computed from weights, without random numbers
-        if getattr(config, "init_lora_weights", True) in ("olora", "pissa"):
+        if getattr(config, "init_lora_weights", True) in DECOMPOSING:
             config.init_lora_weights = False  # the same
         if needs_weights(config):
             for parameter in module.parameters():
                 parameter.data.zero_()
-        self._drawn(config, module, path, adapters)
+        inject_alone(config, self.name, module, path, adapters)
 
     def _fill(self, module: nn.Module, path: str) -> dict[str, Tensor]:
         """Gather the real weights into ``module``; return its own parameters among them, in their own dtype."""
@@ -248,26 +247,6 @@ class _NewAdapters:
             narrow = torch.float32 if share.dtype == torch.float64 else share.dtype
             parameter.data = weights[key].to(narrow, copy=True)
         return weights
-
-    def _drawn(
-        self, config: Any, module: nn.Module, path: str, adapters: list[AdapterParameter]
-    ) -> dict[str, nn.Parameter]:
-        """Return PEFT's initial values of the adapters of ``module``, in a model that holds this module alone."""
-        import peft
-
-        root = holder = nn.Module()
-        *owners, child = path.split(".")
-        for owner in owners:
-            holder.add_module(owner, nn.Module())
-            holder = holder.get_submodule(owner)
-        holder.add_module(child, module)
-        modules, parameters, _ = targets_of(adapters)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            peft.inject_adapter_in_model(
-                narrowed(config, modules, parameters, ()), root, adapter_name=self.name
-            )
-        return dict(root.named_parameters(remove_duplicate=False))
 
 
 @contextmanager

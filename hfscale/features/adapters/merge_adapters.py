@@ -22,7 +22,7 @@ from ...train.runtime.shards import gather_full, local_tensor
 from ...train.runtime.writing import all_or_none
 from ..quantization.quantized_modules import dequantized
 from .adapter_edges import sum_norms
-from .adapter_structure import give_back_methods
+from .adapter_structure import give_back_methods, inject_alone
 
 
 def refuse_tied(adapters: Any, plan: Plan) -> None:
@@ -245,6 +245,31 @@ class WholeMerge:
                 ]
             )
         )
+
+    def without_start(
+        self, config: Any, name: str, parts: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Return the weights among ``parts`` as PEFT leaves them beside new factors that are decomposed from them."""
+        path = self._path_of[name]
+        module = copy.deepcopy(unwrapped(self._adapters.whole.get_base_model().get_submodule(path)))
+        module.to_empty(device="cpu")
+        before: dict[str, Tensor] = {}
+        for base, where in self._path_of.items():
+            if where == path and base in parts:
+                kept = parts[base]
+                # PEFT's decompositions do not support float64.
+                narrow = torch.float32 if kept.dtype == torch.float64 else kept.dtype
+                before[base] = kept.to(narrow)
+                given = nn.Parameter(before[base].clone(), requires_grad=False)
+                put_parameter(module, self._inside(base, path), given)
+        inject_alone(config, self._adapters.name, module, path, self._around[path])
+        left: dict[str, Tensor] = {}
+        for base, start in before.items():
+            kept = parts[base]
+            after = parameter_at(module, self._inside(base, path)).detach()
+            exact = after.dtype == kept.dtype
+            left[base] = after if exact else kept + (after - start).to(kept.dtype)
+        return left
 
     def merged(self, name: str, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return merged weights, by owned name, from the tensors that :meth:`parts` named."""

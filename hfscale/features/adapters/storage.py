@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ..._compat.peft import COPY
 from ..._compat.replaced import attribute_replaced
 from ..._compat.transformers.classes import input_embedding
 from ..._compat.transformers.stored import AsStored
@@ -44,6 +45,9 @@ _LORA_REFUSED = (
     "eva_config",
 )
 _INITS = ("gaussian", "olora", "orthogonal", "loftq")
+DECOMPOSING = ("pissa", "olora")
+"""Starts that take the factors' product out of the weight, which PEFT repeats when it loads the adapter."""
+_OTHER_DECOMPOSING = ("corda", "loftq", "lora_ga")
 # Which PEFT computes from, or for, a module's own weight.
 _OF_MATRICES = (
     "pissa",
@@ -122,6 +126,22 @@ def refuse_wrong(config: Any, plan: Plan) -> None:
         )
 
 
+def refuse_unfit_files(config: Any, directory: Path) -> None:
+    """Raise :class:`ConfigError` for a saved adapter whose change of the weights its file does not tell."""
+    if config.is_prompt_learning:
+        raise ConfigError(
+            f"{directory} must be an adapter of weights, got {type(config).__name__}, which puts tokens or keys in "
+            "front of a text: load it with PEFT, beside its base"
+        )
+    init = getattr(config, "init_lora_weights", True)
+    if isinstance(init, str) and init.startswith(("pissa_niter", *_OTHER_DECOMPOSING)):
+        raise ConfigError(
+            f"{directory} must hold its change of the base, got init_lora_weights={init!r}, whose start changed the "
+            "base as well, by data or random numbers that no file has: merge where it was trained, "
+            "or save it there as plain LoRA (PEFT's path_initial_model_for_weight_conversion)"
+        )
+
+
 def check_config(config: Any) -> None:
     """Raise :class:`ConfigError`, naming the option, if a config is not known to be right over shards."""
     method = getattr(config.peft_type, "value", config.peft_type)
@@ -176,10 +196,13 @@ def needs_weights(config: Any) -> bool:
 
 
 def stored_names(whole: Any, name: str, plan: Plan, embeddings: Any) -> dict[str, str]:
-    """Map names of parameters in the plan to their keys in a saved adapter, the first of those that PEFT may write."""
+    """Map names of parameters in the plan to their keys in a saved adapter: of several that PEFT may write, the first
+    that it reads. It writes biases of trained copies under the wrapper's name as well, which it ignores as it loads.
+    """
     found: dict[str, str] = {}
     for key, parameter in stored_keys(whole, name, plan, embeddings).items():
-        found.setdefault(parameter, key)
+        if f".{COPY}." in found.get(parameter, f".{COPY}."):
+            found[parameter] = key
     return found
 
 

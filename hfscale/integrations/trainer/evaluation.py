@@ -28,7 +28,16 @@ from ...errors import ConfigError
 from ...parallel.pipeline.microbatches import rows_of
 from ...train import eval_step
 from ...train.runtime import Executor, Runtime
-from .trainer_batches import Batch, first_examples, first_of_chunks, pieces, with_rows
+from .items_in_batch import evaluated_as_trained
+from .trainer_batches import (
+    Batch,
+    first_examples,
+    first_of_chunks,
+    first_rows,
+    pieces,
+    unlabelled,
+    with_rows,
+)
 
 _MOST_ADDED = 64
 # Loss, predictions and labels of a step, as Trainer's own step returns them.
@@ -79,6 +88,40 @@ def counted_step(
             model, first_of_chunks(inputs, known[0], max(known[1], 1)), True, ignore_keys
         )
         return accelerator.gather(loss).mean(), *rest
+
+
+def unknown_step(
+    trainer: Any,
+    model: nn.Module,
+    inputs: Batch,
+    known: tuple[int, int] | None,
+    loss_only: bool,
+    ignore_keys: Any,
+    stock: _Step,
+) -> _Result:
+    """Run a step of a loss that hfscale does not know: a mean over rows, of which ``known[1]`` of ``known[0]`` count,
+    or a sum divided by the labels of all data ranks.
+    """
+    accelerator = trainer.accelerator
+    with evaluated_as_trained(trainer) as divided:
+        repeated = 0 if known is None else known[0] - known[1]
+        told = torch.tensor([repeated], device=accelerator.device)
+        if known is None or not accelerator.gather(told).any():
+            return stock(model, inputs, loss_only, ignore_keys)
+        predicted: _Result = (None, None, None)
+        if not loss_only:
+            predicted = stock(model, dict(inputs), False, ignore_keys)
+        first = first_rows(inputs, known[0], max(known[1], 1))
+        if not known[1]:
+            first = unlabelled(first)
+        loss = stock(model, first, True, ignore_keys)[0]
+    if loss is not None:
+        share = 1 if divided and divided[-1] else known[1]
+        weighted = loss.double() * share if share else torch.zeros_like(loss).double()
+        sums = torch.stack((weighted, torch.full_like(weighted, share)))
+        total, shares = accelerator.reduce(sums.to(accelerator.device), "sum")
+        loss = total / shares
+    return loss, *predicted[1:]
 
 
 def prediction_step(

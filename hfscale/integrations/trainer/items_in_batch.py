@@ -83,6 +83,24 @@ class _WasUsed:
 
 
 @contextmanager
+def evaluated_as_trained(trainer: Any) -> Iterator[list[bool]]:
+    """Scale losses of a stock evaluation, in the `with` block, as those of :func:`scaled_if_divided`; yield a list to
+    which each loss adds whether it divides by the labels of all data ranks.
+    """
+    compute = trainer.compute_loss
+    divided: list[bool] = []
+
+    def scaled(*args: Any, num_items_in_batch: Any = None, **options: Any) -> Any:
+        with scaled_if_divided(trainer.args, num_items_in_batch) as items:
+            found = compute(*args, num_items_in_batch=items, **options)
+        divided.append(isinstance(items, Noticed) and bool(items.notes))
+        return found
+
+    with attribute_replaced(trainer, "compute_loss", scaled):
+        yield divided
+
+
+@contextmanager
 def scaled_if_divided(arguments: Any, items: Any) -> Iterator[Any]:
     """Yield ``num_items_in_batch`` for a stock step, whose loss is scaled only if that number is computed with."""
     if not isinstance(items, Tensor) or not arguments.average_tokens_across_devices:

@@ -359,13 +359,14 @@ class TrainerMixin(Checkpoints, DataHooks):
             )
         if not self.knows_loss:
             known = self.accelerator.examples_of(inputs)
-            if (
-                known is not None
-                and prediction_loss_only
-                and is_trl(type(self))
-                and isinstance(inputs, Mapping)
-            ):
-                return evaluation.counted_step(self, model, inputs, known, ignore_keys, stock)
+            mapped = isinstance(inputs, Mapping)
+            if is_trl(type(self)):
+                if known is not None and prediction_loss_only and mapped:
+                    return evaluation.counted_step(self, model, inputs, known, ignore_keys, stock)
+            elif mapped and self.accelerator.num_processes > 1:
+                return evaluation.unknown_step(
+                    self, model, inputs, known, prediction_loss_only, ignore_keys, stock
+                )
             return stock(model, inputs, prediction_loss_only, ignore_keys)
         return evaluation.prediction_step(
             self, model, inputs, prediction_loss_only, ignore_keys, stock

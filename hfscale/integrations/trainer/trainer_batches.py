@@ -122,7 +122,7 @@ def cut_by_schedule(
     with executor.uncut() if uneven or not ignores else nullcontext():
         if ignores:
             full = [with_rows(batch, 1 if uneven else rows) for batch in batches]
-            yield full + [_unlabelled(full[-1])] * (count - len(full))
+            yield full + [unlabelled(full[-1])] * (count - len(full))
         else:
             yield [*chain(*pieces(executor, batches, count, 1 if uneven else rows))]
 
@@ -161,9 +161,9 @@ def first_examples(batch: Batch, known: tuple[int, int], drop: bool = True) -> B
     if own >= given or (rows != given and rows != 1):
         return batch
     if rows == given:
-        return first_rows(batch, rows, own) if drop else _unlabelled(batch, own)
+        return first_rows(batch, rows, own) if drop else unlabelled(batch, own)
     lengths = batch.lengths if isinstance(batch, Marked) else []
-    return _unlabelled(batch, sum(lengths[:own]), dim=1) if len(lengths) == given else batch
+    return unlabelled(batch, sum(lengths[:own]), dim=1) if len(lengths) == given else batch
 
 
 def warn_of_repeated(trainer: Any, known: tuple[int, int] | None) -> None:
@@ -213,7 +213,7 @@ def with_rows(batch: Batch, rows: int) -> Batch:
     of_other_rows = {
         name: batch[name] for name in _LABELS if name in batch and more[name] is batch[name]
     }
-    return {**_unlabelled(more, has), **of_other_rows}
+    return {**unlabelled(more, has), **of_other_rows}
 
 
 def _by_rows(batch: Batch, sizes: tuple[int, ...], change: Callable[[Tensor], Tensor]) -> Batch:
@@ -226,7 +226,7 @@ def _by_rows(batch: Batch, sizes: tuple[int, ...], change: Callable[[Tensor], Te
     }
 
 
-def _unlabelled(batch: Batch, since: int = 0, dim: int = 0) -> Batch:
+def unlabelled(batch: Batch, since: int = 0, dim: int = 0) -> Batch:
     """Return ``batch`` with labels ignored: all rows', or from ``since`` on along ``dim``."""
     masked = dict(batch)
     for name in _LABELS:

@@ -65,16 +65,27 @@ class _Successor:
 
 
 class Replaced:
-    """Hold a model's parameters, weakly, while ``by``, a call of hfscale's, replaces them."""
+    """Hold a model's parameters, weakly, while ``by``, a call of hfscale's, replaces them.
 
-    def __init__(self, named: Iterable[tuple[str, Tensor]], by: str) -> None:
-        self._before = [(name, weakref.ref(parameter)) for name, parameter in named]
+    Args:
+        with_gradients: hold gradients, of full shapes, as well, which the new parameters get.
+    """
+
+    def __init__(
+        self, named: Iterable[tuple[str, Tensor]], by: str, with_gradients: bool = False
+    ) -> None:
+        before = list(named)
+        self._before = [(name, weakref.ref(parameter)) for name, parameter in before]
         self._by = by
+        self._gradients: dict[str, Tensor] = {}
+        if with_gradients:
+            self._gradients = {name: each.grad for name, each in before if each.grad is not None}
 
     def hand_over(self, runtime: Runtime) -> None:
         """Mark parameters that are still held with those in their place, and let optimizers in memory follow."""
         plans = runtime.plan.by_name
         now = {planned.name: parameter for planned, parameter in runtime.parameters()}
+        self._hand_over_gradients(runtime)
         live = set(map(id, now.values()))
         marked = False
         for name, reference in self._before:
@@ -90,6 +101,13 @@ class Replaced:
             marked = True
         if marked:
             _let_all_follow()
+
+    def _hand_over_gradients(self, runtime: Runtime) -> None:
+        for planned, parameter in runtime.parameters():
+            gradient = self._gradients.get(planned.name)
+            if gradient is not None and parameter.grad is None:
+                share = planned.take(gradient, runtime.mesh.ranks).clone()
+                parameter.grad = like_sharded(share.to(parameter.device), parameter)
 
 
 def _let_all_follow() -> None:
@@ -116,23 +134,28 @@ def follow(optimizer: Any) -> None:
         ConfigError: it cannot go on with them; it is unchanged.
     """
     groups = getattr(optimizer, "param_groups", ())
+    kept = getattr(optimizer, "state", {})
     held = [parameter for group in groups for parameter in group["params"]]
-    found = {id(each): successor for each in held if (successor := _successor_of(each)) is not None}
+    # Of those that share groups (SAM's base), one follows before the other, which has a state of its own.
+    keys = [key for key in kept if isinstance(key, Tensor)]
+    found = {
+        id(each): successor
+        for each in (*held, *keys)
+        if (successor := _successor_of(each)) is not None
+    }
     if not found:
         return
     _refuse(optimizer, held, found)
     states = []
-    for old in held:
+    for old in keys:
         successor = found.get(id(old))
-        if successor is not None and old in optimizer.state:
-            moved = (
-                None if successor.parameter is None else successor.state_of(optimizer.state[old])
-            )
+        if successor is not None:
+            moved = None if successor.parameter is None else successor.state_of(kept[old])
             states.append((old, successor.parameter, moved))
     for old, new, moved in states:
-        del optimizer.state[old]
+        del kept[old]
         if new is not None:
-            optimizer.state[new] = moved
+            kept[new] = moved
     for group in groups:
         _replace(group, found)
 

@@ -6,14 +6,22 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    ViTConfig,
+)
 
 import hfscale
 from hfscale.api import adapter_files
 from hfscale.cli import main
 
+from ...families import config_of
 from ...mixtures import qwen3_moe
 from ...tiny_models import tiny
 
@@ -34,6 +42,14 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
         lambda: tiny("llama", tie_word_embeddings=False),
         {"target_modules": ["v_proj"], "modules_to_save": ["lm_head"]},
     ),
+    "decomposed": (
+        lambda: tiny("gpt2"),
+        {"target_modules": ["c_attn"], "fan_in_fan_out": True, "init_lora_weights": "pissa"},
+    ),
+    "orthogonal factors": (
+        lambda: tiny("llama"),
+        {"target_modules": ["q_proj", "down_proj"], "init_lora_weights": "olora"},
+    ),
     "mixture": (qwen3_moe, {"target_modules": ["q_proj", "o_proj"]}),
     "experts": (
         qwen3_moe,
@@ -48,9 +64,8 @@ def test_merged(tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]) -
     torch.manual_seed(0)
     base = AutoModelForCausalLM.from_config(make(), dtype=torch.float32)
     base.save_pretrained(tmp_path / "base", max_shard_size="30KB")
-    adapted = get_peft_model(
-        base, LoraConfig(r=4, init_lora_weights=False, task_type="CAUSAL_LM", **options)
-    )
+    options = {"init_lora_weights": False, **options}
+    adapted = get_peft_model(base, LoraConfig(r=4, task_type="CAUSAL_LM", **options))
     adapted.save_pretrained(tmp_path / "adapter")
     adapted.merge_and_unload().save_pretrained(tmp_path / "expected")
     assert main(["merge", *(str(tmp_path / name) for name in ("base", "adapter", "out"))]) == 0
@@ -182,6 +197,74 @@ def test_an_adapter_of_new_tokens_that_hfscale_saved(tmp_path: Path) -> None:
     )
 
 
+def of_a_class(
+    directory: Path, family: str, kind: Any, task: str, tokens: int, **options: Any
+) -> tuple[Any, dict[str, torch.Tensor]]:
+    """A base and a stock adapter of another class; PEFT's model, and a batch for it."""
+    torch.manual_seed(0)
+    kind.from_config(config_of(family)).save_pretrained(directory / "base")
+    base = kind.from_pretrained(directory / "base")
+    if tokens != base.config.vocab_size:
+        base.resize_token_embeddings(tokens, mean_resizing=False)
+    model = get_peft_model(
+        base, LoraConfig(r=4, init_lora_weights=False, task_type=task, **options)
+    )
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    model.save_pretrained(directory / "adapter")
+    ids = IDS % tokens
+    batch = {"input_ids": ids}
+    if base.config.is_encoder_decoder:
+        batch["decoder_input_ids"] = ids
+    return model.eval(), batch
+
+
+CLASSES: dict[str, tuple[Any, ...]] = {
+    "translation": ("t5", AutoModelForSeq2SeqLM, "SEQ_2_SEQ_LM", 70, {"target_modules": ["q"]}),
+    "a buffer that grows": (
+        "bart", AutoModelForSeq2SeqLM, "SEQ_2_SEQ_LM", 70, {"target_modules": ["q_proj"]}
+    ),
+    "biases of a copy": (
+        "bert", AutoModelForSequenceClassification, "SEQ_CLS", 67,
+        {"target_modules": ["query"], "bias": "all"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_other_classes(tmp_path: Path, name: str) -> None:
+    family, kind, task, tokens, options = CLASSES[name]
+    model, batch = of_a_class(tmp_path, family, kind, task, tokens, **options)
+    assert main(["merge", *places(tmp_path)]) == 0
+    merged = kind.from_pretrained(tmp_path / "out").eval()
+    torch.testing.assert_close(merged(**batch).logits, model(**batch).logits)
+
+
+def test_stock_loads_biases_of_a_copy_that_hfscale_saved(tmp_path: Path) -> None:
+    kind = AutoModelForSequenceClassification
+    options: dict[str, Any] = {"target_modules": ["query"], "bias": "all"}
+    stock, batch = of_a_class(tmp_path, "bert", kind, "SEQ_CLS", 67, **options)
+    path = tmp_path / "base"
+    model = hfscale.from_pretrained(path, auto_class=kind, peft_config=tmp_path / "adapter")
+    hfscale.save_pretrained(model, tmp_path / "again")
+    loaded = PeftModel.from_pretrained(kind.from_pretrained(path), tmp_path / "again").eval()
+    torch.testing.assert_close(loaded(**batch).logits, stock(**batch).logits)
+
+
+def test_what_no_file_tells_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(tiny("llama")).save_pretrained(tmp_path / "base")
+    prompt = PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
+    drawn = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights="pissa_niter_2")
+    for config, words in ((prompt, "must be an adapter of weights"), (drawn, "pissa_niter_2")):
+        base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+        get_peft_model(base, config).save_pretrained(tmp_path / "adapter")
+        assert main(["merge", *places(tmp_path)]) == 2
+        assert words in capsys.readouterr().err
+        assert not (tmp_path / "out").exists()
+
+
 REFUSED = {
     "strange": (
         lambda key: "q_proj.lora_A" in key,
@@ -234,3 +317,26 @@ def test_a_failed_check_is_an_exit_code_and_leaves_what_was_there(
     assert "where rounding explains" in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["config.json"]
     assert (tmp_path / "out" / "config.json").read_text() == "mine"
+
+
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+}
+
+
+@pytest.mark.parametrize("kind", ["translation", "pictures"])
+def test_merging_in_memory_measures_what_reads_tokens(
+    kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: Any = (config_of("t5"), AutoModelForSeq2SeqLM, ["q"])
+    if kind == "pictures":
+        config = ViTConfig(image_size=8, patch_size=4, num_labels=3, **SMALL)
+        asked = (config, AutoModelForImageClassification, ["q_proj"])
+    config, auto_class, targets = asked
+    lora = LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
+    model = hfscale.from_config(config, auto_class=auto_class, peft_config=lora)
+    hfscale.merge_and_unload(model)
+    assert ("largest difference" in capsys.readouterr().err) == (kind == "translation")

@@ -199,3 +199,44 @@ def test_a_number_is_noticed_wherever_it_stands(use: Callable[[Any], Any]) -> No
     number = Noticed.of(torch.tensor(4))
     use(number)
     assert number.notes
+
+
+def hits(given: Any) -> dict[str, float]:
+    return {"hits": float((given.predictions.argmax(-1) == given.label_ids).mean())}
+
+
+def evaluated(
+    kind: str, layout: dict[str, int] | None, out: str, rows: int, loss: Any
+) -> list[float]:
+    world = ParallelConfig(**layout or {}).batch_world
+    args = transformers.TrainingArguments(
+        out, per_device_eval_batch_size=4 // world, report_to=[], use_cpu=True, disable_tqdm=True
+    )
+    made: Any = transformers.Trainer if layout is None else hfscale.Trainer
+    more = {} if layout is None else {"parallel": ParallelConfig(**layout)}
+    found = []
+    for metrics in (None, hits):
+        given = {"compute_metrics": metrics, "compute_loss_func": loss}
+        trainer = made(model_of(kind), args, data_collator=default_data_collator, **given, **more)
+        told = trainer.evaluate(rows_of(kind)[:rows])
+        found += [told["eval_loss"], told.get("eval_hits", 0.0)]
+    return found
+
+
+@pytest.mark.daily("wav2vec2-None-5", "vit-None-5", "vit-mean_of_rows-7")
+@pytest.mark.parametrize("rows", [8, 7, 5])
+@pytest.mark.parametrize("loss", [None, mean_of_rows])
+@pytest.mark.parametrize("kind", ["wav2vec2", "vit"])
+def test_evaluations_are_those_of_one_process(
+    pools: Pools,
+    kind: str,
+    loss: Any,
+    rows: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where one rank has a row less, or has none of the last batch."""
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    expected = evaluated(kind, None, str(tmp_path), rows, loss)
+    for found in pools(2).run(evaluated, kind, {"dp_shard_size": 2}, str(tmp_path), rows, loss):
+        assert found == pytest.approx(expected, rel=1e-5)

@@ -24,6 +24,23 @@ from ...tiny_models import tiny
 
 Pools = Callable[[int], RankPool]
 STEPS = 3
+
+
+class Wrapper(torch.optim.Optimizer):
+    """Steps by an optimizer of the same groups, and has no state itself, like many that look ahead or sharpen."""
+
+    def __init__(self, groups: list[dict[str, Any]]) -> None:
+        self.inner = torch.optim.AdamW(groups, lr=1e-2, eps=1e-3)
+        self.param_groups = self.inner.param_groups
+        self.defaults = self.inner.defaults
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "tp": ("llama", {"tp_size": 2}),
     "tp-sequence": ("qwen2", {"tp_size": 2, "sequence_parallel": True}),
@@ -54,6 +71,8 @@ def optimizer_of(model: nn.Module, kind: str) -> tuple[Any, Any]:
     ]
     if kind == "sgd":
         made: Any = torch.optim.SGD(groups, lr=1e-1, momentum=0.9)
+    elif kind == "wrapper":
+        made = Wrapper(groups)
     else:
         made = torch.optim.AdamW(groups, lr=1e-2, eps=1e-3)
     return made, torch.optim.lr_scheduler.LambdaLR(made, lambda step: 0.8**step)
@@ -79,19 +98,19 @@ def run(
     if stepped:
         for parameter in model.parameters():
             parameter.grad = parameter.detach().sin()
-        optimizer.step()
-        optimizer.zero_grad()
+        optimizer.step()  # its gradients stay, and count in the next step
     hfscale.parallelize(model, ParallelConfig(**layout))
     told = [step(model, optimizer, schedule, ids) for ids in IDS]
     return told, dict(hfscale.stream_weights(model))
 
 
 @pytest.mark.daily(
-    "adamw-stepped-tp-shard", "sgd-new-stages", "adamw-new-stages-shard", "sgd-stepped-tp-sequence"
-)
+    "adamw-stepped-tp-shard", "sgd-new-stages", "adamw-new-stages-shard", "sgd-stepped-tp-sequence",
+    "wrapper-stepped-tp", "wrapper-stepped-stages",
+)  # fmt: skip
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("stepped", [False, True], ids=["new", "stepped"])
-@pytest.mark.parametrize("kind", ["sgd", "adamw"])
+@pytest.mark.parametrize("kind", ["sgd", "adamw", "wrapper"])
 def test_a_loop_trains_as_one_process(pools: Pools, case: str, stepped: bool, kind: str) -> None:
     family, layout = CASES[case]
     told, weights = run({}, family, kind, stepped)
@@ -224,6 +243,9 @@ def said(layout: dict[str, Any], out: str) -> dict[str, str]:
     factors = stepped_factors(whole)
     hfscale.parallelize(whole, parallel)
     told["factors"] = refusal_of(factors.step)
+    hooked = made("llama")
+    hooked.lm_head.weight.register_post_accumulate_grad_hook(lambda _: None)
+    told["hook"] = refusal_of(lambda: hfscale.parallelize(hooked, parallel))
     strange = torch.optim.SGD(made("llama").parameters(), lr=0.1)
     args = transformers.TrainingArguments(out, use_cpu=True, report_to=[])
     told["strange"] = refusal_of(lambda: hfscale.Trainer(whole, args, optimizers=(strange, None)))
@@ -242,5 +264,6 @@ def test_what_cannot_follow_is_refused(
         assert "lora" in told["merged"]
         assert "make the optimizer after hfscale.merge_and_unload" in told["merged"]
         assert "tp_size" not in layout or "which is (67, 32)" in told["factors"]
+        assert "got one on lm_head.weight: register it after parallelize" in told["hook"]
         assert "none is its own" in told["strange"]
         assert "none is its own" in told["prepared"]

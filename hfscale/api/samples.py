@@ -1,0 +1,23 @@
+"""Ask a model about a few tokens, to tell how far two models are apart."""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from .._compat.transformers.classes import takes_argument
+
+
+def reads_tokens(model: nn.Module) -> bool:
+    """Return whether a model's forward pass begins with tokens, and not with pictures or sound."""
+    return getattr(model, "main_input_name", "input_ids") == "input_ids"
+
+
+def answer_to(model: Any, ids: Tensor) -> Tensor:
+    """Return the logits of tokens ``ids``, or the first output of a model without; decoders read the same tokens."""
+    given = {"input_ids": ids}
+    if model.config.is_encoder_decoder and takes_argument(model, "decoder_input_ids"):
+        given["decoder_input_ids"] = ids
+    output = model(**given)
+    answer = getattr(output, "logits", None)
+    found: Tensor = output[0] if answer is None else answer
+    return found.detach()
