@@ -6,6 +6,7 @@ a GPU the same group puts several ranks on one device, which NCCL refuses.
 
 from collections.abc import Callable
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -66,6 +67,10 @@ class Staged(dist.ProcessGroup):
     @property
     def group_name(self) -> str:
         return self.pg_name
+
+    def _get_backend(self, device: torch.device) -> Any:
+        """Return what torch 2.14 asks for before it batches transfers: one that cannot coalesce them."""
+        return SimpleNamespace(supports_coalescing=False, name=str)
 
     def _started(
         self, work: Any, arriving: Arriving, kept: Any = None, transfer: bool = False

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import update_wrapper
 from importlib.util import find_spec
-from types import FunctionType, MethodType, ModuleType
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -56,18 +56,28 @@ def give_kernels(model: nn.Module, switches: Mapping[str, bool]) -> None:
         stock = type(module).forward
         if "forward" in vars(module) or not isinstance(stock, FunctionType):
             continue
-        changed = replaced.get(id(stock.__globals__), {})
+        computing = inspect.unwrap(stock)
+        changed = replaced.get(id(computing.__globals__), {})
         functions = {
             name: value for name, value in changed.items() if isinstance(value, FunctionType)
         }
-        used = functions.keys() & set(stock.__code__.co_names)
+        used = functions.keys() & set(computing.__code__.co_names)
         if used:
-            names = {**stock.__globals__, **{name: functions[name] for name in used}}
-            made = FunctionType(
-                stock.__code__, names, stock.__name__, stock.__defaults__, stock.__closure__
-            )
-            made.__kwdefaults__ = stock.__kwdefaults__
-            module.forward = MethodType(update_wrapper(made, stock), module)
+            names = {name: functions[name] for name in used}
+            module.forward = MethodType(_with_names(stock, names), module)
+
+
+def _with_names(stock: FunctionType, names: Mapping[str, Any]) -> FunctionType:
+    """Return a copy of a function in which ``names`` mean something else, inside its decorators too."""
+    inner = vars(stock).get("__wrapped__")
+    cells = stock.__closure__
+    if inner is not None:  # a decorator's function holds the one that it calls
+        changed = CellType(_with_names(inner, names))
+        cells = tuple(changed if cell.cell_contents is inner else cell for cell in cells or ())
+    known = stock.__globals__ if inner is not None else {**stock.__globals__, **names}
+    made = FunctionType(stock.__code__, known, stock.__name__, stock.__defaults__, cells)
+    made.__kwdefaults__ = stock.__kwdefaults__
+    return update_wrapper(made, stock)
 
 
 def activation_of(module: nn.Module) -> str | None:

@@ -1,12 +1,14 @@
-"""Torch's attention kernels that return the log-sum-exp (``lse``); read and run with torch 2.11 to 2.13.
+"""Torch's attention kernels that return the log-sum-exp (``lse``); read and run with torch 2.11 to 2.14.
 
 Shapes: queries ``[b, h, rows, d]``, keys and values ``[b, h, columns, d]``; ``lse`` ``[b, h, rows]``.
 """
 
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 _aten: Any = torch.ops.aten
 
@@ -26,6 +28,19 @@ def flash_on_cpu(
     return _aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, causal, attn_mask=bias, scale=scale
     )
+
+
+@cache
+def flash_broadcasts_heads() -> bool:
+    """Return whether torch's fused attention takes one key head for all query heads unasked, as it does since 2.14.
+
+    Tried on the CPU; before 2.14 such heads, as Falcon's, got the kernel that keeps all scores.
+    """
+    query = torch.zeros(1, 2, 1, 8, requires_grad=True)
+    key = torch.zeros(1, 1, 1, 8)
+    made_by = scaled_dot_product_attention(query, key, key).grad_fn
+    assert made_by is not None
+    return made_by.name().startswith("ScaledDotProduct")
 
 
 def flash_on_cpu_backward(

@@ -284,4 +284,6 @@ def _splits(world: dist.ProcessGroup, device: torch.device) -> bool:
     backend = backend_of(world, device)
     if device.type == "cpu" or backend == "gloo" or dist.get_backend(world) != backend:
         return False
-    return bool(getattr(backend_for(world, device), "supports_splitting", False))
+    # torch has a rank outside of a new group call the second; its fake backend has the first alone since torch 2.14.
+    found = backend_for(world, device)
+    return getattr(found, "supports_splitting", False) and hasattr(found, "perform_nocolor_split")

@@ -18,6 +18,7 @@ WIDENS_AROUND = ("xglm",)
 """Families that add a table in 32 bits to hidden states in front of their layers, which FSDP2 brings back to 16."""
 
 
+_MAKERS = (torch.empty, torch.ones, torch.zeros)
 _PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, nn.functional.linear)
 
 
@@ -46,3 +47,19 @@ class _KeepFloat64(TorchFunctionMode):
 
 
 keep_float64 = _KeepFloat64
+
+
+class _MakeFloat64(TorchFunctionMode):
+    """Make in 64 bits, inside the with block, the parameters that a class of a float64 model makes in 32 bits.
+
+    Since transformers 5.24 routers do. FSDP2's parameters cannot be converted afterwards.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in _MAKERS and kwargs.get("dtype") is torch.float32:
+            kwargs["dtype"] = torch.float64
+        return func(*args, **kwargs)
+
+
+make_float64 = _MakeFloat64

@@ -122,13 +122,13 @@ def _by_markers(tokenizer: Any, messages: list[dict[str, Any]], where: str) -> E
     for marked, tokens in groupby(list(mask)):
         end = start + len(list(tokens))
         # The token that ends a turn, where the markers leave it out: without it the model would not learn to stop.
-        if (
-            marked
-            and end < len(ids)
-            and ids[end] in special
-            and not special.intersection(ids[start:end])
-        ):
-            mask[end] = 1
+        # Spaces before it may be in no token's offsets, and then the host leaves them out as well.
+        last = end
+        while last < len(ids) and not tokenizer.decode([ids[last]]).strip():
+            last += 1
+        ends_here = last < len(ids) and ids[last] in special
+        if marked and ends_here and not special.intersection(ids[start:end]):
+            mask[end : last + 1] = [1] * (last + 1 - end)
         start = end
     return Example(
         ids, [token if counts else IGNORED for token, counts in zip(ids, mask, strict=True)]

@@ -28,7 +28,7 @@ from .._compat.transformers.experts import use_eager_experts
 from ..config.memory import MemoryConfig
 from ..config.parallel import ParallelConfig
 from ..models.fields import text_config
-from ..models.precision import keep_float64
+from ..models.precision import keep_float64, make_float64
 from ..train.runtime import local_tensor, runtime_of
 from ..train.runtime.parameter_names import stock_name
 from .differences import difference, gradient_difference
@@ -250,16 +250,20 @@ def _prepare(model: Any, case: Case) -> Any:
 def _reference(case: Case, batch_world: int, directory: Path) -> None:
     """Train the stock model; save its start, its end, and every step's results."""
     torch.manual_seed(5)
-    model = host_from_config(case.auto_class, case.config, dtype=torch.float64, **case.hf_kwargs)
+    with make_float64():
+        model = host_from_config(
+            case.auto_class, case.config, dtype=torch.float64, **case.hf_kwargs
+        )
     # Norms start as ones and biases as zeros, which would hide errors in both.
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
     model.save_pretrained(directory / "start")
     # Reloaded, as the layout loads it: transformers changes some weights on the way (a dtype, the padding token's row).
-    model = case.auto_class.from_pretrained(
-        directory / "start", dtype=torch.float64, **case.hf_kwargs
-    )
+    with make_float64():
+        model = case.auto_class.from_pretrained(
+            directory / "start", dtype=torch.float64, **case.hf_kwargs
+        )
     if case.peft is not None:
         model = _with_random_adapters(model, case, directory)
     _prepare(model, case)
@@ -330,14 +334,16 @@ def _built(case: Case, layout: ParallelConfig, directory: str) -> Any:
         case.build == "parallelize" or case.peft_build == "get_peft_model"
     )
     if case.build == "parallelize":
-        whole = case.auto_class.from_pretrained(start, dtype=torch.float64, **case.hf_kwargs)
+        with make_float64():
+            whole = case.auto_class.from_pretrained(start, dtype=torch.float64, **case.hf_kwargs)
         # In float64 before, since FSDP2's parameters cannot be converted so.
         model = hfscale.parallelize(in_float64(whole), layout, memory=case.memory, **case.asked)
     else:
-        model = hfscale.from_pretrained(
-            str(start), parallel=layout, auto_class=case.auto_class, dtype=torch.float64,
-            peft_config=None if later else adapter, memory=case.memory, **case.asked, **case.hf_kwargs
-        )  # fmt: skip
+        with make_float64():
+            model = hfscale.from_pretrained(
+                str(start), parallel=layout, auto_class=case.auto_class, dtype=torch.float64,
+                peft_config=None if later else adapter, memory=case.memory, **case.asked, **case.hf_kwargs
+            )  # fmt: skip
     if later:
         model = hfscale.get_peft_model(model, adapter)
     _prepare(model, case)

@@ -85,14 +85,11 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], P
     return found
 
 
-def equal(
-    found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], dtype: torch.dtype
-) -> None:
+def equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     assert found.keys() == expected.keys()
     for name, value in expected.items():
-        assert torch.equal(found[name], value.to(dtype) if value.is_floating_point() else value), (
-            name
-        )
+        assert found[name].dtype == value.dtype, name
+        assert torch.equal(found[name], value), name
 
 
 @pytest.mark.filterwarnings("ignore:You passed .quantization_config.")
@@ -100,7 +97,9 @@ def equal(
 def test_one_process_loads_what_the_host_dequantizes(
     written: dict[tuple[str, str], Path], family: str, form: str
 ) -> None:
-    """Asked for as the host is asked, or not at all. (The host leaves unquantized weights in the type they are in.)"""
+    """Asked for as the host is asked, or not at all. (The host leaves unquantized weights in the type they are in;
+    routers stay in 32 bits with some releases, as they do where nothing is quantized.)
+    """
     directory = written[family, form]
     if WRITTEN[form].description["quant_method"] == "compressed-tensors":
         pytest.importorskip("compressed_tensors")
@@ -112,7 +111,12 @@ def test_one_process_loads_what_the_host_dequantizes(
         ours = hfscale.from_pretrained(
             directory / "stored", dtype=dtype, quantization_config=asked()
         )
-        equal(ours.state_dict(), stock.state_dict(), dtype)
+        plain = AutoModelForCausalLM.from_pretrained(directory / "plain", dtype=dtype)
+        types = {name: value.dtype for name, value in plain.state_dict().items()}
+        equal(
+            ours.state_dict(),
+            {name: value.to(types[name]) for name, value in stock.state_dict().items()},
+        )
         assert not hasattr(ours.config, "quantization_config")
 
 
@@ -156,7 +160,7 @@ def test_any_dtype(written: dict[tuple[str, str], Path], dtype: torch.dtype) -> 
         plain = AutoModelForCausalLM.from_pretrained(directory / "plain", dtype=dtype)
         ours = hfscale.from_pretrained(directory / "stored", dtype=dtype)
         assert type(ours) is type(plain)
-        equal(ours.state_dict(), plain.state_dict(), dtype)
+        equal(ours.state_dict(), plain.state_dict())
 
 
 def shares(
@@ -216,7 +220,7 @@ def test_what_is_saved_is_a_plain_checkpoint(
             load_file(path / "model.safetensors")
             for path in (tmp_path / directory.name, directory / "plain")
         )
-        equal(saved, plain, torch.float32)
+        equal(saved, {name: value.float() for name, value in plain.items()})
         assert "quantization_config" not in json.loads(
             (tmp_path / directory.name / "config.json").read_text()
         )
@@ -283,7 +287,7 @@ def test_trained_weights_are_quantized_again(
         tmp_path / "out", dtype=torch.float32, quantization_config=asked()
     )
     ours = hfscale.from_pretrained(tmp_path / "out", dtype=torch.float32)
-    equal(ours.state_dict(), stock.state_dict(), torch.float32)
+    equal(ours.state_dict(), {name: each.float() for name, each in stock.state_dict().items()})
     for name, parameter in model.named_parameters():
         apart = (ours.get_parameter(name) - parameter).norm()
         assert apart <= (0.15 if pair[1] == "mxfp4" else 0.04) * parameter.norm(), name

@@ -165,6 +165,7 @@ def test_only_a_world_of_one_backend_is_split() -> None:
             return "fake"
 
         supports_splitting = True
+        perform_nocolor_split = None
 
         def _get_backend(self, device: torch.device) -> Any:
             return self

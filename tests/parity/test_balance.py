@@ -27,7 +27,7 @@ import hfscale
 from hfscale import ParallelConfig, RoutingConfig
 from hfscale._compat.transformers.computing import enable_checkpointing
 from hfscale._compat.transformers.experts import router_logits, use_eager_experts
-from hfscale.models.precision import keep_float64
+from hfscale.models.precision import keep_float64, make_float64
 from hfscale.testing import RankPool
 from hfscale.testing.parity import ragged_batch
 from hfscale.train.runtime import runtime_of
@@ -133,9 +133,10 @@ def _stored(config: PreTrainedConfig, directory: Path) -> Path:
 
 
 def _loaded(start: Path, layout: ParallelConfig | None, routing: RoutingConfig | None) -> Any:
-    model = hfscale.from_pretrained(
-        str(start), parallel=layout, dtype=torch.float64, routing=routing
-    )
+    with make_float64():
+        model = hfscale.from_pretrained(
+            str(start), parallel=layout, dtype=torch.float64, routing=routing
+        )
     return _double(model)
 
 

@@ -1,5 +1,6 @@
 """Conversations and completions: which tokens have labels, and what is refused."""
 
+import re
 from typing import Any
 
 import pytest
@@ -96,16 +97,23 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(chatml):
     assert encode_chat(chatml, CONVERSATION, "all", "row:7").input_ids
 
 
-def test_markers_that_the_tokenizer_loses_are_refused(chatml):
-    # Spaces at the ends of tokens are left out of their offsets: the host then marks all that follows.
+@pytest.mark.parametrize(
+    ("messages", "said"),
+    [(6, r"2 turns of the assistant.* show 1"), (4, r"1 turns of the assistant.* or do not end")],
+)
+def test_spaces_at_the_ends_of_markers(chatml, messages, said):
+    """Tokenizers may leave them out of a token's offsets. Before transformers 5.24 all that follows is marked then."""
     chatml.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
     chatml.chat_template = MARKS_CONTENT_ALONE.replace(
         "{% endgeneration %}", "{{ ' ' }}{% endgeneration %}"
     )
-    with pytest.raises(RecipeError, match=r"2 turns of the assistant.* show 1"):
-        encode_chat(chatml, CONVERSATION, "completions", "x")
-    with pytest.raises(RecipeError, match=r"1 turns of the assistant.* show 1 .*or do not end"):
-        encode_chat(chatml, CONVERSATION[:4], "completions", "x")
+    try:
+        example = encode_chat(chatml, CONVERSATION[:messages], "completions", "x")
+    except RecipeError as refusal:
+        assert re.search(said, str(refusal))
+    else:
+        turns = ["One. <|im_end|>", "Two, of course. <|im_end|>"]
+        assert labelled(chatml, example) == turns[: messages // 2 - 1]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ their file, by the same names in all families: what is here of a function holds 
 the kernels (fla, mamba_ssm, causal_conv1d) that transformers puts behind it where they are installed.
 """
 
+import inspect
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
@@ -129,7 +130,7 @@ def reads_by_functions(module: nn.Module) -> bool:
     kind = type(module)
     if not kind.__module__.startswith("transformers.models."):
         return False
-    code = getattr(getattr(kind.forward, "__wrapped__", kind.forward), "__code__", None)
+    code = getattr(inspect.unwrap(kind.forward), "__code__", None)
     return not {CONVOLUTION, *SCANS}.isdisjoint(getattr(code, "co_names", ()))
 
 

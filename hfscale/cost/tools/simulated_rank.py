@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from ..._compat.replaced import attribute_replaced
 from ..._compat.torch import TorchDispatchMode, schema_of, tree_leaves
-from ..._compat.torch_attention import flash_on_cpu
+from ..._compat.torch_attention import flash_broadcasts_heads, flash_on_cpu
 from ..._compat.torch_fake import (
     META,
     autocast_on_meta,
@@ -170,7 +170,14 @@ def _grouped(left: Tensor, right: Tensor, ends: Tensor | None) -> Tensor:
 
 
 class FusedAttention(TorchFunctionMode):
-    """Make attention keep no scores, as GPU kernels do; torch's choice on the meta device keeps them."""
+    """Make attention keep no scores, as GPU kernels do; torch's choice on the meta device keeps them.
+
+    Biases that train have no such kernel, nor have few key heads, unless torch repeats them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._broadcasts = flash_broadcasts_heads()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -178,11 +185,12 @@ class FusedAttention(TorchFunctionMode):
             return func(*args, **kwargs)
         q, k, v = args[:3]
         mask = kwargs.get("attn_mask")
-        # Of heads that are broadcast, and of biases that train, there is no such kernel.
-        if (q.shape[1] != k.shape[1] and not kwargs.get("enable_gqa")) or (
-            mask is not None and mask.requires_grad
-        ):
+        trains = mask is not None and mask.requires_grad
+        repeats = kwargs.get("enable_gqa") or (k.shape[1] == 1 and self._broadcasts)
+        if trains or (q.shape[1] != k.shape[1] and not repeats):
             return func(*args, **kwargs)
+        if mask is not None and mask.dtype == torch.bool:  # torch makes a bias of it in each call
+            mask = torch.empty_like(mask, dtype=q.dtype)
         scale = kwargs.get("scale") or q.shape[-1] ** -0.5
         return flash_on_cpu(
             q,
@@ -276,7 +284,8 @@ def take_step(
         for _ in range(job.microbatches)
     ]
     rank = SimulatedRank(runtime, partial(_found, job, shape))
-    with rank, FusedAttention(), counting:
+    attention = FusedAttention()
+    with rank, attention, counting:
         train_step(model, [{"input_ids": one, "labels": one} for one in ids])
     return rank.traffic
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ..._compat.torch import tree_map
+from ..._compat.transformers.caches import CACHE_LENGTHS
 from ..._compat.transformers.classes import forward_arguments, takes_argument
 from .attention_override import AttentionCall, current_batch, learn
 from .cut_batch import CutBatch, MaskBlocks, cut_inputs
@@ -132,9 +133,13 @@ def counting_tables(model: nn.Module) -> list[nn.Module]:
     """Return the tables of positions that count the tokens of their input: none where the model is told positions."""
     if takes_argument(model, "position_ids"):  # and passes them on
         return []
-    told = {"past_key_values_length", "position_ids"}
-    tables = [each for each in model.modules() if isinstance(each, nn.Embedding)]
-    return [each for each in tables if told <= forward_arguments(type(each).forward)[0]]
+    found = []
+    for table in model.modules():
+        if isinstance(table, nn.Embedding):
+            told = forward_arguments(type(table).forward)[0]
+            if "position_ids" in told and CACHE_LENGTHS & told:
+                found.append(table)
+    return found
 
 
 def ask_for_all_positions(model: nn.Module) -> list[Any]:

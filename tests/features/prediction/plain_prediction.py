@@ -14,7 +14,7 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from transformers.modeling_layers import MtpLayer
 
 import hfscale
-from hfscale.models.precision import keep_float64
+from hfscale.models.precision import keep_float64, make_float64
 from hfscale.testing.parity import Case, _prepare, _with_random_adapters, plain_name
 
 from ...families import config_of
@@ -119,7 +119,7 @@ def loss_of(
         config = model.mtp.layers[0].config
         sliding = "sliding_attention" in (getattr(config, "layer_types", None) or ())
         make = create_sliding_window_causal_mask if sliding else create_causal_mask
-        mask = make(config, embedded, mask, past_key_values=None, position_ids=positions)
+        mask = make(config, embedded, mask, None, position_ids=positions)
     main, _ = summed(model.lm_head(hidden[:, :-1]), labels[:, 1:])
     ahead = []
     hits = []
@@ -132,10 +132,8 @@ def loss_of(
         places = positions + shift
         kinds = getattr(layer.config, "layer_types", None)
         kind = {"layer_type": kinds[depth]} if kinds else {}
-        hidden = MtpLayer.forward(
-            layer, later, hidden, position_embeddings=model.model.rotary_emb(later, position_ids=places, **kind),
-            attention_mask=mask, position_ids=places, past_key_values=None,
-        )  # fmt: skip
+        angles = model.model.rotary_emb(later, position_ids=places, **kind)
+        hidden = MtpLayer.forward(layer, later, hidden, angles, mask, places, None)
         targets = labels[:, shift + 1 :].masked_fill(
             documents[:, shift + 1 :] != documents[:, : -shift - 1], -100
         )
@@ -182,9 +180,10 @@ def reference(case: PredictionCase, batch_world: int, directory: Path) -> None:
     for layer, block in zip(layers, stack[-depths:], strict=True):
         layer.mtp_block.load_state_dict(block.state_dict())
     write(whole, layers, config, directory / "start")
-    model = AutoModelForCausalLM.from_pretrained(
-        directory / "start", dtype=torch.float64, **case.hf_kwargs
-    )
+    with make_float64():
+        model = AutoModelForCausalLM.from_pretrained(
+            directory / "start", dtype=torch.float64, **case.hf_kwargs
+        )
     model.mtp = nn.Module()
     model.mtp.layers = nn.ModuleList(layers).double()
     for layer in layers:
