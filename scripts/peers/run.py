@@ -1,6 +1,6 @@
 """Run the peers' tests with stock classes, those that pass then with hfscale's, and say which fail that should not.
 
-Usage: python scripts/peers/run.py [--peer trl ...] [--layout one ...] [--out docs/peers.md]
+Usage: python scripts/peers/run.py [--peer trl ...] [--layout one ...] [--sample 8] [--out docs/peers.md]
 """
 
 import argparse
@@ -24,6 +24,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--peer", nargs="+", choices=SUITES, default=list(SUITES))
     parser.add_argument("--layout", nargs="+", help="those of a suite by default")
+    parser.add_argument(
+        "--sample", type=int, default=1, help="run one of so many of the tests that run by default"
+    )
     parser.add_argument("--out", type=Path, help="write the table of what passes to this page")
     options = parser.parse_args()
     BUILD.mkdir(parents=True, exist_ok=True)
@@ -35,7 +38,7 @@ def main() -> int:
                 f"{peer}: its packages ship no tests; name a folder that has them: PEERS_{peer.upper()}=FOLDER"
             )
             continue
-        judgements += run_suite(peer, folder, options.layout)
+        judgements += run_suite(peer, folder, options.layout, options.sample)
     for each in judgements:
         describe(each)
     if options.out is not None:
@@ -43,7 +46,9 @@ def main() -> int:
     return int(any(each.faults for each in judgements))
 
 
-def run_suite(peer: str, folder: Path, layouts: list[str] | None) -> list[Judgement]:
+def run_suite(
+    peer: str, folder: Path, layouts: list[str] | None, sample: int = 1
+) -> list[Judgement]:
     """Run what passes with stock classes in each layout with ours."""
     fill(
         BUILD / "hub" / "hub",
@@ -52,7 +57,7 @@ def run_suite(peer: str, folder: Path, layouts: list[str] | None) -> list[Judgem
     stock = BUILD / f"{peer}-stock.jsonl"
     # Of scripts, which are made for several processes, over as many with stock classes.
     first = SUITES[peer].layouts[0]
-    run_tests(peer, folder, stock, ["--with", "stock", "--layout", first])
+    run_tests(peer, folder, stock, ["--with", "stock", "--layout", first], sample)
     asked = to_ask(read_outcomes(stock))
     found: list[Judgement] = []
     for layout in layouts or SUITES[peer].layouts:
@@ -71,8 +76,10 @@ def run_suite(peer: str, folder: Path, layouts: list[str] | None) -> list[Judgem
     return found
 
 
-def run_tests(peer: str, folder: Path, results: Path, arguments: list[str]) -> None:
-    """Run the suite's files in one pytest for each sample, from nothing."""
+def run_tests(
+    peer: str, folder: Path, results: Path, arguments: list[str], sample: int = 1
+) -> None:
+    """Run the suite's files in one pytest for each sample, from nothing; of each one test of ``sample``."""
     results.unlink(missing_ok=True)
     for every, files in paths_of(peer, folder).items():
         command = [
@@ -90,7 +97,7 @@ def run_tests(peer: str, folder: Path, results: Path, arguments: list[str]) -> N
             "--peer",
             peer,
             "--every",
-            "1" if "--only" in arguments else str(every),
+            "1" if "--only" in arguments else str(every * sample),
             "--results",
             str(results),
         ]

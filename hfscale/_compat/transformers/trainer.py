@@ -4,7 +4,7 @@ Read and run with transformers 5.17 and 5.23; ``tests/integrations/trainer/test_
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import transformers
 from torch import nn
 from transformers import trainer as _module
 
+from .. import liger
 from ..replaced import attribute_replaced
 
 _trainer: Any = _module
@@ -21,8 +22,6 @@ _DEVICES = "_setup_devices"  # a cached property of TrainingArguments that count
 _Mixin: Any = object  # so that type checkers take what a Trainer has
 accelerator_made_by = partial(attribute_replaced, _trainer, "Accelerator")
 """Let Trainer create its accelerator from a class inside the ``with`` block."""
-kernels_left_alone = partial(attribute_replaced, _trainer, "apply_liger_kernel", lambda *_: None)
-"""Stop Trainer from applying Liger's kernels to its model inside the ``with`` block; hfscale has applied them."""
 RANDOM = "rng_state.pth"  # read by stock Trainer in one process
 
 
@@ -120,6 +119,16 @@ def evaluated_with_logits(trainer: Any, step: Callable[..., Any]) -> Callable[..
             return step(*args, **kwargs)
 
     return evaluated
+
+
+def kernels_left_alone() -> AbstractContextManager[None]:
+    """Stop Trainer from applying Liger's kernels to its model inside the ``with`` block; hfscale has applied them.
+
+    Where Liger is not installed Trainer is left to say so, as it does before its first step.
+    """
+    if not liger.is_installed():
+        return nullcontext()
+    return attribute_replaced(_trainer, "apply_liger_kernel", lambda *_: None)
 
 
 def taken_for_adapted(model: Any) -> AbstractContextManager[None]:

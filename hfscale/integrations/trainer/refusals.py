@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import DataCollatorWithFlattening
 
+from ..._compat import liger
 from ..._compat.torch_device import accelerators
 from ..._compat.transformers.classes import class_name, is_causal_lm
 from ..._compat.transformers.trainer import count_processes_on_cpu, has_stock_loss, use_one_gpu
@@ -146,10 +147,7 @@ def check_model(runtime: Runtime, arguments: Any) -> None:
             f"give both the same: hfscale.from_pretrained(..., mixed_precision={asked!r}), or {said[built]}"
         )
     if arguments.use_liger_kernel and runtime.options.use_liger_kernel is False:
-        raise ConfigError(
-            "TrainingArguments(use_liger_kernel=True), and the model was built without Liger's kernels: build it with "
-            "hfscale.from_pretrained(..., use_liger_kernel=True)"
-        )
+        _check_kernels(runtime)
     schedule = runtime.mesh.layout.pipeline_schedule
     if schedule in ASYNCHRONOUS and runtime.plan.stages is not None:
         raise ConfigError(
@@ -161,6 +159,23 @@ def check_model(runtime: Runtime, arguments: Any) -> None:
         raise ConfigError(
             "TrainingArguments(label_smoothing_factor=...): transformers smooths the labels of this model by the name "
             "of its class, which FSDP2 changes: use dp_shard_size=1 and dp_replicate_size=1, or leave it out"
+        )
+
+
+def _check_kernels(runtime: Runtime) -> None:
+    """Refuse a model that was built without the kernels that its Trainer is asked for.
+
+    In one process a Trainer without Liger may be made, for all but training, which Trainer itself then refuses.
+    """
+    built = (
+        "TrainingArguments(use_liger_kernel=True), and the model was built without Liger's kernels"
+    )
+    again = "build it with hfscale.from_pretrained(..., use_liger_kernel=True)"
+    if liger.is_installed():
+        raise ConfigError(f"{built}: {again}")
+    if runtime.mesh.layout.total_size > 1:
+        raise ConfigError(
+            f"{built}, which are not installed: pip install liger-kernel, and {again}"
         )
 
 

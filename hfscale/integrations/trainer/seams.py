@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, TrainingArguments
 
+from ..._compat import liger
 from ..._compat.torch_fsdp import cast_shards
 from ..._compat.trl import DistillationHooks, replaced
 from ...api import adapt, build
@@ -129,10 +130,15 @@ class Seams:
 
 
 def options_of(arguments: Any) -> dict[str, Any]:
-    """Return the options for models that a trainer with these ``TrainingArguments``, if any, loads itself."""
+    """Return the options for models that a trainer with these ``TrainingArguments``, if any, loads itself.
+
+    Kernels that are not installed are not asked for: a trainer needs them no sooner than it trains.
+    """
     if arguments is None:
         return {}
-    kernels = (arguments.liger_kernel_config or True) if arguments.use_liger_kernel else False
+    kernels = False
+    if arguments.use_liger_kernel and liger.is_installed():
+        kernels = arguments.liger_kernel_config or True
     precision = str(arguments.mixed_precision)
     return {
         "mixed_precision": precision,

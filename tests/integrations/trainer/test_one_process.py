@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, default_data_collator
 
 import hfscale
 from hfscale import ConfigError
+from hfscale._compat import liger
 
 from ...tiny_models import tiny
 
@@ -96,3 +97,22 @@ def test_plans_look_at_every_option() -> None:
 def test_a_module_of_another_kind_is_not_told_to_be_loaded() -> None:
     with pytest.raises(ConfigError, match="Linear is no model of transformers"):
         hfscale.clip_grad_norm_(nn.Linear(2, 2), 1.0)
+
+
+def test_a_trainer_needs_kernels_no_sooner_than_it_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in stock, which looks for Liger when training begins; predictions do without."""
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr(liger, "is_installed", lambda: False)
+    monkeypatch.setattr(transformers.integrations.liger, "is_liger_kernel_available", lambda: False)
+    args = transformers.TrainingArguments(
+        str(tmp_path), use_cpu=True, report_to=[], disable_tqdm=True, use_liger_kernel=True
+    )
+    model = AutoModelForCausalLM.from_config(tiny("llama"))
+    trainer = hfscale.Trainer(
+        model=model, args=args, train_dataset=ROWS, data_collator=default_data_collator
+    )
+    assert trainer.predict(ROWS).predictions.shape == (12, 8, 67)
+    with pytest.raises(ImportError, match="pip install liger-kernel"):
+        trainer.train()
