@@ -1,0 +1,106 @@
+"""What hfscale relies on of other libraries' private names: a table, and for each name a test that exercises it.
+
+A test looks its names up by itself, and imports nothing of hfscale: where a name is gone, importing hfscale may fail as
+a whole, and this must still say which name it was and which file of ``hfscale/_compat`` has to be mended.
+
+A name is written as it is reached, ``torch.nn.Module.train``; behind a colon is what instances have alone,
+``torch.nn.Module:_parameters``, which the test itself reads; ``one or other`` are names of different versions.
+"""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from importlib import metadata
+from typing import Any
+
+import pytest
+
+COMPAT = "hfscale/_compat"
+_OPTIONAL = ("liger_kernel", "vllm")  # absent from most lanes
+_DISTRIBUTIONS = {"liger_kernel": "liger-kernel"}
+
+
+@dataclass(frozen=True)
+class Promise:
+    """One name, the file that relies on it, and the test that says what for."""
+
+    name: str
+    file: str
+    test: str
+
+
+TABLE: list[Promise] = []
+
+
+def relying(*files: str) -> Callable[..., Callable[[Callable[..., None]], Callable[..., None]]]:
+    """Return the decorator of tests of the names that ``files``, below ``hfscale/_compat``, rely on."""
+
+    def relies_on(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+        def decorate(test: Callable[..., None]) -> Callable[..., None]:
+            assert test.__doc__, f"{test.__name__} must say what is relied on"
+            promise = " ".join(test.__doc__.split())
+            TABLE.extend(Promise(name, file, test.__name__) for name in names for file in files)
+            mend = " and ".join(f"{COMPAT}/{file}" for file in files)
+
+            @wraps(test)
+            def checked(*args: Any, **kwargs: Any) -> None:
+                for name in names:
+                    if not _is_there(name):
+                        raise AssertionError(
+                            f"{name} is gone from {version_of(name)}: mend {mend}, which relied on it: {promise}"
+                        )
+                try:
+                    test(*args, **kwargs)
+                except Exception as error:
+                    raise AssertionError(
+                        f"{', '.join(names)} of {version_of(names[0])}: no longer is it so that: {promise} Mend {mend} "
+                        f"({type(error).__name__}: {error})"
+                    ) from error
+
+            return checked
+
+        return decorate
+
+    return relies_on
+
+
+def version_of(name: str) -> str:
+    """Return the library that a name is of, with its version."""
+    library = name.partition(".")[0]
+    try:
+        return f"{library} {metadata.version(_DISTRIBUTIONS.get(library, library))}"
+    except metadata.PackageNotFoundError:  # Python's own
+        return library
+
+
+def found(name: str) -> Any:
+    """Return what a dotted name stands for; :class:`LookupError` if a part of it is gone."""
+    parts = name.partition(":")[0].split(".")
+    if parts[0] in _OPTIONAL:
+        pytest.importorskip(parts[0])
+    for length in range(len(parts), 0, -1):
+        module = ".".join(parts[:length])
+        try:
+            reached = importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if error.name is not None and f"{module}.".startswith(f"{error.name}."):
+                continue  # an attribute, or gone
+            raise
+        for part in parts[length:]:
+            try:
+                reached = getattr(reached, part)
+            except AttributeError as error:
+                raise LookupError(name) from error
+        return reached
+    raise LookupError(name)
+
+
+def _is_there(name: str) -> bool:
+    for each in name.split(" or "):
+        try:
+            found(each)
+        except LookupError:
+            continue
+        return True
+    return False
