@@ -34,7 +34,7 @@ _GENERATED = (
 )
 """Entries of a generated batch that no model takes."""
 
-_ASKED = "_asked_generation_batch_size"  # a config's attribute
+_ASKED = "_hfscale_asked_generation_batch_size"  # a config's attribute
 
 _Mixin: Any = object  # so that type checkers take what a trainer has
 

@@ -22,9 +22,7 @@ def test_a_group_has_a_backend_for_a_device(world_of_one: None) -> None:
         dist.group.WORLD._get_backend(torch.device("xpu"))
 
 
-@relying("torch.py", "torch_gloo.py")(
-    "torch.distributed.ProcessGroupGloo._Options:_timeout", TIMEOUT
-)
+@relying("torch.py")(TIMEOUT, "torch.distributed.ProcessGroup:options._timeout")
 def test_a_group_has_a_timeout(world_of_one: None) -> None:
     """A backend's ``options._timeout`` is how long its operations wait, and it can be set for a group later."""
     from torch.distributed import distributed_c10d
@@ -57,6 +55,7 @@ def test_collectives_return_their_results(world_of_one: None) -> None:
 
 
 @relies_on(
+    "torch.distributed.ProcessGroupGloo._Options:_timeout",
     "torch.distributed.ProcessGroupGloo._Options:_devices",
     "torch.distributed.ProcessGroupGloo.create_default_device",
     "torch.distributed.distributed_c10d.ProcessGroupGloo",

@@ -1,6 +1,5 @@
 """What ``_compat/torch_fsdp.py`` and ``_compat/torch_fake.py`` rely on of FSDP2, over one rank."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ relies_on = relying("torch_fsdp.py")
 
 
 @pytest.fixture
-def model(world_of_one: None) -> Iterator[Any]:
+def model(world_of_one: None) -> Any:
     """Two layers that FSDP2 wraps, and their parent."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -28,7 +27,7 @@ def model(world_of_one: None) -> Iterator[Any]:
     for layer in made:
         fully_shard(layer, mesh=mesh)
     fully_shard(made, mesh=mesh)
-    yield made
+    return made
 
 
 def state_of(module: nn.Module) -> Any:

@@ -14,7 +14,7 @@ relies_on = relying("torch.py")
 
 @relying("torch.py", "torch_fsdp.py")("torch.nn.Module:_parameters")
 def test_parameters_are_a_live_dict() -> None:
-    """``_parameters`` is the module's own dict by attribute, takes any tensor, and has tied parameters' second names."""
+    """``_parameters`` is the module's own dict by attribute, takes any tensor, and has second names too."""
     module = nn.Linear(2, 2, bias=False)
     plain = torch.ones(2, 2)
     module._parameters["weight"] = plain
