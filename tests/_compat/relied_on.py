@@ -8,7 +8,8 @@ A name is written as it is reached, ``torch.nn.Module.train``; behind a colon is
 """
 
 import importlib
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from importlib import metadata
@@ -16,7 +17,6 @@ from typing import Any
 
 import pytest
 
-COMPAT = "hfscale/_compat"
 _OPTIONAL = ("liger_kernel", "vllm")  # absent from most lanes
 _DISTRIBUTIONS = {"liger_kernel": "liger-kernel"}
 
@@ -34,14 +34,14 @@ TABLE: list[Promise] = []
 
 
 def relying(*files: str) -> Callable[..., Callable[[Callable[..., None]], Callable[..., None]]]:
-    """Return the decorator of tests of the names that ``files``, below ``hfscale/_compat``, rely on."""
+    """Return the decorator of tests of the names that ``files``, below ``hfscale/_compat`` or named in full, rely on."""
 
     def relies_on(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
         def decorate(test: Callable[..., None]) -> Callable[..., None]:
             assert test.__doc__, f"{test.__name__} must say what is relied on"
             promise = " ".join(test.__doc__.split())
             TABLE.extend(Promise(name, file, test.__name__) for name in names for file in files)
-            mend = " and ".join(f"{COMPAT}/{file}" for file in files)
+            mend = " and ".join(map(path_of, files))
 
             @wraps(test)
             def checked(*args: Any, **kwargs: Any) -> None:
@@ -53,6 +53,10 @@ def relying(*files: str) -> Callable[..., Callable[[Callable[..., None]], Callab
                 try:
                     test(*args, **kwargs)
                 except Exception as error:
+                    if other := _gone_of_another(error, names):
+                        raise AssertionError(
+                            f"{error}: mend {path_of(other.file)}, as {other.test} says"
+                        ) from error
                     raise AssertionError(
                         f"{', '.join(names)} of {version_of(names[0])}: no longer is it so that: {promise} Mend {mend} "
                         f"({type(error).__name__}: {error})"
@@ -63,6 +67,24 @@ def relying(*files: str) -> Callable[..., Callable[[Callable[..., None]], Callab
         return decorate
 
     return relies_on
+
+
+def path_of(file: str) -> str:
+    """Return the file that is to be mended, from the repository's root."""
+    return file if file.startswith("hfscale/") else f"hfscale/_compat/{file}"
+
+
+def _gone_of_another(error: BaseException, names: Sequence[str]) -> Promise | None:
+    """Return whose name it is that is gone, if it is one of the table, and none of ``names``."""
+    gone = getattr(error, "name", None)
+    if not isinstance(error, AttributeError) or any(parts_of(name)[-1] == gone for name in names):
+        return None
+    return next((each for each in TABLE if gone in parts_of(each.name)), None)
+
+
+def parts_of(name: str) -> list[str]:
+    """Return the identifiers in a name of the table, in order."""
+    return re.split(r"[.:]| or ", name)
 
 
 def version_of(name: str) -> str:

@@ -13,7 +13,6 @@ from . import relied_on
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "private_names.py"
-COMPAT = ROOT / "hfscale" / "_compat"
 
 
 @pytest.fixture(scope="module")
@@ -65,9 +64,9 @@ def is_tested(name: str, tested: set[str]) -> bool:
 
 def test_no_test_is_of_a_name_that_is_not_read(table: Any) -> None:
     for promise in table:
-        text = (COMPAT / promise.file).read_text()
-        every = re.split(r"[.:]| or ", promise.name)
-        private = {part for part in every if part.startswith("_")} or {every[-1]}
+        text = (ROOT / relied_on.path_of(promise.file)).read_text()
+        every = relied_on.parts_of(promise.name)
+        private = {part for part in every if part.startswith("_")} | {every[-1]}
         assert any(re.search(rf"\b{part}\b", text) for part in private), (
             f"{promise.test}: {promise.file} reads no {promise.name} any more"
         )

@@ -182,8 +182,8 @@ def test_shards_take_another_type(model: Any) -> None:
     are the module's own parameters; ``orig_dtype`` is their type.
     """
     group = group_of(model[0])
-    for held in group.fsdp_params:
-        assert held.sharded_param is getattr(model[0], held._module_info.param_name)
+    for held, name in zip(group.fsdp_params, ("weight", "bias"), strict=True):
+        assert held.sharded_param is getattr(model[0], name)
         cast = nn.Parameter(held.sharded_param.detach().to(torch.bfloat16))
         torch.utils.swap_tensors(held.sharded_param, cast)
         held.reset_sharded_param()

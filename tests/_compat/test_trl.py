@@ -232,27 +232,37 @@ def test_an_engine_gets_what_one_method_yields() -> None:
     assert sent[-1] == "reset"
 
 
-REPLACED = {
+MADE = {
     "add_fused_lm_head": "grpo",
     "create_model_from_path": "grpo",
     "get_peft_model": "grpo",
     "hash_module": "dpo",
     "SyncRefModelCallback": "grpo",
     "VLLMGeneration": "grpo",
-    "gather": "grpo",
-    "gather_object": "grpo",
-    "shuffle_sequence_dict": "grpo",
 }
+GATHERED = ("gather", "gather_object", "shuffle_sequence_dict")
 
 
-@pytest.mark.parametrize("name", REPLACED)
-@relies_on(*(f"{TRAINER}.{file}_trainer.{name}" for name, file in REPLACED.items()))
-def test_a_trainer_calls_functions_of_its_own_file(name: str) -> None:
-    """Methods of a trainer call these functions by the names that its file has for them."""
-    kind = found(f"{TRAINER}.{REPLACED[name]}_trainer.{REPLACED[name].upper()}Trainer")
-    codes = [
-        each.__wrapped__ if hasattr(each, "__wrapped__") else each
-        for each in vars(kind).values()
-        if callable(each)
-    ]
-    assert any(name in code.__code__.co_names for code in codes if hasattr(code, "__code__"))
+def calls(trainer: str, name: str) -> bool:
+    """Whether methods of a trainer call a function by the name that its file has for it."""
+    kind = found(f"{TRAINER}.{trainer}_trainer.{trainer.upper()}Trainer")
+    methods = [getattr(each, "__wrapped__", each) for each in vars(kind).values()]
+    return any(name in each.__code__.co_names for each in methods if hasattr(each, "__code__"))
+
+
+@pytest.mark.parametrize("name", MADE)
+@relying("hfscale/integrations/trainer/seams.py")(
+    *(f"{TRAINER}.{file}_trainer.{name}" for name, file in MADE.items())
+)
+def test_a_trainer_is_made_by_functions_of_its_file(name: str) -> None:
+    """As it is made, a trainer calls these functions by the names that its file has for them."""
+    assert calls(MADE[name], name)
+
+
+@pytest.mark.parametrize("name", GATHERED)
+@relying("hfscale/integrations/trainer/generations.py")(
+    *(f"{TRAINER}.grpo_trainer.{name}" for name in GATHERED)
+)
+def test_a_trainer_gathers_by_functions_of_its_file(name: str) -> None:
+    """A trainer that generates gathers and shuffles by the functions that its file has by these names."""
+    assert calls("grpo", name)
