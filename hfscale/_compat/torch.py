@@ -26,6 +26,8 @@ from torch.utils._triton import has_triton as triton_works
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from torch.utils.data import DataLoader
 
+from .lasting import replace_for_good
+
 __all__ = [
     "TorchDispatchMode",
     "functional_collectives",
@@ -95,7 +97,7 @@ def allow_recompiles() -> None:
     """Let torch.compile keep 64 graphs of one function or kind of layer; beyond 8 it would run them uncompiled."""
     from torch._dynamo import config
 
-    config.recompile_limit = max(config.recompile_limit, 64)
+    replace_for_good(config, "recompile_limit", lambda limit: max(limit, 64))
 
 
 # These are functions and no attrgetters, which torch.compile does not trace.

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ..config.environment import started_processes
+from .lasting import replace_for_good
 from .replaced import attribute_replaced
 
 _RECORDS = ("_metrics", "_total_train_tokens", "_logs", "_step")
@@ -128,9 +129,7 @@ def remember_generation_sizes(kind: type) -> None:
     """
     for module in _modules(kind):
         for config in filter(_plans_generations, vars(module).values()):
-            stock = vars(config)["__post_init__"]
-            if not hasattr(stock, "remembers"):
-                config.__post_init__ = _remembering(stock)
+            replace_for_good(config, "__post_init__", _remembering)
 
 
 def _plans_generations(found: Any) -> bool:
@@ -161,7 +160,6 @@ def _remembering(stock: Callable[[Any], None]) -> Callable[[Any], None]:
             asked // (config.per_device_train_batch_size * processes), 1
         )
 
-    remembering.remembers = True  # type: ignore[attr-defined]
     return remembering
 
 

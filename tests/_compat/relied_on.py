@@ -34,7 +34,7 @@ TABLE: list[Promise] = []
 
 
 def relying(*files: str) -> Callable[..., Callable[[Callable[..., None]], Callable[..., None]]]:
-    """Return the decorator of tests of the names that ``files``, below ``hfscale/_compat`` or named in full, rely on."""
+    """Return the decorator of tests of names that ``files`` rely on: below ``hfscale/_compat``, or with their path."""
 
     def relies_on(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
         def decorate(test: Callable[..., None]) -> Callable[..., None]:
