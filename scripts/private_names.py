@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 _PRIVATE = re.compile(r"_[A-Za-z]\w*")
-_MODULE = re.compile(r"[\w.]*\._[\w.]+")
+_MODULE = re.compile(r"[\w.]*\._(?!_)[\w.]+")
 _OURS = "_hfscale_"  # marks on others' objects
 
 

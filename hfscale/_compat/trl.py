@@ -189,7 +189,9 @@ def default_config(kind: type, model: Any, **given: Any) -> Any:
         if each.__module__.startswith("trl.") and made_by is not None:
             model_id = importlib.import_module("trl.trainer.utils").get_config_model_id
             name = model if isinstance(model, str) else model_id(model.config)
-            return made_by(f"{name.split('/')[-1]}-{each._name}", **given)  # type: ignore[attr-defined]
+            return made_by(
+                f"{name.split('/')[-1]}-{each.__name__.removesuffix('Trainer')}", **given
+            )
     return None
 
 

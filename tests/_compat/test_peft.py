@@ -78,7 +78,7 @@ def test_an_embeddings_wrapper_looks_up_by_one_method(model: Any) -> None:
     assert seen == [(3, 2)]
 
 
-@relies_on("peft.utils.save_and_load._get_tp_info")
+@relying("peft.py", "lasting.py")("peft.utils.save_and_load._get_tp_info")
 def test_state_dicts_of_adapters_ask_the_model_first(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

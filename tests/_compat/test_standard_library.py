@@ -8,14 +8,6 @@ from .relied_on import relying
 relies_on = relying("standard_library.py")
 
 
-@relies_on("argparse._ActionsContainer")
-def test_a_parser_and_its_groups_are_of_one_class() -> None:
-    """``_ActionsContainer`` is the class of what ``add_argument`` can be called on: parsers and groups."""
-    parser = argparse.ArgumentParser()
-    assert isinstance(parser, argparse._ActionsContainer)
-    assert isinstance(parser.add_argument_group("some"), argparse._ActionsContainer)
-
-
 @relies_on("argparse.ArgumentParser:_actions")
 def test_a_parser_lists_its_arguments() -> None:
     """``_actions`` has the arguments in order, those of groups too."""

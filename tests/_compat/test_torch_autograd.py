@@ -37,14 +37,12 @@ def test_hooks_on_an_accumulated_gradient_are_told() -> None:
     assert not tensor._post_accumulate_grad_hooks
 
 
-@relies_on("torch.Tensor._is_view", "torch.Tensor._base")
+@relies_on("torch.Tensor._base")
 def test_a_view_knows_its_base() -> None:
-    """``_is_view()`` says whether a tensor is a view, and ``_base`` is the tensor that it views, or ``None``."""
+    """``_base`` is the tensor that a tensor views, or ``None``."""
     tensor = weight()
     view = tensor[0][1:]
-    assert view._is_view()
     assert view._base is tensor
-    assert not tensor._is_view()
     assert tensor._base is None
 
 
@@ -235,20 +233,17 @@ def test_a_schema_says_what_an_operator_writes_into() -> None:
     assert "Work" in str(reduce._schema.returns[1].type)
 
 
-@relies_on("torch.ops.aten.add_.Tensor._opname")
+@relies_on("torch.ops.aten.add.Tensor.name")
 def test_overloads_share_a_name() -> None:
-    """``_opname`` of an operator is its name without the overload's."""
-    assert torch.ops.aten.add.Tensor._opname == torch.ops.aten.add.Scalar._opname == "add"
-    assert torch.ops.c10d.send.default._opname == "send"
-
-
-@relies_on("torch._ops.OpOverloadPacket", "torch._ops.OpOverload")
-def test_operators_and_their_overloads_have_classes() -> None:
-    """``torch.ops.aten.mm`` is an ``OpOverloadPacket``, whose ``overloads()`` name ``OpOverload`` objects."""
-    packet = torch.ops.aten.mm
-    assert isinstance(packet, torch._ops.OpOverloadPacket)
-    assert "default" in packet.overloads()
-    assert isinstance(packet.default, torch._ops.OpOverload)
+    """``name()`` of an operator is its namespace, its name and its overload's; a packet of overloads names these, and
+    both have a class of their own.
+    """
+    assert torch.ops.aten.add.Tensor.name() == "aten::add.Tensor"
+    assert torch.ops.c10d.send.default.name() == "c10d::send"
+    assert "default" in torch.ops.aten.mm.overloads()
+    assert type(torch.ops.aten.mm) is not type(torch.ops.aten.mm.default)
+    assert type(torch.ops.aten.mm) is type(torch.ops.aten.add)
+    assert type(torch.ops.aten.mm.default) is type(torch.ops.aten.add.Tensor)
 
 
 @relies_on("torch._foreach_norm", "torch._foreach_mul_")

@@ -118,7 +118,7 @@ def test_a_compiled_module_holds_the_original() -> None:
     assert torch.compile(module, backend="eager")._orig_mod is module
 
 
-@relies_on("torch._dynamo.config")
+@relying("torch.py", "lasting.py")("torch._dynamo.config.recompile_limit")
 def test_the_compiler_has_a_limit_of_graphs() -> None:
     """``torch._dynamo.config.recompile_limit`` is the number of graphs of one function, and may be raised."""
     from torch._dynamo import config
@@ -172,14 +172,6 @@ def test_trees_are_mapped_and_flattened() -> None:
     tree = {"a": (1, [2]), "b": None}
     assert tree_leaves(tree) == [1, 2, None]
     assert tree_map(lambda leaf: leaf and leaf + 1, tree) == {"a": (2, [3]), "b": None}
-
-
-@relies_on("torch.utils._pytree.tree_map_only")
-def test_leaves_of_a_type_are_mapped() -> None:
-    """``tree_map_only(type, function, tree)`` leaves leaves of other types alone."""
-    from torch.utils._pytree import tree_map_only
-
-    assert tree_map_only(int, str, [1, 2.0]) == ["1", 2.0]
 
 
 @relies_on("torch.utils._triton.has_triton")

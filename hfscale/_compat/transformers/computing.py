@@ -306,7 +306,7 @@ class _DocumentMasks:
                     self.documents.expand(batch_size, -1),
                 )
                 kwargs |= {
-                    name: False for name in kwargs if name.endswith("_skip")
+                    name: False for name in kwargs if name.endswith("skip")
                 }  # the mask has to be made
             kwargs |= {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length}
             return made(mask_function=mask_function, **kwargs)

@@ -61,14 +61,14 @@ def test_mask_arguments_are_prepared_by_one_function(
 
 @relies_on(
     f"{MASKS}.ALL_MASK_ATTENTION_FUNCTIONS",
-    f"{MASKS}.sdpa_mask:_skip",
+    f"{MASKS}.sdpa_mask:skip",
     f"{MASKS}.packed_sequence_mask_function",
 )
 def test_mask_functions_are_looked_up_as_they_are_called(
     config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A mask is made by ``ALL_MASK_ATTENTION_FUNCTIONS[name]`` of the module, called by name with ``batch_size``,
-    ``q_length``, ``kv_length`` and ``mask_function``; arguments that end in ``_skip`` let it make none.
+    ``q_length``, ``kv_length`` and ``mask_function``; arguments that end in ``skip`` let it make none.
     """
     from transformers import masking_utils
 
@@ -80,7 +80,7 @@ def test_mask_functions_are_looked_up_as_they_are_called(
         def __getitem__(self, name: str) -> Any:
             def made(**given: Any) -> Any:
                 calls.append(given)
-                skips = {key: False for key in given if key.endswith("_skip")}
+                skips = {key: False for key in given if key.endswith("skip")}
                 assert skips
                 return stock[name](**{**given, **skips})
 

@@ -33,15 +33,15 @@ def test_experts_apply_their_gate_to_both_halves(mixture: Any) -> None:
     torch.testing.assert_close(experts._apply_gate(both), torch.nn.functional.silu(gate) * up)
 
 
-@relies_on("transformers.PreTrainedModel._can_record_outputs")
+@relies_on("transformers.PreTrainedModel.can_record_outputs")
 def test_a_model_lists_what_it_records_of_its_routers(mixture: Any) -> None:
-    """``_can_record_outputs["router_logits"]`` is the class of routers, or a recorder with ``target_class`` and
+    """``can_record_outputs["router_logits"]`` is the class of routers, or a recorder with ``target_class`` and
     ``index``, or a list of such.
     """
     from transformers import MixtralForCausalLM
 
     model = MixtralForCausalLM(mixture)
-    recorded = model.model._can_record_outputs["router_logits"]
+    recorded = model.model.can_record_outputs["router_logits"]
     recorder = recorded[0] if isinstance(recorded, list | tuple) else recorded
     kind = getattr(recorder, "target_class", recorder)
     assert any(type(module) is kind for module in model.modules())

@@ -69,24 +69,24 @@ def test_a_class_names_what_it_does_not_expect() -> None:
     assert any("mtp" in each for each in Qwen3NextForCausalLM._keys_to_ignore_on_load_unexpected)
 
 
-@relies_on(f"{MODEL}._auto_class")
-def test_a_class_of_a_checkpoint_knows_its_auto_class() -> None:
-    """``_auto_class`` is ``None`` but for classes that were registered for an Auto class, whose code is saved too."""
+@relies_on(f"{MODEL}.is_remote_code")
+def test_a_class_of_a_checkpoint_knows_that_it_is() -> None:
+    """``is_remote_code()`` is true of classes that were registered for an Auto class, whose code is saved too."""
     from transformers import LlamaForCausalLM
 
     class Own(LlamaForCausalLM):
         pass
 
-    assert Own._auto_class is None
+    assert not Own.is_remote_code()
     Own.register_for_auto_class("AutoModelForCausalLM")
-    assert Own._auto_class == "AutoModelForCausalLM"
-    assert LlamaForCausalLM._auto_class is None
+    assert Own.is_remote_code()
+    assert not LlamaForCausalLM.is_remote_code()
 
 
 @pytest.mark.filterwarnings("ignore")
-@relies_on("transformers.quantizers.base.HfQuantizer._process_model_before_weight_loading")
+@relies_on("transformers.quantizers.base.HfQuantizer.preprocess_model")
 def test_a_quantizer_prepares_a_meta_model(config: Any) -> None:
-    """``_process_model_before_weight_loading(model)`` of the quantizer of ``FineGrainedFP8Config`` puts its own layers
+    """``preprocess_model(model)`` of the quantizer of ``FineGrainedFP8Config`` puts its own layers
     into a meta model, on a machine without a GPU too; ``param_needs_quantization`` tells their weights, and
     ``get_quantize_ops().convert`` quantizes one.
     """
@@ -98,7 +98,7 @@ def test_a_quantizer_prepares_a_meta_model(config: Any) -> None:
     )
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
-    quantizer._process_model_before_weight_loading(model)
+    quantizer.preprocess_model(model)
     name = "model.layers.0.mlp.up_proj.weight"
     assert quantizer.param_needs_quantization(model, name)
     assert not quantizer.param_needs_quantization(model, "model.norm.weight")
