@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from importlib import metadata
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
 
-_OPTIONAL = ("liger_kernel", "vllm")  # absent from most lanes
 _DISTRIBUTIONS = {"liger_kernel": "liger-kernel"}
 
 
@@ -27,7 +27,11 @@ class Promise:
 
     name: str
     file: str
-    test: str
+    function: Callable[..., None]
+
+    @property
+    def test(self) -> str:
+        return self.function.__name__
 
 
 TABLE: list[Promise] = []
@@ -40,7 +44,7 @@ def relying(*files: str) -> Callable[..., Callable[[Callable[..., None]], Callab
         def decorate(test: Callable[..., None]) -> Callable[..., None]:
             assert test.__doc__, f"{test.__name__} must say what is relied on"
             promise = " ".join(test.__doc__.split())
-            TABLE.extend(Promise(name, file, test.__name__) for name in names for file in files)
+            TABLE.extend(Promise(name, file, test) for name in names for file in files)
             mend = " and ".join(map(path_of, files))
 
             @wraps(test)
@@ -99,8 +103,8 @@ def version_of(name: str) -> str:
 def found(name: str) -> Any:
     """Return what a dotted name stands for; :class:`LookupError` if a part of it is gone."""
     parts = name.partition(":")[0].split(".")
-    if parts[0] in _OPTIONAL:
-        pytest.importorskip(parts[0])
+    if find_spec(parts[0]) is None:
+        pytest.skip(f"{parts[0]} is not installed")
     for length in range(len(parts), 0, -1):
         module = ".".join(parts[:length])
         try:

@@ -35,8 +35,13 @@ def test_what_is_prepared_is_listed_and_marked(accelerator: Any) -> None:
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     loader = torch.utils.data.DataLoader([1, 2])
     made = accelerator.prepare(model, optimizer, schedule, loader)
-    for each, kind in zip(made, ("models", "optimizers", "schedulers", "dataloaders"), strict=True):
-        assert getattr(accelerator, f"_{kind}") == [each]
+    lists = (
+        accelerator._models,
+        accelerator._optimizers,
+        accelerator._schedulers,
+        accelerator._dataloaders,
+    )
+    assert [[each] for each in made] == [*lists]
     assert all(each._is_accelerate_prepared for each in made[1:])
     assert not hasattr(loader, "_is_accelerate_prepared")
 

@@ -2,12 +2,10 @@
 
 from typing import Any
 
-import pytest
 import torch
 
 from .relied_on import relying
 
-pytest.importorskip("bitsandbytes")
 MODULES = "bitsandbytes.nn.modules"
 relies_on = relying("bitsandbytes.py")
 

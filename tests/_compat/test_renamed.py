@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, DynamicCache, masking_utils
 
 CACHES = ("cache", "layer_past", "past_key_value", "past_key_values")
 
@@ -18,6 +17,8 @@ CACHES = ("cache", "layer_past", "past_key_value", "past_key_values")
 @pytest.mark.parametrize("name", [*CACHES, "whatever_it_is_called_next"])
 def test_a_cache_is_emptied_whatever_its_name(name: str) -> None:
     """_compat/transformers/computing.py."""
+    from transformers import DynamicCache
+
     from hfscale._compat.transformers.computing import without_cache
 
     args, kwargs = without_cache(
@@ -30,6 +31,8 @@ def test_a_cache_is_emptied_whatever_its_name(name: str) -> None:
 @pytest.mark.parametrize("recompute", ["full", ["self_attn"], 2])
 def test_recomputation_leaves_the_cache_alone(recompute: Any) -> None:
     """In a plain loop, in which configs leave it on."""
+    from transformers import AutoModelForCausalLM
+
     import hfscale
     from hfscale import MemoryConfig
 
@@ -50,13 +53,14 @@ def test_recomputation_leaves_the_cache_alone(recompute: Any) -> None:
         torch.testing.assert_close(parameter.grad, expected[name])
 
 
-@pytest.mark.skipif(
-    not hasattr(masking_utils, "remap_positions_for_packed_sequence"),
-    reason="counts from the row's start",
-)
 def test_windows_are_counted_from_where_a_document_begins() -> None:
     """_compat/transformers/computing.py; transformers 5.24 has another name for the function that did both."""
+    from transformers import masking_utils
+
     from hfscale._compat.transformers.computing import keep_documents_apart
+
+    if not hasattr(masking_utils, "remap_positions_for_packed_sequence"):
+        pytest.skip("this transformers counts from where a row begins")
 
     positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3]])
     documents = torch.tensor([[0, 0, 0, 1, 1, 1, 1]])

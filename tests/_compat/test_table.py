@@ -5,6 +5,7 @@ import importlib.util
 import pkgutil
 import re
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import pytest
@@ -70,6 +71,26 @@ def test_no_test_is_of_a_name_that_is_not_read(table: Any) -> None:
         assert any(re.search(rf"\b{part}\b", text) for part in private), (
             f"{promise.test}: {promise.file} reads no {promise.name} any more"
         )
+
+
+def test_a_test_reads_what_instances_alone_have(table: Any) -> None:
+    """Names behind a colon are not looked up before the test."""
+    for promise in table:
+        for name in promise.name.split(" or "):
+            _, colon, behind = name.partition(":")
+            last = relied_on.parts_of(behind)[-1]
+            assert not colon or last in words_of(promise.function.__code__), (promise.test, name)
+
+
+def words_of(code: CodeType) -> set[str]:
+    """The names and strings in a function, its inner functions and classes, and the helpers it calls of its file."""
+    found = {*code.co_names, *code.co_varnames}
+    for constant in code.co_consts:
+        found |= words_of(constant) if isinstance(constant, CodeType) else set()
+        found |= (
+            {*map(str, constant)} if isinstance(constant, tuple | frozenset) else {str(constant)}
+        )
+    return found
 
 
 def test_a_private_name_is_found_in_any_form(script: Any) -> None:

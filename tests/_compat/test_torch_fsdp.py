@@ -151,10 +151,10 @@ def test_post_backward_reduces_what_is_there(model: Any) -> None:
     assert torch.equal(model[0].weight.grad.to_local(), shard + 1)
 
 
-@relies_on(f"{GROUP}:_all_reduce_hook")
+@relies_on(f"{GROUP}:_all_reduce_hook", f"{PARAMETER}:padded_sharded_param_size")
 def test_a_hook_gets_the_reduced_buffer(model: Any) -> None:
     """``_all_reduce_hook`` of a group is called with the flat buffer of its reduced gradients, in the parameters'
-    order, and what it changes there reaches the shards.
+    order and padded to ``padded_sharded_param_size``, and what it changes there reaches the shards.
     """
     sizes = []
 
@@ -171,7 +171,6 @@ def test_a_hook_gets_the_reduced_buffer(model: Any) -> None:
 
 
 @relies_on(
-    f"{PARAMETER}:padded_sharded_param_size",
     f"{PARAMETER}:sharded_param",
     f"{PARAMETER}.reset_sharded_param",
     f"{PARAMETER}:orig_dtype",

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -46,25 +45,8 @@ def test_children_are_a_live_dict() -> None:
     assert list(module._modules) == ["0", "1"]
 
 
-@pytest.mark.parametrize(
-    ("register", "held"),
-    [
-        ("register_forward_hook", "_forward_hooks"),
-        ("register_forward_pre_hook", "_forward_pre_hooks"),
-        ("register_full_backward_hook", "_backward_hooks"),
-        ("register_full_backward_pre_hook", "_backward_pre_hooks"),
-    ],
-)
-@relies_on(
-    "torch.nn.Module:_forward_hooks",
-    "torch.nn.Module:_forward_pre_hooks",
-    "torch.nn.Module:_backward_hooks",
-    "torch.nn.Module:_backward_pre_hooks",
-)
-def test_hooks_are_held_by_kind(register: str, held: str) -> None:
-    """A module keeps its hooks in a dict for each kind, from the number of a hook to the hook, and ``"hooks"`` is in
-    the names of all such dicts.
-    """
+def check_hooks(register: str, held: str) -> None:
+    """Hooks of one kind are in the dict ``held`` of a module, by number, and in no other with a name of that kind."""
     module = nn.Linear(2, 2)
     kinds = {name for name, value in vars(module).items() if isinstance(value, dict)}
     assert held in kinds
@@ -79,6 +61,32 @@ def test_hooks_are_held_by_kind(register: str, held: str) -> None:
     assert all("hooks" in name for name in filled)
     handle.remove()
     assert not getattr(module, held)
+
+
+@relies_on("torch.nn.Module:_forward_hooks")
+def test_hooks_on_an_output_are_held() -> None:
+    """``_forward_hooks`` maps the numbers of a module's hooks on its output to them; all such dicts have ``"hooks"`` in
+    their names.
+    """
+    check_hooks("register_forward_hook", "_forward_hooks")
+
+
+@relies_on("torch.nn.Module:_forward_pre_hooks")
+def test_hooks_on_an_input_are_held() -> None:
+    """``_forward_pre_hooks`` maps the numbers of a module's hooks on its input to them."""
+    check_hooks("register_forward_pre_hook", "_forward_pre_hooks")
+
+
+@relies_on("torch.nn.Module:_backward_hooks")
+def test_hooks_on_an_inputs_gradient_are_held() -> None:
+    """``_backward_hooks`` maps the numbers of a module's hooks on its input's gradient to them."""
+    check_hooks("register_full_backward_hook", "_backward_hooks")
+
+
+@relies_on("torch.nn.Module:_backward_pre_hooks")
+def test_hooks_on_an_outputs_gradient_are_held() -> None:
+    """``_backward_pre_hooks`` maps the numbers of a module's hooks on its output's gradient to them."""
+    check_hooks("register_full_backward_pre_hook", "_backward_pre_hooks")
 
 
 @relies_on("torch.nn.Module._call_impl")

@@ -11,7 +11,6 @@ from torch import nn
 
 from .relied_on import found, relying
 
-pytest.importorskip("trl")
 TRAINER = "trl.trainer"
 GRPO = f"{TRAINER}.grpo_trainer.GRPOTrainer"
 DISTILLATION = f"{TRAINER}.distillation_trainer.DistillationTrainer"
