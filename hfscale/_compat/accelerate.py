@@ -20,6 +20,12 @@ from torch.utils.data import IterableDataset
 from ..errors import CheckpointError, ConfigError
 
 _BATCHES = "batches_of_a_step"
+_LISTS = {
+    "models": "_models",
+    "optimizers": "_optimizers",
+    "schedulers": "_schedulers",
+    "dataloaders": "_dataloaders",
+}
 
 
 class BatchScheduler(AcceleratedScheduler):
@@ -103,7 +109,7 @@ def is_prepared(what: Any) -> bool:
 
 def prepared(accelerator: Any, kind: str) -> list[Any]:
     """Return the accelerator's own list of prepared ``models``, ``optimizers``, ``schedulers`` or ``dataloaders``."""
-    return getattr(accelerator, f"_{kind}")
+    return getattr(accelerator, _LISTS[kind])
 
 
 def one_run(

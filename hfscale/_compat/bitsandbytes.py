@@ -4,7 +4,6 @@ Read and run with bitsandbytes 0.50. Imported on first use only: most runs quant
 """
 
 import copy
-import logging
 from collections.abc import Callable, Iterator
 from functools import cache
 from operator import attrgetter
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .lasting import leave_out_of_log
 from .torch import own_parameters
 
 _PARAMETERS = ("Params4bit", "Int8Params")
@@ -20,9 +20,7 @@ _PARAMETERS = ("Params4bit", "Int8Params")
 
 # On import - by PEFT, and by transformers for its Trainer - it recommends an optional package on processors that have
 # AVX-512 for bfloat16: in every process of a run, most of which quantize nothing.
-logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(
-    lambda record: "`pip install kernels`" not in str(record.msg)
-)
+leave_out_of_log("bitsandbytes.backends.cpu.ops", "`pip install kernels`")
 
 
 def functional() -> Any:

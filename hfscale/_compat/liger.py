@@ -77,7 +77,8 @@ def _with_names(stock: FunctionType, names: Mapping[str, Any]) -> FunctionType:
     known = stock.__globals__ if inner is not None else {**stock.__globals__, **names}
     made = FunctionType(stock.__code__, known, stock.__name__, stock.__defaults__, cells)
     made.__kwdefaults__ = stock.__kwdefaults__
-    return update_wrapper(made, stock)
+    update_wrapper(made, stock)
+    return made
 
 
 def activation_of(module: nn.Module) -> str | None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .lasting import check_first
 from .replaced import attribute_replaced
 from .torch import own_modules
 
@@ -147,16 +148,11 @@ def ask_before_state_dicts(ask: Callable[[Any], None]) -> None:
     """Call ``ask(model)``, which may raise, in every later ``get_peft_model_state_dict``, however it was imported."""
     from peft.utils import save_and_load
 
-    stock = save_and_load._get_tp_info
-    if hasattr(stock, "asks"):
-        return
-
-    def asked(model: Any) -> Any:
+    def check(model: Any) -> tuple[Any, ...]:
         ask(model)
-        return stock(model)
+        return (model,)
 
-    asked.asks = ask  # type: ignore[attr-defined]
-    save_and_load._get_tp_info = asked
+    check_first(save_and_load, "_get_tp_info", check)
 
 
 def adds_to_lookup(embedding: nn.Module) -> bool:

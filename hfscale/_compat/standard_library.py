@@ -3,10 +3,14 @@
 import argparse
 import multiprocessing
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
-Adds = argparse._ActionsContainer
-"""A parser, or an argument group of one."""
+
+class Adds(Protocol):
+    """A parser, or an argument group of one."""
+
+    def add_argument(self, *flags: str, **options: Any) -> argparse.Action:
+        """Add an argument."""
 
 
 def may_have_children() -> None:

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import lru_cache, partial
 from itertools import chain
-from operator import attrgetter, methodcaller
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -25,10 +25,12 @@ from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes as without_dispatch_modes,
 )
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils._triton import has_triton as triton_works
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from torch.utils.data import DataLoader
+
+from .lasting import replace_for_good
 
 __all__ = [
     "TorchDispatchMode",
@@ -36,7 +38,6 @@ __all__ = [
     "set_timeout",
     "tree_leaves",
     "tree_map",
-    "tree_map_only",
 ]
 __all__ += ["triton_works", "without_dispatch_modes"]
 
@@ -92,14 +93,15 @@ scaled_mm = torch._scaled_mm
 
 def operator_name(func: Any) -> str:
     """Return the name of an operator, the same for all its overloads; empty for what is none."""
-    return getattr(func, "_opname", "")
+    name = getattr(func, "name", None)  # "aten::add.Tensor"
+    return name().rpartition("::")[2].partition(".")[0] if callable(name) else ""
 
 
 def allow_recompiles() -> None:
     """Let torch.compile keep 64 graphs of one function or kind of layer; beyond 8 it would run them uncompiled."""
     from torch._dynamo import config
 
-    config.recompile_limit = max(config.recompile_limit, 64)
+    replace_for_good(config, "recompile_limit", lambda limit: max(limit, 64))
 
 
 # These are functions and no attrgetters, which torch.compile does not trace.
@@ -172,10 +174,6 @@ def has_accumulation_hook(tensor: Tensor) -> bool:
     return bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 
-is_view: Callable[[Tensor], bool] = methodcaller("_is_view")
-"""Return whether autograd treats a tensor as a view of another."""
-
-
 def version_of(tensor: Tensor) -> int:
     """Return how often a tensor has been written to in place."""
     return tensor._version
@@ -207,7 +205,7 @@ def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
     arguments: Any = () if schema is None else schema.arguments
     # Whose schemas do not say it: all write into their first argument.
     if getattr(func, "namespace", "") == "c10d":
-        return () if func._opname == "send" else ((0, arguments[0].name),)
+        return () if operator_name(func) == "send" else ((0, arguments[0].name),)
     marks = ((index, each.name, each.alias_info) for index, each in enumerate(arguments))
     return tuple(
         (index, name) for index, name, alias in marks if alias is not None and alias.is_write
@@ -235,13 +233,17 @@ function_modes: Callable[[], list[Any]] = _get_current_function_mode_stack
 """Return the active modes that intercept calls of torch's functions, the outermost first."""
 
 
+_PACKET = type(torch.ops.aten.mm)
+_OVERLOAD = type(torch.ops.aten.mm.default)
+
+
 def operators_named(name: str) -> list[Any] | None:
     """Return the operator ``aten.mm.default``, or those of ``aten.mm`` that work out of place; ``None`` if unknown."""
     found: Any = torch.ops
     for part in name.removeprefix("torch.ops.").replace("::", ".").split("."):
         found = getattr(found, part, None)
-    several = isinstance(found, torch._ops.OpOverloadPacket)
-    if not several and not isinstance(found, torch._ops.OpOverload):
+    several = isinstance(found, _PACKET)
+    if not several and not isinstance(found, _OVERLOAD):
         return None
     every = [getattr(found, each) for each in found.overloads()] if several else [found]
     return [each for each in every if not each._schema.is_mutable]

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ..config.environment import started_processes
+from .lasting import replace_for_good
 from .replaced import attribute_replaced
 
 _RECORDS = ("_metrics", "_total_train_tokens", "_logs", "_step")
@@ -34,7 +35,7 @@ _GENERATED = (
 )
 """Entries of a generated batch that no model takes."""
 
-_ASKED = "_asked_generation_batch_size"  # a config's attribute
+_ASKED = "_hfscale_asked_generation_batch_size"  # a config's attribute
 
 _Mixin: Any = object  # so that type checkers take what a trainer has
 
@@ -131,9 +132,7 @@ def remember_generation_sizes(kind: type) -> None:
     """
     for module in _modules(kind):
         for config in filter(_plans_generations, vars(module).values()):
-            stock = vars(config)["__post_init__"]
-            if not hasattr(stock, "remembers"):
-                config.__post_init__ = _remembering(stock)
+            replace_for_good(config, "__post_init__", _remembering)
 
 
 def _plans_generations(found: Any) -> bool:
@@ -163,7 +162,6 @@ def _remembering(stock: Callable[[Any], None]) -> Callable[[Any], None]:
             asked // (config.per_device_train_batch_size * processes), 1
         )
 
-    remembering.remembers = True  # type: ignore[attr-defined]
     return remembering
 
 
@@ -193,7 +191,9 @@ def default_config(kind: type, model: Any, **given: Any) -> Any:
         if each.__module__.startswith("trl.") and made_by is not None:
             model_id = importlib.import_module("trl.trainer.utils").get_config_model_id
             name = model if isinstance(model, str) else model_id(model.config)
-            return made_by(f"{name.split('/')[-1]}-{each._name}", **given)  # type: ignore[attr-defined]
+            return made_by(
+                f"{name.split('/')[-1]}-{each.__name__.removesuffix('Trainer')}", **given
+            )
     return None
 
 

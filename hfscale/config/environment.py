@@ -48,6 +48,11 @@ def cpu_requested() -> bool:
     return os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
 
 
+def guards_are_on() -> bool:
+    """Return whether code of other libraries may be changed for the rest of the process, as it is by default."""
+    return os.environ.get("HFSCALE_GUARDS", "1") != "0"
+
+
 @contextmanager
 def without_launcher_switches() -> Iterator[None]:
     """Switch off, in the ``with`` block, sharding by Accelerate and transformers: hfscale applies the data axes."""

@@ -11,7 +11,6 @@ connection, so it never counts as gone. ``HFSCALE_FAILURES=0`` turns it off.
 """
 
 import atexit
-import functools
 import importlib
 import json
 import math
@@ -22,17 +21,17 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from .._compat.lasting import at_an_uncaught_error
 from .._compat.torch_gloo import is_connection_lost
+from ..config.environment import guards_are_on
 from .user_code import user_line_of
 
 CODE = 75  # EX_TEMPFAIL: start the process again
@@ -95,7 +94,7 @@ def is_wanted() -> bool:
 def share_failures(group: dist.ProcessGroup | None) -> "Reporter | None":
     """Let this rank report its failure, and end when another fails; collective over ``group``, of all ranks."""
     rank = dist.get_rank()
-    wanted = is_wanted()
+    wanted = is_wanted() and guards_are_on()
     listener = _Listener() if wanted and rank == 0 else None
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(
@@ -121,7 +120,7 @@ def share_failures(group: dist.ProcessGroup | None) -> "Reporter | None":
 
 
 class Reporter(threading.Thread):
-    """An exception hook that reports the failure of this rank, and a thread that hears of the first of all."""
+    """A thread that hears of the first failure of all ranks, and tells that of this one as an error ends it."""
 
     def __init__(
         self,
@@ -138,20 +137,12 @@ class Reporter(threading.Thread):
         self._listener = listener
         self._failing, self._stopped, self._heard = False, False, threading.Event()
         self.first: Failure | None = None  # of all ranks, once it is known
-        self._before: Callable[..., Any] = sys.excepthook
         connection.sendall(_line({"rank": rank, "token": token}))
-        sys.excepthook = self
+        at_an_uncaught_error(self.report)
         _connected[:] = [self]
         atexit.register(self.stop)
         os.register_at_fork(after_in_child=connection.close)  # a forked process would keep it open
         self.start()
-
-    def __call__(
-        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
-    ) -> None:
-        """Report the exception that ends this process and print it."""
-        self.report(error)
-        self._before(kind, error, trace)
 
     def report(self, error: BaseException) -> bool:
         """Tell the others what ends this process; return whether it failed first. One that lost a rank ends here."""
@@ -219,19 +210,15 @@ def explained(error: BaseException) -> str:
         return f"what held memory cannot be said ({another})"
 
 
-@functools.cache
 def explain_memory_errors() -> None:
     """Let an error that ends this process because memory ran out say what held it, behind its traceback."""
-    before = sys.excepthook
+    # Found out before other ranks hear of the error, upon which the launcher ends this one.
+    at_an_uncaught_error(explained, _print_behind)
 
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        # Before other ranks hear of it, upon which the launcher ends this one.
-        text = explained(error)
-        before(kind, error, trace)
-        if text:
-            print(text, file=sys.stderr, flush=True)
 
-    sys.excepthook = hook
+def _print_behind(text: str) -> None:
+    if text:
+        print(text, file=sys.stderr, flush=True)
 
 
 class _Listener(threading.Thread):

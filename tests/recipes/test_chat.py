@@ -107,10 +107,14 @@ def test_spaces_at_the_ends_of_markers(chatml, messages, said):
     chatml.chat_template = MARKS_CONTENT_ALONE.replace(
         "{% endgeneration %}", "{{ ' ' }}{% endgeneration %}"
     )
+    refusal = ""
+    example = None
     try:
         example = encode_chat(chatml, CONVERSATION[:messages], "completions", "x")
-    except RecipeError as refusal:
-        assert re.search(said, str(refusal))
+    except RecipeError as error:
+        refusal = str(error)
+    if example is None:
+        assert re.search(said, refusal)
     else:
         turns = ["One. <|im_end|>", "Two, of course. <|im_end|>"]
         assert labelled(chatml, example) == turns[: messages // 2 - 1]

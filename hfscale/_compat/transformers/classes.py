@@ -102,9 +102,7 @@ def empty_model(directory: Path, trusted: bool) -> Any:
 
 def is_distributed_by_host(model: nn.Module) -> str | None:
     """Return why ``model`` is distributed already, or ``None``."""
-    if getattr(model, "_device_mesh", None) is not None or getattr(
-        model, "_is_distributed_loading_by_transformers", False
-    ):
+    if getattr(model, "_device_mesh", None) is not None:
         return "transformers already distributed it (distributed_config or tp_plan)"
     if getattr(model, "hf_device_map", None):
         return "it was loaded with a device_map"

@@ -310,7 +310,7 @@ class _DocumentMasks:
                     self.documents.expand(batch_size, -1),
                 )
                 # The mask has to be made.
-                kwargs |= {name: False for name in kwargs if name.endswith("_skip")}
+                kwargs |= {name: False for name in kwargs if name.endswith("skip")}
             kwargs |= {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length}
             return made(mask_function=mask_function, **kwargs)
 

@@ -41,7 +41,7 @@ def router_logits(model: nn.Module) -> dict[type[nn.Module], int]:
     """
     found: dict[type[nn.Module], int] = {}
     for part in model.modules():
-        recorded = (getattr(part, "_can_record_outputs", None) or {}).get("router_logits", ())
+        recorded = getattr(part, "can_record_outputs", {}).get("router_logits", ())
         for recorder in recorded if isinstance(recorded, list | tuple) else [recorded]:
             kind = getattr(recorder, "target_class", recorder)
             if isinstance(kind, type) and kind.__name__ not in _RECORD_PROBABILITIES:

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, initialization as host_init
-from transformers.models.auto.auto_factory import _BaseAutoModelClass
+from transformers import AutoModelForCausalLM, PreTrainedModel, initialization as host_init
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils import logging
@@ -95,7 +94,7 @@ def loading_through(
 def loading_arguments() -> frozenset[str]:
     """Return arguments of ``from_pretrained`` and ``from_config`` that are no fields of a config, by their source."""
     names = set[str]()
-    takers = (PreTrainedModel, _BaseAutoModelClass)
+    takers = (PreTrainedModel, AutoModelForCausalLM)
     for taker, name in product(takers, ("from_pretrained", "from_config", "_from_config")):
         if (method := getattr(taker, name, None)) is not None:
             source = inspect.getsource(method)

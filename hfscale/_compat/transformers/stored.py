@@ -279,8 +279,7 @@ def write_configs(model: Any, directory: Path) -> None:
     config = model.config
     config.architectures = [stock_class(model).__name__]
     config.save_pretrained(directory)
-    # Code of a class that came with its checkpoint.
-    if getattr(model, "_auto_class", None) is not None:
+    if model.is_remote_code():  # code of a class that came with its checkpoint
         custom_object_save(model, directory, config=config)
     if model.can_generate() and getattr(model, "generation_config", None) is not None:
         model.generation_config.save_pretrained(directory)
@@ -302,7 +301,7 @@ class Fp8Encoder:
         whole = empty_copy(model)
         names = [name for name, _ in whole.named_parameters()]
         try:
-            quantizer._process_model_before_weight_loading(whole)
+            quantizer.preprocess_model(whole)
         except Exception as error:  # a mixture that its layers do not fit
             raise ConfigError(
                 f"transformers cannot hold {class_name(model)} in 8-bit floating point ({type(error).__name__}: "

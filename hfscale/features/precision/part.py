@@ -13,7 +13,7 @@ from ..._compat.torch import (
     autocast_remembers,
     own_buffers,
     own_parameters,
-    tree_map_only,
+    tree_map,
     unscale_and_check,
 )
 from ..._compat.transformers.computing import recomputes, stays_in_32_bits
@@ -124,13 +124,13 @@ class _Copies:
         ):
             return forward(*args, **kwargs)
         if self._dtype is not None and not recomputing():
-            args, kwargs = tree_map_only(
-                Tensor,
-                lambda x: x.to(self._dtype) if x.dtype == torch.float32 else x,
-                (args, kwargs),
-            )
+            args, kwargs = tree_map(self._narrowed, (args, kwargs))
         with nullcontext() if is_sharing() else sharing(Casts()), self._in_place(module):
             return forward(*args, **kwargs)
+
+    def _narrowed(self, given: Any) -> Any:
+        wide = isinstance(given, Tensor) and given.dtype == torch.float32
+        return given.to(self._dtype) if wide else given
 
     @contextmanager
     def _in_place(self, module: nn.Module) -> Iterator[None]:

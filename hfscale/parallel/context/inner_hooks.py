@@ -133,7 +133,7 @@ def counting_tables(model: nn.Module) -> list[nn.Module]:
     """Return the tables of positions that count the tokens of their input: none where the model is told positions."""
     if takes_argument(model, "position_ids"):  # and passes them on
         return []
-    found = []
+    found = list[nn.Module]()
     for table in model.modules():
         if isinstance(table, nn.Embedding):
             told = forward_arguments(type(table).forward)[0]

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..._compat.torch import is_view
+from ..._compat.torch import base_of
 from ...distributed.ops.collectives import waiting
 from .recorder import Recorder
 from .split import Split, backward_of_input, backward_of_weights
@@ -120,7 +120,7 @@ class StageWorker:
             arrived.requires_grad_(self.trains_before or (self.recomputes and self.trains))
         with self._recorded("forward", microbatch), torch.set_grad_enabled(self.has_backward):
             output = self._compute(arrived, microbatch)
-            if self.splits and is_view(output):  # torch's halves detach it in place
+            if self.splits and base_of(output) is not None:  # torch's halves detach it in place
                 output = output.clone()
         self._kept[microbatch] = _Kept(arrived, output)
         return output

@@ -26,8 +26,8 @@ import accelerate
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ..._compat.lasting import check_every_step, check_first
 from ..._compat.peft import functions_that_adapt
 from ..._compat.torch_device import fork_random_state
 from ..._compat.transformers.classes import class_name
@@ -36,7 +36,6 @@ from ...plan.feature_plans import offloaded
 from ..runtime import Runtime, find_runtime
 from ..runtime.handover import follow
 
-_PATCHED = "_hfscale_refuses"
 _MARK = "_hfscale_parts"
 _TOLERANCE = 1e-3
 _INSTEAD = (
@@ -45,7 +44,6 @@ _INSTEAD = (
 )
 # With so many groups.
 _judged: "WeakKeyDictionary[torch.optim.Optimizer, int]" = WeakKeyDictionary()
-_hooked: list[Any] = []
 _trying: list[None] = []  # not empty during a trial step, which is not checked itself
 _spread_models: "WeakSet[nn.Module]" = WeakSet()
 _NORMS = {
@@ -59,13 +57,13 @@ _NORMS = {
 def refuse_stock_accelerator() -> None:
     """Patch Accelerate's ``Accelerator`` to refuse sharded models, unless a subclass sets ``serves_hfscale = True``."""
     for name in ("prepare", "prepare_model"):
-        _check_first(accelerate.Accelerator, name, _check_models)
+        check_first(accelerate.Accelerator, name, _check_models)
 
 
 def refuse_stock_adapters() -> None:
     """Patch PEFT's functions, if it is there, to refuse sharded models, which they would take for full ones."""
     for holder, name in functions_that_adapt():
-        _check_first(holder, name, _check_adapted)
+        check_first(holder, name, _check_adapted)
 
 
 def refuse_stock_clipping(runtime: Runtime) -> None:
@@ -77,25 +75,9 @@ def refuse_stock_clipping(runtime: Runtime) -> None:
         return
     _spread_models.add(runtime.model)
     for name in _NORMS:
-        _check_first(torch.nn.utils, name, functools.partial(_check_tensors, name))
+        check_first(torch.nn.utils, name, functools.partial(_check_tensors, name))
     for name in ("unscale_", "step"):
-        _check_first(torch.amp.GradScaler, name, _check_scaler)
-
-
-def _check_first(holder: Any, name: str, check: Callable[..., tuple[Any, ...]]) -> None:
-    """Patch the function ``name`` of ``holder`` to run on the positional arguments that ``check`` returns."""
-    function = getattr(holder, name)
-    if hasattr(function, _PATCHED):
-        return
-
-    @functools.wraps(function)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        # Arguments given by name are positional here too.
-        given = inspect.signature(function).bind(*args, **kwargs)
-        return function(*check(*given.args, **given.kwargs), **given.kwargs)
-
-    setattr(checked, _PATCHED, True)
-    setattr(holder, name, checked)
+        check_first(torch.amp.GradScaler, name, _check_scaler)
 
 
 def _check_adapted(wrapper: Any, model: Any, *args: Any, **_: Any) -> tuple[Any, ...]:
@@ -177,8 +159,7 @@ def refuse_other_optimizers(runtime: Runtime) -> None:
     layout = runtime.mesh.layout
     on_host = offloaded(runtime.plan).optimizer
     _judged.clear()  # their parameters may have been replaced
-    if not _hooked:
-        _hooked.append(register_optimizer_step_pre_hook(_check))
+    check_every_step(_check)
     if layout.total_size == 1 and not on_host:
         return
     for planned, parameter in runtime.parameters():

@@ -72,7 +72,7 @@ def size_of_an_earlier_config(out: str, steps: int) -> Any:
     """A config of a class that no trainer of ours has met."""
     assert hasattr(hfscale.trl, "GRPOTrainer")
     config = trl.GRPOConfig(out, gradient_accumulation_steps=2, num_generations=2, **ON_CPU)
-    del config._asked_generation_batch_size
+    del config._hfscale_asked_generation_batch_size
     config.steps_per_generation = steps
     found = refusal_of(lambda: count_generations(config, 1))
     return found, config.generation_batch_size

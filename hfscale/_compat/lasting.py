@@ -1,0 +1,131 @@
+"""What hfscale changes in other libraries until the process ends: all of it is in one list.
+
+Whatever else it replaces in them is put back at the end of a ``with`` block. These places are called by code of users
+and of other libraries, past hfscale: it would take one rank's part of a model for all of it, and nothing would raise.
+``HFSCALE_GUARDS=0`` leaves all of it out.
+"""
+
+import functools
+import inspect
+import logging
+import sys
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+from types import ModuleType, TracebackType
+from typing import Any
+
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ..config.environment import guards_are_on
+
+_STEP = "torch.optim.optimizer.Optimizer.step"
+LASTING = {
+    "accelerate.accelerator.Accelerator.prepare": "refuses a model that is spread over ranks",
+    "accelerate.accelerator.Accelerator.prepare_model": "refuses a model that is spread over ranks",
+    "bitsandbytes.backends.cpu.ops": "its logger leaves out a recommendation, made in every process",
+    "peft.peft_model.PeftModel.__init__": "refuses a model that is spread over ranks",
+    "peft.tuners.tuners_utils.BaseTuner.inject_adapter": "refuses a model that is spread over ranks",
+    "peft.utils.save_and_load._get_tp_info": "refuses to return shards as adapters' full weights",
+    "sys.excepthook": "tells other ranks what ends this one, and what held memory that has run out",
+    "torch._dynamo.config.recompile_limit": "64 graphs of one kind of layer instead of 8",
+    "torch.amp.grad_scaler.GradScaler.step": "refuses gradients of which each rank sees others",
+    "torch.amp.grad_scaler.GradScaler.unscale_": "refuses gradients of which each rank sees others",
+    "torch.nn.utils.clip_grad_norm_": "refuses gradients of which each rank sees others",
+    "torch.nn.utils.get_total_norm": "refuses tensors of which each rank sees others",
+    _STEP: "follows replaced parameters; refuses optimizers that need more than a shard",
+    "trl.*Config.__post_init__": "keeps the generation_batch_size that it was given",
+}
+"""Place -> what is there for as long as the process lives; most of it from the first model over several ranks on."""
+
+_undo: dict[str, Callable[[], None]] = {}
+_told: list[tuple[Callable[[BaseException], Any], Callable[[Any], None] | None]] = []
+
+
+def replace_for_good(holder: Any, name: str, make: Callable[[Any], Any]) -> None:
+    """Set ``holder.name``, of a module or a class, to ``make`` of its value; once."""
+    place = place_of(holder, name)
+    if _is_wanted(place):
+        stock = getattr(holder, name)
+        setattr(holder, name, make(stock))
+        _undo[place] = functools.partial(setattr, holder, name, stock)
+
+
+def check_first(holder: Any, name: str, check: Callable[..., tuple[Any, ...]]) -> None:
+    """Let the function ``holder.name`` run on the positional arguments that ``check`` returns."""
+
+    def make(function: Any) -> Any:
+        @functools.wraps(function)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            # Arguments given by name are positional here too.
+            given = inspect.signature(function).bind(*args, **kwargs)
+            return function(*check(*given.args, **given.kwargs), **given.kwargs)
+
+        return checked
+
+    replace_for_good(holder, name, make)
+
+
+def check_every_step(check: Callable[..., None]) -> None:
+    """Call ``check(optimizer, ...)`` before every step of every optimizer."""
+    if _is_wanted(_STEP):
+        _undo[_STEP] = register_optimizer_step_pre_hook(check).remove
+
+
+def at_an_uncaught_error(
+    told: Callable[[BaseException], Any], behind: Callable[[Any], None] | None = None
+) -> None:
+    """Call ``told(error)`` as an error ends this process, and ``behind`` with what it returns after the traceback; who
+    asked last is told first.
+    """
+    replace_for_good(sys, "excepthook", _hook_around)
+    if (told, behind) not in _told:
+        _told.append((told, behind))
+
+
+def _hook_around(before: Callable[..., Any]) -> Callable[..., None]:
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        found = [(behind, told(error)) for told, behind in reversed(_told)]
+        before(kind, error, trace)
+        for behind, answer in found:
+            if behind is not None:
+                behind(answer)
+
+    return hook
+
+
+def leave_out_of_log(name: str, words: str) -> None:
+    """Leave messages with these words out of what a logger logs."""
+    if not _is_wanted(name):
+        return
+
+    def keeps(record: logging.LogRecord) -> bool:
+        return words not in str(record.msg)
+
+    logger = logging.getLogger(name)
+    logger.addFilter(keeps)
+    _undo[name] = functools.partial(logger.removeFilter, keeps)
+
+
+def place_of(holder: Any, name: str) -> str:
+    """Return the name of a place in the list."""
+    if isinstance(holder, ModuleType):
+        return f"{holder.__name__}.{name}"
+    return f"{holder.__module__}.{holder.__qualname__}.{name}"
+
+
+def changed_places() -> list[str]:
+    """Return the places that are changed now."""
+    return sorted(_undo)
+
+
+def undo_all() -> None:
+    """Put back what was there."""
+    while _undo:
+        _undo.popitem()[1]()
+
+
+def _is_wanted(place: str) -> bool:
+    """Return whether a place is to be changed now; LookupError if the list lacks it."""
+    if not any(fnmatchcase(place, known) for known in LASTING):
+        raise LookupError(f"{place} is not in the list of {__name__}")
+    return guards_are_on() and place not in _undo
