@@ -60,7 +60,7 @@ class StateIndex:
     versions: dict[str, str] = field(default_factory=dict)  # of the packages that wrote it
 
     @classmethod
-    def of(cls, layout: ParallelConfig, plan: Plan) -> "StateIndex":
+    def of_layout(cls, layout: ParallelConfig, plan: Plan) -> "StateIndex":
         """Return an index of a layout, without contents."""
         numbers = {name: number for number, name in enumerate(plan.layers)}
         ranks = [plan.stages.of_rank(rank) for rank in range(layout.pp)] if plan.stages else []
@@ -112,7 +112,7 @@ class StateIndex:
         told = {
             **vars(self),
             "version": _VERSION,
-            "tensors": {k: t.told() for k, t in self.tensors.items()},
+            "tensors": {k: t.to_dict() for k, t in self.tensors.items()},
         }
         return json.dumps(told).encode()
 
@@ -137,7 +137,9 @@ class StateIndex:
                     f"{directory} has format {version} and this hfscale reads format {_VERSION}: read it with the "
                     f"hfscale that wrote it ({told.get('versions', {}).get('hfscale', 'unknown')})"
                 )
-            told["tensors"] = {key: StateTensor.hear(each) for key, each in told["tensors"].items()}
+            told["tensors"] = {
+                key: StateTensor.from_dict(each) for key, each in told["tensors"].items()
+            }
             told["axes"] = [
                 [(str(axis), int(size)) for axis, size in each] for each in told["axes"]
             ]

@@ -89,7 +89,7 @@ class _Found:
         self.directory = directory
         self.index = StateIndex.read(directory)
         self.reader = StateReader(directory, self.index)
-        own = StateIndex.of(self.mesh.layout, runtime.plan)
+        own = StateIndex.of_layout(self.mesh.layout, runtime.plan)
         self.alike = (self.index.sizes, self.index.layers) == (own.sizes, own.layers)
         self.parameters = {
             planned.name: (planned, parameter) for planned, parameter in runtime.parameters()

@@ -69,7 +69,7 @@ def contents_of(runtime: Runtime, optimizer: torch.optim.Optimizer | None) -> Ta
     """Collect the tensors to write of a model and its optimizer, without copies."""
     mesh = runtime.mesh
     plan = runtime.plan
-    found = TakenState(mesh, runtime, StateIndex.of(mesh.layout, plan))
+    found = TakenState(mesh, runtime, StateIndex.of_layout(mesh.layout, plan))
     for planned, parameter in written_parameters(runtime):
         share = local_tensor(parameter).detach()
         found.add(f"weights/{planned.name}", like(planned), plan.primary_rank(planned.name), share)
@@ -154,7 +154,7 @@ def state_lies(
 ) -> StateTensor:
     """Return how a state tensor is sharded; its ``shape`` and its ``weight``'s are both of shards, or both full."""
     if getattr(optimizer, "lies", None) is not None:
-        return optimizer.lies(planned, key, shape)
+        return optimizer.state_layout(planned, key, shape)
     if not shape or not planned.cuts:
         return whole(*shape)
     # In bitsandbytes' own optimizers over shards, the shard's size decides which state has 8 bits.
@@ -308,10 +308,10 @@ def agreed_index(taken: TakenState) -> StateIndex:
         "stored": taken.stored,
     }
     if mesh.speaks_for_stage:
-        told["tensors"] = {key: tensor.told() for key, tensor in own_part.tensors.items()}
+        told["tensors"] = {key: tensor.to_dict() for key, tensor in own_part.tensors.items()}
         told["numbers"], told["groups"] = own_part.numbers, own_part.groups
     every: list[dict[str, Any]] = mesh.all_gather_object(told)
-    index = StateIndex.of(mesh.layout, taken.runtime.plan)
+    index = StateIndex.of_layout(mesh.layout, taken.runtime.plan)
     index.step = own_part.step
     index.optimizer = own_part.optimizer
     index.carried = own_part.carried
@@ -325,7 +325,9 @@ def agreed_index(taken: TakenState) -> StateIndex:
     for each in every:
         _merge(index, each)
     # A rank may have optimizer state that the first rank of its stage lacks.
-    unheard = {key: own_part.tensors[key].told() for key in taken.held if key not in index.tensors}
+    unheard = {
+        key: own_part.tensors[key].to_dict() for key in taken.held if key not in index.tensors
+    }
     for tensors in mesh.all_gather_object(unheard):
         _merge(index, {"tensors": tensors})
     _add_stored_names(index, taken.runtime, every)
@@ -356,7 +358,7 @@ def _add_stored_names(index: StateIndex, runtime: Runtime, every: list[dict[str,
 def _merge(index: StateIndex, told: dict[str, Any]) -> None:
     """Add a rank's contribution; existing entries stay, so the first stage's counts if several have a tensor."""
     for key, tensor in told.get("tensors", {}).items():
-        index.tensors.setdefault(key, StateTensor.hear(tensor))
+        index.tensors.setdefault(key, StateTensor.from_dict(tensor))
     for name, numbers in told.get("numbers", {}).items():
         index.numbers.setdefault(name, numbers)
     if (groups := told.get("groups")) is not None:

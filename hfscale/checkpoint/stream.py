@@ -187,7 +187,9 @@ def _weights(
         weights = [
             entry for entry in weights if not changed.isdisjoint(stored.made_from(entry, merge))
         ]
-    found = stored.of(_full(runtime, merge, entries, weights, chosen), carried=changed is None)
+    found = stored.converted(
+        _full(runtime, merge, entries, weights, chosen), carried=changed is None
+    )
     if adapters is None or merge_adapters:
         return found
     among = factors if changed is None else factors & changed
@@ -259,7 +261,7 @@ class _Stored:
         names = self._as_stored.together.get(entry.name, (entry.name,))
         return {part for name in names for part in merge.parts(self._owned[name])}
 
-    def of(
+    def converted(
         self, whole: Iterator[tuple[SavedTensor, Tensor]], carried: bool
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors one after the other, and with ``carried`` those that the class does not load."""

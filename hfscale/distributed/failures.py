@@ -188,7 +188,7 @@ class Reporter(threading.Thread):
         with suppress(OSError):
             self._connection.sendall(_BYE)
         if self._listener is not None:
-            self._listener.tell(_BYE)
+            self._listener.send_line(_BYE)
         self._connection.close()
 
 
@@ -260,9 +260,9 @@ class _Listener(threading.Thread):
         )
         if first.kind == "echo" and self._left:
             first = Failure(self._left[0], "gone", "ended, and others wait for it")
-        self.tell(_line(asdict(first)))
+        self.send_line(_line(asdict(first)))
 
-    def tell(self, line: bytes) -> None:
+    def send_line(self, line: bytes) -> None:
         """Send a line to all ranks; to rank 0 last, which may end this process."""
         for connection in sorted(self._ranks, key=self._ranks.__getitem__, reverse=True):
             with suppress(OSError):

@@ -48,8 +48,8 @@ _FACTORS = {
 class AdafactorStepper(Stepper):
     """A stepper that updates ``members`` by Adafactor."""
 
-    def lies(self, planned: ParameterPlan, key: str, shape: tuple[int, ...]) -> StateTensor:
-        """Return the state layout, see :meth:`Stepper.lies`; all-reduced tensors are bitwise equal on all ranks."""
+    def state_layout(self, planned: ParameterPlan, key: str, shape: tuple[int, ...]) -> StateTensor:
+        """Return :meth:`Stepper.state_layout`; all-reduced tensors are bitwise equal on all ranks."""
         if key in _FACTORS:
             return without_dim(planned, _FACTORS[key])
         return like(planned) if shape else whole()

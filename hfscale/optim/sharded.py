@@ -71,7 +71,7 @@ class Stepper:
         """Make one update by the present gradients; every rank of a pipeline stage makes the same calls."""
         raise NotImplementedError
 
-    def lies(self, planned: ParameterPlan, key: str, shape: tuple[int, ...]) -> StateTensor:
+    def state_layout(self, planned: ParameterPlan, key: str, shape: tuple[int, ...]) -> StateTensor:
         """Return how a tensor of a parameter's state is sharded, relative to its state in one process. ``shape`` is of
         this rank's tensor, or of the full one; both have the same dims in front of the weight's.
         """
@@ -143,9 +143,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     for key, value in values.items()
                 }
 
-    def lies(self, planned: ParameterPlan, key: str, shape: tuple[int, ...]) -> StateTensor:
-        """Return how a tensor of a parameter's state is sharded; see :meth:`Stepper.lies`."""
-        return self._stepper_of[planned.name].lies(planned, key, shape)
+    def state_layout(self, planned: ParameterPlan, key: str, shape: tuple[int, ...]) -> StateTensor:
+        """Return how a tensor of a parameter's state is sharded; see :meth:`Stepper.state_layout`."""
+        return self._stepper_of[planned.name].state_layout(planned, key, shape)
 
 
 def _placed(value: Any, group: dict[str, Any], device: torch.device) -> Any:

@@ -144,8 +144,8 @@ class LocalStepper(Stepper):
         for inner in self._inners:
             inner.publish(state)
 
-    def lies(self, planned: ParameterPlan, key: str, shape: tuple[int, ...]) -> StateTensor:
-        """Return the state layout, see :meth:`Stepper.lies`: like the parameter, or scales of its blocks."""
+    def state_layout(self, planned: ParameterPlan, key: str, shape: tuple[int, ...]) -> StateTensor:
+        """Return the state layout, see :meth:`Stepper.state_layout`: like the parameter, or scales of its blocks."""
         if not shape or key.startswith(_TABLES):
             return whole(*shape)
         if key.startswith(_SCALES):

@@ -49,7 +49,7 @@ class StateTensor:
         """Return the indices of the full tensor's blocks in the weight's shard at ``ranks``, in the shard's order."""
         return flat_blocks(self.weight, share_spans(self.weight, self.cuts, ranks), self.block)
 
-    def told(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain data, without defaults."""
         told: dict[str, Any] = {"shape": list(self.shape)}
         if self.cuts:
@@ -69,8 +69,8 @@ class StateTensor:
         return {**told, "weight": list(self.weight)} if self.weight else told
 
     @classmethod
-    def hear(cls, told: dict[str, Any]) -> "StateTensor":
-        """Rebuild a tensor from :meth:`told`."""
+    def from_dict(cls, told: dict[str, Any]) -> "StateTensor":
+        """Rebuild a tensor from :meth:`to_dict`."""
         cuts = tuple(
             Cut(axis, dim, size, tuple(p), tuple(r))
             for axis, dim, size, p, r in told.get("cuts", ())

@@ -99,7 +99,7 @@ class ModelTeacher:
             with self._loss.distilling(
                 self._rows(signals[index // pieces], microbatch, index % pieces)
             ):
-                return self._loss.of(called, microbatch, counts[index], 0.0)
+                return self._loss.loss_of(called, microbatch, counts[index], 0.0)
 
         return Objective(loss)
 
@@ -116,7 +116,7 @@ class ModelTeacher:
             )
         signals = self.signals(batch)[0]
         (microbatch,), _ = prepare(self._student, batch, train=False)
-        labels = self._loss.look(microbatch)[0]
+        labels = self._loss.count_labels(microbatch)[0]
         entropy = torch.zeros(microbatch["labels"].numel(), dtype=torch.float64, device=device)
         with self._loss.distilling(
             replace(
@@ -127,7 +127,7 @@ class ModelTeacher:
             count = torch.as_tensor(
                 labels.clamp(min=1) if divisor is None else divisor, device=device
             )
-            loss = self._loss.of(self._student.model, microbatch, count, 0.0)
+            loss = self._loss.loss_of(self._student.model, microbatch, count, 0.0)
         return loss, entropy.sum(), labels
 
     def _rows(self, signals: tuple[Tensor, ...], batch: Microbatch, piece: int) -> TaughtRows:
@@ -216,7 +216,7 @@ def scored(
 
     def keep(called: Any, microbatch: Microbatch, index: int) -> Tensor:
         with loss.scoring(read=read) as seen:
-            nothing = loss.of(called, microbatch, count, 0.0)
+            nothing = loss.loss_of(called, microbatch, count, 0.0)
         kept.keep(seen.made, microbatch, index)
         return nothing
 

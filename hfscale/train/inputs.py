@@ -301,18 +301,18 @@ def _agreed(
     told: tuple[list[int], list[Tensor]] = [], []
     try:
         given = _microbatches(runtime, microbatches_of(batch, routes), loss)
-        told = executor.tell(train) if agrees else told
+        told = executor.numbers_to_compare(train) if agrees else told
         seen = look_at(
-            given, loss.look, hashed=sharing is not None, tokens=_vocabulary(runtime, given)
+            given, loss.count_labels, hashed=sharing is not None, tokens=_vocabulary(runtime, given)
         )
     except ConfigError as error:  # the others must not wait for this rank
         refused = error
-        told = executor.tell(False) if agrees else told
+        told = executor.numbers_to_compare(False) if agrees else told
     rows, ranks = agree(given, seen, train, sharing if agrees else None, *told)
     if refused is not None:
         raise refused
     if agrees:
-        executor.hear(ranks)
+        executor.compare_numbers(ranks)
     return given, rows
 
 

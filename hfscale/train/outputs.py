@@ -58,7 +58,7 @@ class KeptOutputs:
         self._runtime = runtime
         self._kept: dict[int, dict[str, Tensor]] = {}
 
-    def of(self, mean: Objective) -> Objective:
+    def recording(self, mean: Objective) -> Objective:
         """Return the objective ``mean``, with the model's outputs kept."""
 
         def loss(called: Any, batch: Microbatch, index: int) -> Tensor:

@@ -192,7 +192,7 @@ def eval_step(
         microbatches, _, mean = _prepared(
             runtime, batch, False, num_items_in_batch, label_smoothing, teacher
         )
-        objective = mean if kept is None else kept.of(mean)
+        objective = mean if kept is None else kept.recording(mean)
         loss = runtime.run_step(model, microbatches, objective, backward=False)
     if kept is None:
         return loss
@@ -258,7 +258,7 @@ def _prepared(
     assert loss is not None  # checked as the step was prepared
     loss.check_smoothing(label_smoothing)
     mean = Objective(
-        lambda model, batch, index: loss.of(model, batch, divisors[index], label_smoothing)
+        lambda model, batch, index: loss.loss_of(model, batch, divisors[index], label_smoothing)
     )
     return microbatches, count, mean
 

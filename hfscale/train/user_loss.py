@@ -183,7 +183,7 @@ def _scores(
     """Return the scores of one forward pass, for all tokens of its sequences."""
     assert runtime.loss is not None  # checked as the step was prepared
     with runtime.loss.scoring(temperature) as scoring:
-        runtime.loss.of(called, batch, count, 0.0)
+        runtime.loss.loss_of(called, batch, count, 0.0)
     own = list(scoring.scores.each())
     # Not all backends send them.
     sent = (each.to(torch.uint8) if each.dtype == torch.bool else each for each in own)
@@ -220,7 +220,7 @@ class _Rows:
     ignores = False
     divides = False
 
-    def look(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    def count_labels(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """Count the rows, in the first tensor that has any."""
         found = next(
             (value for value in batch.values() if isinstance(value, Tensor) and value.ndim), None

@@ -181,7 +181,7 @@ def marked(damage: Damage) -> Damage:
     def damaged(directory: Path) -> None:
         damage(directory)
         found = [path for path in directory.iterdir() if path.name != MARK]
-        mark_complete(directory, {path.name: FileSum.of(path) for path in found}, 1)
+        mark_complete(directory, {path.name: FileSum.of_file(path) for path in found}, 1)
 
     return damaged
 

@@ -344,7 +344,9 @@ def test_code_is_not_run(run: tuple[Any, torch.optim.Optimizer], tmp_path: Path)
         ("rank-00000.pt", zipped(Crafted(), tmp_path)),
     ):
         (state / name).write_bytes(content)
-        mark_complete(state, {name: FileSum.of(state / name) for name in read_mark(state).files})
+        mark_complete(
+            state, {name: FileSum.of_file(state / name) for name in read_mark(state).files}
+        )
         with pytest.raises(CheckpointError, match="holds more than plain data, which is not read"):
             load(run, state)
         assert not (tmp_path / "ran").exists()

@@ -67,7 +67,7 @@ class StoredNames:
     def __init__(self, prefixes: dict[str, str], renamings: Any = ()) -> None:
         self.prefixes, self.copies, self._renamings = prefixes, dict[str, list[str]](), renamings
 
-    def of(self, tensors: Mapping[str, _T]) -> dict[str, _T]:
+    def stored_keys(self, tensors: Mapping[str, _T]) -> dict[str, _T]:
         """Return tensors by their names in the checkpoint."""
         found: dict[str, _T] = {}
         for name, tensor in tensors.items():

@@ -161,7 +161,7 @@ class AsStored:
         self.layout: dict[str, Tensor] = {}  # every tensor of the checkpoint, on the meta device
         for name, tensor in contents.items():
             self.layout.update(self.made_of(name, tensor))
-        expected = self._names.of(expected)
+        expected = self._names.stored_keys(expected)
         if {name: t.shape for name, t in expected.items()} != {
             name: t.shape for name, t in self.layout.items()
         }:
@@ -174,7 +174,7 @@ class AsStored:
     def made_of(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         """Return the stored tensors made of one parameter; none until the last of a fused group comes."""
         if name in self._renamed:
-            return self._names.of({self._renamed[name]: tensor})
+            return self._names.stored_keys({self._renamed[name]: tensor})
         names = self.together.get(name, (name,))
         self._waiting[name] = tensor
         if any(other not in self._waiting for other in names):
@@ -183,7 +183,7 @@ class AsStored:
             stored: dict[str, Tensor] = revert_weight_conversion(
                 self._model, {other: self._waiting.pop(other) for other in names}
             )
-        return self._names.of(stored)
+        return self._names.stored_keys(stored)
 
     def again(self) -> "AsStored":
         """Return one for the same tensors, to convert them anew."""

@@ -27,7 +27,7 @@ class FileSum:
     crc: int
 
     @classmethod
-    def of(cls, path: Path) -> "FileSum":
+    def of_file(cls, path: Path) -> "FileSum":
         """Read a file and return its size and checksum."""
         size = 0
         crc = 0
@@ -114,7 +114,7 @@ def content_problems(directory: Path, mark: Mark, names: Iterable[str]) -> list[
     found = []
     for name in names:
         try:
-            if FileSum.of(directory / name) != mark.files[name]:
+            if FileSum.of_file(directory / name) != mark.files[name]:
                 found.append(f"{name} was changed after it was written: its checksum differs")
         except OSError as error:
             found.append(f"{name} cannot be read ({error})")

@@ -237,7 +237,7 @@ def _loss_and_gradients(
     places: list[Targets] = []
     for number, rows in enumerate(chosen.split(step) if len(chosen) else ()):
         logits = head.logits(hidden.index_select(0, rows), gradients)
-        places = places or Targets.of(
+        places = places or Targets.of_slice(
             targets.index_select(0, chosen), vocabulary, logits.shape[1], known is not None
         ).split(step)
         terms: RowTerms | DivergenceTerms

@@ -51,7 +51,7 @@ class _Scores(torch.autograd.Function):
         ctx: Any, logits: Tensor, targets: Tensor, vocabulary: VocabularySlice
     ) -> tuple[Tensor, ...]:
         z = logits.to(compute_dtype(logits.dtype))
-        at = Targets.of(targets, vocabulary, z.shape[1])
+        at = Targets.of_slice(targets, vocabulary, z.shape[1])
         lse = z.logsumexp(-1, keepdim=True)
         hit = at.kept(z.gather(1, at.places))
         expected = ((z - lse).exp() * z).sum(-1, keepdim=True)

@@ -52,7 +52,7 @@ class Targets:
     missed: Tensor | None  # whether the target is outside; ``None`` where all are inside
 
     @classmethod
-    def of(
+    def of_slice(
         cls, targets: Tensor, vocabulary: VocabularySlice, width: int, known: bool = False
     ) -> "Targets":
         """Locate ``targets [n]``, equal on all ranks, in a slice of ``width``; a target outside hits no logit.
@@ -199,7 +199,7 @@ class _VocabCrossEntropy(torch.autograd.Function):
         valid = targets != ignore_index
         ctx.terms = RowTerms(
             logits,
-            Targets.of(targets, vocabulary, logits.shape[1]),
+            Targets.of_slice(targets, vocabulary, logits.shape[1]),
             vocabulary,
         )
         ctx.save_for_backward(logits, valid)

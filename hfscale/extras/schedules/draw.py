@@ -143,7 +143,7 @@ def measured_costs(timeline: Timeline) -> Costs:
     forward = sum(lengths["forward"]) / len(lengths["forward"])
     own = {kind: sum(lengths[kind]) / len(lengths[kind]) for kind in KINDS if lengths[kind]}
     costs: dict[str, Any] = {
-        str(kind): own.get(kind, DEFAULT_COSTS.of(kind) * forward) for kind in KINDS
+        str(kind): own.get(kind, DEFAULT_COSTS.duration(kind) * forward) for kind in KINDS
     }
     return Costs(**costs)
 

@@ -24,7 +24,7 @@ class Layout(NamedTuple):
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, tensor: Tensor) -> "Layout":
+    def of_tensor(cls, tensor: Tensor) -> "Layout":
         """Return the place of a tensor."""
         return cls(tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype)
 
@@ -53,7 +53,7 @@ class Filled:
         self, tensor: Tensor, operator: "Operator | None" = None, given: bool = False
     ) -> None:
         storage = tensor.untyped_storage()
-        self.layout = Layout.of(tensor)
+        self.layout = Layout.of_tensor(tensor)
         self.operator = operator
         self.given = given
         self.kept: Callable[[], Tensor] | None = None

@@ -132,7 +132,9 @@ class Rematerialization(TorchDispatchMode):
         """Record what an operator that reads activations has filled."""
         results = list[Filled | None]()
         for tensor, filled in written:
-            whole = tensor if filled is None else filled.layout.within(tensor, Layout.of(tensor))
+            whole = (
+                tensor if filled is None else filled.layout.within(tensor, Layout.of_tensor(tensor))
+            )
             results.append(self._fill(whole, operator))
         if not written:
             read = {storage_key(tensor) for tensor in tensors if is_plain(tensor)}
@@ -156,7 +158,9 @@ class Rematerialization(TorchDispatchMode):
         repeated = (torch.Tag.pointwise in tags or name in _REPEATED) and any(
             map(self._find, tensors)
         )
-        into = Layout.of(tensors[0]) if fills else self._find(written[0]) if written else None
+        into = (
+            Layout.of_tensor(tensors[0]) if fills else self._find(written[0]) if written else None
+        )
         # What was there before.
         lost = bool(written) and (into is None or getattr(into, "operator", into) is None)
         if lost or not (fills or repeated):
@@ -177,7 +181,8 @@ class Rematerialization(TorchDispatchMode):
         if not isinstance(leaf, Tensor):
             return leaf
         return Read(
-            None if any(leaf is each for each in written) else self._source(leaf), Layout.of(leaf)
+            None if any(leaf is each for each in written) else self._source(leaf),
+            Layout.of_tensor(leaf),
         )
 
     def _source(self, tensor: Tensor) -> Filled:
@@ -185,7 +190,7 @@ class Rematerialization(TorchDispatchMode):
         found = self._find(tensor)
         if found is None:
             parts = self._constants.setdefault(storage_key(tensor), {})
-            layout = Layout.of(tensor)
+            layout = Layout.of_tensor(tensor)
             found = parts.setdefault(layout, Filled(tensor, given=True))
             found.kept = found.kept or partial(_same, tensor.detach())
         return found
@@ -218,7 +223,7 @@ class Rematerialization(TorchDispatchMode):
             needed = dict[Filled, None]()
             with torch.no_grad():
                 self._secure(filled, needed, {})
-            return Recipe(filled, Layout.of(tensor), list(needed))
+            return Recipe(filled, Layout.of_tensor(tensor), list(needed))
         finally:
             self._paused = False
 

@@ -33,7 +33,7 @@ class Noticed(Tensor):
     notes: list[str]
 
     @classmethod
-    def of(cls, number: Tensor, notes: list[str] | None = None) -> "Noticed":
+    def wrap(cls, number: Tensor, notes: list[str] | None = None) -> "Noticed":
         """Return ``number`` with a list of the functions that have used it."""
         made = number.as_subclass(cls)
         made.notes = [] if notes is None else notes
@@ -62,7 +62,7 @@ class Noticed(Tensor):
         if name in _LOOKS:
             return found
         if name in _MOVES and isinstance(args[0], cls):
-            return cls.of(found, args[0].notes)
+            return cls.wrap(found, args[0].notes)
         for number in held:
             number.notes.append(name)
         return found
@@ -106,6 +106,6 @@ def scaled_if_divided(arguments: Any, items: Any) -> Iterator[Any]:
     if not isinstance(items, Tensor) or not arguments.average_tokens_across_devices:
         yield items
         return
-    noticed = Noticed.of(items.detach().clone())
+    noticed = Noticed.wrap(items.detach().clone())
     with attribute_replaced(arguments, "average_tokens_across_devices", _WasUsed(noticed)):
         yield noticed

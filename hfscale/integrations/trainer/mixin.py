@@ -330,7 +330,7 @@ class TrainerMixin(Checkpoints, DataHooks):
         given = items is not None and self.model_accepts_loss_kwargs
         if given and loss.divides:
             return items if loss.shift else None
-        counts = torch.stack([loss.look(batch)[0].cpu() for batch in batches]).double()
+        counts = torch.stack([loss.count_labels(batch)[0].cpu() for batch in batches]).double()
         if self.accelerator.num_processes > 1:
             counts = self.accelerator.reduce(counts.to(self.accelerator.device), "sum")
         return [*counts.clamp(min=1.0) * (1 if given else len(batches))]

@@ -136,9 +136,13 @@ def _taken(
     if tuple(value.shape) == tuple(planned.shape):
         share = planned.take(value, ranks).clone()
         return share if plain else like_sharded(share, parameter)
-    lies = optimizer.lies(planned, key, tuple(value.shape)) if plain else None
-    if lies is not None and not lies.own and tuple(lies.shape) == tuple(value.shape):
-        for cut in () if lies.block else lies.cuts:
+    state_layout = optimizer.state_layout(planned, key, tuple(value.shape)) if plain else None
+    if (
+        state_layout is not None
+        and not state_layout.own
+        and tuple(state_layout.shape) == tuple(value.shape)
+    ):
+        for cut in () if state_layout.block else state_layout.cuts:
             value = cut.take(value, ranks.get(cut.axis, 0))
         return value.clone()
     return value

@@ -134,7 +134,7 @@ class TrainerAccelerator(Accelerator):
             return super().gather(tensor)
         counts = self._counts
         if tensor.ndim == 0:
-            return _OfRanks.of(super().gather(tensor), counts)
+            return _OfRanks.wrap(super().gather(tensor), counts)
         here = max(counts[self.process_index], 1)
         most = max(counts)
         chunks = tensor.unflatten(0, (-1, here))  # chosen and rejected rows, say
@@ -187,7 +187,7 @@ class _OfRanks(Tensor):
     rows: Tensor
 
     @classmethod
-    def of(cls, numbers: Tensor, counts: list[int]) -> "_OfRanks":
+    def wrap(cls, numbers: Tensor, counts: list[int]) -> "_OfRanks":
         rows = torch.tensor(counts, device=numbers.device)
         made = torch.where(rows > 0, numbers, 0).as_subclass(cls)
         made.rows = rows

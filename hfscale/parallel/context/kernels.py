@@ -38,7 +38,7 @@ class ScoreBlock:
     idle: Tensor | None = None
     first: int = 0
 
-    def of(self, rows: slice) -> "ScoreBlock":
+    def of_rows(self, rows: slice) -> "ScoreBlock":
         """Return the block for some of the rows."""
         if rows.start == 0 and rows.stop is None:
             return self
@@ -106,7 +106,10 @@ class ScoreKernel:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block: ScoreBlock) -> tuple[Tensor, Tensor]:
         """Return output and log-sum-exp."""
         out, lse = zip(
-            *(self._forward(q[:, :, rows], k, v, block.of(rows)) for rows in _row_blocks(q, k)),
+            *(
+                self._forward(q[:, :, rows], k, v, block.of_rows(rows))
+                for rows in _row_blocks(q, k)
+            ),
             strict=True,
         )
         return joined(out), joined(lse)
@@ -142,7 +145,7 @@ class ScoreKernel:
                 sizes,
                 k,
                 v,
-                block.of(rows),
+                block.of_rows(rows),
             )
             found.append(dq)
             sums = (

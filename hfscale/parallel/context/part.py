@@ -127,7 +127,7 @@ class ContextParallel(Part, ContextAxis):
         # Counted on the device, the host would wait for their number.
         if labels.device.type == "cpu":
             own.valid = int(
-                runtime.loss.look(
+                runtime.loss.count_labels(
                     {
                         "labels": labels,
                         "shift_labels": labels,

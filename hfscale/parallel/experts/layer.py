@@ -281,7 +281,7 @@ class LayerRouting:
         if now.seed is not None:
             generator = torch.Generator(logits.device).manual_seed(now.seed * 4096 + self.number)
             if options.router == "gshard":
-                draws = own.of(
+                draws = own.take_rows(
                     torch.rand(samples, tokens, generator=generator, device=logits.device)
                 ).flatten()
             else:
@@ -290,7 +290,7 @@ class LayerRouting:
                 noise = torch.randn(
                     samples, tokens, count, generator=generator, device=logits.device
                 )
-                noise = own.of(noise).flatten(0, 1) * std
+                noise = own.take_rows(noise).flatten(0, 1) * std
         if options.router == "gshard":
             return router_functions.gshard(logits, draws)
         return router_functions.noisy_topk(logits, k, noise)
@@ -328,7 +328,7 @@ class LayerRouting:
         ).view(-1, 1, 1)
         places = router_functions.queue_places(whole, count)
         kept = (places < limits) & (whole < count)
-        return own.of(kept), own.of(places)
+        return own.take_rows(kept), own.take_rows(places)
 
     def _shapes(self, now: Pass) -> list[tuple[int, int]]:
         """Return samples and tokens of the batch of each rank that sends to these experts; exchanged once a pass."""
@@ -347,7 +347,7 @@ class _OwnTokens:
     start: int  # the position of this rank's first token in each sequence
     real: Tensor  # ``[b, s]``, true for its tokens that are not padding
 
-    def of(self, whole: Tensor) -> Tensor:
+    def take_rows(self, whole: Tensor) -> Tensor:
         """Return the entries of these tokens in a tensor ``[b, s, ...]`` of all tokens."""
         return whole.narrow(1, self.start, self.real.shape[1])
 

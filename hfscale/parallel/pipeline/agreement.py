@@ -71,7 +71,7 @@ class StageAgreement:
         self.loss_type = torch.float32
         self.alone = False
 
-    def tell(self, train: bool) -> tuple[list[int], list[Tensor]]:
+    def numbers_to_compare(self, train: bool) -> tuple[list[int], list[Tensor]]:
         """Return this rank's integers on host and device; refuse hooks that would see a part of a gradient."""
         live = self._runtime.live_parameters()
         wide = any(parameter.dtype == torch.float64 for parameter in live.values())
@@ -110,7 +110,7 @@ class StageAgreement:
                 found.update(self._own_stages[name])
         return found
 
-    def hear(self, told: list[list[int]]) -> None:
+    def compare_numbers(self, told: list[list[int]]) -> None:
         """Take all ranks' reports; freeze or train a tie alike on all stages, as those say that changed it."""
         ties = 1 + len(self._stages.stages)
         sums = ties + len(self._tied)

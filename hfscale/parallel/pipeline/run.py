@@ -223,18 +223,18 @@ class Pipeline(Executor):
             )
         return rank_programs(actions)[self._rank]
 
-    def tell(self, train: bool) -> tuple[list[int], list[Tensor]]:
+    def numbers_to_compare(self, train: bool) -> tuple[list[int], list[Tensor]]:
         """Return this rank's report; see :mod:`.agreement`."""
-        return self._agreement.tell(train)
+        return self._agreement.numbers_to_compare(train)
 
     def expect(self, trailing: tuple[int, ...], dtype: torch.dtype) -> None:
         """Run this rank without the others: assume the kind of hidden states it receives, and that all stages train."""
         self._types.expect(trailing, dtype)
         self._agreement.alone = True
 
-    def hear(self, told: list[list[int]]) -> None:
+    def compare_numbers(self, told: list[list[int]]) -> None:
         """Take the reports of all ranks with this batch for the coming step."""
-        self._agreement.hear(told)
+        self._agreement.compare_numbers(told)
 
     def _learn(self) -> None:
         """Set which stages train, before anything is sent."""

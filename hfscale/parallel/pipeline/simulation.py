@@ -31,7 +31,7 @@ class Costs:
     pair: float | None = None
     stages: tuple[float, ...] = ()  # a factor per stage; empty if all take the same time
 
-    def of(self, kind: Kind, stage: int = 0) -> float:
+    def duration(self, kind: Kind, stage: int = 0) -> float:
         """Return the duration of one action."""
         return float(getattr(self, kind)) * (self.stages[stage] if self.stages else 1.0)
 
@@ -83,7 +83,7 @@ def _run(
     ready: dict[Result, float],
 ) -> list[Span] | None:
     """Return the spans of a piece's actions, or ``None`` if an input does not exist yet."""
-    durations = [costs.of(action.kind, action.stage) for action in piece]
+    durations = [costs.duration(action.kind, action.stage) for action in piece]
     if len(piece) > 1 and costs.pair is not None:
         scale = costs.pair / sum(durations)
         durations = [duration * scale for duration in durations]

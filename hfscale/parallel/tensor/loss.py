@@ -98,7 +98,7 @@ class VocabParallelLoss(KeepsOutputs):
         """Return whether the loss of a pass with labels is the one that trains the model."""
         return self._scoring is None and (self.count is not None or model.training)
 
-    def look(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    def count_labels(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """Return, on the device, how many labels a microbatch has, and how many are outside of the vocabulary."""
         targets = batch.get("shift_labels")
         if targets is None:  # no position predicts the first labels
@@ -109,7 +109,7 @@ class VocabParallelLoss(KeepsOutputs):
     def check_smoothing(self, label_smoothing: float) -> None:
         """Accept any label smoothing."""
 
-    def of(
+    def loss_of(
         self, model: nn.Module, batch: Microbatch, count: Tensor, label_smoothing: float
     ) -> Tensor:
         """Return the loss of one microbatch, divided by the ``count`` valid labels of the step, without logits."""
@@ -217,7 +217,7 @@ class VocabParallelLoss(KeepsOutputs):
         rows = logits.reshape(-1, logits.shape[-1])
         total = vocab_cross_entropy(rows, targets, ignore_index=ignore_index, vocabulary=vocabulary)
         if hits is not None:
-            found = Targets.of(targets, vocabulary, rows.shape[1])
+            found = Targets.of_slice(targets, vocabulary, rows.shape[1])
             hits |= RowTerms(rows.detach(), found, vocabulary).hits(rows.detach()) & (
                 targets != ignore_index
             )

@@ -29,10 +29,10 @@ class StepLoss(Protocol):
     ignores: bool  # whether labels of -100 are ignored
     divides: bool  # whether the model's own code divides the loss by ``num_items_in_batch``
 
-    def look(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    def count_labels(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """Count a microbatch's labels in the loss, and those outside the vocabulary, on its device, without waiting."""
 
-    def of(
+    def loss_of(
         self, model: nn.Module, batch: Microbatch, count: Tensor, label_smoothing: float
     ) -> Tensor:
         """Compute the loss of one microbatch, scaled for a step with ``count`` valid labels."""
@@ -79,7 +79,7 @@ class OwnLoss(KeepsOutputs):
         self.ignores = planned.over == "labels"
         self.divides = planned.divides
 
-    def look(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    def count_labels(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """Count the rows, or the labels that are not ignored."""
         labels: Tensor = batch["labels"]
         none = torch.zeros((), dtype=torch.int64, device=labels.device)
@@ -93,12 +93,12 @@ class OwnLoss(KeepsOutputs):
                 "own: leave it out, or smooth labels in a plain loop"
             )
 
-    def of(
+    def loss_of(
         self, model: nn.Module, batch: Microbatch, count: Tensor, label_smoothing: float
     ) -> Tensor:
         """Compute the loss of one microbatch, scaled for a step with ``count`` rows or labels."""
         loss: Tensor
-        valid = self.look(batch)[0] if batch.valid is None else batch.valid
+        valid = self.count_labels(batch)[0] if batch.valid is None else batch.valid
         if not valid:  # the mean over no labels is NaN
             # From labels.
             kept = "decoder_input_ids" not in batch and takes_argument(model, "decoder_input_ids")

@@ -146,11 +146,11 @@ class Executor:
         """Return whether a step begins with an exchange between the ranks that share its batch."""
         return True
 
-    def tell(self, train: bool) -> tuple[list[int], list[Tensor]]:
+    def numbers_to_compare(self, train: bool) -> tuple[list[int], list[Tensor]]:
         """Return the numbers that this rank sends in that exchange: integers on the host, and tensors on the device."""
         return [], []
 
-    def hear(self, told: list[list[int]]) -> None:
+    def compare_numbers(self, told: list[list[int]]) -> None:
         """Read the numbers that each rank sent, by rank."""
 
     def run(

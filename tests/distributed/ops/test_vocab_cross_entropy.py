@@ -165,7 +165,7 @@ def terms(
 ) -> tuple[torch.Tensor, ...]:
     """Losses and gradients, as the operator that runs the head has them made."""
     found = losses.RowTerms(
-        logits, losses.Targets.of(targets, vocabulary, logits.shape[1]), vocabulary
+        logits, losses.Targets.of_slice(targets, vocabulary, logits.shape[1]), vocabulary
     )
     loss = found.losses()
     return loss.squeeze(1), found.gradient(logits, torch.tensor(-3.0, dtype=logits.dtype))

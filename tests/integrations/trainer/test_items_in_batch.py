@@ -176,7 +176,7 @@ def test_loops_are_those_of_one_process(
 
 
 def test_a_number_notices_what_is_computed_with_it() -> None:
-    number = Noticed.of(torch.tensor(4))
+    number = Noticed.wrap(torch.tensor(4))
     moved = number.to("cpu").float()
     assert moved.device.type == "cpu"
     assert not number.notes
@@ -196,7 +196,7 @@ def test_a_number_notices_what_is_computed_with_it() -> None:
     ],
 )
 def test_a_number_is_noticed_wherever_it_stands(use: Callable[[Any], Any]) -> None:
-    number = Noticed.of(torch.tensor(4))
+    number = Noticed.wrap(torch.tensor(4))
     use(number)
     assert number.notes
 

@@ -85,7 +85,7 @@ class _Rank:
             needs = [] if arrived is None else [arrived]
         if kind.startswith("backward") and (stage, index) in self.leaving:
             needs.append(self.leaving.pop((stage, index)))
-        self._compute(self.costs.of(kind), needs, action)
+        self._compute(self.costs.duration(kind), needs, action)
 
     def _compute(self, duration: float, needs: list[_Task], action: Action | None = None) -> _Task:
         task = _Task(duration, needs, action)

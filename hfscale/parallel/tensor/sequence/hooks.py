@@ -66,7 +66,7 @@ class _Hooks:
             self.region.random.enter_layer(layer)
         x = hidden_states_of(args, kwargs)
         share = self.region.cut_before(layer, x)
-        self.region.tell(x if share is None else share)
+        self.region.note_stream(x if share is None else share)
         return None if share is None else with_hidden_states(args, kwargs, share)
 
     def make_whole(self, _: nn.Module, args: Any, output: Any) -> Any:

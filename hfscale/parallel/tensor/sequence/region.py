@@ -217,7 +217,7 @@ class SequenceRegion:
         assert current is not None
         return current
 
-    def tell(self, share: Tensor) -> None:
+    def note_stream(self, share: Tensor) -> None:
         """Record the pass of the coming layer for its compiled code."""
         RUNNING.told = self._pass_of(share, whole=False) if self.cut else None
 
