@@ -20,6 +20,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from ...errors import ConfigError, HFScaleError
 from ..replaced import attribute_replaced
+from .implementations import name_hosts
 from .prediction import attach_prediction, stored_names
 
 
@@ -73,8 +74,10 @@ def is_adapted_by_host(model: Any) -> bool:
 
 def empty_copy(model: Any) -> Any:
     """Return the full stock model of which ``model`` holds one rank's part, on the meta device."""
+    config = copy.deepcopy(model.config)
+    name_hosts(config)
     with torch.device("meta"):
-        made = from_config(stock_class(model), copy.deepcopy(model.config), dtype=model.dtype)
+        made = from_config(stock_class(model), config, dtype=model.dtype)
     if stored_names(model).prefixes:
         attach_prediction(made)
     return made

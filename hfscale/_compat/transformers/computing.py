@@ -26,6 +26,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..replaced import attribute_replaced
 from .caches import CACHES
 from .classes import takes_argument
+from .implementations import note_host
 
 __all__ = ["and_masks", "leave_out_padding"]
 
@@ -96,6 +97,7 @@ def answer(prefix: str, host: str, attend: Attend, make_mask: MakeMask = _stock_
 
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, mask)
+    note_host(name, host)
     return name
 
 
@@ -107,21 +109,6 @@ def _function_of(host: str, module: nn.Module) -> Callable[..., Any]:
         None,
     )
     return ALL_ATTENTION_FUNCTIONS.get_interface(host, eager)
-
-
-def asks_for_attention(config: Any) -> bool:
-    """Return whether a config names an attention implementation."""
-    return hasattr(config, "_attn_implementation")
-
-
-def implementation_of(config: Any) -> str:
-    """Return the name of a config's attention implementation."""
-    return str(getattr(config, "_attn_implementation", None))
-
-
-def set_implementation(config: Any, name: str) -> None:
-    """Set the attention implementation of the modules that share ``config``."""
-    config._attn_implementation_internal = name
 
 
 @contextmanager
@@ -153,7 +140,7 @@ def masks_made_here(kind: type) -> Iterator[None]:
 def uses_flash_attention(model: Any) -> bool:
     """Return whether attention is a flash kernel of any version, which takes document borders as lengths."""
     config = model.config.get_text_config()
-    return "flash" in str(getattr(config, "_attn_implementation", None))
+    return "flash" in implementation_of(config)
 
 
 def text_positions(position_ids: Tensor) -> Tensor | None:

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..._compat.torch import storage_key, tree_leaves
-from ..._compat.transformers.computing import implementation_of
 from ..._compat.transformers.hidden_states import hidden_states_of
+from ..._compat.transformers.implementations import implementation_of
 from ...config.memory import MemoryConfig
 from ...config.parallel import ParallelConfig
 from ...errors import ConfigError

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from ..._compat.transformers.classes import has_causal_loss, loss_replaced, takes_argument
-from ..._compat.transformers.computing import answer, packing, set_implementation
+from ..._compat.transformers.computing import answer, packing
 from ..._compat.transformers.experts import use_eager_experts
+from ..._compat.transformers.implementations import set_implementation
 from ...distributed.ops.segments import keep_states_apart
 from ...models.clone import VOCABULARY, layers_of_every_kind
 from ...models.fields import lengths_of, text_config, with_lengths

@@ -25,7 +25,8 @@ from torch import Tensor, nn
 
 from ..._compat.torch import without_dispatch_modes
 from ..._compat.transformers.classes import stock_class
-from ..._compat.transformers.computing import answer, implementation_of, set_implementation
+from ..._compat.transformers.computing import answer
+from ..._compat.transformers.implementations import implementation_of, set_implementation
 from ...config.schedules import ASYNCHRONOUS
 from ...errors import ConfigError, check_number
 from ...models.facts import ask

@@ -4,7 +4,7 @@ import sys
 from importlib.util import find_spec
 
 from ..._compat.torch import operators_named
-from ..._compat.transformers.computing import implementation_of
+from ..._compat.transformers.implementations import implementation_of
 from ...errors import did_you_mean
 from ...models.fields import HEAD_FIELDS, counts, text_config
 from ...models.names import wild_name

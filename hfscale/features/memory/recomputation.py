@@ -19,13 +19,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from ..._compat.torch import function_modes, kept_results, operators_named, tree_leaves
-from ..._compat.transformers.computing import (
-    answer,
-    implementation_of,
-    set_implementation,
-    without_cache,
-)
+from ..._compat.transformers.computing import answer, without_cache
 from ..._compat.transformers.hidden_states import hidden_states_of, with_hidden_states
+from ..._compat.transformers.implementations import implementation_of, set_implementation
 from ...cost.model.activation_bytes import layers_to_recompute
 from ...cost.model.situation import Situation
 from ...models.module_kinds import experts_per_token

@@ -18,11 +18,13 @@ from ..._compat.transformers.caches import CACHES
 from ..._compat.transformers.classes import class_name
 from ..._compat.transformers.computing import (
     answer,
-    asks_for_attention,
     causal_mask_function,
-    implementation_of,
     masks_made_here,
     place_by_place,
+)
+from ..._compat.transformers.implementations import (
+    asks_for_attention,
+    implementation_of,
     set_implementation,
 )
 from ...errors import ConfigError

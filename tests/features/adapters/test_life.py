@@ -23,6 +23,7 @@ from hfscale.features.adapters import Adapters
 from hfscale.testing import RankPool
 from hfscale.train.runtime import runtime_of
 
+from ...families import config_of
 from ...mixtures import qwen3_moe
 from ...tiny_models import tiny
 
@@ -385,3 +386,19 @@ def test_around_a_model_that_looks_up_no_tokens(tmp_path: Path) -> None:
         assert torch.equal(found[name], parameter), name
     hfscale.save_pretrained(model, tmp_path / "again")
     assert (tmp_path / "again" / "adapter_model.safetensors").is_file()
+
+
+def _adapted_later(layout: dict[str, int]) -> float:
+    torch.manual_seed(0)
+    stock = AutoModelForCausalLM.from_config(config_of("falcon"), dtype=torch.float64)
+    model = hfscale.parallelize(stock, ParallelConfig(**layout)).train()
+    hfscale.get_peft_model(model, LoraConfig(r=2, target_modules="all-linear"))
+    ids = torch.arange(3, 19).view(2, 8)
+    return float(hfscale.train_step(model, {"input_ids": ids, "labels": ids}).detach())
+
+
+def test_adapters_come_later_where_attention_bears_a_name_of_ours(pools: Pools) -> None:
+    """Falcon looks the class of its attention up by the name of its implementation."""
+    wanted = _adapted_later({})
+    for found in pools(2).run(_adapted_later, {"cp_size": 2}):
+        assert found == pytest.approx(wanted, rel=1e-12)
