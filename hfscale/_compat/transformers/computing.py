@@ -26,7 +26,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..replaced import attribute_replaced
 from .caches import CACHES
 from .classes import takes_argument
-from .implementations import note_host
+from .implementations import implementation_of, note_host
 
 __all__ = ["and_masks", "leave_out_padding"]
 
