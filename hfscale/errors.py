@@ -83,7 +83,12 @@ def check_number(
         )
 
 
-def check_choice(name: str, given: object, known: Sequence[str], more: str = "") -> None:
+def check_choice(
+    name: str,
+    given: object,
+    known: Sequence[str],
+    more: str = "",
+) -> None:
     """Refuse a value other than the ``known`` ones for an argument called ``name``; ``more``: others, in words."""
     if given not in known:
         hint = did_you_mean(given, known)

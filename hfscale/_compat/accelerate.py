@@ -34,7 +34,11 @@ class BatchScheduler(AcceleratedScheduler):
     """
 
     def __init__(
-        self, scheduler: Any, optimizers: list[Any], batches: Callable[[], int], follows: bool
+        self,
+        scheduler: Any,
+        optimizers: list[Any],
+        batches: Callable[[], int],
+        follows: bool,
     ) -> None:
         super().__init__(scheduler, optimizers, follows, split_batches=True)  # once per call
         self._batches = batches

@@ -50,7 +50,11 @@ def replace_for_good(holder: Any, name: str, make: Callable[[Any], Any]) -> None
         _undo[place] = functools.partial(setattr, holder, name, stock)
 
 
-def check_first(holder: Any, name: str, check: Callable[..., tuple[Any, ...]]) -> None:
+def check_first(
+    holder: Any,
+    name: str,
+    check: Callable[..., tuple[Any, ...]],
+) -> None:
     """Let the function ``holder.name`` run on the positional arguments that ``check`` returns."""
 
     def make(function: Any) -> Any:

@@ -395,7 +395,13 @@ class _Chosen(TorchDispatchMode):
             pass
         return super().__enter__()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
         """Pass one operator to the mode, or run it."""
         if func in self._operators:
             return self._mode.__torch_dispatch__(func, types, args, kwargs)

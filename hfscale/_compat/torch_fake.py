@@ -152,14 +152,25 @@ _CAST = (torch.float32, torch.float16, torch.bfloat16)
 class _Casts(TorchFunctionMode):
     """Cast arguments of listed functions to ``dtype``, or some to 32 bits (``widens``); note copies of weights."""
 
-    def __init__(self, dtype: torch.dtype, widens: bool, copies: dict[int, StorageWeakRef]) -> None:
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        widens: bool,
+        copies: dict[int, StorageWeakRef],
+    ) -> None:
         super().__init__()
         self._dtype = dtype
         self._widens = widens
         self._copies = copies
         self._of_weights: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
         name = getattr(func, "__name__", "")
         given = (args, kwargs or {})
         if name in _NARROWED:

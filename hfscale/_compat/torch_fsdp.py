@@ -79,7 +79,10 @@ def _has_several_groups() -> bool:
 
 
 def _shard_modules_of_one_type(
-    module: nn.Module, others: _ByType, ignored: set[nn.Parameter], how: dict[str, Any]
+    module: nn.Module,
+    others: _ByType,
+    ignored: set[nn.Parameter],
+    how: dict[str, Any],
 ) -> None:
     """Wrap inner modules that hold only one of the ``others``, for torch with one group per module."""
     left = {parameter: key for key, parameters in others.items() for parameter in parameters}
@@ -195,7 +198,12 @@ def agree_on_gradients(model: nn.Module, modules: set[nn.Module], agree: Agree) 
 
 
 def _reduce_alike(
-    root: Any, group: Any, reduce: Callable[[], None], held: list[Any], agree: Agree, *_: Any
+    root: Any,
+    group: Any,
+    reduce: Callable[[], None],
+    held: list[Any],
+    agree: Agree,
+    *_: Any,
 ) -> None:
     # If no tower ran and the embedding is frozen, the first layers' inputs have no gradient: FSDP2 would reduce
     # these layers after the root, and on other ranks before it.

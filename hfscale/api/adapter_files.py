@@ -278,7 +278,11 @@ _WIDE = {torch.float64, torch.float32}
 
 @torch.no_grad()
 def _logits(
-    kind: Any, directory: Path, trusted: bool, adapter: str | None = None, tokens: int | None = None
+    kind: Any,
+    directory: Path,
+    trusted: bool,
+    adapter: str | None = None,
+    tokens: int | None = None,
 ) -> Tensor:
     from peft import PeftModel
 
@@ -347,7 +351,11 @@ def adapter_for_engine(
     return len(stored)
 
 
-def _pieces(as_stored: AsStored, parameter: str, like: Tensor) -> dict[str, tuple[int, Tensor]]:
+def _pieces(
+    as_stored: AsStored,
+    parameter: str,
+    like: Tensor,
+) -> dict[str, tuple[int, Tensor]]:
     """Return experts and their rows for each stored module that was split from stacked ``like [experts, out, in]``."""
     rows = torch.arange(like.shape[0] * like.shape[1]).view(*like.shape[:2], 1).expand(like.shape)
     found: dict[str, tuple[int, Tensor]] = {}
@@ -381,7 +389,11 @@ def _per_expert(
     return found
 
 
-def _note(settings: dict[str, Any], rank: int, modules: Collection[str]) -> None:
+def _note(
+    settings: dict[str, Any],
+    rank: int,
+    modules: Collection[str],
+) -> None:
     """Record in an adapter's config that it has factors of this rank for the experts' projections ``modules``."""
     projections = {name.rpartition(".")[2] for name in modules}
     if any("expert" in pattern for pattern in settings.get("alpha_pattern") or {}):

@@ -82,7 +82,11 @@ def verify_experts(model: nn.Module, directory: str | Path) -> dict[str, Sums]:
     return stored
 
 
-def checksum(part: Tensor, spans: Sequence[Sequence[tuple[int, int]]], shape: Sequence[int]) -> int:
+def checksum(
+    part: Tensor,
+    spans: Sequence[Sequence[tuple[int, int]]],
+    shape: Sequence[int],
+) -> int:
     """Return a slice's term in the checksum of a tensor of ``shape``; ``spans`` give the slice's position per dim."""
     places = [_places(dim, part.device) for dim in spans]
     rows = max(1, _BLOCK // max(1, prod(part.shape[1:])))
@@ -122,7 +126,11 @@ def _held(runtime: Runtime) -> dict[str, tuple[torch.dtype, Any, Sums]]:
     return result
 
 
-def _stored(runtime: Runtime, directory: Path, types: dict[str, torch.dtype]) -> dict[str, Sums]:
+def _stored(
+    runtime: Runtime,
+    directory: Path,
+    types: dict[str, torch.dtype],
+) -> dict[str, Sums]:
     """Return the checksums of the checkpoint's experts, for this rank's part of the parameters to read."""
     by_name = runtime.plan.by_name
     finish_move(directory)

@@ -342,7 +342,11 @@ def _placed(plan: Plan, mesh: Mesh) -> dict[str, Any]:
     )
 
 
-def materialize_buffers(model: nn.Module, buffers: dict[str, Tensor], device: torch.device) -> None:
+def materialize_buffers(
+    model: nn.Module,
+    buffers: dict[str, Tensor],
+    device: torch.device,
+) -> None:
     """Put real buffers into a model, and move existing ones to ``device``."""
     for name, buffer in list(model.named_buffers()):
         put_buffer(model, name, buffers.get(name, buffer).to(device))

@@ -103,7 +103,13 @@ class _StandIns(TorchDispatchMode):
         self._kept.append(made)
         put_parameter(self.model, name, made)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
         kwargs = kwargs or {}
         schema = schema_of(func)
         if not schema.is_mutable:

@@ -60,7 +60,12 @@ class NewState:
         _refuse_other(target)
         self._lock = directories.make_staging(target, self.path)
 
-    def commit(self, files: dict[str, complete.FileSum], step: int | None, run: str) -> None:
+    def commit(
+        self,
+        files: dict[str, complete.FileSum],
+        step: int | None,
+        run: str,
+    ) -> None:
         """Mark the state complete, once all of its ``files`` are on disk, and replace the target by it."""
         target = self.target
         old = old_of(self.target)
@@ -301,7 +306,12 @@ def run_of(directory: Path) -> str:
     return uuid.uuid4().hex if mark.run is None or further else mark.run
 
 
-def prune(newest: Path, run: str, keep_last: int | None, keep_every: int | None) -> None:
+def prune(
+    newest: Path,
+    run: str,
+    keep_last: int | None,
+    keep_every: int | None,
+) -> None:
     """Remove states of ``run`` beside ``newest`` but the ``keep_last`` last and those that ``keep_every`` divides."""
     if keep_last is None:
         return

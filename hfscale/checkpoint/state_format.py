@@ -83,7 +83,11 @@ class StateIndex:
         """The number of ranks that wrote it."""
         return prod(size for _, size in self.axes[0])
 
-    def rank_of(self, ranks: dict[str, int], cuts: Sequence[Cut] = ()) -> int:
+    def rank_of(
+        self,
+        ranks: dict[str, int],
+        cuts: Sequence[Cut] = (),
+    ) -> int:
         """Return the global rank at coordinates ``ranks``, in the mesh that these ``cuts`` refer to."""
         number = 0
         for axis, size in self.axes[any(cut.axis == "ep" for cut in cuts)]:
@@ -273,7 +277,11 @@ class StateReader:
             )
         return found
 
-    def _pieces(self, written: StateTensor, wanted: list[Spans]) -> Iterator[dict[str, int]]:
+    def _pieces(
+        self,
+        written: StateTensor,
+        wanted: list[Spans],
+    ) -> Iterator[dict[str, int]]:
         """Yield the coordinates of written shards that overlap the wanted one, found cut by cut to skip most early."""
         holders = list(_writers(written))
 

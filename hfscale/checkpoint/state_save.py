@@ -334,7 +334,11 @@ def agreed_index(taken: TakenState) -> StateIndex:
     return index
 
 
-def _add_stored_names(index: StateIndex, runtime: Runtime, every: list[dict[str, Any]]) -> None:
+def _add_stored_names(
+    index: StateIndex,
+    runtime: Runtime,
+    every: list[dict[str, Any]],
+) -> None:
     """Add the names that a converter to a checkpoint needs."""
     if names := {key: name for each in every for key, name in each["stored"].items()}:
         owned = {

@@ -31,7 +31,12 @@ class WeightStream(Iterator[tuple[str, Tensor]]):
         committed: whether every rank has sent and received all of it; until then an engine may have a part of it.
     """
 
-    def __init__(self, version: int | None, asked: tuple[Any, ...], sums: dict[str, int]) -> None:
+    def __init__(
+        self,
+        version: int | None,
+        asked: tuple[Any, ...],
+        sums: dict[str, int],
+    ) -> None:
         self.version = version
         self.committed = False
         # what a stream of later changes must ask for, and compares

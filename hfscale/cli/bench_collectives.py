@@ -170,7 +170,12 @@ class MeasurementError(HFScaleError, RuntimeError):
     """Raised if a rank that was started for a measurement failed."""
 
 
-def run_ranks(world: int, function: Callable[..., Any], *args: Any, timeout: float = 300.0) -> Any:
+def run_ranks(
+    world: int,
+    function: Callable[..., Any],
+    *args: Any,
+    timeout: float = 300.0,
+) -> Any:
     """Run ``function(device, *args)`` on ``world`` processes in a group; return rank 0's result in ``timeout`` s."""
     from ..testing.pool import RankError, RankPool  # whose room imports transformers
 

@@ -13,7 +13,11 @@ _UNUSED = ("_handler", "_backend", "sp_size")  # fields of Accelerate's that are
 
 
 def setting(
-    default: Any = None, *, choices: Sequence[str] = (), flag: str = "", needs: str = ""
+    default: Any = None,
+    *,
+    choices: Sequence[str] = (),
+    flag: str = "",
+    needs: str = "",
 ) -> Any:
     """Declare a field that is ``None`` until the environment or its ``default`` fills it. It takes the names
     ``choices``, is called ``flag`` on the command line (by default its own name, without ``_size``), and has no meaning

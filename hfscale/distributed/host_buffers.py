@@ -94,7 +94,11 @@ def views_of(flat: Tensor, forms: Sequence[Form]) -> list[Tensor]:
     ]
 
 
-def packed(tensors: Sequence[Tensor], forms: Sequence[Form], pin_memory: bool = False) -> Tensor:
+def packed(
+    tensors: Sequence[Tensor],
+    forms: Sequence[Form],
+    pin_memory: bool = False,
+) -> Tensor:
     """Return the bytes of tensors, all of one device, in one buffer there; cast to the dtypes of ``forms``."""
     size = bytes_before(forms)[-1]
     device = tensors[0].device

@@ -102,7 +102,12 @@ class Mesh:
         cut = {"pp", *(cut.axis for cut in cuts)}
         return [axis for axis in self.view(cuts)[1] if axis not in cut]
 
-    def rank_at(self, cuts: Sequence[Cut], ranks: dict[str, int], stage: int) -> int:
+    def rank_at(
+        self,
+        cuts: Sequence[Cut],
+        ranks: dict[str, int],
+        stage: int,
+    ) -> int:
         """Return the first global rank that holds the shard at ``ranks`` of a parameter, on pipeline rank ``stage``."""
         device_mesh, _ = self.view(cuts)
         assert device_mesh is not None

@@ -91,7 +91,11 @@ def latest_mesh() -> Mesh | None:
     return made_out_of(dist.group.WORLD).latest if dist.is_initialized() else None
 
 
-def _divided(device: torch.device, shape: tuple[int, ...], axes: tuple[str, ...]) -> DeviceMesh:
+def _divided(
+    device: torch.device,
+    shape: tuple[int, ...],
+    axes: tuple[str, ...],
+) -> DeviceMesh:
     world: Any = dist.group.WORLD
     options: dict[str, Any] = {}
     if ":" in dist.get_backend(world) and (own := backend_of(world, device)):
@@ -151,7 +155,11 @@ def _with_experts(mesh: Mesh, made: "Groups") -> Mesh:
     return replace(mesh, ranks=ranks, expert_mesh=expert_mesh, expert_reports=reports)
 
 
-def _with_ties(mesh: Mesh, made: "Groups", ties: Sequence[tuple[int, ...]]) -> Mesh:
+def _with_ties(
+    mesh: Mesh,
+    made: "Groups",
+    ties: Sequence[tuple[int, ...]],
+) -> Mesh:
     """Add the groups of pipeline ranks that hold one tied tensor."""
     assert mesh.device_mesh is not None
     device = mesh.device

@@ -48,7 +48,11 @@ def own_device() -> torch.device:
     return torch.device(ACCELERATOR, index)
 
 
-def choose_device(visible: int, local_rank: str | None, current: Callable[[], int]) -> int:
+def choose_device(
+    visible: int,
+    local_rank: str | None,
+    current: Callable[[], int],
+) -> int:
     """Return this process's GPU: its local rank, modulo those ``visible`` (one, under Slurm), or the user's choice."""
     return current() if local_rank is None else int(local_rank) % visible
 

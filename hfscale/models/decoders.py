@@ -43,13 +43,19 @@ _EXPERTS_TRANSPOSED = {"experts.gate_up_proj": (2, 2), "experts.down_proj": (1, 
 
 
 def _llama(
-    mlp: Block = _LLAMA_MLP, unfit: Callable[[Any], str | None] = Blueprint.unfit, **attention: Any
+    mlp: Block = _LLAMA_MLP,
+    unfit: Callable[[Any], str | None] = Blueprint.unfit,
+    **attention: Any,
 ) -> Blueprint:
     """Return the blueprint of layers like LLaMA's, with changes to their attention."""
     return in_layers("layers", unfit, self_attn=replace(_LLAMA_ATTENTION, **attention), mlp=mlp)
 
 
-def _mixture(shared_expert: str, experts: dict[str, tuple[int, int]], **changes: Any) -> Block:
+def _mixture(
+    shared_expert: str,
+    experts: dict[str, tuple[int, int]],
+    **changes: Any,
+) -> Block:
     """Return the block of a mixture, or of the dense MLP that some layers have instead; the router is not cut."""
     return Block(
         column=("gate_proj", "up_proj", f"{shared_expert}.gate_proj", f"{shared_expert}.up_proj"),

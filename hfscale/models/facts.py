@@ -174,7 +174,12 @@ class Facts:
         }
 
     def ask(
-        self, question: str, model: Any, *about: str, stock: type | None = None, **given: Any
+        self,
+        question: str,
+        model: Any,
+        *about: str,
+        stock: type | None = None,
+        **given: Any,
     ) -> Any:
         """Return the answer to a question that an extension proves, which is JSON. The question is
         ``about`` more than the model; the proof is ``given`` nothing else. The tiny clone of the class ``stock``
@@ -228,7 +233,13 @@ def prove(question: str, model: Any, **given: Any) -> tuple[Any, bool]:
 _facts = Facts(kept_facts())
 
 
-def ask(question: str, model: Any, *about: str, stock: type | None = None, **given: Any) -> Any:
+def ask(
+    question: str,
+    model: Any,
+    *about: str,
+    stock: type | None = None,
+    **given: Any,
+) -> Any:
     """Answer a question from the table, or by a proof now: :meth:`Facts.ask` of this process's facts."""
     return _facts.ask(question, model, *about, stock=stock, **given)
 

@@ -25,7 +25,13 @@ _PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, nn.functional.linea
 class _KeepFloat64(TorchFunctionMode):
     """Ignore casts of float64 tensors to float32 inside the with block."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
         kwargs = dict(kwargs or {})
         if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
             if func is Tensor.float:
@@ -55,7 +61,13 @@ class _MakeFloat64(TorchFunctionMode):
     Since transformers 5.24 routers do. FSDP2's parameters cannot be converted afterwards.
     """
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
         kwargs = dict(kwargs or {})
         if func in _MAKERS and kwargs.get("dtype") is torch.float32:
             kwargs["dtype"] = torch.float64

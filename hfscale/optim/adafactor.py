@@ -79,7 +79,11 @@ class _Update:
     """One parameter's update. ``sums`` holds the results of the earlier stages' all-reduces, by name."""
 
     def __init__(
-        self, member: Member, group: dict[str, Any], state: dict[str, Any], mesh: Mesh
+        self,
+        member: Member,
+        group: dict[str, Any],
+        state: dict[str, Any],
+        mesh: Mesh,
     ) -> None:
         self.group, self.state, self.sums = group, state, dict[str, Tensor]()
         self.shape = member.planned.shape

@@ -32,7 +32,11 @@ def stock_class(name: str, stock: str) -> Any:
         ) from error
 
 
-def without_paging(name: str, options: dict[str, Any], device: torch.device) -> dict[str, Any]:
+def without_paging(
+    name: str,
+    options: dict[str, Any],
+    device: torch.device,
+) -> dict[str, Any]:
     """Return the options without paging if ``device`` is the CPU: only GPU states can be paged."""
     if options.get("is_paged") and device.type == "cpu":
         warnings.warn(

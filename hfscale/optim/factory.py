@@ -144,7 +144,11 @@ def create_optimizer(
         raise ConfigError(f"{name!r} cannot be made: {error}") from error
 
 
-def _check_numbers(given: Mapping[str, Any], betas: Any, counts: tuple[int, ...]) -> None:
+def _check_numbers(
+    given: Mapping[str, Any],
+    betas: Any,
+    counts: tuple[int, ...],
+) -> None:
     """Refuse values that are not valid numbers; upper limits are left to the stock class."""
     for option, value in given.items():
         if not isinstance(value, Tensor) and not (option == "lr" and value is None):

@@ -201,7 +201,10 @@ class MuonStepper(Stepper):
         return done | dict(zip(chain(*owned), chain(*returned), strict=True))
 
     def _complete(
-        self, held: dict[Matrix, Tensor], owned: Sequence[Sequence[Matrix]], axes: Sequence[str]
+        self,
+        held: dict[Matrix, Tensor],
+        owned: Sequence[Sequence[Matrix]],
+        axes: Sequence[str],
     ) -> dict[Matrix, Tensor]:
         """Return this rank's own of the matrices that are cut over the first of ``axes``, no longer cut over it."""
         cut = [[m for m in each if m.cut_over(axes[:1])] for each in owned]
@@ -265,7 +268,12 @@ def _dealt(matrices: Sequence[Matrix], ranks: int) -> list[list[Matrix]]:
     return [[matrices[item] for item in items] for items in share_by_cost(costs, ranks)]
 
 
-def _matrices_of(member: Member, mesh: Mesh, dim: int, borders: Sequence[int]) -> Iterator[Matrix]:
+def _matrices_of(
+    member: Member,
+    mesh: Mesh,
+    dim: int,
+    borders: Sequence[int],
+) -> Iterator[Matrix]:
     """Yield a parameter's matrix, or those that this rank has some of, in a stack."""
     shape = member.planned.shape
     lead = len(shape) - 2

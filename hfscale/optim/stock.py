@@ -135,7 +135,13 @@ class LocalStepper(Stepper):
 
     _full = False  # whether full tensors are stepped, so that the state is full on every rank
 
-    def __init__(self, stock: Stock, members: Sequence[Member], groups: Groups, mesh: Mesh) -> None:
+    def __init__(
+        self,
+        stock: Stock,
+        members: Sequence[Member],
+        groups: Groups,
+        mesh: Mesh,
+    ) -> None:
         super().__init__(members, mesh)
         self._inners = [StockOverStandIns(stock, members, groups)]
 
@@ -266,7 +272,11 @@ def key_of(seed: int, update: int, name: str) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def places_of(planned: ParameterPlan, ranks: dict[str, int], device: torch.device) -> list[Tensor]:
+def places_of(
+    planned: ParameterPlan,
+    ranks: dict[str, int],
+    device: torch.device,
+) -> list[Tensor]:
     """Return indices of the shard at ``ranks`` in the full tensor: per dim, the terms that add up to a flat index."""
     spans = share_spans(planned.shape, planned.cuts, ranks)
     strides = [prod(planned.shape[dim + 1 :]) for dim in range(len(planned.shape))]

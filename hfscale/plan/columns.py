@@ -4,7 +4,9 @@ from collections.abc import Collection, Sequence
 
 
 def aligned(
-    rows: Sequence[Sequence[str]], left: Collection[int] = (0,), ruled: bool = False
+    rows: Sequence[Sequence[str]],
+    left: Collection[int] = (0,),
+    ruled: bool = False,
 ) -> list[str]:
     """Return a line per row: columns in ``left`` aligned left, others right; ``ruled`` adds one below the first."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -86,7 +86,11 @@ class Cut:
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.dim)
 
 
-def cut_shape(shape: Sequence[int], cuts: Sequence[Cut], ranks: dict[str, int]) -> tuple[int, ...]:
+def cut_shape(
+    shape: Sequence[int],
+    cuts: Sequence[Cut],
+    ranks: dict[str, int],
+) -> tuple[int, ...]:
     """Return the local shape on the rank at coordinates ``ranks`` (axis -> rank) after all ``cuts``, in order."""
     local = list(shape)
     for cut in cuts:
@@ -94,7 +98,11 @@ def cut_shape(shape: Sequence[int], cuts: Sequence[Cut], ranks: dict[str, int]) 
     return tuple(local)
 
 
-def share_spans(shape: Sequence[int], cuts: Sequence[Cut], ranks: dict[str, int]) -> list[Spans]:
+def share_spans(
+    shape: Sequence[int],
+    cuts: Sequence[Cut],
+    ranks: dict[str, int],
+) -> list[Spans]:
     """Return, per dim of a full tensor, the spans of the shard at coordinates ``ranks``, adjacent ones joined."""
     spans: list[Spans] = [[(0, size)] for size in shape]
     for cut in cuts:
@@ -106,7 +114,11 @@ def share_spans(shape: Sequence[int], cuts: Sequence[Cut], ranks: dict[str, int]
     return spans
 
 
-def _within(spans: Spans, low: int, high: int) -> Iterator[tuple[int, int]]:
+def _within(
+    spans: Spans,
+    low: int,
+    high: int,
+) -> Iterator[tuple[int, int]]:
     """Yield entries ``low`` to ``high`` of the concatenation of ``spans``, as spans of the same dim."""
     offset = 0
     for start, stop in spans:
@@ -147,7 +159,12 @@ def narrow_spans(spans: Spans, within: Spans) -> Spans:
     return [(place, place + length) for _, place, length in overlaps(spans, within)]
 
 
-def write_share(target: Tensor, share: Tensor, cuts: Sequence[Cut], ranks: dict[str, int]) -> None:
+def write_share(
+    target: Tensor,
+    share: Tensor,
+    cuts: Sequence[Cut],
+    ranks: dict[str, int],
+) -> None:
     """Copy one rank's shard into its place in the full tensor ``target``: the inverse of taking the ``cuts``."""
     if not cuts:
         target.copy_(share)

@@ -155,7 +155,10 @@ class ParameterPlan:
         return next((cut for cut in self.cuts if cut.axis == axis), None)
 
     def take(
-        self, tensor: torch.Tensor, ranks: dict[str, int], axes: tuple[str, ...] | None = None
+        self,
+        tensor: torch.Tensor,
+        ranks: dict[str, int],
+        axes: tuple[str, ...] | None = None,
     ) -> torch.Tensor:
         """Return the shard of a full tensor on the rank at ``ranks``, by all cuts or by those over ``axes`` only."""
         for cut in self.cuts:

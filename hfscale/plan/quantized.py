@@ -113,7 +113,10 @@ class QuantizedPlan:
 
 @cache
 def matrix_blocks_align(
-    shape: tuple[int, ...], cuts: tuple[Cut, ...], bits: int = 4, transposed: bool = False
+    shape: tuple[int, ...],
+    cuts: tuple[Cut, ...],
+    bits: int = 4,
+    transposed: bool = False,
 ) -> bool:
     """Return whether the blocks of every rank's shard are blocks of the full matrix: of 64 values in 4 bits, a full
     row in 8 bits. The ``shape`` is ``[rows, columns]``, or ``[matrices, rows, columns]`` of experts, each matrix

@@ -42,7 +42,12 @@ class Loan:
         return ".".join(filter(None, (self.lender, self.owner, self.child)))
 
 
-def balance(work: Sequence[int], stages: int, first: int = 0, last: int = 0) -> tuple[int, ...]:
+def balance(
+    work: Sequence[int],
+    stages: int,
+    first: int = 0,
+    last: int = 0,
+) -> tuple[int, ...]:
     """Return the number of layers of each stage, at least 1, such that the largest stage is as small as possible.
 
     A pipeline advances at the pace of its slowest stage (Huang et al. 2019, GPipe; Narayanan et al. 2019, PipeDream),

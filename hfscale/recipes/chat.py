@@ -103,7 +103,11 @@ def encode_completion(
     )
 
 
-def _by_markers(tokenizer: Any, messages: list[dict[str, Any]], where: str) -> Example:
+def _by_markers(
+    tokenizer: Any,
+    messages: list[dict[str, Any]],
+    where: str,
+) -> Example:
     encoded = render(tokenizer, messages, return_assistant_tokens_mask=True)
     ids = encoded["input_ids"]
     mask = encoded["assistant_masks"]
@@ -164,7 +168,11 @@ def by_prefixes(
     return labels
 
 
-def render(tokenizer: Any, messages: list[dict[str, Any]], **options: Any) -> Any:
+def render(
+    tokenizer: Any,
+    messages: list[dict[str, Any]],
+    **options: Any,
+) -> Any:
     """Return the tokens of a conversation rendered by the chat template."""
     return tokenizer.apply_chat_template(messages, tokenizer_kwargs={"verbose": False}, **options)
 

@@ -51,7 +51,10 @@ def check_values(recipe: Recipe) -> None:
 
 
 def made_of(
-    section: str, kind: Callable[..., Any], given: dict[str, Any], fixed: dict[str, Any]
+    section: str,
+    kind: Callable[..., Any],
+    given: dict[str, Any],
+    fixed: dict[str, Any],
 ) -> Any:
     """Return ``kind`` of the fields that a section of a recipe has and those that are ``fixed``."""
     names = [name for name in inspect.signature(kind).parameters if name not in ("kwargs", *fixed)]

@@ -145,7 +145,11 @@ def _records(text: str, name: str) -> Iterator[dict[str, Any]]:
             yield record
 
 
-def _document(name: str, record: dict[str, Any], data: DataRecipe) -> Iterator[Document]:
+def _document(
+    name: str,
+    record: dict[str, Any],
+    data: DataRecipe,
+) -> Iterator[Document]:
     """Return the record's columns that its format needs; nothing if its text is blank."""
     _check_columns(name, list(record), data)
     # Rewards may read any.

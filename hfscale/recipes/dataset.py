@@ -51,7 +51,11 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT)
 
 
-def pack(documents: Iterable[list[int]], end: int, length: int) -> np.ndarray:
+def pack(
+    documents: Iterable[list[int]],
+    end: int,
+    length: int,
+) -> np.ndarray:
     """Concatenate documents, each followed by ``end``, and cut them into rows of ``length``; drop an incomplete row."""
     pieces = [np.asarray([*tokens, end], dtype=np.int32) for tokens in documents]
     stream = np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.int32)
@@ -191,7 +195,11 @@ def encode(data: DataRecipe, tokenizer: Any, documents: list[Document]) -> list[
     ]
 
 
-def _tokenized(tokenizer: Any, documents: list[Document], data: DataRecipe) -> list[list[int]]:
+def _tokenized(
+    tokenizer: Any,
+    documents: list[Document],
+    data: DataRecipe,
+) -> list[list[int]]:
     """Return the tokens of each text, without special tokens."""
     found: list[list[int]] = []
     texts = [document.columns[data.text_column] for document in documents]

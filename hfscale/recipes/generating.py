@@ -25,13 +25,21 @@ from .trainer import arguments_of, callbacks_of, optimizer_of, train_to_the_end
 Reward = Callable[..., list[float]]
 
 
-def exact_match(completions: Sequence[Any], answer: Sequence[str], **_: Any) -> list[float]:
+def exact_match(
+    completions: Sequence[Any],
+    answer: Sequence[str],
+    **_: Any,
+) -> list[float]:
     """Reward with 1 what is the expected answer, but for spaces around it."""
     pairs = zip(map(_text, completions), answer, strict=True)
     return [float(said.strip() == wanted.strip()) for said, wanted in pairs]
 
 
-def f1(completions: Sequence[Any], answer: Sequence[str], **_: Any) -> list[float]:
+def f1(
+    completions: Sequence[Any],
+    answer: Sequence[str],
+    **_: Any,
+) -> list[float]:
     """Reward the words that are in the expected answer too: F1 of SQuAD (Rajpurkar et al. 2016, section 6)."""
     rewards = []
     for said, wanted in zip(

@@ -144,7 +144,12 @@ class RecipeTrainer(hfscale.Trainer):
         )
         return metrics
 
-    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+    def log(
+        self,
+        logs: dict[str, float],
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
         """Log a line of metrics; in training with speed, memory, tokens and seconds so far, and the model's metrics."""
         super().log(self._measured(logs) if "loss" in logs else logs, *args, **kwargs)
 
@@ -216,7 +221,12 @@ def optimizer_of(recipe: Recipe, model: Any) -> Any:
     )
 
 
-def arguments_of(recipe: Recipe, model: Any, microbatches: int, size: int) -> dict[str, Any]:
+def arguments_of(
+    recipe: Recipe,
+    model: Any,
+    microbatches: int,
+    size: int,
+) -> dict[str, Any]:
     """Return the fields of a recipe's ``TrainingArguments``."""
     training = recipe.training
     precision = runtime_of(model).options.around_products

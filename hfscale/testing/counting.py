@@ -35,7 +35,13 @@ class _Counting(TorchDispatchMode):
         super().__init__()
         self.traffic = traffic
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
         if func.namespace == "c10d":
             name = (
                 schema_of(func)

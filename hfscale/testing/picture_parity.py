@@ -222,7 +222,13 @@ def vision_part(config: Any) -> Any:
     return config
 
 
-def _patches(way: str, config: Any, vision: Any, channels: int, noise: _Noise) -> Picture | None:
+def _patches(
+    way: str,
+    config: Any,
+    vision: Any,
+    channels: int,
+    noise: _Noise,
+) -> Picture | None:
     """Return a picture as patches with their positions, for families that take patches; else ``None``."""
     sides = torch.tensor([[GRID, GRID]])
     width = channels * PATCH**2
@@ -279,7 +285,13 @@ def _patches(way: str, config: Any, vision: Any, channels: int, noise: _Noise) -
     return None
 
 
-def _squares(way: str, config: Any, vision: Any, channels: int, noise: _Noise) -> Picture:
+def _squares(
+    way: str,
+    config: Any,
+    vision: Any,
+    channels: int,
+    noise: _Noise,
+) -> Picture:
     """Return a picture as pixels, for families that take pixels."""
     square = (channels, SIDE, SIDE)
     match way:

@@ -66,7 +66,12 @@ class RankPool(AbstractContextManager["RankPool"]):
         self._pipes: list[Connection] = []
         self._directory: tempfile.TemporaryDirectory[str] | None = None
 
-    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+    def run(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> list[Any]:
         """Call ``function(*args, **kwargs)`` on every rank; return the results by rank.
 
         ``function`` is pickled by reference, so it is defined at the top of an importable module. Raise

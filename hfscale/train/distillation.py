@@ -39,7 +39,12 @@ class ModelTeacher:
     """Teach from a model on the same ranks; see :class:`hfscale.Teacher`."""
 
     def __init__(
-        self, model: nn.Module, student: nn.Module, *, beta: float = 0.5, temperature: float = 1.0
+        self,
+        model: nn.Module,
+        student: nn.Module,
+        *,
+        beta: float = 0.5,
+        temperature: float = 1.0,
     ) -> None:
         check_number("beta", beta, least=0, most=1)
         check_number("temperature", temperature, above=0)

@@ -119,7 +119,11 @@ def check_microbatch(runtime: Runtime, batch: Mapping[str, Any], loss: StepLoss)
         _check_shapes(runtime, batch, loss)
 
 
-def _check_names(batch: Mapping[str, Any], names: frozenset[str], takes_more: bool) -> None:
+def _check_names(
+    batch: Mapping[str, Any],
+    names: frozenset[str],
+    takes_more: bool,
+) -> None:
     for name in batch.keys() - names - {ROUTES}:
         close = difflib.get_close_matches(name, names, 1, _NEAR)
         if close or not takes_more:

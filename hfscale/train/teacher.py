@@ -301,7 +301,12 @@ class Teacher(ModelTeacher):
         ).write()
 
     @staticmethod
-    def stored(directory: str | Path, student: nn.Module, *, beta: float = 0.5) -> StoredTeacher:
+    def stored(
+        directory: str | Path,
+        student: nn.Module,
+        *,
+        beta: float = 0.5,
+    ) -> StoredTeacher:
         """Return a teacher that reads what :meth:`write` stored, at its temperature: the divergence of ``top_k + 1``
         events, the last of which is any other token. It knows texts by their token ids, in any order of rows.
 

@@ -53,7 +53,12 @@ class UserFunction:
         self._function = function
         self._error: Exception | None = None
 
-    def __call__(self, read: Callable[[Any], Value], *args: Any, instead: Value) -> Value:
+    def __call__(
+        self,
+        read: Callable[[Any], Value],
+        *args: Any,
+        instead: Value,
+    ) -> Value:
         """Return ``read(function(*args))``; ``instead`` if one of the two raises."""
         try:
             return read(self._function(*args))
@@ -248,7 +253,11 @@ class UserLoss:
         self._taken = {ROUTES, *forward, *(BORDERS if takes_more else ())} - set(_LABELS)
 
     def run(
-        self, model: nn.Module, batch: Batch | Sequence[Batch], train: bool, routes: Any = None
+        self,
+        model: nn.Module,
+        batch: Batch | Sequence[Batch],
+        train: bool,
+        routes: Any = None,
     ) -> Tensor:
         """Run one step and return its loss, the same on every rank; refuse features that cannot run such a loss."""
         runtime = self._runtime

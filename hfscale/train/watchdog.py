@@ -36,7 +36,12 @@ _running: "list[_Watchdog]" = []
 _HEAD = "[hfscale watchdog] ranks have waited for more than {:g} s"
 
 
-def watchdog(model: nn.Module, *, patience: float = PATIENCE, end: bool = False) -> None:
+def watchdog(
+    model: nn.Module,
+    *,
+    patience: float = PATIENCE,
+    end: bool = False,
+) -> None:
     """Report on stderr which ranks wait for which others, in which call and over which axis, once one waits too long.
 
     It complements torch's own timeouts, which end a collective after minutes without saying which rank was missing.
@@ -210,7 +215,11 @@ def _group_names(mesh: Mesh) -> dict[str, str]:
     return found
 
 
-def report(every: Sequence[RankState | None], silent: set[int], patience: float) -> str:
+def report(
+    every: Sequence[RankState | None],
+    silent: set[int],
+    patience: float,
+) -> str:
     """Return the report of all ranks' states, one line for equal ones; ``silent`` ranks have written no new state."""
     texts = {rank: _in_words(seen, silent=rank in silent) for rank, seen in enumerate(every)}
     return "\n".join([f"{_HEAD.format(patience)}. Look at those that do not wait", *_lines(texts)])

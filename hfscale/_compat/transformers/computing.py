@@ -72,7 +72,12 @@ def place_by_place(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return spread
 
 
-def _stock_mask(host: Callable[..., Any], fills: bool, *args: Any, **kwargs: Any) -> Any:
+def _stock_mask(
+    host: Callable[..., Any],
+    fills: bool,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     return host(*args, **kwargs)
 
 

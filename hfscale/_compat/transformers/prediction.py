@@ -76,7 +76,11 @@ class StoredNames:
             found |= dict.fromkeys(self.copies.get(name, ()), tensor)
         return found
 
-    def read(self, model: Any, keys: Iterable[str]) -> dict[str, str | None]:
+    def read(
+        self,
+        model: Any,
+        keys: Iterable[str],
+    ) -> dict[str, str | None]:
         """Return stored key -> name in the model of a checkpoint's tensors of these layers, before the conversions of
         experts and the like, or ``None`` for a copy of another tensor; remember the checkpoint's prefixes.
         """

@@ -12,7 +12,11 @@ class PackedBatches(BatchRebalanceSampler):
 
     share: Callable[[Sequence[float], int], list[list[int]]]
 
-    def _assign(self, indices: Sequence[int], lengths: Sequence[float]) -> list[list[list[int]]]:
+    def _assign(
+        self,
+        indices: Sequence[int],
+        lengths: Sequence[float],
+    ) -> list[list[list[int]]]:
         shares = self.share(lengths, self.dp_size * self.grad_accum)
         batches = [[indices[item] for item in items] for items in shares]
         return [batches[rank :: self.dp_size] for rank in range(self.dp_size)]

@@ -73,7 +73,11 @@ def loaded_conversions(model: Any) -> list[Any] | None:
     return getattr(model, "_weight_conversions", None)
 
 
-def loaded_targets(model: Any, keys: list[str], names: Collection[str]) -> dict[str, Destination]:
+def loaded_targets(
+    model: Any,
+    keys: list[str],
+    names: Collection[str],
+) -> dict[str, Destination]:
     """Return the destinations, among ``names``, of the keys of the checkpoint that ``model`` came from or went to."""
     used = loaded_conversions(model)
     used = copy.deepcopy(
@@ -83,7 +87,10 @@ def loaded_targets(model: Any, keys: list[str], names: Collection[str]) -> dict[
 
 
 def _destinations(
-    keys: list[str], weight_mapping: list[Any], prefix: str, expected: dict[str, Any]
+    keys: list[str],
+    weight_mapping: list[Any],
+    prefix: str,
+    expected: dict[str, Any],
 ) -> dict[str, Destination]:
     renamings = [entry for entry in weight_mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in weight_mapping if isinstance(entry, WeightConverter)]
@@ -237,7 +244,10 @@ def _together(
 
 
 def _after_another(
-    model: Any, contents: dict[str, Tensor], known: dict[str, tuple[str, ...]], expected: set[str]
+    model: Any,
+    contents: dict[str, Tensor],
+    known: dict[str, tuple[str, ...]],
+    expected: set[str],
 ) -> dict[str, tuple[str, ...]]:
     """Return groups whose stored names need a sibling converted first: ``norm0`` and ``norm1`` of ``norm1``, say."""
     found: dict[str, tuple[str, ...]] = {}

@@ -76,7 +76,13 @@ class TrainerHooks(_Mixin):
             super()._save_checkpoint(model, trial)
 
     def _maybe_log_save_evaluate(
-        self, tr_loss: Any, grad_norm: Any, model: Any, trial: Any, *rest: Any, **more: Any
+        self,
+        tr_loss: Any,
+        grad_norm: Any,
+        model: Any,
+        trial: Any,
+        *rest: Any,
+        **more: Any,
     ) -> None:
         super()._maybe_log_save_evaluate(tr_loss, grad_norm, model, trial, *rest, **more)
         if (

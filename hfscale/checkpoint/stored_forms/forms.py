@@ -235,7 +235,10 @@ def _matrices(tensor: TensorOnDisk, values: TensorOnDisk) -> TensorOnDisk:
 
 
 def _grid(
-    key: str, scales: TensorOnDisk, shape: tuple[int, ...], block: tuple[int, int] | None = None
+    key: str,
+    scales: TensorOnDisk,
+    shape: tuple[int, ...],
+    block: tuple[int, int] | None = None,
 ) -> StoredPart:
     """Return scales of blocks: of ``block`` if their number fits, else of the size that divides the weight."""
     along = []

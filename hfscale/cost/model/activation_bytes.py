@@ -149,7 +149,11 @@ def _around_layers(plan: Plan, situation: Situation, types: Types) -> tuple[floa
     return before, behind, in_norm
 
 
-def _behind(plan: Plan, types: Types, trained: Collection[str]) -> tuple[float, float]:
+def _behind(
+    plan: Plan,
+    types: Types,
+    trained: Collection[str],
+) -> tuple[float, float]:
     """Return the bytes per token that final norm and loss keep, and those in the norm, unless it is recomputed."""
     if not plan.layers:
         return 0.0, 0.0
@@ -196,7 +200,11 @@ def _ends(
     return total
 
 
-def _on_host(held: Sequence[LayerHeld], chosen: frozenset[str], tokens: int) -> tuple[float, int]:
+def _on_host(
+    held: Sequence[LayerHeld],
+    chosen: frozenset[str],
+    tokens: int,
+) -> tuple[float, int]:
     """Return the bytes on the device in backward (a layer and the next one), and those waiting on the host."""
     one = [tokens * each.kept(chosen) for each in held]
     layers = sum(each.in_flight * size for each, size in zip(held, one, strict=True))

@@ -120,7 +120,14 @@ class Place:
         return self.layer_weights + self.table_weights
 
 
-def job_of(plan: Plan, *, sequence: int, batch: int, microbatches: int, mixed: str = "no") -> Job:
+def job_of(
+    plan: Plan,
+    *,
+    sequence: int,
+    batch: int,
+    microbatches: int,
+    mixed: str = "no",
+) -> Job:
     """Return the job of a plan's step under a ``mixed`` precision."""
     layout = plan.layout
     again = recomputed(plan)

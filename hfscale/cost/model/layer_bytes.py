@@ -161,7 +161,13 @@ def _at_most(plan: Plan, layer: str, situation: Situation, types: Types) -> floa
     )
 
 
-def cp_buffer_bytes(plan: Plan, kv: float, q: float, tokens: int, own: int) -> float:
+def cp_buffer_bytes(
+    plan: Plan,
+    kv: float,
+    q: float,
+    tokens: int,
+    own: int,
+) -> float:
     """Return the peak bytes of other ranks' keys and values that one layer's attention buffers under context
     parallelism, of ``s`` tokens of which ``own`` are this rank's, with ``kv`` bytes of a token's keys and values and
     ``q`` of its queries::

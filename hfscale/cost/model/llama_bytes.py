@@ -214,7 +214,12 @@ class Llama:
             return self._read(self.hidden, readers)
         return sum(self._read(self.hidden, (name,)) for name in readers)
 
-    def _read(self, width: int, readers: tuple[str, ...], kept: bool = False) -> float:
+    def _read(
+        self,
+        width: int,
+        readers: tuple[str, ...],
+        kept: bool = False,
+    ) -> float:
         """Return the bytes that projections keep of ``width`` input values; ``kept``: another module keeps these."""
         (trains, adapted), size, wide = self._adapted(readers), self.types.size, self.types.adapters
         casts = wide != size or bool(self.types.autocasts)

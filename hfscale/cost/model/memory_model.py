@@ -248,7 +248,10 @@ def _left_out_bytes(
 
 
 def weight_bytes(
-    plan: Plan, planned: ParameterPlan, ranks: dict[str, int], axes: Collection[str] = ()
+    plan: Plan,
+    planned: ParameterPlan,
+    ranks: dict[str, int],
+    axes: Collection[str] = (),
 ) -> int:
     """Return a parameter's bytes on the rank at ``ranks``, unsharded over ``axes``; data shards are padded alike."""
     cuts = [cut for cut in planned.cuts if cut.axis not in axes]
@@ -258,7 +261,11 @@ def weight_bytes(
     return prod(_padded(planned.shape, cuts, ranks)) * planned.dtype.itemsize
 
 
-def _padded(shape: Sequence[int], cuts: Sequence[Cut], ranks: dict[str, int]) -> tuple[int, ...]:
+def _padded(
+    shape: Sequence[int],
+    cuts: Sequence[Cut],
+    ranks: dict[str, int],
+) -> tuple[int, ...]:
     return cut_shape(
         shape,
         cuts,

@@ -109,14 +109,22 @@ def optimizer_bytes(
     )
 
 
-def _like(planned: ParameterPlan, ranks: dict[str, int], tensors: int, counts: bool = True) -> int:
+def _like(
+    planned: ParameterPlan,
+    ranks: dict[str, int],
+    tensors: int,
+    counts: bool = True,
+) -> int:
     """Return the bytes of ``tensors`` tensors of the shard's size and dtype; an empty shard has no state."""
     entries = prod(planned.local_shape(ranks))
     return (tensors * entries * planned.dtype.itemsize + _COUNT * counts) if entries else 0
 
 
 def _muon_bytes(
-    planned: ParameterPlan, ranks: dict[str, int], layers: tuple[str, ...], stacks: Sequence[str]
+    planned: ParameterPlan,
+    ranks: dict[str, int],
+    layers: tuple[str, ...],
+    stacks: Sequence[str],
 ) -> int:
     dims = 3 if planned.name.rpartition(".")[0] in stacks else 2
     hidden = len(planned.shape) == dims and planned.name.startswith(layers)
@@ -148,7 +156,11 @@ def _bitsandbytes_bytes(
     return total + shared
 
 
-def _adafactor_bytes(planned: ParameterPlan, ranks: dict[str, int], options: dict[str, Any]) -> int:
+def _adafactor_bytes(
+    planned: ParameterPlan,
+    ranks: dict[str, int],
+    options: dict[str, Any],
+) -> int:
     local = planned.local_shape(ranks)
     size = max(4, planned.dtype.itemsize)
     kept = prod(local[:-1]) + prod(local[:-2]) * local[-1] if len(local) >= 2 else prod(local)

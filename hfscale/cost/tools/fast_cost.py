@@ -186,7 +186,12 @@ def _of_sizes(
                         yield Candidate(step_of(summary, layout, batch, count, again, tile))
 
 
-def _ways(summary: ModelSummary, batch: int, cp: int, schedule: str) -> list[tuple[str, int]]:
+def _ways(
+    summary: ModelSummary,
+    batch: int,
+    cp: int,
+    schedule: str,
+) -> list[tuple[str, int]]:
     """Return how activations may be computed again, and the tokens of a tile, where there are several tiles."""
     tile = summary.job.tile
     found = [(way, 0) for way in WAYS]
@@ -370,7 +375,12 @@ class FastCost:
             for rank in range(p)
         ]
 
-    def _bytes(self, c: Candidate, rank: int, place: Place) -> tuple[float, float, float]:
+    def _bytes(
+        self,
+        c: Candidate,
+        rank: int,
+        place: Place,
+    ) -> tuple[float, float, float]:
         """Return the bytes of states, of activations, and of all that one rank needs."""
         found = self.summary
         shape = self.summary.shape

@@ -161,7 +161,11 @@ class _LayerCounter(SavedCounter):
     """Count saved bytes by the layer that saved a tensor first, at the start of the backward pass."""
 
     def __init__(
-        self, model: nn.Module, layers: Sequence[str], head: str | None, copies: Collection[int]
+        self,
+        model: nn.Module,
+        layers: Sequence[str],
+        head: str | None,
+        copies: Collection[int],
     ) -> None:
         # kept, and most at once: layer, or what is no layer -> bytes
         # streams: layer -> bytes of its input, as it is kept where the layer is computed again
@@ -180,7 +184,12 @@ class _LayerCounter(SavedCounter):
         self._given = dict[int, Tensor]()  # what several layers read, and is not their stream
         super().__init__(model, layers, head, self._count_kind, copies)
 
-    def enter(self, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    def enter(
+        self,
+        layer: nn.Module,
+        args: Any,
+        kwargs: dict[str, Any],
+    ) -> None:
         self._place = self._names[id(layer)]
         stream = hidden_states_of(args, kwargs)
         self.streams[self._place] = stream.numel() * (

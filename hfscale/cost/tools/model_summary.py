@@ -134,7 +134,12 @@ def _kept(
         again = {name: seen(*way, alone, sizes) for name, way in ways.items()}
         return replace(seen(*full, alone, sizes), ways=again)
 
-    def seen(plan: Plan, spec: RunSpec, alone: bool, sizes: dict[str, Any]) -> Kept:
+    def seen(
+        plan: Plan,
+        spec: RunSpec,
+        alone: bool,
+        sizes: dict[str, Any],
+    ) -> Kept:
         one, two = (
             measured_layers(plan, spec, situation.tokens, 2, ParallelConfig(**{**sizes, **more}))
             for more in ({}, {"tp_size": 2, "sequence_parallel": True})

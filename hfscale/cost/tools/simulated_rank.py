@@ -78,7 +78,11 @@ class SimulatedTraffic:
 
 
 @contextmanager
-def simulated_rank(world: int, rank: int = 0, like: str = "cuda") -> Iterator[dict[int, Any]]:
+def simulated_rank(
+    world: int,
+    rank: int = 0,
+    like: str = "cuda",
+) -> Iterator[dict[int, Any]]:
     """Make this process one of ``world`` ranks without a device; yield the memory of autocast's copies of weights."""
     with ExitStack() as stack:
         stack.enter_context(attribute_replaced(process_groups, "own_device", lambda: META))
@@ -105,7 +109,13 @@ class SimulatedRank(TorchDispatchMode):
         self._axes |= {str(group.group_name): "ties" for group in own.ties.values()}
         self._axes |= {str(group.group_name): "stages" for group in own.streams.values()}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
         kwargs = kwargs or {}
         name = schema_of(func).name.partition("::")[2]
         if func.namespace == "c10d":
@@ -179,7 +189,13 @@ class FusedAttention(TorchFunctionMode):
         super().__init__()
         self._broadcasts = flash_broadcasts_heads()
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
         kwargs = kwargs or {}
         if func is not functional.scaled_dot_product_attention or args[0].device != META:
             return func(*args, **kwargs)

@@ -57,7 +57,10 @@ def write_synced(path: Path, content: bytes) -> FileSum:
 
 
 def mark_complete(
-    directory: Path, files: dict[str, FileSum], step: int | None = None, run: str | None = None
+    directory: Path,
+    files: dict[str, FileSum],
+    step: int | None = None,
+    run: str | None = None,
 ) -> None:
     """Write the marker of ``directory``, whose ``files`` are on disk."""
     sums = {

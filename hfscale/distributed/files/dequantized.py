@@ -30,7 +30,11 @@ class Along:
     # turns ``[..., n x words]`` into ``[..., n x entries]``; ``None``: each word counts for all ``entries``
     unpack: Callable[[Tensor], Tensor] | None = None
 
-    def words_of(self, span: tuple[int, int], length: int) -> tuple[int, int]:
+    def words_of(
+        self,
+        span: tuple[int, int],
+        length: int,
+    ) -> tuple[int, int]:
         """Return the span of the stored tensor, of ``length`` along this dim, that holds a ``span`` of the weight."""
         start, stop = span
         return start // self.entries * self.words, min(

@@ -278,7 +278,12 @@ class PartOnDisk(_OnDisk):
 class ShareOnDisk(PartOnDisk):
     """Select the shard of a stored tensor that ``cuts`` give to the rank at coordinates ``ranks``."""
 
-    def __init__(self, source: TensorOnDisk, cuts: tuple[Cut, ...], ranks: dict[str, int]) -> None:
+    def __init__(
+        self,
+        source: TensorOnDisk,
+        cuts: tuple[Cut, ...],
+        ranks: dict[str, int],
+    ) -> None:
         super().__init__(
             source,
             [spans or [(0, 0)] for spans in share_spans(source.shape, cuts, ranks)],

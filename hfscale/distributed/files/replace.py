@@ -175,7 +175,11 @@ def _stays(target: Path) -> bool:
 
 
 def _link(
-    source: Path, target: Path, within: str, left_out: Collection[str], linked: dict[str, int]
+    source: Path,
+    target: Path,
+    within: str,
+    left_out: Collection[str],
+    linked: dict[str, int],
 ) -> None:
     """Hard-link the entries of ``source`` into ``target``, recording their inodes; owner, mode and times are kept."""
     with os.scandir(source) as found:
@@ -210,7 +214,12 @@ def _trade_names(one: Path, other: Path) -> None:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
-def _hand_over(old: Path, new: Path, left_out: Collection[str], linked: dict[str, int]) -> None:
+def _hand_over(
+    old: Path,
+    new: Path,
+    left_out: Collection[str],
+    linked: dict[str, int],
+) -> None:
     """Move entries that were created or replaced in ``old`` after the links were made to ``new``."""
     for folder, folders, files in os.walk(old):
         within = os.path.relpath(folder, old)

@@ -165,12 +165,22 @@ def all_reduce_together(
         piece.copy_(total.view_as(piece))
 
 
-def all_gather(x: Tensor, lengths: Sequence[int], dim: int, group: dist.ProcessGroup) -> Tensor:
+def all_gather(
+    x: Tensor,
+    lengths: Sequence[int],
+    dim: int,
+    group: dist.ProcessGroup,
+) -> Tensor:
     """Gather ``x``: see :func:`start_all_gather`."""
     return start_all_gather(x, lengths, dim, group).result()
 
 
-def reduce_scatter(x: Tensor, lengths: Sequence[int], dim: int, group: dist.ProcessGroup) -> Tensor:
+def reduce_scatter(
+    x: Tensor,
+    lengths: Sequence[int],
+    dim: int,
+    group: dist.ProcessGroup,
+) -> Tensor:
     """Sum and cut ``x``: see :func:`start_reduce_scatter`."""
     return start_reduce_scatter(x, lengths, dim, group).result()
 
@@ -194,7 +204,13 @@ def all_to_all(
 
 class _Mapping(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, forward: Map, backward: Any, undefined: bool) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        forward: Map,
+        backward: Any,
+        undefined: bool,
+    ) -> Tensor:
         ctx.of_gradient = backward
         ctx.set_materialize_grads(not undefined)
         return forward(x)
@@ -308,7 +324,12 @@ def _summed_copy(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return all_reduce(x.clone(memory_format=torch.contiguous_format), group)
 
 
-def _own_slice(x: Tensor, lengths: Sequence[int], dim: int, group: dist.ProcessGroup) -> Tensor:
+def _own_slice(
+    x: Tensor,
+    lengths: Sequence[int],
+    dim: int,
+    group: dist.ProcessGroup,
+) -> Tensor:
     rank = dist.get_rank(group)
     return x.narrow(dim, sum(lengths[:rank]), lengths[rank])
 

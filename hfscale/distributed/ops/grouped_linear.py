@@ -178,7 +178,12 @@ def frozen_linear(
 
 
 def frozen_grouped_linear(
-    x: Tensor, read: Read, bias: Tensor | None, counts: Sequence[int], *, transposed: bool = False
+    x: Tensor,
+    read: Read,
+    bias: Tensor | None,
+    counts: Sequence[int],
+    *,
+    transposed: bool = False,
 ) -> Tensor:
     """Compute :func:`grouped_linear` with a frozen weight, which ``read`` returns in a dtype, in both passes."""
 

@@ -208,7 +208,12 @@ class DeferredWeightGrad:
 class _ColumnParallelLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, token: Tensor, bias: Tensor | None, own: Tensor | None, later: Any
+        ctx: Any,
+        x: Tensor,
+        token: Tensor,
+        bias: Tensor | None,
+        own: Tensor | None,
+        later: Any,
     ) -> Tensor:
         ctx.later = later
         ctx.dtype = token.dtype

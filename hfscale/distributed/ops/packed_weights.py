@@ -91,7 +91,11 @@ def shown_unpacked(model: nn.Module) -> Iterator[None]:
             own_parameters(module)[name] = packed
 
 
-def read_packed(module: nn.Module, name: str, dtype: torch.dtype | None = None) -> Tensor:
+def read_packed(
+    module: nn.Module,
+    name: str,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
     """Return the values ``[matrices, rows, columns]`` of a packed parameter, whose bytes must be gathered."""
     parameter: Any = own_parameters(module)[name]
     return packings_of(module)[name].unpack(parameter, dtype)

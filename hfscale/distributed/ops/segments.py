@@ -78,7 +78,13 @@ class RankChain:
             for index, (start, _) in enumerate(pieces[rank])
         ]
 
-    def _before(self, start: int, ends: list[Tensor], x: Tensor, width: int) -> Tensor:
+    def _before(
+        self,
+        start: int,
+        ends: list[Tensor],
+        x: Tensor,
+        width: int,
+    ) -> Tensor:
         there = torch.cat([x[..., :0], *ends], -1)
         there = F.pad(
             there[
@@ -179,7 +185,11 @@ class Segments:
                 found,
             )
 
-    def replacement(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def replacement(
+        self,
+        name: str,
+        function: Callable[..., Any],
+    ) -> Callable[..., Any]:
         """Return the convolution or the scan of this name, segment by segment."""
         if name == CONVOLUTION:
             return partial(_convolved, function, self)
@@ -189,7 +199,11 @@ class Segments:
 class Replacing(Protocol):
     """Replace the functions by which mixers read other tokens: :class:`Segments`."""
 
-    def replacement(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def replacement(
+        self,
+        name: str,
+        function: Callable[..., Any],
+    ) -> Callable[..., Any]:
         """Return what a mixer calls instead of the ``function`` of this name."""
 
 
@@ -232,7 +246,12 @@ def _convolved(
     width = weight.shape[-1] - 1
     tails = segments.chain.tails(x, width) if segments.chain is not None and width else []
 
-    def run(rows: slice, start: int, stop: int, tail: Tensor | None) -> tuple[Tensor, None]:
+    def run(
+        rows: slice,
+        start: int,
+        stop: int,
+        tail: Tensor | None,
+    ) -> tuple[Tensor, None]:
         part = x[rows, :, start:stop]
         if tail is None:
             return host(part, weight, *args, **kwargs), None
@@ -250,7 +269,11 @@ def _convolved(
 
 
 def _scanned(
-    host: Callable[..., Any], scan: Scan, segments: Segments, *args: Any, **kwargs: Any
+    host: Callable[..., Any],
+    scan: Scan,
+    segments: Segments,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """Scan each segment from the state before it; a chain's other pieces wait for this one."""
     by_place = dict(zip(inspect.signature(host).parameters, args, strict=False))

@@ -195,11 +195,23 @@ def _key(names: Iterable[str], colors: Mapping[str, str] = {}) -> str:
     return f'<p class="key">{"".join(shown)}</p>'
 
 
-def _text(x: float, y: float, text: str, anchor: str = "start", size: int = 12) -> str:
+def _text(
+    x: float,
+    y: float,
+    text: str,
+    anchor: str = "start",
+    size: int = 12,
+) -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}">{escape(text)}</text>'
 
 
-def _line(x1: float, x2: float, y1: float, y2: float, style: str = 'stroke="#ddd"') -> str:
+def _line(
+    x1: float,
+    x2: float,
+    y1: float,
+    y2: float,
+    style: str = 'stroke="#ddd"',
+) -> str:
     return f'<line x1="{x1:.1f}" x2="{x2:.1f}" y1="{y1:.1f}" y2="{y2:.1f}" {style}/>'
 
 
@@ -207,7 +219,14 @@ def _dashed(x: float, y1: float, y2: float) -> str:
     return _line(x, x, y1, y2, 'stroke="#222" stroke-dasharray="4 3"')
 
 
-def _rect(x: float, y: float, width: float, height: float, color: str, says: str) -> str:
+def _rect(
+    x: float,
+    y: float,
+    width: float,
+    height: float,
+    color: str,
+    says: str,
+) -> str:
     place = f'x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}"'
     return f'<rect {place} fill="{color}"><title>{escape(says)}</title></rect>'
 

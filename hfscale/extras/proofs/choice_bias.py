@@ -101,7 +101,11 @@ def _routes(clone: Any, block: nn.Module, experts: nn.Module) -> Routes | None:
     """
     taken: list[Routes] = []
 
-    def take(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def take(
+        _: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
         index, weights = [*args, *kwargs.values()][1:3]
         taken.append((index.clone(), weights.clone()))
 

@@ -49,7 +49,12 @@ def prove_entry(
 class _EntryProbe(Probe):
     """Run a model up to its first layers, and record the modules called before them."""
 
-    def __init__(self, model: Any, firsts: dict[str, str], embedding: str | None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        firsts: dict[str, str],
+        embedding: str | None,
+    ) -> None:
         super().__init__(model)
         modules: dict[str, Any] = dict(model.named_modules())
         # owner -> modules directly below it that were called before its first layer
@@ -74,7 +79,11 @@ class _EntryProbe(Probe):
         self._run()
 
     def _first_layer(self, layer: str, owner: str, owners: int) -> Callable[..., None]:
-        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def hook(
+            _: nn.Module,
+            args: tuple[Any, ...],
+            kwargs: dict[str, Any],
+        ) -> None:
             x = hidden_states_of(args, kwargs)
             if x is self._embedded and x is not None and self._uses == 0:
                 self.direct = layer
@@ -86,7 +95,12 @@ class _EntryProbe(Probe):
 
         return hook
 
-    def _after_embedding(self, _: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+    def _after_embedding(
+        self,
+        _: nn.Module,
+        args: tuple[Any, ...],
+        output: Tensor,
+    ) -> None:
         self._embedded = output
         self._uses = 0
 
@@ -94,7 +108,11 @@ class _EntryProbe(Probe):
         self._uses += any(tensor is self._embedded for tensor in given)
 
 
-def prove_passage(model: Any, layer_list: str, items: Iterable[str]) -> tuple[dict[str, Any], bool]:
+def prove_passage(
+    model: Any,
+    layer_list: str,
+    items: Iterable[str],
+) -> tuple[dict[str, Any], bool]:
     """Run the model through one list of layers with ``items`` around it; return a :class:`PassageProbe`'s record."""
     probe = probed(PassageProbe, model, layer_list, list(items))
     answer = {
@@ -185,7 +203,11 @@ class PassageProbe(Probe):
         self.phases.setdefault(item, set()).add(self._phase)
 
     def _enter(self, index: int) -> Callable[..., None]:
-        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def hook(
+            _: nn.Module,
+            args: tuple[Any, ...],
+            kwargs: dict[str, Any],
+        ) -> None:
             x = hidden_states_of(args, kwargs)
             if index != self._left or self._inside:
                 self._obstacle("it does not call its layers one after the other")
@@ -208,7 +230,12 @@ class PassageProbe(Probe):
 
         return hook
 
-    def _leave(self, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def _leave(
+        self,
+        _: nn.Module,
+        args: tuple[Any, ...],
+        output: Any,
+    ) -> None:
         structure = _structure(output)
         if structure == 0:
             self._obstacle(
@@ -285,7 +312,11 @@ def prove_unused(model: Any) -> tuple[list[str], bool]:
     return items, not any(part.isdigit() for item in items for part in item.split("."))
 
 
-def _unused(module: nn.Module, used: set[int], path: str = "") -> Iterator[str]:
+def _unused(
+    module: nn.Module,
+    used: set[int],
+    path: str = "",
+) -> Iterator[str]:
     """Yield the largest modules, and other modules' parameters, that hold none of the ``used`` parameters."""
     for name, parameter in module.named_parameters(recurse=False):
         if id(parameter) not in used:

@@ -74,7 +74,13 @@ class _LossProbe(Probe):
         with loss_replaced(model, self._loss), skipped_experts(model.modules()):
             self._run(labels=self._labels)
 
-    def _loss(self, logits: Any = None, labels: Any = None, *args: Any, **kwargs: Any) -> Tensor:
+    def _loss(
+        self,
+        logits: Any = None,
+        labels: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
         self._calls += 1
         if not isinstance(logits, Tensor) or tuple(logits.shape[:2]) != PROBED:
             self.difference = "its loss is not of the logits of all tokens"
@@ -225,7 +231,10 @@ def _divides(model: Any, batch: dict[str, Tensor], mean: float) -> bool:
 
 
 def _is_mean(
-    count: Any, losses: list[float], first: dict[str, Tensor], second: dict[str, Tensor]
+    count: Any,
+    losses: list[float],
+    first: dict[str, Tensor],
+    second: dict[str, Tensor],
 ) -> bool:
     one, other = (int(count(batch["labels"])) for batch in (first, second))
     weighted = (losses[0] * one + losses[1] * other) / (one + other)
@@ -233,7 +242,13 @@ def _is_mean(
 
 
 def prove_documents(
-    model: Any, kind: type, flash: bool, masked: bool, start: int, name: str, length: int
+    model: Any,
+    kind: type,
+    flash: bool,
+    masked: bool,
+    start: int,
+    name: str,
+    length: int,
 ) -> tuple[str, bool]:
     """Return why documents in one row affect each other, in words; empty where they do not. The model, of the stock
     class ``kind``, may be parallelized. Its attention is told of documents as ``flash`` kernels are, or by a mask
@@ -271,7 +286,13 @@ def prove_documents(
     )
 
 
-def _in_one_row(model: Any, ids: Tensor, flash: bool, masked: bool, start: int) -> Tensor:
+def _in_one_row(
+    model: Any,
+    ids: Tensor,
+    flash: bool,
+    masked: bool,
+    start: int,
+) -> Tensor:
     if masked:
         triangles = [torch.ones(length, length, dtype=torch.bool).tril() for length in _LENGTHS]
         return _logits(
@@ -289,7 +310,13 @@ def _logits(model: Any, batch: Any) -> Tensor:
 
 
 def _attend(
-    host: Any, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kwargs: Any
+    host: Any,
+    module: nn.Module,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Any,
+    **kwargs: Any,
 ) -> Any:
     """Attend as a flash kernel does, which separates documents by the lengths in ``cu_seq_lens_q`` alone."""
     starts = kwargs.pop(BORDERS[0], None)

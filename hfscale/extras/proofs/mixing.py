@@ -39,7 +39,11 @@ _PICTURE = slice(5, 9)
 _PADDED = 3  # tokens at the left of the first row, and at the right of the second
 
 
-def prove_mixing(model: Any, text: str, layers: int) -> tuple[dict[str, Any], bool]:
+def prove_mixing(
+    model: Any,
+    text: str,
+    layers: int,
+) -> tuple[dict[str, Any], bool]:
     """Prove it on a tiny model of ``layers`` layers in float64; some take half a minute. Sequences are cut in the model
     named ``text`` inside of it; empty: in itself. Return ``mixing``: why its sequences cannot be cut, in words; whether
     it ``pads``; and the names of the classes of modules that mix and need whole sequences, ``kinds``, of those, if any,
@@ -142,7 +146,12 @@ class _Mixers:
             None,
         )
 
-    def _run_alone(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_alone(
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
         """Run attention in code of its own as outside of a pass, on all tokens, also where its input is a part."""
         if self.gathers:  # :class:`WholeSequences` does it
             return None
@@ -175,7 +184,11 @@ class _Mixers:
         self._records, self._part, self._calls = records, part, dict[int, int]()
 
     def _after(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: Any,
     ) -> Any:
         given = hidden_states_of(args, kwargs)
         if self._records:

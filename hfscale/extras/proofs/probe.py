@@ -26,7 +26,12 @@ def tiny_model(model: Any) -> Any | None:
     return tiny_model_of(type(model), model.config, torch.float32)
 
 
-def tiny_model_of(kind: Any, config: Any, dtype: torch.dtype, **changes: Any) -> Any | None:
+def tiny_model_of(
+    kind: Any,
+    config: Any,
+    dtype: torch.dtype,
+    **changes: Any,
+) -> Any | None:
     """Return a tiny clone with ``changes`` as of :func:`hfscale.models.clone.tiny_clone`; ``None`` if none is small."""
     with torch.random.fork_rng(devices=[]):
         try:
@@ -130,7 +135,13 @@ class Probe(TorchDispatchMode):
     def _operated(self, given: list[Tensor], result: Any) -> None:
         """Inspect the tensors of an operation."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
         result = func(*args, **(kwargs or {}))
         self._operated(
             [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)], result

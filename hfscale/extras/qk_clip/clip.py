@@ -85,7 +85,13 @@ class LargestScores:
 
     @torch.no_grad()
     def measure(
-        self, module: nn.Module, query: Tensor, key: Tensor, mask: Any, scaling: float, causal: bool
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        mask: Any,
+        scaling: float,
+        causal: bool,
     ) -> None:
         """Take the scores of one attention call into account; collective over ``context`` for cut sequences."""
         if isinstance(mask, MaskBlocks):

@@ -119,7 +119,12 @@ def merge_records(records: Sequence[Record], name: str = "", microbatches: int =
     return _from_zero(rows, name, "s", microbatches)
 
 
-def _from_zero(rows: Sequence[list[Span]], name: str, unit: str, microbatches: int) -> Timeline:
+def _from_zero(
+    rows: Sequence[list[Span]],
+    name: str,
+    unit: str,
+    microbatches: int,
+) -> Timeline:
     first = min((span.start for row in rows for span in row), default=0.0)
     ranks = (
         sorted(
@@ -131,7 +136,11 @@ def _from_zero(rows: Sequence[list[Span]], name: str, unit: str, microbatches: i
     return Timeline(tuple(map(tuple, ranks)), name=name, unit=unit, microbatches=microbatches)
 
 
-def _events(run: int, timeline: Timeline, name: str) -> Iterator[dict[str, Any]]:
+def _events(
+    run: int,
+    timeline: Timeline,
+    name: str,
+) -> Iterator[dict[str, Any]]:
     factor = 1e6 if timeline.unit == "s" else 1e3
     yield {"ph": "M", "name": "process_name", "pid": run, "args": {"name": name}}
     for rank in range(timeline.num_ranks):

@@ -208,7 +208,12 @@ def render(
     return "\n".join([*lines, _legend(shown_kinds(timelines), colour, has_later_stages(timelines))])
 
 
-def _row(spans: tuple[Span, ...], scale: float, columns: int, colour: bool) -> str:
+def _row(
+    spans: tuple[Span, ...],
+    scale: float,
+    columns: int,
+    colour: bool,
+) -> str:
     chunks = sorted({span.action.stage for span in spans})
     cells = [" " if colour else "."] * columns
     for span in spans:

@@ -131,7 +131,13 @@ def _draw_one(axes: Any, timeline: Timeline, horizon: float, inches: float) -> N
     axes.spines[:].set_visible(False)
 
 
-def _number(axes: Any, span: Span, rank: int, face: str, wide: float) -> None:
+def _number(
+    axes: Any,
+    span: Span,
+    rank: int,
+    face: str,
+    wide: float,
+) -> None:
     text = str(span.action.microbatch)
     size = min(9.0, wide * 72 / (0.68 * len(text) + 0.25))  # a digit is about 0.6 of its size wide
     if size >= 4.5 and span.action.kind != "update":

@@ -49,7 +49,12 @@ class Strike(NamedTuple):
     seconds: float  # from the last signal to the end of the next step of the ranks that were started again
 
 
-def drill(source: str, overrides: Sequence[str], kills: int, seed: int) -> tuple[str, bool]:
+def drill(
+    source: str,
+    overrides: Sequence[str],
+    kills: int,
+    seed: int,
+) -> tuple[str, bool]:
     """Run a recipe as ``NAME-drill-plain``, and again with ``kills`` strikes as ``NAME-drill``.
 
     Returns:

@@ -55,7 +55,11 @@ class Hosts:
         return {name: file for files in kept for name, file in files.items()}
 
     def send(
-        self, mesh: Mesh, lacks: dict[int, dict[str, int]], files: Files, directory: Path
+        self,
+        mesh: Mesh,
+        lacks: dict[int, dict[str, int]],
+        files: Files,
+        directory: Path,
     ) -> None:
         """Send to each host the ``files`` that it lacks, from the ranks in ``lacks``; alike on all ranks."""
         transfers: list[tuple[Any, int, int]] = []  # contents, from, to

@@ -283,7 +283,12 @@ class StatesInMemory:
             )
 
 
-def _remove_others(directory: Path, kept: Path, why: str, run: str | None = None) -> None:
+def _remove_others(
+    directory: Path,
+    kept: Path,
+    why: str,
+    run: str | None = None,
+) -> None:
     """Remove what a directory has beside ``kept``; say so, and ``why``, unless it is a state of ``run``."""
     for path in directory.iterdir():
         if path != kept:

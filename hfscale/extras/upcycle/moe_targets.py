@@ -235,7 +235,11 @@ def _arguments(
     return problems
 
 
-def _one_window(config: Any, family: Family, problems: list[str]) -> dict[str, Any]:
+def _one_window(
+    config: Any,
+    family: Family,
+    problems: list[str],
+) -> dict[str, Any]:
     """Return the one sliding window of all layers; the dense family may mix layers with and without one."""
     kinds = set(config.layer_types)
     if len(kinds) > 1:

@@ -121,7 +121,12 @@ def attach_adapters(
     return Adapters(local, whole, name, plan, source), planned
 
 
-def _give_local_shapes(model: nn.Module, plan: Plan, mesh: Mesh, shares: dict[str, Tensor]) -> None:
+def _give_local_shapes(
+    model: nn.Module,
+    plan: Plan,
+    mesh: Mesh,
+    shares: dict[str, Tensor],
+) -> None:
     """Give every adapter parameter the plan's local shape, and the dtype that PEFT gives parameters with memory."""
     here = dict(model.named_parameters(remove_duplicate=False))
     made: dict[str, nn.Parameter] = {}

@@ -271,7 +271,11 @@ class WholeMerge:
             left[base] = after if exact else kept + (after - start).to(kept.dtype)
         return left
 
-    def merged(self, name: str, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def merged(
+        self,
+        name: str,
+        parts: Mapping[str, Tensor],
+    ) -> dict[str, Tensor]:
         """Return merged weights, by owned name, from the tensors that :meth:`parts` named."""
         if name in self._copies:
             return {name: parts[self._copies[name]]}

@@ -15,7 +15,12 @@ from .plan import plan_adapters
 from .storage import check_config, check_over_quantized, refuse_wrong
 
 
-def plan_with_adapters(template: nn.Module, config: Any, plan: Plan, new: bool = True) -> Plan:
+def plan_with_adapters(
+    template: nn.Module,
+    config: Any,
+    plan: Plan,
+    new: bool = True,
+) -> Plan:
     """Return the plan with adapters, ``new`` or saved, in their final dtypes; ``template`` (on meta) is wrapped."""
     _, planned = wrap_and_plan(template, config, plan, new)
     kinds = {

@@ -195,7 +195,12 @@ def needs_weights(config: Any) -> bool:
     )
 
 
-def stored_names(whole: Any, name: str, plan: Plan, embeddings: Any) -> dict[str, str]:
+def stored_names(
+    whole: Any,
+    name: str,
+    plan: Plan,
+    embeddings: Any,
+) -> dict[str, str]:
     """Map names of parameters in the plan to their keys in a saved adapter: of several that PEFT may write, the first
     that it reads. It writes biases of trained copies under the wrapper's name as well, which it ignores as it loads.
     """
@@ -206,7 +211,12 @@ def stored_names(whole: Any, name: str, plan: Plan, embeddings: Any) -> dict[str
     return found
 
 
-def stored_keys(whole: Any, name: str, plan: Plan, embeddings: Any) -> dict[str, str]:
+def stored_keys(
+    whole: Any,
+    name: str,
+    plan: Plan,
+    embeddings: Any,
+) -> dict[str, str]:
     """Map keys of a saved adapter to names of parameters in the plan, by PEFT's own rules.
 
     Besides adapters these are trained biases, and the embeddings if they are adapted: ``embeddings`` is PEFT's
@@ -237,7 +247,13 @@ def stored_keys(whole: Any, name: str, plan: Plan, embeddings: Any) -> dict[str,
     return found
 
 
-def load_adapter(path: str, whole: Any, name: str, plan: Plan, mesh: Mesh) -> dict[str, Tensor]:
+def load_adapter(
+    path: str,
+    whole: Any,
+    name: str,
+    plan: Plan,
+    mesh: Mesh,
+) -> dict[str, Tensor]:
     """Return this rank's shards of a saved adapter; raise :class:`CheckpointError` for other names or shapes."""
     shares = {}
     for parameter, (key, tensor) in _read_adapter(
@@ -256,7 +272,11 @@ def load_adapter(path: str, whole: Any, name: str, plan: Plan, mesh: Mesh) -> di
     return shares
 
 
-def _read_adapter(path: str, keys: Mapping[str, str], plan: Plan) -> dict[str, tuple[str, Tensor]]:
+def _read_adapter(
+    path: str,
+    keys: Mapping[str, str],
+    plan: Plan,
+) -> dict[str, tuple[str, Tensor]]:
     """Return the key and the full tensor of each parameter in a saved adapter, whose ``keys`` are of parameters; raise
     :class:`CheckpointError` if it lacks one, has others, or holds two different tensors of a parameter.
     """

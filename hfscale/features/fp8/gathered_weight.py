@@ -41,7 +41,13 @@ class Float8Weight(Tensor):
         return Float8Weight(made_of["entries"], made_of["scale"], dtype)
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
         """Run torch's own functions, down to :meth:`__torch_dispatch__`."""
         return as_plain_tensors(func, *args, **(kwargs or {}))
 

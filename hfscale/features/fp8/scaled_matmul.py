@@ -217,7 +217,13 @@ class Float8Products(Products):
         # Through the input's type, as data ranks gather it: the backward pass, which has no autocast, rounds alike.
         return self._scaled("weight", weight.to(self.dtype), along, by_columns=along == 0)
 
-    def _scaled(self, name: str, matrix: Tensor, along: int, by_columns: bool = False) -> _Scaled:
+    def _scaled(
+        self,
+        name: str,
+        matrix: Tensor,
+        along: int,
+        by_columns: bool = False,
+    ) -> _Scaled:
         """Return ``matrix`` in 8 bits; rowwise, ``along`` is contracted."""
         scale = self._scale(name, matrix, along if self.rowwise else None)
         dtype = self._dtype_of(name)
@@ -347,7 +353,12 @@ def _scale_for(largest: Tensor, dtype: torch.dtype) -> Tensor:
     return (torch.finfo(dtype).max / largest.to(torch.float64).clamp(min=_LEAST)).to(torch.float32)
 
 
-def _product(a: _Scaled, b: _Scaled, dtype: torch.dtype, fast: bool = False) -> Tensor:
+def _product(
+    a: _Scaled,
+    b: _Scaled,
+    dtype: torch.dtype,
+    fast: bool = False,
+) -> Tensor:
     """Return ``a [n, k]`` times ``b [k, m]`` in ``dtype``; ``fast`` lets sums be accumulated with fewer digits."""
     # The same numbers; sums are not rounded to what tensor cores keep of them.
     if not a.data.is_cuda:
@@ -357,7 +368,12 @@ def _product(a: _Scaled, b: _Scaled, dtype: torch.dtype, fast: bool = False) -> 
 
 
 def on_tensor_cores(
-    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, dtype: torch.dtype, fast: bool = False
+    a: Tensor,
+    scale_a: Tensor,
+    b: Tensor,
+    scale_b: Tensor,
+    dtype: torch.dtype,
+    fast: bool = False,
 ) -> Tensor:
     """Return ``(a / scale_a) @ (b / scale_b)`` of float8 matrices, by torch's own kernel. It takes ``a`` by rows and
     ``b`` by columns, and multiples of 16 of the contracted dim and of ``b``'s other. Scales of rows are multiplied

@@ -132,7 +132,12 @@ class Operator:
     """
 
     def __init__(
-        self, func: Any, given: Any, device: torch.device, draws: bool, into: Filled | Layout | None
+        self,
+        func: Any,
+        given: Any,
+        device: torch.device,
+        draws: bool,
+        into: Filled | Layout | None,
     ) -> None:
         self._func = func
         self._given = given

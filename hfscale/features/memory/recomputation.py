@@ -83,7 +83,11 @@ class Recomputation(Part):
         return nullcontext()
 
     def _before(
-        self, runtime: Runtime, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        runtime: Runtime,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> None:
         if self.chosen is None and model.training and torch.is_grad_enabled():
             named = dict(zip(inspect.signature(model.forward).parameters, args, strict=False))
@@ -125,7 +129,12 @@ class Wanted:
     now: bool
 
 
-def recompute(module: nn.Module, wanted: Wanted, keep: Sequence[str] = (), tile: int = 0) -> None:
+def recompute(
+    module: nn.Module,
+    wanted: Wanted,
+    keep: Sequence[str] = (),
+    tile: int = 0,
+) -> None:
     """Recompute ``module`` in backward if ``wanted``, in tiles of ``tile`` tokens, but not the operators ``keep``."""
     forward = module.forward
     operators = frozenset(operator for name in keep for operator in operators_named(name) or ())
@@ -142,7 +151,10 @@ def recompute(module: nn.Module, wanted: Wanted, keep: Sequence[str] = (), tile:
 
 
 def _in_tiles(
-    run: Callable[..., Any], tile: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    run: Callable[..., Any],
+    tile: int,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Any:
     """Run a module of one input ``[..., s, d]`` in tiles of ``tile`` tokens; autograd sums gradients over tiles."""
     x = hidden_states_of(args, kwargs)
@@ -157,7 +169,10 @@ def _in_tiles(
 
 
 def _checkpointed(
-    function: Callable[..., Any], *args: Any, operators: frozenset[Any] = frozenset(), **kwargs: Any
+    function: Callable[..., Any],
+    *args: Any,
+    operators: frozenset[Any] = frozenset(),
+    **kwargs: Any,
 ) -> Any:
     function, args, kwargs = _with_tensor_by_position(function, args, kwargs)
     if torch.compiler.is_compiling():  # graphs have no modes to restore, and take no closure
@@ -179,7 +194,9 @@ def _checkpointed(
 
 
 def _with_tensor_by_position(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
     """Pass at least one tensor by position, if any: torch keeps the RNG state only of such tensors' devices."""
     name = (

@@ -104,7 +104,13 @@ class Rematerialization(TorchDispatchMode):
         self._constants = {}
         self._held = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
         kwargs = kwargs or {}
         if self._paused:
             return func(*args, **kwargs)
@@ -148,7 +154,12 @@ class Rematerialization(TorchDispatchMode):
         return self._known.get(storage_key(tensor)) if is_plain(tensor) else None
 
     def _operator(
-        self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], written: list[Tensor]
+        self,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        tensors: list[Tensor],
+        written: list[Tensor],
     ) -> Operator | None:
         """Return an operator as it is to be called again; ``None`` for one whose results must be kept."""
         # compiled code has none

@@ -134,7 +134,12 @@ class SavedCounter:
                 storage = plain.untyped_storage()
                 self._parameters.setdefault(storage_key(storage), StorageWeakRef(storage))
 
-    def enter(self, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    def enter(
+        self,
+        layer: nn.Module,
+        args: Any,
+        kwargs: dict[str, Any],
+    ) -> None:
         """Record that a layer begins, and count its input."""
         self._depth += 1
         for (

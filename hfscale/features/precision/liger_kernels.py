@@ -32,7 +32,11 @@ from ...train.runtime.snapshot import Undo, watch
 _ACTIVATIONS = ("act_fn", "activation_fn", "act")  # attribute names of the activation in stock MLPs
 
 
-def check_kernels(asked: bool | Mapping[str, bool], family: str, device: torch.device) -> None:
+def check_kernels(
+    asked: bool | Mapping[str, bool],
+    family: str,
+    device: torch.device,
+) -> None:
     """Check :attr:`hfscale.config.options.Options.use_liger_kernel` before anything is loaded; ``family`` is the
     config's ``model_type``. Raise :class:`ConfigError` if the kernels are not installed, are not for this family or
     device, or would replace the loss.

@@ -117,7 +117,13 @@ class _Copies:
     def __init__(self, dtype: torch.dtype | None) -> None:
         self._dtype, self.places, self._inside = dtype, dict[nn.Module, list[str]](), False
 
-    def run(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run(
+        self,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         """Return what ``forward`` computes with copies of the parameters in ``module``."""
         if self._inside or (
             self._dtype is None and (torch.compiler.is_compiling() or not is_sharing())

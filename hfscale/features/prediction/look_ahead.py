@@ -14,7 +14,11 @@ TARGETS = "mtp_labels"
 """Arguments of a pass, ``[b, depths, s]``, which the stock model never sees."""
 
 
-def look_ahead(batch: Mapping[str, Any], depths: int, shift: int) -> dict[str, Tensor]:
+def look_ahead(
+    batch: Mapping[str, Any],
+    depths: int,
+    shift: int,
+) -> dict[str, Tensor]:
     """Return the ids and the targets of ``depths`` further tokens for every position, ``[b, depths, s]`` each.
 
     ::

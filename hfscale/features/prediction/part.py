@@ -126,7 +126,12 @@ class MultiTokenPrediction(Part):
         names = ["mtp_acceptance", *(f"mtp_acceptance_{depth}" for depth in range(2, depths + 1))]
         return {"mtp_loss": loss, **dict(zip(names, shares, strict=True))}
 
-    def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _begin(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
         """Take the ids and targets of a training pass (forward pre-hook of the model)."""
         batch = {
             **dict(zip(signature(model.forward).parameters, args, strict=False)),
@@ -146,13 +151,23 @@ class MultiTokenPrediction(Part):
         return args, kwargs
 
     def _note(
-        self, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        name: str,
+        layer: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> None:
         """Keep the arguments that the model gives to a layer (forward pre-hook of it)."""
         if self._ids is not None:
             self._given[name] = other_arguments(kwargs)
 
-    def _predict(self, added: Any, text: Any, _: tuple[Any, ...], output: Any) -> Any:
+    def _predict(
+        self,
+        added: Any,
+        text: Any,
+        _: tuple[Any, ...],
+        output: Any,
+    ) -> Any:
         """Put the hidden states of every depth behind the model's own (forward hook of the text model)."""
         if self._ids is None:
             return output

@@ -34,7 +34,11 @@ class PredictionPlan(Feature):
         """The ids and targets further ahead."""
         return (BatchField(IDS, -1, is_target=True), BatchField(TARGETS, -1, is_target=True))
 
-    def fill(self, batch: Mapping[str, Any], shift: int) -> dict[str, Tensor]:
+    def fill(
+        self,
+        batch: Mapping[str, Any],
+        shift: int,
+    ) -> dict[str, Tensor]:
         """Return ids and targets further ahead, which may lie with another rank's tokens."""
         return look_ahead(batch, len(self.layers), shift)
 

@@ -189,7 +189,11 @@ class Quantizing:
         self.host.param_needs_quantization = lambda model, name, **kwargs: name in self.weights
         self.host.get_quantize_ops = lambda: self
 
-    def convert(self, input_dict: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+    def convert(
+        self,
+        input_dict: dict[str, Any],
+        **kwargs: Any,
+    ) -> dict[str, Any]:
         """Quantize loaded parameters: replaces the operation of transformers' quantizer."""
         result = dict(input_dict)
         for name in input_dict.keys() & self.weights.keys():

@@ -131,7 +131,12 @@ def _refuse_shared(planned: Plan, weights: list[str], config: Any) -> None:
             )
 
 
-def plan_quantized(planned: Plan, model: nn.Module, config: Any, stored: bool = False) -> Plan:
+def plan_quantized(
+    planned: Plan,
+    model: nn.Module,
+    config: Any,
+    stored: bool = False,
+) -> Plan:
     """Return the plan with the weights of the full stock ``model`` that ``config`` quantizes.
 
     These are the weights that transformers quantizes (every ``nn.Linear`` and ``Conv1D`` but its exceptions), and in 4

@@ -322,7 +322,11 @@ def generated_step(
 
 
 def _filled(
-    mesh: Mesh, rows: Tensor, known: tuple[int, int] | None, fill: int, after: int = 0
+    mesh: Mesh,
+    rows: Tensor,
+    known: tuple[int, int] | None,
+    fill: int,
+    after: int = 0,
 ) -> Tensor:
     """Pad rows with ``fill`` to the longest of any data rank; ``after`` columns behind the last unpadded one count."""
     width = rows.shape[1]

@@ -60,7 +60,13 @@ class FusedHead:
         self.conversation: Conversation | None = None
         answer_calls(self._runtime.model, self)
 
-    def __call__(self, call: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
+    def __call__(
+        self,
+        call: Any,
+        *args: Any,
+        fused_lm_head: bool = False,
+        **kwargs: Any,
+    ) -> Any:
         """Handle a call of the model in its place."""
         if not fused_lm_head:
             return call(*args, **kwargs)
@@ -86,7 +92,12 @@ class FusedHead:
             answer = call(**{**kwargs, "use_cache": False})
         return self.output(scoring.scores, kwargs, answer)
 
-    def output(self, scores: TokenScores, kwargs: dict[str, Any], answer: Any = None) -> Any:
+    def output(
+        self,
+        scores: TokenScores,
+        kwargs: dict[str, Any],
+        answer: Any = None,
+    ) -> Any:
         """Return scores in TRL's form: without the last position, which predicts nothing."""
         shifted = kwargs.get("shift_labels")
         wanted: Tensor = kwargs["labels"][:, 1:] if shifted is None else shifted

@@ -238,7 +238,12 @@ class TrainerMixin(Checkpoints, DataHooks):
         super().read_best_weights(checkpoint)
         self.forget_engine()
 
-    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+    def log(
+        self,
+        logs: dict[str, float],
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
         """Log as Trainer does, with the run's mean loss over all data ranks."""
         accelerator = self.accelerator
         if "train_loss" in logs and accelerator.num_processes > 1:
@@ -425,7 +430,11 @@ class DistillationMixin(DistillationHooks, TrainerMixin):
 
     _taught: Teacher | None = None
 
-    def distilled(self, batch: Mapping[str, Any], divisor: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def distilled(
+        self,
+        batch: Mapping[str, Any],
+        divisor: Any,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the divergence of a batch from the teacher, the sum of the student's entropies, and the labels."""
         if self._taught is None:
             self._taught = Teacher(

@@ -50,7 +50,13 @@ class ReferenceAdapter:
             stack.enter_context(attribute_replaced(self._model, "get_parameter", get_parameter))
             yield
 
-    def _add(self, name: str, config: Any, *_: Any, **__: Any) -> None:
+    def _add(
+        self,
+        name: str,
+        config: Any,
+        *_: Any,
+        **__: Any,
+    ) -> None:
         with runtime_of(self._model).data.as_shards():
             self._copies = self._values()
         self._model.peft_config[name] = config

@@ -216,7 +216,11 @@ def with_rows(batch: Batch, rows: int) -> Batch:
     return {**unlabelled(more, has), **of_other_rows}
 
 
-def _by_rows(batch: Batch, sizes: tuple[int, ...], change: Callable[[Tensor], Tensor]) -> Batch:
+def _by_rows(
+    batch: Batch,
+    sizes: tuple[int, ...],
+    change: Callable[[Tensor], Tensor],
+) -> Batch:
     """Return ``batch`` with ``change`` applied to its tensors of that many rows."""
     return {
         name: change(value)

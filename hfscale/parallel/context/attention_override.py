@@ -143,7 +143,12 @@ def attention_configs(model: Any) -> list[Any]:
     return list(found.values())
 
 
-def _mask(host: Callable[..., Any], fills: bool, *args: Any, **kwargs: Any) -> Any:
+def _mask(
+    host: Callable[..., Any],
+    fills: bool,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     passage = _passage.get()
     if passage is None:
         return host(*args, **kwargs)

@@ -31,7 +31,11 @@ Backward = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 class Source(Protocol):
     """Provide blocks of keys and values, by the rank that computed them."""
 
-    def blocks(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    def blocks(
+        self,
+        k: Tensor,
+        v: Tensor,
+    ) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Yield ``(rank, k, v)`` of every rank, each ``[b, h, tokens, d]``, given this rank's own; collective."""
 
     def gradients(self, k: Tensor, v: Tensor, backward: Backward) -> tuple[Tensor, Tensor]:
@@ -70,7 +74,13 @@ class Reading:
         return ScoreBlock(kind == CAUSAL, bias, seed % 2**63, idle)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, reading: Reading) -> Tensor:
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    reading: Reading,
+) -> Tensor:
     """Return the attention output ``[b, h, s, d]`` of this rank's queries, given its own keys and values. ``sinks [h]``
     are logits of a key that every query reads and that has no value (Xiao et al. 2024).
     """
@@ -155,7 +165,12 @@ class _Attention(torch.autograd.Function):
         )
 
 
-def _merged(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
+def _merged(
+    out: Tensor,
+    lse: Tensor,
+    other: Tensor,
+    other_lse: Tensor,
+) -> tuple[Tensor, Tensor]:
     """Merge the outputs of attention over two sets of keys by their log-sum-exps (Milakov and Gimelshein 2018)."""
     total = torch.logaddexp(lse, other_lse.to(lse.dtype))
     known = finite(total)
@@ -173,7 +188,11 @@ def _in_order(sums: dict[int, Tensor], pieces: Sequence[Tensor]) -> Tensor:
 class OwnBlocks:
     """Provide the keys and values of this rank alone."""
 
-    def blocks(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    def blocks(
+        self,
+        k: Tensor,
+        v: Tensor,
+    ) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Yield this rank's block; see :class:`Source`."""
         yield 0, k, v
 
@@ -189,7 +208,11 @@ class GatheredBlocks:
         self._lengths = lengths
         self._group = group
 
-    def blocks(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    def blocks(
+        self,
+        k: Tensor,
+        v: Tensor,
+    ) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Yield ``(rank, keys, values)``, each ``[b, h, lengths[rank], d]``, after one all-gather."""
         widths = [k.shape[-1], v.shape[-1]]
         # As [b, s, h, d] the ranks' shards of one sample are contiguous, so that gathering dim 1 needs no copy.
@@ -254,7 +277,11 @@ class RingBlocks:
         self._rank = rank
         self._group = group
 
-    def blocks(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    def blocks(
+        self,
+        k: Tensor,
+        v: Tensor,
+    ) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Yield ``(rank, keys, values)``: this rank's own first, then those of the preceding ranks."""
         widths = [k.shape[-1], v.shape[-1]]
         block = torch.cat((k, v), -1)

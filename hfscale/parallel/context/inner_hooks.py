@@ -50,7 +50,11 @@ class WholeSequences:
         """Install hooks on a mixer, or on attention that ``reads_masks`` in code of its own; return their handles."""
         running: list[CutBatch | None] = []
 
-        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def before(
+            _: nn.Module,
+            args: tuple[Any, ...],
+            kwargs: dict[str, Any],
+        ) -> Any:
             batch = self._current()
             running.append(batch)
             if batch is None:
@@ -158,7 +162,11 @@ def ask_for_all_positions(model: nn.Module) -> list[Any]:
     return handles
 
 
-def _by_places(table: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _by_places(
+    table: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
     batch = current_batch()
     return (
         None
@@ -173,7 +181,11 @@ def _by_places(table: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     )
 
 
-def _all_positions(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _all_positions(
+    _: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
     batch = current_batch()
     if batch is None:
         return None
@@ -199,7 +211,11 @@ def cut_inside(text: nn.Module, learned: Callable[[CutBatch], None] = learn) -> 
     """
     names = list(inspect.signature(text.forward).parameters)
 
-    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def before(
+        _: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
         batch = current_batch()
         if batch is None:
             return None

@@ -72,7 +72,13 @@ class FlashOnCpu:
 
     scale: float
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: ScoreBlock) -> tuple[Tensor, Tensor]:
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        block: ScoreBlock,
+    ) -> tuple[Tensor, Tensor]:
         out, lse = flash_on_cpu(q, k, v, block.causal, block.bias, self.scale)
         if block.bias is not None:
             nothing = torch.isneginf(block.bias).all(-1)
@@ -103,7 +109,13 @@ class ScoreKernel:
     softcap: float | None = None
     dropout: float = 0.0
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: ScoreBlock) -> tuple[Tensor, Tensor]:
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        block: ScoreBlock,
+    ) -> tuple[Tensor, Tensor]:
         """Return output and log-sum-exp."""
         out, lse = zip(
             *(
@@ -114,7 +126,13 @@ class ScoreKernel:
         )
         return joined(out), joined(lse)
 
-    def _forward(self, q: Tensor, k: Tensor, v: Tensor, block: ScoreBlock) -> tuple[Tensor, Tensor]:
+    def _forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        block: ScoreBlock,
+    ) -> tuple[Tensor, Tensor]:
         scores, _ = self._scores(q, k, block)
         lse = scores.logsumexp(-1)
         p = torch.exp(scores - finite(lse)[..., None])
@@ -184,7 +202,12 @@ class ScoreKernel:
         dk = torch.einsum("bkgqs,bkgqd->bksd", ds, _grouped(q, k).to(wide))
         return dq.to(q.dtype), dk, dv
 
-    def _scores(self, q: Tensor, k: Tensor, block: ScoreBlock) -> tuple[Tensor, Tensor | None]:
+    def _scores(
+        self,
+        q: Tensor,
+        k: Tensor,
+        block: ScoreBlock,
+    ) -> tuple[Tensor, Tensor | None]:
         """Return scores ``[b, h / g, g, rows, columns]``, and the derivative of the softcap."""
         wide = torch.promote_types(q.dtype, torch.float32)
         scores = (
@@ -228,7 +251,13 @@ class FlashOnCuda(ScoreKernel):
     hold scores for any other mask.
     """
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: ScoreBlock) -> tuple[Tensor, Tensor]:
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        block: ScoreBlock,
+    ) -> tuple[Tensor, Tensor]:
         if block.bias is not None:
             return super().forward(q, k, v, block)
         out, lse = flash_on_cuda(q, k, v, block.causal, self.scale)

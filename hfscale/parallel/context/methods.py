@@ -53,7 +53,11 @@ class HeadExchange:
             1,
         )
 
-    def _exchanged(self, parts: list[Tensor], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+    def _exchanged(
+        self,
+        parts: list[Tensor],
+        shapes: Sequence[tuple[int, ...]],
+    ) -> list[Tensor]:
         """Send ``parts[r]`` to rank ``r``, and return the tensors received, ``shapes[r]`` from rank ``r``."""
         sizes = [prod(shape) for shape in shapes]
         flat = torch.cat([part.reshape(-1) for part in parts])

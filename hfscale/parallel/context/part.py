@@ -176,7 +176,12 @@ class ContextParallel(Part, ContextAxis):
             else Segments(((0, batch.split.total),), batch.starts)
         )
 
-    def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _begin(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
         """Start a pass over this rank's tokens (forward pre-hook of the model)."""
         batch: CutBatch | None = kwargs.pop(_BATCH, None)
         batch = None if batch is None else batch.to(next(model.parameters()).device)

@@ -202,7 +202,11 @@ def apply_data_axes(model: nn.Module, plan: Plan, mesh: Mesh, options: Options) 
         agree_on_gradients(model, inside | owners, partial(_found_by_any, mesh))
 
 
-def _layers(model: nn.Module, plan: Plan, mesh: Mesh) -> tuple[list[Any], list[Any]]:
+def _layers(
+    model: nn.Module,
+    plan: Plan,
+    mesh: Mesh,
+) -> tuple[list[Any], list[Any]]:
     """Return this rank's layers outside of towers, and the modules that they borrow from a layer of another stage."""
     towers = plan.feature(TowersPlan)
     loans = plan.stages.loans if plan.stages is not None else ()

@@ -132,7 +132,13 @@ def plan_routes(
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, grouped: Tensor, weights: Tensor, routes: Routes, batches: int) -> Tensor:
+    def forward(
+        ctx: Any,
+        grouped: Tensor,
+        weights: Tensor,
+        routes: Routes,
+        batches: int,
+    ) -> Tensor:
         rows = routes.from_experts(grouped)
         ctx.save_for_backward(rows, weights)
         ctx.routes = routes

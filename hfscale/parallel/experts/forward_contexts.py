@@ -46,7 +46,12 @@ class ForwardContexts(ForwardPasses[Pass]):
         model.register_forward_pre_hook(self._before, with_kwargs=True)
         model.register_forward_hook(self._after)
 
-    def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
         given = {
             **dict(zip(inspect.signature(model.forward).parameters, args, strict=False)),
             **kwargs,
@@ -57,7 +62,12 @@ class ForwardContexts(ForwardPasses[Pass]):
         tokens = real.sum() if self.tokens is None else self.tokens
         self.begin(Pass(real, tokens.clamp(min=1), seed))
 
-    def _after(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def _after(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        output: Any,
+    ) -> Any:
         current = self.latest
         if not self._with_labels or current.loss is None:
             return output

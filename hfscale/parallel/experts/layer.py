@@ -54,7 +54,12 @@ class RouterLogits:
         self._latest: Tensor | None = None
         router.register_forward_hook(self._keep)
 
-    def _keep(self, router: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def _keep(
+        self,
+        router: nn.Module,
+        args: tuple[Any, ...],
+        output: Any,
+    ) -> None:
         self._latest = output if isinstance(output, Tensor) else output[self._place]
 
     def take(self, n: int, count: int, name: str) -> Tensor:
@@ -91,7 +96,11 @@ class Routing:
             counter.reset()
 
     @contextmanager
-    def step(self, microbatches: Sequence[Mapping[str, Any]], train: bool) -> Iterator[None]:
+    def step(
+        self,
+        microbatches: Sequence[Mapping[str, Any]],
+        train: bool,
+    ) -> Iterator[None]:
         """Run the forward passes of one step over this rank's ``microbatches`` inside the with block."""
         self.count_anew()
         if self.passes is None:

@@ -40,7 +40,13 @@ class Mixture:
         self.shares = mesh.tp_group if layout.slices_tokens else None
         self.count = routing.planned.count
 
-    def run(self, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    def run(
+        self,
+        experts: nn.Module,
+        hidden: Tensor,
+        index: Tensor,
+        weights: Tensor,
+    ) -> Tensor:
         """Replace the stock ``experts(hidden [n, h], index [n, k], weights [n, k])`` with this rank's ``experts``."""
         choice = self.routing.choose(index, weights)
         if choice.places is None:
@@ -52,7 +58,13 @@ class Mixture:
             out = through_slots(*given, partial(run_experts, experts), self.group, self.batches)
         return self.routing.finish(out, choice)
 
-    def _routed(self, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    def _routed(
+        self,
+        experts: nn.Module,
+        hidden: Tensor,
+        index: Tensor,
+        weights: Tensor,
+    ) -> Tensor:
         """Send a slice of the tokens from each tensor rank; or all-reduce outputs, where that sends no more bytes."""
         if self.shares is None or self.routing.is_cut():
             return self._exchanged(experts, hidden, index, weights)
@@ -194,7 +206,11 @@ def through_slots(
 
 
 def _exchanged(
-    rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup, factor: float
+    rows: Tensor,
+    send: list[int],
+    receive: list[int],
+    group: dist.ProcessGroup,
+    factor: float,
 ) -> Tensor:
     """Exchange rows by all-to-all; multiply the gradients by ``factor`` on their way back."""
     return collectives.apply_mapping(

@@ -50,7 +50,11 @@ def plan_experts(draft: Draft) -> None:
                 draft.rules[parameter] = (None, ())
 
 
-def expert_cuts(layout: ParallelConfig, shape: tuple[int, ...], cuts: list[Cut]) -> list[Cut]:
+def expert_cuts(
+    layout: ParallelConfig,
+    shape: tuple[int, ...],
+    cuts: list[Cut],
+) -> list[Cut]:
     """Return the cuts over the tensor axis with those of the expert axis in front, and of the data axis behind. The
     data axis shards by experts too, or by rows of every expert where there are too few experts for even shards.
     """

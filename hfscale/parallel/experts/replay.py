@@ -58,7 +58,13 @@ class _Choice(TorchFunctionMode):
             None,
         )
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
         result = func(*args, **(kwargs or {}))
         if func in _HIDES:
             self._hidden = (result, args[0])
@@ -160,7 +166,11 @@ class RouteReplay(Part):
         model = runtime.model
         self._passes.begin(None)
 
-        def begin(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def begin(
+            _: nn.Module,
+            args: tuple[Any, ...],
+            kwargs: dict[str, Any],
+        ) -> Any:
             given = kwargs.pop(ROUTES, None)
             self._passes.begin(
                 given if isinstance(given, _Pass) else self._new_pass(given, Microbatch(kwargs))
@@ -194,7 +204,11 @@ class RouteReplay(Part):
                     now.choices[number] = _choice(runtime, number, planned, now.given)
                 running.append(now.choices[number].__enter__())
 
-        def check(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def check(
+            _: nn.Module,
+            args: tuple[Any, ...],
+            kwargs: dict[str, Any],
+        ) -> None:
             now = self._passes.current()
             if now is None or number not in now.choices:
                 return

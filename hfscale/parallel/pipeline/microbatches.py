@@ -82,7 +82,11 @@ def rows_of(batch: Batch) -> int:
     return tokens_of(batch)[0]
 
 
-def _cut(batch: Batch, rows: int, parts: int) -> list[dict[str, Any]]:
+def _cut(
+    batch: Batch,
+    rows: int,
+    parts: int,
+) -> list[dict[str, Any]]:
     size = rows // parts
     return [
         {name: _part(name, value, rows, index * size, size) for name, value in batch.items()}
@@ -90,7 +94,13 @@ def _cut(batch: Batch, rows: int, parts: int) -> list[dict[str, Any]]:
     ]
 
 
-def _part(name: str, value: Any, rows: int, start: int, size: int) -> Any:
+def _part(
+    name: str,
+    value: Any,
+    rows: int,
+    start: int,
+    size: int,
+) -> Any:
     if not isinstance(value, Tensor) or value.ndim == 0 or size == rows:
         return value
     if value.shape[0] == rows:
@@ -154,7 +164,11 @@ def with_targets(model: nn.Module, decoder: nn.Module, batch: Batch) -> Batch:
         return batch
     seen: list[Any] = []
 
-    def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def note(
+        _: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
         seen.append(args[0] if args else kwargs.get("input_ids"))
         raise _Seen
 

@@ -175,7 +175,12 @@ def _gpipe(rank: int, pp_size: int, num_microbatches: int, _: int) -> list[Actio
     return [Action(rank, kind, index) for kind in kinds for index in range(num_microbatches)]
 
 
-def one_forward_one_backward(stage: int, pp_size: int, total: int, _: int = 1) -> list[Action]:
+def one_forward_one_backward(
+    stage: int,
+    pp_size: int,
+    total: int,
+    _: int = 1,
+) -> list[Action]:
     """Return the 1F1B order of one stage over ``total`` microbatches: at most ``pp_size - stage`` in flight."""
     warmup = min(pp_size - stage, total)
     actions = [Action(stage, "forward", index) for index in range(warmup)]

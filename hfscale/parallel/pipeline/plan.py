@@ -75,7 +75,11 @@ def _check_stage_layers(draft: Draft) -> bool:
     return False
 
 
-def _lists(draft: Draft, layers: list[str], count: int) -> list[str] | None:
+def _lists(
+    draft: Draft,
+    layers: list[str],
+    count: int,
+) -> list[str] | None:
     """Return the names of the layer lists (one, or an encoder's and a decoder's); ``None`` if they cannot be split."""
     lists = list(dict.fromkeys(layer.rpartition(".")[0] for layer in layers))
     if len(lists) > 1 and not getattr(draft.config, "is_encoder_decoder", False):

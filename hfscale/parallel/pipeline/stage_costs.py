@@ -117,7 +117,12 @@ def _named_cost(model: Any, name: str, sequence: int) -> Cost:
     )
 
 
-def _flops(module: nn.Module, config: Any, sequence: int, share: tuple[int, int]) -> int:
+def _flops(
+    module: nn.Module,
+    config: Any,
+    sequence: int,
+    share: tuple[int, int],
+) -> int:
     experts = first_count(config, EXPERT_FIELDS) or 0
     active = (min(experts_per_token(config) or experts, experts), experts)
     own = list(module.parameters(recurse=False))

@@ -132,7 +132,12 @@ def _refuse_shared_pictures(draft: Draft, shared: set[str]) -> None:
         )
 
 
-def _phases(draft: Draft, seen: LayersSeen, item: str, tensors: dict[str, set[int]]) -> set[str]:
+def _phases(
+    draft: Draft,
+    seen: LayersSeen,
+    item: str,
+    tensors: dict[str, set[int]],
+) -> set[str]:
     """Return when ``item`` is used; report a problem if it can be neither on one stage nor on all."""
     phases = seen.phases.get(item, set())
     held = tensors[item]
@@ -262,7 +267,12 @@ def _probed(
     return None if draft.problems else ((encoding, decoding), loans)
 
 
-def _check(draft: Draft, item: str, phases: set[str], held: Mapping[str, set[int]]) -> None:
+def _check(
+    draft: Draft,
+    item: str,
+    phases: set[str],
+    held: Mapping[str, set[int]],
+) -> None:
     """Note a problem where an item cannot be on one stage."""
     if "between" in phases:
         stage_problem(draft, f"{item} is used between layers, so every stage would need it")

@@ -122,7 +122,12 @@ class ActivationTypes:
         self._expected = trailing, dtype
 
     def announce(
-        self, stage: int, stream: Tensor, leading: tuple[int, ...], peer: int, training: bool
+        self,
+        stage: int,
+        stream: Tensor,
+        leading: tuple[int, ...],
+        peer: int,
+        training: bool,
     ) -> None:
         """Send ``stage`` on rank ``peer`` the kind of hidden states that it will get, the first time. Raise
         :class:`ConfigError` if the stream is not of that kind any more, or does not begin with ``leading``.

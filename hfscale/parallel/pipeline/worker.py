@@ -57,7 +57,13 @@ class _Kept:
 class _Transfer:
     """Hold a tensor in transfer, which must stay alive until it has arrived."""
 
-    def __init__(self, move: Any, tensor: Tensor, peer: int, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self,
+        move: Any,
+        tensor: Tensor,
+        peer: int,
+        group: dist.ProcessGroup,
+    ) -> None:
         self.tensor = tensor
         self._group = group
         self._peer = peer

@@ -41,7 +41,11 @@ class PlacedBlock:
         modules = self.draft.modules
         return own_parameters(modules[owner]).get(attribute) if owner in modules else None
 
-    def parts_replicas(self, child: str, parts: tuple[int, ...] = ()) -> tuple[int, ...]:
+    def parts_replicas(
+        self,
+        child: str,
+        parts: tuple[int, ...] = (),
+    ) -> tuple[int, ...]:
         """Return how many ranks hold each of the matrices fused in ``child``; empty if each rank has its own."""
         if self.replicas == 1 or child not in self.role.key_value:
             return ()

@@ -182,7 +182,11 @@ def _divisor(block: PlacedBlock, attribute: str) -> int:
     return tp // block.replicas if attribute.rpartition(".")[2] in KEY_VALUE_COUNTS else tp
 
 
-def blocks_around_experts(draft: Draft, name: str, role: Block) -> Iterator[tuple[str, Block]]:
+def blocks_around_experts(
+    draft: Draft,
+    name: str,
+    role: Block,
+) -> Iterator[tuple[str, Block]]:
     """Yield the blocks that the tensor axis shards in ``name``: itself, or shared experts of which ranks hold all."""
     inside = [
         path
@@ -289,7 +293,13 @@ def _heads_of_config(draft: Draft) -> tuple[int | None, int | None]:
     return gcd(*heads) or None, gcd(*key_heads) or None
 
 
-def _refuse(draft: Draft, heads: int, key_heads: int, groups: int, valid: list[int]) -> None:
+def _refuse(
+    draft: Draft,
+    heads: int,
+    key_heads: int,
+    groups: int,
+    valid: list[int],
+) -> None:
     grouped = f", which come in {groups} groups" if groups > 1 else ""
     draft.problem(
         f"tp_size={draft.tp} does not divide the {heads} attention heads and {key_heads} key/value heads of "

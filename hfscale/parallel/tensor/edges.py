@@ -43,7 +43,12 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 class Overlap:
     """Compute the weight gradients of one block's column projections after starting the block's backward collective."""
 
-    def __init__(self, columns: list[nn.Module], group: dist.ProcessGroup, regather: bool) -> None:
+    def __init__(
+        self,
+        columns: list[nn.Module],
+        group: dist.ProcessGroup,
+        regather: bool,
+    ) -> None:
         self.group = group
         self.regather = regather
         # exact types: a subclass may compute something else
@@ -237,7 +242,11 @@ class Edge:
 def hook_block(model: nn.Module, block: BlockPlan, edge: Edge) -> None:
     """Install hooks on the inputs and outputs of ``block``, its per-head inputs, and its modules across heads."""
 
-    def own_heads(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    def own_heads(
+        _: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Arguments:
         own = dict(kwargs)
         for name, dim in block.heads:
             if own.get(name) is not None:
@@ -251,7 +260,11 @@ def hook_block(model: nn.Module, block: BlockPlan, edge: Edge) -> None:
                 own[name] = by_sample.chunk(edge.size, 1)[edge.rank].flatten(0, 1)
         return args, own
 
-    def entered(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    def entered(
+        _: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Arguments:
         others = {
             name: edge.enter_other(kwargs[name])
             for name in block.enter_inputs
@@ -315,7 +328,11 @@ def set_local_sizes(module: Any, block: BlockPlan) -> None:
 class _LocalConfig:
     """Show a config to one block with some fields replaced by local sizes."""
 
-    def __init__(self, config: Any, fields: tuple[tuple[str, int], ...]) -> None:
+    def __init__(
+        self,
+        config: Any,
+        fields: tuple[tuple[str, int], ...],
+    ) -> None:
         local = {field: getattr(config, field) // divisor for field, divisor in fields}
         self.__dict__.update(local, _whole=config)
 

@@ -132,7 +132,13 @@ class LazyLogits(Tensor):
         return self.value
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
         kwargs = kwargs or {}
         if func in _ANSWERED:
             return as_plain_tensors(func, *args, **kwargs)
@@ -166,7 +172,11 @@ def _real(value: Any) -> Any:
     return value.materialize() if isinstance(value, LazyLogits) else value
 
 
-def _record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LazyLogits | None:
+def _record(
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> LazyLogits | None:
     """Return the logits after ``func`` if it is a known pointwise operation on lazy logits and plain numbers."""
     if func not in _REPLAYED or any(isinstance(value, Tensor) for value in kwargs.values()):
         return None

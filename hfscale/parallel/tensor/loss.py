@@ -243,7 +243,12 @@ class VocabParallelLoss(KeepsOutputs):
             )
         return given, targets
 
-    def before_model(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before_model(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
         """Record whether the call has labels, and whether anyone reads its logits (forward pre-hook of the model)."""
         named = (
             dict(zip(inspect.signature(model.forward).parameters, args, strict=False))
@@ -260,7 +265,12 @@ class VocabParallelLoss(KeepsOutputs):
         unseen = unseen and self._kept is None
         self._shows_logits = not (self._with_labels and unseen)
 
-    def run_head(self, forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    def run_head(
+        self,
+        forward: Callable[..., Tensor],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
         """Return the head's output, as lazy logits unless the caller will see them."""
         if self._shows_logits or len(args) != 1 or kwargs:
             return forward(*args, **kwargs)
@@ -271,13 +281,23 @@ class VocabParallelLoss(KeepsOutputs):
             any(p.requires_grad for p in self.head.parameters()),
         )
 
-    def after_head(self, _: nn.Module, args: tuple[Any, ...], logits: Tensor) -> Tensor:
+    def after_head(
+        self,
+        _: nn.Module,
+        args: tuple[Any, ...],
+        logits: Tensor,
+    ) -> Tensor:
         """Keep logits cut for the loss, gather them for all else (forward hook of the head)."""
         return (
             logits if self._with_labels else gather_from_tp_region(logits, self.lengths, self.group)
         )
 
-    def after_model(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def after_model(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        output: Any,
+    ) -> Any:
         """Gather the logits that the caller sees, or drop them (forward hook of the model)."""
         if not self._with_labels:
             return output

@@ -194,13 +194,21 @@ class TensorParallel(Part, SequenceAxis):
         return None
 
 
-def _refuse_partial_outputs(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _refuse_partial_outputs(
+    model: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
     given = {**kwargs, "output_router_logits": False} if _COUNTED.get() else kwargs
     if asked := partial_output(model.config, given):
         raise ConfigError(f"{asked}: leave it out, or load the model with tp_size=1")
 
 
-def _refuse_cut_outputs(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _refuse_cut_outputs(
+    model: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
     wanted = kwargs.get("output_hidden_states")
     if torch.is_grad_enabled() and (
         model.config.output_hidden_states if wanted is None else wanted

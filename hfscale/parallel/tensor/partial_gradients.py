@@ -66,7 +66,11 @@ class PartialSums:
 
 
 def install_partial_sums(
-    model: nn.Module, plan: Plan, sums: PartialSums, holds: Callable[[str], bool], first: bool
+    model: nn.Module,
+    plan: Plan,
+    sums: PartialSums,
+    holds: Callable[[str], bool],
+    first: bool,
 ) -> None:
     """Make modules read what this rank ``holds`` through ``sums``; the ``first`` adds biases of row projections."""
     once = {
@@ -109,7 +113,9 @@ def read_partial(
 
 
 def read_through(
-    module: nn.Module, holder: nn.Module, reads: dict[str, Callable[[Tensor], Tensor]]
+    module: nn.Module,
+    holder: nn.Module,
+    reads: dict[str, Callable[[Tensor], Tensor]],
 ) -> None:
     """Replace parameters of ``holder`` by ``reads[name](parameter)`` during each forward of ``module``."""
     forward: Callable[..., Any] = module.forward

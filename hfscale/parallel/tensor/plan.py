@@ -91,7 +91,12 @@ def _find_head(draft: Draft) -> tuple[str | None, str | None, str]:
     return next(name for name, module in draft.modules.items() if module is head), loss, ""
 
 
-def _cut_vocabulary(draft: Draft, head: str | None, name: str | None, embedding: Any) -> str | None:
+def _cut_vocabulary(
+    draft: Draft,
+    head: str | None,
+    name: str | None,
+    embedding: Any,
+) -> str | None:
     """Shard the head and the input embedding along the vocabulary; return the embedding's name."""
     if head is not None:
         module = draft.modules[head]

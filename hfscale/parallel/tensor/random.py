@@ -40,7 +40,10 @@ _RANKS = 1 << 16  # seeds of the cut streams of one region differ below this
 
 
 def cut_region(
-    block: nn.Module, exits: Sequence[nn.Module], rank: int, wanted: Callable[[], bool]
+    block: nn.Module,
+    exits: Sequence[nn.Module],
+    rank: int,
+    wanted: Callable[[], bool],
 ) -> Callable[[], None]:
     """Use the cut stream from ``block`` (if ``wanted``) to its row projections; return what puts the other back."""
     saved: list[torch.Tensor] = []

@@ -40,7 +40,10 @@ _WITHIN_ROW, _WITHIN_DOCUMENT = 8, 5
 
 
 def check_packed_rows(
-    model: Any, batches: Iterable[Mapping[str, Any]] = (), start: int = 0, tokens: int | None = None
+    model: Any,
+    batches: Iterable[Mapping[str, Any]] = (),
+    start: int = 0,
+    tokens: int | None = None,
 ) -> None:
     """Refuse packed rows for a model of which a tiny copy computes other logits for documents in one row than alone.
     Where there are no ``batches`` yet, ``start`` is a document's first position, and ``tokens`` are the longest row's.
@@ -66,7 +69,13 @@ def check_packed_rows(
         _refuse(model, kind, start, longest, given)
 
 
-def _refuse(model: Any, kind: str, start: int, longest: int, given: list[Tensor]) -> None:
+def _refuse(
+    model: Any,
+    kind: str,
+    start: int,
+    longest: int,
+    given: list[Tensor],
+) -> None:
     """Refuse documents separated by ``kind``, in rows of up to ``longest`` tokens with the ``given`` positions."""
     made, flash, masked, config = (
         stock_class(model),
@@ -107,7 +116,10 @@ def _refuse(model: Any, kind: str, start: int, longest: int, given: list[Tensor]
 
 
 def _beyond_lengths(
-    lengths: Mapping[str, int], found: Callable[..., str], longest: int, given: list[Tensor]
+    lengths: Mapping[str, int],
+    found: Callable[..., str],
+    longest: int,
+    given: list[Tensor],
 ) -> tuple[str, str]:
     """Return the difference found beyond one of the config's ``lengths``, and where; reads positions if needed."""
     for name, length in lengths.items():
@@ -148,7 +160,11 @@ class PackedRows(Part):
         names = list(inspect.signature(stock_class(model).forward).parameters)[1:]  # without self
         passes: list[ExitStack] = []
 
-        def begin(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def begin(
+            _: nn.Module,
+            args: tuple[Any, ...],
+            kwargs: dict[str, Any],
+        ) -> Any:
             stack = ExitStack()
             passes.append(stack)
             if torch.compiler.is_compiling() or within_packing.get():

@@ -119,7 +119,11 @@ class SharedBatch(Part):
         sharing = runtime.mesh.sharing
         names = list(inspect.signature(runtime.model.forward).parameters)
 
-        def compare(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def compare(
+            model: nn.Module,
+            args: tuple[Any, ...],
+            kwargs: dict[str, Any],
+        ) -> None:
             if model.training:
                 handle.remove()
                 batch = {**dict(zip(names, args, strict=False)), **kwargs}

@@ -80,7 +80,12 @@ def refuse_stock_clipping(runtime: Runtime) -> None:
         check_first(torch.amp.GradScaler, name, _check_scaler)
 
 
-def _check_adapted(wrapper: Any, model: Any, *args: Any, **_: Any) -> tuple[Any, ...]:
+def _check_adapted(
+    wrapper: Any,
+    model: Any,
+    *args: Any,
+    **_: Any,
+) -> tuple[Any, ...]:
     runtime = find_runtime(model)
     if runtime is not None and runtime.mesh.layout.total_size > 1:
         raise ConfigError(
@@ -107,7 +112,12 @@ def _check_models(accelerator: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...
     return accelerator, *args
 
 
-def _check_tensors(name: str, tensors: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+def _check_tensors(
+    name: str,
+    tensors: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[Any, ...]:
     """Refuse parameters, or their gradients, of which ranks see different norms."""
     given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     parts = {
@@ -130,7 +140,12 @@ def _spread_of(parameters: Iterable[Tensor]) -> str | None:
     return next((each.layout for each in held if each.differs), None)
 
 
-def _check_scaler(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+def _check_scaler(
+    scaler: Any,
+    optimizer: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[Any, ...]:
     spread = _spread_of(
         parameter for group in optimizer.param_groups for parameter in group["params"]
     )

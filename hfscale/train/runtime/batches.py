@@ -100,7 +100,10 @@ class Microbatch(dict[str, Any]):
 
 
 def look_at(
-    batches: Sequence[Mapping[str, Any]], look: Look, hashed: bool, tokens: int | None = None
+    batches: Sequence[Mapping[str, Any]],
+    look: Look,
+    hashed: bool,
+    tokens: int | None = None,
 ) -> Tensor:
     """Return the :class:`Counts` of microbatches, ``[microbatches, 5]``, on their device; never waits for it. Hash the
     contents if other ranks are given the same batch (``hashed``). ``tokens`` is the size of the vocabulary, to count

@@ -139,7 +139,11 @@ def _forms(pieces: Sequence[_Piece]) -> list[Form]:
     ]
 
 
-def _pieces(bucket: list[SavedTensor], mesh: Mesh, to: Sequence[int]) -> dict[int, list[_Piece]]:
+def _pieces(
+    bucket: list[SavedTensor],
+    mesh: Mesh,
+    to: Sequence[int],
+) -> dict[int, list[_Piece]]:
     """Return the shards that each rank sends, in order; uncut tensors do not leave the only rank that wants them."""
     result: dict[int, list[_Piece]] = {}
     for entry in bucket:

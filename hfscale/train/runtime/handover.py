@@ -160,7 +160,11 @@ def follow(optimizer: Any) -> None:
         _replace(group, found)
 
 
-def _refuse(optimizer: Any, held: list[Tensor], found: dict[int, _Successor]) -> None:
+def _refuse(
+    optimizer: Any,
+    held: list[Tensor],
+    found: dict[int, _Successor],
+) -> None:
     """Refuse what cannot follow: parameters that are gone or frozen, and steppers over the old ones."""
     first = next(iter(found.values()))
     kind = type(optimizer).__name__

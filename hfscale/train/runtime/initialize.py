@@ -127,7 +127,11 @@ def _tensor_at(model: Any, name: str) -> Tensor:
     return getattr(model.get_submodule(owner), attribute).detach()
 
 
-def _units(module: nn.Module, name: str, layers: set[str]) -> Iterator[tuple[str, nn.Module, bool]]:
+def _units(
+    module: nn.Module,
+    name: str,
+    layers: set[str],
+) -> Iterator[tuple[str, nn.Module, bool]]:
     """Yield ``(name, module, recurse)``: subtrees that are a layer or contain none, and modules above layers alone."""
     inside = {child for child, _ in module.named_modules(prefix=name)}
     if name in layers or not inside & layers:

@@ -54,7 +54,12 @@ def gradients_aside(parameters: Sequence[Tensor]) -> Iterator[None]:
             parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
 
 
-def gather_full(share: Tensor, shape: Sequence[int], cuts: Sequence[Cut], mesh: Mesh) -> Tensor:
+def gather_full(
+    share: Tensor,
+    shape: Sequence[int],
+    cuts: Sequence[Cut],
+    mesh: Mesh,
+) -> Tensor:
     """Return the full tensor, of ``shape``, that was cut by ``cuts``, in this order, into ``share``; no autograd."""
     whole = share.detach()
     for done in reversed(range(len(cuts))):

@@ -90,12 +90,20 @@ def _groups(
         )
 
 
-def _is_internal(call: Call, calls: dict[str, Call], rows: list[str]) -> bool:
+def _is_internal(
+    call: Call,
+    calls: dict[str, Call],
+    rows: list[str],
+) -> bool:
     """Return whether all inputs of a call come from projections of its layer that do not write the hidden states."""
     return bool(call.feeds) and all(feed in calls and feed not in rows for feed in call.feeds)
 
 
-def _before(names: Iterable[str], calls: dict[str, Call], rows: list[str]) -> Iterator[str]:
+def _before(
+    names: Iterable[str],
+    calls: dict[str, Call],
+    rows: list[str],
+) -> Iterator[str]:
     waiting = list(names)
     seen = set()
     while waiting:
@@ -142,7 +150,10 @@ def _candidate(
 
 
 def _inner(
-    calls: dict[str, Call], columns: list[str], rows: list[str], uncut: list[str]
+    calls: dict[str, Call],
+    columns: list[str],
+    rows: list[str],
+    uncut: list[str],
 ) -> list[str]:
     """Return the modules with parameters used between columns and rows, or between uncut projections and columns."""
     fed = [column for column in columns if uncut and calls[column].feeds <= set(uncut)]
@@ -150,7 +161,11 @@ def _inner(
     return list(dict.fromkeys(name.rpartition(".")[0] for name in sorted(used)))
 
 
-def _smallest(inner: list[str], cut: list[str], uncut: list[str]) -> str:
+def _smallest(
+    inner: list[str],
+    cut: list[str],
+    uncut: list[str],
+) -> str:
     """Return the smallest module that holds all parts of a block."""
     split = [
         place.split(".") for place in [name.rpartition(".")[0] for name in (*cut, *uncut)] + inner

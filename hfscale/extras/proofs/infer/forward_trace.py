@@ -44,7 +44,12 @@ def trace(subject: Subject) -> Trace:
     """Run the clone once and record the calls of its projections."""
     model, result, endings, repeated = subject.model, Trace(), dict[str, Tensor](), set[str]()
 
-    def projected(name: str, _: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+    def projected(
+        name: str,
+        _: nn.Module,
+        args: tuple[Any, ...],
+        output: Tensor,
+    ) -> Tensor:
         output = output.clone()  # not a view: what follows may change it in place
         node: Any = output.grad_fn
         if node is not None:
@@ -59,12 +64,22 @@ def trace(subject: Subject) -> Trace:
             if args and call.output is args[0]:
                 result.dropouts.setdefault(projection, name)
 
-    def called(name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def called(
+        name: str,
+        _: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
         result.arguments[name] = {
             key: value for key, value in kwargs.items() if isinstance(value, Tensor)
         }
 
-    def ended(name: str, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def ended(
+        name: str,
+        _: nn.Module,
+        args: tuple[Any, ...],
+        output: Any,
+    ) -> None:
         endings[name] = output if isinstance(output, Tensor) else output[0]
 
     run_hooked(model, subject.inputs, _install(subject, projected, dropped, called, ended))
@@ -77,7 +92,11 @@ def trace(subject: Subject) -> Trace:
     return result
 
 
-def run_hooked(model: Any, inputs: dict[str, Tensor], handles: list[Any]) -> None:
+def run_hooked(
+    model: Any,
+    inputs: dict[str, Tensor],
+    handles: list[Any],
+) -> None:
     """Run a model, and remove the hooks with these handles."""
     try:
         run(model, inputs)
@@ -86,7 +105,13 @@ def run_hooked(model: Any, inputs: dict[str, Tensor], handles: list[Any]) -> Non
             handle.remove()
 
 
-def _install(subject: Subject, projected: Any, dropped: Any, called: Any, ended: Any) -> list[Any]:
+def _install(
+    subject: Subject,
+    projected: Any,
+    dropped: Any,
+    called: Any,
+    ended: Any,
+) -> list[Any]:
     handles: list[Any] = []
     inside = tuple(f"{layer}." for layer in subject.layer_names)
     for name, module in subject.model.named_modules():

@@ -128,7 +128,11 @@ class Guesses:
             yield {**roles, "own_heads": True}
         yield {**roles, "shared": own + roles["shared"]}
 
-    def _key_value(self, parts: Parts, across: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
+    def _key_value(
+        self,
+        parts: Parts,
+        across: tuple[str, ...],
+    ) -> dict[str, tuple[int, ...]]:
         """Return the projections that make only key/value heads, if there are fewer of these than heads."""
         if not self.candidate.attends or not 0 < self.key_heads < self.heads:
             return {}

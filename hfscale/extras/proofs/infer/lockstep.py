@@ -112,7 +112,12 @@ def _run_as_ranks(
     return list(outputs), gradients
 
 
-def _in_place(leaf: Tensor, cut: Cut | None, rank: int, gradient: Tensor | None) -> Tensor | None:
+def _in_place(
+    leaf: Tensor,
+    cut: Cut | None,
+    rank: int,
+    gradient: Tensor | None,
+) -> Tensor | None:
     """Return a shard's gradient at its position in the full parameter, with zeros elsewhere."""
     if cut is None or gradient is None:
         return gradient

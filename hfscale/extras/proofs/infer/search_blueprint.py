@@ -33,7 +33,11 @@ def prove_blueprint(model: Any) -> tuple[dict[str, Any], bool]:
         return {"refused": str(error)}, True
 
 
-def prove_completed(model: Any, blueprint: Blueprint, forgotten: list[str]) -> tuple[bool, bool]:
+def prove_completed(
+    model: Any,
+    blueprint: Blueprint,
+    forgotten: list[str],
+) -> tuple[bool, bool]:
     """Return whether two ranks of a clone compute the same as one, with roles for the ``forgotten`` parameters."""
     try:
         subject = make_subject(model)
@@ -254,7 +258,12 @@ def _that_draw(subject: Subject, blocks: dict[str, Block]) -> set[str]:
     def column(block: str, *_: Any) -> None:
         states[block] = torch.random.get_rng_state()
 
-    def row(block: str, path: str, _: Any, args: tuple[Tensor, ...]) -> None:
+    def row(
+        block: str,
+        path: str,
+        _: Any,
+        args: tuple[Tensor, ...],
+    ) -> None:
         now = torch.random.get_rng_state()
         drawn = not torch.equal(states.get(block, now), now)
         if drawn or not args[0].any():  # a probability of 1 draws nothing, and leaves nothing
