@@ -11,7 +11,8 @@ from .._compat.transformers.classes import empty_model, input_embedding
 from .._compat.transformers.prediction import refuse_adapters_of_prediction
 from ..checkpoint.stored_forms.scheme import split_stored_form
 from ..config.parallel import ParallelConfig
-from ..distributed.files.reader import TensorOnDisk, open_tensors
+from ..distributed.files.reader import TensorOnDisk
+from ..distributed.files.weight_files import open_tensors
 from ..errors import CheckpointError
 from ..features.adapters.adapter_structure import adapter_parameters, quietly
 from ..features.adapters.plan import plan_adapters

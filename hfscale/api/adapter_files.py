@@ -31,8 +31,8 @@ from ..checkpoint.carried import copy_tensors
 from ..checkpoint.stored_forms.encoding import QuantizedAgain
 from ..checkpoint.stored_forms.forms import in_the_file, load_weights_as, open_plain
 from ..checkpoint.stored_forms.scheme import describe_form, form_in
-from ..distributed.files.reader import open_tensors
 from ..distributed.files.replace import finish_move
+from ..distributed.files.weight_files import open_tensors, weight_files
 from ..distributed.files.writer import INDEX, REPLACED, CheckpointWriter
 from ..errors import CheckpointError, ConfigError
 from ..features.adapters.attach import Adapters
@@ -58,10 +58,10 @@ class _Merged:
 
     def __init__(self, base: Path, adapter: Path, trusted: bool) -> None:
         self.adapted = adapted = AdaptedBase(base, adapter, trusted)
-        files = sorted(base.glob("*.safetensors"))
+        files = weight_files(base)
         if not files:
             raise CheckpointError(
-                f"{base} has no safetensors files: give the directory of a checkpoint"
+                f"{base} has no safetensors files and no pytorch_model.bin: give the directory of a checkpoint"
             )
         self.stored = open_plain(files, adapted.form)
         self.merge = WholeMerge(

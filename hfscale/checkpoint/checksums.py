@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from .._compat.transformers.stored import convert, loaded_targets
 from ..distributed.files.replace import finish_move
+from ..distributed.files.weight_files import weight_files
 from ..errors import CheckpointError, ConfigError, check_path
 from ..plan.cut import share_spans
 from ..train.guards.replicas import odd_numbers
@@ -134,7 +135,7 @@ def _stored(
     """Return the checksums of the checkpoint's experts, for this rank's part of the parameters to read."""
     by_name = runtime.plan.by_name
     finish_move(directory)
-    stored = open_plain(sorted(directory.glob("*.safetensors")), form_in(directory))
+    stored = open_plain(weight_files(directory), form_in(directory))
     if not stored:
         raise CheckpointError(
             f"{directory} has no safetensors files: give the directory of the checkpoint"

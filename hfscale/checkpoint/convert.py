@@ -16,8 +16,8 @@ from .._compat.transformers.stored import AsStored
 from ..config.parallel import AXES, ParallelConfig
 from ..distributed.files.complete import MARK, content_problems, read_mark
 from ..distributed.files.foreign import has_plain_weights, written_elsewhere
-from ..distributed.files.reader import open_tensors
 from ..distributed.files.replace import finish_move
+from ..distributed.files.weight_files import open_tensors, weight_files
 from ..distributed.files.writer import REPLACED, CheckpointWriter
 from ..distributed.mesh import Mesh
 from ..errors import CheckpointError
@@ -124,7 +124,7 @@ def _write_model(
 def inspect(source: Path, verify: bool = True) -> tuple[str, bool]:
     """Return a description of ``source`` in lines of text, and whether all is complete; ``verify`` reads all of it."""
     finish_move(source)
-    files = sorted(source.glob("*.safetensors"))
+    files = weight_files(source)
     is_state = (source / INDEX).exists() or not files
     states = states_in(source)
     if (

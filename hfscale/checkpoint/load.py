@@ -30,6 +30,7 @@ from ..distributed.files.reader import (
 )
 from ..distributed.files.replace import finish_move
 from ..distributed.files.stored_rows import StoredRow
+from ..distributed.files.weight_files import TORCH_INDEX
 from ..distributed.mesh import Mesh
 from ..errors import CheckpointError
 from ..features.adapters import by_peft
@@ -313,8 +314,10 @@ def load_pretrained(
     are not initialized. Parameters ``resized`` may have another number of rows in the checkpoint; weights quantized
     there, in a ``form``, are loaded as plain values.
     """
-    for index in Path(path, kwargs.get("subfolder") or "").glob("*.safetensors.index*.json"):
-        named_files(index)
+    directory = Path(path, kwargs.get("subfolder") or "")
+    for index in (*directory.glob("*.safetensors.index*.json"), directory / TORCH_INDEX):
+        if index.exists():
+            named_files(index)
     loader = _Loader(plan, mesh, resized, form)
     with loading_through(loader.prepare, loader.name_here, loader.initialize) as report:
         model = auto_class.from_pretrained(path, **kwargs, **_placed(plan, mesh))

@@ -23,6 +23,7 @@ from ..torch import own_buffers
 from .classes import empty_copy
 
 _LOADED = "_is_hf_initialized"
+_READ = (".safetensors", ".bin")
 
 
 @contextmanager
@@ -52,9 +53,9 @@ def loading_through(
     def load(
         model: Any, state_dict: Any, files: Any, load_config: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        if state_dict is not None or not files or not str(files[0]).endswith(".safetensors"):
+        if state_dict is not None or not files or not str(files[0]).endswith(_READ):
             raise CheckpointError(
-                f"hfscale loads safetensors checkpoints, and {load_config.pretrained_model_name_or_path!r} has "
+                f"hfscale loads safetensors and pytorch_model.bin, {load_config.pretrained_model_name_or_path!r} has "
                 f"{Path(files[0]).name if files else 'none'}: convert it once with "
                 "AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
             )

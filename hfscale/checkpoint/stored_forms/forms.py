@@ -21,7 +21,8 @@ import torch
 
 from ..._compat.transformers.stored import Destination
 from ...distributed.files.dequantized import Along, DequantizedOnDisk, StoredPart
-from ...distributed.files.reader import TensorOnDisk, open_tensors
+from ...distributed.files.reader import TensorOnDisk
+from ...distributed.files.weight_files import open_tensors
 from ...errors import CheckpointError
 from . import arithmetic
 from .scheme import Scheme, StoredForm

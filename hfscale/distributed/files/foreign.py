@@ -10,6 +10,7 @@ from itertools import islice
 from pathlib import Path
 
 from ...errors import CheckpointError
+from .weight_files import weight_files
 
 _DEEP = 2  # levels of directories below the one that is given
 _MOST = 200  # directories that are looked into
@@ -121,8 +122,8 @@ _SHARDS = _KINDS[0].names[0]
 
 
 def has_plain_weights(directory: Path) -> bool:
-    """Return whether a directory holds safetensors of full tensors, as ``from_pretrained`` reads them."""
-    return any(not fnmatch(file.name, _SHARDS) for file in directory.glob("*.safetensors"))
+    """Return whether a directory holds files of full tensors, as ``from_pretrained`` reads them."""
+    return any(not fnmatch(file.name, _SHARDS) for file in weight_files(directory))
 
 
 def written_elsewhere(source: Path) -> str | None:

@@ -8,7 +8,7 @@ dim is one ``pread`` of just its bytes, and another slice is read in row blocks 
 
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from copy import copy
 from io import FileIO
 from itertools import accumulate, pairwise, product
@@ -45,15 +45,49 @@ _MOST_ROWS = 1 << 62
 _SUM_BYTES = 64 << 20
 
 
-class SafetensorsFile:
-    """Read tensors of a safetensors file on demand; raise :class:`CheckpointError` if it is not a complete one."""
+class BytesOnDisk:
+    """Read bytes of a file by their place, without mapping it."""
+
+    _file: FileIO
+    _start = 0  # where places are counted from
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_file"):
+            self._file.close()
+
+    def _open(self) -> None:
+        if self.path.exists() and not self.path.is_file():  # a pipe, which would be waited for
+            raise ValueError("it is no regular file")
+        self._file = self.path.open("rb", buffering=0)
+
+    def read(self, offset: int, buffer: Tensor) -> None:
+        """Fill ``buffer`` (contiguous) with the bytes at ``offset``."""
+        array: Any = buffer.view(-1).view(torch.uint8).numpy()
+        view = memoryview(array)
+        done = 0
+        while done < len(view):
+            count = os.preadv(
+                self._file.fileno(),
+                [view[done:]],
+                self._start + offset + done,
+            )
+            if count <= 0:
+                raise CheckpointError(
+                    f"{self.path} ended early while it was read: download or save it again"
+                )
+            done += count
+
+
+class SafetensorsFile(BytesOnDisk):
+    """Read tensors of a safetensors file on demand; raise :class:`CheckpointError` if it is not a complete one."""
+
+    def __init__(self, path: str | Path) -> None:
+        super().__init__(path)
         try:
-            if self.path.exists() and not self.path.is_file():  # a pipe, which would be waited for
-                raise ValueError("it is no regular file")
-            self._file = self.path.open("rb", buffering=0)
+            self._open()
             self.header, self._start = _header(self._file)
         except FileNotFoundError as error:
             raise CheckpointError(
@@ -71,37 +105,9 @@ class SafetensorsFile:
                 f"{self.path} is truncated or not a safetensors file ({error}): download or save it again"
             ) from error
 
-    def __del__(self) -> None:
-        if hasattr(self, "_file"):
-            self._file.close()
-
     def slices(self) -> dict[str, "TensorOnDisk"]:
         """Return a lazy tensor for every tensor of the file."""
         return {name: TensorOnDisk(self, name) for name in self.header}
-
-    def read(self, offset: int, buffer: Tensor) -> None:
-        """Fill ``buffer`` (contiguous) with the bytes at ``offset`` of the data section."""
-        array: Any = buffer.view(-1).view(torch.uint8).numpy()
-        view = memoryview(array)
-        done = 0
-        while done < len(view):
-            count = os.preadv(
-                self._file.fileno(),
-                [view[done:]],
-                self._start + offset + done,
-            )
-            if count <= 0:
-                raise CheckpointError(
-                    f"{self.path} ended early while it was read: download or save it again"
-                )
-            done += count
-
-
-def open_tensors(files: Iterable[str | Path]) -> "dict[str, TensorOnDisk]":
-    """Return a lazy tensor for every tensor of several files."""
-    return {
-        name: tensor for file in files for name, tensor in SafetensorsFile(file).slices().items()
-    }
 
 
 def named_files(index: Path) -> list[Path]:
@@ -187,7 +193,7 @@ class TensorOnDisk(_OnDisk):
                 f"{file.path}: {name} has the type {entry['dtype']}, which hfscale does not read: convert it to one of "
                 f"{', '.join(_DTYPES)}"
             )
-        self._file = file
+        self._file: BytesOnDisk = file
         self.shape = tuple(entry["shape"])
         self.dtype = _DTYPES[entry["dtype"]]
         self._begin, end = entry["data_offsets"]

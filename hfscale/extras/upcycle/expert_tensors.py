@@ -28,8 +28,9 @@ from transformers.utils import logging
 
 from ..._compat.transformers.classes import class_name, is_distributed_by_host
 from ..._compat.transformers.stored import AsStored
-from ...distributed.files.reader import TensorOnDisk, named_files, open_tensors
+from ...distributed.files.reader import TensorOnDisk, named_files
 from ...distributed.files.replace import finish_move
+from ...distributed.files.weight_files import open_tensors, weight_files
 from ...distributed.files.writer import INDEX, WEIGHTS
 from ...errors import CheckpointError, ConfigError, check_count, check_number
 from ...train.runtime import find_runtime
@@ -119,12 +120,13 @@ def _on_disk(source: str | os.PathLike[str]) -> WholeModel:
 def _weight_files(directory: Path) -> list[Path]:
     if (directory / WEIGHTS).is_file():  # transformers prefers it too
         return [directory / WEIGHTS]
-    if not (directory / INDEX).is_file():
-        raise CheckpointError(
-            f"{directory} has neither {WEIGHTS} nor {INDEX}: convert the model once with "
-            "AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
-        )
-    return named_files(directory / INDEX)
+    if (directory / INDEX).is_file():
+        return named_files(directory / INDEX)
+    if found := weight_files(directory):
+        return found
+    raise CheckpointError(
+        f"{directory} has neither {WEIGHTS} nor {INDEX}: give the directory of a Hugging Face checkpoint"
+    )
 
 
 @dataclass(frozen=True)

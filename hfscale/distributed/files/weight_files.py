@@ -1,0 +1,30 @@
+"""Find the files with a checkpoint's weights, in the forms that are read: safetensors, else files of ``torch.save``."""
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from .reader import SafetensorsFile, TensorOnDisk
+from .torch_file import TorchFile
+
+_OF_TORCH = re.compile(r"pytorch_model(-\d+-of-\d+)?\.bin")
+TORCH_INDEX = "pytorch_model.bin.index.json"
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """Return the files with full tensors in a directory: safetensors, as transformers prefers, or ``pytorch_model.bin``
+    and its parts; none if there are none.
+    """
+    found = sorted(directory.glob("*.safetensors"))
+    return found or sorted(
+        path for path in directory.glob("*.bin") if _OF_TORCH.fullmatch(path.name)
+    )
+
+
+def open_tensors(files: Iterable[str | Path]) -> dict[str, TensorOnDisk]:
+    """Return a lazy tensor for every tensor of several files."""
+    tensors: dict[str, TensorOnDisk] = {}
+    for file in files:
+        kind = TorchFile if str(file).endswith(".bin") else SafetensorsFile
+        tensors.update(kind(file).slices())
+    return tensors
