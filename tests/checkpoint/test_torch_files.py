@@ -1,9 +1,11 @@
 """Checkpoints of ``pytorch_model.bin``, whole or in parts: the bits of safetensors, and each rank's slices alone."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +13,6 @@ from transformers import AutoModelForCausalLM, GPT2Config
 
 import hfscale
 from hfscale import CheckpointError, ParallelConfig
-from hfscale.distributed.files.reader import BytesOnDisk
 from hfscale.distributed.files.weight_files import open_tensors
 from hfscale.testing import RankPool
 
@@ -65,18 +66,16 @@ def _stored(directory: Path) -> dict[str, torch.Tensor]:
 def loaded(directory: str, layout: dict[str, int]) -> tuple[dict[str, torch.Tensor], int]:
     """The full weights, on the first rank, and the bytes that this rank has read."""
     count = 0
-    stock = BytesOnDisk.read
+    stock = os.preadv
 
-    def read(file: Any, offset: int, buffer: torch.Tensor) -> None:
+    def preadv(*args: Any) -> int:
         nonlocal count
-        count += buffer.nbytes
-        stock(file, offset, buffer)
+        done = stock(*args)
+        count += done
+        return done
 
-    BytesOnDisk.read = read  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(os, "preadv", preadv):
         model = hfscale.from_pretrained(directory, parallel=ParallelConfig(**layout))
-    finally:
-        BytesOnDisk.read = stock  # type: ignore[method-assign]
     return dict(hfscale.stream_weights(model)), count
 
 
