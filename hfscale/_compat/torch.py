@@ -51,6 +51,22 @@ HOOKS = tuple(
 )
 """A module's attributes with its hooks, by kind."""
 
+
+def _held_by(register: str) -> str:
+    """Return the attribute in which a module keeps the hooks of a public method, found by what the method does."""
+    probe = nn.Module()
+    handle = getattr(probe, register)(lambda *_: None)
+    return next(name for name in HOOKS if handle.id in vars(probe)[name])
+
+
+_ON_OUTPUT = _held_by("register_forward_hook")
+_ON_BOTH_SIDES = attrgetter(
+    _held_by("register_forward_pre_hook"),
+    _ON_OUTPUT,
+    _held_by("register_full_backward_pre_hook"),
+    _held_by("register_full_backward_hook"),
+)
+
 # A module's attributes with its contents.
 CONTENTS = (
     "_parameters",
@@ -131,32 +147,24 @@ def own_contents(modules: Sequence[nn.Module]) -> tuple[list[dict[str, Any]], li
 
 def passes_otherwise(module: nn.Module) -> bool:
     """Return whether this module's forward pass differs from its class's: by hooks, or a ``forward`` of its own."""
-    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+    before, behind, *_ = _ON_BOTH_SIDES(module)
+    return bool(before or behind or "forward" in vars(module))
 
 
 def counts_forward_hooks(module: nn.Module) -> int:
     """Return the number of hooks on the output of ``module``."""
-    return len(module._forward_hooks)
+    return len(getattr(module, _ON_OUTPUT))
 
 
 def forward_hooks(module: nn.Module) -> list[Any]:
     """Return the hooks on the inputs and outputs of ``module``, and on their gradients."""
-    kinds = (
-        module._forward_pre_hooks,
-        module._forward_hooks,
-        module._backward_pre_hooks,
-        module._backward_hooks,
-    )
+    kinds = _ON_BOTH_SIDES(module)
     return [hook for held in kinds for hook in held.values()] if any(kinds) else []
 
 
 def hooks_on(modules: Iterable[nn.Module]) -> list[int]:
     """Return the numbers of all hooks on the inputs and outputs of ``modules``, and on their gradients."""
-    kinds = (
-        (it._forward_pre_hooks, it._forward_hooks, it._backward_pre_hooks, it._backward_hooks)
-        for it in modules
-    )
-    return [*chain.from_iterable(chain.from_iterable(kinds))]
+    return [*chain.from_iterable(chain.from_iterable(map(_ON_BOTH_SIDES, modules)))]
 
 
 def forget_composed(module: nn.Module) -> None:

@@ -6,7 +6,7 @@ are the CPU's, which wait for nothing. And it refuses meta weights as not loaded
 
 import importlib
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -87,8 +87,9 @@ def meta_as_accelerator() -> Iterator[None]:
 def group_of(arguments: Any) -> Any:
     """Return the process group in the arguments of a collective's operator; ``None`` if there is none."""
     for argument in arguments:
-        if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
-            return dist.ProcessGroup.unbox(argument)
+        if isinstance(argument, torch.ScriptObject):
+            with suppress(RuntimeError):  # of another type: a reduction, a work
+                return dist.ProcessGroup.unbox(argument)
     return None
 
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -45,48 +46,34 @@ def test_children_are_a_live_dict() -> None:
     assert list(module._modules) == ["0", "1"]
 
 
-def check_hooks(register: str, held: str) -> None:
-    """Hooks of one kind are in the dict ``held`` of a module, by number, and in no other with a name of that kind."""
+@pytest.mark.parametrize(
+    "register",
+    [
+        "register_forward_hook",
+        "register_forward_pre_hook",
+        "register_full_backward_hook",
+        "register_full_backward_pre_hook",
+    ],
+)
+@relies_on("torch.nn.Module.register_forward_hook")
+def test_hooks_are_held_by_kind(register: str) -> None:
+    """A module keeps its hooks in dicts with ``"hooks"`` in their names, from the number of a hook to the hook; one for
+    each kind, and empty in a module without.
+    """
     module = nn.Linear(2, 2)
-    kinds = {name for name, value in vars(module).items() if isinstance(value, dict)}
-    assert held in kinds
-    assert not getattr(module, held)
+    kinds = {name: held for name, held in vars(module).items() if isinstance(held, dict)}
+    before = {name for name, held in kinds.items() if held}
 
     def hook(*_: Any) -> None:
         pass
 
     handle = getattr(module, register)(hook)
-    assert getattr(module, held) == {handle.id: hook}
-    filled = {name for name in kinds if getattr(module, name) and name != "_parameters"}
-    assert all("hooks" in name for name in filled)
+    (held,) = (name for name, value in kinds.items() if value.get(handle.id) is hook)
+    assert "hooks" in held
+    assert kinds[held] is getattr(module, held)
+    assert held not in before
     handle.remove()
-    assert not getattr(module, held)
-
-
-@relies_on("torch.nn.Module:_forward_hooks")
-def test_hooks_on_an_output_are_held() -> None:
-    """``_forward_hooks`` maps the numbers of a module's hooks on its output to them; all such dicts have ``"hooks"`` in
-    their names.
-    """
-    check_hooks("register_forward_hook", "_forward_hooks")
-
-
-@relies_on("torch.nn.Module:_forward_pre_hooks")
-def test_hooks_on_an_input_are_held() -> None:
-    """``_forward_pre_hooks`` maps the numbers of a module's hooks on its input to them."""
-    check_hooks("register_forward_pre_hook", "_forward_pre_hooks")
-
-
-@relies_on("torch.nn.Module:_backward_hooks")
-def test_hooks_on_an_inputs_gradient_are_held() -> None:
-    """``_backward_hooks`` maps the numbers of a module's hooks on its input's gradient to them."""
-    check_hooks("register_full_backward_hook", "_backward_hooks")
-
-
-@relies_on("torch.nn.Module:_backward_pre_hooks")
-def test_hooks_on_an_outputs_gradient_are_held() -> None:
-    """``_backward_pre_hooks`` maps the numbers of a module's hooks on its output's gradient to them."""
-    check_hooks("register_full_backward_pre_hook", "_backward_pre_hooks")
+    assert {name for name, value in kinds.items() if value} == before
 
 
 @relies_on("torch.nn.Module._call_impl")

@@ -1,5 +1,6 @@
 """What ``_compat/transformers/computing.py`` relies on: attention functions, masks, and what stays wide."""
 
+import inspect
 from typing import Any
 
 import pytest
@@ -9,6 +10,12 @@ from ..relied_on import relying
 
 MASKS = "transformers.masking_utils"
 relies_on = relying("transformers/computing.py")
+
+
+def cache_of(function: Any) -> str:
+    """The name of the argument with earlier keys and values."""
+    names = inspect.signature(inspect.unwrap(function)).parameters
+    return "cache" if "cache" in names else "past_key_values"
 
 
 @relies_on(f"{MASKS}._preprocess_mask_arguments", f"{MASKS}.find_packed_sequence_indices")
@@ -33,9 +40,9 @@ def test_mask_arguments_are_prepared_by_one_function(
 
     monkeypatch.setattr(masking_utils, "_preprocess_mask_arguments", unless_made)
     monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", seen.append)
-    config._attn_implementation_internal = "eager"
+    config._attn_implementation = "eager"
     given = {"config": config, "inputs_embeds": torch.ones(1, 3, 8)}
-    name = "cache" if "cache" in prepared.__code__.co_varnames else "past_key_values"
+    name = cache_of(masking_utils.create_causal_mask)
     given |= {name: None, "position_ids": torch.arange(3)[None]}
     made = masking_utils.create_causal_mask(attention_mask="made", **given)
     assert made == "made"
@@ -59,7 +66,7 @@ def test_mask_functions_are_looked_up_as_they_are_called(
 
     calls = []
     stock = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
-    config._attn_implementation_internal = "sdpa"
+    config._attn_implementation = "sdpa"
 
     class Noted:
         def __getitem__(self, name: str) -> Any:
@@ -75,11 +82,7 @@ def test_mask_functions_are_looked_up_as_they_are_called(
             return getattr(stock, name)
 
     monkeypatch.setattr(masking_utils, "ALL_MASK_ATTENTION_FUNCTIONS", Noted())
-    name = (
-        "cache"
-        if "cache" in masking_utils._preprocess_mask_arguments.__code__.co_varnames
-        else "past_key_values"
-    )
+    name = cache_of(masking_utils.create_causal_mask)
     given = {"config": config, "inputs_embeds": torch.ones(1, 3, 8), "position_ids": None}
     mask = masking_utils.create_causal_mask(attention_mask=None, **{name: None}, **given)
     assert mask.shape == (1, 1, 3, 3)
