@@ -127,10 +127,11 @@ test-weights: setup
 
 # The tests of TRL, PEFT, accelerate and transformers with our classes in place of theirs (docs/peers.md); hours on two cores.
 # Folders with tests that the package index lacks: make test-peers PEERS_TRL=... PEERS_TRANSFORMERS=...
+# A part of them: make test-peers PEERS="--peer trl --layout one --sample 20".
 test-peers: setup
 	$(BIN)/python -m pip install --quiet --upgrade --target build/peers/packages --no-deps attrs==26.1.0 diffusers==0.42.1 \
 	    evaluate==0.4.6 importlib_metadata==10.2.0 jmespath==1.1.0 parameterized==0.9.0 pytest-mock==3.17.0 scipy==1.17.1 zipp==4.1.2
-	$(BIN)/python scripts/peers/run.py --out docs/peers.md
+	$(BIN)/python scripts/peers/run.py --out docs/peers.md $(PEERS)
 
 # Runs with the torch and transformers of $(PYTHON), which see the GPU.
 test-gpu:

@@ -13,6 +13,7 @@ from ..features.adapters import (
     Adapters,
     attach_adapters,
     by_peft,
+    complete_config,
     describe_coverage,
     is_known,
     merge_local_weights,
@@ -68,7 +69,9 @@ def get_peft_model(
         raise ConfigError(f"adapter_name={adapter_name!r} is invalid: use a name, as 'default'")
     config, source = read_config(peft_config)
     if _is_left_to_peft(runtime, config):
-        return by_peft.around(model, config, source, adapter_name, seed)
+        around = by_peft.around(model, config, source, adapter_name, seed)
+        complete_config(peft_config, around.peft_config[adapter_name])
+        return around
     template = empty_copy(runtime.model)
     plan = runtime.plan
     mesh = runtime.mesh
@@ -97,6 +100,7 @@ def get_peft_model(
     if mesh.layout.total_size > 1:
         for part in (adapters.peft_model, adapters.peft_model.base_model):
             part.merge_and_unload = partial(_merge_as_peft_does, runtime.model)
+    complete_config(peft_config, adapters.peft_model.peft_config[adapter_name])
     return adapters.peft_model
 
 

@@ -5,6 +5,7 @@ What stands there raises as it is called, so a test that needs it fails with sto
 
 import ast
 import importlib
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ class Gone:
         raise ImportError("the installed release does not have this name")
 
 
+@cache
 def put_gone_names(path: Path, package: str) -> None:
     """Put :class:`Gone` where a test file imports from ``package`` what is not there; what asks answers no."""
     for node in ast.walk(ast.parse(path.read_text())):

@@ -3,6 +3,7 @@
 python -m pytest -p peers.plugin --peer trl --with ours --layout tp2 FOLDER/tests/FILE.py -k dft
 """
 
+import gc
 import json
 import sys
 import tempfile
@@ -48,6 +49,7 @@ def pytest_configure(config: pytest.Config) -> None:
     replacement = Replacement(layout if config.option.classes == "ours" else None)
     getattr(replacement, config.option.peer)()
     config.addinivalue_line("markers", "regression: one of PEFT's own marks")
+    gc.freeze()  # what is imported by now stays: no collection looks through it again, here and in forks
     config.pluginmanager.register(_Runs(config, replacement, layout.total_size), "peers-runs")
 
 

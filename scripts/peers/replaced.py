@@ -61,8 +61,7 @@ class Replacement:
         """Replace ``get_peft_model``; models of transformers are parallelized as it meets them."""
         import peft
 
-        stock = peft.get_peft_model
-        peft.get_peft_model = self._noting(stock if self.layout is None else self._adapting(stock))
+        peft.get_peft_model = self._adapting(peft.get_peft_model)
 
     def accelerate(self) -> None:
         """Replace the accelerator; ours knows a model as it is made (``beside``), so that its own loaders run."""
@@ -120,6 +119,10 @@ class Replacement:
         return noted
 
     def _adapting(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``stock``, or ours in its place, for models of transformers; with options that ours does not have,
+        and for other modules, it is stock in any case, and not reached.
+        """
+
         @wraps(stock)
         def adapted(
             model: Any, peft_config: Any, adapter_name: str = "default", **kwargs: Any
@@ -130,6 +133,9 @@ class Replacement:
 
             if not isinstance(model, PreTrainedModel) or kwargs:
                 return stock(model, peft_config, adapter_name, **kwargs)
+            self.reached.add("get_peft_model")
+            if self.layout is None:
+                return stock(model, peft_config, adapter_name)
             if find_runtime(model) is None:
                 model = hfscale.parallelize(model, self.layout)
             return hfscale.get_peft_model(model, peft_config, adapter_name)

@@ -112,7 +112,7 @@ SUITES = {
 def folder_of(name: str, build: Path) -> Path | None:
     """Return the folder around a suite's tests: the named one (PEERS_TRL, ...), or a release that ships them."""
     if named := os.environ.get(f"PEERS_{name.upper()}"):
-        return Path(named)
+        return Path(named).expanduser().resolve()  # its tests run from there
     release = SUITES[name].release
     if name == "scripts":
         return Path(accelerate.__file__).parents[1]

@@ -1,6 +1,7 @@
 """The lane of peers' tests: what it excuses, which tests it asks, how it finds and makes what they name."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -51,8 +52,33 @@ def test_tests_that_pass_with_stock_classes_and_reach_one_are_asked() -> None:
 def test_committed_refusals_are_of_known_suites_and_layouts() -> None:
     for refusal in read_refusals(HERE / "refused.json"):
         assert refusal.reason
+        assert re.search(refusal.tests, "test_") is None, (
+            refusal
+        )  # one that names no test excuses none
         assert set(refusal.layouts) <= set(SUITES[refusal.peer].layouts), refusal
         assert len(refusal.words) > 15, refusal  # words that would excuse anything excuse nothing
+
+
+@pytest.mark.parametrize(
+    ("test", "method", "excused"),
+    [
+        ("test_it[AdaLoraConfig-config_kwargs0-model]", "ADALORA", True),
+        ("test_it[dtype0-VeraConfig-config_kwargs0-model]", "VERA", True),
+        # What hfscale shards is excused neither by its test nor by its words.
+        ("test_it[dtype0-LoraConfig-config_kwargs0-model]", "ADALORA", False),
+        ("test_it[AdaLoraConfig-config_kwargs0-model]", "LORA", False),
+    ],
+)
+def test_adapters_that_hfscale_shards_are_never_excused_as_others_are(
+    test: str, method: str, excused: bool
+) -> None:
+    words = (
+        f"hfscale.errors.ConfigError: peft_type {method} is not supported, since hfscale does not know how to shard "
+        "its parameters"
+    )
+    outcome = Outcome(test, "failed", words=words)
+    judgement = judge("peft", "tp2", [outcome], read_refusals(HERE / "refused.json"))
+    assert bool(judgement.refused) == excused
 
 
 def test_counts_are_of_known_suites() -> None:

@@ -13,4 +13,4 @@ from .attach import Adapters, attach_adapters
 from .merge_adapters import merge_local_weights
 from .plan import describe_coverage
 from .planned import is_known, plan_with_adapters
-from .storage import read_config
+from .storage import complete_config, read_config

@@ -104,6 +104,14 @@ def read_config(source: Any) -> tuple[Any, str | None]:
     return config, path
 
 
+def complete_config(given: Any, resolved: Any) -> None:
+    """Write into the caller's config, if ``given`` is one, what PEFT has put into its copy, as its own functions do:
+    the modules that 'all-linear' or a family's default stands for, and the base model's name.
+    """
+    if type(given) is type(resolved):
+        vars(given).update(vars(resolved))
+
+
 def refuse_wrong(config: Any, plan: Plan) -> None:
     """Raise :class:`ConfigError` for initial values that are right in no layout: a saved adapter would lose them, or
     PEFT cannot compute them.

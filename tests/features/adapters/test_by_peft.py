@@ -109,6 +109,18 @@ def test_it_trains_as_in_stock_code(tmp_path: Path, kind: str, way: str) -> None
     )
 
 
+@pytest.mark.parametrize("kind", ["lora", "vera"])
+def test_a_config_says_afterwards_which_modules_it_stood_for(kind: str) -> None:
+    """As PEFT's own function leaves it: scripts read it, and a second adapter is compared with it."""
+    made = {"lora": peft.LoraConfig, "vera": peft.VeraConfig}[kind]
+    expected = made(target_modules="all-linear")
+    config = made(target_modules="all-linear")
+    peft.get_peft_model(stock(), expected)
+    model = hfscale.get_peft_model(hfscale.parallelize(stock()), config)
+    assert config == expected == model.peft_config["default"]
+    assert "model.layers.0.self_attn.q_proj" in config.target_modules
+
+
 def test_a_second_adapter_and_all_that_pefts_model_does(tmp_path: Path) -> None:
     reference = by_stock(stock(), "lora")
     model = built("lora", "get_peft_model")
