@@ -125,6 +125,13 @@ def puts_tokens_in_front(model: nn.Module) -> bool:
     return bool(config.is_prompt_learning) and config.peft_type != "PREFIX_TUNING"
 
 
+def computes_loss(model: nn.Module) -> bool:
+    """Return whether ``model`` is PEFT's, and computes a loss of the logits itself (CPT)."""
+    if "peft" not in sys.modules or not isinstance(model, sys.modules["peft"].PeftModel):
+        return False
+    return str(model.active_peft_config.peft_type.value) == "CPT"
+
+
 def wrapped_model(model: nn.Module, config: Any, name: str) -> Any:
     """Return PEFT's model around ``model``, wrapping modules in place; factors stay on the meta device, undrawn."""
     import peft

@@ -303,6 +303,8 @@ def plan(
 ) -> Plan:
     """Plan a model under a layout, without weights, process group or GPU. ``print`` the plan for a table.
 
+    The plan has the adapters of ``peft_config``, except in one process those that PEFT's own functions put around it.
+
     Raises:
         ConfigError: an argument, adapters or quantization unknown to hfscale, or adapters that match no module.
         PlanError: the layout does not fit; every problem is listed with the valid values.
@@ -331,6 +333,8 @@ def plan(
     if peft_config is None:
         return planned
     adapter, saved = read_config(peft_config)
+    if layout.total_size == 1 and not is_known(adapter, planned):
+        return planned
     return plan_with_adapters(copy.deepcopy(outline.model), adapter, planned, new=saved is None)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from .._compat.peft import puts_tokens_in_front
+from .._compat.peft import computes_loss, puts_tokens_in_front
 from .._compat.transformers.classes import class_name
 from ..errors import ConfigError
 from .runtime import Runtime
@@ -35,7 +35,12 @@ def trained_around(runtime: Runtime, model: nn.Module) -> dict[str, nn.Parameter
 
 
 def refuse_trained_around(runtime: Runtime, model: nn.Module) -> None:
-    """Raise :class:`ConfigError` for such parameters over several ranks."""
+    """Raise :class:`ConfigError` for such parameters over several ranks, and anywhere for a loss around the model."""
+    if computes_loss(model):
+        raise ConfigError(
+            f"the loss must be that of {class_name(runtime.model)}, got PEFT's CPT, which computes another of logits "
+            "that a training step does not have: train it around a stock model of transformers, in one process"
+        )
     layout = runtime.mesh.layout
     if layout.total_size == 1 or not (found := trained_around(runtime, model)):
         return

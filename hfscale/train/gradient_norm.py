@@ -53,9 +53,9 @@ def _global_norm(runtime: Runtime, here: list[_Gradient], norm_type: float) -> T
     operation = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
     total: Tensor | None = None
     by_axes = _counted_by_axes(runtime, here)
-    # The same on every rank, also on those that hold no gradient.
-    types = {planned.dtype for planned in runtime.plan.owned()}
-    types |= {gradient.dtype for _, gradient in here}  # of a model that was cast later
+    types = {gradient.dtype for _, gradient in here}
+    if mesh.layout.total_size > 1:  # the same on every rank, also on those that hold no gradient
+        types |= {planned.dtype for planned in runtime.plan.owned()}
     wide = torch.float64 if torch.float64 in types else torch.float32
     for axes, gradients in sorted(by_axes.items()):  # the same order of collectives on every rank
         part = _joined(gradients, norm_type, wide, mesh.device)

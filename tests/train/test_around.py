@@ -8,6 +8,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
@@ -16,6 +17,7 @@ from hfscale import ConfigError, ParallelConfig
 from hfscale.models.precision import keep_float64
 from hfscale.testing import RankPool
 
+from ..refusals import refusal_of
 from ..tiny_models import tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")
@@ -128,3 +130,22 @@ def refusals(layout: dict[str, Any], kind: str) -> list[str]:
 def test_it_is_refused_over_ranks(pools: Pools, layout: dict[str, Any]) -> None:
     for words in pools(2).run(refusals, layout, "module"):
         assert all("each rank would train its own" in each for each in words)
+
+
+def stepped(layout: dict[str, Any], summed: bool) -> str:
+    """What the first step of a plain loop says, whose optimizer holds the model's parameters and one around it."""
+    model = hfscale.parallelize(stock(), ParallelConfig(**layout))
+    scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+    optimizer = torch.optim.SGD([*model.parameters(), scale], lr=0.1)
+    ids = IDS[hfscale.batch_rank(model) :: hfscale.batch_world(model)]
+    (scale * model(input_ids=ids, labels=ids).loss).backward()
+    if summed:
+        dist.all_reduce(scale.grad)
+    return refusal_of(optimizer.step)
+
+
+@pytest.mark.parametrize("summed", [False, True])
+def test_a_loop_that_lets_it_drift_is_refused(pools: Pools, summed: bool) -> None:
+    expected = "accepted" if summed else "of which each rank would train its own"
+    for words in pools(2).run(stepped, {"dp_replicate_size": 2}, summed):
+        assert expected in words

@@ -31,6 +31,7 @@ from ..._compat.lasting import check_every_step, check_first
 from ..._compat.peft import functions_that_adapt
 from ..._compat.torch_device import fork_random_state
 from ..._compat.transformers.classes import class_name
+from ...distributed.mesh import Mesh
 from ...errors import ConfigError
 from ...plan.feature_plans import offloaded
 from ..runtime import Runtime, find_runtime
@@ -161,6 +162,7 @@ def _check_scaler(
 class _Held(NamedTuple):
     """Hold the facts about one parameter that an optimizer may step."""
 
+    mesh: Mesh
     layout: str
     name: str
     cut: bool
@@ -183,7 +185,9 @@ def refuse_other_optimizers(runtime: Runtime) -> None:
         setattr(
             parameter,
             _MARK,
-            _Held(layout.describe(), planned.name, cut, layout.pp > 1, differs, on_host),
+            _Held(
+                runtime.mesh, layout.describe(), planned.name, cut, layout.pp > 1, differs, on_host
+            ),
         )
 
 
@@ -207,7 +211,34 @@ def _check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         elif parts and parts[0].staged and _differs(optimizer, held[0].device, halved=False):
             _refuse(optimizer, parts[0], "stages hold some parameters each")
         _refuse_over_shards(optimizer, held)
+    _refuse_apart(optimizer, held, parts)
     _judged[optimizer] = len(optimizer.param_groups)
+
+
+def _refuse_apart(
+    optimizer: torch.optim.Optimizer, held: Sequence[Tensor], parts: Sequence[_Held]
+) -> None:
+    """Refuse parameters of no model beside a model's, of which each rank has another gradient and would train its own;
+    collective. DDP, or a script, may have summed them.
+    """
+    beside = [each for each in held if not hasattr(each, _MARK) and each.requires_grad]
+    if not parts or parts[0].staged or not beside:
+        return
+    digests: list[tuple[float, float]] = []
+    for each in beside:
+        gradient = torch.zeros(()) if each.grad is None else each.grad.double()
+        digests.append((float(gradient.sum()), float(gradient.norm())))
+    every = parts[0].mesh.all_gather_object(digests)
+    for index, parameter in enumerate(beside):
+        sums, norms = zip(*(told[index] for told in every), strict=True)
+        apart = max(max(sums) - min(sums), max(norms) - min(norms))
+        if apart > _TOLERANCE * max(norms):
+            raise ConfigError(
+                f"{type(optimizer).__name__} must hold parameters of the model alone, or others with the same gradient "
+                f"on every rank of {parts[0].layout}, got one of shape {tuple(parameter.shape)} around the model, of "
+                "which each rank would train its own: put it into the model before hfscale.parallelize, adapt the "
+                "layers by hfscale.get_peft_model, sum its gradient over ranks first, or use one process"
+            )
 
 
 def _refuse_over_shards(optimizer: torch.optim.Optimizer, held: Sequence[Tensor]) -> None:
@@ -234,7 +265,8 @@ def _fails_on_shards(
     """Return the error that only small DTensors, sharded like ``sharded``, raise in a step, or ``""``; collective."""
     if isinstance(optimizer, torch.optim.LBFGS):
         return "it puts all of them into one vector"
-    start = [torch.ones((4,) * dims) for dims in sorted({parameter.ndim for parameter in held})]
+    kinds = {parameter.ndim for parameter in held if isinstance(parameter, DTensor)}
+    start = [torch.ones((4,) * dims) for dims in sorted(kinds)]
 
     def shard(local: Tensor) -> Tensor:
         return DTensor.from_local(local, sharded.device_mesh, sharded.placements, run_check=False)

@@ -391,6 +391,7 @@ class Runtime:
         for part in self.parts:
             if (rest := part.plan_without(self, live)) is not None:
                 self.parts = tuple(other for other in self.parts if other is not part)
+                self.adapters = None  # the one feature that stock code takes out
                 self._planned = rest
         self.plan = with_latecomers(self._planned, live)
 

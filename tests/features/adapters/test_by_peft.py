@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import hfscale
-from hfscale import ConfigError
+from hfscale import ConfigError, ParallelConfig
 from hfscale.models.precision import keep_float64
 
 from ...tiny_models import tiny
@@ -239,3 +239,20 @@ def test_it_generates_behind_a_prefix() -> None:
         }
         found.append(model.eval().generate(**given))
     assert torch.equal(*found)
+
+
+def test_a_plan_of_one_process_takes_what_peft_applies() -> None:
+    config = tiny("llama")
+    planned = hfscale.plan(config, peft_config=copy.deepcopy(CONFIGS["vera"]))
+    assert planned.by_name.keys() == hfscale.plan(config).by_name.keys()
+    with pytest.raises(ConfigError, match="VERA is not supported"):
+        hfscale.plan(config, ParallelConfig(tp_size=2), peft_config=copy.deepcopy(CONFIGS["vera"]))
+
+
+def test_a_loss_of_peft_is_refused_in_words() -> None:
+    cpt = peft.CPTConfig(
+        cpt_token_ids=[1, 2], cpt_mask=[1, 1], cpt_tokens_type_mask=[1, 2], task_type="CAUSAL_LM"
+    )
+    model = peft.get_peft_model(hfscale.parallelize(stock()), cpt)
+    with pytest.raises(ConfigError, match="got PEFT's CPT, which computes another"):
+        hfscale.train_step(model, BATCH)
