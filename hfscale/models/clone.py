@@ -113,7 +113,7 @@ def _fields(config: PreTrainedConfig) -> dict[str, Any]:
     """Return a config's fields as it has them: Dory's writes other numbers of layers into a file."""
     found = config.to_dict()
     for name, written in found.items():
-        own = getattr(config, name, written)
+        own = vars(config).get(name, written)
         if type(own) is type(written) and type(own) in (int, list):
             found[name] = copy.deepcopy(own)
     return found
