@@ -54,7 +54,7 @@ def counts() -> dict[str, str]:
     adapters = (ROOT / "docs" / "adapters.md").read_text()
     pins = _pins("constraints.txt")
     newest = _pins("constraints-newest.txt")
-    also = {name: f" and {newest[name]}" for name in pins if newest[name] != pins[name]}
+    also = {name: f"/{newest[name]}" for name in pins if newest[name] != pins[name]}
     found = {
         "tensor": _first(r"^(\d+) equal, .* of \d+;", before),
         "families": _first(r"^\d+ equal, .* of (\d+);", before),
