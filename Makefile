@@ -142,14 +142,14 @@ test-oldest: setup
 	$(BIN)/python -m pip install --quiet --upgrade --target build/oldest --no-deps transformers==5.17.0 huggingface_hub==1.33.0 httpx httpcore certifi
 	PYTHONPATH=build/oldest $(TEST)
 
-# The newest releases, in an environment of its own. They are newer than the extra `tested` allows, which warns.
+# The newest releases, in an environment of its own.
 NEWEST := build/newest/bin/python -m pip install --quiet --constraint constraints-newest.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 NEWEST_TORCH := $(shell sed -n 's/^torch==//p' constraints-newest.txt)
 test-newest:
 	test -x build/newest/bin/python || $(PYTHON) -m venv build/newest
 	$(NEWEST) torch==$(NEWEST_TORCH)+cpu 2>/dev/null || $(NEWEST) torch==$(NEWEST_TORCH)
 	$(NEWEST) --editable ".[bitsandbytes,plots,recipes,trl,dev,docs]"
-	$(subst $(BIN),build/newest/bin,$(TEST)) -W "ignore:hfscale was not tested with"
+	$(subst $(BIN),build/newest/bin,$(TEST))
 
 lint: setup
 	$(BIN)/ruff check .

@@ -2,7 +2,8 @@
 
 python scripts/support_table.py [--check]
 
-docs/families.md and docs/adapters.md count, docs/families.md also by part; the tests' versions are constraints.txt's.
+docs/families.md and docs/adapters.md count, docs/families.md also by part; the tests' versions are those of
+constraints.txt and constraints-newest.txt.
 """
 
 import argparse
@@ -38,6 +39,12 @@ TABLE = """
 """
 
 
+def _pins(file: str) -> dict[str, str]:
+    """Package -> version of three that a file pins."""
+    pattern = r"(?m)^(torch|transformers|accelerate)==(\S+)"
+    return dict(re.findall(pattern, (ROOT / file).read_text()))
+
+
 def counts() -> dict[str, str]:
     """What the generated pages say."""
     families = (ROOT / "docs" / "families.md").read_text()
@@ -45,11 +52,9 @@ def counts() -> dict[str, str]:
     experts, _, others = rest.partition("\n## Sequences cut over context ranks\n")
     others = rest.partition("\n## Other classes\n")[2]
     adapters = (ROOT / "docs" / "adapters.md").read_text()
-    pins = dict(
-        re.findall(
-            r"(?m)^(torch|transformers|accelerate)==(\S+)", (ROOT / "constraints.txt").read_text()
-        )
-    )
+    pins = _pins("constraints.txt")
+    newest = _pins("constraints-newest.txt")
+    also = {name: f"/{newest[name]}" for name in pins if newest[name] != pins[name]}
     found = {
         "tensor": _first(r"^(\d+) equal, .* of \d+;", before),
         "families": _first(r"^\d+ equal, .* of (\d+);", before),
@@ -62,7 +67,7 @@ def counts() -> dict[str, str]:
         "lora": _first(r"^(\d+) equal, .* of \d+;", adapters),
         "lora_all": _first(r"^\d+ equal, .* of (\d+);", adapters),
         "schedules": str(len(SCHEDULES)),
-        "versions": ", ".join(f"{name} {pin}" for name, pin in pins.items()),
+        "versions": ", ".join(f"{name} {pin}{also.get(name, '')}" for name, pin in pins.items()),
     }
     sequences = families.partition("\n## Sequences cut over context ranks\n")[2].partition("\n## ")[
         0

@@ -2,9 +2,10 @@
 
     python scripts/tested_versions.py [--check] [--try PYTHON ...]
 
-Ranges are those of pyproject.toml, the newest those of constraints.txt, the oldest those of the Makefile's test-oldest,
-and the GPU's those of the results in scripts/bench/results. ``--try`` builds a wheel and an sdist (``pip install
-build``), installs each into a new environment of that Python, runs ``hfscale doctor`` there, and keeps what it said.
+Ranges are those of pyproject.toml, the usual versions those of constraints.txt, the newest those of
+constraints-newest.txt, the oldest those of the Makefile's test-oldest, and the GPU's those of the results in
+scripts/bench/results. ``--try`` builds a wheel and an sdist (``pip install build``), installs each into a new
+environment of that Python, runs ``hfscale doctor`` there, and keeps what it said.
 """
 
 import argparse
@@ -40,7 +41,8 @@ names what is outside of a range.
 """
 HEAD = """# Tested versions
 
-Written by `scripts/tested_versions.py` from `pyproject.toml`, `constraints.txt`, the `Makefile` and recorded runs.
+Written by `scripts/tested_versions.py` from `pyproject.toml`, `constraints.txt`, `constraints-newest.txt`, the
+`Makefile` and recorded runs.
 `hfscale doctor` compares this machine's versions with them:
 
 """
@@ -65,7 +67,8 @@ def page() -> str:
     """The whole page."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     ranges = accepted(project)
-    newest = pinned((ROOT / "constraints.txt").read_text())
+    usual = pinned((ROOT / "constraints.txt").read_text())
+    newest = pinned((ROOT / "constraints-newest.txt").read_text())
     rules = (ROOT / "Makefile").read_text()
     oldest = pinned(re.search(r"(?m)^test-oldest:.*\n((?:\t.*\n)+)", rules)[1])
     gpu = [json.loads(path.read_text()) for path in GPU]
@@ -73,11 +76,12 @@ def page() -> str:
         name: version for result in gpu for name, version in result.get("versions", {}).items()
     }
     rows = [
-        "| package | accepted | `make test` | `make test-oldest` | one H100 |",
-        "|---|---|---|---|---|",
+        "| package | accepted | `make test` | `make test-newest` | `make test-oldest` | one H100 |",
+        "|---|---|---|---|---|---|",
     ]
     for name in SHOWN:
         seen = [
+            usual.get(name, "-"),
             newest.get(name, "-"),
             oldest.get(name, "as before"),
             on_gpu.get(name, "-").partition("+")[0],

@@ -5,6 +5,7 @@ them.
 """
 
 import copy
+from collections.abc import Mapping
 from contextlib import suppress
 from inspect import signature
 from math import prod
@@ -24,7 +25,7 @@ HIDDEN = HEADS * HEAD_DIM
 
 # What a count becomes -> the names configs give it. Everything not named here keeps its value.
 _BECOMES: dict[int, str] = {
-    VOCABULARY: "vocab_size decoder_vocab_size vocab_size_per_layer_input",
+    VOCABULARY: "vocab_size decoder_vocab_size vocab_size_per_layer_input unpadded_vocab_size",
     HIDDEN: """hidden_size n_embd d_model emb_dim embedding_size attention_hidden_size word_embed_proj_dim embedding_dim
         lru_width input_embedding_size output_embedding_size dim pooler_hidden_size projection_size out_hidden_size
         text_hidden_size adapter_in_dim""",
@@ -39,7 +40,8 @@ _BECOMES: dict[int, str] = {
     HEAD_DIM: """head_dim kv_channels dim_head v_head_dim attention_head_dim swa_head_dim d_head qk_head_dim d_kv
         mamba_chunk_size mamba_n_heads mamba_d_head mamba_num_heads mamba_head_dim
         linear_head_dim linear_key_head_dim linear_value_head_dim""",
-    16: "mamba_d_state ssm_state_size q_lora_rank kv_lora_rank o_lora_rank",
+    16: """mamba_d_state ssm_state_size q_lora_rank kv_lora_rank o_lora_rank loop_gate_rank
+        rel_extent""",
     2
     * HIDDEN: "max_position_embeddings n_positions n_ctx model_max_length max_seq_len mamba_d_ssm",
     1: "n_group topk_group num_expert_group mamba_n_groups",
@@ -50,6 +52,9 @@ _SMALL |= dict.fromkeys(EXPERT_FIELDS, EXPERTS)
 _CHOSEN = _BECOMES[2].split()
 _EMBEDDED = "word_embed_proj_dim"
 _SHARED = "num_kv_shared_layers"
+_LOOP_START = "loop_layer_index_start"
+_LOOP_END = "loop_layer_index_end"
+_RESIDUAL_BLOCK = "n_layers_per_attn_res_block"
 _LAYER_COUNTS = (
     "num_hidden_layers",
     "n_layer",
@@ -89,7 +94,7 @@ def tiny_clone(
     config: PreTrainedConfig, *, layers: int = LAYERS, **changes: Any
 ) -> PreTrainedConfig:
     """Return a config of the same class, tiny and without dropout; ``changes`` (a dict for a config inside) are set."""
-    whole = config.to_dict()
+    whole = _fields(config)
     small = _shrink(copy.deepcopy(whole), layers, type(config))
     left_out = {"transformers_version", "model_type"}
     if "stage_names" in whole:  # of a backbone, which names its stages by how many layers there are
@@ -102,6 +107,16 @@ def tiny_clone(
     if getattr(made, "classifier_dropout", None) is None:
         made.classifier_dropout = 0.0
     return made
+
+
+def _fields(config: PreTrainedConfig) -> dict[str, Any]:
+    """Return a config's fields as it has them: Dory's writes other numbers of layers into a file."""
+    found = config.to_dict()
+    for name, written in found.items():
+        own = vars(config).get(name, written)
+        if type(own) is type(written) and type(own) in (int, list):
+            found[name] = copy.deepcopy(own)
+    return found
 
 
 def layers_of_every_kind(config: Any) -> int:
@@ -128,6 +143,10 @@ def first_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
                 _SHARED,
                 max(0, min(count, layers) - (count - getattr(each, _SHARED))),
             )
+        left = layers
+        for name, size in _sections_of(vars(each), count).items():
+            setattr(each, name, min(size, left))
+            left -= min(size, left)
         for name, value in list(vars(each).items()):
             if name in _LAYER_COUNTS and type(value) is int:
                 setattr(each, name, min(value, layers))
@@ -215,7 +234,7 @@ def _related(
     whole: dict[str, Any], small: dict[str, Any], layers: int, count: int
 ) -> dict[str, int]:
     """Return the clone's numbers that follow from others, as they do in the original ``whole`` of ``count`` layers."""
-    found = dict[str, int]()
+    found = {**_sections(whole, layers, count), **_repeated(whole, layers)}
     if type(whole.get(_EMBEDDED)) is int and whole[_EMBEDDED] != whole.get("hidden_size"):
         found[_EMBEDDED] = HIDDEN // 2  # OPT has projections into its stream and out of it
     inner: list[Any] = [
@@ -232,6 +251,37 @@ def _related(
             layers if whole[_SHARED] >= count else min(whole[_SHARED], max(0, layers - different))
         )
     return found
+
+
+def _sections_of(fields: Mapping[str, Any], count: Any) -> dict[str, int]:
+    """Return the fields that divide ``count`` layers among parts of the model; empty if there are none."""
+    parts = {
+        name: size
+        for name, size in fields.items()
+        if name.endswith("_layers") and name not in _LAYER_COUNTS and type(size) is int
+    }
+    return parts if len(parts) > 1 and sum(parts.values()) == count else {}
+
+
+def _sections(whole: dict[str, Any], layers: int, count: int) -> dict[str, int]:
+    """Divide a clone's layers as its original's ``count`` are: some run first, some several times, some last."""
+    parts = _sections_of(whole, count)
+    if not parts:
+        return {}
+    rounds, left = divmod(layers, len(parts))
+    largest = sorted(parts, key=lambda name: parts[name], reverse=True)[:left]
+    return {name: rounds + (name in largest) for name in parts}
+
+
+def _repeated(whole: dict[str, Any], layers: int) -> dict[str, int]:
+    """Let a clone repeat its layers between the first and the last, by indices that are given (Inkling 2)."""
+    if type(whole.get(_LOOP_START)) is not int:
+        return {}
+    return {
+        _RESIDUAL_BLOCK: 1,  # of whose length the others are multiples
+        _LOOP_START: 1,
+        _LOOP_END: max(2, layers - 1),
+    }
 
 
 def _shrink_inside(

@@ -58,7 +58,8 @@ keep_float64 = _KeepFloat64
 class _MakeFloat64(TorchFunctionMode):
     """Make in 64 bits, inside the with block, the parameters that a class of a float64 model makes in 32 bits.
 
-    Since transformers 5.24 routers do. FSDP2's parameters cannot be converted afterwards.
+    Since transformers 5.24 routers do. FSDP2's parameters cannot be converted afterwards. While a class makes its
+    parameters the default type is the model's; what proofs run inside the block stays as it is.
     """
 
     def __torch_function__(
@@ -69,7 +70,8 @@ class _MakeFloat64(TorchFunctionMode):
         kwargs: Any = None,
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if func in _MAKERS and kwargs.get("dtype") is torch.float32:
+        makes_parameters = func in _MAKERS and torch.get_default_dtype() == torch.float64
+        if makes_parameters and kwargs.get("dtype") is torch.float32:
             kwargs["dtype"] = torch.float64
         return func(*args, **kwargs)
 

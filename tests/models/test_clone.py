@@ -118,3 +118,33 @@ def test_changes_reach_the_configs_inside() -> None:
         made.text_config.num_hidden_layers,
         made.image_token_index,
     ) == (16, LAYERS, 9)
+
+
+@pytest.mark.parametrize("layers", [2, 3, 5])
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param("dory", marks=needs("dory")),
+        pytest.param("inkling2_loop_text", marks=needs("inkling2_loop_text")),
+    ],
+)
+def test_layers_that_run_several_times_do_in_a_clone(family: str, layers: int) -> None:
+    """Configs say which, by how many there are before and behind them or by two indices."""
+    config = tiny_clone(AutoConfig.for_model(family), layers=layers)
+    assert len(config.layer_types) == config.num_hidden_layers == layers
+    if family == "dory":
+        assert config.n_recurrent_layers > 0
+        assert min(config.n_input_layers, config.n_output_layers) == (layers > 2)
+    else:
+        assert 0 < config.loop_layer_index_start < config.loop_layer_index_end <= layers
+    model = AutoModelForCausalLM.from_config(config)
+    assert model.num_parameters() < 50_000 * layers
+    ids = torch.randint(3, 60, (1, 6))
+    model(input_ids=ids, labels=ids).loss.backward()
+
+
+@pytest.mark.parametrize("family", [pytest.param("dory", marks=needs("dory"))])
+def test_the_first_layers_of_sections(family: str) -> None:
+    config = first_layers(AutoConfig.for_model(family), 20)
+    assert (config.n_input_layers, config.n_recurrent_layers, config.n_output_layers) == (8, 12, 0)
+    config.validate_architecture()
