@@ -11,7 +11,6 @@ connection, so it never counts as gone. ``HFSCALE_FAILURES=0`` turns it off.
 """
 
 import atexit
-import importlib
 import json
 import math
 import os
@@ -32,6 +31,7 @@ import torch.distributed as dist
 from .._compat.lasting import at_an_uncaught_error
 from .._compat.torch_gloo import is_connection_lost
 from ..config.environment import guards_are_on
+from ..extensions import provided
 from .user_code import user_line_of
 
 CODE = 75  # EX_TEMPFAIL: start the process again
@@ -201,11 +201,12 @@ def tell_others(error: BaseException) -> bool | None:
 
 
 def explained(error: BaseException) -> str:
-    """Return what held memory where an error is that it ran out, else ``""``; see :mod:`hfscale.cost.tools`."""
+    """Return what held memory where an error is that it ran out, else ``""``; as an extension explains it."""
     if not (isinstance(error, MemoryError | torch.OutOfMemoryError) or _NO_MEMORY in str(error)):
         return ""
-    try:  # by name: no import upwards, and none before it is needed
-        return str(importlib.import_module("hfscale.cost.tools.out_of_memory").explain(error))
+    try:
+        explain = provided("explanations", "memory")
+        return "" if explain is None else str(explain(error))
     except Exception as another:  # memory has run out
         return f"what held memory cannot be said ({another})"
 

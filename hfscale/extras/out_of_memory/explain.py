@@ -1,6 +1,6 @@
 """Explain that memory ran out: what held it, by kind, beside the plan's numbers, and what would need less.
 
-:mod:`hfscale.distributed.failures` asks for it, by name, as the process ends. So nothing is noted while training goes
+:mod:`hfscale.distributed.failures` asks for it as the process ends. So nothing is noted while training goes
 on: models and optimizers are found among the objects that are alive, and the batch among the variables of the error's
 traceback.
 """
@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from ..._compat.torch_device import memory_in_use, write_memory_snapshot
+from ...cost.model.memory_model import MemoryEstimate
+from ...cost.tools.memory_report import held_bytes, memory_estimate
 from ...errors import HFScaleError
 from ...plan.columns import aligned
 from ...plan.table import human
 from ...train.runtime import Runtime
-from ..model.memory_model import MemoryEstimate
-from .memory_report import held_bytes, memory_estimate
 
 _RECOMPUTE = {"gradient_checkpointing": True}
 _HALF = {"tokens": 0.5}

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import hfscale
-from hfscale.cost.tools import out_of_memory
 from hfscale.distributed import failures
+from hfscale.extras.out_of_memory import explain as out_of_memory
 from hfscale.plan.table import human
 
 from ..tiny_models import tiny
