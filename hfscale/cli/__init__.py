@@ -22,14 +22,12 @@ _NAMES = (
     "plan",
     "estimate",
     "search",
-    "calibrate",
     "verify",
     "blueprint",
     "convert",
     "inspect",
     "merge",
     "doctor",
-    "bench",
     "completion",
 )
 _COMMANDS = {name: import_module(f".cmd_{name}", __name__) for name in _NAMES}

@@ -23,8 +23,8 @@ from report import write_report
 from transformers import LlamaConfig
 
 import hfscale
-from hfscale.cli.bench_collectives import measure as measure_collectives
-from hfscale.cost.tools.calibrate import Sizes, calibrate
+from hfscale.extras.bench.collectives import measure as measure_collectives
+from hfscale.extras.calibrate.calibrate import Sizes, calibrate
 from hfscale.features.memory.saved import count_saved
 from hfscale.testing import RankPool
 from hfscale.train.runtime import runtime_of

@@ -15,7 +15,7 @@ from ..._compat.torch_device import ACCELERATOR, accelerators
 from ..._compat.versions import untested
 from ...errors import ConfigError
 from ...optim.eight_bit import try_step
-from ..bench_collectives import MeasurementError, run_ranks
+from ..ranks import MeasurementError, run_ranks
 from . import Finding
 
 _ALSO = ("bitsandbytes", "trl", "datasets")

@@ -1,1 +1,1 @@
-"""Estimate, search layouts, dry-run, calibrate and report, by the cost models."""
+"""Estimate, search layouts, dry-run and report, by the cost models."""

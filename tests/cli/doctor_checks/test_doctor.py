@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from hfscale.cli import main
-from hfscale.cli.bench_collectives import MeasurementError
 from hfscale.cli.doctor_checks import Finding, recipe_check as recipe, this_machine as machine
+from hfscale.cli.ranks import MeasurementError
 from hfscale.recipes.read import read_recipe
 from hfscale.testing import RankPool
 

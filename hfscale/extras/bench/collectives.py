@@ -16,15 +16,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._compat.torch_device import ACCELERATOR, accelerators, device_module, is_accelerator
-from ..config.environment import local_rank, started_processes
-from ..errors import HFScaleError
+from ..._compat.torch_device import device_module, is_accelerator
 
 Call = Callable[[], object]
 
@@ -164,45 +161,3 @@ def draw(target: Path, measured: Sequence[Measured], title: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8)
     figure.savefig(target, dpi=150)
-
-
-class MeasurementError(HFScaleError, RuntimeError):
-    """Raised if a rank that was started for a measurement failed."""
-
-
-def run_ranks(
-    world: int,
-    function: Callable[..., Any],
-    *args: Any,
-    timeout: float = 300.0,
-) -> Any:
-    """Run ``function(device, *args)`` on ``world`` processes in a group; return rank 0's result in ``timeout`` s."""
-    from ..testing.pool import RankError, RankPool  # whose room imports transformers
-
-    try:
-        with RankPool(world, timeout, backend=_backend) as ranks:
-            return ranks.run(_on_own_device, function, args)[0]
-    except RankError as error:
-        said = [line.strip() for line in str(error).splitlines() if line.strip()]
-        reason = " ".join(dict.fromkeys((said[0], said[-1])))
-        raise MeasurementError(f"{world} processes could not communicate: {reason}") from error
-
-
-def _device() -> torch.device:
-    rank = local_rank()
-    world = started_processes()
-    return (
-        torch.device(ACCELERATOR, rank)
-        if world <= accelerators().device_count()
-        else torch.device("cpu")
-    )
-
-
-def _backend() -> str:
-    if is_accelerator(_device()):
-        accelerators().set_device(_device())
-    return dist.get_default_backend_for_device(_device())
-
-
-def _on_own_device(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    return function(_device(), *args)

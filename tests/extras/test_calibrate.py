@@ -10,7 +10,7 @@ import torch
 import hfscale
 from hfscale.cli import main
 from hfscale.cost.model.machines_known import find_machine
-from hfscale.cost.tools.calibrate import Sizes, calibrate
+from hfscale.extras.calibrate.calibrate import Sizes, calibrate
 
 from ..tiny_models import tiny
 

@@ -8,14 +8,8 @@ import pytest
 import torch
 
 from hfscale.cli import main
-from hfscale.cli.bench_collectives import (
-    COLLECTIVES,
-    Measured,
-    MeasurementError,
-    measure,
-    run_ranks,
-    suggested_bucket,
-)
+from hfscale.cli.ranks import MeasurementError, run_ranks
+from hfscale.extras.bench.collectives import COLLECTIVES, Measured, measure, suggested_bucket
 from hfscale.testing import RankPool
 
 Pools = Callable[[int], RankPool]
@@ -55,7 +49,7 @@ def test_the_command(
         asked.append((world, function, sizes))
         return [Measured(name, size, world, 1e-3) for size in sizes for name in COLLECTIVES]
 
-    monkeypatch.setattr("hfscale.cli.bench_collectives.run_ranks", run_ranks)
+    monkeypatch.setattr("hfscale.cli.ranks.run_ranks", run_ranks)
     monkeypatch.setenv("WORLD_SIZE", "1")
     line = ["bench", "collectives", "--processes", "3", "--sizes", "2KiB,4MiB"]
     assert main([*line, "--out", str(tmp_path / "c.svg")]) == 0

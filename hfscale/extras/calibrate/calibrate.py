@@ -19,10 +19,10 @@ from transformers import LlamaConfig, LlamaModel
 
 from ..._compat.torch_device import accelerators, device_module, is_accelerator
 from ...config.parallel import ParallelConfig
-from ..model.job import Job
-from ..model.machines_known import Constants, Machine, fitted
-from ..model.model_shape import ModelShape
-from ..model.step_time import layer_seconds
+from ...cost.model.job import Job
+from ...cost.model.machines_known import Constants, Machine, fitted
+from ...cost.model.model_shape import ModelShape
+from ...cost.model.step_time import layer_seconds
 
 _TINY = 4  # tokens with which a layer takes nothing but the host's time
 _SHARED = 64  # ranks of one machine without GPUs: none is far away

@@ -9,12 +9,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import ConfigError
-from .look import check_drawing, check_writable, print_json, working
-from .model_flags import bytes_of
+from ...cli.look import check_drawing, check_writable, print_json, working
+from ...cli.model_flags import bytes_of
+from ...errors import ConfigError
 
 if TYPE_CHECKING:
-    from .bench_collectives import Measured
+    from .collectives import Measured
 
 HELP = "measure collectives by message size on this machine, and suggest a bucket size"
 EXAMPLE = """hfscale bench collectives
@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> None:
     sizes = [bytes_of(text, "--sizes") for text in arguments.sizes.split(",")]
     if arguments.processes is not None and arguments.processes < 2:
         raise ConfigError(f"--processes must be at least 2, got {arguments.processes}")
-    from .bench_collectives import draw
+    from .collectives import draw
 
     if arguments.out is not None:
         check_drawing(arguments.out)
@@ -56,10 +56,11 @@ def _measured(sizes: list[int], processes: int | None) -> tuple[list["Measured"]
     """Return the measurements, and over which links; none on a launcher's other ranks."""
     import torch.distributed as dist
 
-    from .._compat.torch_device import accelerators
-    from ..config.environment import started_processes
-    from ..distributed.processes import own_device, start
-    from .bench_collectives import measure, run_ranks
+    from ..._compat.torch_device import accelerators
+    from ...cli.ranks import run_ranks
+    from ...config.environment import started_processes
+    from ...distributed.processes import own_device, start
+    from .collectives import measure
 
     if started_processes() > 1:
         device = own_device()
@@ -80,9 +81,9 @@ def _measured(sizes: list[int], processes: int | None) -> tuple[list["Measured"]
 
 
 def _show(arguments: argparse.Namespace, measured: Sequence["Measured"], where: str) -> None:
-    from ..plan.columns import aligned
-    from ..plan.table import human
-    from .bench_collectives import suggested_bucket
+    from ...plan.columns import aligned
+    from ...plan.table import human
+    from .collectives import suggested_bucket
 
     bucket = suggested_bucket(measured)
     assert bucket is not None

@@ -5,8 +5,8 @@ a minute, and write what --hardware and hfscale.estimate take.
 import argparse
 from pathlib import Path
 
-from ..errors import ConfigError
-from .look import check_writable, print_json, working
+from ...cli.look import check_writable, print_json, working
+from ...errors import ConfigError
 
 HELP = "measure this machine, GPU or CPU, for hfscale estimate and search"
 _SIZES = (4 << 10, 1 << 20, 16 << 20)  # bytes of the messages for measuring links
@@ -40,10 +40,11 @@ def run(arguments: argparse.Namespace) -> None:
 
     import torch
 
-    from .._compat.torch_device import ACCELERATOR, accelerators, is_accelerator
-    from ..cost.model.machines_known import find_machine
-    from ..cost.tools.calibrate import GPU_SIZES, Sizes, calibrate
-    from .bench_collectives import measure, run_ranks
+    from ..._compat.torch_device import ACCELERATOR, accelerators, is_accelerator
+    from ...cli.ranks import run_ranks
+    from ...cost.model.machines_known import find_machine
+    from ..bench.collectives import measure
+    from .calibrate import GPU_SIZES, Sizes, calibrate
 
     if not 0 < arguments.seconds <= 5:
         raise ConfigError(
