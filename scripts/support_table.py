@@ -32,7 +32,7 @@ TABLE = """
 | optimizers | HF Trainer's names, 8-bit, Adafactor, Muon; equal to one process in every layout |
 | precision | float32, bfloat16, `mixed_precision="bf16"`, `"fp16"`, `"fp8"`, scaled over all ranks; Liger's kernels |
 | memory | recomputation: full, selective, elementwise, every n-th layer, by name, to a budget; tiles; offload; 8 bits |
-| checkpoints | safetensors, original names, any layout to any layout; runs resume in any layout; MTP layers train |
+| checkpoints | safetensors, `pytorch_model.bin` in; any layout to any layout, runs too; MTP layers train |
 | Accelerate | `hfscale.Accelerator`: prepare, accumulate, clip, gather for metrics, save and load state |
 | `transformers.Trainer`, TRL | in every layout; SFT, DPO, GRPO with vLLM, ...: [docs/trainer.md](docs/trainer.md) |
 | tested with | {versions}, Python 3.11, CPUs over gloo |
