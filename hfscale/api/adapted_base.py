@@ -17,11 +17,11 @@ from ..errors import CheckpointError
 from ..features.adapters.adapter_structure import adapter_parameters, quietly
 from ..features.adapters.plan import plan_adapters
 from ..features.adapters.storage import (
-    WEIGHTS,
     read_config,
     refuse_unfit_files,
     stored_keys,
     stored_names,
+    weights_file,
 )
 from .build_plan import build_plan
 
@@ -41,7 +41,7 @@ class AdaptedBase:
         refuse_unfit_files(config, adapter)
         self.config = config
         self.directory = adapter
-        self.trained: dict[str, TensorOnDisk] = open_tensors([adapter / WEIGHTS])
+        self.trained: dict[str, TensorOnDisk] = open_tensors([weights_file(adapter)])
         refuse_adapters_of_prediction(self.trained, str(adapter))
         try:
             self.model, wrapped = empty_model(base, trusted), empty_model(base, trusted)

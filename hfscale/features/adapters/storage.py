@@ -57,6 +57,13 @@ _OF_MATRICES = (
 )
 _log = logging.getLogger(__name__)
 WEIGHTS = "adapter_model.safetensors"
+_OLD_WEIGHTS = "adapter_model.bin"
+
+
+def weights_file(directory: Path) -> Path:
+    """Return the file with an adapter's weights: safetensors, or that of older versions of PEFT if it is alone."""
+    old = directory / _OLD_WEIGHTS
+    return old if old.exists() and not (directory / WEIGHTS).exists() else directory / WEIGHTS
 
 
 def config_class(method: str) -> tuple[type, dict[str, Any]]:

@@ -175,6 +175,19 @@ def test_what_is_no_factor_is_merged_too(tmp_path: Path, kind: str) -> None:
     assert merged.config.vocab_size == len(merged.get_input_embeddings().weight) == tokens
 
 
+def test_files_of_older_versions_are_merged(tmp_path: Path) -> None:
+    """``pytorch_model.bin`` and ``adapter_model.bin``."""
+    live = save_trained(tmp_path, tiny("qwen2"), 67, bias="all")
+    for name, old in (("base", "pytorch_model.bin"), ("adapter", "adapter_model.bin")):
+        (file,) = (tmp_path / name).glob("*.safetensors")
+        torch.save(load_file(file), tmp_path / name / old)
+        file.unlink()
+    assert main(["merge", *places(tmp_path)]) == 0
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert loss_of(merged, IDS % 67) == pytest.approx(live, rel=1e-5)
+    assert not list((tmp_path / "out").glob("*.bin"))
+
+
 def test_an_adapter_of_new_tokens_that_hfscale_saved(tmp_path: Path) -> None:
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(tiny("llama")).save_pretrained(tmp_path / "base")
