@@ -254,7 +254,7 @@ def test_what_cannot_teach_is_refused(tmp_path: Path) -> None:
     assert (
         smoothed
         == "teacher replaces the model's loss: leave loss_fn, score_loss, label_smoothing and "
-        + ("mtp_loss_weight out")
+        "other terms of a loss out"
     )
     assert "beta" in refusal_of(lambda: hfscale.Teacher(other, student, beta=1.5))
     hfscale.get_peft_model(other, LoraConfig(target_modules=["lm_head"]))
