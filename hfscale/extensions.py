@@ -38,6 +38,8 @@ class Extension:
     reports: Mapping[str, str] = field(default_factory=dict)
     """Format -> the place of a function of an estimate or a search, and a title, that returns a page's text; commands
     that estimate take ``--FORMAT FILE``."""
+    parity_cases: Mapping[str, str] = field(default_factory=dict)
+    """Auto class -> the place of its :class:`~hfscale.testing.verify.ParityCases`, for ``hfscale verify``."""
     explanations: Mapping[str, str] = field(default_factory=dict)
     """Kind of failure, as ``"memory"`` -> the place of a function of the exception that returns lines for the log."""
     plan_parts: Mapping[str, str] = field(default_factory=dict)

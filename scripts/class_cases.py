@@ -14,11 +14,11 @@ from transformers import AutoConfig
 from transformers.models.auto import modeling_auto
 
 from hfscale._compat.transformers.classes import classes_by_config
+from hfscale.extras.pictures.picture_configs import with_pictures
+from hfscale.extras.pictures.picture_parity import PictureCase
 from hfscale.models.clone import HIDDEN, LAYERS, VOCABULARY, tiny_clone
 from hfscale.testing import plain
 from hfscale.testing.parity import Batch
-from hfscale.testing.picture_configs import with_pictures
-from hfscale.testing.picture_parity import PictureCase
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.families import CHANGES

@@ -35,11 +35,11 @@ from tqdm import tqdm
 import hfscale
 from hfscale._compat.transformers.classes import from_config as host_from_config
 from hfscale._compat.transformers.experts import use_eager_experts
+from hfscale.extras.pictures.picture_parity import PictureCase, PlainPictureCase
 from hfscale.models.precision import keep_float64
 from hfscale.plan.feature_plans import OwnLossPlan, TowersPlan
 from hfscale.testing import measure_parity, plain
 from hfscale.testing.parity import Case, Parity, in_float64
-from hfscale.testing.picture_parity import PictureCase, PlainPictureCase
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.fuzz.children import await_all, in_a_child

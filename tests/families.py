@@ -4,8 +4,8 @@ from typing import Any
 
 from transformers import AutoConfig
 
+from hfscale.extras.pictures import picture_configs
 from hfscale.models.clone import LAYERS, layers_of_every_kind, shares_keys, tiny_clone
-from hfscale.testing import picture_configs
 
 # Changes that a default config needs to build and train. RoBERTa's positions are counted from the padding token's id.
 _ROBERTAS = (

@@ -4,7 +4,8 @@ It needs no GPU and no weights, and takes less than a minute.
 """
 
 import re
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from ..checkpoint.stored_forms.scheme import split_stored_form
 from ..config.parallel import AXES, ParallelConfig
 from ..config.schedules import ASYNCHRONOUS, SCHEDULES
 from ..errors import ConfigError, HFScaleError
+from ..extensions import added, provided
 from ..models.clone import EXPERTS, layers_of_every_kind, tiny_clone
 from ..models.module_kinds import EXPERT_FIELDS
 from ..models.precision import keep_float64
@@ -26,8 +28,6 @@ from ..plan import Plan
 from ..plan.feature_plans import OwnLossPlan
 from . import plain
 from .parity import Case, Parity, in_float64, measure_parity
-from .picture_configs import with_pictures
-from .picture_parity import PictureCase, PlainPictureCase
 from .pool import RankError, RankPool
 
 # Auto class -> function that makes its batches. Causal LMs with a loss that train_step knows are trained by that.
@@ -45,7 +45,7 @@ _CLASSES = (
     "AutoModelForSequenceClassification",
     "AutoModelForTokenClassification",
 )
-_PICTURES = "AutoModelForImageTextToText"
+_SLOT = "parity_cases"
 _SMALL_INPUTS = {
     "image_size": 32,
     "num_mel_bins": 8,
@@ -58,16 +58,25 @@ MAX_MICROBATCHES = 32
 MAX_LAYERS = 8
 
 
+@dataclass(frozen=True)
+class ParityCases:
+    """How an extension verifies models of an Auto class."""
+
+    clone: Callable[..., Any]  # as :func:`hfscale.models.clone.tiny_clone`
+    by_step: Callable[[Any], Case]  # the case of a clone that ``train_step`` trains
+    by_loop: Callable[[Any], Case]  # ... and of one that a plain loop does
+
+
 def changes_for(config: PreTrainedConfig, auto_class: Any) -> dict[str, Any]:
     """Return the fields that a clone needs changed to fit its batches; refuse a class without batches."""
     name = auto_class.__name__
-    if name == _PICTURES:
+    if name in added(_SLOT):
         return {}
     if name not in _MAKERS:
+        known = ", ".join((*_MAKERS, *added(_SLOT)))
         raise ConfigError(
-            f"--auto-class {name}: verify makes batches for {', '.join((*_MAKERS, _PICTURES))}, and knows of no batch "
-            "for this one. Compare it in Python: "
-            "hfscale.testing.assert_layout_equal(hfscale.testing.plain.PlainCase(config, "
+            f"--auto-class {name}: verify makes batches for {known}, and knows of no batch for this one. "
+            "Compare it in Python: hfscale.testing.assert_layout_equal(hfscale.testing.plain.PlainCase(config, "
             f"auto_class=transformers.{name}, make_batch=...), layout, pool)"
         )
     fields = config.to_dict()
@@ -95,8 +104,9 @@ def changes_for(config: PreTrainedConfig, auto_class: Any) -> dict[str, Any]:
 
 
 def clone_for(config: PreTrainedConfig, auto_class: Any, layers: int, **changes: Any) -> Any:
-    """Return a tiny config of the same family; for a vision-language model, one for small pictures."""
-    make = with_pictures if auto_class.__name__ == _PICTURES else tiny_clone
+    """Return a tiny config of the same family, as an extension that brings cases of the class makes it."""
+    cases: ParityCases | None = provided(_SLOT, auto_class.__name__)
+    make = tiny_clone if cases is None else cases.clone
     try:
         return make(config, layers=layers, **changes)
     except HFScaleError:
@@ -113,9 +123,10 @@ def case_for(clone: PreTrainedConfig, auto_class: Any, planned: Plan) -> Case:
     """Return the case to train: by ``train_step`` if it knows the loss, else by a plain loop."""
     if planned.loss is not None and auto_class.__name__ == "AutoModelForCausalLM":
         return Case(clone, auto_class=auto_class)
-    if auto_class.__name__ == _PICTURES:
+    cases: ParityCases | None = provided(_SLOT, auto_class.__name__)
+    if cases is not None:
         by_loop = planned.no_step or planned.feature(OwnLossPlan) is not None
-        return PlainPictureCase(clone) if by_loop else PictureCase(clone)
+        return cases.by_loop(clone) if by_loop else cases.by_step(clone)
     given: dict[str, Any] = {"auto_class": auto_class, "make_batch": _MAKERS[auto_class.__name__]}
     own = planned.feature(OwnLossPlan)
     # Which train_step alone cuts.

@@ -7,8 +7,8 @@ import torch
 import transformers
 from transformers import AutoConfig, PreTrainedModel
 
+from hfscale.extras.pictures.picture_configs import CHANGES, with_pictures
 from hfscale.models.clone import merged, tiny_clone
-from hfscale.testing.picture_configs import CHANGES, with_pictures
 
 # Ids that name no class -> their class, with changes to a tiny config of it.
 NAMED: dict[str, tuple[str, dict[str, Any]]] = {

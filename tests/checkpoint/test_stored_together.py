@@ -9,9 +9,9 @@ from transformers import AutoModelForImageTextToText
 
 from hfscale import ParallelConfig
 from hfscale._compat.transformers.stored import AsStored
+from hfscale.extras.pictures.picture_configs import with_pictures
+from hfscale.extras.pictures.picture_parity import PictureCase
 from hfscale.testing import RankPool, assert_layout_equal
-from hfscale.testing.picture_configs import with_pictures
-from hfscale.testing.picture_parity import PictureCase
 
 Pools = Callable[[int], RankPool]
 

@@ -22,8 +22,8 @@ from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQu
 
 import hfscale
 from hfscale import ConfigError, ParallelConfig
+from hfscale.extras.pictures.picture_configs import with_pictures
 from hfscale.testing import RankPool
-from hfscale.testing.picture_configs import with_pictures
 
 from ..mixtures import qwen3_moe
 from ..tiny_models import tiny

@@ -16,8 +16,8 @@ from transformers import AutoModelForImageTextToText
 import hfscale
 from hfscale import CheckpointError, ConfigError, ParallelConfig
 from hfscale.distributed.mesh import Mesh
+from hfscale.extras.pictures.picture_configs import with_pictures
 from hfscale.testing import RankPool
-from hfscale.testing.picture_configs import with_pictures
 from hfscale.testing.pool import RankError
 from hfscale.train.runtime.shards import local_tensor
 

@@ -12,11 +12,11 @@ from transformers import AutoModelForCausalLM, TrainingArguments
 
 import hfscale
 from hfscale import MemoryConfig, ParallelConfig
+from hfscale.extras.pictures.picture_configs import with_pictures
+from hfscale.extras.pictures.picture_parity import PictureCase
 from hfscale.optim.stock import write_rounded
 from hfscale.parallel.context.kernels import ScoreBlock, ScoreKernel, kernel_for, padded_width
 from hfscale.testing import assert_layout_equal
-from hfscale.testing.picture_configs import with_pictures
-from hfscale.testing.picture_parity import PictureCase
 
 from ..mixtures import qwen3_moe
 from ..tiny_models import tiny

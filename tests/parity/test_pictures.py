@@ -11,17 +11,17 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 import hfscale
 from hfscale import ConfigError, ParallelConfig, PlanError
-from hfscale.models.clone import tiny_clone
-from hfscale.models.facts import prove
-from hfscale.plan.feature_plans import TowersPlan
-from hfscale.testing import RankPool, assert_layout_equal
-from hfscale.testing.picture_configs import with_pictures
-from hfscale.testing.picture_parity import (
+from hfscale.extras.pictures.picture_configs import with_pictures
+from hfscale.extras.pictures.picture_parity import (
     PictureCase,
     PlainPictureCase,
     join_pictures,
     make_picture,
 )
+from hfscale.models.clone import tiny_clone
+from hfscale.models.facts import prove
+from hfscale.plan.feature_plans import TowersPlan
+from hfscale.testing import RankPool, assert_layout_equal
 
 from ..tiny_models import needs
 

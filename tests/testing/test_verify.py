@@ -13,11 +13,11 @@ import hfscale
 from hfscale import ParallelConfig
 from hfscale.cli import main
 from hfscale.config.schedules import SCHEDULES
+from hfscale.extras.pictures.picture_parity import PictureCase
 from hfscale.models.clone import tiny_clone
 from hfscale.parallel.pipeline.csv_table import write_csv
 from hfscale.parallel.pipeline.orders import check, order
 from hfscale.testing import Case, Parity, RankPool, measure_parity, verify
-from hfscale.testing.picture_parity import PictureCase
 from hfscale.testing.verify import _heads_that_fit
 
 BIG = LlamaConfig(

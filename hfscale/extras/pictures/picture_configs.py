@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from ..models.clone import HEAD_DIM, merged, tiny_clone
+from ...models.clone import HEAD_DIM, merged, tiny_clone
 
 # What default configs need, to be tiny: changes to decoders; sizes in a config that reads pictures (``tower``) and in
 # one around it (``whole``); changes to such families, in dicts to nested configs; and those with rotary sections

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
-from .._compat.transformers.classes import classes_by_config
-from .._compat.transformers.experts import use_eager_experts
-from ..models.precision import keep_float64
-from .parity import Batch, Case
+from ..._compat.transformers.classes import classes_by_config
+from ..._compat.transformers.experts import use_eager_experts
+from ...models.precision import keep_float64
+from ...testing.parity import Batch, Case
+from ...testing.plain import PlainCase
 from .picture_configs import GRID, IMAGE_TOKEN, LABELS_ONLY, LOWEST, PATCH, PLACEHOLDERS, SIDE
-from .plain import PlainCase
 
 _ROWS: dict[str, int] = {}
 Picture = dict[str, Tensor]
