@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
-from transformers.modeling_layers import MtpLayer
+from transformers.modeling_layers import MtpLayer, MtpModel
 
 import hfscale
 from hfscale.models.precision import keep_float64, make_float64
@@ -20,6 +20,10 @@ from hfscale.testing.parity import Case, _prepare, _with_random_adapters, plain_
 from ...families import config_of
 
 WEIGHT = 0.3
+trains = pytest.mark.skipif(
+    not hasattr(MtpModel, "get_weight_conversions"),
+    reason="this transformers names no stored tensors of such layers, which are refused by name",
+)
 
 
 MELLUM = {

@@ -18,7 +18,7 @@ from hfscale.testing import RankPool
 from hfscale.testing.parity import stored
 
 from ...tiny_models import tiny
-from .plain_prediction import PredictionCase, config_with, reference
+from .plain_prediction import PredictionCase, config_with, reference, trains
 
 Pools = Callable[[int], RankPool]
 BATCH = {name: torch.arange(20).view(2, 10) % 11 for name in ("input_ids", "labels")}
@@ -50,6 +50,7 @@ def resumed(source: str, target: str, layout: ParallelConfig) -> None:
     hfscale.save_pretrained(model, f"{target}/resumed")
 
 
+@trains
 def test_states_are_resumed_and_converted(pools: Pools, tmp_path: Path) -> None:
     source = checkpoint(tmp_path)
     target = str(tmp_path)
@@ -70,6 +71,7 @@ def test_states_are_resumed_and_converted(pools: Pools, tmp_path: Path) -> None:
         assert all(torch.equal(found[key], tensor) for key, tensor in after.items()), name
 
 
+@trains
 def test_transformers_drafts_with_them(tmp_path: Path) -> None:
     model = loaded(checkpoint(tmp_path, "mellum"))
     hfscale.train_step(model, BATCH)
@@ -96,6 +98,7 @@ def test_without_the_option_they_are_carried(tmp_path: Path) -> None:
         assert torch.equal(after[key], tensor), key
 
 
+@trains
 @pytest.mark.parametrize("family", ["glm4_moe", "mellum"])
 def test_new_ones(family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A checkpoint without them gets them, said once, under the family's names."""
@@ -120,6 +123,7 @@ def test_new_ones(family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture)
     )
 
 
+@trains
 def test_evaluation_returns_the_models_own_loss(tmp_path: Path) -> None:
     source = checkpoint(tmp_path)
     plain = hfscale.eval_step(hfscale.from_pretrained(source, dtype=torch.float32), BATCH)
@@ -133,6 +137,7 @@ def test_evaluation_returns_the_models_own_loss(tmp_path: Path) -> None:
     assert outputs.logits.shape == (2, 10, 11)
 
 
+@trains
 def test_the_plan_counts_them() -> None:
     config = config_with(depths=2)
     layout = ParallelConfig(pp_size=2)
@@ -161,6 +166,7 @@ def test_the_plan_counts_them() -> None:
     )
 
 
+@trains
 def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"does not fit 'llama'.*num_nextn_predict_layers"):
         hfscale.from_config(LlamaConfig(**tiny("llama").to_diff_dict()), mtp_loss_weight=0.1)
@@ -180,6 +186,7 @@ def test_refusals(tmp_path: Path) -> None:
         hfscale.train_step(model, {"inputs_embeds": embeds, "labels": BATCH["labels"]})
 
 
+@trains
 def test_adapters_are_merged_in_memory(tmp_path: Path) -> None:
     """From file to file, transformers' model would not have the layers."""
     source = checkpoint(tmp_path)
@@ -203,6 +210,7 @@ def test_adapters_are_merged_in_memory(tmp_path: Path) -> None:
     }
 
 
+@trains
 def test_a_trainer_logs_them(tmp_path: Path) -> None:
     model = hfscale.from_config(config_with(depths=2), mtp_loss_weight=0.1)
     arguments = TrainingArguments(
@@ -223,6 +231,7 @@ def without_its_masks(source: str, layout: ParallelConfig) -> None:
         loaded(source, layout)
 
 
+@trains
 def test_masks_of_another_stage(pools: Pools, tmp_path: Path) -> None:
     config = config_with("mellum", layer_types=["sliding_attention", "full_attention"])
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)

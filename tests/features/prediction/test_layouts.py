@@ -18,9 +18,10 @@ from hfscale.testing.parity import _built, keep_float64, run_rank, stored
 
 from ...mixtures import EAGER
 from ...sweeps import cases
-from .plain_prediction import WEIGHT, PredictionCase, config_with, reference
+from .plain_prediction import WEIGHT, PredictionCase, config_with, reference, trains
 
 Pools = Callable[[int], RankPool]
+pytestmark = trains
 SEQUENCE = {"tp_size": 2, "sequence_parallel": True}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one": {},
