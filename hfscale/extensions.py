@@ -23,7 +23,7 @@ _OWN = "extras"
 
 @dataclass(frozen=True)
 class Extension:
-    """What an extension adds. A place is ``"module:name"``; nothing is imported before it is used."""
+    """Name what an extension adds. A place is ``"module:name"``; nothing is imported before it is used."""
 
     name: str
     exports: Mapping[str, str] = field(default_factory=dict)

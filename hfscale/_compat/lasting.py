@@ -1,4 +1,4 @@
-"""What hfscale changes in other libraries until the process ends: all of it is in one list.
+"""List what hfscale changes in other libraries until the process ends, and change it.
 
 Whatever else it replaces in them is put back at the end of a ``with`` block. These places are called by code of users
 and of other libraries, past hfscale: it would take one rank's part of a model for all of it, and nothing would raise.

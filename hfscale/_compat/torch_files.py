@@ -1,4 +1,4 @@
-"""What a file of ``torch.save`` holds, and where, without reading its tensors."""
+"""Find out what a file of ``torch.save`` holds, and where, without reading its tensors."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 
 class PlaceInFile(NamedTuple):
-    """Where a tensor lies in a file: its first entry is at byte ``begin``, and strides count entries."""
+    """Say where a tensor lies in a file: its first entry is at byte ``begin``, and strides count entries."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]

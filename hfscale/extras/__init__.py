@@ -1,1 +1,1 @@
-"""What no plain training run needs, one package each: every one is an extension, and nothing outside imports it."""
+"""Hold what no plain training run needs, one package each: an extension, which nothing outside imports."""

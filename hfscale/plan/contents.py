@@ -31,7 +31,7 @@ class Feature:
 
     @property
     def batch_fields(self) -> tuple[BatchField, ...]:
-        """What this feature adds to the arguments of a pass, and takes out before the stock model is called."""
+        """Name what this feature adds to the arguments of a pass, and takes out before the stock model is called."""
         return ()
 
     def fill(self, batch: Mapping[str, Any], shift: int) -> "dict[str, Tensor]":
@@ -42,12 +42,12 @@ class Feature:
 
     @property
     def optional_layers(self) -> tuple[str, ...]:
-        """The layers that evaluation leaves out, the last ones of the model."""
+        """Return the layers that evaluation leaves out, the last ones of the model."""
         return ()
 
     @property
     def adds_loss(self) -> str:
-        """The option, in words, by which this feature adds to the model's own loss; empty where it does not."""
+        """Return the option, in words, by which this feature adds to the model's own loss; empty where it does not."""
         return ""
 
 
@@ -93,17 +93,17 @@ class PlanContents:
 
     @cached_property
     def batch_fields(self) -> dict[str, BatchField]:
-        """What features add to the arguments of a pass, by name."""
+        """Return what features add to the arguments of a pass, by name."""
         return {field.name: field for feature in self.features for field in feature.batch_fields}
 
     @property
     def optional_layers(self) -> tuple[str, ...]:
-        """The layers that evaluation leaves out, the last ones of the model."""
+        """Return the layers that evaluation leaves out, the last ones of the model."""
         return tuple(layer for feature in self.features for layer in feature.optional_layers)
 
     @property
     def adds_loss(self) -> str:
-        """The options, in words, by which features add to the model's own loss; empty where none does."""
+        """Return the options, in words, by which features add to the model's own loss; empty where none does."""
         return ", ".join(feature.adds_loss for feature in self.features if feature.adds_loss)
 
     @cached_property

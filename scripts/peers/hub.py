@@ -31,9 +31,8 @@ def fill(cache: Path, names: Iterable[str]) -> list[str]:
         try:
             tokenizer = make_tokenizer(name)
             model = make_model(name, tokenizer)
-        except (
-            Exception
-        ):  # whatever a family wants that nobody foresaw: its tests fail with stock classes too
+        except Exception:
+            # Whatever a family wants that nobody foresaw: its tests fail with stock classes too.
             print(f"{name}: {traceback.format_exc(limit=-1).strip()}", file=sys.stderr)
             model = None
         if model is None:

@@ -105,7 +105,7 @@ _KINDS = (
     _Kind(
         ("pytorch_model*.bin",),
         "weights of transformers in files of torch.save (pytorch_model.bin)",
-        "convert them once (AutoModelForCausalLM.from_pretrained({!r}).save_pretrained(OUT))",
+        "give the directory that has them, with its config.json: they are read as safetensors are",
     ),
     *(
         _Kind((name,), f"weights in a file of torch.save ({name})", _IN_STOCK_CODE)

@@ -59,9 +59,15 @@ class BytesOnDisk:
             self._file.close()
 
     def _open(self) -> None:
+        """Open the file; raise :class:`CheckpointError` if it is not there, ValueError if it is no regular one."""
         if self.path.exists() and not self.path.is_file():  # a pipe, which would be waited for
             raise ValueError("it is no regular file")
-        self._file = self.path.open("rb", buffering=0)
+        try:
+            self._file = self.path.open("rb", buffering=0)
+        except FileNotFoundError as error:
+            raise CheckpointError(
+                f"{self.path} does not exist: download or save the checkpoint again"
+            ) from error
 
     def read(self, offset: int, buffer: Tensor) -> None:
         """Fill ``buffer`` (contiguous) with the bytes at ``offset``."""
@@ -89,10 +95,6 @@ class SafetensorsFile(BytesOnDisk):
         try:
             self._open()
             self.header, self._start = _header(self._file)
-        except FileNotFoundError as error:
-            raise CheckpointError(
-                f"{self.path} does not exist: download or save the checkpoint again"
-            ) from error
         except (
             OSError,
             ValueError,

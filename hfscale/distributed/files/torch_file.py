@@ -23,13 +23,10 @@ class TorchFile(BytesOnDisk):
         try:
             self._open()
             self.places = places_in_file(self.path)
-        except FileNotFoundError as error:
-            raise CheckpointError(
-                f"{self.path} does not exist: download or save the checkpoint again"
-            ) from error
-        except (
-            Exception
-        ) as error:  # whatever torch says of a damaged file, or of types that it does not make
+        except CheckpointError:  # it is not there
+            raise
+        except Exception as error:
+            # Whatever torch says of a damaged file, or of types that it does not make.
             reason = _reason(error)
             raise CheckpointError(
                 f"{self.path} must hold tensors by name, as torch.save writes them since 1.6 ({reason}): download it "

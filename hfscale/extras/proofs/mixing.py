@@ -97,9 +97,8 @@ def _find_mixing(model: Any, padded: bool, mixers: "_Mixers", text: str) -> str:
             return _compare(
                 _Subject(model, text, mixers), _batch(model, padded, bool(text)), mixers
             )
-    except (
-        Exception
-    ) as error:  # the override's, or whatever stock code says of masks and parts of sequences
+    except Exception as error:
+        # The override's, or whatever stock code says of masks and parts of sequences.
         kind = None if padded else mixers.raised_in(error)
         if kind is not None and kind not in mixers.read_masks:
             mixers.read_masks.add(kind)

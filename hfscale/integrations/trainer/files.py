@@ -275,7 +275,7 @@ def _not_of_a_trainer(checkpoint: Path) -> str | None:
 
 
 def _in_torch_files(checkpoint: Path) -> bool:
-    """Return whether weights are in ``pytorch_model.bin``, whose load says what to do."""
+    """Return whether weights, or an adapter's, are in files of ``torch.save``."""
     return any(
         not file.name.startswith("pytorch_model_fsdp") for file in checkpoint.glob("*model*.bin")
     )

@@ -128,7 +128,7 @@ class StatesAside(TrainerCallback):
     """Keep a Trainer's newest state elsewhere than in its output directory, between its checkpoints."""
 
     due = False
-    """Whether the present step is to be saved there."""
+    """Tells whether the present step is to be saved there."""
 
     def kept(self, trainer: Any) -> AbstractContextManager[Path]:
         """Let Trainer write its small files to a directory; save them with the run's state behind the block."""
