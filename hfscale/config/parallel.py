@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass, fields
+from functools import cached_property
 from math import lcm, prod
 from pathlib import Path
 from typing import Any
@@ -181,18 +182,18 @@ class ParallelConfig(Spelled, LayoutFields, ParallelismConfig):
         """Return whether tensor ranks, which share a batch, each dispatch a slice of its tokens to uncut experts."""
         return self.ep > 1 and self.tp > 1 and self.expert_tp == 1
 
-    @property
-    def total_size(self) -> int:
+    @cached_property
+    def total_size(self) -> int:  # type: ignore[override]  # accelerate's is a plain property
         """The number of processes that this layout needs."""
         # Expert ranks are ranks of the other axes.
         return prod(self.asked(axis) for axis in AXES if axis != "ep")
 
-    @property
+    @cached_property
     def batch_world(self) -> int:
         """The number of distinct batches in one step."""
         return self.asked("dp_replicate") * self.asked("dp_shard")
 
-    @property
+    @cached_property
     def data_world(self) -> int:
         """The number of data-parallel ranks: those that compute different tokens."""
         return self.batch_world * self.asked("cp")

@@ -1,6 +1,6 @@
 """The contents of a plan, and the lookups that other modules make in it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -217,6 +217,10 @@ class PlanContents:
         """The number of entries of all parameters, tied ones once."""
         return sum(prod(planned.shape) for planned in self.owned())
 
-    def owned(self) -> Iterator[ParameterPlan]:
+    def owned(self) -> tuple[ParameterPlan, ...]:
         """Return the parameters without the second names of tied tensors."""
-        return (parameter for parameter in self.parameters if parameter.tied_to is None)
+        return self._owned
+
+    @cached_property
+    def _owned(self) -> tuple[ParameterPlan, ...]:
+        return tuple(parameter for parameter in self.parameters if parameter.tied_to is None)

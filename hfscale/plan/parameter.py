@@ -16,6 +16,7 @@ optimizer; and helpers for names of parameters and modules.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -107,7 +108,7 @@ class ParameterPlan:
         """Return its shape on the rank at coordinates ``ranks`` (axis -> rank)."""
         return cut_shape(self.shape, self.cuts, ranks)
 
-    @property
+    @cached_property
     def partial(self) -> tuple[str, ...]:
         """Axes over which each rank holds a partial gradient, to be summed."""
         return tuple(step.axis for step in self.reductions if step.kind == "sum")

@@ -18,7 +18,7 @@ from .._compat.transformers.computing import uses_flash_attention
 from ..errors import ConfigError
 from ..plan.feature_plans import ROUTES
 from .guards import before_step, check_model, check_packed_rows
-from .runtime import Batch, Runtime, StepLoss
+from .runtime import Batch, Part, Runtime, StepLoss
 from .runtime.batches import (
     BORDERS,
     Counts,
@@ -392,7 +392,7 @@ def _microbatches(runtime: Runtime, given: Sequence[Batch], loss: StepLoss) -> l
     ]
     for microbatch in shared:
         microbatch.parts = len(shared) // len(given)
-    for part in runtime.parts:
+    for part in runtime.parts_with(Part.check_step):
         part.check_step(runtime, shared, user_loss=not loss.needs_labels)
     return shared
 

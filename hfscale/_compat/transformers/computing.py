@@ -6,7 +6,7 @@ names of our own wrap its implementations, so that every case not handled here g
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, cast
@@ -316,9 +316,9 @@ def stays_in_32_bits(model: Any) -> Callable[[str], bool]:
     return lambda name: bool(kept) and pattern.search(name) is not None
 
 
-def recomputes(model: Any) -> bool:
-    """Return whether some layers' activations are recomputed in the backward pass."""
-    return any(vars(module).get("gradient_checkpointing", False) for module in model.modules())
+def recomputes(modules: Iterable[nn.Module]) -> bool:
+    """Return whether the activations of some of these modules are recomputed in the backward pass."""
+    return any(vars(module).get("gradient_checkpointing", False) for module in modules)
 
 
 def without_cache(

@@ -107,7 +107,8 @@ class ParameterCasts(Part):
     @contextmanager
     def around_interleaved(self, runtime: Runtime, backward: bool) -> Iterator[None]:
         """Share casts inside the `with` block, in which the weights do not change."""
-        with sharing(Casts()), nullcontext() if recomputes(runtime.model) else autocast_remembers():
+        again = recomputes(runtime.contents.modules)
+        with sharing(Casts()), nullcontext() if again else autocast_remembers():
             yield
 
 

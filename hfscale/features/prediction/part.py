@@ -147,7 +147,7 @@ class MultiTokenPrediction(Part):
             targets = ahead[TARGETS].transpose(0, 1).contiguous()
             hits = torch.zeros_like(targets, dtype=torch.bool)
             self._term = LossTerm(targets, self._weight, hits)
-            self._loss.terms.append(self._term)
+            self._loss.current.terms.append(self._term)
         return args, kwargs
 
     def _note(
@@ -198,7 +198,7 @@ class MultiTokenPrediction(Part):
         self._given.clear()
         if term is None:
             return
-        self._loss.terms.remove(term)
+        self._loss.current.terms.remove(term)
         if term.loss is not None and self._step is not None:
             counts = (each.sum((1, 2)) for each in (term.hits, term.targets != -100))
             self._step += torch.cat((term.loss.double().view(1), *counts))

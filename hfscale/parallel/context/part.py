@@ -28,7 +28,7 @@ _BATCH = "context_batch"
 
 
 class ContextParallel(Part, ContextAxis):
-    """Compute attention over sequences cut across context ranks; do nothing where ``cp_size`` is 1."""
+    """Compute attention over sequences cut across context ranks."""
 
     _runtime: Runtime
     _planned: ContextPlan
@@ -40,6 +40,10 @@ class ContextParallel(Part, ContextAxis):
         self._stack: list[ExitStack] = []
         # Where a recomputed layer has to know its own.
         self._passes: ForwardPasses[CutBatch | None] | None = None
+
+    def is_needed(self, runtime: Runtime) -> bool:
+        """Return whether there are context ranks."""
+        return runtime.mesh.layout.cp > 1
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
         """Replace the model's attention; its other modules run unchanged."""

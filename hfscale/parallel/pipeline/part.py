@@ -12,14 +12,17 @@ from .run import Pipeline
 
 
 class PipelineStages(Part):
-    """Install pipeline parallelism as a part. Does nothing if one rank holds all layers."""
+    """Install pipeline parallelism as a part."""
+
+    def is_needed(self, runtime: Runtime) -> bool:
+        """Return whether the layers are divided into stages."""
+        return runtime.plan.stages is not None
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
         """Replace the local loop by a :class:`Pipeline`, which runs this rank's stages."""
-        if runtime.plan.stages is not None:
-            asynchronous = runtime.mesh.layout.pipeline_schedule in ASYNCHRONOUS
-            runtime.executor = (AsynchronousPipeline if asynchronous else Pipeline)(runtime)
-            list_under_first_names(runtime)
+        asynchronous = runtime.mesh.layout.pipeline_schedule in ASYNCHRONOUS
+        runtime.executor = (AsynchronousPipeline if asynchronous else Pipeline)(runtime)
+        list_under_first_names(runtime)
 
     def check_step(
         self, runtime: Runtime, batches: Sequence[Batch], user_loss: bool = False
@@ -27,9 +30,7 @@ class PipelineStages(Part):
         """Refuse transformers' router loss, which would need the layers of several stages."""
         asked = getattr(runtime.model.config, "output_router_logits", False)
         given = (batch.get("output_router_logits") for batch in batches)
-        if runtime.plan.stages is not None and any(
-            asked if each is None else each for each in given
-        ):
+        if any(asked if each is None else each for each in given):
             raise ConfigError(
                 "output_router_logits=True makes a loss of the router logits of all stages: leave it out, and "
                 "load the model with routing=hfscale.RoutingConfig(balance_loss=...), or use pp_size=1"

@@ -30,7 +30,7 @@ from ...errors import ConfigError, PlanError
 from ...plan import Plan, Stage
 from ...plan.feature_plans import TowersPlan, recomputed
 from ...plan.sequence_split import tokens_of
-from ...train.runtime import Executor, Objective, Runtime
+from ...train.runtime import Executor, Objective, Part, Runtime
 from ...train.runtime.batches import Microbatch
 from .agreement import StageAgreement, TiedGradients
 from .csv_table import read_csv
@@ -172,7 +172,7 @@ class Pipeline(Executor):
             )
         if not backward:
             return runtime.sum_of_shares(self._all_passes(batches, objective, backward=False))
-        with runtime.around(lambda part: part.around_gradients(runtime)), self._ties.summed():
+        with runtime.around(Part.around_gradients), self._ties.summed():
             share = self._all_passes(batches, objective, backward=True)
         return runtime.sum_of_shares(share)
 
@@ -181,7 +181,7 @@ class Pipeline(Executor):
     ) -> Tensor:
         """Run all passes in the schedule's order; return the loss of this batch rank on the last stage, elsewhere 0."""
         runtime = self._runtime
-        with runtime.around(lambda part: part.around_interleaved(runtime, backward)):
+        with runtime.around(Part.around_interleaved, backward):
             self._learn()
             self._batches = batches
             self._objective = objective
@@ -244,7 +244,7 @@ class Pipeline(Executor):
             worker.trains_before = worker.index > 0 and trains[worker.index - 1]
 
     def _tell_workers(self, backward: bool) -> None:
-        reenters = recomputes(self._runtime.model)
+        reenters = recomputes(self._runtime.contents.modules)
         planned = recomputed(self._runtime.plan)
         again = reenters or bool(planned.layers or planned.modules)
         again = again or (self._objective is not None and self._objective.recomputes)
@@ -266,9 +266,7 @@ class Pipeline(Executor):
             {name: value for name, value in batch.items() if self._reads(stage, name, value)}
         )
         arrives = tokens if arrived is not None else None
-        hold = self._runtime.around(
-            lambda part: part.around_stage_pass(self._runtime, arrives, leaves=not last)
-        )
+        hold = self._runtime.around(Part.around_stage_pass, arrives, not last)
         with hold, self._running(stage) as passage:
             passage.arrive(arrived, tokens_of(batch), targets_of(batch))
             if passage.memory is not None:

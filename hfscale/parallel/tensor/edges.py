@@ -11,6 +11,7 @@ inside the edges. Processes and inference's threads install the same hooks, with
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -71,12 +72,14 @@ class Overlap:
         gather, reduce, entries = (
             (None, self._start_sum, x.numel()) if stream is None else stream.collectives(x)
         )
+        autocast = torch.is_autocast_enabled(x.device.type)
         # The gradient is a sum over projections that ran in the autocast dtype: send it in that.
-        if torch.is_autocast_enabled(x.device.type):
+        if autocast:
             reduce = narrowed(reduce, torch.get_autocast_dtype(x.device.type))
-        # Products of their own ask other ranks, each way in its own order, and context ranks may differ by tokens.
-        agrees = any(multiplied_by(each) is not Products for each in self.columns)
+        agrees = self._agrees
         if not (agrees or self.regather) and entries * x.element_size() < overlap.OVERLAPPED_FROM:
+            if stream is None and not autocast:
+                return collectives.copy_to_tp_region(x, self.group)
             enter = (lambda x: x.view_as(x)) if gather is None else lambda x: gather(x).result()
             return collectives.apply_mapping(x, enter, lambda grad: reduce(grad).result())
         asked = {
@@ -96,6 +99,13 @@ class Overlap:
         self._waiting = dict(zip(reads, later, strict=True))
         self.gathered = later[0].regather if later else None
         return x
+
+    @cached_property
+    def _agrees(self) -> bool:
+        """Return whether products of their own ask other ranks, each way in its own order: also of few tokens, since
+        context ranks may have different numbers of them. They are set before the first pass.
+        """
+        return any(multiplied_by(each) is not Products for each in self.columns)
 
     def read_by(self, low_rank: Any, read: Callable[[Tensor], Tensor]) -> None:
         """Let an adapter's first factor ``low_rank`` also drop the input if backward gathers it again."""
@@ -265,14 +275,11 @@ def hook_block(model: nn.Module, block: BlockPlan, edge: Edge) -> None:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Arguments:
-        others = {
-            name: edge.enter_other(kwargs[name])
-            for name in block.enter_inputs
-            if kwargs.get(name) is not None
-        }
-        return with_hidden_states(
-            args, {**kwargs, **others}, edge.enter(hidden_states_of(args, kwargs))
-        )
+        if block.enter_inputs:
+            given = {name: kwargs.get(name) for name in block.enter_inputs}
+            others = {name: edge.enter_other(x) for name, x in given.items() if x is not None}
+            kwargs = {**kwargs, **others}
+        return with_hidden_states(args, kwargs, edge.enter(hidden_states_of(args, kwargs)))
 
     def left(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         return (

@@ -11,9 +11,9 @@ labels, or in evaluation, the head runs as always, and its slices of the logits 
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -42,12 +42,45 @@ from .edges import install_head_edge
 from .lazy_logits import LazyLogits, Scoring, defer_logits
 from .sequence.region import SequenceRegion
 
+_IGNORED = -100
+
+
+@dataclass(frozen=True)
+class LossPass:
+    """Say how the loss of one forward pass is computed: the stock model, which calls it, hands none of this on."""
+
+    count: Tensor | None = (
+        None  # its divisor; ``None``: what the model passes on, or the pass's own labels
+    )
+    label_smoothing: float = 0.0
+    shifted: bool = False  # whether each label is the target of the token beside it
+    # labels that were counted before the pass, and how many of them are valid
+    counted: tuple[Any, int] | None = None
+    scoring: Scoring | None = None
+    teacher: TaughtRows | None = None
+    terms: list["LossTerm"] = field(default_factory=list)  # that features add
+
+    def valid_of(self, labels: Any, ignore_index: int) -> int | None:
+        """Return how many of these labels are valid, if that is known."""
+        if self.counted is None or self.counted[0] is not labels or ignore_index != _IGNORED:
+            return None
+        return self.counted[1]
+
+
+@dataclass
+class _Call:
+    """Hold what is seen of one call of the model."""
+
+    with_labels: bool = False
+    shows_logits: bool = True  # whether anyone reads its logits
+    called_loss: bool = False  # whether it called the loss function
+
 
 @dataclass
 class LossTerm:
     """Add the cross entropy of further rows of logits, which lie behind the model's own: ``n`` times its ``b`` rows.
 
-    A feature makes one for a pass (:attr:`VocabParallelLoss.terms`), and puts the hidden states of its rows behind the
+    A feature makes one for a pass (:attr:`LossPass.terms`), and puts the hidden states of its rows behind the
     model's; terms follow one another in the order of the list.
     """
 
@@ -81,29 +114,27 @@ class VocabParallelLoss(KeepsOutputs):
             cut.local_length(weight.shape[0], r) if cut else weight.shape[0] for r in range(size)
         ]
         self.start = sum(self.lengths[: mesh.tp_rank])
-        self.count: Tensor | None = None
-        self.label_smoothing = 0.0
         self.expected_gradient = 1.0
         self.head: nn.Module | None = None
-        self._with_labels = False
-        self._shows_logits = True
-        self._called = False
-        self._shifted = False
-        self._known: tuple[Any, int] | None = None  # labels that are counted already
-        self._scoring: Scoring | None = None
-        self._teacher: TaughtRows | None = None
-        self.terms: list[LossTerm] = []  # of the current pass
+        self.current = (
+            LossPass()
+        )  # a call that no step makes, unless :meth:`passing` says otherwise
+        self._call = _Call()
+
+    def passing(self, **values: Any) -> AbstractContextManager[LossPass]:
+        """Compute the loss of passes inside the `with` block with these fields of :class:`LossPass`."""
+        return attribute_replaced(self, "current", replace(self.current, **values, terms=[]))
 
     def trains(self, model: nn.Module) -> bool:
         """Return whether the loss of a pass with labels is the one that trains the model."""
-        return self._scoring is None and (self.count is not None or model.training)
+        return self.current.scoring is None and (self.current.count is not None or model.training)
 
     def count_labels(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """Return, on the device, how many labels a microbatch has, and how many are outside of the vocabulary."""
         targets = batch.get("shift_labels")
         if targets is None:  # no position predicts the first labels
             targets = batch["labels"][..., self.shift :]
-        valid = targets != -100
+        valid = targets != _IGNORED
         return valid.sum(), (valid & (targets.clamp(0, sum(self.lengths) - 1) != targets)).sum()
 
     def check_smoothing(self, label_smoothing: float) -> None:
@@ -114,30 +145,30 @@ class VocabParallelLoss(KeepsOutputs):
     ) -> Tensor:
         """Return the loss of one microbatch, divided by the ``count`` valid labels of the step, without logits."""
         given = batch.get("labels") if batch.get("shift_labels") is None else batch["shift_labels"]
-        self._known = None if batch.valid is None else (given, batch.valid)
-        self._shifted = batch.shifted
-        self.count = count
-        self.label_smoothing = label_smoothing
-        try:
-            with packing(batch.packed, batch):
-                output = model(**batch)
-        finally:
-            self._known = None
-            self._shifted = False
-            self.count = None
-            self.label_smoothing = 0.0
+        counted = None if batch.valid is None else (given, batch.valid)
+        with (
+            self.passing(
+                count=count,
+                label_smoothing=label_smoothing,
+                shifted=batch.shifted,
+                counted=counted,
+            ),
+            packing(batch.packed, batch),
+        ):
+            output = model(**batch)
         self._keep(output)
         return output[0] if isinstance(output, tuple) else output.loss
 
-    def scoring(
-        self, temperature: float = 1.0, read: Any = None
-    ) -> AbstractContextManager[Scoring]:
+    @contextmanager
+    def scoring(self, temperature: float = 1.0, read: Any = None) -> Iterator[Scoring]:
         """Score every token in a forward pass with labels, inside the with block: see ``Scoring``."""
-        return attribute_replaced(self, "_scoring", Scoring(temperature, read))
+        scoring = Scoring(temperature, read)
+        with self.passing(scoring=scoring):
+            yield scoring
 
-    def distilling(self, teacher: TaughtRows) -> AbstractContextManager[TaughtRows]:
+    def distilling(self, teacher: TaughtRows) -> AbstractContextManager[Any]:
         """Compute the divergence from a teacher, in place of the cross entropy, inside the with block."""
-        return attribute_replaced(self, "_teacher", teacher)
+        return self.passing(teacher=teacher)
 
     def __call__(
         self,
@@ -151,31 +182,32 @@ class VocabParallelLoss(KeepsOutputs):
         **_: Any,
     ) -> Tensor:
         """Return the loss of ``logits [b, s, V/t]``, lazy or real; refuse ``label_smoothing`` outside ``[0, 1]``."""
-        self._called = True
-        smoothing = self.label_smoothing if label_smoothing is None else label_smoothing
+        current = self.current
+        self._call.called_loss = True
+        smoothing = current.label_smoothing if label_smoothing is None else label_smoothing
         if not 0.0 <= smoothing <= 1.0:
             raise ConfigError(f"label_smoothing must be between 0 and 1, got {smoothing!r}")
         vocabulary = VocabularySlice(
             self.start, sum(self.lengths), max(self.lengths), self.group, smoothing
         )
-        logits, *further = _split_rows(logits, self.terms)
+        logits, *further = _split_rows(logits, current.terms)
         given, targets = self._flat_targets(logits, labels, shift_labels)
-        count = self.count if self.count is not None else num_items_in_batch
-        if self._scoring is not None:
-            total = self._scoring.take(logits, targets, vocabulary)
+        count = num_items_in_batch if current.count is None else current.count
+        if current.scoring is not None:
+            total = current.scoring.take(logits, targets, vocabulary)
             return total / (
                 (targets != ignore_index).sum().clamp(min=1) if count is None else count
             )
-        known = self._known is not None and self._known[0] is given and ignore_index == -100
-        valid = self._known[1] if known and self._known is not None else None
+        valid = current.valid_of(given, ignore_index)
         loss = self._mean(logits, targets, vocabulary, count, ignore_index, valid)
-        if not self.terms:
+        if not current.terms:
             return loss
         count = (targets != ignore_index).sum() if count is None else torch.as_tensor(count)
-        for term, rows in zip(self.terms, further, strict=True):
+        for term, rows in zip(current.terms, further, strict=True):
             every = term.targets.flatten()
             hits = term.hits.view(-1)
-            mean = self._mean(rows, every, vocabulary, count * len(term.targets), -100, hits=hits)
+            divisor = count * len(term.targets)
+            mean = self._mean(rows, every, vocabulary, divisor, _IGNORED, hits=hits)
             term.loss = mean.detach()
             loss = loss + term.weight * mean
         return loss
@@ -193,7 +225,8 @@ class VocabParallelLoss(KeepsOutputs):
         """Return the sum of the cross entropies of rows with a target ``[N]``, divided by ``count`` or their number."""
         if isinstance(logits, LazyLogits) and logits.value is not None:
             logits = logits.materialize()
-        if isinstance(logits, LazyLogits) or self._teacher is not None:
+        teacher = self.current.teacher
+        if isinstance(logits, LazyLogits) or teacher is not None:
             assert self.head is not None
             if isinstance(logits, LazyLogits):
                 head = _rows_of(self.head, logits)
@@ -212,7 +245,7 @@ class VocabParallelLoss(KeepsOutputs):
                 valid=valid,
                 expected=self.expected_gradient,
                 hits=hits,
-                teacher=self._teacher,
+                teacher=teacher,
             )
         rows = logits.reshape(-1, logits.shape[-1])
         total = vocab_cross_entropy(rows, targets, ignore_index=ignore_index, vocabulary=vocabulary)
@@ -231,8 +264,8 @@ class VocabParallelLoss(KeepsOutputs):
         if given is None:
             raise ConfigError("the loss got neither labels nor shift_labels: pass one of them")
         targets = given
-        if shift_labels is None and not self._shifted:  # the last positions have no target
-            targets = nn.functional.pad(given, (0, self.shift), value=-100)[..., self.shift :]
+        if shift_labels is None and not self.current.shifted:  # the last positions have no target
+            targets = nn.functional.pad(given, (0, self.shift), value=_IGNORED)[..., self.shift :]
         targets = targets.reshape(-1)
         if targets.device != logits.device:
             targets = targets.to(logits.device)
@@ -255,15 +288,14 @@ class VocabParallelLoss(KeepsOutputs):
             if args
             else {}
         )
-        self._with_labels = {**named, **kwargs}.get("labels") is not None
-        self._called = False
+        with_labels = {**named, **kwargs}.get("labels") is not None
         unseen = (
-            self.count is not None
-            or self._scoring is not None
+            self.current.count is not None
+            or self.current.scoring is not None
             or (model.training and torch.is_grad_enabled())
         )
         unseen = unseen and self._kept is None
-        self._shows_logits = not (self._with_labels and unseen)
+        self._call = _Call(with_labels, shows_logits=not (with_labels and unseen))
 
     def run_head(
         self,
@@ -272,7 +304,7 @@ class VocabParallelLoss(KeepsOutputs):
         **kwargs: Any,
     ) -> Tensor:
         """Return the head's output, as lazy logits unless the caller will see them."""
-        if self._shows_logits or len(args) != 1 or kwargs:
+        if self._call.shows_logits or len(args) != 1 or kwargs:
             return forward(*args, **kwargs)
         assert self.head is not None
         return defer_logits(
@@ -289,7 +321,9 @@ class VocabParallelLoss(KeepsOutputs):
     ) -> Tensor:
         """Keep logits cut for the loss, gather them for all else (forward hook of the head)."""
         return (
-            logits if self._with_labels else gather_from_tp_region(logits, self.lengths, self.group)
+            logits
+            if self._call.with_labels
+            else gather_from_tp_region(logits, self.lengths, self.group)
         )
 
     def after_model(
@@ -299,12 +333,12 @@ class VocabParallelLoss(KeepsOutputs):
         output: Any,
     ) -> Any:
         """Gather the logits that the caller sees, or drop them (forward hook of the model)."""
-        if not self._with_labels:
+        call = self._call
+        self._call = _Call()
+        if not call.with_labels:
             return output
-        shown = self._shows_logits
-        self._with_labels = False
-        self._shows_logits = True
-        if not self._called:
+        shown = call.shows_logits
+        if not call.called_loss:
             return self._left_alone(model, output)
         if isinstance(output, tuple):  # (loss, logits, ...)
             logits = gather_from_tp_region(output[1], self.lengths, self.group) if shown else None
@@ -325,7 +359,7 @@ class VocabParallelLoss(KeepsOutputs):
             raise ConfigError(
                 f"{its} run on a sharded vocabulary: call it without labels, and compute the loss from its logits"
             )
-        if self.count is not None:
+        if self.current.count is not None:
             raise ConfigError(
                 f"{its} be divided by the number of labels in a step: loop over loss = model(**batch).loss and "
                 "loss.backward() instead of train_step"

@@ -50,11 +50,12 @@ class ModuleContents:
     def fixed(self) -> Iterator[None]:
         """Look at the modules once for the whole ``with`` block, in which nothing changes them."""
         self.version()
+        outer = self._fixed
         self._fixed = True
         try:
             yield
         finally:
-            self._fixed = False
+            self._fixed = outer
 
     def _look(self) -> tuple[list[Any], list[Any]]:
         """Return the numbers of entries and the names, and what has them, children first."""

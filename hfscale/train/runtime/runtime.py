@@ -35,6 +35,8 @@ _ATTRIBUTE = "_hfscale"
 _P = TypeVar("_P", bound="Part")
 
 Batch = Mapping[str, Any]
+Hook = Callable[..., Any]
+"""A method of :class:`Part` that its subclasses may implement, as ``Part.around_step``."""
 
 
 class Part:
@@ -168,7 +170,7 @@ class Executor:
     ) -> Tensor:
         runtime = self._runtime
         total: Tensor | None = None
-        with runtime.around(lambda part: part.around_gradients(runtime)):
+        with runtime.around(Part.around_gradients):
             for index, batch in enumerate(batches):
                 runtime.data.before_backward(last=index == len(batches) - 1)
                 loss = objective.loss(model, batch, index)
@@ -307,6 +309,8 @@ class Runtime:
         self.executor, self.contents = Executor(self), ModuleContents(self.model)
         self._live = LiveParameters(self.model, self.contents)
         self._planned = self.plan  # without what has joined the model since
+        self._parts_seen = self.parts
+        self._implementing = dict[str, tuple[Part, ...]]()  # hook -> the parts that implement it
         planned = self.plan.feature(OwnLossPlan)
         if planned is not None:
             self.loss = OwnLoss(planned, class_name(self.model))
@@ -328,6 +332,8 @@ class Runtime:
 
     def latecomers(self) -> tuple[str, ...]:
         """Return the names of parameters that joined the model since it was planned; in one process alone."""
+        if self.mesh.layout.total_size > 1:
+            return ()
         self.live_parameters()
         return tuple(
             planned.name for planned in self.plan.parameters[len(self._planned.parameters) :]
@@ -337,12 +343,25 @@ class Runtime:
         """Return the part of a class; ``None`` if there is none."""
         return next((part for part in self.parts if isinstance(part, kind)), None)
 
+    def parts_with(self, hook: Hook) -> tuple[Part, ...]:
+        """Return the parts whose class implements a hook of :class:`Part`, in order: few of them, for most hooks."""
+        if self._parts_seen is not self.parts:  # stock code has taken one out
+            self._parts_seen = self.parts
+            self._implementing.clear()
+        name = hook.__name__
+        if name not in self._implementing:
+            self._implementing[name] = tuple(
+                part for part in self.parts if getattr(type(part), name) is not hook
+            )
+        return self._implementing[name]
+
     @contextmanager
-    def around(self, context_of: Callable[[Part], AbstractContextManager[None]]) -> Iterator[None]:
-        """Enter a context of every part for the `with` block, the first part's outermost."""
+    def around(self, hook: Hook, *args: Any) -> Iterator[None]:
+        """Enter the context that each part's ``hook(runtime, *args)`` returns, the first part's outermost."""
         with ExitStack() as stack:
-            for part in self.parts:
-                if not isinstance(context := context_of(part), nullcontext):  # of most parts
+            for part in self.parts_with(hook):
+                context = getattr(part, hook.__name__)(self, *args)
+                if not isinstance(context, nullcontext):
                     stack.enter_context(context)
             yield
 
@@ -350,7 +369,7 @@ class Runtime:
         self, model: nn.Module, batches: Sequence[Microbatch], objective: Objective, backward: bool
     ) -> Tensor:
         """Run the passes of one step, with every part around them: see :meth:`Executor.run`."""
-        with self.around(lambda part: part.around_step(self, batches, train=backward)):
+        with self.around(Part.around_step, batches, backward):
             return self.executor.run(model, batches, objective, backward)
 
     def local_view(self, module: str) -> str | None:
@@ -361,7 +380,7 @@ class Runtime:
 
     def loss_factor(self) -> float:
         """Return the factor on a loss before its backward pass."""
-        return math.prod(part.loss_factor(self) for part in self.parts)
+        return math.prod(part.loss_factor(self) for part in self.parts_with(Part.loss_factor))
 
     def sum_of_shares(self, total: Tensor) -> Tensor:
         """All-reduce a step's loss in place over the ranks that have a term of it, and over pipeline stages."""
