@@ -15,7 +15,6 @@ is needed. :class:`RowTerms` is that arithmetic, for this operator and for the o
 (:mod:`hfscale.distributed.ops.head_cross_entropy`).
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,8 +65,8 @@ class Targets:
 
     def split(self, step: int) -> "list[Targets]":
         """Split into chunks of ``step`` rows."""
-        places = _cut(self.places, step)
-        missed = [None] * len(places) if self.missed is None else _cut(self.missed, step)
+        places = self.places.split(step)
+        missed = [None] * len(places) if self.missed is None else self.missed.split(step)
         return [Targets(*pair) for pair in zip(places, missed, strict=True)]
 
     def kept(self, values: Tensor) -> Tensor:
@@ -85,7 +84,8 @@ class RowTerms:
         self.targets = targets
         compute = compute_dtype(logits.dtype)
         hit = targets.kept(logits.gather(1, targets.places).to(compute))
-        parts = [_log_sum_exp(block, compute) for block in _cut(logits, _rows_per_block(logits))]
+        self._blocks = _blocks(logits)
+        parts = [_log_sum_exp(logits[rows], compute) for rows in self._blocks]
         terms = [parts[0] if len(parts) == 1 else torch.cat(parts), hit]
         if vocabulary.smoothing:
             terms.append(logits.sum(-1, keepdim=True, dtype=compute))
@@ -118,27 +118,20 @@ class RowTerms:
                 logits, self.lse, self.targets.places, hit.to(self.lse.dtype), scale, spread, reuse
             )
         out = logits if reuse else torch.empty_like(logits)
-        rows = _rows_per_block(logits)
-        scales = [scale] * -(-logits.shape[0] // rows) if scale.ndim == 0 else _cut(scale, rows)
-        columns = zip(
-            *(_cut(each, rows) for each in (self.lse, self.targets.places, hit)),
-            scales,
-            strict=True,
-        )
-        for block, target, (lse, places, hits, each) in zip(
-            _cut(logits, rows), _cut(out, rows), columns, strict=True
-        ):
+        for rows in self._blocks:
             # d loss / d logits = softmax - one_hot(target); the buffer is reused only where it has the right type
-            wide = block.to(self.lse.dtype)
-            probabilities = torch.sub(
-                wide, lse, out=target if out.dtype == wide.dtype else None
-            ).exp_()
+            wide = logits[rows].to(self.lse.dtype)
+            into = out[rows]
+            each = scale if scale.ndim == 0 else scale[rows]
+            own = into if into.dtype == wide.dtype else None
+            probabilities = torch.sub(wide, self.lse[rows], out=own).exp_()
             probabilities.mul_(each)
             if self.vocabulary.smoothing:
                 probabilities.sub_(self.vocabulary.smoothing / self.vocabulary.size * each)
-            probabilities.scatter_add_(1, places, hits.to(probabilities.dtype))
-            if out.dtype != wide.dtype:
-                target.copy_(probabilities)
+            hits = hit[rows].to(probabilities.dtype)
+            probabilities.scatter_add_(1, self.targets.places[rows], hits)
+            if own is None:
+                into.copy_(probabilities)
         return out
 
 
@@ -176,15 +169,14 @@ def _gradient(
     return logits.copy_(found) if reuse else found
 
 
-def _cut(x: Tensor, rows: int) -> Sequence[Tensor]:
-    return [x] if x.shape[0] <= rows else x.split(rows)
-
-
-def _rows_per_block(logits: Tensor) -> int:
+def _blocks(logits: Tensor) -> list[slice]:
+    """Return the blocks of rows that are worked one after the other."""
+    count = len(logits)
     if is_fused(logits.device):  # nothing is kept in float32
-        return max(1, len(logits))
+        return [slice(0, count)]
     budget = _BLOCK_ELEMENTS if logits.device.type == "cpu" else _BLOCK_ELEMENTS_GPU
-    return max(1, budget // max(1, logits.shape[1]))
+    step = max(1, budget // max(1, logits.shape[1]))
+    return [slice(start, start + step) for start in range(0, count, step)] or [slice(0, 0)]
 
 
 class _VocabCrossEntropy(torch.autograd.Function):
