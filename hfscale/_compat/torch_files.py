@@ -1,8 +1,9 @@
 """Find out what a file of ``torch.save`` holds, and where, without reading its tensors."""
 
 from collections.abc import Mapping
+from io import IOBase
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,13 +27,28 @@ def places_in_file(path: Path) -> dict[str, PlaceInFile]:
         ValueError: the file holds no mapping, or is not in the zip format that torch writes since 1.6.
         Exception: of torch, for a file that is damaged, or holds other types.
     """
-    with FakeTensorMode():
-        found: Any = torch.load(path, map_location="cpu", weights_only=True)
+    found = _load_without_memory(path)
     if not isinstance(found, Mapping):
         raise ValueError(f"it holds a {type(found).__name__}, and no mapping of names to tensors")
     return {
         str(name): _place_of(tensor) for name, tensor in found.items() if isinstance(tensor, Tensor)
     }
+
+
+def place_of_tensor(archive: IO[bytes] | IOBase, begin: int) -> PlaceInFile:
+    """Return where the tensor of an archive of ``torch.save`` lies in a file that has it from byte ``begin`` on; errors
+    as for :func:`places_in_file`.
+    """
+    found = _load_without_memory(archive)
+    if not isinstance(found, Tensor):
+        raise ValueError(f"it holds a {type(found).__name__}, and no tensor")
+    place = _place_of(found)
+    return place._replace(begin=begin + place.begin)
+
+
+def _load_without_memory(source: Any) -> Any:
+    with FakeTensorMode():
+        return torch.load(source, map_location="cpu", weights_only=True)
 
 
 def _place_of(tensor: Tensor) -> PlaceInFile:

@@ -29,10 +29,11 @@ from .._compat.transformers.classes import class_name, empty_model, stock_class
 from .._compat.transformers.stored import AsStored, convert, loaded_targets
 from ..checkpoint.carried import copy_tensors
 from ..checkpoint.stored_forms.encoding import QuantizedAgain
-from ..checkpoint.stored_forms.forms import in_the_file, load_weights_as, open_plain
+from ..checkpoint.stored_forms.forms import as_plain, in_the_file, load_weights_as
 from ..checkpoint.stored_forms.scheme import describe_form, form_in
 from ..distributed.files.replace import finish_move
-from ..distributed.files.weight_files import open_tensors, weight_files
+from ..distributed.files.sources import open_weights
+from ..distributed.files.weight_files import open_tensors
 from ..distributed.files.writer import INDEX, REPLACED, CheckpointWriter
 from ..errors import CheckpointError, ConfigError
 from ..features.adapters.attach import Adapters
@@ -58,12 +59,11 @@ class _Merged:
 
     def __init__(self, base: Path, adapter: Path, trusted: bool) -> None:
         self.adapted = adapted = AdaptedBase(base, adapter, trusted)
-        files = weight_files(base)
-        if not files:
+        self.stored = as_plain(open_weights(base), adapted.form)
+        if not self.stored:
             raise CheckpointError(
                 f"{base} has no safetensors files and no pytorch_model.bin: give the directory of a checkpoint"
             )
-        self.stored = open_plain(files, adapted.form)
         self.merge = WholeMerge(
             Adapters(None, adapted.whole, adapted.name, adapted.stock_plan), adapted.plan
         )

@@ -17,6 +17,7 @@ from .._compat.transformers.loading import loading_arguments
 from ..config.parallel import ParallelConfig
 from ..distributed.files.foreign import GGUF_TOOL, refuse_foreign, written_elsewhere
 from ..distributed.files.replace import finish_move
+from ..distributed.files.sources import find_source
 from ..models.fields import field
 from ..plan.quantized import AS_STORED
 
@@ -104,6 +105,12 @@ def load_config(path: str, kwargs: Mapping[str, Any]) -> tuple[PreTrainedConfig,
         if key not in ("dtype", "torch_dtype")
     }
     given = taken.pop("config", None)
+    source = find_source(Path(path, kwargs.get("subfolder") or ""))
+    if given is None and source is not None and not (Path(path) / "config.json").exists():
+        raise errors.CheckpointError(
+            f"{path} must have a config.json, and holds weights alone ({source.form}): give that of their model, as "
+            "config=, a directory, a Hub id or a config of transformers"
+        )
     if given is not None and not isinstance(given, PreTrainedConfig | str | os.PathLike):
         raise errors.ConfigError(
             f"config must be a transformers config, got {given!r}: leave it out, or pass transformers.AutoConfig"

@@ -158,6 +158,7 @@ class FromCheckpoint(FromSeed):
             model, weights, missing = load_pretrained(
                 self.outline.auto_class,
                 self.path,
+                self.outline.model,
                 plan,
                 mesh,
                 self.kwargs,

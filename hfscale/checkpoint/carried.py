@@ -17,10 +17,10 @@ from torch import nn
 from .._compat.transformers.classes import class_name
 from ..distributed.files.directories import leads_out
 from ..distributed.files.reader import TensorOnDisk
-from ..distributed.files.weight_files import weight_files
+from ..distributed.files.sources import open_weights
 from ..distributed.files.writer import CheckpointWriter
 from ..errors import CheckpointError
-from .stored_forms.forms import in_the_file, open_plain
+from .stored_forms.forms import as_plain, in_the_file
 from .stored_forms.scheme import form_in
 
 _log = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ def stored_keys(model: nn.Module) -> list[str]:
 
 def _source(directory: Path) -> dict[str, TensorOnDisk]:
     with suppress(CheckpointError):  # a damaged source is as good as none
-        return open_plain(weight_files(directory), form_in(directory))
+        return as_plain(open_weights(directory), form_in(directory))
     return {}
 
 

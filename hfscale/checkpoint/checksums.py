@@ -22,12 +22,12 @@ from torch import Tensor, nn
 
 from .._compat.transformers.stored import convert, loaded_targets
 from ..distributed.files.replace import finish_move
-from ..distributed.files.weight_files import weight_files
+from ..distributed.files.sources import open_weights
 from ..errors import CheckpointError, ConfigError, check_path
 from ..plan.cut import share_spans
 from ..train.guards.replicas import odd_numbers
 from ..train.runtime import Runtime, local_tensor, runtime_of
-from .stored_forms.forms import load_weights_as, open_plain
+from .stored_forms.forms import as_plain, load_weights_as
 from .stored_forms.scheme import form_in
 
 _INTEGERS = {
@@ -135,7 +135,7 @@ def _stored(
     """Return the checksums of the checkpoint's experts, for this rank's part of the parameters to read."""
     by_name = runtime.plan.by_name
     finish_move(directory)
-    stored = open_plain(weight_files(directory), form_in(directory))
+    stored = as_plain(open_weights(directory), form_in(directory))
     if not stored:
         raise CheckpointError(
             f"{directory} has no safetensors files: give the directory of the checkpoint"

@@ -15,14 +15,16 @@ from .._compat.transformers.prediction import PREDICTION, attach_prediction, sto
 from .._compat.transformers.stored import AsStored
 from ..config.parallel import AXES, ParallelConfig
 from ..distributed.files.complete import MARK, content_problems, read_mark
-from ..distributed.files.foreign import has_plain_weights, written_elsewhere
+from ..distributed.files.foreign import written_elsewhere
 from ..distributed.files.replace import finish_move
+from ..distributed.files.sources import find_source, has_weights
 from ..distributed.files.weight_files import open_tensors, weight_files
 from ..distributed.files.writer import REPLACED, CheckpointWriter
 from ..distributed.mesh import Mesh
 from ..errors import CheckpointError
 from ..train.runtime.writing import all_or_none, atomic_directory
 from .carried import carried_tensors, copy_files, copy_tensors, note_carried, stored_keys
+from .convert_source import describe_source
 from .save import write_parameter
 from .state_directory import candidates, find_whole, mark_of, problems_of, states_in
 from .state_format import INDEX, StateIndex, StateReader
@@ -124,14 +126,13 @@ def _write_model(
 def inspect(source: Path, verify: bool = True) -> tuple[str, bool]:
     """Return a description of ``source`` in lines of text, and whether all is complete; ``verify`` reads all of it."""
     finish_move(source)
+    if (foreign := find_source(source)) is not None and not states_in(source):
+        text, whole = describe_source(foreign, source, verify)
+        return "\n".join(text), whole
     files = weight_files(source)
     is_state = (source / INDEX).exists() or not files
     states = states_in(source)
-    if (
-        not states
-        and not has_plain_weights(source)
-        and (other := written_elsewhere(source)) is not None
-    ):
+    if not states and not has_weights(source) and (other := written_elsewhere(source)) is not None:
         what, _, tool = other.partition(": ")
         return f"{source}: {what}, which hfscale does not read\n  {tool}", False
     states = (states or candidates(source)) if is_state else [source]

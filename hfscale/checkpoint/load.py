@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .._compat.transformers.classes import empty_copy, stock_class
-from .._compat.transformers.loading import loading_through
+from .._compat.transformers.loading import from_no_path, loading_through
 from .._compat.transformers.prediction import attach_prediction, stored_names
 from .._compat.transformers.stored import Destination, checkpoint_targets
 from ..distributed.files.foreign import refuse_foreign
@@ -29,8 +29,9 @@ from ..distributed.files.reader import (
     named_files,
 )
 from ..distributed.files.replace import finish_move
+from ..distributed.files.sources import find_source
 from ..distributed.files.stored_rows import StoredRow
-from ..distributed.files.weight_files import TORCH_INDEX
+from ..distributed.files.weight_files import TORCH_INDEX, open_tensors
 from ..distributed.mesh import Mesh
 from ..errors import CheckpointError
 from ..features.adapters import by_peft
@@ -48,7 +49,7 @@ from ..train.runtime.writing import all_or_none
 from .carried import note_carried
 from .merged import merged_parameters, parts_of_share, stored_sources
 from .overwrites import find_overwrites, initialize_around
-from .stored_forms.forms import load_weights_as, open_plain
+from .stored_forms.forms import as_plain, load_weights_as
 from .stored_forms.scheme import StoredForm, form_in
 
 _log = logging.getLogger(__name__)
@@ -56,8 +57,15 @@ _log = logging.getLogger(__name__)
 
 class _Loader:
     def __init__(
-        self, plan: Plan, mesh: Mesh, resized: Collection[str], form: StoredForm | None
+        self,
+        plan: Plan,
+        mesh: Mesh,
+        directory: Path,
+        resized: Collection[str],
+        form: StoredForm | None,
     ) -> None:
+        self.directory = directory
+        self.source = find_source(directory)
         self.plan = plan
         self.mesh = mesh
         self.resized = resized
@@ -75,7 +83,8 @@ class _Loader:
         self, model: Any, weight_mapping: list[Any], files: list[str], quantizer: Any
     ) -> dict[str, Any]:
         """Give the meta model local shapes; return the checkpoint as this rank's lazy tensors."""
-        stored, packed = split_packed(open_plain(files, self.form))
+        opened = open_tensors(files) if self.source is None else self.source.open()
+        stored, packed = split_packed(as_plain(opened, self.form))
         stored = self._with_prediction(model, stored)
         targets = checkpoint_targets(model, list(stored), weight_mapping)
         load_weights_as(
@@ -87,7 +96,7 @@ class _Loader:
                     stored[key], self.plan.by_name[targets[key].name].shape[0]
                 )
         self.stored = {name for found in targets.values() for name in (found.name, *found.others)}
-        self._note_others(model, Path(files[0]).parent, targets)
+        self._note_others(model, Path(files[0]).parent if files else self.directory, targets)
         self._keep_stored(model, stored, targets)
         drop_other_stages(model, self.plan, self.mesh.pp_rank)
         if quantizer is not None:
@@ -303,6 +312,7 @@ class _Loader:
 def load_pretrained(
     auto_class: Any,
     path: str,
+    like: Any,
     plan: Plan,
     mesh: Mesh,
     kwargs: dict[str, Any],
@@ -311,16 +321,28 @@ def load_pretrained(
 ) -> tuple[Any, LocalWeights, set[str]]:
     """Run transformers' ``from_pretrained``; return the model with tensor-local parameters on the meta device and real
     buffers, this rank's final shards by name, and the owned names of parameters that the checkpoint lacks, whose shards
-    are not initialized. Parameters ``resized`` may have another number of rows in the checkpoint; weights quantized
-    there, in a ``form``, are loaded as plain values.
+    are not initialized.
+
+    Args:
+        like: a model of the same class and config, in any layout.
+        resized: parameters that may have another number of rows in the checkpoint.
+        form: how weights are quantized there that are loaded as plain values.
     """
     directory = Path(path, kwargs.get("subfolder") or "")
     for index in (*directory.glob("*.safetensors.index*.json"), directory / TORCH_INDEX):
         if index.exists():
             named_files(index)
-    loader = _Loader(plan, mesh, resized, form)
-    with loading_through(loader.prepare, loader.name_here, loader.initialize) as report:
-        model = auto_class.from_pretrained(path, **kwargs, **_placed(plan, mesh))
+    loader = _Loader(plan, mesh, directory, resized, form)
+    kwargs = {**kwargs, **_placed(plan, mesh)}
+    loading = loading_through(
+        loader.prepare, loader.name_here, loader.initialize, sourced=loader.source is not None
+    )
+    with loading as report:
+        if loader.source is None:
+            model = auto_class.from_pretrained(path, **kwargs)
+        else:
+            kwargs["config"] = like.config
+            model = from_no_path(stock_class(like), directory, kwargs)
     # Nothing is dispatched, and Accelerate would treat the model as dispatched.
     if loader.quantizing is None:
         vars(model).pop("hf_device_map", None)
@@ -378,7 +400,13 @@ def load_weights(model: nn.Module, directory: str | Path) -> None:
             kind = stock_class(runtime.model)
             plan = runtime.plan
             _, weights, missing = load_pretrained(
-                kind, str(directory), plan, runtime.mesh, options, form=form
+                kind,
+                str(directory),
+                runtime.model,
+                plan,
+                runtime.mesh,
+                options,
+                form=form,
             )
             if missing:
                 raise CheckpointError(

@@ -22,7 +22,8 @@ from pathlib import Path
 
 from ..config.environment import RUN
 from ..distributed.files import complete, directories
-from ..distributed.files.foreign import has_plain_weights, written_elsewhere
+from ..distributed.files.foreign import written_elsewhere
+from ..distributed.files.sources import form_of
 from ..distributed.mesh import Mesh
 from ..errors import CheckpointError
 from ..train.runtime.writing import is_writer
@@ -171,8 +172,8 @@ def _held_by(source: Path) -> str | None:
     """Return what a directory without states has of weights, and what reads it, in words; ``None``: nothing known."""
     if (source / "adapter_config.json").exists():
         return "an adapter: hfscale.from_pretrained(BASE, peft_config=...) reads it"
-    if has_plain_weights(source):
-        return "weights in safetensors, and no state of a run: hfscale.from_pretrained reads them, at step 0"
+    if (form := form_of(source)) is not None:
+        return f"weights ({form}), and no state of a run: hfscale.from_pretrained reads them, at step 0"
     return written_elsewhere(source)
 
 

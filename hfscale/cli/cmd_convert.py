@@ -1,10 +1,12 @@
 """Write the weights of a state that hfscale.save_state wrote, in whatever layout, as an ordinary Hugging Face
-directory; of a model with adapters, the adapter. One process, one tensor in memory at a time, no GPU. With
---adapter-for, write a saved adapter of stacked experts as factors of each expert, which engines load.
+directory; of a model with adapters, the adapter. Likewise of FSDP2's shards (torch DCP, Accelerate, Trainer) and of
+transformers' distributed saving. One process, one tensor in memory at a time, no GPU. With --adapter-for, write a saved
+adapter of stacked experts as factors of each expert, which engines load.
 """
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from ..errors import ConfigError
 from .look import add_output, check_directory, check_target, show
@@ -19,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "state",
         metavar="DIR",
         type=Path,
-        help="a state, or several (the newest complete one), or an adapter",
+        help="a state, or several (the newest complete one), another trainer's shards, or an adapter",
     )
     parser.add_argument("out", metavar="OUT", type=Path, help="the directory to write")
     parser.add_argument(
@@ -39,6 +41,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="with --adapter-for: the checkpoint that it adapts",
     )
+    parser.add_argument(
+        "--config",
+        metavar="BASE",
+        type=Path,
+        help="of another trainer's shards: the directory with the config.json of their model",
+    )
     add_output(parser)
 
 
@@ -48,7 +56,11 @@ def run(arguments: argparse.Namespace) -> None:
         _convert_adapter(arguments)
         return
     from ..checkpoint.convert import convert_state
+    from ..distributed.files.sources import find_source
 
+    if (source := find_source(arguments.state)) is not None:
+        _convert_source(source, arguments)
+        return
     options = {
         name: getattr(arguments, name)
         for name in ("max_shard_size", "trust_remote_code", "as_stored")
@@ -63,6 +75,20 @@ def run(arguments: argparse.Namespace) -> None:
         "tensors": len(index.stored),
     }
     show(arguments, found, f"{arguments.out}: {what}{at}, {len(index.stored)} tensors")
+
+
+def _convert_source(source: Any, arguments: argparse.Namespace) -> None:
+    from ..checkpoint.convert_source import convert_source
+
+    written = convert_source(
+        source,
+        arguments.out,
+        arguments.config,
+        max_shard_size=arguments.max_shard_size,
+        trust_remote_code=arguments.trust_remote_code,
+    )
+    found = {"directory": arguments.out, "holds": "a model", "tensors": written}
+    show(arguments, found, f"{arguments.out}: a model, {written} tensors, from {source.form}")
 
 
 def _convert_adapter(arguments: argparse.Namespace) -> None:

@@ -1,5 +1,6 @@
 """Say what a directory holds that hfscale.save_state or save_pretrained wrote: step, layout, tensors, bytes, versions;
-of several states, each. Exits with 1 where something is not whole. Needs no ranks and no GPU.
+of several states, each; of another trainer's directory its form, and the command that reads it. Exits with 1 where
+something is not whole, or not read. Needs no ranks and no GPU.
 """
 
 import argparse

@@ -44,7 +44,7 @@ def test_weights_go_to_the_device_of_the_rank(
     planned = hfscale.plan(tiny("llama"), quantization_config=quantization)
     mesh = replace(build_mesh(hfscale.ParallelConfig()), device=torch.device(device))
     with pytest.raises(_Asked) as asked:
-        load_pretrained(Host, "somewhere", planned, mesh, {"dtype": torch.float32})
+        load_pretrained(Host, "somewhere", Host, planned, mesh, {"dtype": torch.float32})
     given = asked.value.args[0].get("device_map", {})
     assert given == {name: torch.device(place) for name, place in expected.items()}
 

@@ -1,5 +1,6 @@
 """Hook into transformers' ``from_pretrained``, its initialization of modules, and its mark on loaded tensors."""
 
+import copy
 import inspect
 import re
 from collections.abc import Callable, Collection, Iterator
@@ -11,10 +12,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel, initialization as host_init
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedModel,
+    initialization as host_init,
+)
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
-from transformers.utils import logging
+from transformers.utils import GENERATION_CONFIG_NAME, logging
 
 from ...config.environment import local_rank, without_launcher_switches
 from ...errors import CheckpointError
@@ -24,6 +30,7 @@ from .classes import empty_copy
 
 _LOADED = "_is_hf_initialized"
 _READ = (".safetensors", ".bin")
+_OF_THE_HUB = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
 
 
 @contextmanager
@@ -39,13 +46,15 @@ def loading_through(
     ],
     name_of_tie: Callable[[str], str | None],
     initialize: Callable[[Any], None],
+    sourced: bool = False,
 ) -> Iterator[dict[str, Any]]:
     """Call ``prepare`` with each freshly built meta model before ``from_pretrained`` reads weights, in the block.
 
     ``prepare(model, weight_mapping, files, quantizer)`` may change the model's shapes and take modules out, and returns
-    the state dict to load from. The yielded dict receives the missing and mismatched keys that transformers reports.
-    Only parameters are tied for which ``name_of_tie`` returns a name by which they are still in the model;
-    ``initialize`` replaces transformers' initialization of a model whose weights have been read.
+    the state dict to load from; ``sourced``: it knows itself where weights lie, and gets no files. The yielded dict
+    receives the missing and mismatched keys that transformers reports. Only parameters are tied for which
+    ``name_of_tie`` returns a name by which they are still in the model; ``initialize`` replaces transformers'
+    initialization of a model whose weights have been read.
     """
     report: dict[str, Any] = {}
     original = PreTrainedModel.__dict__["_load_pretrained_model"]
@@ -53,13 +62,15 @@ def loading_through(
     def load(
         model: Any, state_dict: Any, files: Any, load_config: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        if state_dict is not None or not files or not str(files[0]).endswith(_READ):
+        read = bool(files) and str(files[0]).endswith(_READ)
+        if not sourced and (state_dict is not None or not read):
             raise CheckpointError(
                 f"hfscale loads safetensors and pytorch_model.bin, {load_config.pretrained_model_name_or_path!r} has "
                 f"{Path(files[0]).name if files else 'none'}: convert it once with "
                 "AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
             )
-        shown = prepare(model, load_config.weight_mapping or [], files, load_config.hf_quantizer)
+        quantizer = load_config.hf_quantizer
+        shown = prepare(model, load_config.weight_mapping or [], files or [], quantizer)
         report["model"], report["ties"] = model, model.all_tied_weights_keys
         named = {
             name: (name_of_tie(name), name_of_tie(first)) for name, first in report["ties"].items()
@@ -89,6 +100,20 @@ def loading_through(
         if "model" in report:
             report["model"].all_tied_weights_keys = report["ties"]
             del report["model"].initialize_weights
+
+
+def from_no_path(kind: Any, directory: Path, kwargs: dict[str, Any]) -> Any:
+    """Run ``from_pretrained`` of a model class, for ``kwargs["config"]``, where what loads the weights knows their
+    place; the model gets the name of the ``directory``, and its generation config, if there is one.
+    """
+    config = copy.deepcopy(kwargs.pop("config"))
+    kwargs = {name: value for name, value in kwargs.items() if name not in _OF_THE_HUB}
+    # Of no tensor: it says that there is nothing to look for.
+    model = kind.from_pretrained(None, config=config, state_dict={}, **kwargs)
+    model.name_or_path = config.name_or_path = str(directory)
+    if (directory / GENERATION_CONFIG_NAME).exists() and model.can_generate():
+        model.generation_config = GenerationConfig.from_pretrained(directory)
+    return model
 
 
 @cache

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ...distributed.files.dequantized import Along, Box, DequantizedOnDisk
-from ...distributed.files.weight_files import open_tensors, weight_files
+from ...distributed.files.sources import open_weights
 from ...distributed.files.writer import Shaped
 from ...errors import CheckpointError, ConfigError
 from ..carried import carried_by
@@ -45,7 +45,7 @@ class QuantizedAgain:
     def __init__(self, directory: Path | None = None, form: StoredForm | None = None) -> None:
         self.form, self._stored = (
             form,
-            open_tensors(weight_files(directory) if directory else ()),
+            open_weights(directory) if directory else {},
         )
         plain = {} if form is None else as_plain(self._stored, form)
         self._weights = {

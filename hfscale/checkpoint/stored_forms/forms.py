@@ -12,17 +12,15 @@ compressed-tensors      ``weight``, ``weight_scale``, ``weight_zero_point``     
 ======================  ===========================================================  ==================================
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 
 import torch
 
 from ..._compat.transformers.stored import Destination
 from ...distributed.files.dequantized import Along, DequantizedOnDisk, StoredPart
 from ...distributed.files.reader import TensorOnDisk
-from ...distributed.files.weight_files import open_tensors
 from ...errors import CheckpointError
 from . import arithmetic
 from .scheme import Scheme, StoredForm
@@ -153,14 +151,12 @@ _PACKED = (".weight", "_proj", "_packed", "_blocks")
 _CODES = {torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8, torch.int32}
 
 
-def open_plain(files: Iterable[str | Path], form: StoredForm | None) -> dict[str, TensorOnDisk]:
-    """Return a lazy tensor for every tensor of several files; for quantized ones, those of a plain checkpoint."""
-    stored = open_tensors(files)
-    return stored if form is None else as_plain(stored, form)
-
-
-def as_plain(stored: Mapping[str, TensorOnDisk], described: StoredForm) -> dict[str, TensorOnDisk]:
+def as_plain(
+    stored: Mapping[str, TensorOnDisk], described: StoredForm | None
+) -> dict[str, TensorOnDisk]:
     """Return a plain checkpoint's tensors in place of those quantized as ``described``, which must fit together."""
+    if described is None:
+        return dict(stored)
     weights: dict[str, TensorOnDisk] = {}
     used: set[str] = set()
     for name in stored:

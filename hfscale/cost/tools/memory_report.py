@@ -89,7 +89,7 @@ def memory_estimate(
         runtime.mesh.pp_rank,
         runtime.mesh.device,
         ranks=runtime.mesh.ranks,
-        all_recomputed=recomputes(model)
+        all_recomputed=recomputes(model.modules())
         if gradient_checkpointing is None
         else gradient_checkpointing,
         chosen=None if part is None else part.chosen,

@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 
 from ...errors import CheckpointError
-from .weight_files import weight_files
+from .sources import has_weights
 
 _DEEP = 2  # levels of directories below the one that is given
 _MOST = 200  # directories that are looked into
@@ -24,6 +24,7 @@ _NO_WEIGHTS = (
     "training_args",
 )
 _BESIDE = "copy the model's config.json and tokenizer beside them"
+_CONFIG = "the config of its model as config="
 _IN_STOCK_CODE = (
     "load it once in stock code (model.load_state_dict(...); model.save_pretrained(OUT))"
 )
@@ -46,20 +47,19 @@ _KINDS = (
     _Kind(
         ("shard-?????-model-?????-of-?????.safetensors",),
         "slices of weights, as transformers' save_pretrained(distributed_checkpoint=True) writes them",
-        "merge them once (transformers.distributed.consolidate_distributed_checkpoint({!r}, 'OUT')), and "
-        + _BESIDE,
+        "give {} itself",
     ),
     _Kind(
         ("pytorch_model_fsdp_*/.metadata",),
         "FSDP's shards, as Accelerate and Trainer write them",
-        "merge them once (accelerate merge-weights {}/pytorch_model_fsdp_0 OUT), and " + _BESIDE,
+        "give {} itself, and " + _CONFIG,
     ),
     _Kind(
         ("pytorch_model_fsdp*rank*.bin",),
         "FSDP's shards, a file of each rank",
         "load them once in Accelerate over as many ranks, and save with state_dict_type FULL_STATE_DICT",
     ),
-    _Kind(("pytorch_model_fsdp*.bin",), "FSDP's full state dict", _IN_STOCK_CODE),
+    _Kind(("pytorch_model_fsdp.bin",), "FSDP's full state dict", "give {} itself, and " + _CONFIG),
     _Kind(
         ("zero_to_fp32.py",),
         "DeepSpeed's ZeRO partitions",
@@ -91,10 +91,7 @@ _KINDS = (
     _Kind(
         (".metadata",),
         "a distributed checkpoint of torch's (DCP), as FSDP2, torchtitan and Lightning write them",
-        "merge it once (python -m torch.distributed.checkpoint.format_utils dcp_to_torch {} OUT.pt, which is "
-        "dcp_to_torch_save), and "
-        + _IN_STOCK_CODE
-        + "; of torchtitan: its script convert_to_hf.py",
+        "give {} itself, and " + _CONFIG,
     ),
     _Kind(("*.gguf",), "a GGUF file", GGUF_TOOL),
     _Kind(
@@ -118,13 +115,6 @@ _KINDS = (
 )
 """The first that fits counts, so special ones come before general ones."""
 
-_SHARDS = _KINDS[0].names[0]
-
-
-def has_plain_weights(directory: Path) -> bool:
-    """Return whether a directory holds files of full tensors, as ``from_pretrained`` reads them."""
-    return any(not fnmatch(file.name, _SHARDS) for file in weight_files(directory))
-
 
 def written_elsewhere(source: Path) -> str | None:
     """Return what another trainer wrote to a file or directory, or just below it, and the tool that converts it."""
@@ -137,10 +127,10 @@ def written_elsewhere(source: Path) -> str | None:
 
 
 def refuse_foreign(source: Path) -> None:
-    """Raise :class:`CheckpointError` if a directory has no plain weights, but another trainer's."""
+    """Raise :class:`CheckpointError` if a directory has no weights that are read, but another trainer's."""
     if (
         source.is_dir()
-        and not has_plain_weights(source)
+        and not has_weights(source)
         and (found := written_elsewhere(source)) is not None
     ):
         raise CheckpointError(
@@ -151,7 +141,7 @@ def refuse_foreign(source: Path) -> None:
 def _of(paths: set[str], directory: Path) -> str | None:
     for kind in _KINDS:
         if all(any(_fits(path, name) for path in paths) for name in kind.names):
-            tool = kind.tool.replace("{!r}", repr(str(directory))).replace("{}", str(directory))
+            tool = kind.tool.replace("{}", str(directory))
             return f"{kind.what}: {tool}"
     return None
 

@@ -95,6 +95,7 @@ class SafetensorsFile(BytesOnDisk):
         try:
             self._open()
             self.header, self._start = _header(self._file)
+            self.metadata = self.header.pop("__metadata__", {})
         except (
             OSError,
             ValueError,
@@ -136,9 +137,9 @@ def _header(file: FileIO) -> tuple[dict[str, Any], int]:
     header: dict[str, Any] = json.loads(
         os.pread(file.fileno(), length, 8), object_pairs_hook=_each_once
     )
-    header.pop("__metadata__", None)
+    entries = (entry for name, entry in header.items() if name != "__metadata__")
     end = 0
-    for entry in sorted(header.values(), key=lambda entry: entry["data_offsets"]):
+    for entry in sorted(entries, key=lambda entry: entry["data_offsets"]):
         start, stop = entry["data_offsets"]
         if (
             start != end

@@ -35,14 +35,13 @@ class TorchFile(BytesOnDisk):
 
     def slices(self) -> dict[str, TensorOnDisk]:
         """Return a lazy tensor for every tensor of the file."""
-        return {name: TensorInTorchFile(self, name) for name in self.places}
+        return {name: TensorInTorchFile(self, name, place) for name, place in self.places.items()}
 
 
 class TensorInTorchFile(TensorOnDisk):
     """One tensor of a file of ``torch.save``."""
 
-    def __init__(self, file: TorchFile, name: str) -> None:
-        place = file.places[name]
+    def __init__(self, file: BytesOnDisk, name: str, place: PlaceInFile) -> None:
         if place.dtype not in NAMES:
             known = ", ".join(sorted(NAMES.values()))
             raise CheckpointError(

@@ -2,12 +2,15 @@
 
 import re
 from collections.abc import Iterable
+from fnmatch import fnmatch
 from pathlib import Path
 
 from .reader import SafetensorsFile, TensorOnDisk
 from .torch_file import TorchFile
 
 _OF_TORCH = re.compile(r"pytorch_model(-\d+-of-\d+)?\.bin")
+SLICED = "shard-?????-model-?????-of-?????.safetensors"
+"""Files that hold a slice of each tensor: :mod:`.sliced_files`."""
 TORCH_INDEX = "pytorch_model.bin.index.json"
 
 
@@ -15,7 +18,9 @@ def weight_files(directory: Path) -> list[Path]:
     """Return the files with full tensors in a directory: safetensors, as transformers prefers, or ``pytorch_model.bin``
     and its parts; none if there are none.
     """
-    found = sorted(directory.glob("*.safetensors"))
+    found = [
+        path for path in sorted(directory.glob("*.safetensors")) if not fnmatch(path.name, SLICED)
+    ]
     return found or sorted(
         path for path in directory.glob("*.bin") if _OF_TORCH.fullmatch(path.name)
     )

@@ -35,8 +35,9 @@ from ...checkpoint.load import load_weights
 from ...checkpoint.state_format import INDEX as STATE_INDEX
 from ...distributed.files.complete import read_mark, size_problems
 from ...distributed.files.directories import sync
-from ...distributed.files.foreign import has_plain_weights, written_elsewhere
+from ...distributed.files.foreign import written_elsewhere
 from ...distributed.files.reader import SafetensorsFile
+from ...distributed.files.sources import has_weights
 from ...distributed.files.writer import INDEX, REPLACED
 from ...distributed.mesh import Mesh
 from ...errors import CheckpointError
@@ -264,9 +265,7 @@ def problem_of(checkpoint: Path) -> str | None:
 
 def _not_of_a_trainer(checkpoint: Path) -> str | None:
     """Return why a directory is no checkpoint of a Trainer's that hfscale reads, or is unfinished; ``None``: it is."""
-    readable = (
-        _has_state(checkpoint) or has_plain_weights(checkpoint) or _in_torch_files(checkpoint)
-    )
+    readable = _has_state(checkpoint) or has_weights(checkpoint) or _in_torch_files(checkpoint)
     if not readable and (other := written_elsewhere(checkpoint)) is not None:
         return f"holds {other}; then load OUT and train on from its weights: the optimizer's state stays behind"
     if (checkpoint / TRAINER_STATE_NAME).exists():

@@ -1,0 +1,121 @@
+"""Convert another trainer's weights to a Hugging Face directory, one tensor at a time, without a GPU; describe them."""
+
+import json
+import shutil
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.trainer import TRAINER_STATE_NAME
+
+from .._compat.transformers.classes import class_name, empty_model
+from .._compat.transformers.stored import AsStored
+from ..distributed.files.reader import TensorOnDisk
+from ..distributed.files.sources import Source
+from ..distributed.files.writer import REPLACED, CheckpointWriter
+from ..errors import CheckpointError
+from ..train.runtime.writing import atomic_directory
+from .save import write_parameter
+from .stored_forms.encoding import QuantizedAgain
+
+_COPIED = (".json", ".py", ".jinja", ".model", ".txt")
+_CONFIG = "config.json"
+
+
+def convert_source(
+    source: Source,
+    target: Path,
+    config: Path | None = None,
+    *,
+    max_shard_size: str | int = "5GB",
+    trust_remote_code: bool = False,
+) -> int:
+    """Write the weights of a source as a Hugging Face directory; return the number of tensors written.
+
+    Args:
+        config: the directory with the model's ``config.json``, whose small files are copied; by default the source's.
+
+    Raises:
+        CheckpointError: the weights are not those of the config's class, or pieces of them are missing.
+    """
+    home = _home(source, config)
+    try:
+        model = empty_model(home, trust_remote_code)
+    except (LookupError, ValueError, OSError) as error:
+        raise CheckpointError(
+            f"{home}: the model cannot be built from its config: {error}"
+        ) from error
+    stored = source.open()
+    _check(model, source, stored)
+    contents = {
+        name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        for name, tensor in stored.items()
+    }
+    converted = AsStored(model, contents)
+    plain = QuantizedAgain()
+    count = sum(prod(tensor.shape) for tensor in stored.values())
+    with atomic_directory(target, stale=REPLACED) as staging:
+        writer = CheckpointWriter(staging.path, converted.layout, max_shard_size, count)
+        for name, tensor in stored.items():
+            write_parameter(writer, converted, plain, name, tensor[...])
+        writer.finish()
+        for path in home.iterdir():
+            if path.suffix in _COPIED and path.name not in (TRAINER_STATE_NAME, *REPLACED):
+                shutil.copyfile(path, staging.path / path.name)
+    return len(converted.layout)
+
+
+def describe_source(source: Source, given: Path, verify: bool = True) -> tuple[list[str], bool]:
+    """Return lines on what another trainer wrote to a directory, and whether all of it can be read; ``verify`` reads
+    every value.
+    """
+    try:
+        stored = source.open()
+        for tensor in stored.values() if verify else ():
+            tensor[...]
+    except CheckpointError as error:
+        return [f"{given}: {source.form}", f"  not whole: {error}"], False
+    size = sum(prod(tensor.shape) * tensor.dtype.itemsize for tensor in stored.values())
+    lines = [f"{given}: {source.form}, {len(stored)} tensors, {size:,} bytes"]
+    state = given / TRAINER_STATE_NAME
+    if state.exists():
+        step = json.loads(state.read_bytes()).get("global_step")
+        lines.append(f"  of a Trainer, step {step}: hfscale.Trainer resumes from it")
+    has_config = (given / _CONFIG).exists()
+    asks = "" if has_config else ", config=BASE"
+    option = "" if has_config else " --config BASE"
+    lines.append(f"  weights: hfscale.from_pretrained({str(given)!r}{asks}), in any layout")
+    lines.append(f"  as safetensors: hfscale convert {given} OUT{option}")
+    return lines, True
+
+
+def _home(source: Source, config: Path | None) -> Path:
+    """Return the directory with the model's config."""
+    places = [config] if config is not None else [source.directory, source.directory.parent]
+    found = next((place for place in places if (place / _CONFIG).exists()), None)
+    if found is None:
+        raise CheckpointError(
+            f"{source.directory} must be converted by the config of its model, and there is none in {places[0]}: give "
+            "the directory that has it, --config BASE"
+        )
+    return found
+
+
+def _check(model: Any, source: Source, stored: Mapping[str, TensorOnDisk]) -> None:
+    """Raise :class:`CheckpointError` unless the tensors are those of the model, by its own names."""
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
+    both = [name for name in expected if name in stored]
+    problems = {
+        "lacks": [name for name in expected if name not in stored and name not in tied],
+        "has others,": [name for name in stored if name not in expected],
+        "has another shape of": [name for name in both if stored[name].shape != expected[name]],
+    }
+    for what, names in problems.items():
+        if names:
+            raise CheckpointError(
+                f"{source.directory} must hold the weights of {class_name(model)}, and {what} {names[0]} and "
+                f"{len(names) - 1} more: give the config that it was trained with"
+            )

@@ -1,0 +1,61 @@
+"""Read what transformers' ``save_pretrained(distributed_checkpoint=True)`` writes: safetensors files of each rank, with
+its slices of all tensors under the same names in each; headers say where a slice begins.
+"""
+
+import json
+from pathlib import Path
+
+from ...errors import CheckpointError
+from .pieces import Piece, TensorInPieces
+from .reader import SafetensorsFile, TensorOnDisk
+from .weight_files import SLICED
+
+_INFO = "DCP_SHARDING_INFO"
+_OFFSETS = "saved_offsets"
+
+
+def open_slices(directory: Path) -> dict[str, TensorOnDisk]:
+    """Return a lazy tensor for every tensor of a directory; raise :class:`CheckpointError` if slices are missing."""
+    pieces: dict[str, list[tuple[tuple[int, ...], TensorOnDisk]]] = {}
+    for path in sorted(directory.glob(SLICED)):
+        file = SafetensorsFile(path)
+        offsets = _offsets(file)
+        for name, tensor in file.slices().items():
+            begin = offsets.get(name, (0,) * len(tensor.shape))
+            if len(begin) != len(tensor.shape) or min(begin, default=0) < 0:
+                raise _damaged(
+                    file, f"offsets {list(begin)} of {name}, whose slice is {list(tensor.shape)}"
+                )
+            pieces.setdefault(name, []).append((begin, tensor))
+    return {name: _whole(directory, name, each) for name, each in pieces.items()}
+
+
+def _offsets(file: SafetensorsFile) -> dict[str, tuple[int, ...]]:
+    try:
+        info = json.loads(file.metadata[_INFO])
+        return {name: tuple(map(int, each[_OFFSETS])) for name, each in info.items()}
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise _damaged(file, type(error).__name__) from error
+
+
+def _damaged(file: SafetensorsFile, found: str) -> CheckpointError:
+    return CheckpointError(
+        f"{file.path} must say in its header where its slices begin ({_INFO}), got {found}: save it again"
+    )
+
+
+def _whole(
+    directory: Path, name: str, pieces: list[tuple[tuple[int, ...], TensorOnDisk]]
+) -> TensorOnDisk:
+    ends = [
+        [start + size for start, size in zip(offsets, tensor.shape, strict=True)]
+        for offsets, tensor in pieces
+    ]
+    shape = [max(each) for each in zip(*ends, strict=True)]
+    dtypes = {tensor.dtype for _, tensor in pieces}
+    if len(dtypes) > 1 or len({len(end) for end in ends}) > 1:
+        raise CheckpointError(
+            f"{directory} must hold slices of {name} of one type and rank, got {sorted(map(str, dtypes))}: save "
+            "it again"
+        )
+    return TensorInPieces(name, shape, dtypes.pop(), (Piece(*each) for each in pieces))

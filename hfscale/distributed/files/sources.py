@@ -1,0 +1,88 @@
+"""Find the weights of a model in a directory that another trainer has written, in a form that is read by its slices.
+
+=========================  ==================================================  ==============================
+form                       files                                               who writes it
+=========================  ==================================================  ==============================
+slices in safetensors      ``shard-00001-model-00001-of-00001.safetensors``    transformers' distributed saving
+distributed checkpoint     ``.metadata``, ``__0_0.distcp``                     FSDP2 in plain loops
+  beside others            ``pytorch_model_fsdp_0/``                           Accelerate, Trainer
+state dict of FSDP         ``pytorch_model_fsdp.bin``                          Accelerate, Trainer
+=========================  ==================================================  ==============================
+
+A further form is an entry of :data:`_FORMS`. Plain files (safetensors, ``pytorch_model.bin``) are transformers' own,
+and come first: :mod:`.weight_files`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from .dcp import METADATA, open_checkpoint
+from .reader import TensorOnDisk
+from .sliced_files import open_slices
+from .torch_file import TorchFile
+from .weight_files import SLICED, open_tensors, weight_files
+
+_FULL = "pytorch_model_fsdp.bin"
+_OF_MEGATRON = "common.pt"  # whose distributed checkpoints have layers stacked, under other names
+
+
+@dataclass(frozen=True)
+class Source:
+    """Describe where weights lie."""
+
+    form: str  # in words
+    directory: Path  # that has the files
+    reader: Callable[[Path], dict[str, TensorOnDisk]]
+
+    def open(self) -> dict[str, TensorOnDisk]:
+        """Return lazy tensors by their names in the model."""
+        return self.reader(self.directory)
+
+
+@dataclass(frozen=True)
+class _Form:
+    words: str
+    pattern: str  # of a file that such a directory has
+    reader: Callable[[Path], dict[str, TensorOnDisk]]
+
+
+_FORMS = (
+    _Form("slices of transformers' distributed saving", SLICED, open_slices),
+    _Form("a distributed checkpoint of torch's (DCP)", METADATA, open_checkpoint),
+    _Form(
+        "FSDP's shards (DCP) beside a state", "pytorch_model_fsdp_0/" + METADATA, open_checkpoint
+    ),
+    _Form("FSDP's full state dict", _FULL, lambda directory: TorchFile(directory / _FULL).slices()),
+)
+
+
+def find_source(directory: Path) -> Source | None:
+    """Return how another trainer's weights in a directory are read; ``None`` if it has plain files, or neither."""
+    if not directory.is_dir() or weight_files(directory) or (directory / _OF_MEGATRON).exists():
+        return None
+    for form in _FORMS:
+        for found in sorted(directory.glob(form.pattern))[:1]:
+            return Source(form.words, found.parent, form.reader)
+    return None
+
+
+def form_of(directory: Path) -> str | None:
+    """Return in words the form of the weights in a directory that are read; ``None`` if it has none."""
+    if files := weight_files(directory):
+        return "pytorch_model.bin" if files[0].suffix == ".bin" else "safetensors"
+    source = find_source(directory)
+    return None if source is None else source.form
+
+
+def has_weights(directory: Path) -> bool:
+    """Return whether a directory holds weights that are read: plain ones, or another trainer's."""
+    return form_of(directory) is not None
+
+
+def open_weights(directory: Path) -> dict[str, TensorOnDisk]:
+    """Return a lazy tensor for every weight in a directory; none if it has none."""
+    if files := weight_files(directory):
+        return open_tensors(files)
+    source = find_source(directory)
+    return {} if source is None else source.open()
