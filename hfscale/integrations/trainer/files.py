@@ -37,7 +37,7 @@ from ...distributed.files.complete import read_mark, size_problems
 from ...distributed.files.directories import sync
 from ...distributed.files.foreign import written_elsewhere
 from ...distributed.files.reader import SafetensorsFile
-from ...distributed.files.sources import has_weights
+from ...distributed.files.sources import find_source, has_weights
 from ...distributed.files.writer import INDEX, REPLACED
 from ...distributed.mesh import Mesh
 from ...errors import CheckpointError
@@ -143,7 +143,7 @@ class Checkpoints(TrainerHooks):
         scheduler = self.lr_scheduler
         if _has_state(checkpoint):
             load_state(model, _state_of(checkpoint), optimizer=optimizer, scheduler=scheduler)
-        elif (checkpoint / stock_state.OPTIMIZER).exists():
+        elif stock_state.is_in(checkpoint):
             with all_or_none(self.runtime.mesh, f"{checkpoint} could not be loaded"):
                 stock_state.read(self.runtime, checkpoint, stock_optimizer(optimizer), scheduler)
         self._streams.read(checkpoint, _has_state(checkpoint), self._rows_of_step)
@@ -235,7 +235,7 @@ def problem_of(checkpoint: Path) -> str | None:
             for each in size_problems(path, read_mark(path)):
                 raise CheckpointError(each)
         weights = [*checkpoint.glob("*.safetensors"), *checkpoint.glob("*model*.bin")]
-        if not weights and not _has_state(checkpoint):
+        if not weights and not _has_state(checkpoint) and find_source(checkpoint) is None:
             return "has no weights"
         for path in sorted(
             {

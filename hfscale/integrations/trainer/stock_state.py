@@ -5,6 +5,8 @@ with the shape of its parameter is cut, or gathered, like the parameter::
 
     optimizer.pt: {"state": {number: {"exp_avg": [full], "step": []}}, "param_groups": [{..., "params": [numbers]}]}
         <-- gathered on rank 0, one tensor after the other / --> each rank takes its shards
+
+Over FSDP2 it writes ``optimizer_0/``, with names in place of numbers, of which each rank reads its slices alone.
 """
 
 from dataclasses import replace
@@ -17,6 +19,8 @@ import torch
 from torch import Tensor
 
 from ..._compat.transformers.classes import empty_copy
+from ...distributed.files.dcp import METADATA, optimizer_of
+from ...distributed.files.reader import ShareOnDisk, TensorOnDisk
 from ...errors import CheckpointError
 from ...optim.factory import decays, owners_of
 from ...plan import ParameterPlan
@@ -26,10 +30,16 @@ from ...train.runtime.parameter_names import stock_name
 from ...train.runtime.writing import is_writer
 
 OPTIMIZER = "optimizer.pt"
+SHARDED = "optimizer_0"  # of FSDP2, a distributed checkpoint of torch's
 SCHEDULER = "scheduler.pt"
 _LARGEST = 16 << 30  # bytes of a state that one process is assumed to have room for
 _Kinds = dict[str, dict[str, torch.dtype | None]]
 """By parameter and state: the dtype of a tensor with the parameter's shape; ``None``: a scalar."""
+
+
+def is_in(checkpoint: Path) -> bool:
+    """Return whether a checkpoint has an optimizer's state that :func:`read` reads."""
+    return (checkpoint / OPTIMIZER).exists() or (checkpoint / SHARDED / METADATA).exists()
 
 
 def write(
@@ -64,49 +74,65 @@ def read(
     runtime: Runtime, checkpoint: Path, optimizer: torch.optim.Optimizer, scheduler: Any
 ) -> None:
     """Resume from a checkpoint of stock Trainer's, on every rank; refuse one of other parameters or cut blocks."""
-    written = torch.load(checkpoint / OPTIMIZER, map_location="cpu", weights_only=True, mmap=True)
-    names = _numbers(runtime, optimizer)
-    groups = written["param_groups"]
-    if names is None or [len(group["params"]) for group in groups] != [
-        len(group) for group in names
-    ]:
-        raise CheckpointError(
-            f"{checkpoint / OPTIMIZER} is the state of {sum(len(group['params']) for group in groups)} parameters in "
-            f"{len(groups)} groups, and this run trains {sum(map(len, names or []))} in {len(optimizer.param_groups)}: "
-            "build model and optimizer as they were built then"
-        )
-    numbers = [number for group in groups for number in group["params"]]
-    number = dict(zip((name for group in names for name in group), numbers, strict=True))
-    planned = {id(parameter): planned for planned, parameter in runtime.parameters()}
-    state = dict[int, dict[str, Any]]()
-    mine = list[dict[str, Any]]()
-    for group, options in zip(optimizer.param_groups, groups, strict=True):
-        mine.append(
-            {
-                **options,
-                "params": [number[planned[id(p)].name] for p in group["params"]],
-            }
-        )
-        for parameter, place in zip(
-            group["params"],
-            mine[-1]["params"],
-            strict=True,
-        ):
-            state[place] = {
-                key: _taken(
-                    key, value, planned[id(parameter)], parameter, runtime.mesh.ranks, optimizer
-                )
-                for key, value in _flat(written["state"].get(place, {})).items()
-            }
-            _refuse_blocks(checkpoint, state[place], planned[id(parameter)])
-    optimizer.load_state_dict({"state": state, "param_groups": mine})
+    path = checkpoint / OPTIMIZER
+    if path.exists():
+        written = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        names = _numbers(runtime, optimizer)
+    else:
+        path = checkpoint / SHARDED
+        written = optimizer_of(path)
+        names = [list(group["params"]) for group in written["param_groups"]]
+    _restore(runtime, path, written, names, optimizer)
     scheduler.load_state_dict(torch.load(checkpoint / SCHEDULER, weights_only=True))
 
 
-def _refuse_blocks(checkpoint: Path, state: dict[str, Any], planned: ParameterPlan) -> None:
+def _restore(
+    runtime: Runtime,
+    path: Path,
+    written: dict[str, Any],
+    names: list[list[str]] | None,
+    optimizer: torch.optim.Optimizer,
+) -> None:
+    """Load a state of all parameters, whose groups have these ``names`` in order."""
+    groups = written["param_groups"]
+    counts = [len(group["params"]) for group in groups]
+    planned = {id(parameter): planned for planned, parameter in runtime.parameters()}
+    owner = {each.name: each.tied_to or each.name for each in runtime.plan.parameters}
+    number: dict[str, Any] = {}
+    if names is not None and counts == [len(group) for group in names]:
+        for group, own in zip(groups, names, strict=True):
+            number |= dict(zip((owner.get(n, n) for n in own), group["params"], strict=True))
+    mine = [[planned[id(p)].name for p in group["params"]] for group in optimizer.param_groups]
+    fits = len(mine) == len(groups) and all(
+        {number.get(name) for name in own} <= set(group["params"])
+        for own, group in zip(mine, groups, strict=True)
+    )
+    if not all(runtime.mesh.all_gather_object(fits)):
+        raise CheckpointError(
+            f"{path} is the state of {sum(counts)} parameters in {len(groups)} groups, and this run trains "
+            f"{sum(map(len, mine))} here in {len(mine)}: build model and optimizer as they were built then"
+        )
+    state: dict[Any, dict[str, Any]] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            plan = planned[id(parameter)]
+            place = number[plan.name]
+            state[place] = {
+                key: _taken(key, value, plan, parameter, runtime.mesh.ranks, optimizer)
+                for key, value in _flat(written["state"].get(place, {})).items()
+            }
+            _refuse_blocks(path, state[place], plan)
+    restored = [
+        {**options, "params": [number[name] for name in own]}
+        for own, options in zip(mine, groups, strict=True)
+    ]
+    optimizer.load_state_dict({"state": state, "param_groups": restored})
+
+
+def _refuse_blocks(path: Path, state: dict[str, Any], planned: ParameterPlan) -> None:
     if "absmax1" in state and planned.cuts:
         raise CheckpointError(
-            f"{checkpoint / OPTIMIZER} has 8-bit states in blocks of full tensors, which this layout cannot shard: "
+            f"{path} has 8-bit states in blocks of full tensors, which this layout cannot shard: "
             "resume in one process, or from a checkpoint of hfscale.Trainer"
         )
 
@@ -130,6 +156,12 @@ def _taken(
     optimizer: Any,
 ) -> Any:
     """Return this rank's shard of a state of the full parameter: cut like it, or as hfscale's optimizers say."""
+    if isinstance(value, TensorOnDisk):
+        if value.shape != planned.shape:
+            return value[...]
+        value = ShareOnDisk(value, planned.cuts, ranks)[...]
+        plain = bool(getattr(optimizer, "keeps_plain_state", False))
+        return value if plain else like_sharded(value, parameter)
     if not isinstance(value, Tensor) or value.ndim == 0:
         return value
     plain = bool(getattr(optimizer, "keeps_plain_state", False))

@@ -1,5 +1,6 @@
 """Runs that stop and go on: in the same layout bit by bit, and between layouts and stock Trainer in one process."""
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from hfscale.integrations.trainer import stock_state
 from hfscale.testing import RankPool
 from hfscale.train.runtime import runtime_of
 
+from ...arrivals import write_trainers_shards
 from ...tiny_models import tiny
 from .script import Case, assert_equal, run
 
@@ -90,6 +92,23 @@ def test_runs_move_between_stock_and_layouts(
         torch.testing.assert_close(
             weights(tmp_path / "back" / "final")[name], value, rtol=1e-4, atol=1e-5
         )
+
+
+@pytest.mark.daily("layout0")
+@pytest.mark.parametrize("layout", [TP2, PP2, DP2], ids=["layout0", "layout1", "layout2"])
+def test_runs_go_on_from_shards_of_fsdp(
+    pools: Pools, start: str, layout: Layout, tmp_path: Path
+) -> None:
+    """As stock Trainer writes them over FSDP2, which runs on no CPU: the model's and the optimizer's state in DCP."""
+    whole = run(CASE, start, str(tmp_path / "stock"), None)
+    theirs = tmp_path / "stock" / "checkpoint-2"
+    shards = shutil.copytree(theirs, tmp_path / "checkpoint-2")
+    pools(2).run(write_trainers_shards, str(theirs), str(shards))
+    for name in ("model.safetensors", "optimizer.pt", "config.json"):
+        (shards / name).unlink()
+    resumed = replace(CASE, resume=str(shards))
+    for found in pools(2).run(run, resumed, start, str(tmp_path / "ours"), layout):
+        assert_equal(without_summary(found), without_summary(whole), layout)
 
 
 def test_averages_of_rows_and_columns_are_cut(pools: Pools, start: str, tmp_path: Path) -> None:
