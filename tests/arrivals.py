@@ -1,6 +1,5 @@
 """Directories as other trainers write them, made by the real libraries over the ranks of a pool."""
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +10,7 @@ from accelerate import PartialState
 from accelerate.utils.fsdp_utils import save_fsdp_model, save_fsdp_optimizer
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.fsdp import StateDictType, fully_shard
+from torch.distributed.tensor import distribute_tensor
 from transformers import AutoModelForCausalLM
 
 try:
@@ -22,16 +22,14 @@ KINDS = ("state dict", "nested", "compiled", "accelerate", "full", "slices")
 """Ways to write weights."""
 
 
-def write_shards(start: str, out: str, kind: str) -> None:
+def write_shards(start: str, out: str, kind: str, dtype: torch.dtype = torch.float32) -> None:
     """Write the model in ``start`` as FSDP2 over all ranks has it."""
     if kind == "slices":
         config = DistributedConfig(fsdp_size=dist.get_world_size())
-        model = AutoModelForCausalLM.from_pretrained(
-            start, dtype=torch.float32, distributed_config=config
-        )
+        model = AutoModelForCausalLM.from_pretrained(start, dtype=dtype, distributed_config=config)
         model.save_pretrained(out, distributed_checkpoint=True)
         return
-    model = _sharded(start)
+    model = _sharded(start, dtype)
     state = get_model_state_dict(model)
     if kind == "state dict":
         dcp.save(state, checkpoint_id=out)
@@ -48,31 +46,35 @@ def write_shards(start: str, out: str, kind: str) -> None:
 
 def write_trainers_shards(checkpoint: str, out: str) -> None:
     """Write what FSDP2 over all ranks has of a checkpoint that stock Trainer wrote in one process."""
-    model = _sharded(checkpoint)
-    written = torch.load(Path(checkpoint, "optimizer.pt"), weights_only=True)
+    write_shards(checkpoint, out, "accelerate")
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
     decay = [name for name, p in model.named_parameters() if p.ndim > 1]
     others = [name for name, p in model.named_parameters() if p.ndim == 1]
-    named = dict(model.named_parameters())
-    groups = [{"params": [named[name] for name in names]} for names in (decay, others)]
-    optimizer = torch.optim.AdamW(groups)
+    write_optimizer(checkpoint, f"{checkpoint}/optimizer.pt", out, [decay, others])
+
+
+def write_optimizer(start: str, file: str, out: str, names: list[list[str]]) -> None:
+    """Write the state of an optimizer over full parameters, whose groups have these ``names``, as FSDP2 has it."""
+    written = torch.load(file, weights_only=True)
+    model = _sharded(start, None)
+    named: dict[str, Any] = dict(model.named_parameters())
+    optimizer = torch.optim.AdamW([{"params": [named[n] for n in group]} for group in names])
     optimizer.load_state_dict({**written, "state": {}})
-    for number, name in enumerate([*decay, *others]):
-        parameter: Any = named[name]
-        mesh = parameter.device_mesh
+    for number, name in enumerate(name for group in names for name in group):
+        like = named[name]
         for key, value in written["state"][number].items():
-            spread = value if value.ndim == 0 else dcp_shard(value, mesh, parameter)
-            optimizer.state[parameter][key] = spread
-    save_fsdp_model(_plugin(False), _accelerator(), model, out)
+            spread = value if value.ndim == 0 else _like(value, like)
+            optimizer.state[like][key] = spread
     save_fsdp_optimizer(_plugin(False), _accelerator(), optimizer, model, out)
 
 
-def dcp_shard(value: torch.Tensor, mesh: Any, like: Any) -> Any:
-    return torch.distributed.tensor.distribute_tensor(value, mesh, like.placements)
+def _like(value: torch.Tensor, like: Any) -> Any:
+    return distribute_tensor(value, like.device_mesh, like.placements)
 
 
-def _sharded(start: str) -> Any:
+def _sharded(start: str, dtype: torch.dtype | None) -> Any:
     PartialState(cpu=True)  # whose logger asks for it
-    model = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(start, dtype=dtype)
     inside = next(each for each in model.modules() if isinstance(each, torch.nn.ModuleList))
     for layer in inside:
         fully_shard(layer)

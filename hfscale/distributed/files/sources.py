@@ -7,6 +7,7 @@ slices in safetensors      ``shard-00001-model-00001-of-00001.safetensors``    t
 distributed checkpoint     ``.metadata``, ``__0_0.distcp``                     FSDP2 in plain loops
   beside others            ``pytorch_model_fsdp_0/``                           Accelerate, Trainer
 state dict of FSDP         ``pytorch_model_fsdp.bin``                          Accelerate, Trainer
+plain, without a config    ``model.safetensors``, ``pytorch_model.bin``        Accelerate's ``save_state``
 =========================  ==================================================  ==============================
 
 A further form is an entry of :data:`_FORMS`. Plain files (safetensors, ``pytorch_model.bin``) are transformers' own,
@@ -23,6 +24,8 @@ from .sliced_files import open_slices
 from .torch_file import TorchFile
 from .weight_files import SLICED, open_tensors, weight_files
 
+_CONFIG = "config.json"
+_OF_MODELS = ("model", "pytorch_model")  # not the shards of a state
 _FULL = "pytorch_model_fsdp.bin"
 _OF_MEGATRON = "common.pt"  # whose distributed checkpoints have layers stacked, under other names
 
@@ -58,13 +61,20 @@ _FORMS = (
 
 
 def find_source(directory: Path) -> Source | None:
-    """Return how another trainer's weights in a directory are read; ``None`` if it has plain files, or neither."""
-    if not directory.is_dir() or weight_files(directory) or (directory / _OF_MEGATRON).exists():
+    """Return how the weights in a directory are read where transformers does not; ``None`` if it does, or has none."""
+    if not directory.is_dir() or (directory / _OF_MEGATRON).exists():
         return None
+    if plain := weight_files(directory):
+        by_host = (directory / _CONFIG).exists() or not plain[0].name.startswith(_OF_MODELS)
+        return None if by_host else Source("weights alone", directory, _open_plain)
     for form in _FORMS:
         for found in sorted(directory.glob(form.pattern))[:1]:
             return Source(form.words, found.parent, form.reader)
     return None
+
+
+def _open_plain(directory: Path) -> dict[str, TensorOnDisk]:
+    return open_tensors(weight_files(directory))
 
 
 def form_of(directory: Path) -> str | None:

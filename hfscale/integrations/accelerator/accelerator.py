@@ -8,6 +8,7 @@ leaves the model, which hfscale has wrapped already, alone.
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import accelerate
@@ -32,6 +33,7 @@ from ...parallel.data import set_gradient_sync
 from ...train import clip_grad_norm_
 from ...train.runtime import Runtime, find_runtime, runtime_of
 from ...train.runtime.handover import check_optimizers
+from .foreign_state import is_accelerates, load_accelerates
 from .gathering import gather_batches, gather_objects, holds_tensors_alone, reduce_batches
 from .loaders import CollateLast, OneOrder, dealt, is_stream, seed_workers_alike
 from .whole_models import agree_on_weights, check_beside, is_plain, parameter_ids
@@ -358,11 +360,15 @@ class Accelerator(accelerate.Accelerator):
         return str(output_dir)
 
     def load_state(self, input_dir: Any = None, load_kwargs: Any = None, **more: Any) -> None:
-        """Restore the prepared model, optimizer and schedulers from :meth:`save_state`."""
+        """Restore the prepared model, optimizer and schedulers from :meth:`save_state`, or Accelerate's own."""
         if self._is_stock:
             super().load_state(input_dir, load_kwargs, **more)
             return
         model, optimizer, others = one_run(self, input_dir, self._orders)
+        if is_accelerates(Path(input_dir)):
+            schedulers = [scheduler.scheduler for scheduler in prepared(self, "schedulers")]
+            load_accelerates(model, Path(input_dir), optimizer, schedulers)
+            return
         load_state(model, input_dir, optimizer=optimizer, **others)
         for order in self._orders:
             order.leave_off()

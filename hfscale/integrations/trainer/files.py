@@ -146,6 +146,12 @@ class Checkpoints(TrainerHooks):
         elif stock_state.is_in(checkpoint):
             with all_or_none(self.runtime.mesh, f"{checkpoint} could not be loaded"):
                 stock_state.read(self.runtime, checkpoint, stock_optimizer(optimizer), scheduler)
+        elif is_writer(self.runtime.mesh):
+            _log.warning(
+                "%s has no optimizer's state: its weights and step go on, the optimizer's moments and the schedule "
+                "begin anew",
+                checkpoint,
+            )
         self._streams.read(checkpoint, _has_state(checkpoint), self._rows_of_step)
 
     def write_random_states(self, directory: Path) -> None:

@@ -19,12 +19,10 @@ import torch
 from torch import Tensor
 
 from ..._compat.transformers.classes import empty_copy
+from ...checkpoint.foreign_optimizer import restore_optimizer
 from ...distributed.files.dcp import METADATA, optimizer_of
-from ...distributed.files.reader import ShareOnDisk, TensorOnDisk
-from ...errors import CheckpointError
 from ...optim.factory import decays, owners_of
-from ...plan import ParameterPlan
-from ...train.runtime import Runtime, like_sharded, local_tensor
+from ...train.runtime import Runtime, local_tensor
 from ...train.runtime.full_tensors import SavedTensor, full_tensors, tensors_to_save
 from ...train.runtime.parameter_names import stock_name
 from ...train.runtime.writing import is_writer
@@ -82,102 +80,8 @@ def read(
         path = checkpoint / SHARDED
         written = optimizer_of(path)
         names = [list(group["params"]) for group in written["param_groups"]]
-    _restore(runtime, path, written, names, optimizer)
+    restore_optimizer(runtime, path, written, names, optimizer)
     scheduler.load_state_dict(torch.load(checkpoint / SCHEDULER, weights_only=True))
-
-
-def _restore(
-    runtime: Runtime,
-    path: Path,
-    written: dict[str, Any],
-    names: list[list[str]] | None,
-    optimizer: torch.optim.Optimizer,
-) -> None:
-    """Load a state of all parameters, whose groups have these ``names`` in order."""
-    groups = written["param_groups"]
-    counts = [len(group["params"]) for group in groups]
-    planned = {id(parameter): planned for planned, parameter in runtime.parameters()}
-    owner = {each.name: each.tied_to or each.name for each in runtime.plan.parameters}
-    number: dict[str, Any] = {}
-    if names is not None and counts == [len(group) for group in names]:
-        for group, own in zip(groups, names, strict=True):
-            number |= dict(zip((owner.get(n, n) for n in own), group["params"], strict=True))
-    mine = [[planned[id(p)].name for p in group["params"]] for group in optimizer.param_groups]
-    fits = len(mine) == len(groups) and all(
-        {number.get(name) for name in own} <= set(group["params"])
-        for own, group in zip(mine, groups, strict=True)
-    )
-    if not all(runtime.mesh.all_gather_object(fits)):
-        raise CheckpointError(
-            f"{path} is the state of {sum(counts)} parameters in {len(groups)} groups, and this run trains "
-            f"{sum(map(len, mine))} here in {len(mine)}: build model and optimizer as they were built then"
-        )
-    state: dict[Any, dict[str, Any]] = {}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            plan = planned[id(parameter)]
-            place = number[plan.name]
-            state[place] = {
-                key: _taken(key, value, plan, parameter, runtime.mesh.ranks, optimizer)
-                for key, value in _flat(written["state"].get(place, {})).items()
-            }
-            _refuse_blocks(path, state[place], plan)
-    restored = [
-        {**options, "params": [number[name] for name in own]}
-        for own, options in zip(mine, groups, strict=True)
-    ]
-    optimizer.load_state_dict({"state": state, "param_groups": restored})
-
-
-def _refuse_blocks(path: Path, state: dict[str, Any], planned: ParameterPlan) -> None:
-    if "absmax1" in state and planned.cuts:
-        raise CheckpointError(
-            f"{path} has 8-bit states in blocks of full tensors, which this layout cannot shard: "
-            "resume in one process, or from a checkpoint of hfscale.Trainer"
-        )
-
-
-def _flat(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the state without the nested dictionaries of bitsandbytes."""
-    nested = [value for value in state.values() if isinstance(value, dict)]
-    plain = {key: value for key, value in state.items() if not isinstance(value, dict)}
-    return {
-        **plain,
-        **{key: value for each in nested for key, value in each.items()},
-    }
-
-
-def _taken(
-    key: str,
-    value: Any,
-    planned: ParameterPlan,
-    parameter: Tensor,
-    ranks: dict[str, int],
-    optimizer: Any,
-) -> Any:
-    """Return this rank's shard of a state of the full parameter: cut like it, or as hfscale's optimizers say."""
-    if isinstance(value, TensorOnDisk):
-        if value.shape != planned.shape:
-            return value[...]
-        value = ShareOnDisk(value, planned.cuts, ranks)[...]
-        plain = bool(getattr(optimizer, "keeps_plain_state", False))
-        return value if plain else like_sharded(value, parameter)
-    if not isinstance(value, Tensor) or value.ndim == 0:
-        return value
-    plain = bool(getattr(optimizer, "keeps_plain_state", False))
-    if tuple(value.shape) == tuple(planned.shape):
-        share = planned.take(value, ranks).clone()
-        return share if plain else like_sharded(share, parameter)
-    state_layout = optimizer.state_layout(planned, key, tuple(value.shape)) if plain else None
-    if (
-        state_layout is not None
-        and not state_layout.own
-        and tuple(state_layout.shape) == tuple(value.shape)
-    ):
-        for cut in () if state_layout.block else state_layout.cuts:
-            value = cut.take(value, ranks.get(cut.axis, 0))
-        return value.clone()
-    return value
 
 
 def _numbers(runtime: Runtime, optimizer: torch.optim.Optimizer) -> list[list[str]] | None:

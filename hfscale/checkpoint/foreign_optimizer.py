@@ -1,0 +1,141 @@
+"""Restore an optimizer's state that another trainer wrote of all parameters: each rank takes its shards of it.
+
+Torch numbers parameters in the order of the groups; torch's distributed checkpoints name them. A state with the shape
+of its parameter is cut like it; others belong to a whole parameter, or are cut as hfscale's own optimizers say.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..distributed.files.reader import ShareOnDisk, TensorOnDisk
+from ..errors import CheckpointError
+from ..plan import ParameterPlan
+from ..train.runtime import Runtime, like_sharded
+
+
+def restore_optimizer(
+    runtime: Runtime,
+    path: Path,
+    written: dict[str, Any],
+    names: list[list[str]] | None,
+    optimizer: torch.optim.Optimizer,
+) -> None:
+    """Load the state of an optimizer over the whole model into ``optimizer``, of which each rank takes its shards.
+
+    Args:
+        path: where it is from, for errors.
+        written: as ``state_dict()`` has it; tensors may be lazy.
+        names: the parameters of each of its groups, in order; ``None`` if nobody knows.
+
+    Raises:
+        CheckpointError: other parameters train now, or in other groups; or blocks of 8 bits would be cut.
+    """
+    groups = written["param_groups"]
+    counts = [len(group["params"]) for group in groups]
+    planned = {id(parameter): planned for planned, parameter in runtime.parameters()}
+    owner = {each.name: each.tied_to or each.name for each in runtime.plan.parameters}
+    number: dict[str, Any] = {}
+    if names is not None and counts == [len(group) for group in names]:
+        for group, own in zip(groups, names, strict=True):
+            number |= dict(zip((owner.get(n, n) for n in own), group["params"], strict=True))
+    mine = [[planned[id(p)].name for p in group["params"]] for group in optimizer.param_groups]
+    fits = len(mine) == len(groups) and all(
+        {number.get(name) for name in own} <= set(group["params"])
+        for own, group in zip(mine, groups, strict=True)
+    )
+    if not all(runtime.mesh.all_gather_object(fits)):
+        raise CheckpointError(
+            f"{path} is the state of {sum(counts)} parameters in {len(groups)} groups, and this run trains "
+            f"{sum(map(len, mine))} here in {len(mine)}: build model and optimizer as they were built then"
+        )
+    state: dict[Any, dict[str, Any]] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            plan = planned[id(parameter)]
+            place = number[plan.name]
+            state[place] = {
+                key: _taken(key, value, plan, parameter, runtime.mesh.ranks, optimizer)
+                for key, value in _flat(written["state"].get(place, {})).items()
+            }
+            _refuse_blocks(path, state[place], plan)
+    restored = [
+        {**options, "params": [number[name] for name in own]}
+        for own, options in zip(mine, groups, strict=True)
+    ]
+    optimizer.load_state_dict({"state": state, "param_groups": restored})
+
+
+def names_of_groups(runtime: Runtime, optimizer: torch.optim.Optimizer) -> list[list[str]] | None:
+    """Return the parameters in each group over all stages, as one process has them; ``None`` where stages leave open in
+    which order. Collective.
+    """
+    held = {id(parameter): planned.name for planned, parameter in runtime.parameters()}
+    mine = [[held[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    every = runtime.mesh.all_gather_object(mine)
+    place = {planned.name: number for number, planned in enumerate(runtime.plan.owned())}
+    tied = {name for name in place if len(runtime.plan.holders(name)) > 1}
+    groups = []
+    for parts in zip(*every, strict=True):
+        alone = [[name for name in part if name not in tied] for part in parts]
+        in_order = all(part == sorted(part, key=place.__getitem__) for part in alone)
+        if all(part == parts[0] for part in parts):
+            groups.append(parts[0])
+        elif in_order:
+            groups.append(sorted(set().union(*parts), key=place.__getitem__))
+        else:
+            return None
+    return groups
+
+
+def _refuse_blocks(path: Path, state: dict[str, Any], planned: ParameterPlan) -> None:
+    if "absmax1" in state and planned.cuts:
+        raise CheckpointError(
+            f"{path} has 8-bit states in blocks of full tensors, which this layout cannot shard: "
+            "resume in one process, or from a checkpoint of hfscale.Trainer"
+        )
+
+
+def _flat(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state without the nested dictionaries of bitsandbytes."""
+    nested = [value for value in state.values() if isinstance(value, dict)]
+    plain = {key: value for key, value in state.items() if not isinstance(value, dict)}
+    return {
+        **plain,
+        **{key: value for each in nested for key, value in each.items()},
+    }
+
+
+def _taken(
+    key: str,
+    value: Any,
+    planned: ParameterPlan,
+    parameter: Tensor,
+    ranks: dict[str, int],
+    optimizer: Any,
+) -> Any:
+    """Return this rank's shard of a state of the full parameter: cut like it, or as hfscale's optimizers say."""
+    if isinstance(value, TensorOnDisk):
+        if value.shape != planned.shape:
+            return value[...]
+        value = ShareOnDisk(value, planned.cuts, ranks)[...]
+        plain = bool(getattr(optimizer, "keeps_plain_state", False))
+        return value if plain else like_sharded(value, parameter)
+    if not isinstance(value, Tensor) or value.ndim == 0:
+        return value
+    plain = bool(getattr(optimizer, "keeps_plain_state", False))
+    if tuple(value.shape) == tuple(planned.shape):
+        share = planned.take(value, ranks).clone()
+        return share if plain else like_sharded(share, parameter)
+    state_layout = optimizer.state_layout(planned, key, tuple(value.shape)) if plain else None
+    if (
+        state_layout is not None
+        and not state_layout.own
+        and tuple(state_layout.shape) == tuple(value.shape)
+    ):
+        for cut in () if state_layout.block else state_layout.cuts:
+            value = cut.take(value, ranks.get(cut.axis, 0))
+        return value.clone()
+    return value

@@ -1,0 +1,77 @@
+"""Go on from a directory of Accelerate's own ``save_state``, of any number of processes, plain or sharded by FSDP2::
+
+model.safetensors, pytorch_model.bin     or pytorch_model_fsdp_0/     the model's weights
+optimizer.bin                            or optimizer_0/              moments and groups
+scheduler.bin, scheduler_1.bin                                        schedules
+random_states_0.pkl, sampler.bin                                      streams of its processes: not read
+"""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...checkpoint.foreign_optimizer import names_of_groups, restore_optimizer
+from ...checkpoint.load import load_weights
+from ...distributed.files.dcp import METADATA, optimizer_of
+from ...distributed.files.sources import has_weights
+from ...errors import CheckpointError
+from ...train.runtime import Runtime, runtime_of
+from ...train.runtime.writing import all_or_none
+
+_OPTIMIZER = "optimizer.bin"
+_SHARDED = "optimizer_0"
+_log = logging.getLogger(__name__)
+
+
+def is_accelerates(directory: Path) -> bool:
+    """Return whether a directory is what Accelerate's ``save_state`` wrote."""
+    return any(directory.glob("random_states_*.pkl")) and has_weights(directory)
+
+
+def load_accelerates(
+    model: nn.Module, directory: Path, optimizer: Any, schedulers: Sequence[Any]
+) -> None:
+    """Load weights, the optimizer's state and those of schedules on every rank, which takes its shards.
+
+    Raises:
+        CheckpointError: it has states of other parameters, or lacks some.
+    """
+    runtime = runtime_of(model)
+    load_weights(model, directory)
+    with all_or_none(runtime.mesh, f"{directory} could not be loaded"):
+        if optimizer is not None:
+            _load_optimizer(runtime, directory, optimizer)
+        for number, scheduler in enumerate(schedulers):
+            name = f"scheduler_{number}.bin" if number else "scheduler.bin"
+            scheduler.load_state_dict(_read(directory / name))
+    if runtime.mesh.rank == 0:
+        _log.warning(
+            "%s is Accelerate's: weights, optimizer and schedules go on from it; random streams and the order of data "
+            "begin anew, so skip the batches that were seen (skip_first_batches)",
+            directory,
+        )
+
+
+def _load_optimizer(runtime: Runtime, directory: Path, optimizer: torch.optim.Optimizer) -> None:
+    if (directory / _SHARDED / METADATA).exists():
+        path = directory / _SHARDED
+        written = optimizer_of(path)
+        names: Any = [list(group["params"]) for group in written["param_groups"]]
+    else:
+        path = directory / _OPTIMIZER
+        written = _read(path)
+        names = names_of_groups(runtime, optimizer)
+    restore_optimizer(runtime, path, written, names, optimizer)
+
+
+def _read(path: Path) -> Any:
+    if not path.exists():
+        raise CheckpointError(
+            f"{path} must be there to go on from {path.parent}, and is not: load the weights alone "
+            "(hfscale.from_pretrained), or copy the directory again"
+        )
+    return torch.load(path, map_location="cpu", weights_only=True)
