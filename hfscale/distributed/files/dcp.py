@@ -175,7 +175,7 @@ def open_checkpoint(directory: Path) -> dict[str, TensorOnDisk]:
     if _OF_TORCHTITAN in tensors:
         raise CheckpointError(
             f"{directory} must hold weights by the names of transformers' class, got torchtitan's ({_OF_TORCHTITAN}): "
-            f"convert it once (scripts/checkpoint_conversion/convert_to_hf.py {directory} OUT), or save it with "
+            f"convert {directory} once with its script (convert_to_hf), or save it with "
             "checkpoint.last_save_in_hf"
         )
     adapted = next((name for name in tensors if _ADAPTERS in name), None)

@@ -80,8 +80,7 @@ class Overlap:
         if not (agrees or self.regather) and entries * x.element_size() < overlap.OVERLAPPED_FROM:
             if stream is None and not autocast:
                 return collectives.copy_to_tp_region(x, self.group)
-            enter = (lambda x: x.view_as(x)) if gather is None else lambda x: gather(x).result()
-            return collectives.apply_mapping(x, enter, lambda grad: reduce(grad).result())
+            return _entered_at_once(x, gather, reduce)
         asked = {
             **dict.fromkeys(self.columns, as_it_is),
             **(self._low_rank if self.regather and stream else {}),
@@ -171,6 +170,12 @@ def install_block_edges(
 
 def _entered(x: Tensor, group: dist.ProcessGroup, stream: SequenceRegion | None) -> Tensor:
     return collectives.copy_to_tp_region(x, group) if stream is None else stream.enter(x)
+
+
+def _entered_at_once(x: Tensor, gather: overlap.Start | None, reduce: overlap.Start) -> Tensor:
+    """Return ``x`` inside the block, awaiting each collective where it starts."""
+    enter = (lambda x: x.view_as(x)) if gather is None else lambda x: gather(x).result()
+    return collectives.apply_mapping(x, enter, lambda grad: reduce(grad).result())
 
 
 class _BlockEnds:
