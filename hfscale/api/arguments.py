@@ -105,12 +105,8 @@ def load_config(path: str, kwargs: Mapping[str, Any]) -> tuple[PreTrainedConfig,
         if key not in ("dtype", "torch_dtype")
     }
     given = taken.pop("config", None)
-    source = find_source(Path(path, kwargs.get("subfolder") or ""))
-    if given is None and source is not None and not (Path(path) / "config.json").exists():
-        raise errors.CheckpointError(
-            f"{path} must have a config.json, and holds weights alone ({source.form}): give that of their model, as "
-            "config=, a directory, a Hub id or a config of transformers"
-        )
+    if given is None:
+        refuse_weights_alone(Path(path, kwargs.get("subfolder") or ""))
     if given is not None and not isinstance(given, PreTrainedConfig | str | os.PathLike):
         raise errors.ConfigError(
             f"config must be a transformers config, got {given!r}: leave it out, or pass transformers.AutoConfig"
@@ -141,6 +137,16 @@ def load_config(path: str, kwargs: Mapping[str, Any]) -> tuple[PreTrainedConfig,
         **rest,
         **{key: kwargs[key] for key in ("dtype", "torch_dtype", *_CODE) if key in kwargs},
     }
+
+
+def refuse_weights_alone(directory: Path) -> None:
+    """Refuse a directory with another trainer's weights and no config, which a user has to give then."""
+    source = find_source(directory)
+    if source is not None and not (directory / "config.json").exists():
+        raise errors.CheckpointError(
+            f"{directory} must have a config.json, and holds weights alone ({source.form}): give that of their model, "
+            "as config=, a directory, a Hub id or a config of transformers"
+        )
 
 
 def refuse_endless(told: Mapping[str, Any], path: Any) -> None:

@@ -33,39 +33,49 @@ def restore_optimizer(
     Raises:
         CheckpointError: other parameters train now, or in other groups; or blocks of 8 bits would be cut.
     """
-    groups = written["param_groups"]
-    counts = [len(group["params"]) for group in groups]
     planned = {id(parameter): planned for planned, parameter in runtime.parameters()}
-    owner = {each.name: each.tied_to or each.name for each in runtime.plan.parameters}
-    number: dict[str, Any] = {}
-    if names is not None and counts == [len(group) for group in names]:
-        for group, own in zip(groups, names, strict=True):
-            number |= dict(zip((owner.get(n, n) for n in own), group["params"], strict=True))
     mine = [[planned[id(p)].name for p in group["params"]] for group in optimizer.param_groups]
+    groups = written["param_groups"]
+    number = _numbers(runtime, groups, names)
     fits = len(mine) == len(groups) and all(
         {number.get(name) for name in own} <= set(group["params"])
         for own, group in zip(mine, groups, strict=True)
     )
     if not all(runtime.mesh.all_gather_object(fits)):
+        theirs = sum(len(group["params"]) for group in groups)
         raise CheckpointError(
-            f"{path} is the state of {sum(counts)} parameters in {len(groups)} groups, and this run trains "
+            f"{path} is the state of {theirs} parameters in {len(groups)} groups, and this run trains "
             f"{sum(map(len, mine))} here in {len(mine)}: build model and optimizer as they were built then"
         )
     state: dict[Any, dict[str, Any]] = {}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            plan = planned[id(parameter)]
-            place = number[plan.name]
-            state[place] = {
-                key: _taken(key, value, plan, parameter, runtime.mesh.ranks, optimizer)
-                for key, value in _flat(written["state"].get(place, {})).items()
-            }
-            _refuse_blocks(path, state[place], plan)
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        plan = planned[id(parameter)]
+        place = number[plan.name]
+        stored = _flat(written["state"].get(place, {}))
+        _refuse_blocks(path, stored, plan)
+        state[place] = {
+            key: _taken(key, value, plan, parameter, runtime.mesh.ranks, optimizer)
+            for key, value in stored.items()
+        }
     restored = [
         {**options, "params": [number[name] for name in own]}
         for own, options in zip(mine, groups, strict=True)
     ]
     optimizer.load_state_dict({"state": state, "param_groups": restored})
+
+
+def _numbers(
+    runtime: Runtime, groups: list[dict[str, Any]], names: list[list[str]] | None
+) -> dict[str, Any]:
+    """Return what a state calls each parameter, a number or a name; nothing where its groups have other numbers."""
+    owner = {each.name: each.tied_to or each.name for each in runtime.plan.parameters}
+    if names is None or [len(group["params"]) for group in groups] != [len(each) for each in names]:
+        return {}
+    return {
+        owner.get(name, name): place
+        for group, own in zip(groups, names, strict=True)
+        for name, place in zip(own, group["params"], strict=True)
+    }
 
 
 def names_of_groups(runtime: Runtime, optimizer: torch.optim.Optimizer) -> list[list[str]] | None:

@@ -83,8 +83,7 @@ class _Loader:
         self, model: Any, weight_mapping: list[Any], files: list[str], quantizer: Any
     ) -> dict[str, Any]:
         """Give the meta model local shapes; return the checkpoint as this rank's lazy tensors."""
-        opened = open_tensors(files) if self.source is None else self.source.open()
-        stored, packed = split_packed(as_plain(opened, self.form))
+        stored, packed = split_packed(as_plain(self._opened(files), self.form))
         stored = self._with_prediction(model, stored)
         targets = checkpoint_targets(model, list(stored), weight_mapping)
         load_weights_as(
@@ -96,7 +95,7 @@ class _Loader:
                     stored[key], self.plan.by_name[targets[key].name].shape[0]
                 )
         self.stored = {name for found in targets.values() for name in (found.name, *found.others)}
-        self._note_others(model, Path(files[0]).parent if files else self.directory, targets)
+        self._note_others(model, targets)
         self._keep_stored(model, stored, targets)
         drop_other_stages(model, self.plan, self.mesh.pp_rank)
         if quantizer is not None:
@@ -125,6 +124,13 @@ class _Loader:
         }
         return {**shown, **self._shown_one_by_one(remaining, targets)}
 
+    def _opened(self, files: list[str]) -> dict[str, TensorOnDisk]:
+        """Open the files that transformers found, or else another trainer's."""
+        if self.source is not None:
+            return self.source.open()
+        self.directory = Path(files[0]).parent  # in the Hub's cache
+        return open_tensors(files)
+
     def _with_prediction(
         self, model: Any, stored: dict[str, TensorOnDisk]
     ) -> dict[str, TensorOnDisk]:
@@ -144,7 +150,7 @@ class _Loader:
             if (name := names.get(key, key)) is not None
         }
 
-    def _note_others(self, model: Any, directory: Path, targets: dict[str, Destination]) -> None:
+    def _note_others(self, model: Any, targets: dict[str, Destination]) -> None:
         """Record on a full model which stored keys are no parameter or buffer of it."""
         named = {
             name
@@ -155,7 +161,7 @@ class _Loader:
             for key, target in targets.items()
             if target.name not in named
         )
-        note_carried(model, directory, others)
+        note_carried(model, self.directory, others)
 
     def _keep_stored(
         self, model: Any, stored: dict[str, TensorOnDisk], targets: dict[str, Destination]

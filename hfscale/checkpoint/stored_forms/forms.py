@@ -155,8 +155,12 @@ def as_plain(
     stored: Mapping[str, TensorOnDisk], described: StoredForm | None
 ) -> dict[str, TensorOnDisk]:
     """Return a plain checkpoint's tensors in place of those quantized as ``described``, which must fit together."""
-    if described is None:
-        return dict(stored)
+    return dict(stored) if described is None else _dequantized(stored, described)
+
+
+def _dequantized(
+    stored: Mapping[str, TensorOnDisk], described: StoredForm
+) -> dict[str, TensorOnDisk]:
     weights: dict[str, TensorOnDisk] = {}
     used: set[str] = set()
     for name in stored:
