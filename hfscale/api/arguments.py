@@ -107,7 +107,7 @@ def load_config(path: str, kwargs: Mapping[str, Any]) -> tuple[PreTrainedConfig,
     given = taken.pop("config", None)
     if given is None:
         refuse_weights_alone(Path(path, kwargs.get("subfolder") or ""))
-    if given is not None and not isinstance(given, PreTrainedConfig | str | os.PathLike):
+    elif not isinstance(given, PreTrainedConfig | str | os.PathLike):
         raise errors.ConfigError(
             f"config must be a transformers config, got {given!r}: leave it out, or pass transformers.AutoConfig"
         )
