@@ -18,6 +18,7 @@ _MODULES = {
     ".checkpoint": [
         "SaveCheck",
         "check_save",
+        "load_optimizer",
         "load_state",
         "save_pretrained",
         "save_state",

@@ -12,6 +12,7 @@ from .api.build import (
 from .checkpoint import (
     SaveCheck as SaveCheck,
     check_save as check_save,
+    load_optimizer as load_optimizer,
     load_state as load_state,
     save_pretrained as save_pretrained,
     save_state as save_state,

@@ -42,6 +42,7 @@ GROUPS = {
         "save_pretrained",
         "save_state",
         "load_state",
+        "load_optimizer",
         "wait_for_saves",
         "check_save",
         "SaveCheck",

@@ -1,6 +1,8 @@
 """Directories as other trainers write them, made by the real libraries over the ranks of a pool."""
 
-from types import SimpleNamespace
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -51,6 +53,81 @@ def write_trainers_shards(checkpoint: str, out: str) -> None:
     decay = [name for name, p in model.named_parameters() if p.ndim > 1]
     others = [name for name, p in model.named_parameters() if p.ndim == 1]
     write_optimizer(checkpoint, f"{checkpoint}/optimizer.pt", out, [decay, others])
+
+
+def write_partitions(start: str, file: str, out: str, names: list[list[str]], stage: int) -> None:
+    """Write weights and an optimizer's state as DeepSpeed's ZeRO has them over three ranks, after its format (0.19)."""
+    world = 3
+    weights = AutoModelForCausalLM.from_pretrained(start).state_dict()
+    written = torch.load(file, weights_only=True)
+    order = [name for group in names for name in group]
+    states = {name: written["state"][number] for number, name in enumerate(order)}
+    directory = Path(out, "global_step3")
+    directory.mkdir(parents=True)
+    Path(out, "latest").write_text("global_step3")
+    shapes = [{name: weights[name].shape for name in group} for group in names]
+    model = {"param_shapes": shapes, "global_steps": 3, "shared_params": {}, "lr_scheduler": None}
+    kinds = {"": weights} | {
+        key: {name: state[key] for name, state in states.items()}
+        for key in ("exp_avg", "exp_avg_sq")
+    }
+    cut = {kind: _partitions(tensors, names, world, stage) for kind, tensors in kinds.items()}
+    scaler = _object_of_deepspeeds()
+    for rank in range(world):
+        if stage == 3 or rank == 0:
+            name = f"zero_pp_rank_{rank}_mp_rank_00" if stage == 3 else "mp_rank_00"
+            torch.save(model, directory / f"{name}_model_states.pt")
+        moments = {
+            number: {
+                "step": states[order[0]]["step"],
+                **{key: cut[key][rank][number] for key in ("exp_avg", "exp_avg_sq")},
+            }
+            for number in range(len(names))
+        }
+        groups = [
+            {**{k: v for k, v in group.items() if k != "params"}, "params": [number]}
+            for number, group in enumerate(written["param_groups"])
+        ]
+        base = {"state": moments, "param_groups": groups}
+        kept = {"loss_scaler": scaler, "partition_count": world if stage == 3 else [world] * 2}
+        kept |= (
+            {"fp32_flat_groups": cut[""][rank], "optimizer_state_dict": base}
+            if stage == 3
+            else {"single_partition_of_fp32_groups": cut[""][rank], "base_optimizer_state": base}
+        )
+        path = directory / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        torch.save({"optimizer_state_dict": kept}, path)
+
+
+def _partitions(
+    tensors: dict[str, torch.Tensor], names: list[list[str]], world: int, stage: int
+) -> list[list[torch.Tensor]]:
+    """The flat partitions of each rank, one for each group."""
+    by_group = []
+    for group in names:
+        flat = [tensors[name].reshape(-1) for name in group]
+        if stage == 3:
+            padded = [torch.nn.functional.pad(each, (0, -len(each) % world)) for each in flat]
+            by_group.append(
+                [torch.cat(each) for each in zip(*(p.chunk(world) for p in padded), strict=True)]
+            )
+        else:
+            whole = torch.cat(flat)
+            whole = torch.nn.functional.pad(whole, (0, -len(whole) % (2 * world)))
+            by_group.append([part.clone() for part in whole.chunk(world)])
+    return [list(each) for each in zip(*by_group, strict=True)]
+
+
+def _object_of_deepspeeds() -> Any:
+    """An object whose pickle names a class of DeepSpeed's."""
+    name = "deepspeed.runtime.fp16.loss_scaler"
+    kind = type("LossScaler", (), {"__module__": name})
+    for part in ("deepspeed", "deepspeed.runtime", "deepspeed.runtime.fp16", name):
+        sys.modules.setdefault(part, ModuleType(part))
+    sys.modules[name].LossScaler = kind  # type: ignore[attr-defined]
+    made = kind()
+    made.cur_scale = 1.0
+    return made
 
 
 def write_optimizer(start: str, file: str, out: str, names: list[list[str]]) -> None:

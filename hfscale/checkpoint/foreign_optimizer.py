@@ -4,16 +4,121 @@ Torch numbers parameters in the order of the groups; torch's distributed checkpo
 of its parameter is cut like it; others belong to a whole parameter, or are cut as hfscale's own optimizers say.
 """
 
+import json
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..distributed.files.dcp import METADATA, holds_optimizer, optimizer_of
 from ..distributed.files.reader import ShareOnDisk, TensorOnDisk
+from ..distributed.files.zero import LATEST, OPTIMIZER_STATES, ZeroCheckpoint
 from ..errors import CheckpointError
 from ..plan import ParameterPlan
-from ..train.runtime import Runtime, like_sharded
+from ..train.runtime import Runtime, like_sharded, runtime_of
+from ..train.runtime.writing import all_or_none
+
+SHARDED = (
+    "optimizer_0"  # of FSDP2, a distributed checkpoint of torch's, beside pytorch_model_fsdp_0
+)
+_WHOLE = ("optimizer.pt", "optimizer.bin")  # of Trainer, of Accelerate
+_SCHEDULES = ("scheduler.pt", "scheduler.bin")
+_PROGRESS = "trainer_state.json"
+
+
+@dataclass(frozen=True)
+class OptimizerSource:
+    """An optimizer's state that another trainer wrote."""
+
+    path: Path
+    state: dict[str, Any]  # as ``state_dict()`` has it; tensors may be lazy
+    named: bool  # whether it names parameters; else it numbers them in the order of the groups
+    schedule: dict[str, Any] | None = None
+    step: int | None = None  # how many steps were done, if it says so
+
+
+def find_optimizer(directory: Path) -> OptimizerSource | None:
+    """Return the optimizer's state in another trainer's directory; ``None`` if it has none that is read."""
+    found = _found(directory)
+    if found is None:
+        return None
+    step = _step_of(directory)
+    path = next((directory / name for name in _SCHEDULES if (directory / name).exists()), None)
+    return replace(
+        found,
+        schedule=found.schedule if path is None else _load(path),
+        step=found.step if step is None else step,
+    )
+
+
+def _found(directory: Path) -> OptimizerSource | None:
+    if (directory / SHARDED / METADATA).exists():
+        path = directory / SHARDED
+        return OptimizerSource(path, optimizer_of(path), named=True)
+    if (directory / METADATA).exists() and holds_optimizer(directory):
+        return OptimizerSource(directory, optimizer_of(directory), named=True)
+    for path in (directory / name for name in _WHOLE):
+        if path.exists():
+            return OptimizerSource(path, _load(path), named=False)
+    if (directory / LATEST).exists() or any(directory.glob(OPTIMIZER_STATES)):
+        zero = ZeroCheckpoint(directory)
+        return OptimizerSource(zero.directory, zero.optimizer(), True, zero.schedule, zero.step)
+    return None
+
+
+def load_optimizer(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    directory: str | Path,
+    scheduler: Any = None,
+) -> int | None:
+    """Load the state of an optimizer that another trainer wrote, in any layout; call it on every rank::
+
+        model = hfscale.from_pretrained(DIRECTORY, config=BASE, parallel=parallel)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)  # in groups as then
+        done = hfscale.load_optimizer(model, optimizer, DIRECTORY, scheduler=scheduler)
+
+    Read are FSDP2's distributed checkpoints (plain loops, Accelerate, Trainer), DeepSpeed's ZeRO partitions, and
+    ``optimizer.pt`` or ``optimizer.bin`` of one process or DDP. Each rank reads its slices. For what
+    :func:`hfscale.save_state` wrote there is :func:`hfscale.load_state`.
+
+    Args:
+        optimizer: made of the model's parameters, in the same groups in the same order, as the other trainer's was.
+        scheduler: gets the state of that trainer's schedule, if the directory has one.
+
+    Returns:
+        the number of steps done, if the directory says so.
+
+    Raises:
+        CheckpointError: the directory has no such state, or that of other parameters; nothing is changed then.
+    """
+    runtime = runtime_of(model)
+    with all_or_none(runtime.mesh, f"{directory} could not be loaded"):
+        found = find_optimizer(Path(directory))
+        if found is None:
+            raise CheckpointError(
+                f"{directory} must have an optimizer's state (optimizer_0, optimizer.pt, optimizer.bin, .metadata, or "
+                "DeepSpeed's partitions), and has none: train on from the weights alone"
+            )
+        if found.named:
+            names: Any = [list(group["params"]) for group in found.state["param_groups"]]
+        else:
+            names = names_of_groups(runtime, optimizer)
+        restore_optimizer(runtime, found.path, found.state, names, optimizer)
+        if scheduler is not None and found.schedule is not None:
+            scheduler.load_state_dict(found.schedule)
+    return found.step
+
+
+def _load(path: Path) -> Any:
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=path.stat().st_size > 0)
+
+
+def _step_of(directory: Path) -> int | None:
+    path = directory / _PROGRESS
+    return int(json.loads(path.read_bytes())["global_step"]) if path.exists() else None
 
 
 def restore_optimizer(
@@ -133,8 +238,12 @@ def _taken(
         value = ShareOnDisk(value, planned.cuts, ranks)[...]
         plain = bool(getattr(optimizer, "keeps_plain_state", False))
         return value if plain else like_sharded(value, parameter)
-    if not isinstance(value, Tensor) or value.ndim == 0:
+    if not isinstance(value, Tensor):
         return value
+    if (
+        value.ndim == 0
+    ):  # a count of steps, which is added to in place, and may be of several parameters
+        return value.clone()
     plain = bool(getattr(optimizer, "keeps_plain_state", False))
     if tuple(value.shape) == tuple(planned.shape):
         share = planned.take(value, ranks).clone()

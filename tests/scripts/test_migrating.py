@@ -31,7 +31,9 @@ def arguments() -> set[str]:
     named = {
         each.name for kind in (*CONFIGS, *OTHERS) for each in fields(kind) if is_dataclass(kind)
     }
-    return named | set(inspect.signature(hfscale.from_pretrained).parameters) | {"dtype"}
+    calls = (hfscale.from_pretrained, hfscale.load_optimizer)
+    named |= {name for call in calls for name in inspect.signature(call).parameters}
+    return named | {"dtype", "config"}  # of transformers' from_pretrained
 
 
 def keys() -> set[str]:

@@ -24,7 +24,7 @@ from ..._compat.torch_files import place_of_tensor
 from ...errors import CheckpointError
 from .directories import check_inside
 from .pieces import Box, Piece, TensorInPieces
-from .reader import NAMES, BytesOnDisk, TensorOnDisk
+from .reader import NAMES, RawFile, TensorOnDisk
 from .torch_file import TensorInTorchFile
 
 METADATA = ".metadata"
@@ -35,12 +35,8 @@ _ADAPTERS = ".base_layer."
 _OF_TORCHTITAN = "tok_embeddings.weight"
 
 
-class _File(BytesOnDisk):
+class _File(RawFile):
     """A file of several archives."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self._open()
 
     def archive(self, place: Place) -> "_Window":
         """Return the bytes of one archive as a file."""
@@ -185,6 +181,11 @@ def open_checkpoint(directory: Path) -> dict[str, TensorOnDisk]:
             "load it there (accelerate's load_state), and save the adapter (model.save_pretrained) beside its base"
         )
     return tensors
+
+
+def holds_optimizer(directory: Path) -> bool:
+    """Return whether a checkpoint has an optimizer's state beside its weights."""
+    return any(_of_optimizer(path) for path in DistributedCheckpoint(directory).paths)
 
 
 def optimizer_of(directory: Path) -> dict[str, Any]:

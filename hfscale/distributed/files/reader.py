@@ -87,6 +87,14 @@ class BytesOnDisk:
             done += count
 
 
+class RawFile(BytesOnDisk):
+    """Read bytes of a file whose contents something else describes."""
+
+    def __init__(self, path: str | Path) -> None:
+        super().__init__(path)
+        self._open()
+
+
 class SafetensorsFile(BytesOnDisk):
     """Read tensors of a safetensors file on demand; raise :class:`CheckpointError` if it is not a complete one."""
 

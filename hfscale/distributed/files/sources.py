@@ -6,6 +6,7 @@ form                       files                                               w
 slices in safetensors      ``shard-00001-model-00001-of-00001.safetensors``    transformers' distributed saving
 distributed checkpoint     ``.metadata``, ``__0_0.distcp``                     FSDP2 in plain loops
   beside others            ``pytorch_model_fsdp_0/``                           Accelerate, Trainer
+partitions of ZeRO         ``latest``, ``zero_pp_rank_0_mp_rank_00_...pt``     DeepSpeed, Trainer
 state dict of FSDP         ``pytorch_model_fsdp.bin``                          Accelerate, Trainer
 plain, without a config    ``model.safetensors``, ``pytorch_model.bin``        Accelerate's ``save_state``
 =========================  ==================================================  ==============================
@@ -23,6 +24,7 @@ from .reader import TensorOnDisk
 from .sliced_files import open_slices
 from .torch_file import TorchFile
 from .weight_files import SLICED, open_tensors, weight_files
+from .zero import LATEST, OPTIMIZER_STATES, open_partitions
 
 _CONFIG = "config.json"
 _OF_MODELS = ("model", "pytorch_model")  # not the shards of a state
@@ -56,6 +58,8 @@ _FORMS = (
     _Form(
         "FSDP's shards (DCP) beside a state", "pytorch_model_fsdp_0/" + METADATA, open_checkpoint
     ),
+    _Form("DeepSpeed's ZeRO partitions", LATEST, open_partitions),
+    _Form("DeepSpeed's ZeRO partitions", OPTIMIZER_STATES, open_partitions),
     _Form("FSDP's full state dict", _FULL, lambda directory: TorchFile(directory / _FULL).slices()),
 )
 

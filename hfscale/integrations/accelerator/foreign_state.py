@@ -14,16 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...checkpoint.foreign_optimizer import names_of_groups, restore_optimizer
+from ...checkpoint.foreign_optimizer import load_optimizer
 from ...checkpoint.load import load_weights
-from ...distributed.files.dcp import METADATA, optimizer_of
 from ...distributed.files.sources import has_weights
 from ...errors import CheckpointError
-from ...train.runtime import Runtime, runtime_of
+from ...train.runtime import runtime_of
 from ...train.runtime.writing import all_or_none
 
-_OPTIMIZER = "optimizer.bin"
-_SHARDED = "optimizer_0"
 _log = logging.getLogger(__name__)
 
 
@@ -42,9 +39,9 @@ def load_accelerates(
     """
     runtime = runtime_of(model)
     load_weights(model, directory)
+    if optimizer is not None:
+        load_optimizer(model, optimizer, directory)
     with all_or_none(runtime.mesh, f"{directory} could not be loaded"):
-        if optimizer is not None:
-            _load_optimizer(runtime, directory, optimizer)
         for number, scheduler in enumerate(schedulers):
             name = f"scheduler_{number}.bin" if number else "scheduler.bin"
             scheduler.load_state_dict(_read(directory / name))
@@ -54,18 +51,6 @@ def load_accelerates(
             "begin anew, so skip the batches that were seen (skip_first_batches)",
             directory,
         )
-
-
-def _load_optimizer(runtime: Runtime, directory: Path, optimizer: torch.optim.Optimizer) -> None:
-    if (directory / _SHARDED / METADATA).exists():
-        path = directory / _SHARDED
-        written = optimizer_of(path)
-        names: Any = [list(group["params"]) for group in written["param_groups"]]
-    else:
-        path = directory / _OPTIMIZER
-        written = _read(path)
-        names = names_of_groups(runtime, optimizer)
-    restore_optimizer(runtime, path, written, names, optimizer)
 
 
 def _read(path: Path) -> Any:

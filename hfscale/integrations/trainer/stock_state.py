@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from ..._compat.transformers.classes import empty_copy
-from ...checkpoint.foreign_optimizer import restore_optimizer
-from ...distributed.files.dcp import METADATA, optimizer_of
+from ...checkpoint.foreign_optimizer import find_optimizer, restore_optimizer
 from ...optim.factory import decays, owners_of
 from ...train.runtime import Runtime, local_tensor
 from ...train.runtime.full_tensors import SavedTensor, full_tensors, tensors_to_save
@@ -28,7 +27,6 @@ from ...train.runtime.parameter_names import stock_name
 from ...train.runtime.writing import is_writer
 
 OPTIMIZER = "optimizer.pt"
-SHARDED = "optimizer_0"  # of FSDP2, a distributed checkpoint of torch's
 SCHEDULER = "scheduler.pt"
 _LARGEST = 16 << 30  # bytes of a state that one process is assumed to have room for
 _Kinds = dict[str, dict[str, torch.dtype | None]]
@@ -37,7 +35,7 @@ _Kinds = dict[str, dict[str, torch.dtype | None]]
 
 def is_in(checkpoint: Path) -> bool:
     """Return whether a checkpoint has an optimizer's state that :func:`read` reads."""
-    return (checkpoint / OPTIMIZER).exists() or (checkpoint / SHARDED / METADATA).exists()
+    return find_optimizer(checkpoint) is not None
 
 
 def write(
@@ -72,16 +70,14 @@ def read(
     runtime: Runtime, checkpoint: Path, optimizer: torch.optim.Optimizer, scheduler: Any
 ) -> None:
     """Resume from a checkpoint of stock Trainer's, on every rank; refuse one of other parameters or cut blocks."""
-    path = checkpoint / OPTIMIZER
-    if path.exists():
-        written = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        names = _numbers(runtime, optimizer)
-    else:
-        path = checkpoint / SHARDED
-        written = optimizer_of(path)
-        names = [list(group["params"]) for group in written["param_groups"]]
-    restore_optimizer(runtime, path, written, names, optimizer)
-    scheduler.load_state_dict(torch.load(checkpoint / SCHEDULER, weights_only=True))
+    found = find_optimizer(checkpoint)
+    assert found is not None  # as :func:`is_in` has found
+    names = _numbers(runtime, optimizer)
+    if found.named:
+        names = [list(group["params"]) for group in found.state["param_groups"]]
+    restore_optimizer(runtime, found.path, found.state, names, optimizer)
+    if found.schedule is not None:
+        scheduler.load_state_dict(found.schedule)
 
 
 def _numbers(runtime: Runtime, optimizer: torch.optim.Optimizer) -> list[list[str]] | None:

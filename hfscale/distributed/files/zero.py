@@ -1,0 +1,257 @@
+"""Read DeepSpeed's ZeRO checkpoints: flat partitions of each rank, in which parameters follow one another.
+
+::
+
+    latest                                         global_step3
+    global_step3/mp_rank_00_model_states.pt        stages 1 and 2: names and shapes of parameters, by group; schedule
+    global_step3/zero_pp_rank_0_mp_rank_00_...     stage 3: the same for each rank
+        ..._optim_states.pt                        partitions of each group, of weights and of moments, in 32 bits
+
+    stages 1, 2    rank 0 [q q q q k] rank 1 [k v v v v]     a group is cut where it happens to
+    stage 3        rank 0 [q q k v v] rank 1 [q q k v v]     each parameter is cut over all ranks, its end padded
+
+Weights are the masters in 32 bits. Files hold objects of DeepSpeed's classes; stand-ins are made for them, and nothing
+of DeepSpeed is imported or run.
+"""
+
+from dataclasses import dataclass
+from math import ceil, prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..._compat.torch_files import PlaceInFile, structure_of_file
+from ...errors import CheckpointError
+from .pieces import Box
+from .reader import RawFile, TensorOnDisk
+from .torch_file import TensorInTorchFile
+
+LATEST = "latest"
+OPTIMIZER_STATES = "*zero_pp_rank_*_mp_rank_*_optim_states.pt"
+_MODEL_STATES = "*mp_rank_*_model_states.pt"
+_GROUPS = {
+    1: "single_partition_of_fp32_groups",
+    2: "single_partition_of_fp32_groups",
+    3: "fp32_flat_groups",
+}
+_STATES = {1: "base_optimizer_state", 2: "base_optimizer_state", 3: "optimizer_state_dict"}
+
+
+@dataclass(frozen=True)
+class Run:
+    """Values of a tensor side by side in one flat tensor."""
+
+    flat: TensorOnDisk  # ``[n]``
+    begin: int
+    length: int
+
+
+class TensorInRuns(TensorOnDisk):
+    """One tensor whose values, row after row, are those of several runs."""
+
+    def __init__(self, name: str, shape: tuple[int, ...], runs: list[Run]) -> None:
+        self.name = name
+        self.shape = shape
+        self.dtype = runs[0].flat.dtype if runs else torch.float32
+        self._runs = runs
+        found = sum(run.length for run in runs)
+        if found != prod(shape):
+            raise CheckpointError(
+                f"{name} of shape {list(shape)} must have {prod(shape):,} values in the partitions of all ranks, got "
+                f"{found:,}: copy the files of all of them"
+            )
+
+    def read(self, spans: Box) -> Tensor:
+        """Return a copy of the box ``spans``; only its rows are read."""
+        if not self.shape:
+            return self._values(0, 1).view(())
+        (first, last), *rest = spans
+        width = prod(self.shape[1:])
+        rows = self._values(first * width, last * width).view(last - first, *self.shape[1:])
+        box = tuple(slice(start, stop) for start, stop in rest)
+        return rows[(slice(None), *box)].contiguous()
+
+    def _values(self, start: int, stop: int) -> Tensor:
+        out = torch.empty(stop - start, dtype=self.dtype)
+        at = 0
+        for run in self._runs:
+            low, high = max(start, at), min(stop, at + run.length)
+            if low < high:
+                begin = run.begin + low - at
+                out[low - start : high - start] = run.flat.read(((begin, begin + high - low),))
+            at += run.length
+        return out
+
+
+class ZeroCheckpoint:
+    """What a directory of DeepSpeed's holds; raise :class:`CheckpointError` if it cannot be read."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory_of_step(directory)
+        paths = sorted(self.directory.glob(OPTIMIZER_STATES), key=_rank)
+        states = sorted(self.directory.glob(_MODEL_STATES), key=_rank)
+        if not states or any("_mp_rank_00_" not in f"_{path.name}" for path in (*paths, *states)):
+            raise CheckpointError(
+                f"{self.directory} must be of data ranks alone (mp_rank_00), got {[path.name for path in states]}: "
+                "merge it once with DeepSpeed's zero_to_fp32.py"
+            )
+        self._model = _read(states[0])
+        self._files = [RawFile(path) for path in paths]
+        self._ranks = [_read(path)["optimizer_state_dict"] for path in paths]
+        counts = self._ranks[0]["partition_count"]
+        count = max(counts) if isinstance(counts, list) else counts
+        if count != len(paths):
+            raise CheckpointError(
+                f"{self.directory} must have the files of {count} ranks ({OPTIMIZER_STATES}), got {len(paths)}: copy "
+                "those of all of them"
+            )
+        self.stage = 3 if _GROUPS[3] in self._ranks[0] else 2
+        self.shapes = [
+            {str(name): tuple(map(int, shape)) for name, shape in group.items()}
+            for group in self._model["param_shapes"]
+        ]
+
+    @property
+    def step(self) -> int:
+        """The number of optimizer steps done."""
+        return int(self._model["global_steps"])
+
+    @property
+    def schedule(self) -> dict[str, Any] | None:
+        """The state of the learning rate's schedule, if DeepSpeed had it."""
+        return self._model.get("lr_scheduler")
+
+    def weights(self) -> dict[str, TensorOnDisk]:
+        """Return lazy tensors of all weights, by name."""
+        frozen = self._model.get("frozen_param_shapes") or {}
+        if frozen:
+            raise CheckpointError(
+                f"{self.directory} must hold all weights in partitions, and {len(frozen)} are frozen "
+                f"({next(iter(frozen))}, for one): merge it once with DeepSpeed's zero_to_fp32.py"
+            )
+        partitions = [rank[_GROUPS[self.stage]] for rank in self._ranks]
+        found: dict[str, TensorOnDisk] = dict(self._tensors(partitions))
+        for name, source in (self._model.get("shared_params") or {}).items():
+            found[name] = found[source]
+        return found
+
+    def optimizer(self) -> dict[str, Any]:
+        """Return the optimizer's state as ``state_dict`` has it, with lazy tensors and names in place of numbers."""
+        base = [rank[_STATES[self.stage]] for rank in self._ranks]
+        if not isinstance(base[0], dict) or not base[0].get("state"):
+            raise CheckpointError(
+                f"{self.directory} must hold an optimizer's state of one entry per group, and holds none: train on "
+                "from the weights alone"
+            )
+        names = [list(group) for group in self.shapes]
+        groups = [
+            {**group, "params": own}
+            for group, own in zip(base[0]["param_groups"], names, strict=True)
+        ]
+        return {"state": self._states([each["state"] for each in base]), "param_groups": groups}
+
+    def _states(self, by_rank: list[dict[int, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+        """Return each parameter's state, of those of every rank's partitions."""
+        state: dict[str, dict[str, Any]] = {name: {} for group in self.shapes for name in group}
+        numbers = sorted(by_rank[0])
+        for key, value in by_rank[0][numbers[0]].items():
+            if isinstance(value, PlaceInFile) and value.shape:
+                flats = [[rank[number][key] for number in numbers] for rank in by_rank]
+                found: dict[str, Any] = dict(self._tensors(flats))
+            else:
+                found = dict.fromkeys(state, self._scalar(value))
+            for name, each in found.items():
+                state[name][key] = each
+        return state
+
+    def _scalar(self, value: Any) -> Any:
+        return self._flat(0, value)[...] if isinstance(value, PlaceInFile) else value
+
+    def _tensors(self, partitions: list[list[PlaceInFile]]) -> list[tuple[str, TensorInRuns]]:
+        """Return every parameter's tensor in flat partitions: of each rank, one per group."""
+        by_rank = [[self._flat(n, each) for each in rank] for n, rank in enumerate(partitions)]
+        return self._cut_everywhere(by_rank) if self.stage == 3 else self._one_by_one(by_rank)
+
+    def _one_by_one(self, by_rank: list[list[TensorOnDisk]]) -> list[tuple[str, TensorInRuns]]:
+        """Place parameters in the concatenation of all ranks' partitions of their group."""
+        found = []
+        paddings = self._ranks[0].get("param_alignment_paddings")
+        for number, group in enumerate(self.shapes):
+            flats = [rank[number] for rank in by_rank]
+            padded = paddings[number] if paddings else [0] * len(group)
+            at = 0
+            for (name, shape), padding in zip(group.items(), padded, strict=True):
+                runs = _runs(flats, at, prod(shape))
+                found.append((name, TensorInRuns(name, shape, runs)))
+                at += prod(shape) + int(padding)
+        return found
+
+    def _cut_everywhere(self, by_rank: list[list[TensorOnDisk]]) -> list[tuple[str, TensorInRuns]]:
+        """Place parameters in each rank's own partition, of which every one has a part."""
+        found = []
+        at = 0
+        for name, shape in ((n, shape) for group in self.shapes for n, shape in group.items()):
+            part = ceil(prod(shape) / len(by_rank))
+            runs = []
+            left = prod(shape)
+            for flats in by_rank:
+                runs += _runs(flats, at, min(part, left))
+                left -= min(part, left)
+            found.append((name, TensorInRuns(name, shape, runs)))
+            at += part
+        return found
+
+    def _flat(self, rank: int, place: PlaceInFile) -> TensorOnDisk:
+        return TensorInTorchFile(self._files[rank], "a partition", place)
+
+
+def directory_of_step(directory: Path) -> Path:
+    """Return the directory of the step that ``latest`` names, or the one that is given."""
+    latest = directory / LATEST
+    if not latest.is_file():
+        return directory
+    name = latest.read_text().strip()
+    if not name or Path(name).name != name:
+        raise CheckpointError(
+            f"{latest} must name a directory beside it, got {name[:80]!r}: name the step's directory"
+        )
+    return directory / name
+
+
+def open_partitions(directory: Path) -> dict[str, TensorOnDisk]:
+    """Return lazy tensors of the weights, in 32 bits, by their names in the model."""
+    return ZeroCheckpoint(directory).weights()
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = structure_of_file(path, "deepspeed")
+        if not isinstance(found, dict):
+            raise ValueError(f"it holds a {type(found).__name__}")
+    except Exception as error:  # of a damaged file, or one with other classes
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise CheckpointError(
+            f"{path} must be a file of DeepSpeed's, and cannot be read ({reason}): copy it again, or merge the "
+            "checkpoint once with DeepSpeed's zero_to_fp32.py"
+        ) from error
+    return found
+
+
+def _rank(path: Path) -> int:
+    _, _, rest = path.name.partition("zero_pp_rank_")
+    return int(rest.partition("_")[0]) if rest else 0
+
+
+def _runs(flats: list[TensorOnDisk], start: int, length: int) -> list[Run]:
+    """Return where ``length`` values from ``start`` on lie in the concatenation of flat tensors."""
+    found = []
+    at = 0
+    for flat in flats:
+        size = flat.shape[0]
+        low, high = max(start, at), min(start + length, at + size)
+        if low < high:
+            found.append(Run(flat, low - at, high - low))
+        at += size
+    return found
