@@ -1,12 +1,12 @@
 """Attach adapters to a parallelized model, and merge them into its weights."""
 
 import sys
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .._compat.peft import COPY
 from .._compat.transformers.classes import class_name, empty_copy
 from ..errors import CheckpointError, ConfigError, check_count
 from ..features.adapters import (
@@ -24,6 +24,7 @@ from ..features.adapters.merge_adapters import (
     put_plain_modules,
     refuse_not_finite,
     refuse_tied,
+    unload_local_weights,
 )
 from ..plan.feature_plans import OwnLossPlan
 from ..train import eval_step
@@ -32,6 +33,7 @@ from ..train.runtime import Runtime, runtime_of
 from ..train.runtime.handover import Replaced
 from ..train.runtime.shards import LocalWeights
 from .assemble import assemble, take_apart
+from .peft_methods import put_methods
 from .samples import answer_to, reads_tokens
 
 _SAMPLE = (2, 16)  # rows and tokens of the batch that measures the change by merging
@@ -98,8 +100,7 @@ def get_peft_model(
     replaced.hand_over(assemble(runtime.model, planned, mesh, options, shares, adapters))
     adapters.peft_model.train(training)
     if mesh.layout.total_size > 1:
-        for part in (adapters.peft_model, adapters.peft_model.base_model):
-            part.merge_and_unload = partial(_merge_as_peft_does, runtime.model)
+        put_methods(adapters.peft_model, runtime.model, merge_and_unload, _unload)
     complete_config(peft_config, adapters.peft_model.peft_config[adapter_name])
     return adapters.peft_model
 
@@ -119,17 +120,6 @@ def _is_left_to_peft(runtime: Runtime, config: Any) -> bool:
 
 def _replaced(runtime: Runtime, by: str) -> Replaced:
     return Replaced([(planned.name, parameter) for planned, parameter in runtime.parameters()], by)
-
-
-def _merge_as_peft_does(
-    model: nn.Module, *_: Any, dtype: torch.dtype | None = None, **asked: Any
-) -> Any:
-    """Call :func:`merge_and_unload` under PEFT's name; merged weights are always checked (``safe_merge``)."""
-    if asked.get("adapter_names") is not None:
-        raise ConfigError(
-            "adapter_names=... is not supported, since a model has one adapter: leave it out"
-        )
-    return merge_and_unload(model, dtype=dtype)
 
 
 def merge_and_unload(
@@ -202,6 +192,25 @@ def merge_and_unload(
                 f"{difference:.1e} (largest of the {what} {scale:.3g})",
                 file=sys.stderr,
             )
+    return stock
+
+
+def _unload(model: nn.Module) -> Any:
+    """Remove adapters without merging them, and return the stock model; collective. Trained copies of modules stay."""
+    runtime = runtime_of(model)
+    adapters = runtime.adapters
+    if not isinstance(adapters, Adapters):
+        raise ConfigError(
+            f"{class_name(runtime.model)} has no adapters to unload: see hfscale.get_peft_model"
+        )
+    refuse_tied(adapters, runtime.plan, kinds=(COPY,))
+    training = runtime.model.training
+    replaced = _replaced(runtime, "unload")
+    shares = take_apart(runtime)
+    stock, tensors = unload_local_weights(adapters, runtime, shares.tensors)
+    kept = LocalWeights(tensors, shares.quantized)
+    replaced.hand_over(assemble(stock, adapters.stock_plan, runtime.mesh, runtime.options, kept))
+    stock.train(training)
     return stock
 
 
