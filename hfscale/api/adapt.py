@@ -1,6 +1,7 @@
 """Attach adapters to a parallelized model, and merge them into its weights."""
 
 import sys
+import warnings
 from typing import Any
 
 import torch
@@ -40,7 +41,15 @@ _SAMPLE = (2, 16)  # rows and tokens of the batch that measures the change by me
 
 
 def get_peft_model(
-    model: nn.Module, peft_config: Any, adapter_name: str = "default", *, seed: int | None = None
+    model: nn.Module,
+    peft_config: Any,
+    adapter_name: str = "default",
+    mixed: bool = False,
+    autocast_adapter_dtype: bool = True,
+    revision: str | None = None,
+    low_cpu_mem_usage: bool = False,
+    *,
+    seed: int | None = None,
 ) -> Any:
     """Put adapters around the modules of a parallelized model; call it on every rank.
 
@@ -53,6 +62,10 @@ def get_peft_model(
     Args:
         peft_config: a PEFT config, or the path or Hub id of a saved adapter to go on training.
         adapter_name: PEFT's name for the adapter.
+        mixed: let PEFT mix methods, in one process alone.
+        autocast_adapter_dtype: keep factors of 16-bit weights in 32 bits.
+        revision: the base model's, which the adapter's config names.
+        low_cpu_mem_usage: in one process leave values to a later load, as PEFT does; ranks draw them in any case.
         seed: seed of new adapters' random values, as after ``torch.manual_seed(seed)``; by default, as in PEFT, they
             are drawn from torch's current RNG state, that of the first rank.
 
@@ -60,8 +73,8 @@ def get_peft_model(
         PEFT's model around ``model``.
 
     Raises:
-        ConfigError: over ranks, the model has adapters already, or the config asks for something unknown to hfscale;
-            anywhere, it matches no module.
+        ConfigError: over ranks, the model has adapters already, the config asks for something unknown to hfscale, or
+            ``mixed`` is true; anywhere, the config matches no module.
         CheckpointError: a saved adapter does not fit the model.
     """
     runtime = runtime_of(model)
@@ -70,8 +83,19 @@ def get_peft_model(
     if not isinstance(adapter_name, str) or not adapter_name:
         raise ConfigError(f"adapter_name={adapter_name!r} is invalid: use a name, as 'default'")
     config, source = read_config(peft_config)
-    if _is_left_to_peft(runtime, config):
-        around = by_peft.around(model, config, source, adapter_name, seed)
+    if revision is not None:
+        _name_revision(config, revision)
+    if _is_left_to_peft(runtime, config, mixed, low_cpu_mem_usage):
+        around = by_peft.around(
+            model,
+            config,
+            source,
+            adapter_name,
+            seed,
+            mixed=mixed,
+            autocast_adapter_dtype=autocast_adapter_dtype,
+            low_cpu_mem_usage=low_cpu_mem_usage,
+        )
         complete_config(peft_config, around.peft_config[adapter_name])
         return around
     template = empty_copy(runtime.model)
@@ -93,6 +117,7 @@ def get_peft_model(
             source=source,
             name=adapter_name,
             seed=seed,
+            autocast=autocast_adapter_dtype,
         )
     except Exception:  # the model goes on without
         replaced.hand_over(assemble(runtime.model, plan, mesh, options, before))
@@ -105,11 +130,27 @@ def get_peft_model(
     return adapters.peft_model
 
 
-def _is_left_to_peft(runtime: Runtime, config: Any) -> bool:
-    """Return whether PEFT's own function puts an adapter around a model of one process; over ranks, refuse a second."""
+def _name_revision(config: Any, revision: str) -> None:
+    if config.revision not in (None, revision):
+        warnings.warn(
+            f"the PEFT config names the base's revision {config.revision!r}: it is {revision!r} from here",
+            stacklevel=3,
+        )
+    config.revision = revision
+
+
+def _is_left_to_peft(runtime: Runtime, config: Any, mixed: bool, empty: bool) -> bool:
+    """Return whether PEFT's own function puts an adapter, of ``mixed`` methods or ``empty``, around a model of one
+    process; over ranks, refuse methods that mix, and a second adapter.
+    """
     adapts = bool(runtime.latecomers()) or runtime.adapters is not None
     if runtime.mesh.layout.total_size == 1:
-        return adapts or not is_known(config, runtime.plan)
+        return adapts or mixed or empty or not is_known(config, runtime.plan)
+    if mixed:
+        raise ConfigError(
+            f"mixed=True must be used in one process, got {runtime.mesh.layout.describe()}: PEFT's mixed models hold "
+            "adapters of several methods, and a model over ranks has one; leave it out"
+        )
     if (existing := runtime.adapters) is not None:
         raise ConfigError(
             f"{class_name(runtime.model)} has the adapter {existing.name!r} already: merge it first "

@@ -89,9 +89,14 @@ def save_adapter_files(
     """Write the adapter alone, as PEFT's own ``save_pretrained`` is asked to, of which ``call`` are the words; on every
     rank. Raise :class:`CheckpointError`, with ``directory`` unchanged, if a rank did not call it or writing failed.
     """
+    adapters = runtime.adapters
+    if adapters is None:
+        raise ConfigError(
+            f"{call} writes an adapter, and the model has none: it was merged or unloaded"
+        )
     target = target_of(directory)
     with _together(runtime, target, call, timeout, check_replicas=True):
-        save_adapter(runtime, runtime.adapters.whole, runtime.adapters.name, target, files)
+        save_adapter(runtime, adapters.whole, adapters.name, target, files)
 
 
 @contextmanager

@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from peft import IA3Config, LoHaConfig, LoraConfig, PeftModel, get_peft_model
+from peft import (
+    IA3Config,
+    LoHaConfig,
+    LoraConfig,
+    PeftMixedModel,
+    PeftModel,
+    get_peft_model,
+)
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -16,6 +23,7 @@ from transformers import AutoModelForCausalLM
 import hfscale
 from hfscale import CheckpointError, ConfigError, ParallelConfig
 from hfscale._compat.replaced import attribute_replaced
+from hfscale.models.precision import keep_float64
 from hfscale.testing import RankPool
 
 from ..tiny_models import tiny
@@ -166,3 +174,80 @@ def test_unload_leaves_trained_copies(pools: Pools, start: str, layout: str) -> 
         torch.testing.assert_close(logits, expected, rtol=0, atol=1e-10)
         assert trained == 0
         assert loss > 0
+
+
+def _in_bfloat16(start: str, out: str, autocast: bool) -> set[torch.dtype]:
+    model = hfscale.from_pretrained(start, parallel=ParallelConfig(tp_size=2), dtype=torch.bfloat16)
+    config = copy.deepcopy(CONFIGS["lora"])
+    adapted = hfscale.get_peft_model(
+        model,
+        config,
+        autocast_adapter_dtype=autocast,
+        revision="first",
+        low_cpu_mem_usage=True,
+        seed=3,
+    )
+    assert config.revision == "first"
+    adapted.save_pretrained(out)
+    return {p.dtype for n, p in adapted.named_parameters() if "lora_" in n}
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+def test_factors_have_the_type_that_was_asked_for(
+    pools: Pools, start: str, tmp_path: Path, autocast: bool
+) -> None:
+    found = pools(2).run(_in_bfloat16, start, str(tmp_path / "out"), autocast)
+    assert found == [{torch.float32 if autocast else torch.bfloat16}] * 2
+    base = AutoModelForCausalLM.from_pretrained(start, dtype=torch.bfloat16)
+    torch.manual_seed(3)
+    stock = get_peft_model(base, copy.deepcopy(CONFIGS["lora"]), autocast_adapter_dtype=autocast)
+    stock.save_pretrained(tmp_path / "stock")
+    expected = load_file(tmp_path / "stock" / "adapter_model.safetensors")
+    for key, value in load_file(tmp_path / "out" / "adapter_model.safetensors").items():
+        torch.testing.assert_close(value, expected[key], rtol=0, atol=0, msg=key)
+
+
+def _mixed(start: str) -> None:
+    model = hfscale.from_pretrained(start, parallel=ParallelConfig(tp_size=2))
+    with pytest.raises(ConfigError, match="mixed=True must be used in one process, got tp2"):
+        hfscale.get_peft_model(model, CONFIGS["ia3"], mixed=True)
+
+
+def test_methods_that_mix_are_of_one_process(pools: Pools, start: str) -> None:
+    pools(2).run(_mixed, start)
+    with keep_float64():  # stock rotary embeddings are in 32 bits
+        ours = _losses_of_mixed(start, ours=True)
+        expected = _losses_of_mixed(start, ours=False)
+    assert ours == pytest.approx(expected, rel=1e-9)
+    assert ours[0] != ours[2]
+
+
+def _losses_of_mixed(start: str, ours: bool) -> list[float]:
+    """Losses of three steps of LoHa and LoRA around one model."""
+    model = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float64)
+    torch.manual_seed(3)
+    adapt = hfscale.get_peft_model if ours else get_peft_model
+    given = hfscale.parallelize(model) if ours else model
+    mixed = adapt(given, copy.deepcopy(CONFIGS["loha"]), mixed=True)
+    assert isinstance(mixed, PeftMixedModel)
+    mixed.add_adapter("second", LoraConfig(r=2, target_modules=["q_proj"]))
+    mixed.set_adapter(["default", "second"])
+    optimizer = torch.optim.SGD([p for p in mixed.parameters() if p.requires_grad], lr=1.0)
+    losses: list[float] = []
+    for _ in range(3):
+        batch = {"input_ids": IDS, "labels": IDS}
+        if ours:
+            loss = hfscale.train_step(mixed, batch)
+        else:
+            loss = mixed(**batch).loss
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def test_values_may_be_left_to_a_later_load(start: str) -> None:
+    model = hfscale.from_pretrained(start)
+    adapted = hfscale.get_peft_model(model, CONFIGS["loha"], low_cpu_mem_usage=True)
+    assert {p.device.type for n, p in adapted.named_parameters() if "hada" in n} == {"meta"}

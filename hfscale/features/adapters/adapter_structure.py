@@ -18,10 +18,10 @@ from ...train.runtime import find_runtime
 from ...train.runtime.parameter_names import stock_name, unwrapped
 
 
-def wrap(model: nn.Module, config: Any, name: str) -> Any:
+def wrap(model: nn.Module, config: Any, name: str, autocast: bool = True) -> Any:
     """Return PEFT's model around ``model``, with factors on the meta device; :class:`ConfigError` in PEFT's words."""
     try:
-        return peft.wrapped_model(model, config, name)
+        return peft.wrapped_model(model, config, name, autocast)
     except (ValueError, TypeError, NotImplementedError) as error:
         raise ConfigError(
             f"PEFT cannot put {type(config).__name__} around {class_name(model)}: {error}"

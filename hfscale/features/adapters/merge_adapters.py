@@ -122,8 +122,8 @@ def merge_local_weights(
 def unload_local_weights(
     adapters: Any, runtime: Runtime, shares: dict[str, Tensor]
 ) -> tuple[nn.Module, dict[str, Tensor]]:
-    """Drop the factors of a model that has been taken apart, put trained copies of modules in these modules' places, and
-    return as :func:`merge_local_weights` does; collective.
+    """Drop the factors of a model that has been taken apart, put trained copies of modules in their modules' places,
+    and return as :func:`merge_local_weights` does; collective.
     """
     plan = runtime.plan
     mesh = runtime.mesh

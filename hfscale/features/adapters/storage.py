@@ -364,7 +364,7 @@ def save_adapter(
     whole: Any,
     name: str,
     target: Path,
-    files: AdapterFiles = AdapterFiles(),  # noqa: B008
+    files: AdapterFiles = AdapterFiles(),
 ) -> None:
     """Write the adapter; collective. Raise :class:`CheckpointError`, with ``target`` unchanged, if that fails."""
     stale = _OLD_WEIGHTS if files.safetensors else WEIGHTS
