@@ -136,14 +136,15 @@ def wrapped_model(model: nn.Module, config: Any, name: str, autocast: bool = Tru
     """Return PEFT's model around ``model``, wrapping modules in place; factors stay on the meta device, undrawn, and
     are in 32 bits beside narrower weights (``autocast``), or in those weights' type.
     """
-    import peft
+    # Scripts may put hfscale's in the place of peft.get_peft_model.
+    from peft.mapping_func import get_peft_model
 
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
         # PEFT 0.21 uses a name that transformers 5.23 has deprecated.
         warnings.filterwarnings(
             "ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning
         )
-        return peft.get_peft_model(
+        return get_peft_model(
             model,  # type: ignore[arg-type]
             config,
             adapter_name=name,
