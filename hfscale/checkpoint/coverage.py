@@ -32,7 +32,7 @@ def check_coverage(
     share = lacking / sum(math.prod(planned.shape) for planned in owned)
     if tells and share > _MOST:
         warnings.warn(
-            f"{directory} lacks {len(missing)} tensors of the model, {share:.0%} of its numbers: {missing[0].name!r} and "
-            "the others begin with random values",
+            f"{directory} lacks {len(missing)} tensors of the model, {share:.0%} of its numbers: {missing[0].name!r} "
+            "and the others begin with random values",
             stacklevel=2,
         )
