@@ -36,6 +36,7 @@ from ...errors import ConfigError
 from ...plan.feature_plans import offloaded
 from ..runtime import Runtime, find_runtime
 from ..runtime.handover import follow
+from .apart import refuse_alone, refuse_beside, watch_for_others
 
 _MARK = "_hfscale_parts"
 _TOLERANCE = 1e-3
@@ -179,6 +180,7 @@ def refuse_other_optimizers(runtime: Runtime) -> None:
     check_every_step(_check)
     if layout.total_size == 1 and not on_host:
         return
+    watch_for_others(runtime)
     for planned, parameter in runtime.parameters():
         cut = any(cut.axis in ("tp", "ep") for cut in planned.cuts)
         differs = max(layout.tp, layout.pp, layout.ep) > 1
@@ -211,34 +213,12 @@ def _check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         elif parts and parts[0].staged and _differs(optimizer, held[0].device, halved=False):
             _refuse(optimizer, parts[0], "stages hold some parameters each")
         _refuse_over_shards(optimizer, held)
-    _refuse_apart(optimizer, held, parts)
-    _judged[optimizer] = len(optimizer.param_groups)
-
-
-def _refuse_apart(
-    optimizer: torch.optim.Optimizer, held: Sequence[Tensor], parts: Sequence[_Held]
-) -> None:
-    """Refuse parameters of no model beside a model's, of which each rank has another gradient and would train its own;
-    collective. DDP, or a script, may have summed them.
-    """
     beside = [each for each in held if not hasattr(each, _MARK) and each.requires_grad]
-    if not parts or parts[0].staged or not beside:
-        return
-    digests: list[tuple[float, float]] = []
-    for each in beside:
-        gradient = torch.zeros(()) if each.grad is None else each.grad.double()
-        digests.append((float(gradient.sum()), float(gradient.norm())))
-    every = parts[0].mesh.all_gather_object(digests)
-    for index, parameter in enumerate(beside):
-        sums, norms = zip(*(told[index] for told in every), strict=True)
-        apart = max(max(sums) - min(sums), max(norms) - min(norms))
-        if apart > _TOLERANCE * max(norms):
-            raise ConfigError(
-                f"{type(optimizer).__name__} must hold parameters of the model alone, or others with the same gradient "
-                f"on every rank of {parts[0].layout}, got one of shape {tuple(parameter.shape)} around the model, of "
-                "which each rank would train its own: put it into the model before hfscale.parallelize, adapt the "
-                "layers by hfscale.get_peft_model, sum its gradient over ranks first, or use one process"
-            )
+    if not parts:
+        refuse_alone(optimizer, beside)
+    elif beside and not parts[0].staged:
+        refuse_beside(optimizer, beside, parts[0].mesh, parts[0].layout)
+    _judged[optimizer] = len(optimizer.param_groups)
 
 
 def _refuse_over_shards(optimizer: torch.optim.Optimizer, held: Sequence[Tensor]) -> None:
