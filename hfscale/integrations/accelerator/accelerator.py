@@ -421,7 +421,7 @@ class Accelerator(accelerate.Accelerator):
             )
         if runtime.mesh.layout.total_size > 1:
             # It refuses in words; the accelerator's own groups of processes would in torch's.
-            vars(self)["__reduce_ex__"] = runtime.model.__reduce_ex__
+            self.__dict__["__reduce_ex__"] = runtime.model.__reduce_ex__
         if self._runtime is None:
             check_beside(filter(is_plain, prepared(self, "models")), runtime.mesh)
             if self._dealt_over_processes and runtime.mesh.layout.total_size > 1:
