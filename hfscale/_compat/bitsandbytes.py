@@ -4,6 +4,7 @@ Read and run with bitsandbytes 0.50. Imported on first use only: most runs quant
 """
 
 import copy
+import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from operator import attrgetter
@@ -45,6 +46,25 @@ def optimizers() -> Any:
     import bitsandbytes.optim
 
     return bitsandbytes.optim
+
+
+def parameters_in_8_bits(optimizer: Any) -> Iterator[tuple[Tensor, int]]:
+    """Yield the parameters whose states one of bitsandbytes' optimizers keeps in 8 bits, if they have enough entries,
+    and how many are enough; none of other optimizers.
+    """
+    if "bitsandbytes" not in sys.modules or not isinstance(optimizer, _eight_bit_class()):
+        return
+    for place, group in enumerate(optimizer.param_groups):
+        for index, parameter in enumerate(group["params"]):
+            config = optimizer.get_config(place, index, group)
+            if config["optim_bits"] == 8:
+                yield parameter, int(config["min_8bit_size"])
+
+
+def _eight_bit_class() -> Any:
+    from bitsandbytes.optim.optimizer import Optimizer8bit
+
+    return Optimizer8bit
 
 
 def keep_overrides_apart(optimizer: Any) -> None:

@@ -132,16 +132,25 @@ def computes_loss(model: nn.Module) -> bool:
     return str(model.active_peft_config.peft_type.value) == "CPT"
 
 
-def wrapped_model(model: nn.Module, config: Any, name: str) -> Any:
-    """Return PEFT's model around ``model``, wrapping modules in place; factors stay on the meta device, undrawn."""
-    import peft
+def wrapped_model(model: nn.Module, config: Any, name: str, autocast: bool = True) -> Any:
+    """Return PEFT's model around ``model``, wrapping modules in place; factors stay on the meta device, undrawn, and
+    are in 32 bits beside narrower weights (``autocast``), or in those weights' type.
+    """
+    # Scripts may put hfscale's in the place of peft.get_peft_model.
+    from peft.mapping_func import get_peft_model
 
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
         # PEFT 0.21 uses a name that transformers 5.23 has deprecated.
         warnings.filterwarnings(
             "ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning
         )
-        return peft.get_peft_model(model, config, adapter_name=name, low_cpu_mem_usage=True)  # type: ignore[arg-type]
+        return get_peft_model(
+            model,  # type: ignore[arg-type]
+            config,
+            adapter_name=name,
+            autocast_adapter_dtype=autocast,
+            low_cpu_mem_usage=True,
+        )
 
 
 def is_feedforward(config: Any, name: str) -> bool:

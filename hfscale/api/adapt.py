@@ -1,12 +1,13 @@
 """Attach adapters to a parallelized model, and merge them into its weights."""
 
 import sys
-from functools import partial
+import warnings
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .._compat.peft import COPY
 from .._compat.transformers.classes import class_name, empty_copy
 from ..errors import CheckpointError, ConfigError, check_count
 from ..features.adapters import (
@@ -24,6 +25,7 @@ from ..features.adapters.merge_adapters import (
     put_plain_modules,
     refuse_not_finite,
     refuse_tied,
+    unload_local_weights,
 )
 from ..plan.feature_plans import OwnLossPlan
 from ..train import eval_step
@@ -32,13 +34,22 @@ from ..train.runtime import Runtime, runtime_of
 from ..train.runtime.handover import Replaced
 from ..train.runtime.shards import LocalWeights
 from .assemble import assemble, take_apart
+from .peft_methods import put_methods
 from .samples import answer_to, reads_tokens
 
 _SAMPLE = (2, 16)  # rows and tokens of the batch that measures the change by merging
 
 
 def get_peft_model(
-    model: nn.Module, peft_config: Any, adapter_name: str = "default", *, seed: int | None = None
+    model: nn.Module,
+    peft_config: Any,
+    adapter_name: str = "default",
+    mixed: bool = False,
+    autocast_adapter_dtype: bool = True,
+    revision: str | None = None,
+    low_cpu_mem_usage: bool = False,
+    *,
+    seed: int | None = None,
 ) -> Any:
     """Put adapters around the modules of a parallelized model; call it on every rank.
 
@@ -51,6 +62,10 @@ def get_peft_model(
     Args:
         peft_config: a PEFT config, or the path or Hub id of a saved adapter to go on training.
         adapter_name: PEFT's name for the adapter.
+        mixed: let PEFT mix methods, in one process alone.
+        autocast_adapter_dtype: keep factors of 16-bit weights in 32 bits.
+        revision: the base model's, which the adapter's config names.
+        low_cpu_mem_usage: in one process leave values to a later load, as PEFT does; ranks draw them in any case.
         seed: seed of new adapters' random values, as after ``torch.manual_seed(seed)``; by default, as in PEFT, they
             are drawn from torch's current RNG state, that of the first rank.
 
@@ -58,8 +73,8 @@ def get_peft_model(
         PEFT's model around ``model``.
 
     Raises:
-        ConfigError: over ranks, the model has adapters already, or the config asks for something unknown to hfscale;
-            anywhere, it matches no module.
+        ConfigError: over ranks, the model has adapters already, the config asks for something unknown to hfscale, or
+            ``mixed`` is true; anywhere, the config matches no module.
         CheckpointError: a saved adapter does not fit the model.
     """
     runtime = runtime_of(model)
@@ -68,8 +83,19 @@ def get_peft_model(
     if not isinstance(adapter_name, str) or not adapter_name:
         raise ConfigError(f"adapter_name={adapter_name!r} is invalid: use a name, as 'default'")
     config, source = read_config(peft_config)
-    if _is_left_to_peft(runtime, config):
-        around = by_peft.around(model, config, source, adapter_name, seed)
+    if revision is not None:
+        _name_revision(config, revision)
+    if _is_left_to_peft(runtime, config, mixed, low_cpu_mem_usage):
+        around = by_peft.around(
+            model,
+            config,
+            source,
+            adapter_name,
+            seed,
+            mixed=mixed,
+            autocast_adapter_dtype=autocast_adapter_dtype,
+            low_cpu_mem_usage=low_cpu_mem_usage,
+        )
         complete_config(peft_config, around.peft_config[adapter_name])
         return around
     template = empty_copy(runtime.model)
@@ -91,6 +117,7 @@ def get_peft_model(
             source=source,
             name=adapter_name,
             seed=seed,
+            autocast=autocast_adapter_dtype,
         )
     except Exception:  # the model goes on without
         replaced.hand_over(assemble(runtime.model, plan, mesh, options, before))
@@ -98,17 +125,32 @@ def get_peft_model(
     replaced.hand_over(assemble(runtime.model, planned, mesh, options, shares, adapters))
     adapters.peft_model.train(training)
     if mesh.layout.total_size > 1:
-        for part in (adapters.peft_model, adapters.peft_model.base_model):
-            part.merge_and_unload = partial(_merge_as_peft_does, runtime.model)
+        put_methods(adapters.peft_model, runtime.model, merge_and_unload, _unload)
     complete_config(peft_config, adapters.peft_model.peft_config[adapter_name])
     return adapters.peft_model
 
 
-def _is_left_to_peft(runtime: Runtime, config: Any) -> bool:
-    """Return whether PEFT's own function puts an adapter around a model of one process; over ranks, refuse a second."""
+def _name_revision(config: Any, revision: str) -> None:
+    if config.revision not in (None, revision):
+        warnings.warn(
+            f"the PEFT config names the base's revision {config.revision!r}: it is {revision!r} from here",
+            stacklevel=3,
+        )
+    config.revision = revision
+
+
+def _is_left_to_peft(runtime: Runtime, config: Any, mixed: bool, empty: bool) -> bool:
+    """Return whether PEFT's own function puts an adapter, of ``mixed`` methods or ``empty``, around a model of one
+    process; over ranks, refuse methods that mix, and a second adapter.
+    """
     adapts = bool(runtime.latecomers()) or runtime.adapters is not None
     if runtime.mesh.layout.total_size == 1:
-        return adapts or not is_known(config, runtime.plan)
+        return adapts or mixed or empty or not is_known(config, runtime.plan)
+    if mixed:
+        raise ConfigError(
+            f"mixed=True must be used in one process, got {runtime.mesh.layout.describe()}: PEFT's mixed models hold "
+            "adapters of several methods, and a model over ranks has one; leave it out"
+        )
     if (existing := runtime.adapters) is not None:
         raise ConfigError(
             f"{class_name(runtime.model)} has the adapter {existing.name!r} already: merge it first "
@@ -119,17 +161,6 @@ def _is_left_to_peft(runtime: Runtime, config: Any) -> bool:
 
 def _replaced(runtime: Runtime, by: str) -> Replaced:
     return Replaced([(planned.name, parameter) for planned, parameter in runtime.parameters()], by)
-
-
-def _merge_as_peft_does(
-    model: nn.Module, *_: Any, dtype: torch.dtype | None = None, **asked: Any
-) -> Any:
-    """Call :func:`merge_and_unload` under PEFT's name; merged weights are always checked (``safe_merge``)."""
-    if asked.get("adapter_names") is not None:
-        raise ConfigError(
-            "adapter_names=... is not supported, since a model has one adapter: leave it out"
-        )
-    return merge_and_unload(model, dtype=dtype)
 
 
 def merge_and_unload(
@@ -202,6 +233,25 @@ def merge_and_unload(
                 f"{difference:.1e} (largest of the {what} {scale:.3g})",
                 file=sys.stderr,
             )
+    return stock
+
+
+def _unload(model: nn.Module) -> Any:
+    """Remove adapters without merging them, and return the stock model; collective. Trained copies of modules stay."""
+    runtime = runtime_of(model)
+    adapters = runtime.adapters
+    if not isinstance(adapters, Adapters):
+        raise ConfigError(
+            f"{class_name(runtime.model)} has no adapters to unload: see hfscale.get_peft_model"
+        )
+    refuse_tied(adapters, runtime.plan, kinds=(COPY,))
+    training = runtime.model.training
+    replaced = _replaced(runtime, "unload")
+    shares = take_apart(runtime)
+    stock, tensors = unload_local_weights(adapters, runtime, shares.tensors)
+    kept = LocalWeights(tensors, shares.quantized)
+    replaced.hand_over(assemble(stock, adapters.stock_plan, runtime.mesh, runtime.options, kept))
+    stock.train(training)
     return stock
 
 

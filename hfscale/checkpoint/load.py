@@ -47,6 +47,7 @@ from ..train.runtime.parameter_names import put_buffer, put_parameter
 from ..train.runtime.shards import LocalWeights, local_tensor
 from ..train.runtime.writing import all_or_none
 from .carried import note_carried
+from .coverage import check_coverage
 from .merged import merged_parameters, parts_of_share, stored_sources
 from .overwrites import find_overwrites, initialize_around
 from .stored_forms.forms import as_plain, load_weights_as
@@ -95,6 +96,8 @@ class _Loader:
                     stored[key], self.plan.by_name[targets[key].name].shape[0]
                 )
         self.stored = {name for found in targets.values() for name in (found.name, *found.others)}
+        first = not any(self.mesh.ranks.values())
+        check_coverage(self.plan, list(stored), self.stored, str(self.directory), tells=first)
         self._note_others(model, targets)
         self._keep_stored(model, stored, targets)
         drop_other_stages(model, self.plan, self.mesh.pp_rank)

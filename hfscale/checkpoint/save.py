@@ -6,6 +6,8 @@ tensor and writes it to its file. No rank ever holds more than one full tensor. 
 directory and moved into place all at once (:mod:`hfscale.distributed.files.replace`).
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -18,7 +20,7 @@ from ..distributed.files.reader import TensorOnDisk
 from ..distributed.files.writer import STALE, CheckpointWriter
 from ..errors import ConfigError
 from ..features.adapters import by_peft
-from ..features.adapters.storage import save_adapter
+from ..features.adapters.storage import AdapterFiles, save_adapter
 from ..features.quantization.part import refuse_quantized
 from ..train import guards
 from ..train.around import refuse_without_around
@@ -66,17 +68,48 @@ def save_pretrained(
     refuse_without_around(
         runtime, model, call, "save those by model.save_pretrained or torch.save, in one process"
     )
-    writing.everyone_arrives(runtime.mesh, timeout, call)
-    failing = writing.all_or_none(runtime.mesh, f"{target} could not be written")
-    with failing, guards.as_built(runtime):
-        if check_replicas:
-            guards.check_replicas(runtime, call)
+    with _together(runtime, target, call, timeout, check_replicas):
         again = QuantizedAgain() if quantization is None else _again(runtime, quantization)
         if (adapters := runtime.adapters) is not None:
             save_adapter(runtime, adapters.whole, adapters.name, target)
         else:
             refuse_quantized(runtime.plan.quantized, target)
             _write(runtime, target, max_shard_size, again)
+
+
+@writing.saving()
+def save_adapter_files(
+    runtime: Runtime,
+    directory: str | Path,
+    files: AdapterFiles,
+    *,
+    call: str,
+    timeout: timedelta = timedelta(minutes=2),
+) -> None:
+    """Write the adapter alone, as PEFT's own ``save_pretrained`` is asked to, of which ``call`` are the words; on every
+    rank. Raise :class:`CheckpointError`, with ``directory`` unchanged, if a rank did not call it or writing failed.
+    """
+    adapters = runtime.adapters
+    if adapters is None:
+        raise ConfigError(
+            f"{call} writes an adapter, and the model has none: it was merged or unloaded"
+        )
+    target = target_of(directory)
+    with _together(runtime, target, call, timeout, check_replicas=True):
+        save_adapter(runtime, adapters.whole, adapters.name, target, files)
+
+
+@contextmanager
+def _together(
+    runtime: Runtime, target: Path, call: str, timeout: timedelta, check_replicas: bool
+) -> Iterator[None]:
+    """Wait for every rank to make the ``call``, and let all of them fail, inside the ``with`` block, with one."""
+    writing.everyone_arrives(runtime.mesh, timeout, call)
+    failing = writing.all_or_none(runtime.mesh, f"{target} could not be written")
+    with failing, guards.as_built(runtime):
+        if check_replicas:
+            guards.check_replicas(runtime, call)
+        yield
 
 
 def _again(runtime: Runtime, quantization: str) -> QuantizedAgain:

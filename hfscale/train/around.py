@@ -34,13 +34,18 @@ def trained_around(runtime: Runtime, model: nn.Module) -> dict[str, nn.Parameter
     }
 
 
-def refuse_trained_around(runtime: Runtime, model: nn.Module) -> None:
-    """Raise :class:`ConfigError` for such parameters over several ranks, and anywhere for a loss around the model."""
+def refuse_loss_around(runtime: Runtime, model: nn.Module) -> None:
+    """Raise :class:`ConfigError` for a loss that is computed around the model, in any layout."""
     if computes_loss(model):
         raise ConfigError(
             f"the loss must be that of {class_name(runtime.model)}, got PEFT's CPT, which computes another of logits "
-            "that a training step does not have: train it around a stock model of transformers, in one process"
+            "that a training step does not have: train it in one process, by loss = model(**batch).loss; "
+            "loss.backward()"
         )
+
+
+def refuse_trained_around(runtime: Runtime, model: nn.Module) -> None:
+    """Raise :class:`ConfigError` for such parameters over several ranks."""
     layout = runtime.mesh.layout
     if layout.total_size == 1 or not (found := trained_around(runtime, model)):
         return

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError, check_number, check_switch
-from .around import labels_around, refuse_trained_around
+from .around import labels_around, refuse_loss_around, refuse_trained_around
 from .distillation import ModelTeacher
 from .inputs import prepare
 from .outputs import KeptOutputs
@@ -69,6 +69,7 @@ def train_step(
         without a flush, loss and gradients are those of an earlier batch: see :func:`drain`.
     """
     runtime = runtime_of(model)
+    refuse_loss_around(runtime, model)
     refuse_trained_around(runtime, model)
     _check_losses(
         runtime, loss_fn, score_loss, label_smoothing, num_items_in_batch, temperature, teacher

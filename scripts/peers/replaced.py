@@ -119,9 +119,7 @@ class Replacement:
         return noted
 
     def _adapting(self, stock: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``stock``, or ours in its place, for models of transformers; with options that ours does not have,
-        and for other modules, it is stock in any case, and not reached.
-        """
+        """Return ``stock``, or ours in its place, for models of transformers; for others it is stock, not reached."""
 
         @wraps(stock)
         def adapted(
@@ -131,13 +129,13 @@ class Replacement:
 
             from hfscale.train.runtime import find_runtime
 
-            if not isinstance(model, PreTrainedModel) or kwargs:
+            if not isinstance(model, PreTrainedModel):
                 return stock(model, peft_config, adapter_name, **kwargs)
             self.reached.add("get_peft_model")
             if self.layout is None:
-                return stock(model, peft_config, adapter_name)
+                return stock(model, peft_config, adapter_name, **kwargs)
             if find_runtime(model) is None:
                 model = hfscale.parallelize(model, self.layout)
-            return hfscale.get_peft_model(model, peft_config, adapter_name)
+            return hfscale.get_peft_model(model, peft_config, adapter_name, **kwargs)
 
         return adapted

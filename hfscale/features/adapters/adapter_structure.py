@@ -18,10 +18,10 @@ from ...train.runtime import find_runtime
 from ...train.runtime.parameter_names import stock_name, unwrapped
 
 
-def wrap(model: nn.Module, config: Any, name: str) -> Any:
+def wrap(model: nn.Module, config: Any, name: str, autocast: bool = True) -> Any:
     """Return PEFT's model around ``model``, with factors on the meta device; :class:`ConfigError` in PEFT's words."""
     try:
-        return peft.wrapped_model(model, config, name)
+        return peft.wrapped_model(model, config, name, autocast)
     except (ValueError, TypeError, NotImplementedError) as error:
         raise ConfigError(
             f"PEFT cannot put {type(config).__name__} around {class_name(model)}: {error}"
@@ -200,14 +200,12 @@ _REFUSED = {
     "merge_and_unload": _MERGE,
     "merge_adapter": _MERGE,
     "unmerge_adapter": _MERGE,
-    "unload": "load the model again without peft_config",
     "add_adapter": _ONE,
     "load_adapter": _ONE,
     "delete_adapter": _ONE,
     "add_weighted_adapter": _ONE,
 }
 _OF_STOCK = ("add_adapter", "load_adapter", "delete_adapter")  # methods of transformers' models too
-_SAVE = "save_pretrained"
 _CONVERT = "save the adapter by hfscale.save_pretrained, and convert it in one process"
 
 
@@ -221,11 +219,6 @@ def guard_methods(peft_model: Any, whole: Any) -> None:
     peft.ask_before_state_dicts(_refuse_parts)
     for layer in peft.convertible_layers(peft_model):  # asked by convert_to_lora and save_as_lora
         setattr(layer, peft.CONVERTS, _refusing("conversion to LoRA", _CONVERT))
-    setattr(
-        peft_model,
-        _SAVE,
-        _refusing(_SAVE, "call hfscale.save_pretrained(model, directory), on every rank"),
-    )
     peft_model.get_nb_trainable_parameters = whole.get_nb_trainable_parameters
 
 

@@ -72,11 +72,13 @@ def attach_adapters(
     source: str | None = None,
     name: str = "default",
     seed: int | None = 0,
+    autocast: bool = True,
 ) -> tuple[Adapters, Plan]:
     """Wrap the modules that ``config`` targets, and add the adapters' values to ``shares``; return the adapters, and
     the plan with their parameters. The ``model`` has local sizes, and is on the meta device if ``shares``, this rank's
     final shards by name, hold the values; ``template``, the full stock model on the meta device, is wrapped too. New
-    adapters are drawn by ``seed`` (``None``: torch's current RNG state), others loaded from ``source``.
+    adapters are drawn by ``seed`` (``None``: torch's current RNG state), others loaded from ``source``. With
+    ``autocast`` factors of 16-bit weights are in 32 bits.
     """
     if (
         getattr(config, "init_lora_weights", True) == "loftq"
@@ -87,7 +89,8 @@ def attach_adapters(
             "LoraConfig(init_lora_weights='loftq') is computed by bitsandbytes on an accelerator, got a CPU: use "
             "'pissa', or make the adapter on a machine with a GPU and give its directory as peft_config"
         )
-    whole, planned = wrap_and_plan(template, config, plan, new=source is None, name=name)
+    new = source is None
+    whole, planned = wrap_and_plan(template, config, plan, new, name, autocast)
     held = [adapter for adapter in planned.adapters if plan.is_local(mesh.pp_rank, adapter.name)]
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
@@ -99,10 +102,10 @@ def attach_adapters(
                     setattr(here, field, False)
             local = quietly(model, here, name)
         local.base_model.peft_config[name] = whole.peft_config[name]
-        _give_local_shapes(model, planned, mesh, shares)
+        _give_local_shapes(model, planned, mesh, shares, autocast)
         read = partial(dequantized_share, model, planned)
-        new = _NewAdapters(config, name, planned, mesh, shares, read)
-        made = new.values(whole.get_base_model(), seed)
+        drawn = _NewAdapters(config, name, planned, mesh, shares, read)
+        made = drawn.values(whole.get_base_model(), seed)
         if source is not None:
             with all_or_none(mesh, f"{source} could not be loaded"):
                 made.update(load_adapter(source, whole, name, planned, mesh))
@@ -126,6 +129,7 @@ def _give_local_shapes(
     plan: Plan,
     mesh: Mesh,
     shares: dict[str, Tensor],
+    autocast: bool,
 ) -> None:
     """Give every adapter parameter the plan's local shape, and the dtype that PEFT gives parameters with memory."""
     here = dict(model.named_parameters(remove_duplicate=False))
@@ -151,7 +155,9 @@ def _give_local_shapes(
             packing = packings_of(module).get(attribute)
             kept = shares[plan.by_name[adapter.base].tied_to or adapter.base]
             base = kept.dtype if packing is None else packing.dtype
-            empty = torch.empty(shape, dtype=type_beside(base, adapter.kept_in), device="meta")
+            # PEFT leaves factors beside packed weights in 32 bits.
+            kind = type_beside(base, adapter.kept_in, autocast or packing is not None)
+            empty = torch.empty(shape, dtype=kind, device="meta")
             made[owner] = nn.Parameter(empty, requires_grad=old.requires_grad)
         holder, attribute = owner_of(model, adapter.name)
         setattr(holder, attribute, made[owner])

@@ -20,9 +20,10 @@ def around(
     source: str | None,
     name: str = "default",
     seed: int | None = None,
+    **options: Any,
 ) -> Any:
     """Return PEFT's model around ``model``, with a new adapter, drawn by ``seed`` (``None``: torch's current RNG
-    state), or the one saved at ``source``, to go on training.
+    state), or the one saved at ``source``, to go on training; ``options`` are others of PEFT's function.
     """
     # Scripts may put hfscale's in the place of peft.get_peft_model.
     from peft.mapping_func import (
@@ -31,10 +32,10 @@ def around(
 
     given: Any = model
     if source is None and seed is None:
-        return get_peft_model(given, config, adapter_name=name)
+        return get_peft_model(given, config, adapter_name=name, **options)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed or 0)
-        made = get_peft_model(given, config, adapter_name=name)
+        made = get_peft_model(given, config, adapter_name=name, **options)
     if source is not None:  # PEFT itself loads prompts for inference alone
         load(made, source)
     return made

@@ -1,7 +1,7 @@
 """Merge adapters into the weights they adapt: every rank its shards, one module at a time."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -25,8 +25,10 @@ from .adapter_edges import sum_norms
 from .adapter_structure import give_back_methods, inject_alone
 
 
-def refuse_tied(adapters: Any, plan: Plan) -> None:
-    """Raise :class:`ConfigError`, naming the adapter, if a weight to merge into is tied to one without the adapter."""
+def refuse_tied(adapters: Any, plan: Plan, kinds: Collection[str] | None = None) -> None:
+    """Raise :class:`ConfigError`, naming the adapter, if a weight to merge into is tied to one without the adapter;
+    ``kinds`` are the attributes of wrappers whose adapters are merged (``None``: all).
+    """
     stock: Plan = adapters.stock_plan
     names: dict[str, set[str]] = {}
     for planned in stock.parameters:
@@ -34,7 +36,8 @@ def refuse_tied(adapters: Any, plan: Plan) -> None:
     for adapter in plan.adapters:
         same = names[stock.by_name[adapter.base].tied_to or adapter.base]
         alike = {a.base for a in plan.adapters if adapter.name in (a.name, a.tied_to)}
-        if adapter.tied_to is None and not same <= alike:
+        merged = kinds is None or adapter.kept_in in kinds
+        if merged and adapter.tied_to is None and not same <= alike:
             raise ConfigError(
                 f"{adapter.name} cannot be merged: {' and '.join(sorted(same))} are one weight, and only "
                 f"{adapter.base} has this adapter, which would change the others too: keep it apart, as "
@@ -114,6 +117,29 @@ def merge_local_weights(
     for adapter in plan.adapters:
         shares.pop(adapter.name, None)
     return model, shares
+
+
+def unload_local_weights(
+    adapters: Any, runtime: Runtime, shares: dict[str, Tensor]
+) -> tuple[nn.Module, dict[str, Tensor]]:
+    """Drop the factors of a model that has been taken apart, put trained copies of modules in their modules' places,
+    and return as :func:`merge_local_weights` does; collective.
+    """
+    plan = runtime.plan
+    mesh = runtime.mesh
+    here = plan.local_names(mesh.pp_rank)
+    for adapter in plan.adapters:
+        planned = plan.by_name[adapter.base]
+        base = planned.tied_to or planned.name
+        if adapter.kept_in == COPY and base in here:
+            copied = plan.by_name[adapter.tied_to or adapter.name]
+            share = shares[copied.name].contiguous()
+            whole = gather_full(share, copied.model_shape(mesh.ranks), copied.data_cuts, mesh)
+            shares[base] = _cut_over_data(plan.by_name[base], whole, mesh.ranks)
+    put_back(runtime.model)
+    for adapter in plan.adapters:
+        shares.pop(adapter.name, None)
+    return runtime.model, shares
 
 
 def dequantized_share(model: nn.Module, plan: Plan, name: str) -> Tensor:

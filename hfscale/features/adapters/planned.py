@@ -49,13 +49,18 @@ def is_known(config: Any, plan: Plan) -> bool:
 
 
 def wrap_and_plan(
-    template: nn.Module, config: Any, plan: Plan, new: bool = True, name: str = "default"
+    template: nn.Module,
+    config: Any,
+    plan: Plan,
+    new: bool = True,
+    name: str = "default",
+    autocast: bool = True,
 ) -> tuple[Any, Plan]:
     """Return PEFT's model around ``template``, and the plan with its parameters; PEFT completes ``config``."""
     _check(config, plan)
     asked = copy.deepcopy(config)
     try:
-        whole = wrap(template, config, name)
+        whole = wrap(template, config, name, autocast)
     except ConfigError as error:
         hint = (
             f"; the model has {', '.join(target_names(plan))}"
@@ -162,7 +167,9 @@ def _check_places(plan: Plan) -> None:
             )
 
 
-def type_beside(base: torch.dtype, kept_in: str) -> torch.dtype:
-    """Return an adapter's dtype: PEFT keeps factors of narrower weights in 32 bits, and copies in their dtype."""
-    wide = base.is_floating_point and base.itemsize > 2
+def type_beside(base: torch.dtype, kept_in: str, autocast: bool = True) -> torch.dtype:
+    """Return an adapter's dtype: PEFT keeps factors of narrower weights in 32 bits, in their own without ``autocast``,
+    and copies in their dtype.
+    """
+    wide = base.is_floating_point and (base.itemsize > 2 or not autocast)
     return base if wide or kept_in == COPY else torch.float32

@@ -4,8 +4,10 @@ import copy
 import dataclasses
 import logging
 import os
+import shutil
 import warnings
 from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +60,16 @@ _OF_MATRICES = (
 _log = logging.getLogger(__name__)
 WEIGHTS = "adapter_model.safetensors"
 _OLD_WEIGHTS = "adapter_model.bin"
+_CARD = "README.md"
+
+
+@dataclass(frozen=True)
+class AdapterFiles:
+    """What to write of an adapter, as the arguments of PEFT's ``save_pretrained`` ask for it."""
+
+    embeddings: bool | str = "auto"  # its save_embedding_layers
+    safetensors: bool = True
+    card: bool = False  # write PEFT's model card
 
 
 def weights_file(directory: Path) -> Path:
@@ -327,6 +339,7 @@ def adapter_tensors(
     to: Sequence[int] = (0,),
     attempt: Attempt = plainly,
     among: Set[str] | None = None,
+    embeddings: bool | str = "auto",
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield a file's tensors by key (``among``: of these names), full on ranks ``to``; every rank must exhaust it."""
     plan = runtime.plan
@@ -334,7 +347,7 @@ def adapter_tensors(
     only_factors = among is not None and among <= {adapter.name for adapter in plan.adapters}
     if is_writer(runtime.mesh):
         _warn_of_experts(runtime)
-        names = stored_names(whole, name, plan, False if only_factors else "auto")
+        names = stored_names(whole, name, plan, False if only_factors else embeddings)
     owned: dict[str, list[str]] = {}
     for parameter, key in runtime.mesh.all_gather_object(names)[0].items():
         owner = plan.by_name[parameter].tied_to or parameter
@@ -346,15 +359,36 @@ def adapter_tensors(
             yield key, tensor.cpu().contiguous()
 
 
-def save_adapter(runtime: Runtime, whole: Any, name: str, target: Path) -> None:
+def save_adapter(
+    runtime: Runtime,
+    whole: Any,
+    name: str,
+    target: Path,
+    files: AdapterFiles = AdapterFiles(),
+) -> None:
     """Write the adapter; collective. Raise :class:`CheckpointError`, with ``target`` unchanged, if that fails."""
-    with atomic_directory(target, runtime.mesh) as staging:
-        found = adapter_tensors(runtime, whole, name, attempt=staging.attempt)
+    stale = _OLD_WEIGHTS if files.safetensors else WEIGHTS
+    with atomic_directory(target, runtime.mesh, stale=(stale,)) as staging:
+        found = adapter_tensors(
+            runtime, whole, name, attempt=staging.attempt, embeddings=files.embeddings
+        )
         tensors = {key: tensor.clone() for key, tensor in found}
         if is_writer(runtime.mesh) and staging.failure is None:
-            save_file(tensors, staging.path / WEIGHTS, metadata={"format": "pt"})
+            if files.safetensors:
+                save_file(tensors, staging.path / WEIGHTS, metadata={"format": "pt"})
+            else:
+                torch.save(tensors, staging.path / _OLD_WEIGHTS)
             write_adapter_config(whole, name, staging.path)
+            if files.card:
+                _write_card(whole, target, staging.path)
     warn_of_not_finite(runtime.mesh, not_finite(tensors), str(target))
+
+
+def _write_card(whole: Any, target: Path, directory: Path) -> None:
+    """Write PEFT's model card, or what it makes of the one in ``target``, into ``directory``."""
+    if (target / _CARD).exists():
+        shutil.copyfile(target / _CARD, directory / _CARD)
+    whole.create_or_update_model_card(str(directory))
 
 
 def _warn_of_experts(runtime: Runtime) -> None:
@@ -374,7 +408,11 @@ def _warn_of_experts(runtime: Runtime) -> None:
 
 
 def write_adapter_config(whole: Any, name: str, directory: Path) -> None:
-    """Write ``adapter_config.json``."""
+    """Write ``adapter_config.json``; without a task it names the base's class, as PEFT's own does."""
     config = whole.peft_config[name]
+    base = type(whole.get_base_model())
+    named = {"base_model_class": base.__name__, "parent_library": base.__module__}
     with attribute_replaced(config, "inference_mode", True):
-        config.save_pretrained(str(directory))
+        config.save_pretrained(
+            str(directory), auto_mapping_dict=named if config.task_type is None else None
+        )

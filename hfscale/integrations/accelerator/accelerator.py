@@ -419,6 +419,9 @@ class Accelerator(accelerate.Accelerator):
                 f"{runtime.options.mixed_precision!r}: give both the same, hfscale.from_pretrained(..., "
                 f"mixed_precision={self.mixed_precision!r}), or the accelerator mixed_precision={expected!r}"
             )
+        if runtime.mesh.layout.total_size > 1:
+            # It refuses in words; the accelerator's own groups of processes would in torch's.
+            self.__dict__["__reduce_ex__"] = runtime.model.__reduce_ex__
         if self._runtime is None:
             check_beside(filter(is_plain, prepared(self, "models")), runtime.mesh)
             if self._dealt_over_processes and runtime.mesh.layout.total_size > 1:

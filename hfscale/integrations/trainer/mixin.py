@@ -43,6 +43,7 @@ from .files import Checkpoints, resumed_from
 from .fused_head import step_of_scores
 from .generations import agree_anew, batches_gathered, count_generations, log_difference
 from .items_in_batch import scaled_if_divided
+from .plain_modules import become_stock, is_of_stock
 from .reference_adapter import ReferenceAdapter
 from .refusals import (
     check_cached,
@@ -66,7 +67,8 @@ class TrainerMixin(Checkpoints, DataHooks):
     transformers.Trainer)``.
 
     Args:
-        model: a parallelized model, or a stock one, the same on every rank, which is cut in place.
+        model: a parallelized model, or a stock one, the same on every rank, which is cut in place; in one process any
+            module, as the stock Trainer takes it.
         args: arguments of the Trainer, as are ``kwargs``.
         parallel: the layout of a stock model; by default that of the ``PARALLELISM_CONFIG_*`` variables.
 
@@ -84,6 +86,10 @@ class TrainerMixin(Checkpoints, DataHooks):
         self, model: Any = None, *args: Any, parallel: ParallelConfig | None = None, **kwargs: Any
     ) -> None:
         init = super().__init__
+        if is_of_stock(model, parallel):
+            become_stock(self)
+            init(model, *args, **kwargs)
+            return
         given, named = by_name(init, args, kwargs)
         named = with_default_config(type(self), init, model, named)
         arguments = next(
@@ -121,6 +127,8 @@ class TrainerMixin(Checkpoints, DataHooks):
         self._while_made = context  # models made by Trainer's __init__ enter contexts into it
         with context, self._seams.while_made(type(self)):
             init(model, *given, **named)
+        if not isinstance(self, TrainerMixin):  # its model_init made a plain module
+            return
         self._while_made = ExitStack()
         if self.optimizer is not None:  # the script's own
             check_optimizers([self.optimizer], [self.runtime])
@@ -171,7 +179,12 @@ class TrainerMixin(Checkpoints, DataHooks):
 
     def call_model_init(self, trial: Any = None) -> Any:
         """Call the user's ``model_init``, and parallelize a stock model."""
-        model = self._parallelized(super().call_model_init(trial), self.args)
+        made = super().call_model_init(trial)
+        if is_of_stock(made, self._parallel):
+            become_stock(self)
+            self.create_accelerator_and_postprocess()
+            return made
+        model = self._parallelized(made, self.args)
         # Trainer sets it on its first model only.
         model.config.use_cache = getattr(self.args, "use_cache", False)
         self._while_made.enter_context(trainer.taken_for_adapted(runtime_of(model).model))

@@ -94,7 +94,7 @@ class Seams:
     ) -> Any:
         if find_runtime(model) is None:
             return stock(model, peft_config, *args, **kwargs)
-        adapted = adapt.get_peft_model(model, peft_config)
+        adapted = adapt.get_peft_model(model, peft_config, *args, **kwargs)
         self.train(adapted)
         return adapted
 

@@ -288,11 +288,14 @@ class VocabParallelLoss(KeepsOutputs):
             if args
             else {}
         )
-        with_labels = {**named, **kwargs}.get("labels") is not None
+        given = {**named, **kwargs}
+        with_labels = given.get("labels") is not None
+        # Who embeds tokens itself, as PEFT's CPT does, may compute another loss of the logits.
+        around = self.group is None and given.get("inputs_embeds") is not None
         unseen = (
             self.current.count is not None
             or self.current.scoring is not None
-            or (model.training and torch.is_grad_enabled())
+            or (model.training and torch.is_grad_enabled() and not around)
         )
         unseen = unseen and self._kept is None
         self._call = _Call(with_labels, shows_logits=not (with_labels and unseen))

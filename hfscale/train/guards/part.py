@@ -83,7 +83,7 @@ def count_whole(runtime: Runtime) -> None:
 
 
 def refuse_changes(model: Any, layout: ParallelConfig) -> None:
-    """Replace ``resize_token_embeddings`` and ``copy.deepcopy`` of a model by errors that name an alternative."""
+    """Replace ``resize_token_embeddings``, deep copies and pickling of a model by errors that name an alternative."""
     kind = class_name(model)
 
     def resize(new_num_tokens: int | None = None, *_: Any, **__: Any) -> Any:
@@ -103,9 +103,17 @@ def refuse_changes(model: Any, layout: ParallelConfig) -> None:
             "them, clone model.state_dict()'s tensors on every rank"
         )
 
+    def pickled(_: int) -> Any:
+        raise ConfigError(
+            f"{kind} is spread over {layout.describe()}, and its groups of processes cannot be pickled, nor can what "
+            "holds it (an Accelerator, a trainer, torch.save of the whole model): write it by "
+            "hfscale.save_pretrained or hfscale.save_state on every rank, or pickle what holds it before it is there"
+        )
+
     model.resize_token_embeddings = resize
     if layout.total_size > 1:
         model.__deepcopy__ = deepcopy
+        model.__reduce_ex__ = pickled
 
 
 class SharedBatch(Part):

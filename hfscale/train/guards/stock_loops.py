@@ -18,6 +18,8 @@ computes with as if they were full, the copy steps two small DTensors: some clas
 
 import functools
 import inspect
+import math
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
@@ -27,15 +29,20 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ..._compat.bitsandbytes import parameters_in_8_bits
 from ..._compat.lasting import check_every_step, check_first
 from ..._compat.peft import functions_that_adapt
 from ..._compat.torch_device import fork_random_state
 from ..._compat.transformers.classes import class_name
+from ...cost.model.optimizer_bytes import BLOCK
 from ...distributed.mesh import Mesh
 from ...errors import ConfigError
+from ...plan import ParameterPlan
 from ...plan.feature_plans import offloaded
+from ...plan.quantized import flat_blocks_align
 from ..runtime import Runtime, find_runtime
 from ..runtime.handover import follow
+from .apart import refuse_alone, refuse_beside, watch_for_others
 
 _MARK = "_hfscale_parts"
 _TOLERANCE = 1e-3
@@ -165,6 +172,7 @@ class _Held(NamedTuple):
     mesh: Mesh
     layout: str
     name: str
+    planned: ParameterPlan
     cut: bool
     staged: bool
     differs: bool  # whether ranks see different norms
@@ -179,6 +187,7 @@ def refuse_other_optimizers(runtime: Runtime) -> None:
     check_every_step(_check)
     if layout.total_size == 1 and not on_host:
         return
+    watch_for_others(runtime)
     for planned, parameter in runtime.parameters():
         cut = any(cut.axis in ("tp", "ep") for cut in planned.cuts)
         differs = max(layout.tp, layout.pp, layout.ep) > 1
@@ -186,7 +195,14 @@ def refuse_other_optimizers(runtime: Runtime) -> None:
             parameter,
             _MARK,
             _Held(
-                runtime.mesh, layout.describe(), planned.name, cut, layout.pp > 1, differs, on_host
+                runtime.mesh,
+                layout.describe(),
+                planned.name,
+                planned,
+                cut,
+                layout.pp > 1,
+                differs,
+                on_host,
             ),
         )
 
@@ -205,40 +221,46 @@ def _check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         )
     # Hfscale's own optimizers know which parameters are cut.
     if not getattr(optimizer, "keeps_plain_state", False):
-        cut = next((part for part in parts if part.cut), None)
-        if cut is not None and _differs(optimizer, held[0].device, halved=True):
-            _refuse(optimizer, cut, f"{cut.name} is cut")
-        elif parts and parts[0].staged and _differs(optimizer, held[0].device, halved=False):
-            _refuse(optimizer, parts[0], "stages hold some parameters each")
-        _refuse_over_shards(optimizer, held)
-    _refuse_apart(optimizer, held, parts)
+        _check_stock(optimizer, held, parts)
+    beside = [each for each in held if not hasattr(each, _MARK) and each.requires_grad]
+    if not parts:
+        refuse_alone(optimizer, beside)
+    elif beside and not parts[0].staged:
+        refuse_beside(optimizer, beside, parts[0].mesh, parts[0].layout)
     _judged[optimizer] = len(optimizer.param_groups)
 
 
-def _refuse_apart(
+def _check_stock(
     optimizer: torch.optim.Optimizer, held: Sequence[Tensor], parts: Sequence[_Held]
 ) -> None:
-    """Refuse parameters of no model beside a model's, of which each rank has another gradient and would train its own;
-    collective. DDP, or a script, may have summed them.
+    """Refuse a class that needs more than this rank holds, and warn of one that rounds otherwise."""
+    cut = next((part for part in parts if part.cut), None)
+    if cut is not None and _differs(optimizer, held[0].device, halved=True):
+        _refuse(optimizer, cut, f"{cut.name} is cut")
+    elif parts and parts[0].staged and _differs(optimizer, held[0].device, halved=False):
+        _refuse(optimizer, parts[0], "stages hold some parameters each")
+    _refuse_over_shards(optimizer, held)
+    _warn_of_other_blocks(optimizer)
+
+
+def _warn_of_other_blocks(optimizer: torch.optim.Optimizer) -> None:
+    """Warn of bitsandbytes' 8-bit states that shards round otherwise than full tensors: where blocks of one scale cross
+    a border, or a shard alone is small enough for 32 bits.
     """
-    beside = [each for each in held if not hasattr(each, _MARK) and each.requires_grad]
-    if not parts or parts[0].staged or not beside:
-        return
-    digests: list[tuple[float, float]] = []
-    for each in beside:
-        gradient = torch.zeros(()) if each.grad is None else each.grad.double()
-        digests.append((float(gradient.sum()), float(gradient.norm())))
-    every = parts[0].mesh.all_gather_object(digests)
-    for index, parameter in enumerate(beside):
-        sums, norms = zip(*(told[index] for told in every), strict=True)
-        apart = max(max(sums) - min(sums), max(norms) - min(norms))
-        if apart > _TOLERANCE * max(norms):
-            raise ConfigError(
-                f"{type(optimizer).__name__} must hold parameters of the model alone, or others with the same gradient "
-                f"on every rank of {parts[0].layout}, got one of shape {tuple(parameter.shape)} around the model, of "
-                "which each rank would train its own: put it into the model before hfscale.parallelize, adapt the "
-                "layers by hfscale.get_peft_model, sum its gradient over ranks first, or use one process"
-            )
+    apart: list[_Held] = []
+    for parameter, enough in parameters_in_8_bits(optimizer):
+        part: _Held | None = getattr(parameter, _MARK, None)
+        if part is not None and part.cut and math.prod(part.planned.shape) >= enough:
+            whole = flat_blocks_align(part.planned, BLOCK) and parameter.numel() >= enough
+            apart += [] if whole else [part]
+    if apart and not any(apart[0].mesh.ranks.values()):
+        warnings.warn(
+            f"{type(optimizer).__name__} keeps states in 8 bits, with a scale for each {BLOCK} entries of a shard: "
+            f"over {apart[0].layout} shards of {len(apart)} parameters ({apart[0].name}, for one) are no whole blocks, "
+            "so its steps differ from those of one process by rounding. hfscale.create_optimizer(model, 'adamw_8bit', "
+            "lr=...) makes those of one process",
+            stacklevel=2,
+        )
 
 
 def _refuse_over_shards(optimizer: torch.optim.Optimizer, held: Sequence[Tensor]) -> None:

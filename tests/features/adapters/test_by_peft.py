@@ -249,10 +249,32 @@ def test_a_plan_of_one_process_takes_what_peft_applies() -> None:
         hfscale.plan(config, ParallelConfig(tp_size=2), peft_config=copy.deepcopy(CONFIGS["vera"]))
 
 
-def test_a_loss_of_peft_is_refused_in_words() -> None:
-    cpt = peft.CPTConfig(
-        cpt_token_ids=[1, 2], cpt_mask=[1, 1], cpt_tokens_type_mask=[1, 2], task_type="CAUSAL_LM"
+def _by_cpt(model: Any, adapt: Callable[..., Any]) -> Any:
+    kinds = [1, 2, 3, 4]  # of its tokens; 4 is a label
+    config = peft.CPTConfig(
+        cpt_token_ids=kinds, cpt_mask=[1] * 4, cpt_tokens_type_mask=kinds, task_type="CAUSAL_LM"
     )
-    model = peft.get_peft_model(hfscale.parallelize(stock()), cpt)
+    torch.manual_seed(1)
+    return adapt(model, config).train()
+
+
+@pytest.mark.parametrize("adapt", [peft.get_peft_model, hfscale.get_peft_model])
+def test_a_loss_of_peft_is_of_plain_loops(adapt: Callable[..., Any]) -> None:
+    """A step, which has no logits, is refused in words; a loop of one's own trains as in stock code."""
+    runs = [_by_cpt(stock(), peft.get_peft_model), _by_cpt(hfscale.parallelize(stock()), adapt)]
     with pytest.raises(ConfigError, match="got PEFT's CPT, which computes another"):
-        hfscale.train_step(model, BATCH)
+        hfscale.train_step(runs[1], BATCH)
+    found: list[list[float]] = []
+    for model in runs:
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
+        told: list[float] = []
+        for _ in range(3):
+            loss = model(**{**BATCH, "attention_mask": torch.ones_like(IDS)}).loss
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+            told += [float(loss.detach()), float(norm)]
+        found.append(told)
+    assert found[1] == pytest.approx(found[0], rel=1e-6)
+    assert found[0][0] != found[0][4]

@@ -1,6 +1,8 @@
 """Changes to a model that its plan does not know of are refused when they are made, on every rank."""
 
 import copy
+import io
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -45,6 +47,29 @@ def test_of_several_ranks(pools: Pools, layout: dict[str, int]) -> None:
         )
         assert "build a second one with hfscale.from_pretrained" in deepcopy
         assert averaged == deepcopy
+
+
+def pickled(layout: dict[str, int]) -> list[str]:
+    model = hfscale.from_config(tiny("llama"), parallel=ParallelConfig(**layout))
+    accelerator = hfscale.Accelerator()
+    accelerator.prepare(model)
+    said = []
+    for call in (
+        lambda: pickle.dumps(model),
+        lambda: pickle.dumps({"of a script": accelerator}),
+        lambda: torch.save(model, io.BytesIO()),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            call()
+        said.append(str(caught.value))
+    return said
+
+
+@pytest.mark.parametrize("layout", [{"tp_size": 2}, {"dp_shard_size": 2}])
+def test_it_is_not_pickled(pools: Pools, layout: dict[str, int]) -> None:
+    for said in pools(2).run(pickled, layout):
+        assert len(said) == 3
+        assert all("write it by hfscale.save_pretrained" in each for each in said)
 
 
 def test_one_process_copies(monkeypatch: pytest.MonkeyPatch) -> None:

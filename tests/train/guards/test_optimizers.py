@@ -1,5 +1,6 @@
 """Optimizers that look at whole tensors are refused over parts of them; those that treat entries one by one are not."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -108,3 +109,40 @@ def test_a_first_step(pools: Pools, layout: dict[str, int], expected: set[str]) 
     for said in pools(max(layout.values())).run(refused, layout):
         assert set(said) == expected
         assert all("create_optimizer" in each for each in said.values())
+
+
+def _told_of_blocks(layout: dict[str, int], hidden: int, name: str) -> list[str]:
+    """Return the warnings of a step of one of bitsandbytes' optimizers."""
+    config = tiny("llama", hidden_size=hidden, intermediate_size=2 * hidden)
+    model = hfscale.from_config(config, parallel=ParallelConfig(**layout)).train()
+    trained = [parameter for parameter in model.parameters() if parameter.ndim == 2]
+    if name == "ours":
+        optimizer: Any = hfscale.create_optimizer(model, "adamw_8bit", lr=0.1)
+    else:
+        optimizer = getattr(bitsandbytes.optim, name)(trained, lr=0.1)
+    ids = torch.arange(12).reshape(2, 6)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            hfscale.train_step(model, {"input_ids": ids, "labels": ids})
+            optimizer.step()
+    return [str(each.message) for each in caught if "one process by rounding" in str(each.message)]
+
+
+@pytest.mark.parametrize(
+    ("name", "hidden", "layout", "told"),
+    [
+        ("AdamW8bit", 64, {"tp_size": 2}, True),
+        ("PagedLion8bit", 64, {"tp_size": 2}, True),
+        ("AdamW8bit", 512, {"tp_size": 2}, False),  # whole blocks
+        ("AdamW", 64, {"tp_size": 2}, False),  # in 32 bits
+        ("ours", 64, {"tp_size": 2}, False),
+        ("AdamW8bit", 64, {"pp_size": 2, "num_microbatches": 2}, False),
+    ],
+)
+def test_states_whose_blocks_are_those_of_shards_are_told(
+    pools: Pools, name: str, hidden: int, layout: dict[str, int], told: bool
+) -> None:
+    first, second = pools(2).run(_told_of_blocks, layout, hidden, name)
+    assert len(first) == told
+    assert second == []

@@ -1,0 +1,93 @@
+"""Give PEFT's model around a model over ranks its own methods back: each is one collective call of every rank."""
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..checkpoint.save import save_adapter_files
+from ..errors import ConfigError
+from ..features.adapters.storage import AdapterFiles
+from ..train.runtime import runtime_of
+from ..train.runtime.writing import everyone_arrives
+
+
+def put_methods(
+    peft_model: Any,
+    model: nn.Module,
+    merge: Callable[..., Any],
+    unload: Callable[[nn.Module], Any],
+) -> None:
+    """Set ``merge_and_unload`` and ``unload``, which call the given functions of ``model``, and ``save_pretrained``."""
+
+    def merge_and_unload(*_: Any, dtype: torch.dtype | None = None, **asked: Any) -> Any:
+        """Merge as PEFT's own does; merged weights are always checked (``safe_merge``)."""
+        if asked.get("adapter_names") is not None:
+            raise ConfigError(
+                "adapter_names=... is not supported, since a model has one adapter: leave it out"
+            )
+        return merge(model, dtype=dtype)
+
+    for part in (peft_model, peft_model.base_model):
+        part.merge_and_unload = merge_and_unload
+        part.unload = lambda *_, **__: unload(model)
+    peft_model.save_pretrained = _saving(peft_model)
+
+
+def _saving(peft_model: Any) -> Callable[..., None]:
+    """Return a ``save_pretrained`` with PEFT's arguments and files, which every rank calls."""
+
+    def save_pretrained(
+        save_directory: str,
+        safe_serialization: bool = True,
+        selected_adapters: list[str] | None = None,
+        save_embedding_layers: bool | str = "auto",
+        is_main_process: bool = True,
+        path_initial_model_for_weight_conversion: str | None = None,
+        *,
+        timeout: timedelta = timedelta(minutes=2),
+        **others: Any,
+    ) -> None:
+        runtime = runtime_of(peft_model)
+        call = f"PEFT's save_pretrained({str(save_directory)!r})"
+        converts = path_initial_model_for_weight_conversion is not None
+        _refuse_arguments(call, converts, others)
+        name = next(iter(peft_model.peft_config))
+        wanted = [name] if selected_adapters is None else list(selected_adapters)
+        if unknown := [each for each in wanted if each != name]:
+            raise ConfigError(
+                f"selected_adapters must name {name!r}, the adapter of the model, got {unknown[0]!r}: leave it out"
+            )
+        if os.path.isfile(save_directory):
+            raise ConfigError(f"{call} needs a directory, got a file: give another path")
+        everyone_arrives(runtime.mesh, timeout, call)
+        # Scripts say on which rank they write; where it is none, stock code writes nothing.
+        if any(runtime.mesh.all_gather_object(is_main_process and bool(wanted))):
+            target = Path(save_directory)
+            save_adapter_files(
+                runtime,
+                target if name == "default" else target / name,
+                AdapterFiles(save_embedding_layers, safe_serialization, card=True),
+                call=call,
+            )
+
+    return save_pretrained
+
+
+def _refuse_arguments(call: str, converts: bool, others: dict[str, Any]) -> None:
+    """Raise :class:`ConfigError` for what PEFT would do with one rank's part of the adapter."""
+    if converts:
+        raise ConfigError(
+            f"{call} cannot convert an adapter that ranks hold parts of: leave "
+            "path_initial_model_for_weight_conversion out, load what is written in one process, and convert it there"
+        )
+    given = sorted(name for name, value in others.items() if value is not None)
+    if given:
+        raise ConfigError(
+            f"{call} gathers the adapter itself on a model whose ranks hold parts of it, got {', '.join(given)}=...: "
+            "leave it out, and call it on every rank"
+        )

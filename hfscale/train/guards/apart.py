@@ -1,0 +1,113 @@
+"""Refuse to step parameters outside of a spread model of which ranks, which read other batches, have other gradients.
+
+Beside a model's parameters, in one optimizer, every rank steps them: a collective tells. An optimizer of such ones
+alone (a head on frozen layers) may as well be of an unrelated model that one rank trains, so that nothing may wait for
+the others without an end. Ranks tell each other what they have by the store where they met, and wait for a few seconds,
+once; parameters that are replicas, equal on all of them, and are about to be stepped by different gradients, drift.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ..._compat.torch_gloo import own_store
+from ...distributed.mesh import Mesh
+from ...errors import ConfigError
+from ..runtime import Runtime, find_runtime
+
+_TOLERANCE = 1e-3
+_PATIENCE = timedelta(seconds=10)
+_FLAT = ("_is_flat_param", "ds_id")  # marks of parameters that FSDP1 and DeepSpeed shard
+_models: "WeakSet[nn.Module]" = WeakSet()
+_asked = Counter[str]()  # how many optimizers of parameters of the same shapes have asked
+
+_Digest = tuple[float, float]
+"""The sum and the norm of a tensor."""
+
+
+def watch_for_others(runtime: Runtime) -> None:
+    """Note a model whose ranks read different batches."""
+    if runtime.mesh.data_world > 1:
+        _models.add(runtime.model)
+
+
+def refuse_beside(
+    optimizer: torch.optim.Optimizer, beside: Sequence[Tensor], mesh: Mesh, layout: str
+) -> None:
+    """Refuse parameters ``beside`` a model's if each rank has another gradient of them; collective. DDP, or a script,
+    may have summed them.
+    """
+    every = mesh.all_gather_object([_digest(each.grad) for each in beside])
+    _refuse(optimizer, beside, every, layout)
+
+
+def refuse_alone(optimizer: torch.optim.Optimizer, held: Sequence[Tensor]) -> None:
+    """Refuse an optimizer of none of a model's parameters if they are equal on all ranks, and their gradients not."""
+    meshes = [runtime.mesh for model in list(_models) if (runtime := find_runtime(model))]
+    trained = [each for each in held if each.requires_grad]
+    sharded = any(isinstance(each, DTensor) or _is_flat(each) for each in trained)
+    if not meshes or not trained or sharded or not dist.is_initialized():
+        return
+    told = _told_by_all(optimizer, trained, meshes[0])
+    if told is None:
+        return
+    values, gradients = zip(*told, strict=True)
+    if not any(_is_apart(values, index) for index in range(len(trained))):
+        _refuse(optimizer, trained, gradients, meshes[0].layout.describe())
+
+
+def _told_by_all(
+    optimizer: torch.optim.Optimizer, trained: Sequence[Tensor], mesh: Mesh
+) -> list[tuple[list[_Digest], list[_Digest]]] | None:
+    """Return each rank's digests of values and gradients; ``None`` if a rank does not step such an optimizer now."""
+    kind = f"{type(optimizer).__name__} {[tuple(each.shape) for each in trained]}"
+    _asked[kind] += 1
+    store: Any = own_store(f"hfscale/alone/{kind}/{_asked[kind]}")
+    own = [_digest(each) for each in trained], [_digest(each.grad) for each in trained]
+    store.set(str(mesh.rank), json.dumps(own))
+    ranks = [str(rank) for rank in range(mesh.layout.total_size)]
+    try:
+        store.wait(ranks, _PATIENCE)
+    except RuntimeError:  # the store's time is over
+        return None
+    return [tuple(json.loads(store.get(rank))) for rank in ranks]
+
+
+def _refuse(
+    optimizer: torch.optim.Optimizer,
+    parameters: Sequence[Tensor],
+    every: Sequence[Sequence[_Digest]],
+    layout: str,
+) -> None:
+    for index, parameter in enumerate(parameters):
+        if _is_apart(every, index):
+            raise ConfigError(
+                f"{type(optimizer).__name__} must hold parameters of the model alone, or others with the same gradient "
+                f"on every rank of {layout}, got one of shape {tuple(parameter.shape)} around the model, of "
+                "which each rank would train its own: put it into the model before hfscale.parallelize, adapt the "
+                "layers by hfscale.get_peft_model, sum its gradient over ranks first, or use one process"
+            )
+
+
+def _is_apart(every: Sequence[Sequence[_Digest]], index: int) -> bool:
+    """Return whether ranks have different digests of one tensor, by more than rounding."""
+    sums, norms = zip(*(told[index] for told in every), strict=True)
+    apart = max(max(sums) - min(sums), max(norms) - min(norms))
+    return bool(apart > _TOLERANCE * max(norms))
+
+
+def _digest(tensor: Tensor | None) -> _Digest:
+    wide = torch.zeros(()) if tensor is None else tensor.detach().double()
+    return float(wide.sum()), float(wide.norm())
+
+
+def _is_flat(parameter: Tensor) -> bool:
+    return any(hasattr(parameter, mark) for mark in _FLAT)
