@@ -1,7 +1,5 @@
 """Find out what a file of ``torch.save`` holds, and where, without reading its tensors."""
 
-import pickletools
-import zipfile
 from collections.abc import Mapping
 from io import IOBase
 from pathlib import Path
@@ -41,11 +39,10 @@ def structure_of_file(path: Path, library: str) -> Any:
     """Return what a file holds, with places instead of tensors; objects of classes of a ``library`` are stand-ins,
     whose state nobody reads: nothing of the library is imported or run. Errors as for :func:`places_in_file`.
     """
-    names = _names_in_pickle(path)
-    stand_ins = [
-        (type("_StandIn", (_StandIn,), {}), n) for n in names if n.startswith(f"{library}.")
-    ]
-    with torch.serialization.safe_globals(stand_ins):  # type: ignore[arg-type]
+    names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+    own = [name for name in names if name.startswith(f"{library}.")]
+    stand_ins: list[Any] = [(type("_StandIn", (_StandIn,), {}), name) for name in own]
+    with torch.serialization.safe_globals(stand_ins):
         return _with_places(_load_without_memory(path))
 
 
@@ -68,23 +65,6 @@ class _StandIn:
 
     def __setstate__(self, state: Any) -> None:
         pass
-
-
-def _names_in_pickle(path: Path) -> set[str]:
-    """Return the full names of all that a file's pickle refers to."""
-    with zipfile.ZipFile(path) as archive:
-        inside = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
-        pickled = archive.read(inside)
-    found = set[str]()
-    words: list[str] = []
-    for opcode, argument, _ in pickletools.genops(pickled):
-        if opcode.name == "GLOBAL":
-            found.add(str(argument).replace(" ", "."))
-        elif opcode.name == "STACK_GLOBAL":
-            found.add(".".join(words[-2:]))
-        elif isinstance(argument, str):
-            words.append(argument)
-    return found
 
 
 def _with_places(value: Any) -> Any:
