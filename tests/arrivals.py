@@ -40,10 +40,45 @@ def write_shards(start: str, out: str, kind: str, dtype: torch.dtype = torch.flo
         optimizer.step()
         states = {"state": get_optimizer_state_dict(model, optimizer)}
         dcp.save({"app": {"model": state, "optim": states}, "step": 3}, checkpoint_id=out)
+    elif kind == "torchtitan":
+        dcp.save(
+            {_of_titan(name): _rotated(name, t) for name, t in state.items()}, checkpoint_id=out
+        )
     elif kind == "compiled":
         dcp.save({f"_orig_mod.{name}": t for name, t in state.items()}, checkpoint_id=out)
     else:
         save_fsdp_model(_plugin(kind == "full"), _accelerator(), model, out)
+
+
+_TITAN = {
+    "model.embed_tokens": "tok_embeddings",
+    "model.norm": "norm",
+    "lm_head": "output",
+    "model.layers": "layers",
+    "self_attn.q_proj": "attention.wq",
+    "self_attn.k_proj": "attention.wk",
+    "self_attn.v_proj": "attention.wv",
+    "self_attn.o_proj": "attention.wo",
+    "mlp.gate_proj": "feed_forward.w1",
+    "mlp.down_proj": "feed_forward.w2",
+    "mlp.up_proj": "feed_forward.w3",
+    "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+
+
+def _of_titan(name: str) -> str:
+    for here, there in _TITAN.items():
+        name = name.replace(here, there)
+    return name
+
+
+def _rotated(name: str, value: Any) -> Any:
+    """Rows of queries and keys as torchtitan orders them: both halves of a head (8 wide) entry by entry."""
+    if not name.endswith(("q_proj.weight", "k_proj.weight")):
+        return value
+    whole = value.full_tensor().unflatten(0, (-1, 2, 4)).transpose(1, 2).flatten(0, 2)
+    return _like(whole.contiguous(), value)
 
 
 def write_trainers_shards(checkpoint: str, out: str) -> None:

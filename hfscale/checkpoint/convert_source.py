@@ -47,7 +47,7 @@ def convert_source(
         raise CheckpointError(
             f"{home}: the model cannot be built from its config: {error}"
         ) from error
-    stored = source.open()
+    stored = source.open(model.config)
     _check(model, source, stored)
     contents = {
         name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")

@@ -84,7 +84,7 @@ class _Loader:
         self, model: Any, weight_mapping: list[Any], files: list[str], quantizer: Any
     ) -> dict[str, Any]:
         """Give the meta model local shapes; return the checkpoint as this rank's lazy tensors."""
-        stored, packed = split_packed(as_plain(self._opened(files), self.form))
+        stored, packed = split_packed(as_plain(self._opened(files, model.config), self.form))
         stored = self._with_prediction(model, stored)
         targets = checkpoint_targets(model, list(stored), weight_mapping)
         load_weights_as(
@@ -127,10 +127,10 @@ class _Loader:
         }
         return {**shown, **self._shown_one_by_one(remaining, targets)}
 
-    def _opened(self, files: list[str]) -> dict[str, TensorOnDisk]:
+    def _opened(self, files: list[str], config: Any) -> dict[str, TensorOnDisk]:
         """Open the files that transformers found, or else another trainer's."""
         if self.source is not None:
-            return self.source.open()
+            return self.source.open(config)
         self.directory = Path(files[0]).parent  # in the Hub's cache
         return open_tensors(files)
 

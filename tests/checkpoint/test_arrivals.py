@@ -36,6 +36,7 @@ CASES = [
     for kind in KINDS
     for name in CONFIGS
 ]
+CASES += [("torchtitan", "llama"), ("torchtitan", "tied")]
 LAYOUTS = [{"tp_size": 2}, {"pp_size": 2}, {"dp_shard_size": 2}]
 needs_slices = pytest.mark.skipif(DistributedConfig is None, reason="this transformers writes none")
 

@@ -25,6 +25,7 @@ from ...errors import CheckpointError
 from .directories import check_inside
 from .pieces import Box, Piece, TensorInPieces
 from .reader import NAMES, RawFile, TensorOnDisk
+from .titan_names import as_transformers, is_torchtitans
 from .torch_file import TensorInTorchFile
 
 METADATA = ".metadata"
@@ -32,7 +33,6 @@ _OF_OPTIMIZERS = "optim"
 # Wrappers that put themselves into the names of parameters.
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 _ADAPTERS = ".base_layer."
-_OF_TORCHTITAN = "tok_embeddings.weight"
 
 
 class _File(RawFile):
@@ -157,9 +157,10 @@ class DistributedCheckpoint:
         return self._files[place.file]
 
 
-def open_checkpoint(directory: Path) -> dict[str, TensorOnDisk]:
+def open_checkpoint(directory: Path, config: Any = None) -> dict[str, TensorOnDisk]:
     """Return lazy tensors of the weights in a checkpoint, by their names in the model; raise :class:`CheckpointError`
-    for one that cannot be read, or holds no weights of a model by itself.
+    for one that cannot be read, or holds no weights of a model by itself. Torchtitan's are ordered by the model's
+    ``config``.
     """
     checkpoint = DistributedCheckpoint(directory)
     tensors = {plain(str(path[-1])): checkpoint.tensor(path) for path in _weights(checkpoint)}
@@ -168,12 +169,8 @@ def open_checkpoint(directory: Path) -> dict[str, TensorOnDisk]:
             f"{directory} must hold the weights of a model, and holds {len(checkpoint.paths)} tensors of other kinds: "
             "give the directory that has them"
         )
-    if _OF_TORCHTITAN in tensors:
-        raise CheckpointError(
-            f"{directory} must hold weights by the names of transformers' class, got torchtitan's ({_OF_TORCHTITAN}): "
-            f"convert {directory} once with its script (convert_to_hf), or save it with "
-            "checkpoint.last_save_in_hf"
-        )
+    if is_torchtitans(tensors):
+        return as_transformers(tensors, config)
     adapted = next((name for name in tensors if _ADAPTERS in name), None)
     if adapted is not None:
         raise CheckpointError(

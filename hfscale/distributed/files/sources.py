@@ -4,7 +4,7 @@
 form                       files                                               who writes it
 =========================  ==================================================  ==============================
 slices in safetensors      ``shard-00001-model-00001-of-00001.safetensors``    transformers' distributed saving
-distributed checkpoint     ``.metadata``, ``__0_0.distcp``                     FSDP2 in plain loops
+distributed checkpoint     ``.metadata``, ``__0_0.distcp``                     FSDP2 in plain loops, torchtitan
   beside others            ``pytorch_model_fsdp_0/``                           Accelerate, Trainer
 partitions of ZeRO         ``latest``, ``zero_pp_rank_0_mp_rank_00_...pt``     DeepSpeed, Trainer
 state dict of FSDP         ``pytorch_model_fsdp.bin``                          Accelerate, Trainer
@@ -18,6 +18,7 @@ and come first: :mod:`.weight_files`.
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from .dcp import METADATA, open_checkpoint
 from .reader import TensorOnDisk
@@ -39,10 +40,13 @@ class Source:
     form: str  # in words
     directory: Path  # that has the files
     reader: Callable[[Path], dict[str, TensorOnDisk]]
+    ordered: bool = False  # whether the model's config says in which order rows come
 
-    def open(self) -> dict[str, TensorOnDisk]:
-        """Return lazy tensors by their names in the model."""
-        return self.reader(self.directory)
+    def open(self, config: Any = None) -> dict[str, TensorOnDisk]:
+        """Return lazy tensors by their names in the model, which has this ``config``."""
+        return (
+            open_checkpoint(self.directory, config) if self.ordered else self.reader(self.directory)
+        )
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,7 @@ def find_source(directory: Path) -> Source | None:
         return None if by_host else Source("weights alone", directory, _open_plain)
     for form in _FORMS:
         for found in sorted(directory.glob(form.pattern))[:1]:
-            return Source(form.words, found.parent, form.reader)
+            return Source(form.words, found.parent, form.reader, form.reader is open_checkpoint)
     return None
 
 
