@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -84,12 +85,18 @@ def _rotated(name: str, value: Any) -> Any:
 def write_trainers_shards(checkpoint: str, out: str) -> None:
     """Write what FSDP2 over all ranks has of a checkpoint that stock Trainer wrote in one process."""
     write_shards(checkpoint, out, "accelerate")
+    write_optimizer(checkpoint, f"{checkpoint}/optimizer.pt", out, groups_of_trainer(checkpoint))
+
+
+def groups_of_trainer(checkpoint: str) -> list[list[str]]:
+    """The parameters of Trainer's optimizer: those that decay, and the others."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
     decay = [name for name, p in model.named_parameters() if p.ndim > 1]
     others = [name for name, p in model.named_parameters() if p.ndim == 1]
-    write_optimizer(checkpoint, f"{checkpoint}/optimizer.pt", out, [decay, others])
+    return [decay, others]
 
 
+@mock.patch.dict(sys.modules)
 def write_partitions(start: str, file: str, out: str, names: list[list[str]], stage: int) -> None:
     """Write weights and an optimizer's state as DeepSpeed's ZeRO has them over three ranks, after its format (0.19)."""
     world = 3

@@ -17,7 +17,7 @@ from hfscale.integrations.trainer import stock_state
 from hfscale.testing import RankPool
 from hfscale.train.runtime import runtime_of
 
-from ...arrivals import write_trainers_shards
+from ...arrivals import groups_of_trainer, write_partitions, write_trainers_shards
 from ...tiny_models import tiny
 from .script import Case, assert_equal, run
 
@@ -94,16 +94,21 @@ def test_runs_move_between_stock_and_layouts(
         )
 
 
-@pytest.mark.daily("layout0")
+@pytest.mark.daily("fsdp-layout0", "zero-layout0")
 @pytest.mark.parametrize("layout", [TP2, PP2, DP2], ids=["layout0", "layout1", "layout2"])
-def test_runs_go_on_from_shards_of_fsdp(
-    pools: Pools, start: str, layout: Layout, tmp_path: Path
+@pytest.mark.parametrize("kind", ["fsdp", "zero"])
+def test_runs_go_on_from_shards_of_others(
+    pools: Pools, start: str, layout: Layout, kind: str, tmp_path: Path
 ) -> None:
-    """As stock Trainer writes them over FSDP2, which runs on no CPU: the model's and the optimizer's state in DCP."""
+    """As stock Trainer writes them over FSDP2 or DeepSpeed, neither of which it runs on CPUs."""
     whole = run(CASE, start, str(tmp_path / "stock"), None)
     theirs = tmp_path / "stock" / "checkpoint-2"
     shards = shutil.copytree(theirs, tmp_path / "checkpoint-2")
-    pools(2).run(write_trainers_shards, str(theirs), str(shards))
+    if kind == "fsdp":
+        pools(2).run(write_trainers_shards, str(theirs), str(shards))
+    else:
+        optimizer = str(theirs / "optimizer.pt")
+        write_partitions(str(theirs), optimizer, str(shards), groups_of_trainer(str(theirs)), 2)
     for name in ("model.safetensors", "optimizer.pt", "config.json"):
         (shards / name).unlink()
     resumed = replace(CASE, resume=str(shards))
