@@ -323,7 +323,7 @@ class _Shard:
         out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return the parameter to compute with, in the memory of ``outputs``, which FSDP2 frees."""
-        rows = self._of._orig_size[0]
+        rows = self._of.sharded_param.shape[0]  # of the whole, without padding
         return self._of.encoding.decode(outputs[0][:rows], known, dtype, out), ()
 
 

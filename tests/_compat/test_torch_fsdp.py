@@ -257,12 +257,11 @@ def test_gradients_are_added_up_before_they_are_reduced(model: Any) -> None:
 @relies_on(
     f"{PARAMETER}._sharded_local_tensor",
     f"{PARAMETER}:_sharded_param_data",
-    f"{PARAMETER}:_orig_size",
     f"{PARAMETER}._init_extensions",
 )
 def test_a_parameter_is_gathered_by_its_extensions(model: Any) -> None:
     """FSDP2 gathers ``_sharded_local_tensor``, after ``_init_extensions()`` by its ``fsdp_pre_all_gather`` and
-    ``fsdp_post_all_gather``; ``_sharded_param_data`` is the flat padded shard, and ``_orig_size`` the full size.
+    ``fsdp_post_all_gather``; ``_sharded_param_data`` is the flat padded shard, and ``sharded_param`` has the full size.
     """
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
@@ -289,7 +288,7 @@ def test_a_parameter_is_gathered_by_its_extensions(model: Any) -> None:
             return Shard(self._sharded_param_data)
 
     held = group_of(model[0]).fsdp_params[0]
-    assert held._orig_size == (4, 4)
+    assert held.sharded_param.shape == (4, 4)
     assert held._sharded_param_data.shape == (16,)
     before = model[0].weight.to_local().detach().clone()
     held.__class__ = Own
