@@ -159,6 +159,11 @@ def schedulers_made_by(make: Callable[[Any, Any], BatchScheduler]) -> AbstractCo
     return attribute_replaced(host, "AcceleratedScheduler", made)
 
 
+def list_model(accelerator: Any, model: nn.Module) -> None:
+    """List a model as prepared by Accelerate, and leave it as it is; Trainer prepares one if none is listed."""
+    note(accelerator._models, model)
+
+
 def note(held: list[Any], made: Any) -> Any:
     """Add what was prepared to a list, once, and return it."""
     if not any(each is made for each in held):

@@ -19,6 +19,19 @@ def optimizer() -> Any:
     return torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1)
 
 
+@relies_on("accelerate.Accelerator:_models")
+def test_trainer_prepares_a_model_where_none_is_listed() -> None:
+    """``_models`` has the prepared models; ``Trainer`` prepares its own for an evaluation where it is empty."""
+    from accelerate import Accelerator
+    from transformers import Trainer
+
+    preparing = Accelerator(cpu=True)
+    assert preparing._models == []
+    model = preparing.prepare_model(nn.Linear(1, 1))
+    assert preparing._models == [model]
+    assert "_models" in Trainer.evaluation_loop.__code__.co_names
+
+
 @relies_on("accelerate.accelerator.AcceleratedScheduler")
 def test_a_schedule_is_made_by_name_and_listed(
     optimizer: Any, monkeypatch: Any, tmp_path: Any

@@ -26,6 +26,7 @@ from ..._compat.accelerate import (
     Prepared,
     count_last_batch,
     is_prepared,
+    list_model,
     note,
     schedulers_made_by,
 )
@@ -172,6 +173,7 @@ class Accelerator(accelerate.Accelerator):
             made = super().prepare_model(model, device_placement, evaluation_mode)
             return note(self._prepared.models, made)
         self._adopt(model)
+        list_model(self, model)
         return note(self._prepared.models, model)
 
     def _prepare_whole(self, model: nn.Module, device_placement: bool | None) -> Any:
