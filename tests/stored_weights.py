@@ -129,9 +129,9 @@ def e2m1_in_fp8(weight: Tensor) -> StoredWeight:
         118, 130, (weight.shape[0], weight.shape[1] // 32), generator=generator, dtype=torch.uint8
     )
     exponents = scales.view(torch.float8_e8m0fnu)
-    whole = Fp8Dequantize(None).convert({"weight": codes, "weight_scale_inv": exponents.float()})[
-        "weight"
-    ]
+    # lists, since releases differ in how they name a single tensor
+    given = {"m.weight": [codes], "m.weight_scale_inv": [exponents.float()]}
+    (whole,) = Fp8Dequantize(None).convert(given)["m.weight"]
     return StoredWeight({".weight": codes, ".scale": exponents}, lambda dtype: whole.to(dtype))
 
 

@@ -1,4 +1,4 @@
-"""Private names of Accelerate: the lists of prepared objects, and the steps of a schedule.
+"""Objects that Accelerate prepares: which they are, their state, and the steps of a schedule.
 
 Read and run with Accelerate 1.15.
 """
@@ -6,11 +6,12 @@ Read and run with Accelerate 1.15.
 import inspect
 import math
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, field
 from typing import Any
 
-from accelerate.data_loader import get_sampler
+from accelerate import accelerator as host
+from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard, get_sampler
 from accelerate.scheduler import AcceleratedScheduler
 from torch import nn
 from torch.optim import Optimizer
@@ -18,14 +19,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import IterableDataset
 
 from ..errors import CheckpointError, ConfigError
+from .replaced import attribute_replaced
 
 _BATCHES = "batches_of_a_step"
-_LISTS = {
-    "models": "_models",
-    "optimizers": "_optimizers",
-    "schedulers": "_schedulers",
-    "dataloaders": "_dataloaders",
-}
 
 
 class BatchScheduler(AcceleratedScheduler):
@@ -107,47 +103,72 @@ def count_last_batch(loader: Any) -> None:
 
 
 def is_prepared(what: Any) -> bool:
-    """Return whether a data loader or a schedule has been prepared already."""
-    return bool(getattr(what, "_is_accelerate_prepared", False))
+    """Return whether a data loader or a schedule has been prepared already, by any accelerator."""
+    return isinstance(what, DataLoaderShard | DataLoaderDispatcher | AcceleratedScheduler)
 
 
-def prepared(accelerator: Any, kind: str) -> list[Any]:
-    """Return the accelerator's own list of prepared ``models``, ``optimizers``, ``schedulers`` or ``dataloaders``."""
-    return getattr(accelerator, _LISTS[kind])
+@dataclass
+class Prepared:
+    """Hold what an accelerator has prepared, in order, and the objects that were registered for its states."""
+
+    models: list[Any] = field(default_factory=list)
+    optimizers: list[Any] = field(default_factory=list)
+    schedulers: list[Any] = field(default_factory=list)
+    loaders: list[Any] = field(default_factory=list)
+    registered: list[Any] = field(default_factory=list)
+
+    def forget(self) -> None:
+        """Forget all but the registered objects, as Accelerate does where it frees memory."""
+        for held in (self.models, self.optimizers, self.schedulers, self.loaders):
+            held.clear()
+
+    def of_one_run(
+        self, accelerator: Any, directory: Any, orders: list[Any]
+    ) -> tuple[nn.Module, Any, dict[str, Any]]:
+        """Return the model, its optimizer if any, and other objects with a state, ``orders`` too, by name."""
+        if directory is None:
+            raise ConfigError("say where: save_state(directory), load_state(directory)")
+        if len(self.models) != 1 or len(self.optimizers) > 1:
+            raise ConfigError(
+                f"a state must have one model and at most one optimizer, got {len(self.models)} and "
+                f"{len(self.optimizers)} prepared: save each with hfscale.save_state(model, directory, optimizer=...)"
+            )
+        optimizer = self.optimizers[0].optimizer if self.optimizers else None
+        stateful = self.loaders if accelerator.use_stateful_dataloader else []
+        positions = [_Position(loader, accelerator.num_processes) for loader in stateful]
+        kinds = {
+            "scheduler": self.schedulers,
+            "dataloader": positions,
+            "order": orders,
+            "custom": self.registered,
+        }
+        others = {
+            f"{kind}_{index}": each
+            for kind, held in kinds.items()
+            for index, each in enumerate(held)
+        }
+        return self.models[0], optimizer, others
 
 
-def one_run(
-    accelerator: Any, directory: Any, orders: list[Any]
-) -> tuple[nn.Module, Any, dict[str, Any]]:
-    """Return the prepared model, its optimizer if any, and other objects with a state, ``orders`` too, by name."""
-    if directory is None:
-        raise ConfigError("say where: save_state(directory), load_state(directory)")
-    models = prepared(accelerator, "models")
-    optimizers = prepared(accelerator, "optimizers")
-    if len(models) != 1 or len(optimizers) > 1:
-        raise ConfigError(
-            f"a state must have one model and at most one optimizer, got {len(models)} and {len(optimizers)} "
-            "prepared: save each with hfscale.save_state(model, directory, optimizer=...)"
-        )
-    optimizer = optimizers[0].optimizer if optimizers else None
-    others = {
-        f"scheduler_{index}": scheduler
-        for index, scheduler in enumerate(prepared(accelerator, "schedulers"))
-    }
-    loaders = (
-        loader
-        for loader in prepared(accelerator, "dataloaders")
-        if accelerator.use_stateful_dataloader
-    )
-    others |= {
-        f"dataloader_{n}": _Position(loader, accelerator.num_processes)
-        for n, loader in enumerate(loaders)
-    }
-    others |= {f"order_{index}": order for index, order in enumerate(orders)}
-    others |= {
-        f"custom_{index}": custom for index, custom in enumerate(accelerator._custom_objects)
-    }
-    return models[0], optimizer, others
+def schedulers_made_by(make: Callable[[Any, Any], BatchScheduler]) -> AbstractContextManager[None]:
+    """Let Accelerate prepare schedules inside the ``with`` block by ``make(scheduler, its optimizers)``."""
+
+    def made(scheduler: Any, optimizers: Any, **_: Any) -> BatchScheduler:
+        return make(scheduler, optimizers if isinstance(optimizers, list) else [optimizers])
+
+    return attribute_replaced(host, "AcceleratedScheduler", made)
+
+
+def list_model(accelerator: Any, model: nn.Module) -> None:
+    """List a model as prepared by Accelerate, and leave it as it is; Trainer prepares one if none is listed."""
+    note(accelerator._models, model)
+
+
+def note(held: list[Any], made: Any) -> Any:
+    """Add what was prepared to a list, once, and return it."""
+    if not any(each is made for each in held):
+        held.append(made)
+    return made
 
 
 class _Position:

@@ -27,7 +27,7 @@ LASTING = {
     "peft.tuners.tuners_utils.BaseTuner.inject_adapter": "refuses a model that is spread over ranks",
     "peft.utils.save_and_load._get_tp_info": "refuses to return shards as adapters' full weights",
     "sys.excepthook": "tells other ranks what ends this one, and what held memory that has run out",
-    "torch._dynamo.config.recompile_limit": "64 graphs of one kind of layer instead of 8",
+    "torch.compiler.config.recompile_limit": "64 graphs of one kind of layer instead of 8",
     "torch.amp.grad_scaler.GradScaler.step": "refuses gradients of which each rank sees others",
     "torch.amp.grad_scaler.GradScaler.unscale_": "refuses gradients of which each rank sees others",
     "torch.nn.utils.clip_grad_norm_": "refuses gradients of which each rank sees others",

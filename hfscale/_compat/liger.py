@@ -26,14 +26,18 @@ def is_installed() -> bool:
 
 def switches_of(model_type: str) -> list[str] | None:
     """Return Liger's switches for a family, including the loss's; ``None`` if it has no kernels for the family."""
-    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
-
-    function = MODEL_TYPE_TO_APPLY_LIGER_FN.get(model_type)
+    function = _function_of(model_type)
     return (
         None
         if function is None
         else [name for name in inspect.signature(function).parameters if name != "model"]
     )
+
+
+def _function_of(model_type: str) -> Any:
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+    return MODEL_TYPE_TO_APPLY_LIGER_FN.get(model_type)
 
 
 def computes_in(dtype: torch.dtype) -> bool:
@@ -43,15 +47,16 @@ def computes_in(dtype: torch.dtype) -> bool:
     return dtype in torch_to_triton_dtype
 
 
-def give_kernels(model: nn.Module, switches: Mapping[str, bool]) -> None:
+def give_kernels(model: Any, switches: Mapping[str, bool]) -> None:
     """Replace forward methods of ``model`` alone by Liger's kernels; the loss stays as it is. Liger's own function
     chooses the modules. It also replaces classes and the rotary embedding in transformers' files, for every model of
     the family: those names are restored, and this model's modules get forward methods that use the replaced embedding.
     """
-    from liger_kernel.transformers import _apply_liger_kernel_to_instance
-
+    family = model.config.model_type
+    wanted = {**switches, **dict.fromkeys(LOSSES, False)}
+    known = {name: wanted[name] for name in switches_of(family) or () if name in wanted}
     with _names_of_files() as replaced:
-        _apply_liger_kernel_to_instance(model=model, **{**switches, **dict.fromkeys(LOSSES, False)})
+        _function_of(family)(model=model, **known)
     for module in model.modules():
         stock = type(module).forward
         if "forward" in vars(module) or not isinstance(stock, FunctionType):

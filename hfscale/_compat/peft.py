@@ -3,6 +3,7 @@
 Read and run with PEFT 0.21. Imported on first use only: most runs have no adapters.
 """
 
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -154,10 +155,11 @@ def wrapped_model(model: nn.Module, config: Any, name: str, autocast: bool = Tru
 
 
 def is_feedforward(config: Any, name: str) -> bool:
-    """Return whether IA3 scales the input of a module instead of its output."""
-    from peft.tuners.ia3 import IA3Model
-
-    return bool(IA3Model._check_target_module_feedforward(config, name))
+    """Return whether IA3 scales the input of a module instead of its output: by a pattern, or by ends of names."""
+    told = config.feedforward_modules
+    if isinstance(told, str):
+        return re.fullmatch(told, name) is not None
+    return any(name.endswith(end) for end in told)
 
 
 def ask_before_state_dicts(ask: Callable[[Any], None]) -> None:

@@ -4,7 +4,7 @@ Read and run with torch 2.11 to 2.13. FSDP2 and the split backward pass have fil
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import lru_cache, partial
 from itertools import chain
@@ -26,11 +26,11 @@ from torch.utils._python_dispatch import (
     _disable_current_modes as without_dispatch_modes,
 )
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils._triton import has_triton as triton_works
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from torch.utils.data import DataLoader
 
 from .lasting import replace_for_good
+from .torch_device import ACCELERATOR
 
 __all__ = [
     "TorchDispatchMode",
@@ -39,7 +39,7 @@ __all__ = [
     "tree_leaves",
     "tree_map",
 ]
-__all__ += ["triton_works", "without_dispatch_modes"]
+__all__ += ["without_dispatch_modes"]
 
 set_timeout: Callable[[timedelta, dist.ProcessGroup], None] = (
     getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
@@ -115,7 +115,7 @@ def operator_name(func: Any) -> str:
 
 def allow_recompiles() -> None:
     """Let torch.compile keep 64 graphs of one function or kind of layer; beyond 8 it would run them uncompiled."""
-    from torch._dynamo import config
+    from torch.compiler import config
 
     replace_for_good(config, "recompile_limit", lambda limit: max(limit, 64))
 
@@ -189,7 +189,8 @@ def version_of(tensor: Tensor) -> int:
 
 def storage_key(held: Tensor | torch.UntypedStorage) -> int:
     """Return the identity of a live tensor's storage; on the meta device too, where addresses are 0."""
-    return int((held.untyped_storage() if isinstance(held, Tensor) else held)._cdata)
+    storage = held.untyped_storage() if isinstance(held, Tensor) else held
+    return int(StorageWeakRef(storage).cdata)
 
 
 def living_storage(reference: StorageWeakRef) -> torch.UntypedStorage | None:
@@ -203,8 +204,13 @@ def saved_tensor_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tenso
     return found  # type: ignore[no-any-return]
 
 
-without_autocast: Callable[[], AbstractContextManager[Any]] = torch._C._DisableAutocast
-"""Return a context in which no operator is cast."""
+@contextmanager
+def without_autocast() -> Iterator[None]:
+    """Cast no operator in the ``with`` block, on the CPU and on the accelerator."""
+    with ExitStack() as stack:
+        for kind in filter(torch.is_autocast_enabled, ("cpu", ACCELERATOR)):
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
 
 
 @lru_cache(maxsize=4096)

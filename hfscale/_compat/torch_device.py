@@ -9,6 +9,7 @@ import sys
 import tempfile
 import weakref
 from contextlib import AbstractContextManager
+from importlib.util import find_spec
 from mmap import PAGESIZE
 from typing import Any
 
@@ -58,6 +59,12 @@ def capability_of(device: torch.device) -> tuple[int, int]:
         return 9, 0
     major, minor = device_module(device).get_device_capability(device)
     return int(major), int(minor)
+
+
+def makes_triton_kernels(device: torch.device) -> bool:
+    """Return whether torch's compiler makes Triton kernels for an accelerator here."""
+    new_enough = device.type != ACCELERATOR or capability_of(device) >= (7, 0)
+    return find_spec("triton") is not None and new_enough
 
 
 def fork_random_state(device: torch.device) -> AbstractContextManager[Any]:

@@ -118,7 +118,8 @@ def _sharded_groups(model: nn.Module, inner: bool = True) -> Iterator[tuple[str,
 
 
 def _states(model: nn.Module) -> list[Any]:
-    return list(_state_of(model)._state_ctx.all_states)
+    """Return the states of the wrapped modules, outer ones first."""
+    return [_state_of(module) for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 @dataclass(frozen=True)
@@ -187,18 +188,18 @@ def agree_on_gradients(model: nn.Module, modules: set[nn.Module], agree: Agree) 
     """Let all ranks reduce the same gradients of ``modules``, of the root's groups, even if a batch did not use them:
     missing gradients that another rank has, by ``agree``, are reduced as zeros; those that no rank has stay ``None``.
     """
-    root = _state_of(model)
+    root, *inner = _states(model)
     for group in _groups(root):
         held = [
             p
             for p in group.fsdp_params
             if p._module_info.module in modules and p.sharded_param.requires_grad
         ]
-        group.post_backward = partial(_reduce_alike, root, group, group.post_backward, held, agree)
+        group.post_backward = partial(_reduce_alike, inner, group, group.post_backward, held, agree)
 
 
 def _reduce_alike(
-    root: Any,
+    inner: list[Any],
     group: Any,
     reduce: Callable[[], None],
     held: list[Any],
@@ -207,7 +208,7 @@ def _reduce_alike(
 ) -> None:
     # If no tower ran and the embedding is frozen, the first layers' inputs have no gradient: FSDP2 would reduce
     # these layers after the root, and on other ranks before it.
-    for state in reversed([state for state in root._state_ctx.all_states if state is not root]):
+    for state in reversed(inner):
         for late in reversed(_groups(state)):
             if late._training_state != TrainingState.POST_BACKWARD:
                 late.post_backward()
@@ -245,7 +246,7 @@ class ManagedPlace:
         found = self.module._parameters.get(self.name)
         managed = self._parameter
         known = found is self.first or found is managed.sharded_param
-        return known or found is getattr(managed, "_unsharded_param", None)
+        return known or found is getattr(managed, "unsharded_param", None)
 
     def put_back(self) -> None:
         """Put the shard back, unless one of FSDP2's own tensors is there."""
@@ -256,7 +257,7 @@ class ManagedPlace:
         """Return whether the shard's dtype has changed since FSDP2 allocated its buffers."""
         managed = self._parameter
         return (
-            hasattr(managed, "_unsharded_param")
+            hasattr(managed, "unsharded_param")
             and managed.sharded_param.dtype != managed.orig_dtype
         )
 
@@ -322,7 +323,7 @@ class _Shard:
         out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return the parameter to compute with, in the memory of ``outputs``, which FSDP2 frees."""
-        rows = self._of._orig_size[0]
+        rows = self._of.sharded_param.shape[0]  # of the whole, without padding
         return self._of.encoding.decode(outputs[0][:rows], known, dtype, out), ()
 
 

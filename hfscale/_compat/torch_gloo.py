@@ -60,7 +60,7 @@ class _OfOneDevice(dist.ProcessGroupGloo):
 
 def share_gloo_thread() -> None:
     """Let gloo groups that are created from now on share one thread; others wake up a hundred times a second each."""
-    distributed_c10d.ProcessGroupGloo = _OfOneDevice  # type: ignore[misc]
+    distributed_c10d.ProcessGroupGloo = _OfOneDevice  # type: ignore[misc, assignment]
 
 
 def wait_for_gloo_threads(seconds: float = 5.0) -> None:

@@ -179,7 +179,11 @@ def asked_generation_size(config: Any) -> int | None:
 
 def distils(kind: type) -> bool:
     """Return whether a trainer's loss is a divergence from a teacher, which reads full heads."""
-    return any(hasattr(module, "_chunked_divergence_loss") for module in _modules(kind))
+    return any(
+        "Distillation" in each.__name__
+        for each in kind.__mro__
+        if each.__module__.startswith("trl.")
+    )
 
 
 def default_config(kind: type, model: Any, **given: Any) -> Any:

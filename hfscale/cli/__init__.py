@@ -7,15 +7,15 @@ import textwrap
 import traceback
 from importlib import import_module
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any
 
 from .. import __version__
-from .._compat.standard_library import flags_of
 from ..config.declared import declared
 from ..config.layout import LayoutFields, check_name
 from ..errors import ConfigError, HFScaleError, check_count, meant
 from ..extensions import added, provided
 from .model_flags import bytes_of, check_place, tokens_of
+from .parser import Parser
 
 _NAMES = (
     "train",
@@ -120,32 +120,23 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     return arguments
 
 
-def _refuse(parser: argparse.ArgumentParser, rest: list[str]) -> None:
+def _refuse(parser: Parser, rest: list[str]) -> None:
     """Exit as the subcommand's own parser does, suggesting a similar flag."""
     unknown = next((text for text in rest if text.startswith("-")), rest[0])
     close = (
-        meant(unknown.partition("=")[0], flags_of(parser), 0.75)
-        if unknown.startswith("-")
-        else None
+        meant(unknown.partition("=")[0], parser.flags(), 0.75) if unknown.startswith("-") else None
     )
     parser.error(
         f"unrecognized arguments: {' '.join(rest)}" + (f" (did you mean {close}?)" if close else "")
     )
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser that prints an error in one line, with a pointer to ``--help`` instead of the usage."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\nsee {self.prog} --help\n")
-
-
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> Parser:
     listed = [
         textwrap.fill(command.HELP, 100, initial_indent=f"  {name:15}", subsequent_indent=" " * 17)
         for name, command in _COMMANDS.items()
     ]
-    parser = _Parser(
+    parser = Parser(
         prog="hfscale",
         description="Train stock Hugging Face models at any scale.",
         epilog="\n".join(["commands:", *listed, "", _EXAMPLES]),
@@ -153,7 +144,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"hfscale {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    made: dict[str, argparse.ArgumentParser] = {}
+    made: dict[str, Parser] = {}
     for name, command in _COMMANDS.items():
         made[name] = commands.add_parser(
             name,

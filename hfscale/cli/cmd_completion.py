@@ -5,9 +5,9 @@ Nothing is imported while a line is completed.
 import argparse
 from collections.abc import Mapping
 
-from .._compat.standard_library import arguments_of, flags_of
 from ..recipes import LIBRARY
 from .look import show
+from .parser import Parser
 
 HELP = "print what a shell needs to complete hfscale's command lines"
 EXAMPLE = """eval "$(hfscale completion bash)"            # in ~/.bashrc; zsh: in ~/.zshrc, behind compinit
@@ -30,12 +30,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    commands: Mapping[str, argparse.ArgumentParser] = arguments.commands
+    commands: Mapping[str, Parser] = arguments.commands
     text = script(arguments.shell, commands)
     show(arguments, {"shell": arguments.shell, "script": text}, text.removesuffix("\n"))
 
 
-def script(shell: str, commands: Mapping[str, argparse.ArgumentParser]) -> str:
+def script(shell: str, commands: Mapping[str, Parser]) -> str:
     """Return the completion script of ``shell`` for the parsers of all subcommands."""
     cases = []
     fish = []
@@ -43,7 +43,7 @@ def script(shell: str, commands: Mapping[str, argparse.ArgumentParser]) -> str:
         text = (parser.description or "").partition(".")[0].replace("\n", " ").replace("'", "")
         fish.append(f"complete -c hfscale -n __fish_use_subcommand -f -a {name} -d '{text}'\n")
         within = f"complete -c hfscale -n '__fish_seen_subcommand_from {name}'"
-        for flag, action in flags_of(parser).items():
+        for flag, action in parser.flags().items():
             choices = " ".join(action.choices or ())
             cases += [f'    *" {name} {flag}") words="{choices}" ;;'] if choices else []
             fish.append(
@@ -51,7 +51,7 @@ def script(shell: str, commands: Mapping[str, argparse.ArgumentParser]) -> str:
                 + (f" -x -a '{choices}'\n" if choices else "\n")
             )
         places = _places(parser)
-        cases.append(f'    *" {name} "*) words="{" ".join([*places, *flags_of(parser)])}" ;;')
+        cases.append(f'    *" {name} "*) words="{" ".join([*places, *parser.flags()])}" ;;')
         fish += [f"{within} -a '{' '.join(places)}'\n"] if places else []
     bash = _BASH.format(commands=" ".join(commands), cases="\n".join(cases))
     return {
@@ -61,10 +61,10 @@ def script(shell: str, commands: Mapping[str, argparse.ArgumentParser]) -> str:
     }[shell]
 
 
-def _places(parser: argparse.ArgumentParser) -> list[str]:
+def _places(parser: Parser) -> list[str]:
     """Return completions of positional arguments: choices, and the recipes that ship with hfscale."""
     found: list[str] = []
-    for action in arguments_of(parser):
+    for action in parser.arguments:
         if not action.option_strings:
             found += action.choices or ()
         if action.dest == "recipe":

@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .._compat.standard_library import Adds
 from ..config.declared import declared
 from ..config.layout import LayoutFields
 from ..config.memory import byte_count
@@ -15,6 +14,7 @@ from ..config.sections import ESTIMATED_PRECISIONS
 from ..distributed.files.replace import finish_move
 from ..errors import ConfigError, written_like_a_path
 from ..extensions import added, provided
+from .parser import Adds
 
 if TYPE_CHECKING:
     from ..config.parallel import ParallelConfig

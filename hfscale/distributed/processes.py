@@ -184,9 +184,11 @@ def device_group(parts: Sequence[Sequence[int]], device: torch.device) -> dist.P
     world: Any = dist.group.WORLD
     with bound(device) as splits:
         if splits:
-            mine = dist.split_group(
+            made: Any = dist.split_group(
                 world, [list(ranks) for ranks in parts], timeout=_patience(device)
             )
+            # Other ranks get None, and since torch 2.14 a number, as `new_group` returns.
+            mine = made if any(dist.get_rank() in ranks for ranks in parts) else None
         else:
             mine = _one_by_one(parts, backend_of(world, device), _patience(device))
     if mine is not None:
@@ -234,9 +236,9 @@ def host_group(parts: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
 def _one_by_one(
     parts: Sequence[Sequence[int]], backend: str, patience: timedelta
 ) -> dist.ProcessGroup | None:
-    mine = None
+    mine: dist.ProcessGroup | None = None
     for ranks in parts:  # every rank takes part in making every group
-        group = dist.new_group(list(ranks), backend=backend or None, timeout=patience)
+        group: Any = dist.new_group(list(ranks), backend=backend or None, timeout=patience)
         mine = group if dist.get_rank() in ranks else mine
     return mine
 

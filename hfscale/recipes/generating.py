@@ -1,6 +1,7 @@
 """Train as a recipe says on what the model generates: TRL's GRPOTrainer with rewards, or its DistillationTrainer."""
 
 import importlib
+import inspect
 import os
 import sys
 from collections import Counter
@@ -72,6 +73,12 @@ def reward_of(name: str) -> Reward:
     return found
 
 
+def recompute_field(config_class: type) -> str:
+    """Return the field of a trainer's config that recomputes layers; transformers 5.23 warns at its old name."""
+    named = "activation_checkpointing" in inspect.signature(config_class).parameters
+    return "activation_checkpointing" if named else "gradient_checkpointing"
+
+
 def train_on_generations(
     model: Any,
     tokenizer: Any,
@@ -87,7 +94,7 @@ def train_on_generations(
     config_class = getattr(importlib.import_module("trl"), f"{kind}Config")
     sizes = per_rank(training.batch_size, hfscale.batch_world(model), training.microbatch_size)
     fixed = arguments_of(recipe, model, *sizes)
-    fixed |= {"eval_strategy": "no", "gradient_checkpointing": training.gradient_checkpointing}
+    fixed |= {"eval_strategy": "no", recompute_field(config_class): training.gradient_checkpointing}
     if recipe.distils:
         fixed |= {"beta": recipe.teacher.beta, "temperature": recipe.teacher.temperature}
     else:

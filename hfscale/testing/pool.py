@@ -222,7 +222,6 @@ def _serve(
         from tqdm import tqdm
         from transformers.utils import logging
 
-        from .._compat.standard_library import may_have_children
         from .._compat.torch_gloo import share_gloo_thread
 
         # Or each bar would own a lock of the machine's, which a rank that is stopped leaves behind.
@@ -247,7 +246,7 @@ def _serve(
         gc.set_threshold(20_000)
         # Or a loader's workers would import everything again.
         multiprocessing.set_start_method(None, force=True)
-        may_have_children()
+        multiprocessing.current_process().daemon = False  # which may have no children
         while True:
             try:
                 function, args, kwargs = pipe.recv()

@@ -1,4 +1,7 @@
-"""What ``_compat/accelerate.py`` relies on of Accelerate's lists of what was prepared, and of torch's schedules."""
+"""What ``_compat/accelerate.py`` relies on of Accelerate: by what name it makes schedules, and what it returns.
+
+Most of these names are public, and what they do is not promised.
+"""
 
 from typing import Any
 
@@ -8,56 +11,78 @@ from torch import nn
 
 from .relied_on import relying
 
-ACCELERATOR = "accelerate.Accelerator"
 relies_on = relying("accelerate.py")
 
 
 @pytest.fixture
-def accelerator() -> Any:
+def optimizer() -> Any:
+    return torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1)
+
+
+@relies_on("accelerate.Accelerator:_models")
+def test_trainer_prepares_a_model_where_none_is_listed() -> None:
+    """``_models`` has the prepared models; ``Trainer`` prepares its own for an evaluation where it is empty."""
     from accelerate import Accelerator
+    from transformers import Trainer
 
-    return Accelerator(cpu=True)
+    preparing = Accelerator(cpu=True)
+    assert preparing._models == []
+    model = preparing.prepare_model(nn.Linear(1, 1))
+    assert preparing._models == [model]
+    assert "_models" in Trainer.evaluation_loop.__code__.co_names
 
 
-@relies_on(
-    f"{ACCELERATOR}:_models",
-    f"{ACCELERATOR}:_optimizers",
-    f"{ACCELERATOR}:_schedulers",
-    f"{ACCELERATOR}:_dataloaders",
-    "torch.optim.Optimizer:_is_accelerate_prepared",
-)
-def test_what_is_prepared_is_listed_and_marked(accelerator: Any) -> None:
-    """``prepare`` appends what it returns to ``_models``, ``_optimizers``, ``_schedulers`` or ``_dataloaders``, and
-    sets ``_is_accelerate_prepared`` on it.
+@relies_on("accelerate.accelerator.AcceleratedScheduler")
+def test_a_schedule_is_made_by_name_and_listed(
+    optimizer: Any, monkeypatch: Any, tmp_path: Any
+) -> None:
+    """``prepare_scheduler`` calls ``accelerate.accelerator.AcceleratedScheduler`` with the schedule and its optimizer,
+    returns what that makes, and saves its state.
     """
-    model = nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1)
+    from accelerate import Accelerator, accelerator
+
+    made = []
+
+    class Mine(accelerator.AcceleratedScheduler):
+        def __init__(self, *given: Any, **named: Any) -> None:
+            super().__init__(*given, **named)
+            made.append((self, *given))
+
+    monkeypatch.setattr(accelerator, "AcceleratedScheduler", Mine)
+    preparing = Accelerator(cpu=True)
+    stepped = preparing.prepare_optimizer(optimizer)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    found = preparing.prepare_scheduler(schedule)
+    assert made == [(found, schedule, stepped)]
+    preparing.save_state(tmp_path)
+    assert (tmp_path / "scheduler.bin").exists()
+
+
+def _loader_of_a_stream() -> Any:
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self) -> Any:
+            return iter([1, 2])
+
+    return torch.utils.data.DataLoader(Stream())
+
+
+@relies_on("accelerate.data_loader.DataLoaderShard", "accelerate.data_loader.DataLoaderDispatcher")
+def test_a_prepared_loader_is_of_two_classes() -> None:
+    """``prepare_data_loader`` returns a ``DataLoaderShard``, or a ``DataLoaderDispatcher`` where one process reads."""
+    from accelerate import Accelerator
+    from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard, prepare_data_loader
+
     loader = torch.utils.data.DataLoader([1, 2])
-    made = accelerator.prepare(model, optimizer, schedule, loader)
-    lists = (
-        accelerator._models,
-        accelerator._optimizers,
-        accelerator._schedulers,
-        accelerator._dataloaders,
+    dispatched = prepare_data_loader(
+        _loader_of_a_stream(), dispatch_batches=True, put_on_device=True
     )
-    assert [[each] for each in made] == [*lists]
-    assert all(each._is_accelerate_prepared for each in made[1:])
-    assert not hasattr(loader, "_is_accelerate_prepared")
-
-
-@relies_on(f"{ACCELERATOR}:_custom_objects")
-def test_other_objects_of_a_state_are_listed(accelerator: Any) -> None:
-    """``register_for_checkpointing`` appends to ``_custom_objects``."""
-    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1)
-    accelerator.register_for_checkpointing(optimizer)
-    assert accelerator._custom_objects == [optimizer]
+    assert isinstance(Accelerator(cpu=True).prepare(loader), DataLoaderShard)
+    assert isinstance(dispatched, DataLoaderDispatcher)
 
 
 @relies_on("torch.optim.lr_scheduler.LRScheduler:_step_count")
-def test_a_schedule_counts_its_steps() -> None:
+def test_a_schedule_counts_its_steps(optimizer: Any) -> None:
     """``_step_count`` of a schedule, also in its state, is one more than its steps, and bounded by ``total_steps``."""
-    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1, total_steps=2)
     optimizer.step()
     schedule.step()

@@ -11,21 +11,19 @@ pytestmark = pytest.mark.liger
 relies_on = relying("liger.py")
 
 
-@relies_on(
-    "liger_kernel.transformers._apply_liger_kernel_to_instance",
-)
+@relies_on("liger_kernel.transformers.monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN")
 def test_a_models_modules_get_kernels(config: Any) -> None:
-    """``_apply_liger_kernel_to_instance(model=, ...)`` gives modules a ``forward`` of their own, and their ``repr`` the
+    """A family's function, given a ``model``, gives its modules a ``forward`` of their own, and their ``repr`` the
     kernel's name in place of the class's; a norm may have ``in_place``.
     """
-    from liger_kernel.transformers import _apply_liger_kernel_to_instance
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
     from transformers import LlamaForCausalLM
     from transformers.models.llama import modeling_llama
 
     stock = dict(vars(modeling_llama))
     model = LlamaForCausalLM(config)
     try:
-        _apply_liger_kernel_to_instance(
+        MODEL_TYPE_TO_APPLY_LIGER_FN["llama"](
             model=model, cross_entropy=False, fused_linear_cross_entropy=False
         )
     finally:

@@ -99,12 +99,16 @@ def test_state_dicts_of_adapters_ask_the_model_first(
     assert seen == [adapted]
 
 
-@relies_on("peft.tuners.ia3.IA3Model._check_target_module_feedforward")
-def test_ia3_tells_which_inputs_it_scales() -> None:
-    """``_check_target_module_feedforward(config, name)`` says whether IA3 scales a module's input."""
-    from peft import IA3Config
-    from peft.tuners.ia3 import IA3Model
+@pytest.mark.parametrize("told", [["down"], "mlp.down", "down"])
+@relies_on("peft.IA3Config:feedforward_modules")
+def test_ia3_scales_inputs_by_ends_of_names_or_a_whole_pattern(told: Any) -> None:
+    """``feedforward_modules`` are ends of names, or one pattern of a whole name: those modules' input is scaled."""
+    from peft import IA3Config, get_peft_model
 
-    config = IA3Config(target_modules=["up", "down"], feedforward_modules=["down"])
-    assert IA3Model._check_target_module_feedforward(config, "mlp.down")
-    assert not IA3Model._check_target_module_feedforward(config, "mlp.up")
+    model = nn.ModuleDict({"mlp": nn.ModuleDict({"up": nn.Linear(2, 3), "down": nn.Linear(2, 3)})})
+    targets = r"mlp\.(up|down)|down"
+    config = IA3Config(target_modules=targets, feedforward_modules=told)
+    assert config.feedforward_modules == (set(told) if isinstance(told, list) else told)
+    mlp = get_peft_model(model, config).base_model.model["mlp"]
+    assert mlp["down"].is_feedforward == (told != "down")  # which is not the whole of mlp.down
+    assert not mlp["up"].is_feedforward

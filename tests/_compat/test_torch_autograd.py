@@ -57,13 +57,20 @@ def test_writes_are_counted() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-@relies_on("torch.UntypedStorage._cdata")
+@relies_on("torch.multiprocessing.reductions.StorageWeakRef")
 def test_a_storage_has_an_identity(device: str) -> None:
-    """``_cdata`` of a storage is one number for all tensors over it, on the meta device too, where addresses are 0."""
+    """``StorageWeakRef(storage).cdata`` is one number for all tensors over a storage, on the meta device too, where
+    addresses are 0, and the same for as long as it lives.
+    """
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    def identity(tensor: Tensor) -> int:
+        return StorageWeakRef(tensor.untyped_storage()).cdata
+
     tensor = torch.ones(4, device=device)
     other = torch.ones(4, device=device)
-    assert tensor.untyped_storage()._cdata == tensor[1:].untyped_storage()._cdata
-    assert tensor.untyped_storage()._cdata != other.untyped_storage()._cdata
+    assert identity(tensor) == identity(tensor) == identity(tensor[1:])
+    assert identity(tensor) != identity(other)
 
 
 @relies_on("torch.UntypedStorage._new_with_weak_ptr")
@@ -97,16 +104,6 @@ def test_the_innermost_saved_tensor_hooks_are_told() -> None:
         torch.autograd.graph.saved_tensors_hooks(pack, unpack),
     ):
         assert top(True) == (pack, unpack)
-
-
-@relies_on("torch._C._DisableAutocast")
-def test_autocast_can_be_set_aside() -> None:
-    """In ``_DisableAutocast()`` no operator is cast."""
-    matrix = torch.ones(2, 2)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert (matrix @ matrix).dtype == torch.bfloat16
-        with torch._C._DisableAutocast():
-            assert (matrix @ matrix).dtype == torch.float32
 
 
 @relies_on(

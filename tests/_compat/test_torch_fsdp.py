@@ -89,19 +89,14 @@ def test_modules_inside_of_wrapped_ones_are_marked(model: Any) -> None:
 
 @relies_on(
     f"{STATE}._lazy_init",
-    f"{STATE}:_state_ctx",
     f"{GROUP}.unshard",
     f"{GROUP}.wait_for_unshard",
 )
 def test_the_root_is_gathered_on_request(model: Any) -> None:
-    """``_lazy_init`` makes a state the root, whose ``_state_ctx.all_states`` are all of the model's in order;
-    ``unshard`` and ``wait_for_unshard`` of a group gather it.
-    """
+    """``_lazy_init`` makes a state the root; ``unshard`` and ``wait_for_unshard`` of a group gather it."""
     from torch.distributed.tensor import DTensor
 
-    root = state_of(model)
-    root._lazy_init()
-    assert [*root._state_ctx.all_states] == [root, state_of(model[0]), state_of(model[1])]
+    state_of(model)._lazy_init()
     group = group_of(model[0])
     assert isinstance(model[0].weight, DTensor)
     group.unshard()
@@ -214,15 +209,15 @@ def test_a_parameter_knows_its_places(world_of_one: None) -> None:
     assert place.shared_param_names == ["weight"]
 
 
-@relies_on(f"{PARAMETER}:_unsharded_param")
+@relies_on(f"{PARAMETER}:unsharded_param")
 def test_the_full_parameter_is_known_after_the_first_pass(model: Any) -> None:
-    """``_unsharded_param`` is there from the first gathering on, and is what the module holds while gathered."""
+    """``unsharded_param`` is there from the first gathering on, and is what the module holds while gathered."""
     held = group_of(model[0]).fsdp_params[0]
-    assert not hasattr(held, "_unsharded_param")
+    assert not hasattr(held, "unsharded_param")
     seen = []
 
     def look(module: Any, *_: Any) -> None:
-        seen.append(module.weight is held._unsharded_param)
+        seen.append(module.weight is held.unsharded_param)
 
     model[0].register_forward_hook(look, prepend=True)
     model(torch.ones(1, 4))
@@ -262,12 +257,11 @@ def test_gradients_are_added_up_before_they_are_reduced(model: Any) -> None:
 @relies_on(
     f"{PARAMETER}._sharded_local_tensor",
     f"{PARAMETER}:_sharded_param_data",
-    f"{PARAMETER}:_orig_size",
     f"{PARAMETER}._init_extensions",
 )
 def test_a_parameter_is_gathered_by_its_extensions(model: Any) -> None:
     """FSDP2 gathers ``_sharded_local_tensor``, after ``_init_extensions()`` by its ``fsdp_pre_all_gather`` and
-    ``fsdp_post_all_gather``; ``_sharded_param_data`` is the flat padded shard, and ``_orig_size`` the full size.
+    ``fsdp_post_all_gather``; ``_sharded_param_data`` is the flat padded shard, and ``sharded_param`` has the full size.
     """
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
@@ -294,7 +288,7 @@ def test_a_parameter_is_gathered_by_its_extensions(model: Any) -> None:
             return Shard(self._sharded_param_data)
 
     held = group_of(model[0]).fsdp_params[0]
-    assert held._orig_size == (4, 4)
+    assert held.sharded_param.shape == (4, 4)
     assert held._sharded_param_data.shape == (16,)
     before = model[0].weight.to_local().detach().clone()
     held.__class__ = Own

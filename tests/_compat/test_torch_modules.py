@@ -113,10 +113,10 @@ def test_a_compiled_module_holds_the_original() -> None:
     assert torch.compile(module, backend="eager")._orig_mod is module
 
 
-@relying("torch.py", "lasting.py")("torch._dynamo.config.recompile_limit")
+@relying("torch.py", "lasting.py")("torch.compiler.config.recompile_limit")
 def test_the_compiler_has_a_limit_of_graphs() -> None:
-    """``torch._dynamo.config.recompile_limit`` is the number of graphs of one function, and may be raised."""
-    from torch._dynamo import config
+    """``torch.compiler.config.recompile_limit`` is the number of graphs of one function, and may be raised."""
+    from torch.compiler import config
 
     before = config.recompile_limit
     assert isinstance(before, int)
@@ -167,14 +167,6 @@ def test_trees_are_mapped_and_flattened() -> None:
     tree = {"a": (1, [2]), "b": None}
     assert tree_leaves(tree) == [1, 2, None]
     assert tree_map(lambda leaf: leaf and leaf + 1, tree) == {"a": (2, [3]), "b": None}
-
-
-@relies_on("torch.utils._triton.has_triton")
-def test_triton_works_where_an_accelerator_is() -> None:
-    """``has_triton()`` says whether kernels can be compiled here, and raises nothing without an accelerator."""
-    from torch.utils._triton import has_triton
-
-    assert has_triton() in (True, False)
 
 
 @relies_on("torch.overrides._get_current_function_mode_stack")

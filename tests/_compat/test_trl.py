@@ -180,14 +180,12 @@ def test_a_distillations_loss_is_redirected() -> None:
     assert given is inputs
 
 
-@relies_on(f"{TRAINER}.distillation_trainer._chunked_divergence_loss")
-def test_a_trainer_that_distils_has_a_function_for_it() -> None:
-    """The file of a trainer whose loss is a divergence has ``_chunked_divergence_loss``, which ``_compute_loss`` calls,
-    and no other trainer's has.
-    """
-    assert "_chunked_divergence_loss" in names_in(f"{DISTILLATION}._compute_loss")
-    for name in ("sft", "dpo", "grpo"):
-        assert not hasattr(found(f"{TRAINER}.{name}_trainer"), "_chunked_divergence_loss")
+@relies_on(DISTILLATION)
+def test_a_trainer_that_distils_is_named_so() -> None:
+    """Trainers whose loss is a divergence from a teacher have ``Distillation`` in their names, and no others have."""
+    names = [name for name in dir(found("trl")) if name.endswith("Trainer")]
+    assert [name for name in names if "Distillation" in name] == ["DistillationTrainer"]
+    assert {"SFTTrainer", "DPOTrainer", "GRPOTrainer"} <= set(names)
 
 
 @relies_on(f"{ENGINE}._init_vllm", f"{ENGINE}:_llm_weights_sleeping")

@@ -157,6 +157,19 @@ def test_pairs_are_split_off_where_that_can_be(monkeypatch: pytest.MonkeyPatch) 
     assert calls == [[[0, 2], [4, 6]], [[0, 6], [2, 4]]]  # one call for all pairs of a round
 
 
+@pytest.mark.parametrize("outside", [None, -100])  # what torch returns there before 2.14, and since
+def test_a_rank_outside_of_all_splits_has_no_group(
+    outside: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connected: list[Any] = []
+    monkeypatch.setattr(processes, "_splits", lambda world, device: True)
+    monkeypatch.setattr(dist, "split_group", lambda world, parts, timeout: outside)
+    monkeypatch.setattr(processes, "connect", lambda group, device: connected.append(group))
+    with fake_world("fake", 4) as world:
+        assert device_group([[1, 2]], torch.device("cuda", 0)) is None
+        assert connected == [world]
+
+
 def test_only_a_world_of_one_backend_is_split() -> None:
     class World:
         bound_device_id: Any = torch.device("cuda", 0)

@@ -14,6 +14,7 @@ from hfscale.recipes import main_process, run_log, schema
 from hfscale.recipes.batch_sizes import by_cost, dealt, evaluation_steps, order_of, per_rank
 from hfscale.recipes.corpus import is_for_validation, is_wanted, read
 from hfscale.recipes.dataset import pack, train_tokenizer, unigram_entropy
+from hfscale.recipes.generating import recompute_field
 from hfscale.recipes.read import load_recipe
 from hfscale.recipes.rows import Example, Rows, packed_rows, separate_rows
 from hfscale.recipes.run import config_of
@@ -335,3 +336,14 @@ def test_memory_that_only_another_machine_has_is_kept(
     assert named.exists()
     RunLog(recipe, False)
     assert not named.exists()
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_a_config_is_told_by_its_own_name_what_is_recomputed(
+    recomputes: bool, tmp_path: Path
+) -> None:
+    """The old name warns since transformers 5.23, and what TRL's configs begin with is another value."""
+    config_class = pytest.importorskip("trl").GRPOConfig
+    given = {recompute_field(config_class): recomputes}
+    made = config_class(str(tmp_path), report_to=[], use_cpu=True, bf16=False, **given)
+    assert made.gradient_checkpointing is recomputes

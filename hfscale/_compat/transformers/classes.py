@@ -14,7 +14,7 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -105,7 +105,7 @@ def empty_model(directory: Path, trusted: bool) -> Any:
 
 def is_distributed_by_host(model: nn.Module) -> str | None:
     """Return why ``model`` is distributed already, or ``None``."""
-    if getattr(model, "_device_mesh", None) is not None:
+    if isinstance(model, PreTrainedModel) and model.tp_size is not None:
         return "transformers already distributed it (distributed_config or tp_plan)"
     if getattr(model, "hf_device_map", None):
         return "it was loaded with a device_map"

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+from torch.nn.attention.flex_attention import create_mask
 from transformers import AttentionInterface, AttentionMaskInterface, Cache, masking_utils
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
@@ -61,13 +61,14 @@ def place_by_place(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Vectorize a mask function of one position over indices that broadcast, ``[b, 1, 1, 1]`` and so on."""
 
     def spread(*indices: Tensor) -> Tensor:
-        spread_over = function
-        for dim in reversed(range(len(indices))):
-            dims = tuple(0 if each == dim else None for each in range(len(indices)))
-            spread_over = torch.vmap(spread_over, in_dims=dims)
-        with TransformGetItemToIndex():
-            found: Tensor = spread_over(*(index.flatten() for index in indices))
-        return found
+        flat = [index.flatten() for index in indices]
+        examples, heads, queries, keys = (len(each) for each in flat)
+
+        def at(example: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            places = (example, head, query, key)
+            return function(*(each[place] for each, place in zip(flat, places, strict=True)))
+
+        return create_mask(at, examples, heads, queries, keys, device=flat[0].device)
 
     return spread
 

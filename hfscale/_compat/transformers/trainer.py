@@ -190,7 +190,8 @@ def labels_of_step(trainer: Any, batches: Any) -> Any:
     """Return the number of labels, over all distinct batches, by which a Trainer divides these microbatches' loss: the
     predicted ones; for classes that it does not list as causal (``GPT2LMHeadModel``), also the first of each row.
     """
-    return trainer._get_num_items_in_batch(batches, trainer.args.device)
+    stock = transformers.Trainer.get_batch_samples
+    return stock(trainer, iter(batches), len(batches), trainer.args.device)[1]
 
 
 def prepared(trainer: Any, inputs: Any) -> Any:

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._compat.torch import allow_recompiles, triton_works
-from ..._compat.torch_device import is_accelerator
+from ..._compat.torch import allow_recompiles
+from ..._compat.torch_device import is_accelerator, makes_triton_kernels
 
 _broken: list[bool] = []  # not empty once compiling has failed: callers then work in blocks again
 
@@ -58,7 +58,7 @@ def is_fused(device: torch.device) -> bool:
     """Return whether functions are fused for tensors on ``device``."""
     return (
         is_accelerator(device)
-        and triton_works()
+        and makes_triton_kernels(device)
         and not _broken
         and environ.get("TORCH_COMPILE_DISABLE") != "1"
     )

@@ -21,7 +21,15 @@ from torch.optim import Optimizer
 from torch.utils.data import BatchSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
-from ..._compat.accelerate import BatchScheduler, count_last_batch, is_prepared, one_run, prepared
+from ..._compat.accelerate import (
+    BatchScheduler,
+    Prepared,
+    count_last_batch,
+    is_prepared,
+    list_model,
+    note,
+    schedulers_made_by,
+)
 from ..._compat.torch_device import accelerators
 from ...checkpoint import load_state, save_pretrained, save_state, wait_for_saves
 from ...config.environment import started_processes, without_launcher_switches
@@ -86,6 +94,7 @@ class Accelerator(accelerate.Accelerator):
                 if isinstance(each, InitProcessGroupKwargs)
             )
             start(own_device(), next((each.timeout for each in asked if each.timeout), TIMEOUT))
+        self._prepared = Prepared()
         with without_launcher_switches():
             super().__init__(**kwargs)
         # Every rank would print and write if each took itself for the only one.
@@ -141,7 +150,7 @@ class Accelerator(accelerate.Accelerator):
         for model in models:
             if not self._stays_plain(model):
                 self._adopt(model)
-        known = [*models, *prepared(self, "models")]
+        known = [*models, *self._prepared.models]
         plain = parameter_ids(filter(is_plain, known))
         optimizers = [
             obj
@@ -161,17 +170,17 @@ class Accelerator(accelerate.Accelerator):
         if evaluation_mode and find_runtime(model) is None:
             return self._prepare_whole(model, device_placement)
         if self._stays_plain(model):
-            return super().prepare_model(model, device_placement, evaluation_mode)
+            made = super().prepare_model(model, device_placement, evaluation_mode)
+            return note(self._prepared.models, made)
         self._adopt(model)
-        if model not in prepared(self, "models"):
-            prepared(self, "models").append(model)
-        return model
+        list_model(self, model)
+        return note(self._prepared.models, model)
 
     def _prepare_whole(self, model: nn.Module, device_placement: bool | None) -> Any:
+        # It is not noted: it is neither clipped nor saved.
         whole = super().prepare_model(
             model, device_placement=device_placement, evaluation_mode=True
         )
-        prepared(self, "models").remove(whole)  # it is neither clipped nor saved
         if self._mesh_so_far is not None:
             agree_on_weights(whole, self._mesh_so_far)
         return whole
@@ -181,10 +190,13 @@ class Accelerator(accelerate.Accelerator):
     ) -> Any:
         """Give each distinct batch rank its samples; ranks that share a batch get the same ones."""
         if is_prepared(data_loader):
-            return data_loader
+            return note(self._prepared.loaders, data_loader)
         if self._is_stock:
             self._dealt_over_processes = True
-            return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
+            return note(
+                self._prepared.loaders,
+                super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch),
+            )
         placed = self.device_placement if device_placement is None else device_placement
         dispatches = bool(self.dispatch_batches)
         if dispatches and self.mesh.batch_world != self.mesh.layout.total_size:
@@ -217,9 +229,8 @@ class Accelerator(accelerate.Accelerator):
             non_blocking=self.non_blocking,
             use_stateful_dataloader=self.use_stateful_dataloader,
         )
-        prepared(self, "dataloaders").append(loader)
         self._follow_one_process(loader)
-        return loader
+        return note(self._prepared.loaders, loader)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """Return a loader over the rest of an epoch, as Accelerate does."""
@@ -234,6 +245,11 @@ class Accelerator(accelerate.Accelerator):
         if isinstance(getattr(loader, "collate_fn", None), CollateLast):
             count_last_batch(loader)
 
+    def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
+        """Prepare as Accelerate does."""
+        made = super().prepare_optimizer(optimizer, device_placement)
+        return note(self._prepared.optimizers, made)
+
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """Prepare a schedule as Accelerate does: it steps :attr:`num_processes` times per optimizer step.
 
@@ -241,24 +257,27 @@ class Accelerator(accelerate.Accelerator):
         :meth:`prepare`. With ``split_batches=True``, or unprepared, it steps once.
         """
         if is_prepared(scheduler):
-            return scheduler
-        optimizers = [
-            o
-            for o in prepared(self, "optimizers")
-            if o.optimizer is getattr(scheduler, "optimizer", None)
-        ]
-        steps = BatchScheduler(
-            scheduler,
-            optimizers or prepared(self, "optimizers"),
-            lambda: (
-                self.num_processes
-                if self.step_scheduler_with_optimizer and not self.split_batches
-                else 1
-            ),
-            self.step_scheduler_with_optimizer,
-        )
-        prepared(self, "schedulers").append(steps)
-        return steps
+            return note(self._prepared.schedulers, scheduler)
+        with schedulers_made_by(self._stepped_by_batches):
+            return note(self._prepared.schedulers, super().prepare_scheduler(scheduler))
+
+    def _stepped_by_batches(self, scheduler: Any, optimizers: list[Any]) -> BatchScheduler:
+        follows = self.step_scheduler_with_optimizer
+
+        def batches() -> int:
+            return self.num_processes if follows and not self.split_batches else 1
+
+        return BatchScheduler(scheduler, optimizers, batches, follows)
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Add objects with a state to those that :meth:`save_state` writes."""
+        super().register_for_checkpointing(*objects)
+        self._prepared.registered.extend(objects)
+
+    def free_memory(self, *objects: Any) -> Any:
+        """Forget what was prepared, and release ``objects``."""
+        self._prepared.forget()
+        return super().free_memory(*objects)
 
     def gather(self, tensor: Any) -> Any:
         """Concatenate, along the first dim, the tensors of distinct batch ranks; every sample once, in batch order."""
@@ -323,10 +342,10 @@ class Accelerator(accelerate.Accelerator):
         named = parameters.values() if isinstance(parameters, dict) else parameters
         listed = [named] if isinstance(named, Tensor) else list(named)
         given = {id(p) for p in listed}
-        plain = parameter_ids(filter(is_plain, prepared(self, "models")))
+        plain = parameter_ids(filter(is_plain, self._prepared.models))
         if self._is_stock or (given and given <= plain):
             return super().clip_grad_norm_(listed, max_norm, norm_type)
-        for model in prepared(self, "models"):
+        for model in self._prepared.models:
             if is_plain(model):
                 continue
             trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
@@ -355,7 +374,7 @@ class Accelerator(accelerate.Accelerator):
         """Write the training state, for any layout (:func:`hfscale.save_state`); call it on every rank."""
         if self._is_stock:
             return str(super().save_state(output_dir, safe_serialization, **more))
-        model, optimizer, others = one_run(self, output_dir, self._orders)
+        model, optimizer, others = self._prepared.of_one_run(self, output_dir, self._orders)
         save_state(model, output_dir, optimizer=optimizer, **others)
         return str(output_dir)
 
@@ -364,9 +383,9 @@ class Accelerator(accelerate.Accelerator):
         if self._is_stock:
             super().load_state(input_dir, load_kwargs, **more)
             return
-        model, optimizer, others = one_run(self, input_dir, self._orders)
+        model, optimizer, others = self._prepared.of_one_run(self, input_dir, self._orders)
         if is_accelerates(Path(input_dir)):
-            schedulers = [scheduler.scheduler for scheduler in prepared(self, "schedulers")]
+            schedulers = [scheduler.scheduler for scheduler in self._prepared.schedulers]
             load_accelerates(model, Path(input_dir), optimizer, schedulers)
             return
         load_state(model, input_dir, optimizer=optimizer, **others)
@@ -423,7 +442,7 @@ class Accelerator(accelerate.Accelerator):
             # It refuses in words; the accelerator's own groups of processes would in torch's.
             self.__dict__["__reduce_ex__"] = runtime.model.__reduce_ex__
         if self._runtime is None:
-            check_beside(filter(is_plain, prepared(self, "models")), runtime.mesh)
+            check_beside(filter(is_plain, self._prepared.models), runtime.mesh)
             if self._dealt_over_processes and runtime.mesh.layout.total_size > 1:
                 raise ConfigError(_TOO_LATE)
             self._runtime = runtime

@@ -202,7 +202,9 @@ class TrainerMixin(Checkpoints, DataHooks):
         smoothed = bool(self.args.label_smoothing_factor) and not hasattr(
             self, "label_pad_token_id"
         )
-        return bool(self._seams.heads) and self.compute_loss_func is None and not smoothed
+        # TRL's trainers put a word there with releases of transformers that do not ask them what they scale.
+        own_loss = callable(self.compute_loss_func)
+        return bool(self._seams.heads) and not own_loss and not smoothed
 
     @property
     def uses_train_step(self) -> bool:

@@ -94,15 +94,18 @@ def test_mask_functions_are_looked_up_as_they_are_called(
     assert not bool(apart(0, 0, 2, 0))
 
 
-@relies_on("torch._dynamo._trace_wrapped_higher_order_op.TransformGetItemToIndex")
+@relies_on("torch.nn.attention.flex_attention.create_mask")
 def test_mask_functions_are_vectorized() -> None:
-    """In ``TransformGetItemToIndex()`` a mask function that reads a tensor at an index works under ``torch.vmap``."""
-    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+    """``create_mask`` calls a function of one position that reads tensors at its indices, for all positions at once."""
+    from torch.nn.attention.flex_attention import create_mask
 
-    flags = torch.tensor([True, False])
-    with TransformGetItemToIndex():
-        found = torch.vmap(lambda index: flags[index])(torch.arange(2))
-    assert torch.equal(found, flags)
+    keys = torch.tensor([True, False, True])
+
+    def sees(example: Any, head: Any, query: Any, key: Any) -> Any:
+        return keys[key] & (key <= query)
+
+    found = create_mask(sees, 2, 1, 2, 3, device="cpu")
+    assert torch.equal(found, (keys & torch.ones(2, 3).tril().bool()).expand(2, 1, -1, -1))
 
 
 @relies_on("transformers.PreTrainedModel._keep_in_fp32_modules_strict")

@@ -26,7 +26,7 @@ NOTED = (
     "_prepare_inputs",
     "_has_mixed_mesh_grads",
     "_move_model_to_device",
-    "_get_num_items_in_batch",
+    "get_batch_samples",
 )
 
 
@@ -143,15 +143,16 @@ def test_each_step_ends_in_one_call(calls: Any) -> None:
     assert names[1:5] == ["tr_loss", "grad_norm", "model", "trial"]
 
 
-@relies_on(f"{TRAINER}._prepare_inputs", f"{TRAINER}._get_num_items_in_batch")
+@relies_on(f"{TRAINER}._prepare_inputs", f"{TRAINER}.get_batch_samples")
 def test_a_batch_is_prepared_and_its_labels_are_counted(calls: Any) -> None:
-    """``_prepare_inputs(inputs)`` returns the batch that is computed; ``_get_num_items_in_batch(batches, device)`` the
-    number of labels by which its loss is divided: of a causal model, all but the first of each row.
+    """``_prepare_inputs(inputs)`` returns the batch that is computed; ``get_batch_samples(iterator, number, device)``
+    batches and the number of labels by which their loss is divided: of a causal model, all but the first of each row.
     """
     (inputs,), prepared = calls["_prepare_inputs"][0]
     assert prepared.keys() == inputs.keys()
-    (batches, device), count = calls["_get_num_items_in_batch"][0]
+    (_, number, device), (batches, count) = calls["get_batch_samples"][0]
     assert torch.device(device).type == "cpu"
+    assert number == 1
     assert len(batches) == 1
     assert int(count) == 2
 

@@ -118,9 +118,13 @@ def run(model: Any, inputs: dict[str, Tensor]) -> Tensor:
 def run_backward(
     model: Any, inputs: dict[str, Tensor], parameters: dict[str, Tensor]
 ) -> tuple[Tensor, dict[str, Tensor | None]]:
-    """Return :func:`run`'s output, and the gradients of a fixed random combination of all its entries."""
+    """Return :func:`run`'s output, and the gradients of a fixed random combination of all its entries; ``None`` for
+    parameters that the class itself freezes.
+    """
     output = run(model, inputs)
     generator = torch.Generator().manual_seed(1)
     weights = torch.randn(output.shape, generator=generator, dtype=output.dtype, device="cpu")
-    found = torch.autograd.grad(output, list(parameters.values()), weights, allow_unused=True)
-    return output.detach(), dict(zip(parameters, found, strict=True))
+    trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
+    leaves = [parameters[name] for name in trained]
+    found = torch.autograd.grad(output, leaves, weights, allow_unused=True)
+    return output.detach(), {**dict.fromkeys(parameters), **dict(zip(trained, found, strict=True))}
