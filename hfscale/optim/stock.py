@@ -28,6 +28,7 @@ from ..distributed.ops.fused import fused, is_fused
 from ..plan import ParameterPlan
 from ..plan.cut import share_spans
 from ..plan.state_tensor import StateTensor, like, scales, whole
+from ..train.guards.stock_loops import leave_to_outer
 from ..train.runtime.shards import gather_full
 from .sharded import Groups, Member, State, Stepper, gradients_present
 
@@ -90,6 +91,7 @@ class StockOverStandIns:
         self.optimizer = stock(
             [{**group, "params": own} for group, own in zip(groups, of_groups, strict=True)]
         )
+        leave_to_outer(self.optimizer)
         keep_overrides_apart(self.optimizer)
 
     def step(

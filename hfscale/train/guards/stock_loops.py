@@ -51,6 +51,8 @@ _INSTEAD = (
     "use one like AdamW, SGD or Lion"
 )
 # With so many groups.
+# Of hfscale's own, which step what another optimizer gives them.
+_inner: "WeakSet[torch.optim.Optimizer]" = WeakSet()
 _judged: "WeakKeyDictionary[torch.optim.Optimizer, int]" = WeakKeyDictionary()
 _trying: list[None] = []  # not empty during a trial step, which is not checked itself
 _spread_models: "WeakSet[nn.Module]" = WeakSet()
@@ -207,9 +209,14 @@ def refuse_other_optimizers(runtime: Runtime) -> None:
         )
 
 
+def leave_to_outer(optimizer: torch.optim.Optimizer) -> None:
+    """Check nothing of an optimizer over stand-ins: the one that makes it step is checked."""
+    _inner.add(optimizer)
+
+
 def _check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Check an optimizer before the first step over its groups; torch calls it before every optimizer's step."""
-    if _trying or _judged.get(optimizer) == len(optimizer.param_groups):
+    if _trying or optimizer in _inner or _judged.get(optimizer) == len(optimizer.param_groups):
         return
     follow(optimizer)
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]

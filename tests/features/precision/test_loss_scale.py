@@ -220,7 +220,7 @@ class Poison(Part):
     @contextmanager
     def around_gradients(self, runtime: Runtime) -> Iterator[None]:
         yield
-        last = ParallelConfig.total_size.fget(runtime.mesh.layout) - 1
+        last = runtime.mesh.layout.total_size - 1
         if (
             dist.get_rank() if dist.is_initialized() else 0
         ) == last and runtime.steps in self._steps:
