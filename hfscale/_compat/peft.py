@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -198,6 +199,44 @@ def terms_of_experts(experts: Any) -> Iterator[tuple[str, Tensor, Tensor, int, f
             b = experts.lora_B[adapter].weight
             yield experts.parameter_name, a, b, experts.num_experts, experts.scaling[adapter]
         experts = experts.base_layer
+
+
+@cache
+def _lora_projections() -> tuple[type, ...]:
+    """Return the wrappers that add plain LoRA to a projection; those over bitsandbytes where that is installed."""
+    from peft.tuners.lora import layer
+
+    over_bytes = sys.modules.get("peft.tuners.lora.bnb")
+    found = [getattr(over_bytes, name, None) for name in ("Linear4bit", "Linear8bitLt")]
+    return (layer.Linear, *(kind for kind in found if kind is not None))
+
+
+def adds_lora(wrapper: nn.Module) -> bool:
+    """Return whether ``wrapper`` is of a class that adds LoRA to a projection's output."""
+    return type(wrapper) in _lora_projections()
+
+
+def active_lora(wrapper: Any) -> tuple[nn.Module, nn.Module, float] | str:
+    """Return the factors' modules and the scale, if a wrapper of such a class computes one plain LoRA product now; in
+    words, why it computes something else.
+    """
+    if wrapper.disable_adapters or wrapper.merged:
+        return "merged or switched off"
+    active = [name for name in wrapper.active_adapters if name in wrapper.lora_A]
+    if len(active) != 1:
+        return "several adapters at once, or none"
+    name = active[0]
+    if name in wrapper.lora_variant:
+        return f"computed by {type(wrapper.lora_variant[name]).__name__}"
+    dropout = wrapper.lora_dropout[name]
+    drops = wrapper.training and getattr(dropout, "p", 0.0) > 0
+    if (
+        drops
+        or type(dropout) not in (nn.Identity, nn.Dropout)
+        or not wrapper.cast_input_dtype_enabled
+    ):
+        return "with dropout, or without the cast of its input"
+    return wrapper.lora_A[name], wrapper.lora_B[name], wrapper.scaling[name]
 
 
 def note_casts(wrapper: Any, note: Callable[[Tensor, Tensor], None]) -> None:

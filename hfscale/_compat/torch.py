@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.distributed import (
     _composable_state as composable,
     _functional_collectives as functional_collectives,
@@ -60,12 +61,13 @@ def _held_by(register: str) -> str:
 
 
 _ON_OUTPUT = _held_by("register_forward_hook")
-_ON_BOTH_SIDES = attrgetter(
+_AROUND = (
     _held_by("register_forward_pre_hook"),
     _ON_OUTPUT,
     _held_by("register_full_backward_pre_hook"),
     _held_by("register_full_backward_hook"),
 )
+_ON_BOTH_SIDES = attrgetter(*_AROUND)
 
 # A module's attributes with its contents.
 CONTENTS = (
@@ -160,6 +162,12 @@ def forward_hooks(module: nn.Module) -> list[Any]:
     """Return the hooks on the inputs and outputs of ``module``, and on their gradients."""
     kinds = _ON_BOTH_SIDES(module)
     return [hook for held in kinds for hook in held.values()] if any(kinds) else []
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Return whether ``module`` has hooks on its inputs and outputs, or on their gradients; a compiler can trace it."""
+    held = vars(module)
+    return any(held[name] for name in _AROUND)
 
 
 def hooks_on(modules: Iterable[nn.Module]) -> list[int]:
@@ -286,6 +294,11 @@ def _runs(node: Any) -> bool:
         return node is not None and torch._C._will_engine_execute_node(node)
     except RuntimeError:  # of a leaf that `autograd.grad` was asked for
         return True
+
+
+def is_transformed() -> bool:
+    """Return whether a transform of ``torch.func`` or forward-mode differentiation is at work."""
+    return bool(torch._C._are_functorch_transforms_active()) or forward_ad._current_level >= 0
 
 
 def tensor_without_memory(
