@@ -306,6 +306,7 @@ def plan(
     float8: Float8Config | None = None,
     mtp_loss_weight: float | None = None,
     compile: bool | str = False,
+    fused_adapters: bool = True,
     peft_config: Any = None,
     **hf_kwargs: Any,
 ) -> Plan:
@@ -325,6 +326,7 @@ def plan(
         float8=float8,
         mtp_loss_weight=mtp_loss_weight,
         compile=compile,
+        fused_adapters=fused_adapters,
     )
     quantization = hf_kwargs.pop("quantization_config", None)
     if isinstance(source, PreTrainedConfig):
@@ -343,7 +345,8 @@ def plan(
     adapter, saved = read_config(peft_config)
     if layout.total_size == 1 and not is_known(adapter, planned):
         return planned
-    return plan_with_adapters(copy.deepcopy(outline.model), adapter, planned, new=saved is None)
+    template = copy.deepcopy(outline.model)
+    return plan_with_adapters(template, adapter, planned, saved is None, fused_adapters)
 
 
 def _shown(given: object) -> str:

@@ -1,6 +1,6 @@
 """Count what a layer of a LoRA or QLoRA step launches, moves and keeps, stock HF and PEFT beside hfscale, on a CPU.
 
-    python scripts/bench/finetune_counts.py [--recipe lora] [--family llama] [--out scripts/bench/results/counts.json]
+    python scripts/bench/finetune_counts.py [--recipe lora] [--family llama] [--out counts.json]
 
 Per layer: the difference of models of four and of two layers, halved. Widths are those of an 8B Llama over 8, in
 bfloat16 with factors in float32, as PEFT makes them. Operators that are no views stand for kernels, and their inputs
