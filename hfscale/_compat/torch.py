@@ -363,6 +363,12 @@ def unscale_and_check(gradients: list[Tensor], factor: float) -> bool:
     return any(bool(each) for each in found.values())
 
 
+def copy_all(tensors: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy each of ``sources`` into the tensor in its place, those of one device and type in one launch."""
+    for same, places in alike(tensors):
+        torch._foreach_copy_(same, [sources[place] for place in places])
+
+
 def multiply_all(tensors: list[Tensor], factor: Tensor) -> None:
     """Multiply ``tensors``, all of one device and type, in place, in 32 bits at least."""
     first = tensors[0]

@@ -299,3 +299,13 @@ def test_transforms_of_functions_are_told() -> None:
     assert seen == [True]
     with forward_ad.dual_level():
         assert forward_ad._current_level == 0
+
+
+@relies_on("torch._foreach_copy_")
+def test_tensors_are_copied_together() -> None:
+    """``_foreach_copy_(tensors, sources)`` copies each, also from another type and into views."""
+    whole = torch.zeros(2, 3)
+    torch._foreach_copy_(
+        [whole[:, 0], whole[:, 2]], [torch.ones(2).double(), torch.full((2,), 2.0)]
+    )
+    assert whole.tolist() == [[1.0, 0.0, 2.0]] * 2
