@@ -220,23 +220,27 @@ def active_lora(wrapper: Any) -> tuple[nn.Module, nn.Module, float] | str:
     """Return the factors' modules and the scale, if a wrapper of such a class computes one plain LoRA product now; in
     words, why it computes something else.
     """
-    if wrapper.disable_adapters or wrapper.merged:
+    held = vars(
+        wrapper
+    )  # asked in every pass of every wrapper, and attributes of modules take long
+    if wrapper.disable_adapters or held["merged_adapters"]:
         return "merged or switched off"
-    active = [name for name in wrapper.active_adapters if name in wrapper.lora_A]
+    inside: Any = own_modules(wrapper)
+    first: Any = own_modules(inside[LORA_A])
+    active = [name for name in wrapper.active_adapters if name in first]
     if len(active) != 1:
         return "several adapters at once, or none"
     name = active[0]
-    if name in wrapper.lora_variant:
-        return f"computed by {type(wrapper.lora_variant[name]).__name__}"
-    dropout = wrapper.lora_dropout[name]
-    drops = wrapper.training and getattr(dropout, "p", 0.0) > 0
-    if (
-        drops
-        or type(dropout) not in (nn.Identity, nn.Dropout)
-        or not wrapper.cast_input_dtype_enabled
-    ):
+    variants = held["lora_variant"]
+    if variants and name in variants:
+        return f"computed by {type(variants[name]).__name__}"
+    dropout: Any = own_modules(inside[DROPOUTS])[name]
+    kind = type(dropout)
+    drops = kind is nn.Dropout and wrapper.training and dropout.p > 0
+    if drops or kind not in (nn.Identity, nn.Dropout) or not held["cast_input_dtype_enabled"]:
         return "with dropout, or without the cast of its input"
-    return wrapper.lora_A[name], wrapper.lora_B[name], wrapper.scaling[name]
+    second: Any = own_modules(inside[LORA_B])
+    return first[name], second[name], held["scaling"][name]
 
 
 def note_casts(wrapper: Any, note: Callable[[Tensor, Tensor], None]) -> None:

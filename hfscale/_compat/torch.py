@@ -167,7 +167,8 @@ def forward_hooks(module: nn.Module) -> list[Any]:
 def is_hooked(module: nn.Module) -> bool:
     """Return whether ``module`` has hooks on its inputs and outputs, or on their gradients; a compiler can trace it."""
     held = vars(module)
-    return any(held[name] for name in _AROUND)
+    before, behind, back, gradients = _AROUND
+    return bool(held[before] or held[behind] or held[back] or held[gradients])
 
 
 def hooks_on(modules: Iterable[nn.Module]) -> list[int]:

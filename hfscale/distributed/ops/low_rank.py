@@ -100,20 +100,14 @@ class _AddLowRank(torch.autograd.Function):
         ctx.scale = scale
         ctx.term = term
         ctx.bias = None if bias is None else bias.dtype
+        kind = y.device.type
+        if not torch.is_autocast_enabled(kind):
+            return _added(ctx, y, x, a, b, bias)
         x = autocasted(x)
         a = autocasted_weight(a)
         b = autocasted_weight(b)
-        with torch.autocast(y.device.type, enabled=False):
-            thin = to_thin(x.reshape(-1, x.shape[-1]), a.t(), scale)
-            ctx.save_for_backward(x, thin, a, b)
-            if torch.compiler.is_compiling():
-                y = (y + thin.mm(b.t()).view_as(y)).to(y.dtype)
-            else:
-                ctx.mark_dirty(y)
-                add_from_thin(y.view(-1, y.shape[-1]), thin, b.t())
-            if bias is not None:
-                y.add_(bias, alpha=scale)
-        return y
+        with torch.autocast(kind, enabled=False):
+            return _added(ctx, y, x, a, b, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -142,6 +136,17 @@ class _AddLowRank(torch.autograd.Function):
         if ctx.bias is not None and bias_asked[0]:
             by_bias = (grad.sum(0) * ctx.scale).to(ctx.bias)
         return grads[0], by_x, by_a, by_b, by_bias, None, None
+
+
+def _added(ctx: Any, y: Tensor, x: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+    thin = to_thin(x.reshape(-1, x.shape[-1]), a.t(), ctx.scale)
+    ctx.save_for_backward(x, thin, a, b)
+    if torch.compiler.is_compiling():
+        y = (y + thin.mm(b.t()).view_as(y)).to(y.dtype)
+    else:
+        ctx.mark_dirty(y)
+        add_from_thin(y.view(-1, y.shape[-1]), thin, b.t())
+    return y if bias is None else y.add_(bias, alpha=ctx.scale)
 
 
 def _differentiable(ctx: Any, grad: Tensor, x: Tensor, a: Tensor, b: Tensor) -> Any:

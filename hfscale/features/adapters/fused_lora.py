@@ -85,7 +85,8 @@ def _own_forward(module: nn.Module) -> Any:
 
 def _is_as_noted(module: nn.Module) -> bool:
     """Return whether nobody has put hooks or another forward pass on a module since, or an adapter beside ours."""
-    known = _NOTED in vars(module) and vars(module)[_NOTED] is _own_forward(module)
+    held = vars(module)
+    known = held.get(_NOTED, _NOTED) is held.get("forward")
     return known and not is_hooked(module)
 
 
@@ -134,7 +135,8 @@ def _factors(wrapper: Any) -> Factors | None:
     if isinstance(found, str):
         return None
     first, second, scale = found
-    if not all(_is_as_noted(module) for module in (wrapper.base_layer, first, second)):
+    as_noted = _is_as_noted(wrapper.base_layer) and _is_as_noted(first) and _is_as_noted(second)
+    if not as_noted:
         return None
     a = as_read(first, "weight")
     b = as_read(second, "weight")
