@@ -142,9 +142,13 @@ def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
     return module._modules
 
 
-def own_contents(modules: Sequence[nn.Module]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return the dicts of :func:`own_modules` and of :func:`own_parameters` of many modules, in less time."""
-    return [module._modules for module in modules], [module._parameters for module in modules]
+def own_contents(
+    parents: Sequence[nn.Module], holders: Sequence[nn.Module]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the dicts of :func:`own_modules` of ``parents``, and of :func:`own_parameters` of ``holders``, in less
+    time than one by one.
+    """
+    return [module._modules for module in parents], [module._parameters for module in holders]
 
 
 def passes_otherwise(module: nn.Module) -> bool:
