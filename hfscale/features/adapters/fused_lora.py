@@ -35,6 +35,9 @@ _NOTED = "_hfscale_noted_forward"
 _MAKERS = ("bitsandbytes", "hfscale")
 """Packages whose projections, of any class, return outputs, and gradients of their input, that nothing else holds."""
 
+_FRESH = frozenset({"MmBackward0", "AddmmBackward0", "AddBackward0", "UnsafeViewBackward0"})
+"""Nodes of the graph that keep nothing of what they return."""
+
 _last_cast = LastCast()
 
 
@@ -105,7 +108,8 @@ def _forward(wrapper: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     if not _is_plain(base):
         term = Term(in_place=False) if trains else None
         y = base(x if term is None else enter(x, term))
-        return add_low_rank(_copied(y), _last_cast.of(x), factors, term)
+        fresh = base_of(y) is None and type(y.grad_fn).__name__ in _FRESH
+        return add_low_rank(y if fresh else _copied(y), _last_cast.of(x), factors, term)
     # Of two dims, since a product with a bias would be a view of them.
     rows = as_rows(x)
     term = Term() if trains and not leaves_gradient(x) else None
@@ -121,8 +125,14 @@ def _is_plain(base: nn.Module) -> bool:
 
 
 def _writable(y: Tensor) -> Tensor:
-    """Return a projection's output, or a copy of what is a view."""
-    return y if base_of(y) is None else _copied(y)
+    """Return a projection's output as a tensor that is no view: what it is a view of, if that is a product too."""
+    whole = base_of(y)
+    if whole is None:
+        return y
+    same = whole.shape == y.shape and whole.stride() == y.stride()
+    # What a function with a backward pass of its own returns has its graph alone.
+    has_graph = whole.grad_fn is not None or not y.requires_grad
+    return whole if same and has_graph else _copied(y)
 
 
 def _copied(y: Tensor) -> Tensor:
