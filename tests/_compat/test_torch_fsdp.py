@@ -335,6 +335,7 @@ def test_fsdp_asks_for_a_device_and_refuses_meta_weights(model: Any) -> None:
     f"{PARAMETER}.init_all_gather_outputs",
     f"{PARAMETER}.free_unsharded_param",
     f"{PARAMETER}:_sharded_param_data",
+    f"{PARAMETER}:_unsharded_param",
     f"{PARAMETER}:all_gather_outputs",
     f"{PARAMETER}:param_dtype",
     f"{PARAMETER}:offload_to_cpu",
@@ -342,9 +343,9 @@ def test_fsdp_asks_for_a_device_and_refuses_meta_weights(model: Any) -> None:
 )
 def test_a_parameter_may_be_gathered_into_its_shard(model: Any) -> None:
     """Of a group of one rank, whose ``mesh_info.shard_mesh_size`` is 1, ``init_all_gather_outputs`` sets
-    ``all_gather_outputs``, the memory that FSDP2 fills and computes with. Set to the shard, ``_sharded_param_data``,
-    that is what it computes with; nothing frees it but ``free_unsharded_param``. ``param_dtype`` is ``None`` where
-    nothing is cast, and ``offload_to_cpu`` says where shards are.
+    ``all_gather_outputs``, the memory that FSDP2 fills and computes with, as ``_unsharded_param``. Set to the shard,
+    ``_sharded_param_data``, that is what it computes with; nothing frees it but ``free_unsharded_param``.
+    ``param_dtype`` is ``None`` where nothing is cast, and ``offload_to_cpu`` says where shards are.
     """
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 

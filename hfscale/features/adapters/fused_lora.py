@@ -100,11 +100,15 @@ def _forward(wrapper: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     factors = _factors(wrapper) if plain else None
     if factors is None:
         return type(wrapper).forward(wrapper, x, *args, **kwargs)
-    base = wrapper.base_layer
-    trains = torch.is_grad_enabled() and x.requires_grad
     # A compiler sees through both passes, and adds terms itself.
     if compiles:
-        return add_low_rank(base(x), x, factors, None)
+        return add_low_rank(wrapper.base_layer(x), x, factors, None)
+    return _added_to(wrapper.base_layer, x, factors)
+
+
+def _added_to(base: Any, x: Tensor, factors: Factors) -> Tensor:
+    """Return the output of the projection ``base`` with the adapter's product."""
+    trains = torch.is_grad_enabled() and x.requires_grad
     if not _is_plain(base):
         term = Term(in_place=False) if trains else None
         y = base(x if term is None else enter(x, term))
