@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -198,6 +199,48 @@ def terms_of_experts(experts: Any) -> Iterator[tuple[str, Tensor, Tensor, int, f
             b = experts.lora_B[adapter].weight
             yield experts.parameter_name, a, b, experts.num_experts, experts.scaling[adapter]
         experts = experts.base_layer
+
+
+@cache
+def _lora_projections() -> tuple[type, ...]:
+    """Return the wrappers that add plain LoRA to a projection; those over bitsandbytes where that is installed."""
+    from peft.tuners.lora import layer
+
+    over_bytes = sys.modules.get("peft.tuners.lora.bnb")
+    found = [getattr(over_bytes, name, None) for name in ("Linear4bit", "Linear8bitLt")]
+    return (layer.Linear, *(kind for kind in found if kind is not None))
+
+
+def adds_lora(wrapper: nn.Module) -> bool:
+    """Return whether ``wrapper`` is of a class that adds LoRA to a projection's output."""
+    return type(wrapper) in _lora_projections()
+
+
+def active_lora(wrapper: Any) -> tuple[nn.Module, nn.Module, float] | str:
+    """Return the factors' modules and the scale, if a wrapper of such a class computes one plain LoRA product now; in
+    words, why it computes something else.
+    """
+    held = vars(
+        wrapper
+    )  # asked in every pass of every wrapper, and attributes of modules take long
+    if wrapper.disable_adapters or held["merged_adapters"]:
+        return "merged or switched off"
+    inside: Any = own_modules(wrapper)
+    first: Any = own_modules(inside[LORA_A])
+    active = [name for name in wrapper.active_adapters if name in first]
+    if len(active) != 1:
+        return "several adapters at once, or none"
+    name = active[0]
+    variants = held["lora_variant"]
+    if variants and name in variants:
+        return f"computed by {type(variants[name]).__name__}"
+    dropout: Any = own_modules(inside[DROPOUTS])[name]
+    kind = type(dropout)
+    drops = kind is nn.Dropout and wrapper.training and dropout.p > 0
+    if drops or kind not in (nn.Identity, nn.Dropout) or not held["cast_input_dtype_enabled"]:
+        return "with dropout, or without the cast of its input"
+    second: Any = own_modules(inside[LORA_B])
+    return first[name], second[name], held["scaling"][name]
 
 
 def note_casts(wrapper: Any, note: Callable[[Tensor, Tensor], None]) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.distributed import (
     _composable_state as composable,
     _functional_collectives as functional_collectives,
@@ -60,12 +61,13 @@ def _held_by(register: str) -> str:
 
 
 _ON_OUTPUT = _held_by("register_forward_hook")
-_ON_BOTH_SIDES = attrgetter(
+_AROUND = (
     _held_by("register_forward_pre_hook"),
     _ON_OUTPUT,
     _held_by("register_full_backward_pre_hook"),
     _held_by("register_full_backward_hook"),
 )
+_ON_BOTH_SIDES = attrgetter(*_AROUND)
 
 # A module's attributes with its contents.
 CONTENTS = (
@@ -140,9 +142,13 @@ def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
     return module._modules
 
 
-def own_contents(modules: Sequence[nn.Module]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return the dicts of :func:`own_modules` and of :func:`own_parameters` of many modules, in less time."""
-    return [module._modules for module in modules], [module._parameters for module in modules]
+def own_contents(
+    parents: Sequence[nn.Module], holders: Sequence[nn.Module]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the dicts of :func:`own_modules` of ``parents``, and of :func:`own_parameters` of ``holders``, in less
+    time than one by one.
+    """
+    return [module._modules for module in parents], [module._parameters for module in holders]
 
 
 def passes_otherwise(module: nn.Module) -> bool:
@@ -160,6 +166,13 @@ def forward_hooks(module: nn.Module) -> list[Any]:
     """Return the hooks on the inputs and outputs of ``module``, and on their gradients."""
     kinds = _ON_BOTH_SIDES(module)
     return [hook for held in kinds for hook in held.values()] if any(kinds) else []
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Return whether ``module`` has hooks on its inputs and outputs, or on their gradients; a compiler can trace it."""
+    held = vars(module)
+    before, behind, back, gradients = _AROUND
+    return bool(held[before] or held[behind] or held[back] or held[gradients])
 
 
 def hooks_on(modules: Iterable[nn.Module]) -> list[int]:
@@ -288,6 +301,11 @@ def _runs(node: Any) -> bool:
         return True
 
 
+def is_transformed() -> bool:
+    """Return whether a transform of ``torch.func`` or forward-mode differentiation is at work."""
+    return bool(torch._C._are_functorch_transforms_active()) or forward_ad._current_level >= 0
+
+
 def tensor_without_memory(
     kind: type, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> Any:
@@ -348,6 +366,12 @@ def unscale_and_check(gradients: list[Tensor], factor: float) -> bool:
             same, found[device], torch.full((), factor, device=device)
         )
     return any(bool(each) for each in found.values())
+
+
+def copy_all(tensors: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy each of ``sources`` into the tensor in its place, those of one device and type in one launch."""
+    for same, places in alike(tensors):
+        torch._foreach_copy_(same, [sources[place] for place in places])
 
 
 def multiply_all(tensors: list[Tensor], factor: Tensor) -> None:

@@ -29,6 +29,11 @@ def is_accelerator(device: torch.device) -> bool:
     return device.type not in ("cpu", "meta")
 
 
+def widens_products(device: torch.device) -> bool:
+    """Return whether products of 16-bit matrices can be returned in 32 bits, as they are summed: ``out_dtype=``."""
+    return device.type == ACCELERATOR
+
+
 def device_module(device: torch.device) -> Any:
     """Return torch's module for ``device``: ``torch.cuda`` for a GPU."""
     return torch.get_device_module(device)

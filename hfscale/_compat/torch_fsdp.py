@@ -278,6 +278,41 @@ def managed_places(model: nn.Module, inner: bool = True) -> Iterator[ManagedPlac
             yield ManagedPlace(module, name, module._parameters.get(name), parameter)
 
 
+class _Whole(FSDPParam):
+    """Compute with a shard that is the whole parameter, of which FSDP2 would keep a copy from its first pass on."""
+
+    def _is_read_in_place(self) -> bool:
+        """Return whether the shard can be read as it is: in its own type, on the device, alone in its memory."""
+        shard = self._sharded_param_data
+        alone = shard.untyped_storage().nbytes() == shard.nbytes
+        return self.param_dtype is None and not self.offload_to_cpu and alone
+
+    def init_all_gather_outputs(self, *given: Any, **named: Any) -> None:
+        """Let what is gathered be the shard, into which FSDP2 then copies itself, which does nothing."""
+        if not self._is_read_in_place():
+            super().init_all_gather_outputs(*given, **named)
+            return
+        shard = self._sharded_param_data
+        before = self.all_gather_outputs
+        if before and before[0].data_ptr() != shard.data_ptr():  # other weights were loaded
+            vars(self).pop("_unsharded_param", None)
+        self.all_gather_outputs = [shard]
+
+    def free_unsharded_param(self) -> None:
+        """Free nothing that is the shard's."""
+        outputs = self.all_gather_outputs
+        if not outputs or outputs[0].data_ptr() != self._sharded_param_data.data_ptr():
+            super().free_unsharded_param()
+
+
+def read_whole_shards(model: nn.Module) -> None:
+    """Compute with the shards themselves where a parameter has one; call before the first forward pass."""
+    for _, group in _sharded_groups(model):
+        if group.mesh_info.shard_mesh_size == 1:
+            for parameter in group.fsdp_params:
+                parameter.__class__ = _Whole
+
+
 class _Encoded(FSDPParam):
     """Gather a parameter by FSDP2's extensions without a tensor subclass: FSDP2, and only it, sees an object that has
     them in place of the shard's local tensor, which stays plain for loading, optimizers and saving.

@@ -118,6 +118,7 @@ def get_peft_model(
             name=adapter_name,
             seed=seed,
             autocast=autocast_adapter_dtype,
+            fused=options.fused_adapters,
         )
     except Exception:  # the model goes on without
         replaced.hand_over(assemble(runtime.model, plan, mesh, options, before))

@@ -14,7 +14,7 @@ from ..checkpoint import save_pretrained
 from ..config.options import Options
 from ..distributed.mesh import Mesh
 from ..extensions import all_provided
-from ..features.adapters import Adapters
+from ..features.adapters import Adapters, FusedAdapters
 from ..features.fp8.part import Float8, Float8Gather
 from ..features.fp8.plan import plan_float8
 from ..features.memory.kept_activations import KeptActivations
@@ -87,6 +87,7 @@ def parts_of(adapters: Adapters | None) -> tuple[Part, ...]:
         ExpertParallel(),
         TensorParallel(),
         *([adapters] if adapters is not None else []),
+        FusedAdapters(),
         VocabularyLoss(),
         ContextParallel(),
         PackedRows(),  # inside of what is recomputed

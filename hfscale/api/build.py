@@ -78,6 +78,7 @@ def build(
             weights.tensors,
             source=saved,
             seed=seed,
+            fused=options.fused_adapters,
         )
     replaced.hand_over(assemble(model, plan, mesh, options, weights, adapters))
     watch_by_default(mesh)
@@ -100,6 +101,7 @@ def from_pretrained(
     use_liger_kernel: bool | Mapping[str, bool] = False,
     mtp_loss_weight: float | None = None,
     compile: bool | str = False,
+    fused_adapters: bool = True,
     peft_config: Any = None,
     resize_token_embeddings: int | None = None,
     seed: int = 0,
@@ -121,6 +123,7 @@ def from_pretrained(
         use_liger_kernel: Liger's kernels for norms, gated activations and rotary embeddings; or ``{"rope": False}``.
         mtp_loss_weight: weight of the loss of multi-token-prediction layers, as 0.1; ``None``: they do not train.
         compile: compile each dense layer by itself when it first runs (seconds, once), or the name of torch's backend.
+        fused_adapters: whether LoRA is computed by one operator, with PEFT's arithmetic, in less memory and time.
         peft_config: a PEFT config, or the path or Hub id of an adapter to go on training; saves are of adapters.
         resize_token_embeddings: ``len(tokenizer)``; rows of new tokens are the mean of the others, in the head as well.
         seed: seed of parameters that the checkpoint does not have, and of new adapters.
@@ -144,6 +147,7 @@ def from_pretrained(
         use_liger_kernel=use_liger_kernel,
         mtp_loss_weight=mtp_loss_weight,
         compile=compile,
+        fused_adapters=fused_adapters,
     )
     check_count("seed", seed, least=0)
     arguments.check_place(path, hf_kwargs.get("subfolder") or "")
@@ -182,6 +186,7 @@ def from_config(
     use_liger_kernel: bool | Mapping[str, bool] = False,
     mtp_loss_weight: float | None = None,
     compile: bool | str = False,
+    fused_adapters: bool = True,
     peft_config: Any = None,
     seed: int = 0,
     **hf_kwargs: Any,
@@ -203,6 +208,7 @@ def from_config(
         use_liger_kernel=use_liger_kernel,
         mtp_loss_weight=mtp_loss_weight,
         compile=compile,
+        fused_adapters=fused_adapters,
     )
     if hf_kwargs.get("quantization_config") is not None:
         raise ConfigError(
@@ -236,6 +242,7 @@ def parallelize(
     float8: Float8Config | None = None,
     use_liger_kernel: bool | Mapping[str, bool] = False,
     compile: bool | str = False,
+    fused_adapters: bool = True,
 ) -> Any:
     """Shard, in place, a full stock model that is in memory and the same on every rank, and return it.
 
@@ -253,6 +260,7 @@ def parallelize(
         float8=float8,
         use_liger_kernel=use_liger_kernel,
         compile=compile,
+        fused_adapters=fused_adapters,
     )
     if not isinstance(model, nn.Module):
         raise ConfigError(
@@ -298,6 +306,7 @@ def plan(
     float8: Float8Config | None = None,
     mtp_loss_weight: float | None = None,
     compile: bool | str = False,
+    fused_adapters: bool = True,
     peft_config: Any = None,
     **hf_kwargs: Any,
 ) -> Plan:
@@ -317,6 +326,7 @@ def plan(
         float8=float8,
         mtp_loss_weight=mtp_loss_weight,
         compile=compile,
+        fused_adapters=fused_adapters,
     )
     quantization = hf_kwargs.pop("quantization_config", None)
     if isinstance(source, PreTrainedConfig):
@@ -335,7 +345,8 @@ def plan(
     adapter, saved = read_config(peft_config)
     if layout.total_size == 1 and not is_known(adapter, planned):
         return planned
-    return plan_with_adapters(copy.deepcopy(outline.model), adapter, planned, new=saved is None)
+    template = copy.deepcopy(outline.model)
+    return plan_with_adapters(template, adapter, planned, saved is None, fused_adapters)
 
 
 def _shown(given: object) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from accelerate import GradScalerKwargs
 
-from ..errors import ConfigError, check_number
+from ..errors import ConfigError, check_number, check_switch
 from .float8 import Float8Config
 from .memory import MemoryConfig
 from .parallel import ParallelConfig
@@ -39,6 +39,8 @@ class Options:
     mtp_loss_weight: float | None = None
     # whether to compile each layer with torch's default compiler, or another backend's name
     compile: bool | str = False
+    # whether LoRA is computed by one operator, or by PEFT's own code
+    fused_adapters: bool = True
 
     def __post_init__(self) -> None:
         for name, kind in SECTIONS.items():
@@ -59,6 +61,7 @@ class Options:
         self._check_liger()
         if self.mtp_loss_weight is not None:
             check_number("mtp_loss_weight", self.mtp_loss_weight, above=0)
+        check_switch("fused_adapters", self.fused_adapters)
         if self.compile == "cudagraphs":
             raise ConfigError(
                 "compile='cudagraphs' replays kernels on the addresses of one batch, and layers here meet collectives, "

@@ -41,6 +41,8 @@ class Member:
     @property
     def weight(self) -> Tensor:
         """This rank's plain tensor of the parameter; may be empty."""
+        if type(self.parameter) is nn.Parameter:  # hundreds of adapters, in every step
+            return self.parameter.detach()
         # With autograd, to_local() of a DTensor would add a node to the graph.
         with torch.no_grad():
             return local_tensor(self.parameter).detach()
@@ -49,6 +51,8 @@ class Member:
     def gradient(self) -> Tensor:
         """The plain local tensor of the gradient; empty if an empty shard has none."""
         grad = self.parameter.grad
+        if type(grad) is Tensor:
+            return grad
         return self.weight if grad is None else local_tensor(grad)
 
     @property

@@ -109,7 +109,8 @@ class StockOverStandIns:
             # Bitsandbytes would update a copy and leave the weight unchanged.
             if not weight.is_contiguous():
                 scattered.append((weight, stand_in))
-            stand_in.data = weight.contiguous()
+                weight = weight.contiguous()
+            stand_in.data = weight
             stand_in.grad = gradient
             if member.parameter in state:
                 self.optimizer.state[stand_in] = state[member.parameter]

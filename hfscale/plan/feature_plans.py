@@ -253,3 +253,29 @@ class OwnLossPlan(Feature):
         return [
             f"loss: the model's own, a mean over {self.over}; microbatches count by their {self.over}"
         ]
+
+
+@dataclass(frozen=True)
+class FusedAdaptersPlan(Feature):
+    """Plan of LoRA computed by one operator for each projection; PEFT's own code computes what is left."""
+
+    fused: int  # how many projections
+    others: tuple[tuple[str, str], ...] = ()  # other projections with LoRA, each with the reason
+
+    def computes(self, weight: str) -> bool:
+        """Return whether the adapters of a projection's weight are fused."""
+        return weight.removesuffix(".weight") not in dict(self.others)
+
+    def describe(self, plan: PlanContents) -> list[str]:
+        line = f"LoRA by one operator: {self.fused:,} projections"
+        reasons: dict[str, list[str]] = {}
+        for name, reason in self.others:
+            reasons.setdefault(reason, []).append(name)
+        kept = [f"{_counted(tuple(names))} ({reason})" for reason, names in reasons.items()]
+        return [f"{line}; by PEFT's own code: {', '.join(kept)}" if kept else line]
+
+
+def is_fused(plan: PlanContents, weight: str) -> bool:
+    """Return whether the adapters of a projection's weight keep its input as it is, for all that read it."""
+    found = plan.feature(FusedAdaptersPlan)
+    return found is not None and found.computes(weight)

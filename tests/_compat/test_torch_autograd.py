@@ -278,3 +278,34 @@ def test_scaled_products_have_a_function_and_an_operator() -> None:
     one = torch.ones(())
     found = torch._scaled_mm(x, x.T, scale_a=one, scale_b=one * 2, out_dtype=torch.bfloat16)
     assert torch.equal(found, torch.eye(16, dtype=torch.bfloat16) * 2)
+
+
+@relies_on("torch._C._are_functorch_transforms_active", "torch.autograd.forward_ad._current_level")
+def test_transforms_of_functions_are_told() -> None:
+    """``_are_functorch_transforms_active`` is true inside of ``vmap``, and ``_current_level`` is 0 or more inside of a
+    dual level, and -1 outside.
+    """
+    forward_ad: Any = torch.autograd.forward_ad
+    inside: Any = torch._C
+    assert not inside._are_functorch_transforms_active()
+    assert forward_ad._current_level == -1
+    seen = []
+
+    def note(x: Tensor) -> Tensor:
+        seen.append(inside._are_functorch_transforms_active())
+        return x
+
+    torch.func.vmap(note)(torch.ones(2, 2))
+    assert seen == [True]
+    with forward_ad.dual_level():
+        assert forward_ad._current_level == 0
+
+
+@relies_on("torch._foreach_copy_")
+def test_tensors_are_copied_together() -> None:
+    """``_foreach_copy_(tensors, sources)`` copies each, also from another type and into views."""
+    whole = torch.zeros(2, 3)
+    torch._foreach_copy_(
+        [whole[:, 0], whole[:, 2]], [torch.ones(2).double(), torch.full((2,), 2.0)]
+    )
+    assert whole.tolist() == [[1.0, 0.0, 2.0]] * 2

@@ -329,3 +329,43 @@ def test_fsdp_asks_for_a_device_and_refuses_meta_weights(model: Any) -> None:
     assert seen == [mesh]
     with pytest.raises(RuntimeError, match="meta"):
         group_of(layer)._validate_no_meta_params()
+
+
+@relies_on(
+    f"{PARAMETER}.init_all_gather_outputs",
+    f"{PARAMETER}.free_unsharded_param",
+    f"{PARAMETER}:_sharded_param_data",
+    f"{PARAMETER}:_unsharded_param",
+    f"{PARAMETER}:all_gather_outputs",
+    f"{PARAMETER}:param_dtype",
+    f"{PARAMETER}:offload_to_cpu",
+    f"{GROUP}:mesh_info",
+)
+def test_a_parameter_may_be_gathered_into_its_shard(model: Any) -> None:
+    """Of a group of one rank, whose ``mesh_info.shard_mesh_size`` is 1, ``init_all_gather_outputs`` sets
+    ``all_gather_outputs``, the memory that FSDP2 fills and computes with, as ``_unsharded_param``. Set to the shard,
+    ``_sharded_param_data``, that is what it computes with; nothing frees it but ``free_unsharded_param``.
+    ``param_dtype`` is ``None`` where nothing is cast, and ``offload_to_cpu`` says where shards are.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+    class Same(FSDPParam):
+        def init_all_gather_outputs(self, *_: Any, **__: Any) -> None:
+            assert self.param_dtype is None
+            assert not self.offload_to_cpu
+            self.all_gather_outputs = [self._sharded_param_data]
+
+        def free_unsharded_param(self) -> None:
+            """Free nothing."""
+
+    group = group_of(model[0])
+    assert group.mesh_info.shard_mesh_size == 1
+    for parameter in group.fsdp_params:
+        parameter.__class__ = Same
+    before = [p.detach().to_local().clone() for p in model[0].parameters()]
+    model(torch.ones(3, 4)).sum().backward()
+    for parameter, value in zip(group.fsdp_params, before, strict=True):
+        shard = parameter._sharded_param_data
+        assert parameter._unsharded_param.data_ptr() == shard.data_ptr()
+        assert torch.equal(shard.view_as(value), value)
+        assert parameter.sharded_param.grad is not None

@@ -11,8 +11,8 @@ in one type::
                          2 (1 - 1/t) for the gathered inputs of both blocks, unless they are gathered again
 
 A frozen norm does not keep its normed input, and a frozen projection without an adapter does not keep its input. A
-low-rank adapter keeps its ``r`` values, and a copy of its input where its factors have another type. In 16 bits a norm
-keeps its input in 32.
+low-rank adapter keeps its ``r`` values and its input; unless it is fused, it keeps a copy where its factors have
+another type. In 16 bits a norm keeps its input in 32.
 
 Where all but products and attention is computed again (``recompute="elementwise"``), it keeps its input, queries and
 result, keys and values, what the first block returns (the second norm's input is the sum), gate and up: 3 + 1 + 2k + 2f
@@ -20,7 +20,7 @@ before it is cut over tensor ranks; of the norms' outputs, and of what adapters 
 
 Under autocast over weights of 32 bits, blocks compute in 16, and what is between them (the stream, norms and what they
 return) stays in 32. So every projection that reads a norm's output keeps its own copy in 16 bits, and so does every
-adapter. Where parameters are cast, by FSDP2 or under ``"bf16_params"``, all of it is in 16.
+adapter; fused ones share a copy. Where parameters are cast, by FSDP2 or under ``"bf16_params"``, all of it is in 16.
 
 Any other layer is measured (:class:`.situation.MeasuredLayers`) or else estimated from above: twice the rows and
 columns of every matrix, and the shorter of the two once more; of experts, twice both for each that a token is sent to;
@@ -38,7 +38,7 @@ from math import prod
 
 from ..._compat.peft import LORA_A
 from ...plan import ParameterPlan, Plan
-from ...plan.feature_plans import ContextPlan, heads_with_scores
+from ...plan.feature_plans import ContextPlan, heads_with_scores, is_fused
 from .llama_bytes import ATTENTION, MLP, Llama, method_of, replicas, score_bytes
 from .situation import LayerBytes, Situation, Types, own_parameters
 
@@ -148,17 +148,22 @@ def _at_most(plan: Plan, layer: str, situation: Situation, types: Types) -> floa
             values += (often / count if inside else 1) * (2 * sum(local) + min(local))
         elif len(local) == 1 and planned.name.endswith("weight"):
             wide += 4 * local[0]  # norms compute in 32 bits
-    between = 0  # adapters' factors, and copies of inputs in another type
-    for adapter in plan.adapters:
-        if adapter.kept_in == LORA_A and adapter.name.startswith(f"{layer}."):
-            between += prod(adapter.shape) // max(adapter.shape)
-            if types.adapters != types.size:
-                between += plan.by_name[adapter.base].model_shape(situation.ranks)[-1]
     return (
         types.as_kept(types.size) * values
         + types.as_kept(max(4, types.size)) * wide
-        + types.adapters * between
+        + types.adapters * _of_adapters(plan, layer, situation, types)
     )
+
+
+def _of_adapters(plan: Plan, layer: str, situation: Situation, types: Types) -> int:
+    """Return the values that a layer's adapters keep beside their inputs: of their rank, and copies in another type."""
+    kept = 0
+    for adapter in plan.adapters:
+        if adapter.kept_in == LORA_A and adapter.name.startswith(f"{layer}."):
+            kept += prod(adapter.shape) // max(adapter.shape)
+            if types.adapters != types.size and not is_fused(plan, adapter.base):
+                kept += plan.by_name[adapter.base].model_shape(situation.ranks)[-1]
+    return kept
 
 
 def cp_buffer_bytes(

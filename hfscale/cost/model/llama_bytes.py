@@ -6,7 +6,14 @@ from functools import cached_property
 
 from ..._compat.peft import LORA_A
 from ...plan import ParameterPlan, Plan
-from ...plan.feature_plans import FEW, ContextPlan, RecomputePlan, heads_with_scores, recomputed
+from ...plan.feature_plans import (
+    FEW,
+    ContextPlan,
+    RecomputePlan,
+    heads_with_scores,
+    is_fused,
+    recomputed,
+)
 from ...plan.sequence_split import choose
 from .situation import Situation, Types
 
@@ -119,7 +126,8 @@ class Llama:
                 + self._tile * 4 * self._out("gate_proj") * self.types.size
             )
         trains, adapted = self._adapted(("down_proj",))
-        product = self.types.adapters * bool(adapted) or self.types.size * trains
+        wide = self.types.size if self._fused(("down_proj",)) else self.types.adapters
+        product = wide * bool(adapted) or self.types.size * trains
         return self._out("gate_proj") * (self.types.size + product)
 
     def piece(self) -> float:
@@ -160,6 +168,10 @@ class Llama:
         names = [self.roles[name].name for name in readers]
         adapted = [self.ranks_of_adapters[name] for name in names if name in self.ranks_of_adapters]
         return any(map(self._trains, readers)), adapted
+
+    def _fused(self, readers: tuple[str, ...]) -> bool:
+        """Return whether adapters of these projections keep the input that they read, and no copies of it."""
+        return all(is_fused(self.plan, self.roles[name].name) for name in readers)
 
     def _attention(self) -> float:
         size = self.types.size
@@ -210,7 +222,8 @@ class Llama:
             size = self.types.stream if adapted else self.types.size
             own = self._kept(self.hidden, size) / self.sequence * (trains or bool(adapted))
             return own + sum(self._kept(rank, self.types.adapters) for rank in adapted)
-        if not self.types.autocasts:
+        trains, _ = self._adapted(readers)
+        if not self.types.autocasts or (self._fused(readers) and not trains):
             return self._read(self.hidden, readers)
         return sum(self._read(self.hidden, (name,)) for name in readers)
 
@@ -222,7 +235,7 @@ class Llama:
     ) -> float:
         """Return the bytes that projections keep of ``width`` input values; ``kept``: another module keeps these."""
         (trains, adapted), size, wide = self._adapted(readers), self.types.size, self.types.adapters
-        casts = wide != size or bool(self.types.autocasts)
+        casts = not self._fused(readers) and (wide != size or bool(self.types.autocasts))
         own = self._kept(width, size) * (trains or bool(adapted and not casts))
         copies = self._kept(width, wide) * len(adapted) * casts
         return own * (not kept) + copies + sum(self._kept(rank, wide) for rank in adapted)

@@ -320,8 +320,16 @@ def _copied(plan: Plan, held: Sequence[ParameterPlan], situation: Situation) -> 
     return total
 
 
+def _is_read_in_place(plan: Plan, planned: ParameterPlan, cast: bool) -> bool:
+    """Return whether data ranks compute with a parameter as they hold it."""
+    moved = planned.data_cuts or offloaded(plan).parameters
+    return not (moved or (cast and planned.dtype.itemsize != 2))
+
+
 def _gathered(plan: Plan, held: Sequence[ParameterPlan], situation: Situation) -> int:
-    """Return the bytes of gathered weights: those outside the layers and the largest layer, or all if none is freed."""
+    """Return the bytes of gathered weights: those outside the layers and the largest layer, or all if none is freed.
+    Replicas compute with weights that nobody shards, or casts, as they are.
+    """
     layout = plan.layout
     mixed = situation.mixed != "no"
     if layout.data_world == 1:
@@ -332,7 +340,10 @@ def _gathered(plan: Plan, held: Sequence[ParameterPlan], situation: Situation) -
         layer = next((name for name in plan.layers if planned.name.startswith(f"{name}.")), "")
         size = weight_bytes(plan, planned, situation.ranks, _DATA)
         packed = plan.quantized is not None and planned.name in plan.quantized.weights
-        if mixed and not packed:
+        cast = mixed and not packed
+        if _is_read_in_place(plan, planned, cast):
+            continue
+        if cast:
             size = size * (1 if planned.name in eight else 2) // planned.dtype.itemsize
         by_layer[layer] += size
     root = by_layer.pop("", 0)

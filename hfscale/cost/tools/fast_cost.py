@@ -388,7 +388,6 @@ class FastCost:
         layers = place.layers
         tp = job.layout.tp
         pp = job.layout.pp
-        sharded = job.layout.dp_shard > 1
         on_host = (
             found.states
             if "parameters" in c.offload
@@ -407,15 +406,9 @@ class FastCost:
         one = job.tokens * (stream if job.recompute else kept)
         activations = one * held + job.tokens * (again + stream)
         running = job.tokens * (again + passing)
-        width = job.gathered_bytes
-        gathered = 0.0
+        whole = place.weights + place.expert_weights
+        gathered = found.gathered(job, place.layers, whole, place.table_weights, c.offload)
         loss = 0.0
-        if job.layout.data_world > 1:
-            layer = shape.held(tp) + shape.expert_weights / job.expert_ranks
-            whole = min(layers, 1) if pp == 1 and sharded else layers
-            gathered = width * (whole * layer + place.table_weights)
-        elif width < found.weight:
-            gathered = 2 * (place.weights + place.expert_weights)
         if place.head:
             rows = rows_per_chunk(
                 round(job.tokens), round(shape.vocabulary / tp), torch.device(ACCELERATOR)

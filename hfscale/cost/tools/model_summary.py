@@ -1,6 +1,6 @@
 """Summarize a model for a search over layouts: read the plan of one process once, then only arithmetic."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -56,6 +56,23 @@ class ModelSummary:
     stream: float  # bytes of a layer's input, on one rank
     head: float  # bytes of the head's gradient for each of its entries, before it is added up
     family: str
+
+    def gathered(
+        self, job: Job, layers: float, whole: float, around: float, offload: Collection[str]
+    ) -> float:
+        """Return the bytes of weights as a rank computes with them, where that is not as it holds them: of its
+        ``layers``, ``whole`` weights of them all, and weights ``around`` them.
+        """
+        width = job.gathered_bytes
+        casts = width < 0.9 * self.weight  # which has vectors too
+        sharded = job.layout.dp_shard > 1
+        if not (sharded or casts or "parameters" in offload):
+            return 0.0
+        if job.layout.data_world == 1:
+            return 2 * whole
+        layer = self.shape.held(job.layout.tp) + self.shape.expert_weights / job.expert_ranks
+        count = min(layers, 1) if job.layout.pp == 1 and sharded else layers
+        return width * (count * layer + around)
 
 
 def summarize(

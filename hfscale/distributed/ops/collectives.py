@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from ..._compat.torch import functional_collectives as functional
+from ..._compat.torch import copy_all, functional_collectives as functional
 from ..processes import backend_of
 
 Map = Callable[[Tensor], Tensor]
@@ -157,12 +157,9 @@ def all_reduce_together(
     dist.all_reduce(flat, group=group)
     if divisor != 1:  # before sums are rounded to a narrower type
         flat.div_(divisor)
-    for piece, total in zip(
-        pieces,
-        flat.split([piece.numel() for piece in pieces]),
-        strict=True,
-    ):
-        piece.copy_(total.view_as(piece))
+    sums = flat.split([piece.numel() for piece in pieces])
+    totals = [total.view_as(piece) for piece, total in zip(pieces, sums, strict=True)]
+    copy_all(list(pieces), totals)
 
 
 def all_gather(

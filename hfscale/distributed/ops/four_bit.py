@@ -164,18 +164,17 @@ def read_scales(scales: Tensor, packing: FourBitPacking) -> Tensor:
     rows = scales.contiguous().view(-1, packing.scale_bytes)
     if not packing.double:
         return rows.view(torch.float32)
-    mean = 4 * ceil(packing.blocks / OUTER_BLOCK)
+    outers = ceil(packing.blocks / OUTER_BLOCK)
+    mean = 4 * outers
     outer = rows[:, :mean].contiguous().view(torch.float32)
     means = rows[:, mean : mean + 4].contiguous().view(torch.float32)
-    bytes_of_blocks = rows[:, mean + 4 : mean + 4 + packing.blocks].contiguous()
-    code = _code(rows.device)
-    found = [
-        functional().dequantize_blockwise(
-            bytes_of_blocks[row], absmax=outer[row], code=code, blocksize=OUTER_BLOCK
-        )
-        for row in range(len(rows))
-    ]
-    return torch.stack(found) + means
+    of_blocks = rows[:, mean + 4 : mean + 4 + packing.blocks]
+    # Rows of whole outer blocks, so that one call takes all of them.
+    whole = F.pad(of_blocks, (0, outers * OUTER_BLOCK - packing.blocks)).contiguous()
+    found: Tensor = functional().dequantize_blockwise(
+        whole.view(-1), absmax=outer.view(-1), code=_code(rows.device), blocksize=OUTER_BLOCK
+    )
+    return found.view(len(rows), -1)[:, : packing.blocks] + means
 
 
 def _state(absmax: Tensor, packing: FourBitPacking, shape: tuple[int, int]) -> Any:

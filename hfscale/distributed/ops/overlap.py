@@ -338,6 +338,22 @@ def column_parallel_linear(x: Tensor, later: DeferredWeightGrad, bias: Tensor | 
     return _ColumnParallelLinear.apply(cast, later.token, bias, own, later)
 
 
+def as_rows(x: Tensor) -> Tensor:
+    """Return ``x [..., in]`` as ``[n, in]``, with all that projections have noted of it, or will note."""
+    return with_notes_of(x, x.reshape(-1, x.shape[-1]))
+
+
+def with_notes_of(x: Tensor, view: Tensor) -> Tensor:
+    """Return a view of ``x`` that has, and shares, the attributes of ``x``."""
+    view.__dict__ = x.__dict__
+    return view
+
+
+def leaves_gradient(x: Tensor) -> bool:
+    """Return whether the gradient of ``x`` is computed where the block begins, for all projections that read it."""
+    return hasattr(x, _ENTRY)
+
+
 def narrowed(reduce: Start, dtype: torch.dtype) -> Start:
     """Return ``reduce`` that sends 32-bit tensors in ``dtype``, with results in 32 bits again."""
 

@@ -48,7 +48,8 @@ def is_sharing() -> bool:
     return _current is not None
 
 
-def _autocast_dtype(x: Tensor) -> torch.dtype:
+def autocast_dtype(x: Tensor) -> torch.dtype:
+    """Return the type in which autocast would pass ``x`` to a matrix product; its own where autocast is off."""
     kind = x.device.type
     casts = x.dtype != torch.float64 and torch.is_autocast_enabled(kind)
     return torch.get_autocast_dtype(kind) if casts else x.dtype
@@ -56,12 +57,12 @@ def _autocast_dtype(x: Tensor) -> torch.dtype:
 
 def autocasted(x: Tensor) -> Tensor:
     """Return ``x`` as autocast would pass it to a matrix product, if autocast is on; float64 is unchanged."""
-    return x.to(_autocast_dtype(x))
+    return x.to(autocast_dtype(x))
 
 
 def autocasted_weight(weight: Tensor) -> Tensor:
     """Return a weight as autocast would pass it to a matrix product, from the shared copies if there are any."""
-    return cast_weight(weight, _autocast_dtype(weight))
+    return cast_weight(weight, autocast_dtype(weight))
 
 
 def cast_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:

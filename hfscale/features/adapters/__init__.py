@@ -10,6 +10,7 @@ afterwards, around the wrappers.
 from ..._compat.peft import wrapped_by_peft
 from . import by_peft
 from .attach import Adapters, attach_adapters
+from .fused_lora import FusedAdapters
 from .merge_adapters import merge_local_weights
 from .plan import describe_coverage
 from .planned import is_known, plan_with_adapters

@@ -33,13 +33,15 @@ from ...train.runtime import Runtime
 from ...train.runtime.parameter_names import owner_of, unwrapped
 
 
-def install_adapter_edges(runtime: Runtime) -> None:
-    """Make adapters compute with those of the other tensor ranks, if there are adapters and several tensor ranks."""
+def install_adapter_edges(runtime: Runtime) -> set[nn.Module]:
+    """Make adapters compute with those of the other tensor ranks, if there are adapters and several tensor ranks;
+    return the wrappers whose first factor keeps a shard of its input.
+    """
     plan = runtime.plan
     model = runtime.model
     tensor = runtime.part(TensorParallel)
     if not plan.adapters or tensor is None or tensor.sums is None:
-        return
+        return set()
     sums = tensor.sums
     for adapter in plan.adapters:
         planned = plan.by_name[adapter.name]
@@ -56,12 +58,18 @@ def install_adapter_edges(runtime: Runtime) -> None:
             if adapter.experts:
                 module = model.get_submodule(adapter.base.rpartition(".")[0])
             read_partial(module, sums, names=(name,), once=once, holder=holder)
+    apart = set[nn.Module]()
     for block in (block for block in plan.blocks if runtime.is_local(block.name)):
-        _install_in_block(runtime, tensor, sums, block)
+        _install_in_block(runtime, tensor, sums, block, apart)
+    return apart
 
 
 def _install_in_block(
-    runtime: Runtime, tensor: TensorParallel, sums: PartialSums, block: BlockPlan
+    runtime: Runtime,
+    tensor: TensorParallel,
+    sums: PartialSums,
+    block: BlockPlan,
+    apart: set[nn.Module],
 ) -> None:
     stream = tensor.region_of(block.name)
     rank = runtime.mesh.tp_rank
@@ -86,6 +94,7 @@ def _install_in_block(
         # Others may run before the block's entry, and would find what the pass before has left.
         if overlap is not None and overlap.regather and name in (*block.column, *block.shared):
             _keep_shares(wrapper, overlap, sums)
+            apart.add(wrapper)
         for number, dropout in enumerate(modules_in(wrapper, DROPOUTS)):
             if isinstance(dropout, nn.Dropout):
                 key = f"{name}/{number}"

@@ -9,7 +9,7 @@ depend on the adapted weight (PiSSA, Meng et al. 2024; OLoRA, Buyukakyuz 2024; D
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -42,11 +42,13 @@ class Adapters(Part):
     stock_plan: Plan  # the plan without adapters
     # The path or Hub id of the saved adapter they were loaded from, if any.
     source: str | None = None
+    # wrappers whose first factor keeps a shard of its input
+    apart: set[nn.Module] = field(default_factory=set)
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
         """Make adapters compute with those of the other tensor ranks. Installed after the edges of blocks."""
         runtime.adapters = self
-        install_adapter_edges(runtime)
+        self.apart = install_adapter_edges(runtime)
 
     def plan_without(self, runtime: Runtime, live: Mapping[str, nn.Parameter]) -> Plan | None:
         """Return the plan without the adapters, once PEFT's own functions have merged, unloaded or deleted them."""
@@ -73,6 +75,7 @@ def attach_adapters(
     name: str = "default",
     seed: int | None = 0,
     autocast: bool = True,
+    fused: bool = True,
 ) -> tuple[Adapters, Plan]:
     """Wrap the modules that ``config`` targets, and add the adapters' values to ``shares``; return the adapters, and
     the plan with their parameters. The ``model`` has local sizes, and is on the meta device if ``shares``, this rank's
@@ -90,7 +93,7 @@ def attach_adapters(
             "'pissa', or make the adapter on a machine with a GPU and give its directory as peft_config"
         )
     new = source is None
-    whole, planned = wrap_and_plan(template, config, plan, new, name, autocast)
+    whole, planned = wrap_and_plan(template, config, plan, new, fused, name, autocast)
     held = [adapter for adapter in planned.adapters if plan.is_local(mesh.pp_rank, adapter.name)]
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:

@@ -7,10 +7,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..._compat.peft import COPY, DORA_MAGNITUDES
+from ..._compat.peft import COPY, DORA_MAGNITUDES, LORA_A
 from ...errors import ConfigError
 from ...plan import Plan
+from ...plan.feature_plans import FusedAdaptersPlan
+from ...train.runtime.parameter_names import module_at
 from .adapter_structure import adapter_parameters, check_matches, target_names, wrap
+from .fused_lora import why_unfused
 from .plan import plan_adapters
 from .storage import check_config, check_over_quantized, refuse_wrong
 
@@ -20,9 +23,10 @@ def plan_with_adapters(
     config: Any,
     plan: Plan,
     new: bool = True,
+    fused: bool = True,
 ) -> Plan:
     """Return the plan with adapters, ``new`` or saved, in their final dtypes; ``template`` (on meta) is wrapped."""
-    _, planned = wrap_and_plan(template, config, plan, new)
+    _, planned = wrap_and_plan(template, config, plan, new, fused)
     kinds = {
         a.name: type_beside(planned.by_name[a.base].dtype, a.kept_in) for a in planned.adapters
     }
@@ -53,6 +57,7 @@ def wrap_and_plan(
     config: Any,
     plan: Plan,
     new: bool = True,
+    fused: bool = True,
     name: str = "default",
     autocast: bool = True,
 ) -> tuple[Any, Plan]:
@@ -73,7 +78,31 @@ def wrap_and_plan(
         check_matches(asked, config, plan, found)
     planned = plan_adapters(plan, found)
     _check_places(planned)
+    if fused and any(adapter.kept_in == LORA_A for adapter in found):
+        own = _plan_fused(whole, planned)
+        planned = replace(planned, features=(*planned.features, own))
     return whole, planned
+
+
+def _plan_fused(whole: Any, plan: Plan) -> FusedAdaptersPlan:
+    """Return which projections compute LoRA by one operator, and why others do not."""
+    again: set[str] = set()
+    if plan.layout.sequence_regather:
+        again = {name for block in plan.blocks for name in (*block.column, *block.shared)}
+    stock = whole.get_base_model()
+    others = []
+    paths = dict.fromkeys(
+        adapter.base.rpartition(".")[0] for adapter in plan.adapters if adapter.kept_in == LORA_A
+    )
+    for path in paths:
+        reason = why_unfused(module_at(stock, path))
+        if path == plan.head:
+            reason = "the head, which the loss calls by chunks"
+        elif path in again:
+            reason = "its input is gathered again"
+        if reason is not None:
+            others.append((path, reason))
+    return FusedAdaptersPlan(len(paths) - len(others), tuple(others))
 
 
 def _check(config: Any, plan: Plan) -> None:

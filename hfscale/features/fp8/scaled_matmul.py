@@ -196,7 +196,10 @@ class Float8Products(Products):
             x.dtype,
             fast=True,
         )
-        found = found.view(*x.shape[:-1], found.shape[-1])
+        if (
+            x.ndim != found.ndim
+        ):  # a view could not be written into behind a backward pass of its own
+            found = found.view(*x.shape[:-1], found.shape[-1])
         return found if bias is None else found + bias.to(found.dtype)
 
     def to_input(self, grad: Tensor, weight: Tensor) -> Tensor:

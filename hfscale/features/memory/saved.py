@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ..._compat.peft import wrapped
 from ..._compat.torch import own_buffers, own_parameters, storage_key
 from ..._compat.transformers.hidden_states import hidden_states_of
 from ...train.runtime import find_runtime, local_tensor, memory_of
@@ -87,8 +88,17 @@ class SavedCounter:
         weight = None if found is None else next(found.parameters(recurse=False), None)
         # Gathered over the data ranks.
         self.head_shape = () if weight is None else tuple(weight.shape)
+        # A hook inside of an adapter's wrapper would let its own code run.
+        inside = {
+            inner
+            for module in modules.values()
+            if wrapped(module) is not None
+            for inner in module.modules()
+            if inner is not module
+        }
         for module in modules.values():
-            self._handles.append(module.register_forward_pre_hook(self._note_parameters))
+            if module not in inside:
+                self._handles.append(module.register_forward_pre_hook(self._note_all))
         names = [name for name in layers if name in modules]
         runtime = find_runtime(model)
         for name, behind in zip_longest(names, names[1:]):
@@ -133,6 +143,11 @@ class SavedCounter:
             for plain in [] if parameter is None else memory_of(parameter.detach()):
                 storage = plain.untyped_storage()
                 self._parameters.setdefault(storage_key(storage), StorageWeakRef(storage))
+
+    def _note_all(self, module: nn.Module, _: Any) -> None:
+        """Note what a module holds, and what a wrapper reads of the modules inside of it."""
+        for held in [module] if wrapped(module) is None else module.modules():
+            self._note_parameters(held, None)
 
     def enter(
         self,

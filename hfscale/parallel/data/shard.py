@@ -24,6 +24,7 @@ from ..._compat.torch_fsdp import (
     agree_on_gradients,
     gather_root,
     managed_places,
+    read_whole_shards,
     reduce_now,
     shard_by_type,
 )
@@ -193,6 +194,7 @@ def apply_data_axes(model: nn.Module, plan: Plan, mesh: Mesh, options: Options) 
             [m for m in following.modules() if isinstance(m, FSDPModule)]
         )
     shard_by_type(model, reshard_after_forward=False, **how)
+    read_whole_shards(model)
     give_up_whole_weights(model)
     if towers is not None:  # a rank's batch may have no images, so that its towers get no gradient
         inside = {

@@ -36,6 +36,8 @@ from ...plan import ParameterPlan, Plan
 from ...train.runtime.parameter_names import computing, module_at, owner_of
 from ...train.runtime.shards import gradients_aside, local_tensor
 
+_READS = "_hfscale_reads"
+
 # One all-reduce of a gradient: (dim, spans along it, group); no spans mean the full tensor.
 _Sum = tuple[int, Sequence[tuple[int, int]], dist.ProcessGroup]
 
@@ -135,6 +137,17 @@ def read_through(
             own_parameters(holder).update(leaves)
 
     module.forward = forward_reading  # type: ignore[method-assign]
+    if module is holder:
+        vars(module).setdefault(_READS, []).append(reads)
+
+
+def as_read(module: nn.Module, name: str) -> Tensor | None:
+    """Return a parameter of ``module`` as its forward pass reads it, for code that computes in its place."""
+    value: Tensor | None = own_parameters(module).get(name)
+    for reads in reversed(vars(module).get(_READS, ())):  # the last ones are outermost
+        if value is not None and name in reads:
+            value = reads[name](value)
+    return value
 
 
 def computes_with(model: nn.Module, holder: nn.Module) -> nn.Module:

@@ -18,6 +18,10 @@ from ..._compat.torch import own_contents
 _values = methodcaller("values")
 _type = attrgetter("dtype")
 _missing = partial(is_, None)
+_LEAVES = frozenset({nn.Linear, nn.Embedding, nn.Identity, nn.Dropout, nn.ParameterDict})
+"""Classes of modules that get no children. A wrapper of PEFT holds seven of them beside what it wraps."""
+_BARE = frozenset({nn.ModuleDict, nn.ModuleList, nn.Identity, nn.Dropout})
+"""Classes of modules that get no parameters of their own."""
 
 
 class ModuleContents:
@@ -28,6 +32,8 @@ class ModuleContents:
         self._version = 0
         self._fixed = False
         self.modules: list[nn.Module] = []  # every module once
+        self._parents: list[nn.Module] = []
+        self._holders: list[nn.Module] = []
         self._names: list[Any] = []
         self._held: list[Any] = []
 
@@ -42,6 +48,8 @@ class ModuleContents:
             )
             if not (same and self.modules):
                 self.modules = list(self._model.modules())
+                self._parents = [each for each in self.modules if type(each) not in _LEAVES]
+                self._holders = [each for each in self.modules if type(each) not in _BARE]
                 self._names, self._held = self._look()
                 self._version += 1
         return self._version
@@ -60,7 +68,7 @@ class ModuleContents:
     def _look(self) -> tuple[list[Any], list[Any]]:
         """Return the numbers of entries and the names, and what has them, children first."""
         # The dicts are asked for anew: `del layers[-1]` gives a ModuleList another one.
-        children, parameters = own_contents(self.modules)
+        children, parameters = own_contents(self._parents, self._holders)
         own = list(filterfalse(_missing, chain.from_iterable(map(_values, parameters))))
         held = chain(chain.from_iterable(map(_values, children)), own, map(_type, own))
         dicts = children + parameters

@@ -121,3 +121,56 @@ def _tied() -> tuple[bool, bool]:
 
 def test_a_tie_stays_one_parameter(pools: Pools) -> None:
     assert pools(2).run(_tied) == [(True, True)] * 2
+
+
+def _memory_of_weights(layout: dict[str, int], dtype: torch.dtype, mixed: str) -> list[bool]:
+    """Whether each weight that a layer computes with lies in the shard's memory, in three steps."""
+    model = hfscale.from_config(
+        tiny("llama"), parallel=ParallelConfig(**layout), dtype=dtype, mixed_precision=mixed
+    ).train()
+    layer = model.model.layers[1]
+    shards = {name: local_tensor(p).data_ptr() for name, p in layer.named_parameters()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found: list[bool] = []
+
+    def look(*_: Any) -> None:
+        found.extend(p.data_ptr() == shards[name] for name, p in layer.named_parameters())
+
+    layer.register_forward_hook(look)
+    for _ in range(3):
+        hfscale.train_step(model, {"input_ids": IDS, "labels": IDS})
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("layout", "dtype", "mixed", "in_place"),
+    [
+        ({"dp_replicate_size": 2}, torch.float64, "no", True),
+        ({"dp_replicate_size": 2}, torch.float32, "bf16", False),
+        ({"dp_shard_size": 2}, torch.float64, "no", False),
+    ],
+)
+def test_replicas_compute_with_their_weights_and_no_copies(
+    pools: Pools, layout: dict[str, int], dtype: torch.dtype, mixed: str, in_place: bool
+) -> None:
+    for found in pools(2).run(_memory_of_weights, layout, dtype, mixed):
+        assert len(found) == 3 * 9
+        assert set(found) == {in_place}
+
+
+def _loaded_again(layout: dict[str, int]) -> list[float]:
+    """Losses before and after other weights, in other memory, are put in place."""
+    model = _load(layout).double()
+    losses = [float(hfscale.train_step(model, {"input_ids": IDS, "labels": IDS}))]
+    changed = {name: value * 1.5 for name, value in model.state_dict().items()}
+    model.load_state_dict(changed, assign=True)
+    return [*losses, float(hfscale.train_step(model, {"input_ids": IDS, "labels": IDS}))]
+
+
+def test_replicas_compute_with_weights_that_are_loaded_later(pools: Pools) -> None:
+    whole = _loaded_again({})
+    assert whole[0] != whole[1]
+    for found in pools(2).run(_loaded_again, {"dp_replicate_size": 2}):
+        assert found == pytest.approx(whole, rel=1e-12)

@@ -1,0 +1,193 @@
+"""Add an adapter's low-rank product to a projection's output, with a backward pass by hand (LoRA, Hu et al. 2021).
+
+::
+
+    forward    x --------> enter ----> projection ----> y                 y, written in place
+               |                                        + <-- h B^T
+               +--> h = s x A^T  [n, r] ---------------------^
+    backward   da = s g B       dA = da^T x       dB = g^T h       dx = (the projection's) + da A, in place
+
+Kept for the backward pass are ``x``, the tensor that all projections of a block read, and ``h``; autograd would keep a
+copy of ``x`` in the factors' type for each of them. The term of ``dx`` is added where the projection's own has just
+come out of its backward pass: :func:`enter` stands in front of the projection and is told ``da`` by the adapter, whose
+backward pass comes first, since the output's gradient goes through it.
+
+A backward pass in halves (zero-bubble schedules) comes by twice, and each time computes what is asked for.
+"""
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..._compat.torch import gradients_asked, version_of
+from .shared_casts import autocast_dtype, autocasted, autocasted_weight
+from .thin_products import add_from_thin, from_thin, thin_gradient, to_thin
+
+
+class Term:
+    """What an adapter adds to the gradient of a projection's input: ``da [n, r]`` and ``A [r, in]``, while it waits."""
+
+    def __init__(self, in_place: bool = True) -> None:
+        # in_place: whether the gradient that the projection returns may be written into
+        self.in_place = in_place
+        self.factors: tuple[Tensor, Tensor] | None = None
+
+    def added_to(self, grad: Tensor) -> Tensor:
+        """Return the gradient ``[..., in]`` with the term; a pass that is to be differentiated again writes nowhere."""
+        if self.factors is None:
+            return grad
+        thin, factor = self.factors
+        self.factors = None
+        if torch.is_grad_enabled():
+            return grad + thin.mm(factor).to(grad.dtype).view_as(grad)
+        grad = grad if self.in_place else grad.clone(memory_format=torch.contiguous_format)
+        add_from_thin(grad.view(-1, grad.shape[-1]), thin, factor)
+        return grad
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, term: Term) -> Tensor:
+        ctx.term = term
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.term.added_to(grads[0]), None
+
+
+def enter(x: Tensor, term: Term) -> Tensor:
+    """Return ``x [..., in]`` for one projection alone, to whose gradient the ``term`` is added."""
+    return _Enter.apply(x, term)
+
+
+@dataclass(frozen=True)
+class Factors:
+    """The factors of one adapter as they are read now: ``a [r, in]``, ``b [out, r]``, and a bias ``[out]`` of ``b``."""
+
+    a: Tensor
+    b: Tensor
+    bias: Tensor | None
+    scale: float
+
+
+def add_low_rank(y: Tensor, x: Tensor, factors: Factors, term: Term | None) -> Tensor:
+    """Return ``y + scale (x a^T b^T + bias)`` of ``x [..., in]``, written into ``y [..., out]``, which is contiguous
+    and held by nothing else.
+
+    Products are in the type of the factors, or in autocast's. With a ``term`` the gradient of ``x`` goes there.
+    """
+    read = factors.a, factors.b, factors.bias
+    return _AddLowRank.apply(y, x, *read, factors.scale, term)
+
+
+class _AddLowRank(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        y: Tensor,
+        x: Tensor,
+        a: Tensor,
+        b: Tensor,
+        bias: Tensor | None,
+        scale: float,
+        term: Term | None,
+    ) -> Tensor:
+        ctx.types = x.dtype, a.dtype
+        ctx.scale = scale
+        ctx.term = term
+        ctx.bias = None if bias is None else bias.dtype
+        kind = y.device.type
+        if not torch.is_autocast_enabled(kind):
+            return _added(ctx, y, x, a, b, bias)
+        x = autocasted(x)
+        a = autocasted_weight(a)
+        b = autocasted_weight(b)
+        with torch.autocast(kind, enabled=False):
+            return _added(ctx, y, x, a, b, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad = grads[0].reshape(-1, grads[0].shape[-1])
+        given, own = ctx.types
+        x, thin, a, b = ctx.saved_tensors
+        shape = x.shape
+        x = x.reshape(-1, shape[-1])
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            by_y, by_x, *others = _differentiable(ctx, grad, x, a, b)
+            return by_y.view_as(grads[0]), None if by_x is None else by_x.view(shape), *others
+        y_asked, x_asked, a_asked, b_asked, *bias_asked = gradients_asked(ctx)
+        by_x = by_a = by_b = by_bias = None
+        # The input's gradient comes by way of the projection's where that waits for the term.
+        goes_on = x_asked if ctx.term is None else y_asked
+        if goes_on or a_asked:
+            down = to_thin(grad, b, ctx.scale)
+            if goes_on and ctx.term is not None:
+                ctx.term.factors = down, a
+            elif goes_on:
+                by_x = from_thin(down, a, given).view(shape)
+            if a_asked:
+                by_a = thin_gradient(down, x).to(own)
+        if b_asked:
+            by_b = thin_gradient(thin, grad, transposed=True).to(own)
+        if ctx.bias is not None and bias_asked[0]:
+            by_bias = (grad.sum(0) * ctx.scale).to(ctx.bias)
+        return grads[0], by_x, by_a, by_b, by_bias, None, None
+
+
+def _added(ctx: Any, y: Tensor, x: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+    thin = to_thin(x.reshape(-1, x.shape[-1]), a.t(), ctx.scale)
+    ctx.save_for_backward(x, thin, a, b)
+    if torch.compiler.is_compiling():
+        y = (y + thin.mm(b.t()).view_as(y)).to(y.dtype)
+    else:
+        ctx.mark_dirty(y)
+        add_from_thin(y.view(-1, y.shape[-1]), thin, b.t())
+    return y if bias is None else y.add_(bias, alpha=ctx.scale)
+
+
+def _differentiable(ctx: Any, grad: Tensor, x: Tensor, a: Tensor, b: Tensor) -> Any:
+    """Return the gradients for a pass with ``create_graph``, from what has a graph: the inputs, and no ``h``."""
+    given, own = ctx.types
+    without_graph = ctx.term is not None and not x.requires_grad
+    if without_graph or x.dtype != given or a.dtype != own:
+        raise RuntimeError(
+            "gradients of fused adapters under autocast must not be differentiated again, got create_graph=True: build "
+            "the model with fused_adapters=False"
+        )
+    wide = grad.to(own)
+    down = wide.mm(b) * ctx.scale
+    if ctx.term is not None:
+        ctx.term.factors = down, a
+    by_x = None if ctx.term is not None else down.mm(a).to(given)
+    by_b = wide.t().mm(x.to(own).mm(a.t())) * ctx.scale
+    by_bias = None if ctx.bias is None else (grad.sum(0) * ctx.scale).to(ctx.bias)
+    return grad, by_x, down.t().mm(x.to(own)), by_b, by_bias, None, None
+
+
+class LastCast:
+    """Give projections that read one tensor in a row one copy of it in autocast's type, as long as the tensor lives."""
+
+    def __init__(self) -> None:
+        self._known: tuple[weakref.ref[Tensor], int, Tensor] | None = None
+
+    def of(self, x: Tensor) -> Tensor:
+        """Return ``x`` as autocast passes it to a product: itself, or a copy without a graph."""
+        dtype = autocast_dtype(x)
+        if x.dtype == dtype:
+            return x
+        known = self._known
+        if known is not None and known[0]() is x:
+            _, version, found = known
+            if version == version_of(x) and found.dtype == dtype:
+                return found
+        found = x.detach().to(dtype)
+        self._known = weakref.ref(x, self._forget), version_of(x), found
+        return found
+
+    def _forget(self, reference: "weakref.ref[Tensor]") -> None:
+        if self._known is not None and self._known[0] is reference:
+            self._known = None

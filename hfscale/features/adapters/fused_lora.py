@@ -1,0 +1,161 @@
+"""Compute LoRA on PEFT's own wrappers by one operator, which keeps a projection's input once and copies none of it.
+
+The projection inside is called as ever, with all that tensor, data and quantized layouts have installed in it; the
+adapter's product is added to its output by :func:`hfscale.distributed.ops.low_rank.add_low_rank`. Factors are read as
+their own forward passes read them, so partial gradients are summed. In each pass a wrapper that computes anything else
+(dropout, DoRA, several adapters, merged ones) or whose inner modules have hooks runs PEFT's own code.
+"""
+
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ..._compat.peft import (
+    LORA_A,
+    LORA_B,
+    active_lora,
+    adds_lora,
+    is_wrapper,
+    modules_in,
+    wrapped_by_peft,
+)
+from ..._compat.torch import base_of, is_hooked, is_transformed
+from ...distributed.ops.low_rank import Factors, LastCast, Term, add_low_rank, enter
+from ...distributed.ops.overlap import as_rows, leaves_gradient, with_notes_of
+from ...models.module_kinds import PROJECTIONS
+from ...parallel.tensor.partial_gradients import as_read
+from ...train.runtime import Part, Runtime
+from ...train.runtime.parameter_names import module_at
+from ...train.runtime.shards import LocalWeights
+
+_NOTED = "_hfscale_noted_forward"
+_MAKERS = ("bitsandbytes", "hfscale")
+"""Packages whose projections, of any class, return outputs, and gradients of their input, that nothing else holds."""
+
+_FRESH = frozenset({"MmBackward0", "AddmmBackward0", "AddBackward0", "UnsafeViewBackward0"})
+"""Nodes of the graph that keep nothing of what they return."""
+
+_last_cast = LastCast()
+
+
+class FusedAdapters(Part):
+    """A part that lets wrappers of LoRA compute by one operator, inside of all that is installed around them."""
+
+    def is_needed(self, runtime: Runtime) -> bool:
+        """Return whether there are adapters, planned or put in by PEFT in one process, and they are to be fused."""
+        asked = runtime.options.fused_adapters
+        return asked and (runtime.adapters is not None or wrapped_by_peft(runtime.model))
+
+    def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
+        """Replace the forward pass of wrappers but the head's, which the loss calls chunk by chunk."""
+        left_out = set(getattr(runtime.adapters, "apart", ()))
+        head = runtime.plan.head
+        if head is not None and runtime.is_local(head):
+            left_out.add(module_at(runtime.model, head))
+        for wrapper in runtime.model.modules():
+            if wrapper not in left_out and "forward" not in vars(wrapper) and _is_fused(wrapper):
+                _note_forwards(wrapper)
+                wrapper.forward = MethodType(
+                    _forward, wrapper
+                )  # no closure, so that a deep copy has its own
+
+
+def _is_fused(module: Any) -> bool:
+    return is_wrapper(module) and why_unfused(module) is None
+
+
+def why_unfused(wrapper: Any) -> str | None:
+    """Return, in words, why a wrapper computes by PEFT's own code; ``None`` if it computes by one operator."""
+    if not adds_lora(wrapper):
+        return f"computed by {type(wrapper).__name__}"
+    found = active_lora(wrapper)
+    return found if isinstance(found, str) else None
+
+
+def _note_forwards(wrapper: Any) -> None:
+    """Remember the forward passes that hfscale has given the modules in a wrapper."""
+    factors = (*modules_in(wrapper, LORA_A), *modules_in(wrapper, LORA_B))
+    for module in (wrapper.base_layer, *factors):
+        setattr(module, _NOTED, _own_forward(module))
+
+
+def _own_forward(module: nn.Module) -> Any:
+    return vars(module).get("forward")
+
+
+def _is_as_noted(module: nn.Module) -> bool:
+    """Return whether nobody has put hooks or another forward pass on a module since, or an adapter beside ours."""
+    held = vars(module)
+    known = held.get(_NOTED, _NOTED) is held.get("forward")
+    return known and not is_hooked(module)
+
+
+def _forward(wrapper: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Compute a wrapper's output, as its class does or by one operator."""
+    compiles = torch.compiler.is_compiling()
+    plain = not args and not kwargs and (compiles or not is_transformed())
+    factors = _factors(wrapper) if plain else None
+    if factors is None:
+        return type(wrapper).forward(wrapper, x, *args, **kwargs)
+    # A compiler sees through both passes, and adds terms itself.
+    if compiles:
+        return add_low_rank(wrapper.base_layer(x), x, factors, None)
+    return _added_to(wrapper.base_layer, x, factors)
+
+
+def _added_to(base: Any, x: Tensor, factors: Factors) -> Tensor:
+    """Return the output of the projection ``base`` with the adapter's product."""
+    trains = torch.is_grad_enabled() and x.requires_grad
+    if not _is_plain(base):
+        term = Term(in_place=False) if trains else None
+        y = base(x if term is None else enter(x, term))
+        fresh = base_of(y) is None and type(y.grad_fn).__name__ in _FRESH
+        return add_low_rank(y if fresh else _copied(y), _last_cast.of(x), factors, term)
+    # Of two dims, since a product with a bias would be a view of them.
+    rows = as_rows(x)
+    term = Term() if trains and not leaves_gradient(x) else None
+    y = base(rows if term is None else with_notes_of(x, enter(rows, term)))
+    # Without a term the gradient goes through the graph of what is given.
+    kept = x if trains and term is None else _last_cast.of(x)
+    return add_low_rank(_writable(y), kept, factors, term).view(*x.shape[:-1], y.shape[-1])
+
+
+def _is_plain(base: nn.Module) -> bool:
+    """Return whether what a projection returns, and its gradient, can be written into."""
+    return type(base) in PROJECTIONS or type(base).__module__.partition(".")[0] in _MAKERS
+
+
+def _writable(y: Tensor) -> Tensor:
+    """Return a projection's output as a tensor that is no view: what it is a view of, if that is a product too."""
+    whole = base_of(y)
+    if whole is None:
+        return y
+    same = whole.shape == y.shape and whole.stride() == y.stride()
+    # What a function with a backward pass of its own returns has its graph alone.
+    has_graph = whole.grad_fn is not None or not y.requires_grad
+    return whole if same and has_graph else _copied(y)
+
+
+def _copied(y: Tensor) -> Tensor:
+    return y.clone(memory_format=torch.contiguous_format)
+
+
+def _factors(wrapper: Any) -> Factors | None:
+    """Return the factors that a wrapper computes with; ``None`` if its own code must run."""
+    found = active_lora(wrapper)
+    if isinstance(found, str):
+        return None
+    first, second, scale = found
+    as_noted = _is_as_noted(wrapper.base_layer) and _is_as_noted(first) and _is_as_noted(second)
+    if not as_noted:
+        return None
+    a = as_read(first, "weight")
+    b = as_read(second, "weight")
+    if a is None or b is None or a.dtype != b.dtype:
+        return None
+    if isinstance(a, DTensor) or isinstance(b, DTensor):
+        return None
+    return Factors(a, b, as_read(second, "bias"), scale)

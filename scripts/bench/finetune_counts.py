@@ -1,0 +1,229 @@
+"""Count what a layer of a LoRA or QLoRA step launches, moves and keeps, stock HF and PEFT beside hfscale, on a CPU.
+
+    python scripts/bench/finetune_counts.py [--recipe lora] [--family llama] [--out counts.json]
+
+Per layer: the difference of models of four and of two layers, halved. Widths are those of an 8B Llama over 8, in
+bfloat16 with factors in float32, as PEFT makes them. Operators that are no views stand for kernels, and their inputs
+and outputs for the bytes that kernels move; hfscale's own operators (``hfscale::``) count as one each. Kept are
+storages that autograd saves, without parameters. Nothing is timed. ``hfscale, pieces`` counts the products of GPUs,
+emulated, and what is one kernel there as one.
+"""
+
+import argparse
+import json
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
+
+import hfscale
+from hfscale._compat.torch import TorchDispatchMode, operator_name, schema_of, tree_leaves
+from hfscale.distributed.ops import thin_products
+
+TOKENS = 256
+RANK = 2
+DEPTHS = (2, 4)
+VOCABULARY = 512
+_LLAMA: dict[str, Any] = {
+    "hidden_size": 512,
+    "intermediate_size": 1792,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 128,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": _LLAMA,
+    "qwen3": _LLAMA,
+    "gemma3_text": _LLAMA,
+    "gpt2": {"n_embd": 512, "n_head": 4, "attn_pdrop": 0, "resid_pdrop": 0, "embd_pdrop": 0},
+    "falcon": {"hidden_size": 512, "num_attention_heads": 4},
+    "mixtral": {**_LLAMA, "num_local_experts": 2, "num_experts_per_tok": 1},
+}
+TARGETS = {"mixtral": ["q_proj", "k_proj", "v_proj", "o_proj"]}
+SIDES = ("stock", "hfscale", "hfscale, pieces")
+KERNELS = ("in_three", "_paired", "_scaled_sum", "wide_product", "_add_wide")
+PRODUCTS = ("mm", "addmm", "bmm", "gemm_4bit")
+KINDS = ("base products", "thin products", "attention", "casts", "copies", "dequantized", "others")
+
+
+class Counting(TorchDispatchMode):
+    """Count operators that are no views, and the bytes of their inputs and outputs, by kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin again."""
+        self.launches = Counter[str]()
+        self.bytes = Counter[str]()
+        self.wide_copies = 0  # casts of activations to float32
+        self._whole = False  # while an operation runs that has been counted as one
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one operator, and count it."""
+        out = func(*args, **(kwargs or {}))
+        name = operator_name(func)
+        if self._whole or _is_free(func, name):
+            return out
+        tensors = [each for each in tree_leaves((args, kwargs, out)) if isinstance(each, Tensor)]
+        kind = _kind(str(func), name, tensors)
+        self.launches[kind] += 1
+        self.bytes[kind] += sum(each.numel() * each.element_size() for each in tensors)
+        if name == "_to_copy" and out.dtype == torch.float32 and TOKENS in out.shape:
+            self.wide_copies += 1
+        return out
+
+    def as_one(self, function: Any, *args: Any) -> Tensor:
+        """Run what a GPU does by one kernel, and count that."""
+        self._whole = True
+        out: Tensor = function(*args)
+        self._whole = False
+        tensors = [each for each in (*args, out) if isinstance(each, Tensor)]
+        self.launches[KINDS[1]] += 1
+        self.bytes[KINDS[1]] += sum(each.numel() * each.element_size() for each in tensors)
+        return out
+
+
+def _is_free(func: Any, name: str) -> bool:
+    views = any(
+        each.alias_info is not None and not each.alias_info.is_write
+        for each in schema_of(func).returns
+    )
+    return views or name in ("_unsafe_view", "detach", "empty", "new_empty", "empty_like", "lift")
+
+
+def _kind(full: str, name: str, tensors: list[Tensor]) -> str:
+    if full.startswith("hfscale."):
+        return KINDS[1]
+    if any(each in name for each in PRODUCTS):
+        thin = any(min(each.shape) <= 6 * RANK for each in tensors if each.ndim == 2)
+        return KINDS[1] if thin else KINDS[0]
+    if "attention" in name:
+        return KINDS[2]
+    if "dequantize" in name:
+        return KINDS[5]
+    return {"_to_copy": KINDS[3], "clone": KINDS[4], "copy_": KINDS[4]}.get(name, KINDS[6])
+
+
+@contextmanager
+def keeping(model: Any) -> Iterator[dict[int, int]]:
+    """Yield the bytes of storages that autograd saves inside the with block, by storage, without parameters."""
+    own = {id(each.untyped_storage()): each for each in model.parameters()}
+    addresses = {each.untyped_storage().data_ptr() for each in own.values()}
+    found: dict[int, int] = {}
+    alive: list[Tensor] = []  # so that no address is used twice
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in addresses:
+            found[storage.data_ptr()] = storage.nbytes()
+            alive.append(tensor.detach())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield found
+
+
+def built(side: str, recipe: str, family: str, directory: str) -> Any:
+    """Return the model of one side, with adapters, in training mode."""
+    targets = TARGETS.get(family, "all-linear")
+    adapter = LoraConfig(r=RANK, target_modules=targets, task_type="CAUSAL_LM")
+    four = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
+    )
+    given: dict[str, Any] = {"quantization_config": four} if recipe == "qlora" else {}
+    given |= {"dtype": torch.bfloat16, "attn_implementation": "sdpa"}
+    if side == "stock":
+        model = AutoModelForCausalLM.from_pretrained(directory, **given)
+        return get_peft_model(model, adapter).train()
+    parallel = hfscale.ParallelConfig()
+    return hfscale.from_pretrained(
+        directory, parallel=parallel, peft_config=adapter, **given
+    ).train()
+
+
+def counted(side: str, recipe: str, family: str, layers: int) -> dict[str, float]:
+    """Return the counts of one training step."""
+    torch.manual_seed(0)
+    depth = {"n_layer" if family == "gpt2" else "num_hidden_layers": layers}
+    changes = {**FAMILIES[family], **depth, "vocab_size": VOCABULARY, "pad_token_id": None}
+    config = AutoConfig.for_model(family, **changes)
+    with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
+        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(directory)
+        model = built(side, recipe, family, directory)
+        counts = Counting()
+        if side == SIDES[2]:
+            stack.enter_context(patch.object(thin_products, "splits", _of_two_types))
+            for name in KERNELS:
+                whole = partial(counts.as_one, getattr(thin_products, name))
+                stack.enter_context(patch.object(thin_products, name, whole))
+        ids = torch.randint(3, VOCABULARY, (1, TOKENS))
+        model(input_ids=ids, labels=ids).loss.backward()
+        model.zero_grad()
+        counts.forget()
+        with counts, keeping(model) as kept:
+            loss = model(input_ids=ids, labels=ids).loss
+        with counts:
+            loss.backward()
+    found = {f"{kind} launched": float(counts.launches[kind]) for kind in KINDS}
+    found |= {f"{kind} bytes a token": counts.bytes[kind] / TOKENS for kind in KINDS}
+    found["launches"] = float(sum(counts.launches.values()))
+    found["float32 copies"] = float(counts.wide_copies)
+    found["bytes a token beside base products"] = (
+        sum(counts.bytes.values()) - counts.bytes[KINDS[0]] - counts.bytes[KINDS[5]]
+    ) / TOKENS
+    found["kept bytes a token"] = sum(kept.values()) / TOKENS
+    return found
+
+
+def _of_two_types(wide: Tensor, factor: Tensor) -> bool:
+    return wide.dtype == torch.bfloat16 and factor.dtype == torch.float32
+
+
+def per_layer(side: str, recipe: str, family: str) -> dict[str, float]:
+    """Return the counts of one layer."""
+    few, many = (counted(side, recipe, family, layers) for layers in DEPTHS)
+    return {name: (many[name] - few[name]) / (DEPTHS[1] - DEPTHS[0]) for name in many}
+
+
+SHOWN = ("launches", "bytes a token beside base products", "kept bytes a token", "float32 copies")
+
+
+def main() -> None:
+    """Count every side, print ratios to stock, and write all counts."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--recipe", choices=("lora", "qlora"), action="append")
+    parser.add_argument("--family", choices=tuple(FAMILIES), action="append")
+    parser.add_argument("--side", choices=SIDES[1:], action="append")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    results: dict[str, Any] = {}
+    for recipe in arguments.recipe or ("lora", "qlora"):
+        for family in arguments.family or FAMILIES:
+            stock = per_layer("stock", recipe, family)
+            results[f"{recipe} {family}"] = {"stock": stock}
+            for side in arguments.side or SIDES[1:]:
+                found = per_layer(side, recipe, family)
+                results[f"{recipe} {family}"][side] = found
+                ratios = ", ".join(
+                    f"{name} {found[name] / stock[name]:.2f} ({found[name]:,.0f})"
+                    for name in SHOWN
+                    if stock[name]
+                )
+                print(f"{recipe}, {family}, {side}: {ratios}", flush=True)
+    if arguments.out:
+        arguments.out.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
