@@ -3,9 +3,8 @@
     python scripts/tested_versions.py [--check] [--try PYTHON ...]
 
 Ranges are those of pyproject.toml, the usual versions those of constraints.txt, the newest and the oldest those of
-constraints-newest.txt and constraints-oldest.txt, and the GPU's those of the results in scripts/bench/results.
-``--try`` builds a wheel and an sdist (``pip install build``), installs each into a new environment of that Python, runs
-``hfscale doctor`` there, and keeps what it said.
+constraints-newest.txt and constraints-oldest.txt, and the GPU's those of the results in scripts/bench/results. ``--try`` builds a wheel and an sdist (``pip install build``), installs each into a new
+environment of that Python, runs ``hfscale doctor`` there, and keeps what it said.
 """
 
 import argparse
