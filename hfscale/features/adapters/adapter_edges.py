@@ -21,6 +21,7 @@ from ..._compat.peft import (
     DROPOUTS,
     LORA_A,
     LORA_B,
+    TOKEN_ROWS,
     modules_in,
     note_casts,
 )
@@ -31,6 +32,7 @@ from ...parallel.tensor.random import drawn_again, drop_again, drop_own
 from ...plan import BlockPlan
 from ...train.runtime import Runtime
 from ...train.runtime.parameter_names import owner_of, unwrapped
+from .token_rows import install_token_rows
 
 
 def install_adapter_edges(runtime: Runtime) -> set[nn.Module]:
@@ -46,7 +48,8 @@ def install_adapter_edges(runtime: Runtime) -> set[nn.Module]:
     for adapter in plan.adapters:
         planned = plan.by_name[adapter.name]
         # A trained copy of a module is used like the module itself.
-        if "tp" in planned.partial and adapter.kept_in != COPY and runtime.is_local(adapter.name):
+        elsewhere = adapter.kept_in in (COPY, TOKEN_ROWS)
+        if "tp" in planned.partial and not elsewhere and runtime.is_local(adapter.name):
             holder, name = owner_of(model, adapter.name)
             # A bias after a row projection must enter the all-reduce once.
             summed = (
@@ -58,6 +61,7 @@ def install_adapter_edges(runtime: Runtime) -> set[nn.Module]:
             if adapter.experts:
                 module = model.get_submodule(adapter.base.rpartition(".")[0])
             read_partial(module, sums, names=(name,), once=once, holder=holder)
+    install_token_rows(runtime, sums)
     apart = set[nn.Module]()
     for block in (block for block in plan.blocks if runtime.is_local(block.name)):
         _install_in_block(runtime, tensor, sums, block, apart)

@@ -36,11 +36,10 @@ from ...train.runtime.writing import (
     warn_of_not_finite,
 )
 
-_METHODS = ("LORA", "IA3", "LOHA")
+_METHODS = ("LORA", "IA3", "LOHA", "TRAINABLE_TOKENS")
 # Options of LoRA that are computed from data, or change how often or on which tokens an adapter computes.
 _LORA_REFUSED = (
     "layer_replication",
-    "trainable_token_indices",
     "megatron_config",
     "lora_ga_config",
     "corda_config",
@@ -177,6 +176,10 @@ def check_config(config: Any) -> None:
             f"peft_type {method} is not supported, since hfscale does not know how to shard its parameters: use "
             f"{', '.join(_METHODS)} (LORA includes DoRA, rsLoRA, PiSSA and OLoRA)"
         )
+    if method == "TRAINABLE_TOKENS" and not config.init_weights:
+        raise ConfigError(
+            "TrainableTokensConfig(init_weights=...) must be True, got False, which draws rows at random: leave it out"
+        )
     if method != "LORA":
         return
     variants = [
@@ -283,6 +286,7 @@ def load_adapter(
 ) -> dict[str, Tensor]:
     """Return this rank's shards of a saved adapter; raise :class:`CheckpointError` for other names or shapes."""
     shares = {}
+    here = plan.local_names(mesh.pp_rank)
     for parameter, (key, tensor) in _read_adapter(
         path, stored_keys(whole, name, plan, embeddings=True), plan
     ).items():
@@ -292,10 +296,9 @@ def load_adapter(
                 f"{path}: {key} has the shape {tuple(tensor.shape)}, and the model's is {planned.shape}: load it "
                 "onto the model that it was trained on"
             )
-        if plan.is_local(mesh.pp_rank, parameter):
-            shares[planned.tied_to or parameter] = (
-                planned.take(tensor, mesh.ranks).clone().to(mesh.device)
-            )
+        owner = planned.tied_to or parameter
+        if owner in here:  # maybe by another name of a tied tensor
+            shares[owner] = planned.take(tensor, mesh.ranks).clone().to(mesh.device)
     return shares
 
 
