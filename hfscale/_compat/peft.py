@@ -26,6 +26,8 @@ TOKEN_LAYER = (
 )
 WRAPPED = (BASE, ORIGINAL, TOKEN_LAYER)
 COPY = "modules_to_save"  # trained copies of a module
+NORM_COPY = "ln_tuning_layers"  # the same, of LN tuning
+COPIES = (COPY, NORM_COPY)
 # the factors of LoRA
 LORA_A = "lora_A"
 LORA_B = "lora_B"
@@ -34,6 +36,10 @@ DROPOUTS = "lora_dropout"  # in front of its adapters
 DORA_MAGNITUDES = "lora_magnitude_vector"  # DoRA's modules (Liu et al. 2024)
 TOKEN_ROWS = "trainable_tokens_delta"  # the rows themselves, ``[tokens, hidden]``
 IA3_SCALES = "ia3_l"  # of IA3 (Liu et al. 2022): ``[out, 1]`` or ``[1, in]``
+
+BEFT_BIAS = "beft_bias"  # of BEFT, ``[1, out]``
+# Of RoAd (Liao and Monz 2024): angles and scales of groups of outputs.
+ROTATIONS = ("road_theta", "road_alpha")
 
 CONVERTS = "supports_lora_conversion"  # the method of a wrapper that is asked before
 
@@ -47,6 +53,10 @@ ADAPTER_DIMS: dict[str, tuple[int | None, int | None]] = {
     "hada_w1_b": (1, None),
     "hada_w2_a": (None, 0),
     "hada_w2_b": (1, None),
+    "hira_A": (1, None),  # HiRA
+    "hira_B": (None, 0),
+    BEFT_BIAS: (None, 1),
+    **dict.fromkeys(ROTATIONS, (None, 0)),
 }
 """A wrapper's attribute -> the dims of its parameters along the module's input and along its output."""
 
@@ -56,7 +66,11 @@ NEW_WEIGHTS = (
     ".ia3_",
     ".hada_",
     f".{TOKEN_ROWS}.",
+    ".hira_",
+    ".beft_",
+    ".road_",
     f".{COPY}.",
+    f".{NORM_COPY}.",
 )
 
 
@@ -68,8 +82,9 @@ def wrapped(module: nn.Module) -> nn.Module | None:
 
 def trained_copies(wrapper: nn.Module) -> list[nn.Module]:
     """Return the trained copies of the module inside of ``wrapper``, one of which computes in its place."""
-    copies = own_modules(wrapper).get(COPY)
-    return [] if copies is None else list(copies.children())
+    held = own_modules(wrapper)
+    copies = [held[name] for name in COPIES if held.get(name) is not None]
+    return [each for found in copies if found is not None for each in found.children()]
 
 
 def is_wrapper(module: nn.Module | None) -> bool:

@@ -66,7 +66,7 @@ def adapter_parameters(whole: Any, plan: Plan) -> list[AdapterParameter]:
         if kept_in is None:
             continue
         wrapper: Any = modules[wrapper_name]
-        if kept_in not in (*peft.ADAPTER_DIMS, peft.IA3_SCALES, peft.COPY, peft.TOKEN_ROWS):
+        if kept_in not in (*peft.ADAPTER_DIMS, *peft.COPIES, peft.IA3_SCALES, peft.TOKEN_ROWS):
             raise ConfigError(
                 f"{type(wrapper).__name__} keeps {kept_in!r} in {wrapper_name}, which hfscale does not know how to "
                 "shard: use LoRA (with DoRA, rsLoRA), IA3 or LoHa"
@@ -74,7 +74,7 @@ def adapter_parameters(whole: Any, plan: Plan) -> list[AdapterParameter]:
         path = stock_name(wrapper_name)
         inner = unwrapped(wrapper)
         parameter_name, experts = peft.adapted_experts(wrapper)
-        adapted = ".".join(rest[1:]) if kept_in == peft.COPY else parameter_name or "weight"
+        adapted = ".".join(rest[1:]) if kept_in in peft.COPIES else parameter_name or "weight"
         base = f"{path}.{adapted}"
         if base not in plan.by_name:
             raise ConfigError(

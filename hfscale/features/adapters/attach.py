@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..._compat.peft import COPY, LORA_EMBEDDING_A, TOKEN_ROWS
+from ..._compat.peft import COPIES, LORA_EMBEDDING_A, TOKEN_ROWS
 from ...distributed.mesh import Mesh
 from ...distributed.ops.packed_weights import packings_of, shown_unpacked
 from ...errors import ConfigError, PlanError
@@ -197,9 +197,9 @@ class _NewAdapters:
         made: dict[str, Tensor] = {}
         by_module: dict[str, list[AdapterParameter]] = {}
         for adapter in plan.adapters:
-            if adapter.kept_in not in (COPY, TOKEN_ROWS):
+            if adapter.kept_in not in (*COPIES, TOKEN_ROWS):
                 by_module.setdefault(adapter.base.rpartition(".")[0], []).append(adapter)
-            elif adapter.kept_in == COPY and plan.is_local(mesh.pp_rank, adapter.name):
+            elif adapter.kept_in in COPIES and plan.is_local(mesh.pp_rank, adapter.name):
                 made[adapter.tied_to or adapter.name] = self.shares[
                     plan.by_name[adapter.base].tied_to or adapter.base
                 ].clone()

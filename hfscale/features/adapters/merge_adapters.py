@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..._compat.peft import COPY, TOKEN_ROWS, wrapped
+from ..._compat.peft import BEFT_BIAS, COPIES, COPY, TOKEN_ROWS, wrapped
 from ..._compat.torch import own_modules, own_parameters
 from ..._compat.transformers.loading import forget_quantization
 from ...distributed.mesh import Mesh
@@ -27,8 +27,9 @@ from .token_rows import places_in, with_rows
 
 
 def refuse_tied(adapters: Any, plan: Plan, kinds: Collection[str] | None = None) -> None:
-    """Raise :class:`ConfigError`, naming the adapter, if a weight to merge into is tied to one without the adapter;
-    ``kinds`` are the attributes of wrappers whose adapters are merged (``None``: all).
+    """Raise :class:`ConfigError`, naming the adapter, if a weight to merge into is tied to one without the adapter, or
+    if one of a bias has none to be added to; ``kinds`` are the attributes of wrappers whose adapters are merged
+    (``None``: all).
     """
     stock: Plan = adapters.stock_plan
     names: dict[str, set[str]] = {}
@@ -38,6 +39,12 @@ def refuse_tied(adapters: Any, plan: Plan, kinds: Collection[str] | None = None)
         same = names[stock.by_name[adapter.base].tied_to or adapter.base]
         alike = {a.base for a in plan.adapters if adapter.name in (a.name, a.tied_to)}
         merged = kinds is None or adapter.kept_in in kinds
+        bias = f"{adapter.base.rpartition('.')[0]}.bias"
+        if merged and adapter.kept_in == BEFT_BIAS and bias not in stock.by_name:
+            raise ConfigError(
+                f"{adapter.name} must be merged into a bias, got {adapter.base} without one: keep it apart, as "
+                "hfscale.save_pretrained writes it"
+            )
         if merged and adapter.tied_to is None and not same <= alike:
             raise ConfigError(
                 f"{adapter.name} cannot be merged: {' and '.join(sorted(same))} are one weight, and only "
@@ -243,7 +250,7 @@ class WholeMerge:
         self._path_of: dict[str, str] = {}  # owned name of a weight -> path of its wrapped module
         for adapter in plan.adapters:
             base = plan.by_name[adapter.base]
-            if adapter.kept_in == COPY:
+            if adapter.kept_in in COPIES:
                 self._copies[base.tied_to or base.name] = adapter.tied_to or adapter.name
                 continue
             if adapter.kept_in == TOKEN_ROWS:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 
-from ..._compat.peft import ADAPTER_DIMS, COPY, IA3_SCALES, LORA_A, TOKEN_ROWS
+from ..._compat.peft import ADAPTER_DIMS, COPIES, IA3_SCALES, LORA_A, TOKEN_ROWS
 from ...plan import Plan
 from ...plan.cut import Cut
 from ...plan.modules import AdapterParameter
@@ -46,7 +46,7 @@ def _planned(plan: Plan, adapter: AdapterParameter) -> ParameterPlan:
     base = plan.by_name[adapter.base]
     cuts = list[Cut]()
     partial = base.partial
-    if adapter.kept_in == COPY:
+    if adapter.kept_in in COPIES:
         cuts = list(base.cuts)
     else:
         spread = base.cut_over("ep")
@@ -61,7 +61,7 @@ def _planned(plan: Plan, adapter: AdapterParameter) -> ParameterPlan:
             if dim is None:
                 partial = ("tp",)
             else:
-                cuts.append(replace(across, dim=dim))
+                cuts.append(_along(across, dim, base.shape[across.dim], adapter.shape[dim]))
         cuts += data_cut(plan.layout, spread is not None)
     ties = () if plan.stages is None else plan.stages.ties
     tie = next((tie for tie in ties if adapter.name in tie.names), None)
@@ -74,6 +74,12 @@ def _planned(plan: Plan, adapter: AdapterParameter) -> ParameterPlan:
         reductions=reductions_of(plan.layout, cuts, partial, tie.stages if tie else ()),
         tied_to=adapter.tied_to,
     )
+
+
+def _along(across: Cut, dim: int, length: int, own: int) -> Cut:
+    """Return the cut of an adapter's ``dim`` of ``own`` entries, which belong to ``length`` of the module, in order."""
+    parts = tuple(part * own // length for part in across.parts)
+    return replace(across, dim=dim, parts=parts)
 
 
 def _dim_along(adapter: AdapterParameter, cut: Cut, ndim: int) -> int | None:

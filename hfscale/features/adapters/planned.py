@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..._compat.peft import COPY, DORA_MAGNITUDES, LORA_A
+from ..._compat.peft import COPIES, DORA_MAGNITUDES, LORA_A, ROTATIONS
 from ...errors import ConfigError
 from ...plan import ParameterPlan, Plan
 from ...plan.feature_plans import FusedAdaptersPlan
@@ -81,6 +81,7 @@ def wrap_and_plan(
     planned = plan_adapters(plan, found)
     _check_places(planned)
     refuse_unfit(planned)
+    refuse_cut_groups(config, planned)
     if fused and any(adapter.kept_in == LORA_A for adapter in found):
         own = _plan_fused(whole, planned)
         planned = replace(planned, features=(*planned.features, own))
@@ -115,7 +116,7 @@ def _check(config: Any, plan: Plan) -> None:
     tied = next((planned for planned in plan.parameters if planned.tied_to is not None), None)
     if tied is not None and getattr(config, "ensure_weight_tying", False):
         _check_tying(config, plan, tied)
-    for field in ("rank_dropout", "module_dropout"):
+    for field in ("rank_dropout", "module_dropout", "hira_dropout"):
         if getattr(config, field, 0.0) and plan.layout.total_size > 1:
             raise ConfigError(
                 f"{type(config).__name__}({field}=...) draws random numbers by the size of each rank's shard, so ranks "
@@ -218,9 +219,26 @@ def _check_places(plan: Plan) -> None:
             )
 
 
+def refuse_cut_groups(config: Any, plan: Plan) -> None:
+    """Raise :class:`ConfigError` if RoAd's groups of outputs, each rotated as one, lie across tensor ranks."""
+    size = int(getattr(config, "group_size", 1) or 1)
+    for adapter in plan.adapters:
+        base = plan.by_name[adapter.base]
+        cut = base.cut_over("tp")
+        rotated = adapter.kept_in in ROTATIONS and cut is not None and cut.dim == 0
+        if not rotated or cut is None:
+            continue
+        spans = [span for rank in range(cut.size) for span in cut.spans(base.shape[0], rank)]
+        if any(edge % size for span in spans for edge in span):
+            raise ConfigError(
+                f"RoadConfig(group_size={size}) must divide the outputs that each tensor rank has of {adapter.base}, "
+                f"got {spans}: use a smaller group_size, or another tp_size"
+            )
+
+
 def type_beside(base: torch.dtype, kept_in: str, autocast: bool = True) -> torch.dtype:
     """Return an adapter's dtype: PEFT keeps factors of narrower weights in 32 bits, in their own without ``autocast``,
     and copies in their dtype.
     """
     wide = base.is_floating_point and (base.itemsize > 2 or not autocast)
-    return base if wide or kept_in == COPY else torch.float32
+    return base if wide or kept_in in COPIES else torch.float32
