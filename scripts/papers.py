@@ -154,6 +154,7 @@ PAPERS: dict[str, dict[str, tuple[str, str, str]]] = {
             "2205.05638",
         ),
         r"Hyeon-Woo et al\. 2021": ("Hyeon-Woo et al. 2021", "FedPara (LoHa)", "2108.06098"),
+        r"Liao and Monz 2024": ("Liao and Monz 2024", "RoAd", "2409.00119"),
         r"PiSSA, Meng et al\. 2024": ("Meng et al. 2024", "PiSSA", "2404.02948"),
         r"Buyukakyuz 2024": ("Buyukakyuz 2024", "OLoRA", "2406.01775"),
         r"Dettmers et al\. 2023": ("Dettmers et al. 2023", "QLoRA", "2305.14314"),

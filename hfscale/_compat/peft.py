@@ -6,7 +6,7 @@ Read and run with PEFT 0.21. Imported on first use only: most runs have no adapt
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any
@@ -21,15 +21,25 @@ from .torch import own_modules
 # Attributes of PEFT's wrappers.
 BASE = "base_layer"  # the module to whose output it adds
 ORIGINAL = "original_module"  # the original, uncalled module, if it computes with a trained copy
-WRAPPED = (BASE, ORIGINAL)
+TOKEN_LAYER = (
+    "token_adapter"  # a wrapper in a wrapper, which replaces rows of an embedding or a head
+)
+WRAPPED = (BASE, ORIGINAL, TOKEN_LAYER)
 COPY = "modules_to_save"  # trained copies of a module
+NORM_COPY = "ln_tuning_layers"  # the same, of LN tuning
+COPIES = (COPY, NORM_COPY)
 # the factors of LoRA
 LORA_A = "lora_A"
 LORA_B = "lora_B"
 LORA_EMBEDDING_A = "lora_embedding_A"  # an embedding's first factor
 DROPOUTS = "lora_dropout"  # in front of its adapters
 DORA_MAGNITUDES = "lora_magnitude_vector"  # DoRA's modules (Liu et al. 2024)
+TOKEN_ROWS = "trainable_tokens_delta"  # the rows themselves, ``[tokens, hidden]``
 IA3_SCALES = "ia3_l"  # of IA3 (Liu et al. 2022): ``[out, 1]`` or ``[1, in]``
+
+BEFT_BIAS = "beft_bias"  # of BEFT, ``[1, out]``
+# Of RoAd (Liao and Monz 2024): angles and scales of groups of outputs.
+ROTATIONS = ("road_theta", "road_alpha")
 
 CONVERTS = "supports_lora_conversion"  # the method of a wrapper that is asked before
 
@@ -43,6 +53,10 @@ ADAPTER_DIMS: dict[str, tuple[int | None, int | None]] = {
     "hada_w1_b": (1, None),
     "hada_w2_a": (None, 0),
     "hada_w2_b": (1, None),
+    "hira_A": (1, None),  # HiRA
+    "hira_B": (None, 0),
+    BEFT_BIAS: (None, 1),
+    **dict.fromkeys(ROTATIONS, (None, 0)),
 }
 """A wrapper's attribute -> the dims of its parameters along the module's input and along its output."""
 
@@ -51,7 +65,12 @@ NEW_WEIGHTS = (
     ".lora_",
     ".ia3_",
     ".hada_",
+    f".{TOKEN_ROWS}.",
+    ".hira_",
+    ".beft_",
+    ".road_",
     f".{COPY}.",
+    f".{NORM_COPY}.",
 )
 
 
@@ -63,8 +82,9 @@ def wrapped(module: nn.Module) -> nn.Module | None:
 
 def trained_copies(wrapper: nn.Module) -> list[nn.Module]:
     """Return the trained copies of the module inside of ``wrapper``, one of which computes in its place."""
-    copies = own_modules(wrapper).get(COPY)
-    return [] if copies is None else list(copies.children())
+    held = own_modules(wrapper)
+    copies = [held[name] for name in COPIES if held.get(name) is not None]
+    return [each for found in copies if found is not None for each in found.children()]
 
 
 def is_wrapper(module: nn.Module | None) -> bool:
@@ -146,13 +166,19 @@ def wrapped_model(model: nn.Module, config: Any, name: str, autocast: bool = Tru
         warnings.filterwarnings(
             "ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning
         )
-        return get_peft_model(
+        made: Any = get_peft_model(
             model,  # type: ignore[arg-type]
             config,
             adapter_name=name,
             autocast_adapter_dtype=autocast,
             low_cpu_mem_usage=True,
         )
+    for path in getattr(config, "modules_to_tie", None) or ():
+        # PEFT 0.21 loses the tie of copies that are made without memory.
+        embedding: Any = adapted_model(made).get_input_embeddings()
+        tied: Any = model.get_submodule(path)
+        tied.modules_to_save[name].weight = embedding.modules_to_save[name].weight
+    return made
 
 
 def is_feedforward(config: Any, name: str) -> bool:
@@ -259,3 +285,55 @@ def note_casts(wrapper: Any, note: Callable[[Tensor, Tensor], None]) -> None:
 def modules_in(wrapper: nn.Module, attribute: str) -> list[nn.Module]:
     """Return a wrapper's modules, one for each adapter, in an attribute like :data:`LORA_A`; none without it."""
     return list(getattr(wrapper, attribute, nn.ModuleDict()).values())
+
+
+def tokens_of(wrapper: Any, name: str) -> tuple[int, ...]:
+    """Return the tokens whose rows the adapter ``name`` of a wrapper replaces, in the order of its rows; none of other
+    wrappers.
+    """
+    by_adapter = getattr(wrapper, "token_indices", None) or {}
+    return tuple(by_adapter.get(name, ()))
+
+
+def wrap_tokens(
+    model: nn.Module, adapter: str, path: str, tokens: Sequence[int], tied: str | None
+) -> None:
+    """Put a wrapper that replaces rows of ``tokens`` around the module at ``path``; ``adapter`` is the full name that
+    the rows get, and ``tied`` the path of a wrapped module that shares its rows.
+    """
+    from peft.tuners.trainable_tokens import TrainableTokensLayer
+    from peft.utils.other import TrainableTokensWrapper
+
+    owner, _, child = path.rpartition(".")
+    name = adapter.rpartition(".")[2]
+    target = model.get_submodule(path)
+    shared = None if tied is None else layer_of_tokens(model.get_submodule(tied))
+    given: dict[str, Any] = {"token_indices": list(tokens), "tied_adapter": shared}
+    made: Any
+    if f".{TOKEN_LAYER}." in adapter:  # beside other adapters
+        made = TrainableTokensWrapper(target, name, **given)
+    else:
+        made = TrainableTokensLayer(target, name, **given)
+        made.update_layer(name, **given)
+    made.set_adapter(name)
+    setattr(model.get_submodule(owner), child, made)
+
+
+def layer_of_tokens(wrapper: nn.Module) -> Any:
+    """Return the part of a wrapper, or the wrapper, that replaces rows of tokens."""
+    return own_modules(wrapper).get(TOKEN_LAYER, wrapper)
+
+
+def put_original_rows(layer: Any, name: str, rows: Tensor) -> None:
+    """Give a wrapper around rows of tokens those that it puts back when it is unmerged."""
+    layer.trainable_tokens_original[name] = rows
+
+
+def replaces_rows(layer: Any) -> bool:
+    """Return whether a wrapper around rows of tokens computes with its own: it is active, and not merged."""
+    return bool(layer.active_adapters) and not layer.disable_adapters and not layer.merged
+
+
+def merge_rows_by(layer: Any, merged: Callable[[], Tensor]) -> None:
+    """Let a wrapper around rows of tokens compute with the weight that ``merged`` returns."""
+    layer.get_merged_weights = lambda active_adapters: merged()

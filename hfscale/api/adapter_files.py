@@ -317,6 +317,12 @@ def adapter_for_engine(
             f"{adapter} must be added to its base as it is stored, as engines do, got init_lora_weights={init!r}, "
             "which PEFT takes out of the base first: merge it (hfscale merge)"
         )
+    by_rows = next((each for each in adapted.adapters if each.tokens), None)
+    if by_rows is not None:
+        raise ConfigError(
+            f"{adapter} must be low-rank factors, got rows of {len(by_rows.tokens)} tokens of {by_rows.base}, which "
+            "engines do not add to a base: merge it (hfscale merge)"
+        )
     stored = {key: tensor[...] for key, tensor in adapted.trained.items()}
     contents = {name: p.detach() for name, p in adapted.model.named_parameters()}
     as_stored = AsStored(adapted.model, contents)

@@ -22,6 +22,11 @@ _MAKERS = (torch.empty, torch.ones, torch.zeros)
 _PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, nn.functional.linear)
 
 
+def _differ(operands: Any) -> bool:
+    """Return whether operands have several types; those that PEFT names are not among them."""
+    return len({operand.dtype for operand in operands}) > 1
+
+
 class _KeepFloat64(TorchFunctionMode):
     """Ignore casts of float64 tensors to float32 inside the with block."""
 
@@ -41,7 +46,7 @@ class _KeepFloat64(TorchFunctionMode):
                 kwargs["dtype"] = torch.float64
             if func is nn.functional.grid_sample:
                 args = (args[0], args[1].double(), *args[2:])
-        if func in _PRODUCTS and args[0].dtype != args[1].dtype:
+        if func in _PRODUCTS and _differ(args[:2]):
             # One of them was made of integers, or is a router's weight, which some classes keep in 32 bits.
             args = (args[0].double(), args[1].double(), *args[2:])
         if func is torch.full and "dtype" not in kwargs:

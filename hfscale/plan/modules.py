@@ -69,3 +69,4 @@ class AdapterParameter:
     # How many experts' parameters lie side by side in it; 0 if it belongs to one module.
     experts: int = 0
     tied_to: str | None = None  # the name of the parameter that it shares its tensor with
+    tokens: tuple[int, ...] = ()  # the rows of ``base`` that it replaces, one by one

@@ -73,8 +73,8 @@ def test_adapters_that_hfscale_shards_are_never_excused_as_others_are(
     test: str, method: str, excused: bool
 ) -> None:
     words = (
-        f"hfscale.errors.ConfigError: peft_type {method} is not supported, since hfscale does not know how to shard "
-        "its parameters"
+        f"hfscale.errors.ConfigError: peft_type {method} is not supported over ranks: hfscale does not know how to "
+        "shard its parameters"
     )
     outcome = Outcome(test, "failed", words=words)
     judgement = judge("peft", "tp2", [outcome], read_refusals(HERE / "refused.json"))

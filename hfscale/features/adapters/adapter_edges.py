@@ -16,11 +16,13 @@ from torch import Tensor, nn
 
 from ..._compat.peft import (
     BASE,
-    COPY,
+    BEFT_BIAS,
+    COPIES,
     DORA_MAGNITUDES,
     DROPOUTS,
     LORA_A,
     LORA_B,
+    TOKEN_ROWS,
     modules_in,
     note_casts,
 )
@@ -28,9 +30,10 @@ from ...parallel.tensor import TensorParallel
 from ...parallel.tensor.edges import Overlap
 from ...parallel.tensor.partial_gradients import PartialSums, computes_with, read_partial
 from ...parallel.tensor.random import drawn_again, drop_again, drop_own
-from ...plan import BlockPlan
+from ...plan import AdapterParameter, BlockPlan, Plan
 from ...train.runtime import Runtime
 from ...train.runtime.parameter_names import owner_of, unwrapped
+from .token_rows import install_token_rows
 
 
 def install_adapter_edges(runtime: Runtime) -> set[nn.Module]:
@@ -46,22 +49,27 @@ def install_adapter_edges(runtime: Runtime) -> set[nn.Module]:
     for adapter in plan.adapters:
         planned = plan.by_name[adapter.name]
         # A trained copy of a module is used like the module itself.
-        if "tp" in planned.partial and adapter.kept_in != COPY and runtime.is_local(adapter.name):
+        elsewhere = adapter.kept_in in (*COPIES, TOKEN_ROWS)
+        if "tp" in planned.partial and not elsewhere and runtime.is_local(adapter.name):
             holder, name = owner_of(model, adapter.name)
-            # A bias after a row projection must enter the all-reduce once.
-            summed = (
-                len(planned.shape) == 1 and plan.by_name[adapter.base].cut_over("tp") is not None
-            )
-            once = not summed or adapter.kept_in != LORA_B or runtime.mesh.tp_rank == 0
+            once = not _is_summed_bias(plan, adapter) or runtime.mesh.tp_rank == 0
             module = computes_with(model, holder)
             # Factors of experts are read by the module that computes with all experts.
             if adapter.experts:
                 module = model.get_submodule(adapter.base.rpartition(".")[0])
             read_partial(module, sums, names=(name,), once=once, holder=holder)
+    install_token_rows(runtime, sums)
     apart = set[nn.Module]()
     for block in (block for block in plan.blocks if runtime.is_local(block.name)):
         _install_in_block(runtime, tensor, sums, block, apart)
     return apart
+
+
+def _is_summed_bias(plan: Plan, adapter: AdapterParameter) -> bool:
+    """Return whether an adapter's parameter is a bias after a row projection, which enters the all-reduce once."""
+    of_factor = adapter.kept_in == LORA_B and len(adapter.shape) == 1
+    is_bias = of_factor or adapter.kept_in == BEFT_BIAS
+    return is_bias and plan.by_name[adapter.base].cut_over("tp") is not None
 
 
 def _install_in_block(

@@ -45,6 +45,10 @@ def narrowed(
     if getattr(result, "feedforward_modules", None) is not None:
         result.feedforward_modules = [n for n in targets if peft.is_feedforward(config, n)]
     result.modules_to_save = list(copies) or None
+    # Ties are the plan's, and rows of tokens are wrapped one module at a time.
+    for field in ("trainable_token_indices", "ensure_weight_tying", "modules_to_tie"):
+        if hasattr(result, field):
+            setattr(result, field, None)
     for field in ("exclude_modules", "layers_to_transform", "layers_pattern"):
         if hasattr(result, field):
             setattr(result, field, None)
@@ -62,7 +66,7 @@ def adapter_parameters(whole: Any, plan: Plan) -> list[AdapterParameter]:
         if kept_in is None:
             continue
         wrapper: Any = modules[wrapper_name]
-        if kept_in not in (*peft.ADAPTER_DIMS, peft.IA3_SCALES, peft.COPY):
+        if kept_in not in (*peft.ADAPTER_DIMS, *peft.COPIES, peft.IA3_SCALES, peft.TOKEN_ROWS):
             raise ConfigError(
                 f"{type(wrapper).__name__} keeps {kept_in!r} in {wrapper_name}, which hfscale does not know how to "
                 "shard: use LoRA (with DoRA, rsLoRA), IA3 or LoHa"
@@ -70,7 +74,7 @@ def adapter_parameters(whole: Any, plan: Plan) -> list[AdapterParameter]:
         path = stock_name(wrapper_name)
         inner = unwrapped(wrapper)
         parameter_name, experts = peft.adapted_experts(wrapper)
-        adapted = ".".join(rest[1:]) if kept_in == peft.COPY else parameter_name or "weight"
+        adapted = ".".join(rest[1:]) if kept_in in peft.COPIES else parameter_name or "weight"
         base = f"{path}.{adapted}"
         if base not in plan.by_name:
             raise ConfigError(
@@ -90,6 +94,7 @@ def adapter_parameters(whole: Any, plan: Plan) -> list[AdapterParameter]:
                 transposed=bool(getattr(inner, "is_transposed", turned)),
                 experts=experts,
                 tied_to=None if owner == name else owner,
+                tokens=peft.tokens_of(wrapper, rest[-1]),
             )
         )
     return found
@@ -132,7 +137,7 @@ def inject_alone(
 
 def targets_of(adapters: Collection[AdapterParameter]) -> tuple[list[str], list[str], list[str]]:
     """Return the targets that create these adapters: modules, parameters of experts, and copied modules."""
-    made = [adapter for adapter in adapters if adapter.kept_in != peft.COPY]
+    made = [adapter for adapter in adapters if adapter.kept_in not in (peft.COPY, peft.TOKEN_ROWS)]
     modules = dict.fromkeys(
         adapter.base.rpartition(".")[0] for adapter in made if not adapter.experts
     )
@@ -152,6 +157,7 @@ def check_matches(
     ``resolved`` is ``asked`` as PEFT changed it: older models' projection names become parameters of experts.
     """
     modules, parameters, copies = targets_of(adapters)
+    modules += [adapter.base.rpartition(".")[0] for adapter in adapters if adapter.tokens]
     known = [name.rpartition(".")[0] for name in plan.by_name]
     for field, matched in (
         ("target_modules", modules),

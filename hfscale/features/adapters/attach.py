@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..._compat.peft import COPY, LORA_EMBEDDING_A
+from ..._compat.peft import COPIES, LORA_EMBEDDING_A, TOKEN_ROWS
 from ...distributed.mesh import Mesh
 from ...distributed.ops.packed_weights import packings_of, shown_unpacked
 from ...errors import ConfigError, PlanError
@@ -30,6 +30,7 @@ from .adapter_structure import guard_methods, inject_alone, narrowed, quietly, t
 from .merge_adapters import dequantized_share, put_back
 from .planned import type_beside, wrap_and_plan
 from .storage import DECOMPOSING, load_adapter, needs_weights, stored_names
+from .token_rows import first_rows, keep_first_rows, wrap_local
 
 
 @dataclass(eq=False)
@@ -104,11 +105,18 @@ def attach_adapters(
                 if hasattr(here, field):
                     setattr(here, field, False)
             local = quietly(model, here, name)
+            wrap_local(model, held)
         local.base_model.peft_config[name] = whole.peft_config[name]
         _give_local_shapes(model, planned, mesh, shares, autocast)
         read = partial(dequantized_share, model, planned)
         drawn = _NewAdapters(config, name, planned, mesh, shares, read)
         made = drawn.values(whole.get_base_model(), seed)
+        rows = first_rows(planned, mesh, shares)
+        keep_first_rows(model, planned, mesh, rows)
+        made |= {
+            owner: planned.by_name[owner].take(whole_rows, mesh.ranks).clone()
+            for owner, whole_rows in rows.items()
+        }
         if source is not None:
             with all_or_none(mesh, f"{source} could not be loaded"):
                 made.update(load_adapter(source, whole, name, planned, mesh))
@@ -119,10 +127,11 @@ def attach_adapters(
         raise
     if mesh.layout.total_size > 1:
         guard_methods(local, whole)
+    names = planned.local_names(mesh.pp_rank)
     for parameter, share in made.items():
         kept: Any = shares.get(parameter)  # a trained weight of the model; may be on another stage
         if kept is None:
-            kept = parameter_at(model, parameter)
+            kept = parameter_at(model, names[parameter])
         shares[parameter] = share.to(kept.dtype)
     return Adapters(local, whole, name, plan, source), planned
 
@@ -188,10 +197,10 @@ class _NewAdapters:
         made: dict[str, Tensor] = {}
         by_module: dict[str, list[AdapterParameter]] = {}
         for adapter in plan.adapters:
-            if adapter.kept_in != COPY:
+            if adapter.kept_in not in (*COPIES, TOKEN_ROWS):
                 by_module.setdefault(adapter.base.rpartition(".")[0], []).append(adapter)
-            elif plan.is_local(mesh.pp_rank, adapter.name):
-                made[adapter.name] = self.shares[
+            elif adapter.kept_in in COPIES and plan.is_local(mesh.pp_rank, adapter.name):
+                made[adapter.tied_to or adapter.name] = self.shares[
                     plan.by_name[adapter.base].tied_to or adapter.base
                 ].clone()
         with _random_numbers(seed, mesh):

@@ -6,12 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..._compat.peft import COPY, wrapped
+from ..._compat.peft import BEFT_BIAS, COPIES, COPY, TOKEN_ROWS, wrapped
 from ..._compat.torch import own_modules, own_parameters
 from ..._compat.transformers.loading import forget_quantization
+from ...distributed.mesh import Mesh
 from ...distributed.ops.packed_weights import packings_of
 from ...errors import ConfigError
 from ...models.module_kinds import follow_weight
@@ -23,11 +23,13 @@ from ...train.runtime.writing import all_or_none
 from ..quantization.quantized_modules import dequantized
 from .adapter_edges import sum_norms
 from .adapter_structure import give_back_methods, inject_alone
+from .token_rows import places_in, with_rows
 
 
 def refuse_tied(adapters: Any, plan: Plan, kinds: Collection[str] | None = None) -> None:
-    """Raise :class:`ConfigError`, naming the adapter, if a weight to merge into is tied to one without the adapter;
-    ``kinds`` are the attributes of wrappers whose adapters are merged (``None``: all).
+    """Raise :class:`ConfigError`, naming the adapter, if a weight to merge into is tied to one without the adapter, or
+    if one of a bias has none to be added to; ``kinds`` are the attributes of wrappers whose adapters are merged
+    (``None``: all).
     """
     stock: Plan = adapters.stock_plan
     names: dict[str, set[str]] = {}
@@ -37,11 +39,18 @@ def refuse_tied(adapters: Any, plan: Plan, kinds: Collection[str] | None = None)
         same = names[stock.by_name[adapter.base].tied_to or adapter.base]
         alike = {a.base for a in plan.adapters if adapter.name in (a.name, a.tied_to)}
         merged = kinds is None or adapter.kept_in in kinds
+        bias = f"{adapter.base.rpartition('.')[0]}.bias"
+        if merged and adapter.kept_in == BEFT_BIAS and bias not in stock.by_name:
+            raise ConfigError(
+                f"{adapter.name} must be merged into a bias, got {adapter.base} without one: keep it apart, as "
+                "hfscale.save_pretrained writes it"
+            )
         if merged and adapter.tied_to is None and not same <= alike:
             raise ConfigError(
                 f"{adapter.name} cannot be merged: {' and '.join(sorted(same))} are one weight, and only "
                 f"{adapter.base} has this adapter, which would change the others too: keep it apart, as "
-                "hfscale.save_pretrained writes it, or adapt modules of the layers"
+                "hfscale.save_pretrained writes it, adapt modules of the layers, or train the one weight "
+                "(ensure_weight_tying=True, with modules_to_save or trainable_token_indices)"
             )
 
 
@@ -84,7 +93,7 @@ def merge_local_weights(
     plan = runtime.plan
     mesh = runtime.mesh
     model = runtime.model
-    merge = WholeMerge(adapters, plan, model, mesh.tp_group)
+    merge = WholeMerge(adapters, plan, model, mesh)
     here = plan.local_names(mesh.pp_rank)
     done = set[str]()
     failure: Exception | None = None
@@ -215,7 +224,7 @@ def put_back(model: nn.Module) -> None:
 
 class WholeMerge:
     """Merge all adapters of a module at once, into full tensors; or into a rank's, by the wrappers of its ``model``,
-    whose tensor ranks are ``group``. Raise :class:`ConfigError` as :func:`refuse_tied` does.
+    of which it has the shard of its place in ``mesh``. Raise :class:`ConfigError` as :func:`refuse_tied` does.
     """
 
     def __init__(
@@ -223,14 +232,17 @@ class WholeMerge:
         adapters: Any,
         plan: Plan,
         model: nn.Module | None = None,
-        group: dist.ProcessGroup | None = None,
+        mesh: Mesh | None = None,
     ) -> None:
         if plan.adapters:
             refuse_tied(adapters, plan)
         self._adapters = adapters
         self._plan = plan
         self._model = model
-        self._group = group
+        self._group = None if mesh is None else mesh.tp_group
+        self._ranks = {} if mesh is None else mesh.ranks
+        # Owned name of a weight -> the adapter with rows of it.
+        self._rows: dict[str, AdapterParameter] = {}
         # Names of the adapters' own parameters.
         self.factors = {adapter.name for adapter in plan.adapters}
         self._copies: dict[str, str] = {}  # owned name of a weight -> that of its trained copy
@@ -238,8 +250,11 @@ class WholeMerge:
         self._path_of: dict[str, str] = {}  # owned name of a weight -> path of its wrapped module
         for adapter in plan.adapters:
             base = plan.by_name[adapter.base]
-            if adapter.kept_in == COPY:
+            if adapter.kept_in in COPIES:
                 self._copies[base.tied_to or base.name] = adapter.tied_to or adapter.name
+                continue
+            if adapter.kept_in == TOKEN_ROWS:
+                self._rows[base.tied_to or base.name] = adapter
                 continue
             path = adapter.base.rpartition(".")[0]
             self._around.setdefault(path, []).append(adapter)
@@ -249,12 +264,14 @@ class WholeMerge:
 
     def changes(self, name: str) -> bool:
         """Return whether the weight ``name`` has an adapter."""
-        return name in self._copies or name in self._path_of
+        return name in self._copies or name in self._rows or name in self._path_of
 
     def parts(self, name: str) -> list[str]:
         """Return the owned tensors that the merged weight ``name`` needs; weights of one module are merged together."""
         if name in self._copies:
             return [self._copies[name]]
+        if name in self._rows:
+            return [name, self._owner_of_rows(name)]
         if name not in self._path_of:
             return [name]
         path = self._path_of[name]
@@ -305,6 +322,8 @@ class WholeMerge:
         """Return merged weights, by owned name, from the tensors that :meth:`parts` named."""
         if name in self._copies:
             return {name: parts[self._copies[name]]}
+        if name in self._rows:
+            return {name: self._with_rows(name, parts)}
         if name not in self._path_of:
             return {name: parts[name]}
         path = self._path_of[name]
@@ -326,6 +345,17 @@ class WholeMerge:
             put_parameter(wrapper, adapter.name.removeprefix(f"{path}."), factor)
         merge_wrapper(wrapper)
         return {base: parameter_at(wrapper, self._inside(base, path)).detach() for base in bases}
+
+    def _owner_of_rows(self, name: str) -> str:
+        adapter = self._rows[name]
+        return adapter.tied_to or adapter.name
+
+    def _with_rows(self, name: str, parts: Mapping[str, Tensor]) -> Tensor:
+        """Return the weight ``name`` with its adapter's rows in the place of its own."""
+        planned = self._plan.by_name[name]
+        held = replace(planned, cuts=()) if self._model is None else planned
+        chosen, places = places_in(self._rows[name].tokens, held, self._ranks)
+        return with_rows(parts[name], parts[self._owner_of_rows(name)], chosen, places)
 
     def _inside(self, base: str, path: str) -> str:
         """Return the name of a weight inside its module; of a tied one, the name that is in this module."""

@@ -13,24 +13,40 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 
-from ..._compat.peft import ADAPTER_DIMS, COPY, IA3_SCALES, LORA_A
+from ..._compat.peft import ADAPTER_DIMS, COPIES, IA3_SCALES, LORA_A, TOKEN_ROWS
 from ...plan import Plan
 from ...plan.cut import Cut
 from ...plan.modules import AdapterParameter
 from ...plan.parameter import ParameterPlan, data_cut, reductions_of
+from ...plan.stages import StagePlan, Tie
 
 
 def plan_adapters(plan: Plan, adapters: Sequence[AdapterParameter]) -> Plan:
     """Return the plan with ``adapters``, of known kinds, whose parameters come last."""
+    stages = None if plan.stages is None else _with_ties(plan.stages, adapters)
+    plan = replace(plan, stages=stages)
     planned = (_planned(plan, adapter) for adapter in adapters)
     return replace(plan, parameters=(*plan.parameters, *planned), adapters=tuple(adapters))
+
+
+def _with_ties(stages: StagePlan, adapters: Sequence[AdapterParameter]) -> StagePlan:
+    """Return the stages with the ties between adapters that share a tensor, around weights that are tied alike."""
+    names: dict[str, list[str]] = {}
+    for adapter in adapters:
+        names.setdefault(adapter.tied_to or adapter.name, []).append(adapter.name)
+    ties = list(stages.ties)
+    for same in names.values():
+        held = tuple(sorted({stages.stage_of(name) for name in same}))
+        if len(held) > 1:
+            ties.append(Tie(tuple(same), held))
+    return replace(stages, ties=tuple(ties))
 
 
 def _planned(plan: Plan, adapter: AdapterParameter) -> ParameterPlan:
     base = plan.by_name[adapter.base]
     cuts = list[Cut]()
     partial = base.partial
-    if adapter.kept_in == COPY:
+    if adapter.kept_in in COPIES:
         cuts = list(base.cuts)
     else:
         spread = base.cut_over("ep")
@@ -45,21 +61,32 @@ def _planned(plan: Plan, adapter: AdapterParameter) -> ParameterPlan:
             if dim is None:
                 partial = ("tp",)
             else:
-                cuts.append(replace(across, dim=dim))
+                cuts.append(_along(across, dim, base.shape[across.dim], adapter.shape[dim]))
         cuts += data_cut(plan.layout, spread is not None)
+    ties = () if plan.stages is None else plan.stages.ties
+    tie = next((tie for tie in ties if adapter.name in tie.names), None)
     return ParameterPlan(
         name=adapter.name,
         shape=adapter.shape,
         dtype=adapter.dtype,
         stage=base.stage,
         cuts=tuple(cuts),
-        reductions=reductions_of(plan.layout, cuts, partial),
+        reductions=reductions_of(plan.layout, cuts, partial, tie.stages if tie else ()),
         tied_to=adapter.tied_to,
     )
 
 
+def _along(across: Cut, dim: int, length: int, own: int) -> Cut:
+    """Return the cut of an adapter's ``dim`` of ``own`` entries, which belong to ``length`` of the module, in order."""
+    parts = tuple(part * own // length for part in across.parts)
+    return replace(across, dim=dim, parts=parts)
+
+
 def _dim_along(adapter: AdapterParameter, cut: Cut, ndim: int) -> int | None:
     """Return the adapter's dim that corresponds to the dim of ``cut`` in the adapted parameter, if any."""
+    # A row of an embedding or a head, whichever of them is the input.
+    if adapter.kept_in == TOKEN_ROWS:
+        return (None, 1)[cut.dim]
     along_input = cut.dim - (ndim - 2) == (0 if adapter.transposed else 1)
     of_scales = (1, None) if adapter.shape[0] == 1 else (None, 0)
     dims = of_scales if adapter.kept_in == IA3_SCALES else ADAPTER_DIMS[adapter.kept_in]
@@ -96,7 +123,8 @@ def describe_coverage(plan: Plan) -> str:
 
 def _coverage(plan: Plan) -> dict[str, tuple[int, int]]:
     """Count the parameters with adapters, and all, by kind: matrices without the adapters' own."""
-    adapted = {adapter.base for adapter in plan.adapters}
+    adapted = {adapter.base for adapter in plan.adapters if not adapter.tokens}
+    by_rows = {a.base: prod(a.shape) for a in plan.adapters if a.tokens and a.tied_to is None}
     own = {adapter.name for adapter in plan.adapters}
     experts = tuple(f"{mixture.name}." for mixture in plan.mixtures)
     layers = tuple(f"{layer}." for layer in plan.layers)
@@ -113,5 +141,6 @@ def _coverage(plan: Plan) -> dict[str, tuple[int, int]]:
         else:
             kind = of_embedding if shape == vocabulary else others
         covered, total = found.get(kind, (0, 0))
-        found[kind] = (covered + prod(shape) * (name in adapted), total + prod(shape))
+        own_rows = by_rows.get(name, 0)
+        found[kind] = (covered + prod(shape) * (name in adapted) + own_rows, total + prod(shape))
     return found

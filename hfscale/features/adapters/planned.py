@@ -1,21 +1,23 @@
 """Plan a model with adapters, and refuse unsupported ones. Needs no processes."""
 
 import copy
+import re
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..._compat.peft import COPY, DORA_MAGNITUDES, LORA_A
+from ..._compat.peft import COPIES, DORA_MAGNITUDES, LORA_A, ROTATIONS
 from ...errors import ConfigError
-from ...plan import Plan
+from ...plan import ParameterPlan, Plan
 from ...plan.feature_plans import FusedAdaptersPlan
 from ...train.runtime.parameter_names import module_at
 from .adapter_structure import adapter_parameters, check_matches, target_names, wrap
 from .fused_lora import why_unfused
 from .plan import plan_adapters
 from .storage import check_config, check_over_quantized, refuse_wrong
+from .token_rows import refuse_unfit
 
 
 def plan_with_adapters(
@@ -78,6 +80,8 @@ def wrap_and_plan(
         check_matches(asked, config, plan, found)
     planned = plan_adapters(plan, found)
     _check_places(planned)
+    refuse_unfit(planned)
+    refuse_cut_groups(config, planned)
     if fused and any(adapter.kept_in == LORA_A for adapter in found):
         own = _plan_fused(whole, planned)
         planned = replace(planned, features=(*planned.features, own))
@@ -111,12 +115,8 @@ def _check(config: Any, plan: Plan) -> None:
     check_config(config)
     tied = next((planned for planned in plan.parameters if planned.tied_to is not None), None)
     if tied is not None and getattr(config, "ensure_weight_tying", False):
-        # PEFT ties adapters by views of one storage, which the plan cannot see.
-        raise ConfigError(
-            f"ensure_weight_tying=True is not supported for tied weights ({tied.name} is {tied.tied_to}): leave it "
-            "out, and adapt modules of the layers"
-        )
-    for field in ("rank_dropout", "module_dropout"):
+        _check_tying(config, plan, tied)
+    for field in ("rank_dropout", "module_dropout", "hira_dropout"):
         if getattr(config, field, 0.0) and plan.layout.total_size > 1:
             raise ConfigError(
                 f"{type(config).__name__}({field}=...) draws random numbers by the size of each rank's shard, so ranks "
@@ -125,6 +125,29 @@ def _check(config: Any, plan: Plan) -> None:
     if plan.quantized is not None:
         check_over_quantized(config, plan.quantized, plan.layout.data_world)
     _check_copies(config, plan)
+
+
+def _check_tying(config: Any, plan: Plan, tied: ParameterPlan) -> None:
+    """Refuse low-rank factors on tied weights, and copies of a head that has a bias, which PEFT's tied copy lacks."""
+    wanted = getattr(config, "target_modules", None) or ()
+    ends = {name.rpartition(".")[0] for name in (tied.name, str(tied.tied_to))}
+    listed = () if isinstance(wanted, str) else wanted
+    adapted = [end for end in ends for name in listed if f".{end}".endswith(f".{name}")]
+    if isinstance(wanted, str):
+        adapted = [end for end in ends if re.fullmatch(wanted, end)]
+    if adapted:
+        # PEFT ties factors by views of one storage, each a parameter with a gradient of its own.
+        raise ConfigError(
+            f"ensure_weight_tying=True must have no target_modules on tied weights ({tied.name} is {tied.tied_to}), "
+            f"got {adapted[0]}: train it by modules_to_save or trainable_token_indices, or leave it out"
+        )
+    copies = getattr(config, "modules_to_save", None)
+    bias = f"{tied.name.rpartition('.')[0]}.bias"
+    if copies and bias in plan.by_name:
+        raise ConfigError(
+            f"ensure_weight_tying=True with modules_to_save must be on a head without a bias, got {bias}, which PEFT's "
+            "tied copy leaves out: use trainable_token_indices"
+        )
 
 
 def _check_copies(config: Any, plan: Plan) -> None:
@@ -196,9 +219,26 @@ def _check_places(plan: Plan) -> None:
             )
 
 
+def refuse_cut_groups(config: Any, plan: Plan) -> None:
+    """Raise :class:`ConfigError` if RoAd's groups of outputs, each rotated as one, lie across tensor ranks."""
+    size = int(getattr(config, "group_size", 1) or 1)
+    for adapter in plan.adapters:
+        base = plan.by_name[adapter.base]
+        cut = base.cut_over("tp")
+        rotated = adapter.kept_in in ROTATIONS and cut is not None and cut.dim == 0
+        if not rotated or cut is None:
+            continue
+        spans = [span for rank in range(cut.size) for span in cut.spans(base.shape[0], rank)]
+        if any(edge % size for span in spans for edge in span):
+            raise ConfigError(
+                f"RoadConfig(group_size={size}) must divide the outputs that each tensor rank has of {adapter.base}, "
+                f"got {spans}: use a smaller group_size, or another tp_size"
+            )
+
+
 def type_beside(base: torch.dtype, kept_in: str, autocast: bool = True) -> torch.dtype:
     """Return an adapter's dtype: PEFT keeps factors of narrower weights in 32 bits, in their own without ``autocast``,
     and copies in their dtype.
     """
     wide = base.is_floating_point and (base.itemsize > 2 or not autocast)
-    return base if wide or kept_in == COPY else torch.float32
+    return base if wide or kept_in in COPIES else torch.float32

@@ -36,11 +36,51 @@ from ...train.runtime.writing import (
     warn_of_not_finite,
 )
 
-_METHODS = ("LORA", "IA3", "LOHA")
+_METHODS = (
+    "LORA",
+    "IA3",
+    "LOHA",
+    "HIRA",
+    "ROAD",
+    "BEFT",
+    "LN_TUNING",
+    "TRAINABLE_TOKENS",
+)
+_WHY_REFUSED = {
+    "what it adds to one row of a weight depends on all of its rows": ("DEFT", "PEANUT"),
+    "it starts from a decomposition, or the largest entries, of whole weights": (
+        "ADAMSS",
+        "FROD",
+        "OSF",
+        "PSOFT",
+        "SUPERTUNING",
+        "TINYLORA",
+    ),
+    "its modules share matrices or vectors of the whole model": (
+        "PVERA",
+        "RANDLORA",
+        "UNILORA",
+        "VBLORA",
+        "VERA",
+        "LILY",
+    ),
+    "it rotates or mixes blocks of inputs, which lie across ranks": ("BOFT", "HRA", "OFT"),
+    "it runs a second model beside the layers": ("SHADOW",),
+    "it puts tokens, or keys and values, in front of a text, which no plan has": (
+        "ADAPTION_PROMPT",
+        "CARTRIDGE",
+        "CPT",
+        "MULTITASK_PROMPT_TUNING",
+        "P_TUNING",
+        "PREFIX_TUNING",
+        "PROMPT_TUNING",
+    ),
+}
+# They compute with a weight's own values, or were not tried over packed ones.
+_OF_PLAIN_WEIGHTS = ("LOHA", "HIRA", "ROAD", "BEFT")
 # Options of LoRA that are computed from data, or change how often or on which tokens an adapter computes.
 _LORA_REFUSED = (
     "layer_replication",
-    "trainable_token_indices",
     "megatron_config",
     "lora_ga_config",
     "corda_config",
@@ -173,9 +213,17 @@ def check_config(config: Any) -> None:
     """Raise :class:`ConfigError`, naming the option, if a config is not known to be right over shards."""
     method = getattr(config.peft_type, "value", config.peft_type)
     if method not in _METHODS:
+        reason = next(
+            (why for why, methods in _WHY_REFUSED.items() if method in methods),
+            "hfscale does not know how to shard its parameters",
+        )
         raise ConfigError(
-            f"peft_type {method} is not supported, since hfscale does not know how to shard its parameters: use "
-            f"{', '.join(_METHODS)} (LORA includes DoRA, rsLoRA, PiSSA and OLoRA)"
+            f"peft_type {method} is not supported over ranks: {reason}. Use {', '.join(_METHODS)} (LORA includes DoRA, "
+            "rsLoRA, PiSSA and OLoRA), or one process"
+        )
+    if method == "TRAINABLE_TOKENS" and not config.init_weights:
+        raise ConfigError(
+            "TrainableTokensConfig(init_weights=...) must be True, got False, which draws rows at random: leave it out"
         )
     if method != "LORA":
         return
@@ -197,9 +245,9 @@ def check_over_quantized(config: Any, quantized: QuantizedPlan, batch_world: int
     """Raise :class:`ConfigError`, naming the option, if a config is not known to be right over quantized weights."""
     bits = quantized.bits
     method = getattr(config.peft_type, "value", config.peft_type)
-    if method == "LOHA":
+    if method in _OF_PLAIN_WEIGHTS:
         raise ConfigError(
-            f"LoHa needs weights of 16 or 32 bits, and these have {bits}: use LoRA or IA3"
+            f"{method} needs weights of 16 or 32 bits, and these have {bits}: use LoRA or IA3"
         )
     init = getattr(config, "init_lora_weights", True)
     if isinstance(init, str) and init not in ("gaussian", "orthogonal"):
@@ -283,6 +331,7 @@ def load_adapter(
 ) -> dict[str, Tensor]:
     """Return this rank's shards of a saved adapter; raise :class:`CheckpointError` for other names or shapes."""
     shares = {}
+    here = plan.local_names(mesh.pp_rank)
     for parameter, (key, tensor) in _read_adapter(
         path, stored_keys(whole, name, plan, embeddings=True), plan
     ).items():
@@ -292,10 +341,9 @@ def load_adapter(
                 f"{path}: {key} has the shape {tuple(tensor.shape)}, and the model's is {planned.shape}: load it "
                 "onto the model that it was trained on"
             )
-        if plan.is_local(mesh.pp_rank, parameter):
-            shares[planned.tied_to or parameter] = (
-                planned.take(tensor, mesh.ranks).clone().to(mesh.device)
-            )
+        owner = planned.tied_to or parameter
+        if owner in here:  # maybe by another name of a tied tensor
+            shares[owner] = planned.take(tensor, mesh.ranks).clone().to(mesh.device)
     return shares
 
 

@@ -205,19 +205,6 @@ def test_one_of_two_tied_weights_is_not_merged(
         assert "lm_head.weight and model.embed_tokens.weight are one weight" in message
 
 
-def _tied_by_peft(start: str) -> str:
-    config = _lora(modules_to_save=["embed_tokens"], ensure_weight_tying=True)
-    return _message(lambda: _loaded(start, {"tp_size": 2}, peft_config=config))
-
-
-def test_adapters_that_peft_would_tie_are_refused(pools: Pools, tmp_path: Path) -> None:
-    start = _start(tmp_path, tie_word_embeddings=True)
-    assert all(
-        "ensure_weight_tying=True is not supported" in words
-        for words in pools(2).run(_tied_by_peft, start)
-    )
-
-
 def test_what_was_left_out_of_all_linear(pools: Pools) -> None:
     """A saved adapter's config names the modules that were left out as well."""
     case = Case(tiny("llama"), peft=_lora(exclude_modules=r".*\.0\..*"))

@@ -233,7 +233,7 @@ def _refusals(start: str) -> list[str]:
         _lora(layer_replication=[(0, 2), (1, 2)]),
         _lora(init_lora_weights="eva"),
         _lora(init_lora_weights="pissa_niter_4"),
-        _lora(trainable_token_indices=[1, 2]),
+        _lora(trainable_token_indices=[1, 1]),
     ):
         with pytest.raises(ConfigError) as error:
             hfscale.get_peft_model(model, config)

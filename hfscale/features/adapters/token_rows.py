@@ -1,0 +1,157 @@
+"""Rows of tokens that are trained alone: PEFT's ``trainable_token_indices``, around an embedding and a head tied to it.
+
+The rows ``[n, hidden]`` take the place of ``n`` rows of the weight, which is frozen. They are whole on every tensor
+rank. Where the weight is cut along the vocabulary, a rank computes with those of its own tokens; its gradient is zero
+for the others', and the sum over ranks is the full one::
+
+    tokens 3, 64, 69 of 70, over 2 ranks    rank 0: row 0 at 3    rank 1: rows 1, 2 at 64 - 35, 69 - 35
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..._compat.peft import (
+    BASE,
+    TOKEN_ROWS,
+    layer_of_tokens,
+    merge_rows_by,
+    put_original_rows,
+    replaces_rows,
+    wrap_tokens,
+)
+from ..._compat.torch import own_modules, own_parameters
+from ...distributed.mesh import Mesh
+from ...errors import ConfigError
+from ...parallel.tensor.partial_gradients import PartialSums, read_through
+from ...plan import AdapterParameter, ParameterPlan, Plan
+from ...plan.cut import share_spans
+from ...train.runtime import Runtime
+from ...train.runtime.parameter_names import module_at
+from ...train.runtime.shards import gather_full
+
+
+def places_in(
+    tokens: Sequence[int], planned: ParameterPlan, ranks: dict[str, int]
+) -> tuple[list[int], list[int]]:
+    """Return which of ``tokens`` have their rows in the shard of a weight at ``ranks``, and where in it."""
+    chosen: list[int] = []
+    places: list[int] = []
+    offset = 0
+    for start, stop in share_spans(planned.shape, planned.model_cuts, ranks)[0]:
+        for number, token in enumerate(tokens):
+            if start <= token < stop:
+                chosen.append(number)
+                places.append(offset + token - start)
+        offset += stop - start
+    return chosen, places
+
+
+def with_rows(weight: Tensor, rows: Tensor, chosen: Sequence[int], places: Sequence[int]) -> Tensor:
+    """Return ``weight [v, h]`` with the ``chosen`` of ``rows [n, h]`` at ``places``; every row has a gradient."""
+    index = torch.tensor(places, dtype=torch.int64, device=weight.device)
+    numbers = torch.tensor(chosen, dtype=torch.int64, device=weight.device)
+    return weight.index_copy(0, index, rows.to(weight).index_select(0, numbers))
+
+
+def refuse_unfit(plan: Plan) -> None:
+    """Raise :class:`ConfigError` for tokens that a model lacks, and over ranks for what no rank can tell apart."""
+    quantized = plan.quantized.weights if plan.quantized is not None else ()
+    for adapter in plan.adapters:
+        base = plan.by_name[adapter.base]
+        strange = [token for token in adapter.tokens if not 0 <= token < base.shape[0]]
+        asked = f"trainable_token_indices of {adapter.base} must be"
+        if strange:
+            raise ConfigError(
+                f"{asked} from 0 to {base.shape[0] - 1}, got {strange[0]}: add the tokens to the model first, by "
+                "resize_token_embeddings=len(tokenizer)"
+            )
+        if adapter.tokens and adapter.base in quantized and plan.quantized is not None:
+            raise ConfigError(
+                f"{asked} rows of plain numbers, got a weight that is {plan.quantized.described}: leave it out of "
+                "quantization"
+            )
+        if len(set(adapter.tokens)) < len(adapter.tokens) and plan.layout.total_size > 1:
+            raise ConfigError(
+                f"{asked} different tokens, got {list(adapter.tokens)}: name each once"
+            )
+
+
+def wrap_local(model: nn.Module, adapters: Sequence[AdapterParameter]) -> None:
+    """Put wrappers around the modules of a rank's model, tied as those of the full one."""
+    paths: dict[str, str] = {}
+    for adapter in adapters:
+        if adapter.kept_in == TOKEN_ROWS:
+            path = adapter.base.rpartition(".")[0]
+            owner = paths.setdefault(adapter.tied_to or adapter.name, path)
+            tied = None if owner == path else owner
+            wrap_tokens(model, adapter.name, path, adapter.tokens, tied)
+
+
+def first_rows(plan: Plan, mesh: Mesh, shares: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the rows ``[n, h]`` that adapters of this rank's modules start from, those of its weights, by the names
+    of adapters with rows of their own; collective over the ranks that hold a weight.
+    """
+    found: dict[str, Tensor] = {}
+    for adapter in plan.adapters:
+        owner = adapter.tied_to or adapter.name
+        here = plan.is_local(mesh.pp_rank, adapter.name)
+        if adapter.kept_in != TOKEN_ROWS or owner in found or not here:
+            continue
+        base = plan.by_name[adapter.base]
+        share = shares[base.tied_to or base.name].contiguous()
+        # All rows at once: a rank may hold any of them.
+        whole = gather_full(share, base.shape, base.cuts, mesh)
+        found[owner] = whole[list(adapter.tokens)]
+    return found
+
+
+def keep_first_rows(model: nn.Module, plan: Plan, mesh: Mesh, rows: dict[str, Tensor]) -> None:
+    """Give the wrappers of this rank's ``model`` the rows that they replace."""
+    for adapter in plan.adapters:
+        owner = adapter.tied_to or adapter.name
+        if adapter.kept_in == TOKEN_ROWS and plan.is_local(mesh.pp_rank, adapter.name):
+            name = adapter.name.rpartition(".")[2]
+            put_original_rows(_layer(model, adapter), name, rows[owner].to(mesh.device, copy=True))
+
+
+def _layer(model: nn.Module, adapter: AdapterParameter) -> Any:
+    return layer_of_tokens(module_at(model, adapter.base.rpartition(".")[0]))
+
+
+def install_token_rows(runtime: Runtime, sums: PartialSums) -> None:
+    """Let wrappers over several tensor ranks compute with the rows that this rank has a part in."""
+    plan = runtime.plan
+    for adapter in plan.adapters:
+        partial_here = "tp" in plan.by_name[adapter.name].partial
+        if adapter.kept_in == TOKEN_ROWS and partial_here and runtime.is_local(adapter.name):
+            _install(runtime, adapter, sums)
+
+
+def _install(runtime: Runtime, adapter: AdapterParameter, sums: PartialSums) -> None:
+    layer = _layer(runtime.model, adapter)
+    base = layer.base_layer
+    planned = runtime.plan.by_name[adapter.base]
+    chosen, places = places_in(adapter.tokens, planned, runtime.mesh.ranks)
+    key = adapter.name.rpartition(".")[2]
+    holder = getattr(layer, TOKEN_ROWS)
+
+    def merged(weight: Tensor) -> Tensor:
+        rows = own_parameters(holder)[key]
+        if rows is None or not replaces_rows(layer):
+            return weight
+        read = sums.read(rows) if rows.requires_grad else rows
+        return with_rows(weight, read, chosen, places)
+
+    merge_rows_by(layer, lambda: merged(base.weight))
+    if isinstance(base, nn.Embedding):
+        # The embedding's own forward looks up its slice of the vocabulary.
+        layer.forward = partial(_forward_inside, layer)
+        read_through(layer, base, {"weight": merged})
+
+
+def _forward_inside(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return own_modules(layer)[BASE](*args, **kwargs)  # type: ignore[misc]

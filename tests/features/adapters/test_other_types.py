@@ -1,0 +1,157 @@
+"""PEFT's types whose slices are computed alone: HiRA, RoAd, BEFT and LN tuning equal stock PEFT in every layout."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import BeftConfig, HiraConfig, LNTuningConfig, RoadConfig, VeraConfig, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import hfscale
+from hfscale import ConfigError, ParallelConfig
+from hfscale.cli import main
+from hfscale.testing import Case, RankPool, assert_layout_equal
+
+from ...sweeps import pairs
+from ...tiny_models import tiny
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Detected that the base layer has no bias term"),
+    pytest.mark.filterwarnings("ignore:Unsupported layer type"),
+    pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`"),
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated"),
+]
+
+Pools = Callable[[int], RankPool]
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp2": {"tp_size": 2},
+    "sp2": {"tp_size": 2, "sequence_parallel": True},
+    "tp4": {"tp_size": 4},
+    "shard2": {"dp_shard_size": 2},
+    "pp2": {"pp_size": 2, "num_microbatches": 2},
+    "tp2-shard2": {"tp_size": 2, "dp_shard_size": 2},
+}
+CAUSAL = {"task_type": "CAUSAL_LM"}
+TARGETS: dict[str, Any] = {
+    **CAUSAL,
+    "target_modules": ["q_proj", "v_proj", "o_proj", "down_proj"],
+}
+
+
+def _biased() -> Any:
+    return tiny("llama", attention_bias=True, mlp_bias=True)
+
+
+def _road(variant: str) -> RoadConfig:
+    return RoadConfig(group_size=4, variant=variant, **TARGETS)
+
+
+KINDS: dict[str, tuple[Callable[[], Any], Any]] = {
+    "hira": (lambda: tiny("llama"), HiraConfig(r=4, **TARGETS)),
+    "hira on a head": (_biased, HiraConfig(r=4, target_modules=["k_proj", "lm_head"], **CAUSAL)),
+    "hira transposed": (
+        lambda: tiny("gpt2"),
+        HiraConfig(r=4, fan_in_fan_out=True, target_modules=["c_attn", "c_proj"], **CAUSAL),
+    ),
+    "road 1": (_biased, _road("road_1")),
+    "road 2": (lambda: tiny("llama"), _road("road_2")),
+    "road 4": (_biased, _road("road_4")),
+    "beft": (_biased, BeftConfig(**TARGETS)),
+    "beft without biases": (lambda: tiny("llama"), BeftConfig(**TARGETS)),
+    "norms": (
+        lambda: tiny("llama"),
+        LNTuningConfig(target_modules=["input_layernorm", "norm"], **CAUSAL),
+    ),
+    "norms per head": (
+        lambda: tiny("qwen3"),
+        LNTuningConfig(target_modules=["q_norm", "k_norm"], **CAUSAL),
+    ),
+}
+DAILY = [
+    ("hira", "tp2-shard2"),
+    ("hira", "pp2"),
+    ("hira on a head", "sp2"),
+    ("hira transposed", "tp2"),
+    ("road 1", "tp2-shard2"),
+    ("road 4", "sp2"),
+    ("beft", "sp2"),
+    ("beft", "shard2"),
+    ("beft without biases", "tp2"),
+    ("norms", "sp2"),
+    ("norms", "pp2"),
+    ("norms per head", "tp2-shard2"),
+]
+
+
+@pytest.mark.parametrize(("kind", "layout"), pairs(KINDS, LAYOUTS, daily=DAILY))
+def test_layouts(pools: Pools, kind: str, layout: str) -> None:
+    config, adapter = KINDS[kind]
+    parallel = ParallelConfig(**LAYOUTS[layout])
+    assert_layout_equal(Case(config(), peft=adapter), parallel, pools(parallel.total_size))
+
+
+def _new_and_merged(start: str, adapter: str, out: str, sizes: dict[str, Any], config: Any) -> None:
+    """Write new adapters of the seed 3, and the weights with a saved one in them."""
+    parallel = ParallelConfig(**sizes)
+    new = hfscale.from_pretrained(start, parallel=parallel, peft_config=config, seed=3)
+    hfscale.save_pretrained(new, f"{out}/new")
+    model = hfscale.from_pretrained(start, parallel=parallel, peft_config=adapter)
+    hfscale.save_pretrained(hfscale.merge_and_unload(model, quiet=True), f"{out}/merged")
+
+
+@pytest.mark.daily("hira-tp2", "road 1-tp2", "beft-pp2", "norms-tp2")
+@pytest.mark.parametrize("layout", ["tp2", "pp2"])
+@pytest.mark.parametrize("kind", ["hira", "road 1", "beft", "norms"])
+def test_first_values_and_merges_are_pefts(
+    pools: Pools, tmp_path: Path, kind: str, layout: str
+) -> None:
+    make, config = KINDS[kind]
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(make()).save_pretrained(tmp_path / "start")
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "start")
+    torch.manual_seed(3)
+    stock = get_peft_model(stock, copy.deepcopy(config))
+    stock.save_pretrained(tmp_path / "first")
+    with torch.no_grad():
+        for parameter in stock.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.05)
+    stock.save_pretrained(tmp_path / "adapter")
+    expected = stock.merge_and_unload().state_dict()
+    paths = (str(tmp_path / "start"), str(tmp_path / "adapter"), str(tmp_path))
+    pools(2).run(_new_and_merged, *paths, LAYOUTS[layout], config)
+    assert main(["merge", *paths[:2], str(tmp_path / "out")]) == 0
+    first = load_file(tmp_path / "first" / "adapter_model.safetensors")
+    found = load_file(tmp_path / "new" / "adapter_model.safetensors")
+    torch.testing.assert_close(found, first, rtol=0, atol=0)
+    for name in ("merged", "out"):
+        weights = AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict()
+        torch.testing.assert_close(weights, expected, rtol=0, atol=2e-6)
+
+
+REFUSED = {
+    "groups across ranks": (
+        RoadConfig(group_size=32, target_modules=["q_proj"], **CAUSAL),
+        "group_size=32.* must divide",
+    ),
+    "dropout": (HiraConfig(hira_dropout=0.1, **TARGETS), "hira_dropout"),
+    "lookups": (HiraConfig(target_modules=["embed_tokens"], **CAUSAL), "hira_embedding_A"),
+    "shared": (VeraConfig(**TARGETS), "VERA .* share matrices"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_refused(kind: str) -> None:
+    config, words = REFUSED[kind]
+    with pytest.raises(ConfigError, match=words):
+        hfscale.plan(tiny("llama"), ParallelConfig(tp_size=2), peft_config=config)
+
+
+def test_a_bias_is_merged_into_none() -> None:
+    model = hfscale.from_config(tiny("llama"), peft_config=BeftConfig(**TARGETS))
+    with pytest.raises(ConfigError, match="must be merged into a bias"):
+        hfscale.merge_and_unload(model)
