@@ -53,6 +53,11 @@ def in_words(error: BaseException | None) -> str:
     return text if plain else f"{type(error).__name__}: {text}".rstrip(": ")
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its type's name."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
 def check_count(name: str, given: object, least: int = 1) -> None:
     """Refuse a value other than an integer of at least ``least`` for an argument called ``name``."""
     if isinstance(given, bool) or not isinstance(given, Integral) or given < least:

@@ -20,6 +20,19 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
+OF_ADAPTERS: dict[str, dict[str, Any]] = {
+    "tp2": {"tp_size": 2},
+    "sp2": {"tp_size": 2, "sequence_parallel": True},
+    "tp4": {"tp_size": 4},
+    "shard2": {"dp_shard_size": 2},
+    "replicate2": {"dp_replicate_size": 2},
+    "pp2": {"pp_size": 2, "num_microbatches": 2},
+    "tp2-shard2": {"tp_size": 2, "dp_shard_size": 2},
+    "tp2-pp2": {"tp_size": 2, "pp_size": 2, "num_microbatches": 2},
+}
+"""Those over which types of adapters are compared with one process."""
+
+
 def named(*names: str) -> dict[str, dict[str, Any]]:
     """Those of these names."""
     return {name: LAYOUTS[name] for name in names}

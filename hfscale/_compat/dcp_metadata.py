@@ -58,7 +58,7 @@ class _Reader(pickle.Unpickler):
 
 @dataclass(frozen=True)
 class Place:
-    """Where torch.save wrote an object: ``length`` bytes at ``begin`` of a file."""
+    """Say where torch.save wrote an object: ``length`` bytes at ``begin`` of a file."""
 
     file: str  # relative to the directory
     begin: int
@@ -67,7 +67,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Chunk:
-    """One piece of a tensor."""
+    """Describe one piece of a tensor."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -76,7 +76,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class TensorInCheckpoint:
-    """A tensor of a checkpoint."""
+    """Describe a tensor of a checkpoint."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -84,12 +84,12 @@ class TensorInCheckpoint:
 
 
 Keys = tuple[Any, ...]
-"""Where something was in the nested dictionaries and lists that were saved: ``("model", "lm_head.weight")``."""
+"""Say where something was in the nested dictionaries and lists that were saved: ``("model", "lm_head.weight")``."""
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What a checkpoint holds."""
+    """Hold what a checkpoint lists."""
 
     tensors: dict[Keys, TensorInCheckpoint]
     objects: dict[Keys, Place]  # all that is no tensor

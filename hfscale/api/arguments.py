@@ -13,7 +13,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from .. import errors
 from .._compat.hub import hub_is_away
 from .._compat.transformers.classes import classes_by_config, made_or_explained
-from .._compat.transformers.loading import loading_arguments
+from .._compat.transformers.loading import HUB_ARGUMENTS, loading_arguments
 from ..config.parallel import ParallelConfig
 from ..distributed.files.foreign import GGUF_TOOL, refuse_foreign, written_elsewhere
 from ..distributed.files.replace import finish_move
@@ -56,15 +56,6 @@ _MOST_BY_WORD = {
 }
 _MAY_BE_NONE = ("num_attention_heads", "num_key_value_heads")
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
-_HUB = (
-    "cache_dir",
-    "force_download",
-    "local_files_only",
-    "token",
-    "revision",
-    "subfolder",
-    "trust_remote_code",
-)
 
 
 def check_layout(parallel: ParallelConfig | None, kwargs: Mapping[str, Any]) -> ParallelConfig:
@@ -132,7 +123,7 @@ def load_config(path: str, kwargs: Mapping[str, Any]) -> tuple[PreTrainedConfig,
                 f"{path} is no directory here, and the Hub cannot be reached for it: give a directory with a "
                 "config.json, or a Hub id that is in the cache"
             ) from error
-    rest = {key: value for key, value in rest.items() if key not in _HUB}
+    rest = {key: value for key, value in rest.items() if key not in HUB_ARGUMENTS}
     return config, {
         **rest,
         **{key: kwargs[key] for key in ("dtype", "torch_dtype", *_CODE) if key in kwargs},
@@ -198,7 +189,7 @@ def arguments_with_config(
         if key
         in {
             *unread,
-            *_HUB,
+            *HUB_ARGUMENTS,
         }
     }
     by_host = {} if quantization in (None, AS_STORED) else {"quantization_config": quantization}
@@ -244,7 +235,7 @@ def refuse_unknown(
     kinds = kind if isinstance(kind, list | tuple) else [kind]
     taken = {name for kind in kinds for name in inspect.signature(kind.__init__).parameters}
     ours = list(taken_here)
-    known = {*ours, *taken, *_HUB, *_CODE, *_EXCLUSIVE, *loading_arguments()}
+    known = {*ours, *taken, *HUB_ARGUMENTS, *_CODE, *_EXCLUSIVE, *loading_arguments()}
     for name in kwargs:
         if name not in known:
             close = errors.meant(name, sorted(known))

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from transformers.trainer import TRAINER_STATE_NAME
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from .._compat.transformers.classes import class_name, empty_model
 from .._compat.transformers.stored import AsStored
@@ -17,10 +18,10 @@ from ..distributed.files.sources import Source
 from ..distributed.files.writer import REPLACED, CheckpointWriter
 from ..errors import CheckpointError
 from ..train.runtime.writing import atomic_directory
+from .carried import copy_files, note_carried
 from .save import write_parameter
 from .stored_forms.encoding import QuantizedAgain
 
-_COPIED = (".json", ".py", ".jinja", ".model", ".txt")
 _CONFIG = "config.json"
 
 
@@ -61,9 +62,11 @@ def convert_source(
         for name, tensor in stored.items():
             write_parameter(writer, converted, plain, name, tensor[...])
         writer.finish()
-        for path in home.iterdir():
-            if path.suffix in _COPIED and path.name not in (TRAINER_STATE_NAME, *REPLACED):
-                shutil.copyfile(path, staging.path / path.name)
+        for name in (_CONFIG, GENERATION_CONFIG_NAME):
+            if (home / name).exists():
+                shutil.copyfile(home / name, staging.path / name)
+        note_carried(model, home, ())
+        copy_files(model, staging.path, target)
     return len(converted.layout)
 
 

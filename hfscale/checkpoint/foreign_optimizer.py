@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..distributed.files.dcp import METADATA, holds_optimizer, optimizer_of
+from ..distributed.files.dcp import METADATA, optimizer_of
 from ..distributed.files.reader import ShareOnDisk, TensorOnDisk
 from ..distributed.files.zero import LATEST, OPTIMIZER_STATES, ZeroCheckpoint
 from ..errors import CheckpointError
@@ -30,13 +30,19 @@ _PROGRESS = "trainer_state.json"
 
 @dataclass(frozen=True)
 class OptimizerSource:
-    """An optimizer's state that another trainer wrote."""
+    """Hold an optimizer's state that another trainer wrote."""
 
     path: Path
     state: dict[str, Any]  # as ``state_dict()`` has it; tensors may be lazy
     named: bool  # whether it names parameters; else it numbers them in the order of the groups
     schedule: dict[str, Any] | None = None
     step: int | None = None  # how many steps were done, if it says so
+
+    @property
+    def names(self) -> list[list[str]] | None:
+        """Return the parameters of each group, if the state names them."""
+        groups = self.state["param_groups"]
+        return [list(group["params"]) for group in groups] if self.named else None
 
 
 def find_optimizer(directory: Path) -> OptimizerSource | None:
@@ -48,20 +54,18 @@ def find_optimizer(directory: Path) -> OptimizerSource | None:
     path = next((directory / name for name in _SCHEDULES if (directory / name).exists()), None)
     return replace(
         found,
-        schedule=found.schedule if path is None else _load(path),
+        schedule=found.schedule if path is None else read_state_dict(path),
         step=found.step if step is None else step,
     )
 
 
 def _found(directory: Path) -> OptimizerSource | None:
-    if (directory / SHARDED / METADATA).exists():
-        path = directory / SHARDED
-        return OptimizerSource(path, optimizer_of(path), named=True)
-    if (directory / METADATA).exists() and holds_optimizer(directory):
-        return OptimizerSource(directory, optimizer_of(directory), named=True)
+    for path in (directory / SHARDED, directory):
+        if (path / METADATA).exists() and (state := optimizer_of(path)) is not None:
+            return OptimizerSource(path, state, named=True)
     for path in (directory / name for name in _WHOLE):
         if path.exists():
-            return OptimizerSource(path, _load(path), named=False)
+            return OptimizerSource(path, read_state_dict(path), named=False)
     if (directory / LATEST).exists() or any(directory.glob(OPTIMIZER_STATES)):
         zero = ZeroCheckpoint(directory)
         return OptimizerSource(zero.directory, zero.optimizer(), True, zero.schedule, zero.step)
@@ -102,17 +106,15 @@ def load_optimizer(
                 f"{directory} must have an optimizer's state (optimizer_0, optimizer.pt, optimizer.bin, .metadata, or "
                 "DeepSpeed's partitions), and has none: train on from the weights alone"
             )
-        if found.named:
-            names: Any = [list(group["params"]) for group in found.state["param_groups"]]
-        else:
-            names = names_of_groups(runtime, optimizer)
+        names = found.names or names_of_groups(runtime, optimizer)
         restore_optimizer(runtime, found.path, found.state, names, optimizer)
         if scheduler is not None and found.schedule is not None:
             scheduler.load_state_dict(found.schedule)
     return found.step
 
 
-def _load(path: Path) -> Any:
+def read_state_dict(path: Path) -> Any:
+    """Read a state of plain data and tensors, which stay in the file until they are read."""
     return torch.load(path, map_location="cpu", weights_only=True, mmap=path.stat().st_size > 0)
 
 

@@ -403,8 +403,8 @@ def load_weights(model: nn.Module, directory: str | Path) -> None:
         else:
             form = form_in(Path(directory))
             options = {"dtype": runtime.model.dtype}
-            # Of the same model as plain values, whose config describes no quantized weights; or there is none.
-            if form is not None or not Path(directory, "config.json").exists():
+            # Of the same model as plain values, whose config describes no quantized weights.
+            if form is not None:
                 options["config"] = runtime.model.config
             kind = stock_class(runtime.model)
             plan = runtime.plan

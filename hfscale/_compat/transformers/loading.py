@@ -30,7 +30,16 @@ from .classes import empty_copy
 
 _LOADED = "_is_hf_initialized"
 _READ = (".safetensors", ".bin")
-_OF_THE_HUB = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
+HUB_ARGUMENTS = (
+    "cache_dir",
+    "force_download",
+    "local_files_only",
+    "token",
+    "revision",
+    "subfolder",
+    "trust_remote_code",
+)
+"""Arguments of ``from_pretrained`` that say where its files are, and whether code among them may run."""
 
 
 @contextmanager
@@ -107,7 +116,7 @@ def from_no_path(kind: Any, directory: Path, kwargs: dict[str, Any]) -> Any:
     place; the model gets the name of the ``directory``, and its generation config, if there is one.
     """
     config = copy.deepcopy(kwargs.pop("config"))
-    kwargs = {name: value for name, value in kwargs.items() if name not in _OF_THE_HUB}
+    kwargs = {name: value for name, value in kwargs.items() if name not in HUB_ARGUMENTS}
     # Of no tensor: it says that there is nothing to look for.
     model = kind.from_pretrained(None, config=config, state_dict={}, **kwargs)
     model.name_or_path = config.name_or_path = str(directory)

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...distributed.files.dequantized import Along, Box, DequantizedOnDisk
+from ...distributed.files.dequantized import Along, DequantizedOnDisk
+from ...distributed.files.reader import Box
 from ...distributed.files.sources import open_weights
 from ...distributed.files.writer import Shaped
 from ...errors import CheckpointError, ConfigError
@@ -47,7 +48,7 @@ class QuantizedAgain:
             form,
             open_weights(directory) if directory else {},
         )
-        plain = {} if form is None else as_plain(self._stored, form)
+        plain = as_plain(self._stored, form)
         self._weights = {
             key: tensor for key, tensor in plain.items() if isinstance(tensor, DequantizedOnDisk)
         }

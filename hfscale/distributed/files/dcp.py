@@ -21,11 +21,10 @@ from torch import Tensor
 
 from ..._compat.dcp_metadata import Chunk, Keys, Place, contents_of
 from ..._compat.torch_files import place_of_tensor
-from ...errors import CheckpointError
+from ...errors import CheckpointError, first_line
 from .directories import check_inside
-from .pieces import Box, Piece, TensorInPieces
-from .reader import NAMES, RawFile, TensorOnDisk
-from .titan_names import as_transformers, is_torchtitans
+from .pieces import Piece, TensorInPieces
+from .reader import NAMES, Box, RawFile, TensorOnDisk
 from .torch_file import TensorInTorchFile
 
 METADATA = ".metadata"
@@ -36,7 +35,7 @@ _ADAPTERS = ".base_layer."
 
 
 class _File(RawFile):
-    """A file of several archives."""
+    """Read a file of several archives."""
 
     def archive(self, place: Place) -> "_Window":
         """Return the bytes of one archive as a file."""
@@ -75,7 +74,7 @@ class _Window(io.RawIOBase):
 
 
 class _ChunkOnDisk:
-    """One piece of a tensor, whose place is looked up when it is first read."""
+    """Read one piece of a tensor, whose place is looked up when it is first read."""
 
     def __init__(self, file: _File, name: str, chunk: Chunk, dtype: torch.dtype) -> None:
         self.shape = chunk.sizes
@@ -98,13 +97,13 @@ class _ChunkOnDisk:
         except Exception as error:  # whatever torch says of a damaged archive
             raise CheckpointError(
                 f"{self._file.path} must hold {self._name} of type {self._dtype} and shape {list(self.shape)} at byte "
-                f"{self._place.begin}, and does not ({_first_line(error)}): copy the checkpoint again"
+                f"{self._place.begin}, and does not ({first_line(error)}): copy the checkpoint again"
             ) from error
         return TensorInTorchFile(self._file, self._name, place)
 
 
 class DistributedCheckpoint:
-    """What a directory of torch's distributed checkpoint holds; raise :class:`CheckpointError` if it cannot be read."""
+    """Hold what torch's distributed checkpoint lists; raise :class:`CheckpointError` if it cannot be read."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -118,13 +117,13 @@ class DistributedCheckpoint:
         except Exception as error:  # of a damaged pickle, or another kind of file
             raise CheckpointError(
                 f"{metadata} must be the metadata of a distributed checkpoint of torch's, and cannot be read "
-                f"({_first_line(error)}): copy it again, or merge it once where it was written (python -m "
+                f"({first_line(error)}): copy it again, or merge it once where it was written (python -m "
                 f"torch.distributed.checkpoint.format_utils dcp_to_torch {directory} OUT.pt)"
             ) from error
 
     @property
     def paths(self) -> list[Keys]:
-        """Where each tensor was in the dictionaries that were saved."""
+        """Return where each tensor was in the dictionaries that were saved."""
         return list(self._contents.tensors)
 
     def size(self, path: Keys) -> int:
@@ -157,10 +156,9 @@ class DistributedCheckpoint:
         return self._files[place.file]
 
 
-def open_checkpoint(directory: Path, config: Any = None) -> dict[str, TensorOnDisk]:
+def open_checkpoint(directory: Path) -> dict[str, TensorOnDisk]:
     """Return lazy tensors of the weights in a checkpoint, by their names in the model; raise :class:`CheckpointError`
-    for one that cannot be read, or holds no weights of a model by itself. Torchtitan's are ordered by the model's
-    ``config``.
+    for one that cannot be read, or holds no weights of a model by itself.
     """
     checkpoint = DistributedCheckpoint(directory)
     tensors = {plain(str(path[-1])): checkpoint.tensor(path) for path in _weights(checkpoint)}
@@ -169,8 +167,6 @@ def open_checkpoint(directory: Path, config: Any = None) -> dict[str, TensorOnDi
             f"{directory} must hold the weights of a model, and holds {len(checkpoint.paths)} tensors of other kinds: "
             "give the directory that has them"
         )
-    if is_torchtitans(tensors):
-        return as_transformers(tensors, config)
     adapted = next((name for name in tensors if _ADAPTERS in name), None)
     if adapted is not None:
         raise CheckpointError(
@@ -180,19 +176,17 @@ def open_checkpoint(directory: Path, config: Any = None) -> dict[str, TensorOnDi
     return tensors
 
 
-def holds_optimizer(directory: Path) -> bool:
-    """Return whether a checkpoint has an optimizer's state beside its weights."""
-    return any(_of_optimizer(path) for path in DistributedCheckpoint(directory).paths)
-
-
-def optimizer_of(directory: Path) -> dict[str, Any]:
+def optimizer_of(directory: Path) -> dict[str, Any] | None:
     """Return the state of an optimizer as its ``state_dict`` has it, with lazy tensors, and names of parameters in
-    place of numbers: ``{"state": {name: {"exp_avg": ...}}, "param_groups": [{"params": [names], "lr": ...}]}``.
+    place of numbers: ``{"state": {name: {"exp_avg": ...}}, "param_groups": [{"params": [names], "lr": ...}]}``; or
+    ``None`` if the checkpoint has weights alone.
 
     Raises:
         CheckpointError: the checkpoint holds none in this form, which FSDP2's ``get_optimizer_state_dict`` makes.
     """
     checkpoint = DistributedCheckpoint(directory)
+    if _weights(checkpoint) and not any(map(_of_optimizer, checkpoint.paths)):
+        return None
     found: dict[str, Any] = {"state": {}, "param_groups": []}
     groups: dict[int, dict[str, Any]] = {}
     for path, value in checkpoint.objects().items():
@@ -239,7 +233,3 @@ def plain(name: str) -> str:
     """Return a parameter's name without the wrappers that it was saved in."""
     parts = [part for part in name.split(".") if part not in _WRAPPERS]
     return ".".join(parts[1:] if parts[0] == "module" else parts)
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)

@@ -12,11 +12,10 @@ from math import prod
 import torch
 from torch import Tensor
 
-from .reader import TensorOnDisk
+from .reader import Box, TensorOnDisk
 
 Arithmetic = Callable[[Mapping[str, Tensor], torch.dtype], Tensor]
 """Values of a dtype, from the tensors that make up a weight, by their part in it; their shapes broadcast."""
-Box = tuple[tuple[int, int], ...]  # ``(start, stop)`` per dim
 _ENTRIES = 1 << 19  # multiplied out at a time
 _MORE = 32  # times as many on a device, where every step waits for its launch
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ...errors import CheckpointError
 from .sources import has_weights
+from .weight_files import SLICED
 
 _DEEP = 2  # levels of directories below the one that is given
 _MOST = 200  # directories that are looked into
@@ -45,7 +46,7 @@ class _Kind:
 
 _KINDS = (
     _Kind(
-        ("shard-?????-model-?????-of-?????.safetensors",),
+        (SLICED,),
         "slices of weights, as transformers' save_pretrained(distributed_checkpoint=True) writes them",
         "give {} itself",
     ),

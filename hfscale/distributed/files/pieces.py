@@ -9,17 +9,15 @@ import torch
 from torch import Tensor
 
 from ...errors import CheckpointError
-from .reader import TensorOnDisk
-
-Box = tuple[tuple[int, int], ...]
+from .reader import Box, TensorOnDisk
 
 
 class Readable(Protocol):
-    """What reads boxes of a stored tensor."""
+    """Read boxes of a stored tensor."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape."""
+        """Return the shape."""
         ...
 
     def read(self, spans: Box) -> Tensor:
@@ -29,7 +27,7 @@ class Readable(Protocol):
 
 @dataclass(frozen=True)
 class Piece:
-    """One box of a tensor."""
+    """Hold one box of a tensor."""
 
     offsets: tuple[int, ...]  # where it begins in the full tensor
     tensor: Readable
@@ -46,7 +44,7 @@ class Piece:
 
 
 class TensorInPieces(TensorOnDisk):
-    """One tensor of which files hold pieces; raise :class:`CheckpointError` if these do not make all of it."""
+    """Read one tensor of which files hold pieces; raise :class:`CheckpointError` if these do not make all of it."""
 
     def __init__(
         self, name: str, shape: Sequence[int], dtype: torch.dtype, pieces: Iterable[Piece]

@@ -24,6 +24,9 @@ from ...plan import Cut, Plan
 from ...plan.cut import Spans, share_spans
 from .directories import check_inside, leads_out
 
+Box = tuple[tuple[int, int], ...]
+"""``(start, stop)`` per dim."""
+
 _FLOATS = (torch.float64, torch.float32, torch.float16)
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
 _UNSIGNED = (torch.uint64, torch.uint32, torch.uint16, torch.uint8)
@@ -224,7 +227,7 @@ class TensorOnDisk(_OnDisk):
         view.shape = tuple(shape)
         return view
 
-    def read(self, spans: tuple[tuple[int, int], ...]) -> Tensor:
+    def read(self, spans: Box) -> Tensor:
         """Return a copy of the box ``spans``, a ``(start, stop)`` per dim; only the rows needed are read."""
         if not self.shape:
             out = torch.empty((), dtype=self.dtype)
@@ -317,7 +320,7 @@ class ResizedOnDisk(TensorOnDisk):
         self.dtype = source.dtype
         self.shape = (rows, *source.shape[1:])
 
-    def read(self, spans: tuple[tuple[int, int], ...]) -> Tensor:
+    def read(self, spans: Box) -> Tensor:
         """Return a copy of the box ``spans``, one ``(start, stop)`` per dim."""
         (start, stop), *rest = spans
         stored = self._source.shape[0]

@@ -23,6 +23,7 @@ from typing import Any
 from .dcp import METADATA, open_checkpoint
 from .reader import TensorOnDisk
 from .sliced_files import open_slices
+from .titan_names import as_transformers, is_torchtitans
 from .torch_file import TorchFile
 from .weight_files import SLICED, open_tensors, weight_files
 from .zero import LATEST, OPTIMIZER_STATES, open_partitions
@@ -40,13 +41,11 @@ class Source:
     form: str  # in words
     directory: Path  # that has the files
     reader: Callable[[Path], dict[str, TensorOnDisk]]
-    ordered: bool = False  # whether the model's config says in which order rows come
 
     def open(self, config: Any = None) -> dict[str, TensorOnDisk]:
-        """Return lazy tensors by their names in the model, which has this ``config``."""
-        return (
-            open_checkpoint(self.directory, config) if self.ordered else self.reader(self.directory)
-        )
+        """Return lazy tensors by their names in the model, which has this ``config``, and in its order of rows."""
+        tensors = self.reader(self.directory)
+        return as_transformers(tensors, config) if is_torchtitans(tensors) else tensors
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ def find_source(directory: Path) -> Source | None:
         return None if by_host else Source("weights alone", directory, _open_plain)
     for form in _FORMS:
         for found in sorted(directory.glob(form.pattern))[:1]:
-            return Source(form.words, found.parent, form.reader, form.reader is open_checkpoint)
+            return Source(form.words, found.parent, form.reader)
     return None
 
 

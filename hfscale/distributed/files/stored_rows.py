@@ -20,7 +20,8 @@ from torch import Tensor
 from ...plan import ParameterPlan
 from ...plan.cut import Cut, Spans, overlaps, share_spans
 from ..ops.packed_weights import Packing, as_bytes
-from .dequantized import Along, Arithmetic, Box, DequantizedOnDisk, StoredPart, WordsInMemory
+from .dequantized import Along, Arithmetic, DequantizedOnDisk, StoredPart, WordsInMemory
+from .reader import Box
 
 _ALIGNED = 8  # bytes; the words of a part begin at a multiple
 

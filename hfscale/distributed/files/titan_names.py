@@ -11,8 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from ...errors import CheckpointError
-from .pieces import Box
-from .reader import TensorOnDisk
+from .reader import Box, TensorOnDisk
 
 _TABLE = "tok_embeddings.weight"
 _NAMES = {
@@ -41,7 +40,7 @@ _TOOL = (
 
 
 class HalvesApart(TensorOnDisk):
-    """Rows of ``source [heads * d, h]`` with both halves of each head side by side."""
+    """Read rows of ``source [heads * d, h]`` with both halves of each head side by side."""
 
     def __init__(self, source: TensorOnDisk, head_dim: int) -> None:
         self._source = source

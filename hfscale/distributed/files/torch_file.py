@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..._compat.torch_files import PlaceInFile, places_in_file
 from ...errors import CheckpointError
-from .reader import NAMES, BytesOnDisk, TensorOnDisk
+from .reader import NAMES, Box, BytesOnDisk, TensorOnDisk
 
 
 class TorchFile(BytesOnDisk):
@@ -54,7 +54,7 @@ class TensorInTorchFile(TensorOnDisk):
         self.dtype = place.dtype
         self._begin = place.begin
 
-    def read(self, spans: tuple[tuple[int, int], ...]) -> Tensor:
+    def read(self, spans: Box) -> Tensor:
         """Return a copy of the box ``spans``; of a tensor that is not contiguous, all that its strides span is read."""
         if self.shape != self._place.shape or _is_contiguous(self._place):
             return super().read(spans)

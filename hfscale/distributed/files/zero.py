@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from ..._compat.torch_files import PlaceInFile, structure_of_file
-from ...errors import CheckpointError
-from .pieces import Box
-from .reader import RawFile, TensorOnDisk
+from ...errors import CheckpointError, first_line
+from .directories import check_inside
+from .reader import Box, RawFile, TensorOnDisk
 from .torch_file import TensorInTorchFile
 
 LATEST = "latest"
@@ -41,7 +41,7 @@ _STATES = {1: "base_optimizer_state", 2: "base_optimizer_state", 3: "optimizer_s
 
 @dataclass(frozen=True)
 class Run:
-    """Values of a tensor side by side in one flat tensor."""
+    """Say where values of a tensor lie side by side in one flat tensor."""
 
     flat: TensorOnDisk  # ``[n]``
     begin: int
@@ -49,7 +49,7 @@ class Run:
 
 
 class TensorInRuns(TensorOnDisk):
-    """One tensor whose values, row after row, are those of several runs."""
+    """Read one tensor whose values, row after row, are those of several runs."""
 
     def __init__(self, name: str, shape: tuple[int, ...], runs: list[Run]) -> None:
         self.name = name
@@ -86,7 +86,7 @@ class TensorInRuns(TensorOnDisk):
 
 
 class ZeroCheckpoint:
-    """What a directory of DeepSpeed's holds; raise :class:`CheckpointError` if it cannot be read."""
+    """Hold what a directory of DeepSpeed's has; raise :class:`CheckpointError` if it cannot be read."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory_of_step(directory)
@@ -115,12 +115,12 @@ class ZeroCheckpoint:
 
     @property
     def step(self) -> int:
-        """The number of optimizer steps done."""
+        """Return the number of optimizer steps done."""
         return int(self._model["global_steps"])
 
     @property
     def schedule(self) -> dict[str, Any] | None:
-        """The state of the learning rate's schedule, if DeepSpeed had it."""
+        """Return the state of the learning rate's schedule, if DeepSpeed had it."""
         return self._model.get("lr_scheduler")
 
     def weights(self) -> dict[str, TensorOnDisk]:
@@ -213,10 +213,7 @@ def directory_of_step(directory: Path) -> Path:
     if not latest.is_file():
         return directory
     name = latest.read_text().strip()
-    if not name or Path(name).name != name:
-        raise CheckpointError(
-            f"{latest} must name a directory beside it, got {name[:80]!r}: name the step's directory"
-        )
+    check_inside(name, latest)
     return directory / name
 
 
@@ -231,10 +228,9 @@ def _read(path: Path) -> dict[str, Any]:
         if not isinstance(found, dict):
             raise ValueError(f"it holds a {type(found).__name__}")
     except Exception as error:  # of a damaged file, or one with other classes
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise CheckpointError(
-            f"{path} must be a file of DeepSpeed's, and cannot be read ({reason}): copy it again, or merge the "
-            "checkpoint once with DeepSpeed's zero_to_fp32.py"
+            f"{path} must be a file of DeepSpeed's, and cannot be read ({first_line(error)}): copy it again, or merge "
+            "the checkpoint once with DeepSpeed's zero_to_fp32.py"
         ) from error
     return found
 

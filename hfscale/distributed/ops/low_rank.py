@@ -28,7 +28,7 @@ from .thin_products import add_from_thin, from_thin, thin_gradient, to_thin
 
 
 class Term:
-    """What an adapter adds to the gradient of a projection's input: ``da [n, r]`` and ``A [r, in]``, while it waits."""
+    """Hold what an adapter adds to the gradient of a projection's input: ``da [n, r]`` and ``A [r, in]``."""
 
     def __init__(self, in_place: bool = True) -> None:
         # in_place: whether the gradient that the projection returns may be written into

@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
-from ...checkpoint.foreign_optimizer import load_optimizer
+from ...checkpoint.foreign_optimizer import load_optimizer, read_state_dict
 from ...checkpoint.load import load_weights
 from ...distributed.files.sources import has_weights
 from ...errors import CheckpointError
@@ -59,4 +58,4 @@ def _read(path: Path) -> Any:
             f"{path} must be there to go on from {path.parent}, and is not: load the weights alone "
             "(hfscale.from_pretrained), or copy the directory again"
         )
-    return torch.load(path, map_location="cpu", weights_only=True)
+    return read_state_dict(path)

@@ -143,16 +143,21 @@ class Checkpoints(TrainerHooks):
         scheduler = self.lr_scheduler
         if _has_state(checkpoint):
             load_state(model, _state_of(checkpoint), optimizer=optimizer, scheduler=scheduler)
-        elif stock_state.is_in(checkpoint):
-            with all_or_none(self.runtime.mesh, f"{checkpoint} could not be loaded"):
-                stock_state.read(self.runtime, checkpoint, stock_optimizer(optimizer), scheduler)
-        elif is_writer(self.runtime.mesh):
+        else:
+            self._read_foreign_state(checkpoint)
+        self._streams.read(checkpoint, _has_state(checkpoint), self._rows_of_step)
+
+    def _read_foreign_state(self, checkpoint: Path) -> None:
+        runtime = self.runtime
+        with all_or_none(runtime.mesh, f"{checkpoint} could not be loaded"):
+            optimizer = stock_optimizer(self.optimizer)
+            found = stock_state.read(runtime, checkpoint, optimizer, self.lr_scheduler)
+        if not found and is_writer(runtime.mesh):
             _log.warning(
                 "%s has no optimizer's state: its weights and step go on, the optimizer's moments and the schedule "
                 "begin anew",
                 checkpoint,
             )
-        self._streams.read(checkpoint, _has_state(checkpoint), self._rows_of_step)
 
     def write_random_states(self, directory: Path) -> None:
         """Write the RNG states that stock Trainer reads, and those at the beginning of the epoch."""

@@ -33,11 +33,6 @@ _Kinds = dict[str, dict[str, torch.dtype | None]]
 """By parameter and state: the dtype of a tensor with the parameter's shape; ``None``: a scalar."""
 
 
-def is_in(checkpoint: Path) -> bool:
-    """Return whether a checkpoint has an optimizer's state that :func:`read` reads."""
-    return find_optimizer(checkpoint) is not None
-
-
 def write(
     runtime: Runtime, directory: Path, optimizer: torch.optim.Optimizer, scheduler: Any
 ) -> None:
@@ -68,16 +63,18 @@ def write(
 
 def read(
     runtime: Runtime, checkpoint: Path, optimizer: torch.optim.Optimizer, scheduler: Any
-) -> None:
-    """Resume from a checkpoint of stock Trainer's, on every rank; refuse one of other parameters or cut blocks."""
+) -> bool:
+    """Resume from a checkpoint of stock Trainer's, on every rank; return whether it has an optimizer's state. Refuse
+    one of other parameters or cut blocks.
+    """
     found = find_optimizer(checkpoint)
-    assert found is not None  # as :func:`is_in` has found
-    names = _numbers(runtime, optimizer)
-    if found.named:
-        names = [list(group["params"]) for group in found.state["param_groups"]]
+    if found is None:
+        return False
+    names = found.names or _numbers(runtime, optimizer)
     restore_optimizer(runtime, found.path, found.state, names, optimizer)
     if found.schedule is not None:
         scheduler.load_state_dict(found.schedule)
+    return True
 
 
 def _numbers(runtime: Runtime, optimizer: torch.optim.Optimizer) -> list[list[str]] | None:

@@ -16,6 +16,7 @@ from hfscale import ConfigError, ParallelConfig
 from hfscale.cli import main
 from hfscale.testing import Case, RankPool, assert_layout_equal
 
+from ...layouts import OF_ADAPTERS
 from ...sweeps import pairs
 from ...tiny_models import tiny
 
@@ -27,14 +28,7 @@ pytestmark = [
 ]
 
 Pools = Callable[[int], RankPool]
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "tp2": {"tp_size": 2},
-    "sp2": {"tp_size": 2, "sequence_parallel": True},
-    "tp4": {"tp_size": 4},
-    "shard2": {"dp_shard_size": 2},
-    "pp2": {"pp_size": 2, "num_microbatches": 2},
-    "tp2-shard2": {"tp_size": 2, "dp_shard_size": 2},
-}
+LAYOUTS = {name: OF_ADAPTERS[name] for name in ("tp2", "sp2", "tp4", "shard2", "pp2", "tp2-shard2")}
 CAUSAL = {"task_type": "CAUSAL_LM"}
 TARGETS: dict[str, Any] = {
     **CAUSAL,

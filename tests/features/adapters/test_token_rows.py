@@ -20,6 +20,7 @@ from hfscale.plan import Cut, ParameterPlan
 from hfscale.testing import Case, RankPool, assert_layout_equal
 
 from ...families import config_of
+from ...layouts import OF_ADAPTERS as LAYOUTS
 from ...sweeps import pairs
 from ...tiny_models import tiny
 
@@ -32,16 +33,6 @@ pytestmark = [
 ]
 
 Pools = Callable[[int], RankPool]
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "tp2": {"tp_size": 2},
-    "sp2": {"tp_size": 2, "sequence_parallel": True},
-    "tp4": {"tp_size": 4},
-    "shard2": {"dp_shard_size": 2},
-    "replicate2": {"dp_replicate_size": 2},
-    "pp2": {"pp_size": 2, "num_microbatches": 2},
-    "tp2-shard2": {"tp_size": 2, "dp_shard_size": 2},
-    "tp2-pp2": {"tp_size": 2, "pp_size": 2, "num_microbatches": 2},
-}
 # Of 67 tokens the first of 2 ranks has 34, and the last of 4 has 16.
 TOKENS = [1, 5, 33, 34, 66]
 KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
