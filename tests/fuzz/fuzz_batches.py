@@ -31,11 +31,17 @@ def batches(draw: Draw, world: int, vocabulary: int) -> list[list[Call]]:
         for call in calls:
             for microbatch in (m for rank in call for m in rank) if draw.loop == "plain" else ():
                 if not valid_labels(microbatch):
-                    microbatch["labels"] = microbatch["input_ids"].clone()
+                    _label_all(draw, microbatch)
             if not any(valid_labels(microbatch) for rank in call for microbatch in rank):
-                first = call[0][0]
-                first["labels"] = first["input_ids"].clone()
+                _label_all(draw, call[0][0])
     return steps
+
+
+def _label_all(draw: Draw, batch: Batch) -> None:
+    """Give every token a label that its document predicts."""
+    batch["labels"] = batch["input_ids"].clone()
+    if draw.packed and draw.positions:
+        batch["labels"][begins(batch)] = -100
 
 
 def valid_labels(microbatch: Batch) -> int:

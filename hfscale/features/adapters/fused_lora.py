@@ -27,6 +27,7 @@ from ...distributed.ops.low_rank import Factors, LastCast, Term, add_low_rank, e
 from ...distributed.ops.overlap import as_rows, leaves_gradient, with_notes_of
 from ...models.module_kinds import PROJECTIONS
 from ...parallel.tensor.partial_gradients import as_read
+from ...plan.feature_plans import recomputed
 from ...train.runtime import Part, Runtime
 from ...train.runtime.parameter_names import module_at
 from ...train.runtime.shards import LocalWeights
@@ -46,7 +47,8 @@ class FusedAdapters(Part):
 
     def is_needed(self, runtime: Runtime) -> bool:
         """Return whether there are adapters, planned or put in by PEFT in one process, and they are to be fused."""
-        asked = runtime.options.fused_adapters
+        # Selective checkpoints keep results of products, which nothing may write into.
+        asked = runtime.options.fused_adapters and not recomputed(runtime.plan).keep
         return asked and (runtime.adapters is not None or wrapped_by_peft(runtime.model))
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:

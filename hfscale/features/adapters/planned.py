@@ -11,7 +11,7 @@ from torch import nn
 from ..._compat.peft import COPIES, DORA_MAGNITUDES, LORA_A, ROTATIONS
 from ...errors import ConfigError
 from ...plan import ParameterPlan, Plan
-from ...plan.feature_plans import FusedAdaptersPlan
+from ...plan.feature_plans import FusedAdaptersPlan, recomputed
 from ...train.runtime.parameter_names import module_at
 from .adapter_structure import adapter_parameters, check_matches, target_names, wrap
 from .fused_lora import why_unfused
@@ -93,6 +93,7 @@ def _plan_fused(whole: Any, plan: Plan) -> FusedAdaptersPlan:
     again: set[str] = set()
     if plan.layout.sequence_regather:
         again = {name for block in plan.blocks for name in (*block.column, *block.shared)}
+    keeps = bool(recomputed(plan).keep)
     stock = whole.get_base_model()
     others = []
     paths = dict.fromkeys(
@@ -104,6 +105,8 @@ def _plan_fused(whole: Any, plan: Plan) -> FusedAdaptersPlan:
             reason = "the head, which the loss calls by chunks"
         elif path in again:
             reason = "its input is gathered again"
+        elif keeps:
+            reason = "recompute_keep keeps results that one operator would write into"
         if reason is not None:
             others.append((path, reason))
     return FusedAdaptersPlan(len(paths) - len(others), tuple(others))

@@ -124,6 +124,7 @@ LEVERS: dict[str, dict[str, Any]] = {
     "selective": {"recompute": "selective"},
     "mlp": {"recompute": ["mlp"]},
     "offload": {"offload_activations": "1"},
+    "kept": {"recompute": "full", "recompute_keep": ["aten.mm", "aten.addmm"]},
 }
 
 
@@ -136,7 +137,7 @@ def test_every_layout_equals_one_process(pools: Pools, layout: str, name: str) -
     _check(pools, tiny(case.get("family", name), **case.get("config", {}), **sizes), case, layout)
 
 
-@pytest.mark.daily("elementwise-tp2", "full-zbv", "offload-shard2")
+@pytest.mark.daily("elementwise-tp2", "full-zbv", "offload-shard2", "kept-tp2")
 @pytest.mark.parametrize("layout", ["tp2", "shard2", "zbv"])
 @pytest.mark.parametrize("lever", LEVERS)
 def test_every_lever_equals_one_process(pools: Pools, lever: str, layout: str) -> None:
