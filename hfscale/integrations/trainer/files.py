@@ -144,10 +144,11 @@ class Checkpoints(TrainerHooks):
         if _has_state(checkpoint):
             load_state(model, _state_of(checkpoint), optimizer=optimizer, scheduler=scheduler)
         else:
-            self._read_foreign_state(checkpoint)
+            self.read_foreign_state(checkpoint)
         self._streams.read(checkpoint, _has_state(checkpoint), self._rows_of_step)
 
-    def _read_foreign_state(self, checkpoint: Path) -> None:
+    def read_foreign_state(self, checkpoint: Path) -> None:
+        """Read what another trainer wrote of optimizer and schedule, or say that there is nothing of it."""
         runtime = self.runtime
         with all_or_none(runtime.mesh, f"{checkpoint} could not be loaded"):
             optimizer = stock_optimizer(self.optimizer)
