@@ -144,21 +144,8 @@ class Checkpoints(TrainerHooks):
         if _has_state(checkpoint):
             load_state(model, _state_of(checkpoint), optimizer=optimizer, scheduler=scheduler)
         else:
-            self.read_foreign_state(checkpoint)
+            _read_foreign_state(self.runtime, checkpoint, stock_optimizer(optimizer), scheduler)
         self._streams.read(checkpoint, _has_state(checkpoint), self._rows_of_step)
-
-    def read_foreign_state(self, checkpoint: Path) -> None:
-        """Read what another trainer wrote of optimizer and schedule, or say that there is nothing of it."""
-        runtime = self.runtime
-        with all_or_none(runtime.mesh, f"{checkpoint} could not be loaded"):
-            optimizer = stock_optimizer(self.optimizer)
-            found = stock_state.read(runtime, checkpoint, optimizer, self.lr_scheduler)
-        if not found and is_writer(runtime.mesh):
-            _log.warning(
-                "%s has no optimizer's state: its weights and step go on, the optimizer's moments and the schedule "
-                "begin anew",
-                checkpoint,
-            )
 
     def write_random_states(self, directory: Path) -> None:
         """Write the RNG states that stock Trainer reads, and those at the beginning of the epoch."""
@@ -177,6 +164,18 @@ class Checkpoints(TrainerHooks):
     def read_best_weights(self, checkpoint: Path) -> None:
         """Read the weights from a checkpoint's plain Hugging Face files."""
         load_weights(self.model, checkpoint)
+
+
+def _read_foreign_state(runtime: Runtime, checkpoint: Path, optimizer: Any, scheduler: Any) -> None:
+    """Read what another trainer wrote of optimizer and schedule, or say that there is nothing of it."""
+    with all_or_none(runtime.mesh, f"{checkpoint} could not be loaded"):
+        found = stock_state.read(runtime, checkpoint, optimizer, scheduler)
+    if not found and is_writer(runtime.mesh):
+        _log.warning(
+            "%s has no optimizer's state: its weights and step go on, the optimizer's moments and the schedule "
+            "begin anew",
+            checkpoint,
+        )
 
 
 @contextmanager
