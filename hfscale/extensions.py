@@ -44,6 +44,14 @@ class Extension:
     """Kind of failure, as ``"memory"`` -> the place of a function of the exception that returns lines for the log."""
     plan_parts: Mapping[str, str] = field(default_factory=dict)
     """Feature -> the place of its planning function, called behind those of ``hfscale/api/assemble.py``."""
+    schedules: Mapping[str, str] = field(default_factory=dict)
+    """Pipeline schedule -> the place of its :class:`~hfscale.config.schedules.Schedule`."""
+    executors: Mapping[str, str] = field(default_factory=dict)
+    """Pipeline schedule -> the place of its :class:`~hfscale.train.runtime.Executor`, where
+    :class:`~hfscale.parallel.pipeline.run.Pipeline` cannot run it."""
+    gradient_compressions: Mapping[str, str] = field(default_factory=dict)
+    """Value of ``gradient_compression`` -> the place of its
+    :class:`~hfscale.parallel.data.gradient_compression.Compressor`."""
     parts: Mapping[str, str] = field(default_factory=dict)
     """Feature -> the place of its :class:`~hfscale.train.runtime.Part`, installed before what guards the model."""
 

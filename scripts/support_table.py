@@ -10,7 +10,7 @@ import argparse
 import re
 from pathlib import Path
 
-from hfscale.config.schedules import SCHEDULES
+from hfscale.config.schedules import schedule_names
 
 ROOT = Path(__file__).parents[1]
 BEGIN = "<!-- written by scripts/support_table.py from the tables in docs/ -->"
@@ -66,7 +66,7 @@ def counts() -> dict[str, str]:
         "sequence_classes": _first(r"^with the sequence cut (\d+) equal", others),
         "lora": _first(r"^(\d+) equal, .* of \d+;", adapters),
         "lora_all": _first(r"^\d+ equal, .* of (\d+);", adapters),
-        "schedules": str(len(SCHEDULES)),
+        "schedules": str(len(schedule_names())),
         "versions": ", ".join(f"{name} {pin}{also.get(name, '')}" for name, pin in pins.items()),
     }
     sequences = families.partition("\n## Sequences cut over context ranks\n")[2].partition("\n## ")[

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from hfscale.parallel.pipeline.orders import asynchronous_order
+from hfscale.extras.asynchronous.schedules import asynchronous_order
 from hfscale.parallel.pipeline.timeline import RELEASE, Order, stage_ranks
 
 Weights = dict[str, Tensor]
@@ -67,9 +67,9 @@ def train_delayed(
         raise ValueError(
             f"{len(microbatches)} microbatches are not whole steps of {num_microbatches}"
         )
-    order = asynchronous_order(schedule, len(stages), num_microbatches, steps)
-    versions = weight_versions(schedule, order, num_microbatches)
     every = update_interval(schedule, num_microbatches)
+    order = asynchronous_order(len(stages), num_microbatches, steps, every=every)
+    versions = weight_versions(schedule, order, num_microbatches)
     history = [[_copy(dict(stage.named_parameters()))] for stage in stages]
     losses: list[Tensor] = []
     sums: list[Weights] = []

@@ -11,7 +11,7 @@ from types import FunctionType
 import pytest
 
 import hfscale
-from hfscale.config.schedules import SCHEDULES
+from hfscale.config.schedules import schedule_names
 
 HEAVY = ("torch", "transformers", "accelerate", "peft", "datasets", "omegaconf", "matplotlib")
 
@@ -111,7 +111,7 @@ def test_plans_are_data() -> None:
         ]
         + [
             ["schedule", "--pp", "2", "--microbatches", "4", "--schedule", name]
-            for name in SCHEDULES
+            for name in schedule_names()
         ],
     ],
 )

@@ -28,11 +28,12 @@ from ..checkpoint.merged import plan_as_stored
 from ..checkpoint.stored_forms.scheme import StoredForm, split_stored_form
 from ..config.options import Options
 from ..config.parallel import ParallelConfig
+from ..config.schedules import schedule_of
 from ..distributed.mesh import Mesh
 from ..errors import ConfigError
 from ..features.quantization.quantized_modules import plan_quantized
 from ..parallel.pipeline.placeholders import drop_other_stages
-from ..parallel.pipeline.run import check_stages, stage_places
+from ..parallel.pipeline.run import stage_places
 from ..parallel.tensor import cut_parameters
 from ..plan import Plan
 from ..plan.quantized import AS_STORED
@@ -109,7 +110,8 @@ class Outline:
 def plan_model(model: nn.Module, layout: ParallelConfig, options: Options) -> Plan:
     """Plan a full stock model on any device; stages are placed as the schedule's file says, if it is one."""
     planned = build_plan(model, layout, stage_places(layout), options)
-    check_stages(planned)
+    if planned.stages is not None:
+        schedule_of(layout.pipeline_schedule).check(planned, options)
     return planned
 
 

@@ -1,7 +1,7 @@
 """Declare options once: each field of a config class is a command-line flag and a recipe key."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
 from inspect import getdoc
@@ -15,17 +15,18 @@ _UNUSED = ("_handler", "_backend", "sp_size")  # fields of Accelerate's that are
 def setting(
     default: Any = None,
     *,
-    choices: Sequence[str] = (),
+    choices: Sequence[str] | Callable[[], Sequence[str]] = (),
     flag: str = "",
     needs: str = "",
 ) -> Any:
-    """Declare a field that is ``None`` until the environment or its ``default`` fills it. It takes the names
-    ``choices``, is called ``flag`` on the command line (by default its own name, without ``_size``), and has no meaning
-    without the axis that it ``needs``.
+    """Declare a field that is ``None`` until the environment or its ``default`` fills it.
+
+    It takes the names ``choices`` (a function where extensions add some), is called ``flag`` on the command line (by
+    default its own name, without ``_size``), and has no meaning without the axis that it ``needs``.
     """
     return field(
         default=None,
-        metadata={"default": default, "choices": choices, "flag": flag, "needs": needs},
+        metadata={"default": default, "given_choices": choices, "flag": flag, "needs": needs},
     )
 
 
@@ -53,9 +54,14 @@ class Declared:
     flag: str  # ``--tp``
     text: str  # the first clause of its description, without citations
     default: Any  # of the field, or of :func:`setting`
-    choices: Sequence[str]  # the names that it takes, if it takes names
+    given_choices: Sequence[str] | Callable[[], Sequence[str]]
     needs: str  # the axis without which it has no meaning
     kind: type  # ``bool``, ``int``, ``str``, or ``object`` for anything else
+
+    @property
+    def choices(self) -> Sequence[str]:
+        """The names that it takes, if it takes names."""
+        return self.given_choices() if callable(self.given_choices) else self.given_choices
 
     @property
     def dest(self) -> str:
@@ -79,7 +85,7 @@ def declared(cls: type) -> tuple[Declared, ...]:
     for each in fields(cls):
         more = {
             "default": each.default,
-            "choices": (),
+            "given_choices": (),
             "flag": "",
             "needs": "",
             **each.metadata,

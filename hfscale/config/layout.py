@@ -6,7 +6,7 @@ from typing import Any
 
 from ..errors import check_choice
 from .declared import Declared, setting
-from .schedules import CP_METHODS, GRADIENT_COMPRESSIONS, SCHEDULES, spelled
+from .schedules import CP_METHODS, gradient_compressions, schedule_names, spelled
 
 
 @dataclass
@@ -41,7 +41,7 @@ class LayoutFields:
             keeping it: all activations of a layer are then cut, for half as much communication again.
         overlap: overlap the backward collectives of tensor parallelism with the gradients of weights, from 1 MiB on.
         pipeline_schedule: order of forward and backward passes, by name or as the path of a ``.csv`` file; names are
-            those of :data:`hfscale.config.schedules.SCHEDULES`.
+            those of :func:`hfscale.config.schedules.schedule_names`.
         num_microbatches: microbatches of one step; ``None`` lets the schedule choose.
         virtual_stages: model chunks per pipeline rank; by default 2 for schedules that need several, else 1.
         stage_layers: layers of each stage, ``pp_size * virtual_stages`` numbers (or ``"5,6,6,5"``); ``None`` balances
@@ -71,20 +71,23 @@ class LayoutFields:
     sequence_parallel: bool | None = setting(False)
     sequence_regather: bool | None = setting(False)
     overlap: bool | None = setting(True)
-    pipeline_schedule: str | None = setting("1f1b", choices=SCHEDULES, flag="schedule", needs="pp")
+    pipeline_schedule: str | None = setting(
+        "1f1b", choices=schedule_names, flag="schedule", needs="pp"
+    )
     num_microbatches: int | None = setting(flag="microbatches", needs="pp")
     virtual_stages: int | None = setting(needs="pp")
     stage_layers: Sequence[int] | None = setting(needs="pp")
     weights_regather: bool | None = setting(False)
     reduce_each_microbatch: bool | None = setting(False)
-    gradient_compression: str | None = setting("no", choices=GRADIENT_COMPRESSIONS)
+    gradient_compression: str | None = setting("no", choices=gradient_compressions)
     powersgd_rank: int | None = setting()
 
 
 def check_name(each: Declared, given: Any) -> Any:
     """Return a choice's canonical spelling, or the path of a CSV schedule; raise :class:`ConfigError` if unknown."""
-    if each.choices is not SCHEDULES:
+    if each.name != "pipeline_schedule":
         check_choice(each.name, given, each.choices)
-    elif not str(given).endswith(".csv"):
-        check_choice(each.name, spelled(given), SCHEDULES, ", or the path of a .csv file")
+        return given
+    if not str(given).endswith(".csv"):
+        check_choice(each.name, spelled(given), each.choices, ", or the path of a .csv file")
     return spelled(given)

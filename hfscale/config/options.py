@@ -11,7 +11,6 @@ from .float8 import Float8Config
 from .memory import MemoryConfig
 from .parallel import ParallelConfig
 from .routing import RoutingConfig
-from .schedules import ASYNCHRONOUS
 from .sections import SECTIONS
 
 MIXED_PRECISIONS = {
@@ -161,16 +160,6 @@ class Options:
 
     def check_fits(self, layout: ParallelConfig) -> None:
         """Raise :class:`ConfigError` if the layout cannot run these options."""
-        if (
-            self.mixed_precision == "fp16"
-            and layout.pp > 1
-            and layout.pipeline_schedule in ASYNCHRONOUS
-        ):
-            raise ConfigError(
-                f"mixed_precision='fp16' skips a step whose gradients overflow, and {layout.pipeline_schedule} has "
-                "later microbatches in flight by then: use mixed_precision='bf16', or a schedule with a flush such "
-                "as '1f1b'"
-            )
         routing = self.routing
         size = layout.cp
         if size > 1 and routing is not None and (routing.capacity is not None or routing.draws):

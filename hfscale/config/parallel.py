@@ -10,9 +10,10 @@ from typing import Any
 from accelerate import ParallelismConfig
 
 from ..errors import ConfigError, check_count
+from ..extensions import provided
 from .declared import Declared, Spelled, declared
 from .layout import LayoutFields, check_name
-from .schedules import default_virtual_stages
+from .schedules import schedule_of
 
 AXES = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
 """Mesh axes, outermost first: neighbouring ranks share the axis that communicates most (tensor)."""
@@ -56,7 +57,7 @@ class ParallelConfig(Spelled, LayoutFields, ParallelismConfig):
             "sp_size", 1 if (given := self._given("sp_size")) is None else given
         )
         self._place_experts(may_add_data)
-        virtual = default_virtual_stages(str(self.pipeline_schedule)) if self.pp > 1 else 1
+        virtual = schedule_of(self.pipeline_schedule).default_stages if self.pp > 1 else 1
         self.virtual_stages = self.virtual_stages or virtual
         self.stage_layers = _stage_layers(self.stage_layers, self.pp, self.virtual_stages)
         self._check_compression()
@@ -98,13 +99,13 @@ class ParallelConfig(Spelled, LayoutFields, ParallelismConfig):
                 f"gradient_compression={given!r} compresses gradients between replicas, and dp_replicate_size is 1: "
                 "use dp_replicate_size=2 or more, or leave it out (shards are reduced uncompressed)"
             )
-        if given == "powersgd":
-            self.powersgd_rank = self.powersgd_rank or 4
-        elif self.powersgd_rank is not None:
+        rank = getattr(provided("gradient_compressions", str(given)), "default_rank", None)
+        if rank is None and self.powersgd_rank is not None:
             raise ConfigError(
                 f"powersgd_rank={self.powersgd_rank} needs gradient_compression='powersgd': set that too, or leave "
                 "it out"
             )
+        self.powersgd_rank = self.powersgd_rank or rank
 
     def _place_experts(self, may_add_data: bool) -> None:
         """Check that the expert ranks are full tensor groups, or data ranks, of consecutive batches."""
@@ -152,6 +153,11 @@ class ParallelConfig(Spelled, LayoutFields, ParallelismConfig):
 
     def __hash__(self) -> int:
         return hash(repr(self))
+
+    @property
+    def flushes(self) -> bool:
+        """Whether a step ends with the backward passes of its own microbatches, as in one process."""
+        return self.pp == 1 or schedule_of(self.pipeline_schedule).flushes
 
     def size(self, axis: str) -> int:
         """Return the number of ranks on ``axis`` of the mesh: one of :data:`AXES`, or an expert axis.

@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..config.environment import started_processes
 from ..config.parallel import ParallelConfig
-from ..config.schedules import ASYNCHRONOUS
 from ..errors import MeshError
 from .failures import explain_memory_errors, share_failures
 from .mesh import EXPERT_AXES, MESH_AXES, Mesh
@@ -195,7 +194,7 @@ def _with_stages(mesh: Mesh, made: "Groups", neighbours: Sequence[Pair]) -> Mesh
     ]()  # without a flush, gradients are in flight between calls: a group for each model
 
     def kept(way: Pair) -> dict[Any, Any]:
-        return fresh if layout.pipeline_schedule in ASYNCHRONOUS and way[0] > way[1] else made.made
+        return made.made if layout.flushes or way[0] < way[1] else fresh
 
     for forward in (True, False):
         missing = [

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from ..config.schedules import V_SCHEDULES
+from ..config.schedules import schedule_of
 from ..errors import ConfigError
 from .columns import aligned
 
@@ -112,7 +112,7 @@ def place_stages(schedule: str, pp_size: int, virtual_stages: int = 1) -> tuple[
         raise ConfigError(
             f"pipeline_schedule={schedule!r}: pass ranks=, the rank of each stage in the file"
         )
-    if schedule not in V_SCHEDULES:
+    if not schedule_of(schedule).v_shaped:
         return tuple(stage % pp_size for stage in range(pp_size * virtual_stages))
     if virtual_stages != 2:
         raise ConfigError(

@@ -17,7 +17,7 @@ from .. import from_config, plan
 from .._compat.transformers.experts import use_eager_experts
 from ..checkpoint.stored_forms.scheme import split_stored_form
 from ..config.parallel import AXES, ParallelConfig
-from ..config.schedules import ASYNCHRONOUS, SCHEDULES
+from ..config.schedules import schedule_names, schedule_of
 from ..errors import ConfigError, HFScaleError
 from ..extensions import added, provided
 from ..models.clone import EXPERTS, layers_of_every_kind, tiny_clone
@@ -198,8 +198,8 @@ def verify(
     ``auto_class`` chooses, and with it loss and batches. ``lora`` puts adapters around modules in both: ``all-linear``,
     or names joined by commas.
     """
-    if layout.pp > 1 and layout.pipeline_schedule in ASYNCHRONOUS:
-        others = ", ".join(schedule for schedule in SCHEDULES if schedule not in ASYNCHRONOUS)
+    if not layout.flushes:
+        others = ", ".join(name for name in schedule_names() if schedule_of(name).flushes)
         raise ConfigError(
             f"pipeline_schedule={layout.pipeline_schedule!r} updates weights while microbatches are under way, so its "
             f"steps are not those of one process: verify {others}, or a .csv file"

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from .._compat.torch import tree_leaves
 from .._compat.transformers.classes import class_name, forward_arguments, stock_class
 from .._compat.transformers.computing import packing
-from ..config.schedules import ASYNCHRONOUS
 from ..distributed.ops.token_scores import TokenScores
 from ..errors import ConfigError, check_number
 from ..plan.feature_plans import ROUTES
@@ -87,10 +86,10 @@ class UserFunction:
 
 def refuse_without_flush(runtime: Runtime, loss: str) -> None:
     """Refuse a loss under a schedule without a flush, whose microbatches end in later steps."""
-    schedule = runtime.mesh.layout.pipeline_schedule
-    if runtime.plan.stages is not None and schedule in ASYNCHRONOUS:
+    layout = runtime.mesh.layout
+    if runtime.plan.stages is not None and not layout.flushes:
         raise ConfigError(
-            f"{schedule} takes no {loss}, whose microbatches end in later steps: use '1f1b' or 'zbv'"
+            f"{layout.pipeline_schedule} takes no {loss}, whose microbatches end in later steps: use '1f1b' or 'zbv'"
         )
 
 

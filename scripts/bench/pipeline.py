@@ -35,7 +35,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 import hfscale
-from hfscale.config.schedules import default_virtual_stages
+from hfscale.config.schedules import schedule_of
 from hfscale.extras.schedules.chrome_trace import merge_records, write_trace
 from hfscale.parallel.pipeline.orders import order
 from hfscale.parallel.pipeline.recorder import Recorder
@@ -146,7 +146,7 @@ class Case:
     @property
     def virtual_stages(self) -> int:
         """Stages per rank."""
-        return default_virtual_stages(self.schedule)
+        return schedule_of(self.schedule).default_stages
 
 
 def _record(stage: Any, recorder: Recorder) -> None:

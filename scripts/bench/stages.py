@@ -35,7 +35,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import hfscale
-from hfscale.config.schedules import default_virtual_stages
+from hfscale.config.schedules import schedule_of
 from hfscale.parallel.pipeline.recorder import Recorder
 from hfscale.testing import RankPool
 from hfscale.train.runtime import runtime_of
@@ -77,7 +77,7 @@ def build(kind: str, path: str, schedule: str, size: Size) -> None:
     """Load a candidate and its optimizer into this process; ``by hand`` is cut where hfscale cuts."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, size.vocabulary, (size.microbatches, size.tokens), generator=generator)
-    virtual = default_virtual_stages(schedule)
+    virtual = schedule_of(schedule).default_stages
     if kind == "one process":
         model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).train()
     elif kind == "hfscale":

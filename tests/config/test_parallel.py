@@ -9,7 +9,7 @@ from accelerate import ParallelismConfig
 
 from hfscale import ConfigError, ParallelConfig
 from hfscale.config.parallel import AXES
-from hfscale.config.schedules import SCHEDULES
+from hfscale.config.schedules import schedule_names
 
 
 @pytest.fixture(autouse=True)
@@ -136,7 +136,7 @@ def test_strings_from_a_command_line_are_numbers() -> None:
     assert ParallelConfig(tp_size="2").tp_size == 2  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("schedule", [*SCHEDULES, "mine.csv"])
+@pytest.mark.parametrize("schedule", [*schedule_names(), "mine.csv"])
 def test_known_schedules(schedule: str) -> None:
     assert ParallelConfig(pipeline_schedule=schedule).pipeline_schedule == schedule
 

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 import hfscale
 from hfscale import ParallelConfig
 from hfscale.cli import main
-from hfscale.config.schedules import SCHEDULES
+from hfscale.config.schedules import schedule_names
 from hfscale.extras.pictures.picture_parity import PictureCase
 from hfscale.models.clone import tiny_clone
 from hfscale.parallel.pipeline.csv_table import write_csv
@@ -89,7 +89,7 @@ def test_pipelines_are_scaled_down() -> None:
     assert small(pp_size=4, tp_size=8, num_microbatches=16, stage_layers=[20] * 4) == (2, 4, None)
     assert small() == (1, None, None)
     # Whatever the schedule, it can run the number that is chosen.
-    for schedule in SCHEDULES:
+    for schedule in schedule_names():
         for pp_size in (2, 3, 4, 8):
             found = verify.scale_down(ParallelConfig(pp_size=pp_size, pipeline_schedule=schedule))
             check(schedule, pp_size, found.num_microbatches or 0, found.virtual_stages or 0)

@@ -29,7 +29,8 @@ from dataclasses import dataclass, fields, replace
 from math import ceil, prod
 from typing import Any
 
-from ...config.schedules import ASYNCHRONOUS
+from ...config.schedules import schedule_of
+from ...extensions import provided
 from ...plan import ParameterPlan, Plan
 from ...plan.columns import aligned
 from ...plan.cut import Cut, cut_shape
@@ -148,10 +149,8 @@ def estimate_memory(
         notes += [
             f"on the host: the optimizer's state of {human(state)}, and two buffers of the largest parameter"
         ]
-    trains, (older, waiting) = (
-        sum(weight_bytes(plan, p, here) for p in training),
-        _under_way(plan, pp_rank),
-    )
+    trains = sum(weight_bytes(plan, p, here) for p in training)
+    older, waiting = _kept_versions(plan, pp_rank)
     found = MemoryEstimate(
         weights=sum(weight_bytes(plan, p, here) for p in held if p.name not in adapters)
         + older * trains,
@@ -217,33 +216,26 @@ def _looked_up(plan: Plan, pp_rank: int) -> set[str]:
     return {name for name in around_layers(plan) if is_matrix(plan, name)} - multiplied
 
 
-def _under_way(plan: Plan, pp_rank: int) -> tuple[int, int]:
-    """Return the number of older versions of trained weights, and of gradients (Narayanan et al. 2019, 2021)."""
-    layout = plan.layout
-    schedule = plan.layout.pipeline_schedule
-    if layout.pp == 1 or schedule not in ASYNCHRONOUS:
-        return 0, 1
-    behind = layout.pp - 1 - pp_rank
-    # PipeDream has one for every microbatch under way; in 2BW a step's gradients wait for the end of the next step
-    return (behind, 1) if schedule == "pipedream" else (min(behind, 1), 2)
+def _kept_versions(plan: Plan, pp_rank: int) -> tuple[int, int]:
+    """Return the number of older versions of trained weights, and of sets of gradients."""
+    return schedule_of(plan.layout.pipeline_schedule).kept(plan.layout.pp, pp_rank)
 
 
 def _left_out_bytes(
     plan: Plan, training: Iterable[ParameterPlan], ranks: dict[str, int], mixed: bool
 ) -> int:
-    """Return the bytes of PowerSGD's error feedback, in 32 bits at least, and of its factors."""
-    if plan.layout.gradient_compression != "powersgd":
+    """Return the bytes that compression of gradients keeps between steps, in 32 bits at least."""
+    compressor = provided("gradient_compressions", str(plan.layout.gradient_compression))
+    if compressor is None:
         return 0
     total = 0
     rank = int(plan.layout.powersgd_rank or 1)
     for planned in training:
         spread = any(cut.axis == "ep" for cut in planned.cuts)
-        size = _padded(planned.shape, planned.cuts, ranks)
-        rows, columns = (size[0], prod(size[1:])) if len(size) > 1 else (1, 1)
-        worth = rank * (rows + columns) < rows * columns and rank <= min(rows, columns)
-        if worth and plan.layout.size("edp_replicate" if spread else "dp_replicate") > 1:
+        if plan.layout.size("edp_replicate" if spread else "dp_replicate") > 1:
+            size = _padded(planned.shape, planned.cuts, ranks)
             wide = 4 if mixed else max(4, planned.dtype.itemsize)
-            total += wide * (rows * columns + rank * columns)
+            total += wide * compressor.entries_kept(size, rank)
     return total
 
 
@@ -312,10 +304,7 @@ def _copied(plan: Plan, held: Sequence[ParameterPlan], situation: Situation) -> 
         count = situation.held_by(planned.stage)
         # The host casts stacked weights of a mixture that nobody described in every pass.
         if all_cast or len(planned.shape) == 2 or planned.name.startswith(mixtures):
-            count = min(
-                count,
-                {"pipedream": count, "pipedream_2bw": 2}.get(str(plan.layout.pipeline_schedule), 1),
-            )
+            count = min(count, 1 + _kept_versions(plan, situation.pp_rank)[0])
         total += 2 * prod(planned.local_shape(situation.ranks)) * count
     return total
 

@@ -27,7 +27,6 @@ from ..._compat.torch import without_dispatch_modes
 from ..._compat.transformers.classes import stock_class
 from ..._compat.transformers.computing import answer
 from ..._compat.transformers.implementations import implementation_of, set_implementation
-from ...config.schedules import ASYNCHRONOUS
 from ...errors import ConfigError, check_number
 from ...models.facts import ask
 from ...models.fields import HEAD_FIELDS, first_count, text_config
@@ -196,9 +195,10 @@ class QueryKeyClip(Stepper):
     def __init__(self, threshold: float, members: Sequence[Member], runtime: Runtime) -> None:
         super().__init__((), runtime.mesh)
         check_number("qk_clip", threshold, above=0)
-        if (schedule := runtime.mesh.layout.pipeline_schedule) in ASYNCHRONOUS:
+        layout = runtime.mesh.layout
+        if not layout.flushes:
             raise ConfigError(
-                f"qk_clip with pipeline_schedule={schedule!r} reads scores of old weights: use '1f1b'"
+                f"qk_clip with pipeline_schedule={layout.pipeline_schedule!r} reads scores of old weights: use '1f1b'"
             )
         if runtime.compiled:
             raise ConfigError(

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from ...cli.look import check_writable
-from ...config.schedules import SCHEDULES
+from ...config.schedules import schedule_names
 from ...errors import ConfigError
 
 HELP = "draw what a pipeline schedule does, and beside it how a run went"
@@ -16,7 +16,7 @@ EXAMPLE = "hfscale schedule zbv --pp 4 --microbatches 8"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "name", nargs="?", metavar="NAME",
-        help=f"one of {', '.join(SCHEDULES)}, or a .csv file (default: the trace's, 1f1b)",
+        help=f"one of {', '.join(schedule_names())}, or a .csv file (default: the trace's, 1f1b)",
     )  # fmt: skip
     parser.add_argument(
         "--schedule", metavar="NAME", help="the same, named as other commands name it"
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="time of a transfer, in forward passes of a stage (default: 0)",
     )
     parser.add_argument(
-        "--steps", type=int, metavar="N", help="steps in a row, for pipedream and pipedream_2bw"
+        "--steps", type=int, metavar="N", help="steps in a row, of a schedule without a flush"
     )
     parser.add_argument(
         "--csv", type=Path, metavar="FILE", help="write the order of actions, in torch's format"

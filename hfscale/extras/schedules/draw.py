@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ...cli.look import print_json
-from ...config.schedules import ASYNCHRONOUS, SCHEDULES, default_virtual_stages, spelled
+from ...config.schedules import schedule_names, schedule_of, spelled
 from ...errors import ConfigError
 from ...parallel.pipeline.csv_table import read_csv, write_csv
 from ...parallel.pipeline.orders import order
@@ -150,7 +150,9 @@ def measured_costs(timeline: Timeline) -> Costs:
 
 def _asked(arguments: argparse.Namespace, measured: Timeline | None) -> tuple[Order, str, int]:
     """Return the order asked for, completed from the recorded run or CSV file, its schedule, and its microbatches."""
-    known = measured is not None and (measured.name in SCHEDULES or measured.name.endswith(".csv"))
+    known = measured is not None and (
+        measured.name in schedule_names() or measured.name.endswith(".csv")
+    )
     schedule = spelled(arguments.schedule or "") or (
         measured.name if measured and known else "1f1b"
     )
@@ -166,19 +168,24 @@ def _asked(arguments: argparse.Namespace, measured: Timeline | None) -> tuple[Or
         raise ConfigError("--pp is missing: say how many pipeline ranks, as in --pp 4")
     # As in plans, and in runs.
     microbatches = size(arguments.microbatches, "num_microbatches", 2 * ranks)
-    virtual = size(arguments.virtual_stages, "virtual_stages", default_virtual_stages(schedule))
+    virtual = size(arguments.virtual_stages, "virtual_stages", schedule_of(schedule).default_stages)
     steps = arguments.steps or _steps(schedule, microbatches, measured)
     return order(schedule, ranks, microbatches, virtual, steps), schedule, microbatches
 
 
 def _steps(schedule: str, microbatches: int, measured: Timeline | None) -> int:
     """Return the number of steps to draw: those of a recorded run without flushes, or enough to see them overlap."""
-    if measured and schedule in ASYNCHRONOUS:
+    found = schedule_of(schedule)
+    if found.flushes:
+        return 1
+    if measured:
         run = 1 + max(
             span.action.microbatch for _, span in measured.spans() if span.action.kind == "forward"
         )
         return max(1, run // microbatches)
-    return 3 if schedule == "pipedream_2bw" else 1
+    return (
+        3 if found.microbatches_per_rank else 1
+    )  # one that updates after each microbatch overlaps in one step
 
 
 def render(

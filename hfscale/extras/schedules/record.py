@@ -16,7 +16,7 @@ from torch.optim.optimizer import (
 )
 
 from ..._compat.torch_device import device_module, is_accelerator
-from ...config.schedules import ASYNCHRONOUS
+from ...config.schedules import schedule_of
 from ...distributed.mesh import Mesh
 from ...errors import ConfigError, check_path
 from ...parallel.pipeline.recorder import Record, Recorder
@@ -85,10 +85,9 @@ def record_schedule(model: nn.Module, path: str | os.PathLike[str]) -> Iterator[
         layout = runtime.mesh.layout
         count = 0
         # Where steps overlap, microbatches of one cannot be counted.
-        if layout.pipeline_schedule in ASYNCHRONOUS:
-            count = (
-                1 if layout.pipeline_schedule == "pipedream" else int(layout.num_microbatches or 0)
-            )
+        if not layout.flushes:
+            accumulates = schedule_of(layout.pipeline_schedule).microbatches_per_rank
+            count = int(layout.num_microbatches or (0 if accumulates else 1))
         whole = merge_records(records, str(layout.pipeline_schedule), count)
         steps = split_steps(whole)
         write_trace(

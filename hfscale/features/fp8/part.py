@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from ..._compat.torch_device import keep_for_stream
 from ..._compat.torch_fsdp import gather_encoded
-from ...config.schedules import ASYNCHRONOUS
 from ...distributed.ops import overlap
 from ...distributed.ops.shared_casts import autocasted
 from ...models.module_kinds import is_transposed, weight_dims
@@ -67,8 +66,7 @@ class Float8(Part):
         all-reduce for all, but those of rows of sharded weights when these are gathered. Not with schedules without a
         flush, which compute with several versions of the weights.
         """
-        layout = runtime.mesh.layout
-        if not self._projections or (layout.pp > 1 and layout.pipeline_schedule in ASYNCHRONOUS):
+        if not self._projections or not runtime.mesh.layout.flushes:
             yield
             return
         runtime.data.release()  # gathered weights would be taken for shards

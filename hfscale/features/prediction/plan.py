@@ -7,7 +7,6 @@ from typing import Any
 from torch import Tensor
 
 from ..._compat.transformers.prediction import PREDICTION_LOOKUP
-from ...config.schedules import ASYNCHRONOUS
 from ...models.fields import text_config
 from ...plan.batch_fields import BatchField
 from ...plan.contents import Feature, PlanContents
@@ -58,16 +57,11 @@ def plan_prediction(draft: Draft) -> None:
     if not draft.predictors:
         return
     name = type(draft.model).__name__
-    schedule = str(draft.layout.pipeline_schedule)
     config = text_config(draft.config)
     if draft.no_step or draft.loss is None or draft.lookup is None:
         draft.problem(
             f"mtp_loss_weight needs the loss of a causal language model and a plain embedding, and {name} has others: "
             "leave it out"
-        )
-    if draft.layout.pp > 1 and schedule in ASYNCHRONOUS:
-        draft.problem(
-            f"mtp_loss_weight needs a schedule with a flush, and {schedule} has none: use 1f1b"
         )
     if draft.embedding is not None:
         draft.cut(f"{PREDICTION_LOOKUP}.weight", 0, draft.modules[PREDICTION_LOOKUP].num_embeddings)

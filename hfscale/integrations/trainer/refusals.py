@@ -19,7 +19,6 @@ from ..._compat.trl import DistillationHooks, distils, has_engine
 from ...config.environment import started_processes
 from ...config.options import Options
 from ...config.parallel import UNCUT_SEQUENCES, ParallelConfig
-from ...config.schedules import ASYNCHRONOUS
 from ...errors import ConfigError
 from ...parallel.experts import ExpertRouting
 from ...plan.feature_plans import offloaded, refuse_aside
@@ -148,11 +147,12 @@ def check_model(runtime: Runtime, arguments: Any) -> None:
         )
     if arguments.use_liger_kernel and runtime.options.use_liger_kernel is False:
         _check_kernels(runtime)
-    schedule = runtime.mesh.layout.pipeline_schedule
-    if schedule in ASYNCHRONOUS and runtime.plan.stages is not None:
+    layout = runtime.mesh.layout
+    if runtime.plan.stages is not None and not layout.flushes:
         raise ConfigError(
-            f"{schedule} hands out the gradients of earlier batches, and a Trainer steps after each: use a schedule "
-            "with a flush, such as '1f1b' or 'zbv', or a loop of your own with hfscale.train_step and hfscale.drain"
+            f"{layout.pipeline_schedule} hands out the gradients of earlier batches, and a Trainer steps after each: "
+            "use a schedule with a flush, such as '1f1b' or 'zbv', or a loop of your own with hfscale.train_step and "
+            "hfscale.drain"
         )
     smoothed_by_host = bool(arguments.label_smoothing_factor) and runtime.plan.loss is None
     if smoothed_by_host and is_causal_lm(class_name(runtime.model)) and runtime.mesh.data_world > 1:

@@ -1,21 +1,11 @@
-"""Compress the gradients that replicas exchange: to 16 bits, or to low-rank factors (PowerSGD).
+"""Compress the gradients that replicas exchange: to 16 bits, or as an extension does.
 
 FSDP2 shards over ``dp_shard`` alone then, and what it has reduced there, one flat buffer for each layer, is averaged
-over ``dp_replicate`` here::
-
-    bf16, fp16    buffer / n -> 16 bits -> sum over replicas -> buffer
-    powersgd      M = matrix + error    P = M Q    mean of P, made orthonormal    Q = M^T P    mean of Q
-                  matrix <- P Q^T       error <- M - P Q^T                      (Vogels et al. 2019)
-
-A rank compresses its own shard of a matrix, as DALL-E did (Ramesh et al. 2021, appendix E); vectors, and matrices whose
-factors would be no smaller, are averaged as they are. Under a loss scale errors are scaled as gradients are, and follow
-it where it changes; of a step whose gradients are no numbers nothing is kept, or no later step would have any. Matrices
-in 16 bits are factored in 32, in which their errors are kept too.
+over ``dp_replicate`` here: ``buffer / n -> 16 bits -> sum over replicas -> buffer``, or by a :class:`Compressor`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from math import prod
 from typing import Any
 
 import torch
@@ -24,7 +14,7 @@ from torch import Tensor, nn
 
 from ..._compat.torch_fsdp import parameter_groups
 from ...distributed.mesh import Mesh
-from ...distributed.ops.collectives import all_reduce_together
+from ...extensions import provided
 from ...plan import Plan
 from ...plan.parameter import data_axes
 
@@ -38,8 +28,14 @@ def narrow_mean(flat: Tensor, group: dist.ProcessGroup, dtype: torch.dtype) -> N
     flat.copy_(sent)
 
 
-class PowerSGD:
-    """Average the matrices in a flat gradient buffer over replicas by low-rank factors."""
+class Compressor:
+    """Average the gradients of one flat buffer over replicas in place, when called with it; subclasses compress them.
+
+    ``group`` has the replicas, ``sizes`` are those of the buffer's parameters, ``rank`` is the layout's
+    ``powersgd_rank``, ``seed`` differs between buffers, and ``unit`` returns the loss scale.
+    """
+
+    default_rank: int | None = None  # of the factors; None: it has none
 
     def __init__(
         self,
@@ -47,107 +43,29 @@ class PowerSGD:
         sizes: Sequence[Sequence[int]],
         rank: int,
         seed: int,
-        unit: Callable[[], float] = lambda: 1.0,
+        unit: Callable[[], float],
     ) -> None:
-        self._group, self._rank, self._sizes, self._seed = (
-            group,
-            rank,
-            [tuple(size) for size in sizes],
-            seed,
-        )
-        self._errors: dict[int, Tensor] = {}
-        self._factors: dict[int, Tensor] = {}
-        self._unit = unit
-        self._made_in = 1.0
+        raise NotImplementedError
 
     def __call__(self, flat: Tensor) -> None:
         """Average ``flat`` over the replicas in place."""
-        if sum(map(prod, self._sizes)) != flat.numel():  # some have no gradient
-            self._mean([flat])
-            return
-        parts = list(flat.split([prod(size) for size in self._sizes]))
-        matrices = {
-            i: parts[i].view(size[0], -1)
-            for i, size in enumerate(self._sizes)
-            if self._is_worth_it(size)
-        }
-        unit = self._unit()
-        if unit != self._made_in:
-            self._errors = {i: error * (unit / self._made_in) for i, error in self._errors.items()}
-            self._made_in = unit
-        whole = {i: self._error(i, matrix) + matrix for i, matrix in matrices.items()}
-        left = {i: matrix @ self._factor(i, matrix) for i, matrix in whole.items()}
-        vectors = [part for i, part in enumerate(parts) if i not in matrices]
-        self._mean([*left.values(), *vectors])
-        for shape in {factor.shape for factor in left.values()}:
-            alike = [i for i, factor in left.items() if factor.shape == shape]
-            left |= zip(
-                alike, torch.linalg.qr(torch.stack([left[i] for i in alike]))[0], strict=True
-            )
-        right = {i: matrix.T @ left[i] for i, matrix in whole.items()}
-        self._mean(list(right.values()))
-        # So all replicas agree, without a device synchronization.
-        averaged = [
-            *right.values(),
-            *vectors,
-        ]
-        numbers = torch.stack([torch.isfinite(tensor).all() for tensor in averaged]).all()
-        for i, matrix in matrices.items():
-            error = self._error(i, matrix)
-            factor = self._factor(i, whole[i])
-            matrix.copy_(left[i] @ right[i].T)
-            self._errors[i] = torch.where(numbers, whole[i] - matrix, error)
-            self._factors[i] = torch.where(numbers, right[i], factor)
+        raise NotImplementedError
 
     def tensors(self) -> list[Tensor]:
-        """Return errors and factors."""
-        return [*self._errors.values(), *self._factors.values()]
+        """Return the tensors that it keeps between steps."""
+        return []
 
     def state(self) -> dict[str, Any]:
-        """Return errors and factors, and the unit of the errors."""
-        return {"errors": self._errors, "factors": self._factors, "unit": self._made_in}
+        """Return what a saved state has of it."""
+        return {}
 
     def put_state(self, state: Mapping[str, Any], device: torch.device) -> None:
-        """Load errors and factors."""
-        self._errors = {i: each.to(device) for i, each in state["errors"].items()}
-        self._factors = {i: each.to(device) for i, each in state["factors"].items()}
-        self._made_in = state.get("unit", self._unit())  # states of before had none
+        """Load what :meth:`state` returned."""
 
-    def _is_worth_it(self, size: tuple[int, ...]) -> bool:
-        rows, columns = (size[0], prod(size[1:])) if len(size) > 1 else (1, 1)
-        return self._rank * (rows + columns) < rows * columns and self._rank <= min(rows, columns)
-
-    def _error(self, i: int, matrix: Tensor) -> Tensor:
-        # In 32 bits at least: roundings of matrices in 16 are among the errors.
-        if i not in self._errors:
-            self._errors[i] = torch.zeros_like(
-                matrix, dtype=torch.promote_types(matrix.dtype, torch.float32)
-            )
-        return self._errors[i]
-
-    def _factor(self, i: int, matrix: Tensor) -> Tensor:
-        if i not in self._factors:
-            self._factors[i] = first_factor(
-                self._seed,
-                i,
-                matrix.shape[1],
-                self._rank,
-            ).to(matrix)
-        return self._factors[i]
-
-    def _mean(self, tensors: list[Tensor]) -> None:
-        """Average tensors over the replicas in place with one all-reduce."""
-        if tensors:
-            all_reduce_together(tensors, self._group, dist.get_world_size(self._group))
-
-
-def first_factor(seed: int, number: int, columns: int, rank: int) -> Tensor:
-    """Return a random normal ``[columns, rank]``, for matrix ``number`` of a buffer."""
-    return torch.randn(
-        columns,
-        rank,
-        generator=torch.Generator().manual_seed(1000 * seed + number),
-    )
+    @staticmethod
+    def entries_kept(shape: Sequence[int], rank: int) -> int:
+        """Return how many numbers it keeps for a gradient of this shape."""
+        return 0
 
 
 def compresses(plan: Plan) -> bool:
@@ -157,21 +75,21 @@ def compresses(plan: Plan) -> bool:
 
 def install_compression(
     model: nn.Module, plan: Plan, mesh: Mesh, unit: Callable[[], float]
-) -> list[PowerSGD]:
+) -> list[Compressor]:
     """Replace FSDP2's average over replicas by a compressed one; return the hooks that have a state to save."""
-    kept = list[PowerSGD]()
+    kept = list[Compressor]()
+    asked = str(plan.layout.gradient_compression)
+    compressor = provided("gradient_compressions", asked)
     experts = tuple(f"{each.name}." for each in plan.experts)
     for number, group in enumerate(parameter_groups(model)):
         replicas = mesh.group(
             data_axes(f"{group.module}.".startswith(experts) if experts else False)[0]
         )
         if replicas is not None:
-            if plan.layout.gradient_compression != "powersgd":
-                dtype = NARROW[str(plan.layout.gradient_compression)]
-                group.average_by(partial(narrow_mean, group=replicas, dtype=dtype))
+            if compressor is None:
+                group.average_by(partial(narrow_mean, group=replicas, dtype=NARROW[asked]))
                 continue
-            kept.append(
-                PowerSGD(replicas, group.sizes, int(plan.layout.powersgd_rank or 1), number, unit)
-            )
+            rank = int(plan.layout.powersgd_rank or 1)
+            kept.append(compressor(replicas, group.sizes, rank, number, unit))
             group.average_by(kept[-1])
     return kept

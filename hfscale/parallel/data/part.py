@@ -15,7 +15,7 @@ from ...train.runtime import Batch, Part, Runtime
 from ...train.runtime.runtime import DataAxes
 from ...train.runtime.shards import LocalWeights
 from . import shard
-from .gradient_compression import PowerSGD, compresses, install_compression
+from .gradient_compression import Compressor, compresses, install_compression
 
 
 class DataParallel(Part, DataAxes):
@@ -28,7 +28,7 @@ class DataParallel(Part, DataAxes):
     _wrapped: list[FSDPModule]
 
     def __init__(self) -> None:
-        self._compressing: list[PowerSGD] = []
+        self._compressing: list[Compressor] = []
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
         """Wrap the model in FSDP2, and materialize tensors on the meta device."""

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from ..._compat.transformers.classes import class_name, takes_argument
 from ..._compat.transformers.computing import encoder_outputs
-from ...config.schedules import ASYNCHRONOUS
 from ...errors import ConfigError
 from ...plan import Plan
 from ...plan.sequence_split import tokens_of
@@ -226,5 +225,5 @@ def _order(plan: Plan, num_microbatches: int | None) -> Order:
     count = num_microbatches or layout.num_microbatches or layout.pp
     schedule = str(layout.pipeline_schedule)
     # Those of earlier steps are still under way.
-    steps = layout.pp if schedule in ASYNCHRONOUS else 1
+    steps = 1 if layout.flushes else layout.pp
     return order(schedule, layout.pp, count, layout.virtual_stages or 1, steps)

@@ -12,12 +12,10 @@ from itertools import chain, count, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...config.schedules import ASYNCHRONOUS, SCHEDULES, V_SCHEDULES
+from ...config.schedules import Schedule, schedule_names, schedule_of
 from ...errors import ConfigError
 from .csv_table import read_csv
 from .timeline import Action, Kind, Order
-
-_SINGLE = ("gpipe", "1f1b", *ASYNCHRONOUS)
 
 
 def _breadth_first(
@@ -224,13 +222,13 @@ def order(
 
     ``gpipe`` (Huang et al. 2019), ``1f1b`` (PipeDream-Flush, Narayanan et al. 2021a), ``interleaved1f1b`` (PTD-P,
     Narayanan et al. 2021b), ``looped_bfs`` (breadth-first, Lamy-Poirier 2023), ``interleaved_zero_bubble`` (ZB-H1 over
-    virtual stages) and ``zbv`` (Qi et al. 2023), ``dualpipev`` (DeepSeek 2025), ``pipedream`` (Narayanan et al. 2019),
-    ``pipedream_2bw`` (Narayanan et al. 2021a), or the path of a CSV in torch's format (see :func:`read_csv`).
+    virtual stages) and ``zbv`` (Qi et al. 2023), ``dualpipev`` (DeepSeek 2025), what extensions add, or the path of a
+    CSV in torch's format (see :func:`read_csv`).
 
     Args:
         virtual_stages: stages per rank. Stage ``s`` lives on rank ``s % pp_size``; for ``zbv`` and ``dualpipev``, which
             take exactly two, on ranks ``0 .. p-1, p-1 .. 0``.
-        steps: steps in a row; more than one only without a flush between them (the asynchronous schedules).
+        steps: steps in a row; more than one only without a flush between them .
     """
     check(schedule, pp_size, num_microbatches, virtual_stages, steps)
     if schedule.endswith(".csv"):
@@ -245,8 +243,10 @@ def order(
                 f"pp_size={len(found)}, virtual_stages={stages // len(found)}, num_microbatches={passes}"
             )
         return found
-    if schedule in ASYNCHRONOUS:
-        return asynchronous_order(schedule, pp_size, num_microbatches, steps)
+    own = schedule_of(schedule).order
+    if own is not None:
+        added: Order = own(pp_size, num_microbatches, steps)
+        return added
     row = _ROWS[schedule]
     return tuple(
         tuple(row(rank, pp_size, num_microbatches, virtual_stages)) for rank in range(pp_size)
@@ -264,31 +264,31 @@ def check(
     ):
         if value < 1:
             raise ConfigError(f"{name}={value} is invalid: use a whole number of at least 1")
-    if schedule not in SCHEDULES and not schedule.endswith(".csv"):
+    names = schedule_names()
+    if schedule not in names and not schedule.endswith(".csv"):
         raise ConfigError(
-            f"schedule {schedule!r} is unknown: use one of {', '.join(SCHEDULES)}, or a .csv file"
+            f"schedule {schedule!r} is unknown: use one of {', '.join(names)}, or a .csv file"
         )
-    valid = allowed_virtual_stages(schedule)
+    found = schedule_of(schedule)
+    valid = found.stages_per_rank
     if virtual_stages not in valid:
         values = str(valid[0]) if len(valid) == 1 else f"{valid[0]} or more"
         raise ConfigError(
-            f"virtual_stages={virtual_stages} does not fit {schedule}: use {values}{_why_virtual(schedule)}"
+            f"virtual_stages={virtual_stages} does not fit {schedule}: use {values}{_why_virtual(found)}"
         )
-    least = {"dualpipev": 2 * pp_size, "pipedream_2bw": pp_size}.get(schedule, 1)
+    least = max(1, found.microbatches_per_rank * pp_size)
     if num_microbatches < least:
         raise ConfigError(
             f"num_microbatches={num_microbatches} is too few for {schedule} over pp_size={pp_size}: use {least} or more"
         )
-    if schedule in ("interleaved1f1b", "interleaved_zero_bubble") and not _whole_rounds(
-        num_microbatches, pp_size
-    ):
+    if found.in_rounds and not _whole_rounds(num_microbatches, pp_size):
         below = next(m for m in range(num_microbatches - 1, 0, -1) if _whole_rounds(m, pp_size))
         above = next(m for m in count(num_microbatches + 1) if _whole_rounds(m, pp_size))
         raise ConfigError(
             f"num_microbatches={num_microbatches} does not divide into the {num_microbatches // pp_size} rounds of "
             f"{schedule} over pp_size={pp_size}: use {below} or {above} (any multiple of pp_size will do)"
         )
-    if steps > 1 and schedule not in ASYNCHRONOUS:
+    if steps > 1 and found.flushes:
         raise ConfigError(
             f"steps={steps}: {schedule} ends every step with a flush, so its steps look alike: use 1"
         )
@@ -304,40 +304,13 @@ def check_layout(layout: "ParallelConfig") -> None:
         )
 
 
-def allowed_virtual_stages(schedule: str) -> range:
-    """Return the numbers of stages per rank that ``schedule`` can run with."""
-    if schedule in _SINGLE:
-        return range(1, 2)
-    if schedule in V_SCHEDULES:
-        return range(2, 3)
-    return range(2 if schedule in ("interleaved1f1b", "looped_bfs") else 1, 1 << 16)
-
-
-def _why_virtual(schedule: str) -> str:
-    if schedule in V_SCHEDULES:
+def _why_virtual(schedule: Schedule) -> str:
+    if schedule.v_shaped:
         return " (the model goes down the ranks and up again)"
-    if schedule in _SINGLE:
+    if len(schedule.stages_per_rank) == 1:
         return " (it keeps one stage per rank; interleaved1f1b and looped_bfs take several)"
-    return (
-        " (with one stage per rank it is "
-        + {"interleaved1f1b": "1f1b", "looped_bfs": "gpipe"}[schedule]
-        + ")"
-    )
+    return f" (with one stage per rank it is {schedule.with_one_stage})"
 
 
 def _whole_rounds(num_microbatches: int, pp_size: int) -> bool:
     return num_microbatches % max(1, num_microbatches // pp_size) == 0
-
-
-def asynchronous_order(schedule: str, pp_size: int, num_microbatches: int, steps: int) -> Order:
-    """Return 1F1B over all steps in a row, with updates: PipeDream's after every microbatch, 2BW's after a step."""
-    every = 1 if schedule == "pipedream" else num_microbatches
-    ranks = []
-    for stage in range(pp_size):
-        actions: list[Action] = []
-        for action in one_forward_one_backward(stage, pp_size, num_microbatches * steps):
-            actions.append(action)
-            if action.kind == "backward" and (action.microbatch + 1) % every == 0:
-                actions.append(Action(stage, "update", action.microbatch // every))
-        ranks.append(tuple(actions))
-    return tuple(ranks)

@@ -2,12 +2,11 @@
 
 from collections.abc import Sequence
 
-from ...config.schedules import ASYNCHRONOUS
 from ...errors import ConfigError
+from ...extensions import provided
 from ...train.runtime import Batch, Part, Runtime
 from ...train.runtime.shards import LocalWeights
 from .agreement import list_under_first_names
-from .asynchronous import AsynchronousPipeline
 from .run import Pipeline
 
 
@@ -20,8 +19,8 @@ class PipelineStages(Part):
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
         """Replace the local loop by a :class:`Pipeline`, which runs this rank's stages."""
-        asynchronous = runtime.mesh.layout.pipeline_schedule in ASYNCHRONOUS
-        runtime.executor = (AsynchronousPipeline if asynchronous else Pipeline)(runtime)
+        executor = provided("executors", str(runtime.mesh.layout.pipeline_schedule))
+        runtime.executor = (executor or Pipeline)(runtime)
         list_under_first_names(runtime)
 
     def check_step(

@@ -25,9 +25,8 @@ from ..._compat.torch import is_compiled
 from ..._compat.transformers.classes import class_name
 from ..._compat.transformers.computing import encoder_outputs, packing, recomputes
 from ...config.parallel import ParallelConfig
-from ...config.schedules import ASYNCHRONOUS
-from ...errors import ConfigError, PlanError
-from ...plan import Plan, Stage
+from ...errors import ConfigError
+from ...plan import Stage
 from ...plan.feature_plans import TowersPlan, recomputed
 from ...plan.sequence_split import tokens_of
 from ...train.runtime import Executor, Objective, Part, Runtime
@@ -58,24 +57,9 @@ def stage_places(layout: ParallelConfig) -> dict[int, int] | None:
         rank_programs(found, schedule)  # refuses what cannot be run
         given = 1 + max(action.microbatch for actions in found for action in actions)
         return stage_ranks(order(schedule, pp_size, count or given, virtual))
-    if schedule in ASYNCHRONOUS and layout.data_world > 1:
-        raise ConfigError(
-            f"{layout.describe()}: {schedule} keeps several weight versions, which FSDP2 cannot: use "
-            "dp_shard_size=1 and dp_replicate_size=1, or a schedule with a flush"
-        )
     # The default is a number that all schedules accept.
     check(schedule, pp_size, count or 2 * pp_size, virtual)
     return None
-
-
-def check_stages(plan: Plan) -> None:
-    """Refuse a schedule that cannot run the stages of a plan."""
-    if plan.stages is not None and plan.ties and plan.layout.pipeline_schedule == "pipedream":
-        names = " = ".join(plan.stages.ties[0].names)
-        raise PlanError(
-            f"pipedream updates each stage with another microbatch's gradient, so the copies of {names} on several "
-            "stages would diverge: use pipedream_2bw, a schedule with a flush, or tie_word_embeddings=False"
-        )
 
 
 class Pipeline(Executor):

@@ -6,7 +6,6 @@ from typing import Any
 
 from ..._compat.transformers.classes import input_embedding
 from ..._compat.transformers.prediction import PREDICTION
-from ...config.schedules import ASYNCHRONOUS
 from ...models.facts import ask
 from ...models.fields import first_count, text_config
 from ...models.module_kinds import EXPERT_FIELDS
@@ -183,11 +182,6 @@ def find_stacks(draft: Draft, lists: list[str]) -> TwoStacks | None:
     elif draft.layout.sequence_parallel:
         stage_problem(
             draft, "sequence_parallel cuts one stream, and two travel", "sequence_parallel=False"
-        )
-    elif str(draft.layout.pipeline_schedule) in ASYNCHRONOUS:
-        schedule = f"pipeline_schedule={draft.layout.pipeline_schedule}"
-        stage_problem(
-            draft, f"{schedule} has no flush, and its decoder reads what its encoder makes", "1f1b"
         )
     else:
         return TwoStacks(encoder, decoder, f"{lists[1]}.0")

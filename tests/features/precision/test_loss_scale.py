@@ -334,11 +334,6 @@ def test_losses_that_nobody_scales_are_refused() -> None:
             {},
             "and enabled=True, got",
         ),
-        (
-            {"mixed_precision": "fp16"},
-            {"pp_size": 2, "pipeline_schedule": "pipedream_2bw"},
-            "a schedule with a flush",
-        ),
         ({"mixed_precision": "fp4"}, {}, "is unknown: use no, bf16, bf16_params, fp8, fp16"),
     ],
 )

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 
 import hfscale
 from hfscale import ConfigError, Float8Config, MemoryConfig, ParallelConfig
-from hfscale.parallel.data.gradient_compression import PowerSGD, first_factor, narrow_mean
+from hfscale.extras.powersgd.low_rank import PowerSGD, first_factor
+from hfscale.parallel.data.gradient_compression import narrow_mean
 from hfscale.testing import RankPool, count_traffic
 from hfscale.testing.parity import ragged_batch
 from hfscale.train.runtime import runtime_of

@@ -16,7 +16,6 @@ Huang et al. 2019 (GPipe); Narayanan et al. 2019, 2021a, 2021b (PipeDream, 2BW a
 our ``p``). The formulas ask for enough microbatches; below that :func:`ideal_bubble` answers None.
 """
 
-from hfscale.config.schedules import ASYNCHRONOUS
 from hfscale.errors import ConfigError
 from hfscale.parallel.pipeline.simulation import DEFAULT_COSTS, Costs
 
@@ -41,7 +40,7 @@ def ideal_bubble(
     inner = costs.backward_input
     outer = costs.backward_weight
     work = m * v * (forward + backward)
-    if schedule in ("gpipe", "1f1b", *ASYNCHRONOUS):
+    if schedule in ("gpipe", "1f1b", "pipedream", "pipedream_2bw"):
         return (p - 1) * (forward + backward) / work
     if schedule in ("interleaved1f1b", "looped_bfs"):
         fits = m % p == 0 if schedule == "interleaved1f1b" else m >= p
@@ -72,7 +71,7 @@ def peak_formula(
     stages = range(pp_size * virtual_stages)
     if schedule in ("gpipe", "looped_bfs"):
         return tuple(m for _ in stages)
-    if schedule in ("1f1b", *ASYNCHRONOUS):
+    if schedule in ("1f1b", "pipedream", "pipedream_2bw"):
         return tuple(min(p - s, m) for s in stages)
     if schedule == "interleaved_zero_bubble" and virtual_stages == 1:
         return tuple(min(p, m) for _ in stages)

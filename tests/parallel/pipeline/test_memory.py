@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import hfscale
 from hfscale import ParallelConfig
-from hfscale.config.schedules import default_virtual_stages
+from hfscale.config.schedules import schedule_of
 from hfscale.parallel.pipeline.orders import order
 from hfscale.parallel.pipeline.timeline import peak_live
 from hfscale.parallel.pipeline.worker import StageWorker
@@ -102,7 +102,7 @@ def watch(
     schedule: str, pp_size: int, microbatches: int, evaluates: bool = False
 ) -> dict[int, Peak]:
     """Per stage of this rank, its peak in the second of two steps. No garbage is collected: nothing is left to that."""
-    virtual = default_virtual_stages(schedule)
+    virtual = schedule_of(schedule).default_stages
     layout = ParallelConfig(
         pp_size=pp_size,
         pipeline_schedule=schedule,
@@ -145,7 +145,7 @@ CASES = [
 def test_microbatches_alive_are_those_of_the_order(
     pools: Pools, schedule: str, pp_size: int, microbatches: int
 ) -> None:
-    virtual = default_virtual_stages(schedule)
+    virtual = schedule_of(schedule).default_stages
     ranks = pools(pp_size).run(watch, schedule, pp_size, microbatches)
     peaks = [peak for _, peak in sorted(item for rank in ranks for item in rank.items())]
     planned = peak_live(order(schedule, pp_size, microbatches, virtual))

@@ -7,17 +7,17 @@ import pytest
 import torch
 from torch.distributed.pipelining.schedules import get_schedule_class
 
-from hfscale.config.schedules import SCHEDULES, default_virtual_stages
+from hfscale.config.schedules import schedule_names, schedule_of
 from hfscale.errors import ConfigError
-from hfscale.parallel.pipeline.orders import allowed_virtual_stages, order
+from hfscale.parallel.pipeline.orders import order
 from hfscale.parallel.pipeline.simulation import simulate
 from hfscale.parallel.pipeline.timeline import GRADIENT, RELEASE, Action, peak_live, stage_ranks
 
-SYNCHRONOUS = [schedule for schedule in SCHEDULES if not schedule.startswith("pipedream")]
+SYNCHRONOUS = [schedule for schedule in schedule_names() if not schedule.startswith("pipedream")]
 
 
 def _sizes(schedule: str) -> list[tuple[int, int, int]]:
-    virtual = [v for v in (1, 2, 3) if v in allowed_virtual_stages(schedule)]
+    virtual = [v for v in (1, 2, 3) if v in schedule_of(schedule).stages_per_rank]
     least = 2 if schedule == "dualpipev" else 1
     return [
         (p, factor * p, v)
@@ -125,9 +125,9 @@ def test_dualpipev_keeps_its_pairs() -> None:
     assert actions[place : place + 2] == (Action(0, "forward", 3, True), Action(3, "backward", 1))
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", schedule_names())
 def test_default_virtual_stages_are_allowed(schedule: str) -> None:
-    assert default_virtual_stages(schedule) in allowed_virtual_stages(schedule)
+    assert schedule_of(schedule).default_stages in schedule_of(schedule).stages_per_rank
 
 
 @pytest.mark.parametrize(

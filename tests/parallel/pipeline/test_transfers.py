@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from torch.distributed.pipelining.schedules import _Action, _add_send_recv, _ComputationType
 
-from hfscale.config.schedules import default_virtual_stages
+from hfscale.config.schedules import schedule_of
 from hfscale.errors import ConfigError
 from hfscale.parallel.pipeline.orders import order
 from hfscale.parallel.pipeline.timeline import Action, Order, stage_ranks
@@ -49,7 +49,7 @@ def _of_torch(actions: Order) -> list[list[tuple[str, int, int]]]:
 )
 def test_transfers_stand_where_torch_puts_them(schedule: str) -> None:
     for ranks, microbatches in ((1, 4), (2, 4), (3, 6), (4, 8)):
-        actions = order(schedule, ranks, microbatches, default_virtual_stages(schedule))
+        actions = order(schedule, ranks, microbatches, schedule_of(schedule).default_stages)
         assert rank_programs(actions) == _of_torch(actions)
 
 

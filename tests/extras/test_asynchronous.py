@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.func import functional_call
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, BartConfig
 
 import hfscale
 from hfscale import ConfigError, ParallelConfig, PlanError
@@ -213,10 +213,19 @@ def test_what_is_refused(pools: Pools, tmp_path: Path) -> None:
     several, none = pools(2).run(_refused, str(tmp_path))[0]
     assert "pass one batch per train_step" in several
     assert "empty list" in none
-    with pytest.raises(ConfigError, match="pipedream keeps several weight versions"):
-        hfscale.plan(
-            tiny("llama"), ParallelConfig(pp_size=2, dp_shard_size=2, pipeline_schedule="pipedream")
-        )
+
+
+@pytest.mark.parametrize("schedule", ["pipedream", "pipedream_2bw"])
+def test_plans_that_need_a_flush_are_refused(schedule: str) -> None:
+    layout = ParallelConfig(pp_size=2, pipeline_schedule=schedule)
+    sharded = ParallelConfig(pp_size=2, dp_shard_size=2, pipeline_schedule=schedule)
+    with pytest.raises(ConfigError, match=f"{schedule} keeps several weight versions"):
+        hfscale.plan(tiny("llama"), sharded)
+    with pytest.raises(ConfigError, match="later microbatches in flight"):
+        hfscale.plan(tiny("llama"), layout, mixed_precision="fp16")
+    bart = BartConfig(vocab_size=67, d_model=32, encoder_layers=2, decoder_layers=2)
+    with pytest.raises(PlanError, match="has no flush, and the decoder of bart"):
+        hfscale.plan(bart, layout, auto_class=AutoModelForSeq2SeqLM)
 
 
 def _versions(directory: str, schedule: str) -> list[int]:

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hfscale.parallel.pipeline.orders import asynchronous_order, order
+from hfscale.extras.asynchronous.schedules import asynchronous_order
+from hfscale.parallel.pipeline.orders import order
 from tests.delayed_updates import stashed_versions, train_delayed, weight_versions
 
 P = 4
@@ -45,7 +46,7 @@ def test_versions_of_2bw(p: int, m: int) -> None:
 
 def test_2bw_needs_as_many_microbatches_as_stages() -> None:
     with pytest.raises(ValueError, match="stage 0 has no version 1 for microbatch 4 yet"):
-        weight_versions("pipedream_2bw", asynchronous_order("pipedream_2bw", 4, 2, 3), 2)
+        weight_versions("pipedream_2bw", asynchronous_order(4, 2, 3), 2)
 
 
 def test_updates_of_an_order() -> None:

@@ -34,12 +34,12 @@ from ..._compat.torch import own_parameters
 from ..._compat.torch_device import device_module, is_accelerator
 from ...distributed.ops.shared_casts import Casts, sharing
 from ...errors import ConfigError
+from ...parallel.pipeline.microbatches import Batch, share_out
+from ...parallel.pipeline.orders import order
+from ...parallel.pipeline.run import Pipeline
+from ...parallel.pipeline.timeline import Order
 from ...train.runtime import Objective, Runtime
 from ...train.runtime.batches import Microbatch
-from .microbatches import Batch, share_out
-from .orders import order
-from .run import Pipeline
-from .timeline import Order
 
 
 class _Version:

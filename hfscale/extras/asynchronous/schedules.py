@@ -1,0 +1,89 @@
+"""Describe the schedules without a flush: their orders, the weights they keep, what they cannot run; no torch."""
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from ...config.schedules import Schedule
+from ...errors import ConfigError, PlanError
+from ...parallel.pipeline.orders import one_forward_one_backward
+from ...parallel.pipeline.timeline import Action, Order
+
+if TYPE_CHECKING:
+    from ...config.options import Options
+    from ...plan import Plan
+
+
+def asynchronous_order(pp_size: int, num_microbatches: int, steps: int, *, every: int = 0) -> Order:
+    """Return 1F1B over all steps in a row, with an update after ``every`` so many microbatches, or after each step."""
+    every = every or num_microbatches
+    ranks = []
+    for stage in range(pp_size):
+        actions: list[Action] = []
+        for action in one_forward_one_backward(stage, pp_size, num_microbatches * steps):
+            actions.append(action)
+            if action.kind == "backward" and (action.microbatch + 1) % every == 0:
+                actions.append(Action(stage, "update", action.microbatch // every))
+        ranks.append(tuple(actions))
+    return tuple(ranks)
+
+
+def _kept_by_pipedream(pp_size: int, rank: int) -> tuple[int, int]:
+    """Return a version of the weights for every microbatch under way (Narayanan et al. 2019)."""
+    return pp_size - 1 - rank, 1
+
+
+def _kept_by_2bw(pp_size: int, rank: int) -> tuple[int, int]:
+    """Return two versions at most; gradients of a step wait for the end of the next (Narayanan et al. 2021)."""
+    return min(pp_size - 1 - rank, 1), min(pp_size, 2)
+
+
+def _check(plan: "Plan", options: "Options") -> None:
+    """Refuse what needs the end of a step to be the end of its microbatches."""
+    layout = plan.layout
+    schedule = layout.pipeline_schedule
+    if layout.data_world > 1:
+        raise ConfigError(
+            f"{layout.describe()}: {schedule} keeps several weight versions, which FSDP2 cannot: use "
+            "dp_shard_size=1 and dp_replicate_size=1, or a schedule with a flush"
+        )
+    if options.mixed_precision == "fp16":
+        raise ConfigError(
+            f"mixed_precision='fp16' skips a step whose gradients overflow, and {schedule} has later microbatches in "
+            "flight by then: use mixed_precision='bf16', or a schedule with a flush such as '1f1b'"
+        )
+    if options.mtp_loss_weight is not None:
+        raise PlanError(
+            f"mtp_loss_weight needs a schedule with a flush, and {schedule} has none: use 1f1b"
+        )
+    if plan.stages is not None and plan.stages.stacks is not None:
+        raise PlanError(
+            f"pipeline_schedule={schedule} has no flush, and the decoder of {plan.family} reads what its encoder "
+            "makes: use 1f1b"
+        )
+
+
+def _check_pipedream(plan: "Plan", options: "Options") -> None:
+    """Refuse copies of one weight, which would diverge, too."""
+    _check(plan, options)
+    if plan.stages is not None and plan.ties:
+        names = " = ".join(plan.stages.ties[0].names)
+        raise PlanError(
+            f"pipedream updates each stage with another microbatch's gradient, so the copies of {names} on several "
+            "stages would diverge: use pipedream_2bw, a schedule with a flush, or tie_word_embeddings=False"
+        )
+
+
+PIPEDREAM = Schedule(
+    flushes=False,
+    order=partial(asynchronous_order, every=1),
+    kept=_kept_by_pipedream,
+    check=_check_pipedream,
+)
+
+PIPEDREAM_2BW = Schedule(
+    flushes=False,
+    microbatches_per_rank=1,
+    order=asynchronous_order,
+    kept=_kept_by_2bw,
+    check=_check,
+)

@@ -1,0 +1,138 @@
+"""Average gradients over replicas by low-rank factors: PowerSGD (Vogels et al. 2019).
+
+::
+
+    M = matrix + error    P = M Q    mean of P, made orthonormal    Q = M^T P    mean of Q
+    matrix <- P Q^T       error <- M - P Q^T
+
+A rank compresses its own shard of a matrix, as DALL-E did (Ramesh et al. 2021, appendix E); vectors, and matrices whose
+factors would be no smaller, are averaged as they are. Under a loss scale errors are scaled as gradients are, and follow
+it where it changes; of a step whose gradients are no numbers nothing is kept, or no later step would have any. Matrices
+in 16 bits are factored in 32, in which their errors are kept too.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...distributed.ops.collectives import all_reduce_together
+from ...parallel.data.gradient_compression import Compressor
+
+
+class PowerSGD(Compressor):
+    """Average the matrices in a flat gradient buffer over replicas by low-rank factors."""
+
+    default_rank = 4
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        sizes: Sequence[Sequence[int]],
+        rank: int,
+        seed: int,
+        unit: Callable[[], float] = lambda: 1.0,
+    ) -> None:
+        self._group = group
+        self._rank = rank
+        self._sizes = [tuple(size) for size in sizes]
+        self._seed = seed
+        self._errors: dict[int, Tensor] = {}
+        self._factors: dict[int, Tensor] = {}
+        self._unit = unit
+        self._made_in = 1.0
+
+    def __call__(self, flat: Tensor) -> None:
+        """Average ``flat`` over the replicas in place."""
+        if sum(map(prod, self._sizes)) != flat.numel():  # some have no gradient
+            self._mean([flat])
+            return
+        parts = list(flat.split([prod(size) for size in self._sizes]))
+        matrices = {
+            i: parts[i].view(size[0], -1)
+            for i, size in enumerate(self._sizes)
+            if self.entries_kept(size, self._rank)
+        }
+        unit = self._unit()
+        if unit != self._made_in:
+            self._errors = {i: error * (unit / self._made_in) for i, error in self._errors.items()}
+            self._made_in = unit
+        whole = {i: self._error(i, matrix) + matrix for i, matrix in matrices.items()}
+        left = {i: matrix @ self._factor(i, matrix) for i, matrix in whole.items()}
+        vectors = [part for i, part in enumerate(parts) if i not in matrices]
+        self._mean([*left.values(), *vectors])
+        for shape in {factor.shape for factor in left.values()}:
+            alike = [i for i, factor in left.items() if factor.shape == shape]
+            left |= zip(
+                alike, torch.linalg.qr(torch.stack([left[i] for i in alike]))[0], strict=True
+            )
+        right = {i: matrix.T @ left[i] for i, matrix in whole.items()}
+        self._mean(list(right.values()))
+        # So all replicas agree, without a device synchronization.
+        averaged = [
+            *right.values(),
+            *vectors,
+        ]
+        numbers = torch.stack([torch.isfinite(tensor).all() for tensor in averaged]).all()
+        for i, matrix in matrices.items():
+            error = self._error(i, matrix)
+            factor = self._factor(i, whole[i])
+            matrix.copy_(left[i] @ right[i].T)
+            self._errors[i] = torch.where(numbers, whole[i] - matrix, error)
+            self._factors[i] = torch.where(numbers, right[i], factor)
+
+    def tensors(self) -> list[Tensor]:
+        """Return errors and factors."""
+        return [*self._errors.values(), *self._factors.values()]
+
+    def state(self) -> dict[str, Any]:
+        """Return errors and factors, and the unit of the errors."""
+        return {"errors": self._errors, "factors": self._factors, "unit": self._made_in}
+
+    def put_state(self, state: Mapping[str, Any], device: torch.device) -> None:
+        """Load errors and factors."""
+        self._errors = {i: each.to(device) for i, each in state["errors"].items()}
+        self._factors = {i: each.to(device) for i, each in state["factors"].items()}
+        self._made_in = state.get("unit", self._unit())  # states of before had none
+
+    @staticmethod
+    def entries_kept(shape: Sequence[int], rank: int) -> int:
+        """Return how many numbers error and factor have; 0 where factors would be no smaller than the gradient."""
+        rows, columns = (shape[0], prod(shape[1:])) if len(shape) > 1 else (1, 1)
+        is_smaller = rank * (rows + columns) < rows * columns and rank <= min(rows, columns)
+        return (rows + rank) * columns if is_smaller else 0
+
+    def _error(self, i: int, matrix: Tensor) -> Tensor:
+        # In 32 bits at least: roundings of matrices in 16 are among the errors.
+        if i not in self._errors:
+            self._errors[i] = torch.zeros_like(
+                matrix, dtype=torch.promote_types(matrix.dtype, torch.float32)
+            )
+        return self._errors[i]
+
+    def _factor(self, i: int, matrix: Tensor) -> Tensor:
+        if i not in self._factors:
+            self._factors[i] = first_factor(
+                self._seed,
+                i,
+                matrix.shape[1],
+                self._rank,
+            ).to(matrix)
+        return self._factors[i]
+
+    def _mean(self, tensors: list[Tensor]) -> None:
+        """Average tensors over the replicas in place with one all-reduce."""
+        if tensors:
+            all_reduce_together(tensors, self._group, dist.get_world_size(self._group))
+
+
+def first_factor(seed: int, number: int, columns: int, rank: int) -> Tensor:
+    """Return a random normal ``[columns, rank]``, for matrix ``number`` of a buffer."""
+    return torch.randn(
+        columns,
+        rank,
+        generator=torch.Generator().manual_seed(1000 * seed + number),
+    )
