@@ -93,8 +93,8 @@ def all_provided(slot: str) -> list[Any]:
 
 def _at(place: str) -> Any:
     module, _, name = place.partition(":")
-    found = importlib.import_module(module)
-    return getattr(found, name) if name else found
+    imported = importlib.import_module(module)
+    return getattr(imported, name) if name else imported
 
 
 @cache
@@ -116,12 +116,12 @@ def _found() -> dict[str, dict[str, str]]:
 
 def _extensions() -> Iterator[Extension]:
     """Yield every extension once: own ones, those of installed packages, and registered ones, which come first."""
-    found = dict(_registered)
+    by_name = dict(_registered)
     folder = str(Path(__file__).with_name(_OWN))
     for module in sorted(each.name for each in pkgutil.iter_modules([folder])):
         own = _at(f"{__package__}.{_OWN}.{module}:EXTENSION")
-        found.setdefault(own.name, own)
+        by_name.setdefault(own.name, own)
     for entry in entry_points(group=GROUP):
         other = entry.load()
-        found.setdefault(other.name, other)
-    yield from found.values()
+        by_name.setdefault(other.name, other)
+    yield from by_name.values()

@@ -36,9 +36,9 @@ def misreads_rows(width: int) -> bool:
     """Return whether bitsandbytes' CPU kernel, as of 0.50.2, takes wrong scales for 4-bit rows of ``width`` values."""
     matrix = torch.linspace(-1, 1, 64 * width).pow(3).view(64, width)
     packed, state = functional().quantize_4bit(matrix, blocksize=64, quant_type="nf4")
-    found = functional().dequantize_4bit(packed, state)
+    values = functional().dequantize_4bit(packed, state)
     state.shape = torch.Size((1, 64 * width))
-    return not torch.equal(found, functional().dequantize_4bit(packed, state).view_as(found))
+    return not torch.equal(values, functional().dequantize_4bit(packed, state).view_as(values))
 
 
 def optimizers() -> Any:

@@ -88,9 +88,9 @@ def at_an_uncaught_error(
 
 def _hook_around(before: Callable[..., Any]) -> Callable[..., None]:
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        found = [(behind, told(error)) for told, behind in reversed(_told)]
+        hooks = [(behind, told(error)) for told, behind in reversed(_told)]
         before(kind, error, trace)
-        for behind, answer in found:
+        for behind, answer in hooks:
             if behind is not None:
                 behind(answer)
 

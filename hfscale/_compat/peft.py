@@ -84,7 +84,7 @@ def trained_copies(wrapper: nn.Module) -> list[nn.Module]:
     """Return the trained copies of the module inside of ``wrapper``, one of which computes in its place."""
     held = own_modules(wrapper)
     copies = [held[name] for name in COPIES if held.get(name) is not None]
-    return [each for found in copies if found is not None for each in found.children()]
+    return [each for copied in copies if copied is not None for each in copied.children()]
 
 
 def is_wrapper(module: nn.Module | None) -> bool:
@@ -233,8 +233,8 @@ def _lora_projections() -> tuple[type, ...]:
     from peft.tuners.lora import layer
 
     over_bytes = sys.modules.get("peft.tuners.lora.bnb")
-    found = [getattr(over_bytes, name, None) for name in ("Linear4bit", "Linear8bitLt")]
-    return (layer.Linear, *(kind for kind in found if kind is not None))
+    kinds = [getattr(over_bytes, name, None) for name in ("Linear4bit", "Linear8bitLt")]
+    return (layer.Linear, *(kind for kind in kinds if kind is not None))
 
 
 def adds_lora(wrapper: nn.Module) -> bool:
@@ -274,10 +274,10 @@ def note_casts(wrapper: Any, note: Callable[[Tensor, Tensor], None]) -> None:
     stock = wrapper._cast_input_dtype
 
     def cast(x: Any, dtype: Any) -> Any:
-        found = stock(x, dtype)
-        if found is not x:
-            note(x, found)
-        return found
+        converted = stock(x, dtype)
+        if converted is not x:
+            note(x, converted)
+        return converted
 
     wrapper._cast_input_dtype = cast
 

@@ -213,8 +213,8 @@ def living_storage(reference: StorageWeakRef) -> torch.UntypedStorage | None:
 
 def saved_tensor_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
     """Return the innermost active pair of saved-tensor hooks."""
-    found: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return found  # type: ignore[no-any-return]
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks  # type: ignore[no-any-return]
 
 
 @contextmanager
@@ -266,13 +266,13 @@ _OVERLOAD = type(torch.ops.aten.mm.default)
 
 def operators_named(name: str) -> list[Any] | None:
     """Return the operator ``aten.mm.default``, or those of ``aten.mm`` that work out of place; ``None`` if unknown."""
-    found: Any = torch.ops
+    operators: Any = torch.ops
     for part in name.removeprefix("torch.ops.").replace("::", ".").split("."):
-        found = getattr(found, part, None)
-    several = isinstance(found, _PACKET)
-    if not several and not isinstance(found, _OVERLOAD):
+        operators = getattr(operators, part, None)
+    several = isinstance(operators, _PACKET)
+    if not several and not isinstance(operators, _OVERLOAD):
         return None
-    every = [getattr(found, each) for each in found.overloads()] if several else [found]
+    every = [getattr(operators, each) for each in operators.overloads()] if several else [operators]
     return [each for each in every if not each._schema.is_mutable]
 
 
@@ -356,16 +356,16 @@ norms_of: Callable[
 
 def unscale_and_check(gradients: list[Tensor], factor: float) -> bool:
     """Multiply ``gradients`` in place; return whether any entry is not finite. Synchronizes with the device."""
-    found = {
+    overflows = {
         device: torch.zeros(1, device=device)
         for device in {gradient.device for gradient in gradients}
     }
     for same, _ in alike(gradients):
         device = same[0].device
         torch._amp_foreach_non_finite_check_and_unscale_(
-            same, found[device], torch.full((), factor, device=device)
+            same, overflows[device], torch.full((), factor, device=device)
         )
-    return any(bool(each) for each in found.values())
+    return any(bool(each) for each in overflows.values())
 
 
 def copy_all(tensors: list[Tensor], sources: list[Tensor]) -> None:

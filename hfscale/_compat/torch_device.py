@@ -51,11 +51,11 @@ def pinned_bytes(size: int, device: torch.device) -> Tensor:
         return torch.empty(size, dtype=torch.uint8)
     pages = -(-size // PAGESIZE) * PAGESIZE
     runtime = accelerators().cudart()
-    found = torch.empty(pages + PAGESIZE, dtype=torch.uint8)
-    found = found[-found.data_ptr() % PAGESIZE :][:pages]
-    accelerators().check_error(int(runtime.cudaHostRegister(found.data_ptr(), pages, 0)))
-    weakref.finalize(found.untyped_storage(), runtime.cudaHostUnregister, found.data_ptr())
-    return found[:size]
+    memory = torch.empty(pages + PAGESIZE, dtype=torch.uint8)
+    memory = memory[-memory.data_ptr() % PAGESIZE :][:pages]
+    accelerators().check_error(int(runtime.cudaHostRegister(memory.data_ptr(), pages, 0)))
+    weakref.finalize(memory.untyped_storage(), runtime.cudaHostUnregister, memory.data_ptr())
+    return memory[:size]
 
 
 def capability_of(device: torch.device) -> tuple[int, int]:

@@ -180,11 +180,11 @@ class _Casts(TorchFunctionMode):
             given = tree_map(
                 lambda t: t.float() if isinstance(t, Tensor) and t.dtype in _CAST else t, given
             )
-        found = func(*given[0], **given[1])
+        result = func(*given[0], **given[1])
         # Code that casts to autocast's dtype itself.
-        if name == "to" and _is_weight(args[0]) and found is not args[0]:
-            self._note(found)
-        return found
+        if name == "to" and _is_weight(args[0]) and result is not args[0]:
+            self._note(result)
+        return result
 
     def _narrowed(self, tensor: Any) -> Any:
         if (

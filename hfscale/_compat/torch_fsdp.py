@@ -217,8 +217,8 @@ def _reduce_alike(
             p.unsharded_accumulated_grad is not None or p.unsharded_param.grad is not None
             for p in held
         ]
-        for parameter, found, anywhere in zip(held, here, agree(here), strict=True):
-            if anywhere and not found:
+        for parameter, has_gradient, anywhere in zip(held, here, agree(here), strict=True):
+            if anywhere and not has_gradient:
                 parameter.unsharded_param.grad = torch.zeros_like(parameter.unsharded_param)
     reduce()
 
@@ -243,10 +243,10 @@ class ManagedPlace:
 
     def has_its_own(self) -> bool:
         """Return whether one of FSDP2's own tensors is there."""
-        found = self.module._parameters.get(self.name)
+        parameter = self.module._parameters.get(self.name)
         managed = self._parameter
-        known = found is self.first or found is managed.sharded_param
-        return known or found is getattr(managed, "unsharded_param", None)
+        known = parameter is self.first or parameter is managed.sharded_param
+        return known or parameter is getattr(managed, "unsharded_param", None)
 
     def put_back(self) -> None:
         """Put the shard back, unless one of FSDP2's own tensors is there."""

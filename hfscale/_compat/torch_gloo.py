@@ -80,7 +80,7 @@ def wait_for_gloo_threads(seconds: float = 5.0) -> None:
 
 def _gloo_threads() -> dict[str, tuple[str, ...]]:
     """Return, by thread, its state and how often it was switched out, voluntarily and not."""
-    found: dict[str, tuple[str, ...]] = {}
+    threads: dict[str, tuple[str, ...]] = {}
     for task in Path("/proc/self/task").glob("*"):
         try:
             if (task / "comm").read_text().strip() != "pt_gloo_runloop":
@@ -93,8 +93,8 @@ def _gloo_threads() -> dict[str, tuple[str, ...]]:
             fields["voluntary_ctxt_switches"].strip(),
             fields["nonvoluntary_ctxt_switches"].strip(),
         )
-        found[task.name] = (fields["State"].split()[0], *counts)
-    return found
+        threads[task.name] = (fields["State"].split()[0], *counts)
+    return threads
 
 
 _DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
@@ -115,7 +115,7 @@ class UnderWay:
 def collectives_under_way(leave_out: Iterable[int] = ()) -> list[UnderWay]:
     """Return this process's unfinished collectives, the oldest first; not those of the threads ``leave_out``."""
     threads = {str(ident) for ident in leave_out}
-    found = []
+    under_way = []
     for entries in _recorded():
         # Halves of a ``batch_isend_irecv``, which NCCL records without events (pytorch#137969), have ended with the
         # next entry called ``coalesced`` of their group.
@@ -133,8 +133,8 @@ def collectives_under_way(leave_out: Iterable[int] = ()) -> list[UnderWay]:
                 f"{dtype} {shape}"
                 for dtype, shape in zip(entry["input_dtypes"], entry["input_sizes"], strict=False)
             )
-            found.append(UnderWay(call, group, shapes, int(entry["time_created_ns"])))
-    return sorted(found, key=lambda entry: entry.created)
+            under_way.append(UnderWay(call, group, shapes, int(entry["time_created_ns"])))
+    return sorted(under_way, key=lambda entry: entry.created)
 
 
 def _recorded() -> Iterator[Sequence[Any]]:
@@ -150,15 +150,15 @@ Call = tuple[tuple[str, int, int], float]
 
 def recorded_calls() -> list[Call]:
     """Return the latest collectives of this process, as many as torch's flight recorders hold, in call order."""
-    found = []
+    calls = []
     groups = dict[str, int]()
     for entry in (entry for entries in _recorded() for entry in entries if not entry.get("is_p2p")):
         name = str(entry["process_group"][0])
         if name not in groups:
             groups[name] = hash(tuple(ranks_of_group(name)))
         key = (name, groups[name], int(entry["collective_seq_id"]))
-        found.append((key, int(entry["time_created_ns"]) / 1e9))
-    return found
+        calls.append((key, int(entry["time_created_ns"]) / 1e9))
+    return calls
 
 
 def ranks_of_group(name: str) -> list[int]:

@@ -56,10 +56,10 @@ class DataHooks(_Mixin):
         return super()._precompute_ref_logps(dataset, *rest)
 
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        found = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
+        scores = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
         if model is self.model:
-            self.scored(found[0])
-        return found
+            self.scored(scores[0])
+        return scores
 
 
 def record(trainer: Any, name: str, value: float) -> None:
@@ -120,8 +120,8 @@ class EngineHooks(_Mixin):
 
 def has_engine(kind: type) -> bool:
     """Return whether a trainer generates with ``VLLMGeneration``, whose methods :class:`EngineHooks` knows."""
-    found = (getattr(module, "VLLMGeneration", None) for module in _modules(kind))
-    return any(hasattr(engine, "_iter_named_params") for engine in found)
+    engines = (getattr(module, "VLLMGeneration", None) for module in _modules(kind))
+    return any(hasattr(engine, "_iter_named_params") for engine in engines)
 
 
 def remember_generation_sizes(kind: type) -> None:

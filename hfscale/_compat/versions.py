@@ -18,7 +18,7 @@ _WARNED = "HFSCALE_VERSIONS_WARNED"  # for the processes that this one starts, w
 
 def untested() -> dict[str, str]:
     """Map each installed library outside of the tested range to both in words: ``torch 2.15.0 (tested: <2.14)``."""
-    found: dict[str, str] = {}
+    by_name: dict[str, str] = {}
     with suppress(metadata.PackageNotFoundError):  # run from its sources
         for asked in map(Requirement, metadata.requires("hfscale") or []):
             if (
@@ -29,13 +29,13 @@ def untested() -> dict[str, str]:
                 with suppress(metadata.PackageNotFoundError):
                     version = metadata.version(asked.name)
                     if not asked.specifier.contains(version, prereleases=True):
-                        found[asked.name] = f"{asked.name} {version} (tested: {asked.specifier})"
-    return found
+                        by_name[asked.name] = f"{asked.name} {version} (tested: {asked.specifier})"
+    return by_name
 
 
 def _missing_names() -> list[str]:
     """Return what importing all that adapts torch and transformers says of names that these no longer have."""
-    found = []
+    errors = []
     for module in pkgutil.walk_packages(
         importlib.import_module(__package__).__path__, f"{__package__}."
     ):
@@ -45,8 +45,8 @@ def _missing_names() -> list[str]:
                     warnings.simplefilter("ignore")  # of what is imported only to be looked at
                     importlib.import_module(module.name)
             except (ImportError, AttributeError) as error:
-                found.append(str(error))
-    return list(dict.fromkeys(found))
+                errors.append(str(error))
+    return list(dict.fromkeys(errors))
 
 
 def _speaks_for_its_job() -> bool:

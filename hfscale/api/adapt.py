@@ -224,8 +224,8 @@ def merge_and_unload(
     stock.train(training)
     if before is not None:
         what, expected = before
-        found = _answer(runtime_of(stock))[1]
-        difference = float((found - expected).abs().max())
+        logits = _answer(runtime_of(stock))[1]
+        difference = float((logits - expected).abs().max())
         scale = float(expected.abs().max())
         if not any(runtime.mesh.ranks.values()):
             into = "" if dtype is None else f" into {str(dtype).removeprefix('torch.')}"
@@ -267,10 +267,10 @@ def _answer(runtime: Runtime) -> tuple[str, Tensor]:
         if runtime.plan.stages is not None:
             batch = {"input_ids": ids.repeat(int(runtime.mesh.layout.num_microbatches or 1), 1)}
             if runtime.plan.feature(OwnLossPlan) is not None:  # its labels are not tokens
-                _, found = eval_step(
+                _, output = eval_step(
                     model, batch, lambda out, _: (0.0 * out.logits.sum(), 1.0), return_outputs=True
                 )
-                return "logits", found.logits.double().cpu()
+                return "logits", output.logits.double().cpu()
             return "loss", eval_step(
                 model, {**batch, "labels": batch["input_ids"]}
             ).detach().clone()

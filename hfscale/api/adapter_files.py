@@ -101,27 +101,27 @@ class _Merged:
         if self.adapted.tokens is None:
             return {}
         contents = self.adapted.model.state_dict()
-        found: dict[str, tuple[int, ...]] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
         for key, target in self.targets.items():
             if target.converter is None:
                 shape = tuple(contents[target.name].shape)
                 if shape != tuple(self.stored[key].shape):
-                    found[key] = shape
-        return found
+                    shapes[key] = shape
+        return shapes
 
     def _is_buffer(self, key: str) -> bool:
         return self.targets[key].name not in self.owned
 
     def layout(self) -> dict[str, Any]:
         """Return tensors with the shapes and dtypes of the result, by key."""
-        found: dict[str, Any] = dict(self.stored)
+        tensors: dict[str, Any] = dict(self.stored)
         for key, shape in self.resized().items():
-            found[key] = torch.empty(
+            tensors[key] = torch.empty(
                 shape,
                 dtype=self.stored[key].dtype,
                 device="meta",
             )
-        return found
+        return tensors
 
     def changed(self, key: str) -> bool:
         """Return whether the adapter changes what is stored as ``key``."""
@@ -364,19 +364,19 @@ def _pieces(
 ) -> dict[str, tuple[int, Tensor]]:
     """Return experts and their rows for each stored module that was split from stacked ``like [experts, out, in]``."""
     rows = torch.arange(like.shape[0] * like.shape[1]).view(*like.shape[:2], 1).expand(like.shape)
-    found: dict[str, tuple[int, Tensor]] = {}
+    pieces: dict[str, tuple[int, Tensor]] = {}
     for key, piece in as_stored.made_of(parameter, rows).items():
         if piece.shape == like.shape:
             return {parameter: (0, rows)}
         if piece.dim() != 2 or not torch.equal(piece, piece[:, :1].expand_as(piece)):
             break
-        found[key.removesuffix(".weight")] = (
+        pieces[key.removesuffix(".weight")] = (
             int(piece[0, 0]) // like.shape[1],
             piece[:, 0] % like.shape[1],
         )
     else:
-        if found:
-            return found
+        if pieces:
+            return pieces
     raise ConfigError(
         f"the adapter of {parameter} cannot be rewritten: its experts are stored neither alone nor stacked: merge "
         "into the weights (hfscale merge) for this family"
@@ -388,11 +388,13 @@ def _per_expert(
 ) -> dict[str, Tensor]:
     """Return the factors of each stored module, keyed as in an adapter's file."""
     by_expert = b.view(len(b), -1, experts)
-    found = dict[str, Tensor]()
+    factors = dict[str, Tensor]()
     for module, (expert, rows) in pieces.items():
-        found[f"{PREFIX}{module}.{LORA_A}.weight"] = a.view(experts, -1, a.shape[1])[expert].clone()
-        found[f"{PREFIX}{module}.{LORA_B}.weight"] = by_expert[rows, :, expert].contiguous()
-    return found
+        factors[f"{PREFIX}{module}.{LORA_A}.weight"] = a.view(experts, -1, a.shape[1])[
+            expert
+        ].clone()
+        factors[f"{PREFIX}{module}.{LORA_B}.weight"] = by_expert[rows, :, expert].contiguous()
+    return factors
 
 
 def _note(

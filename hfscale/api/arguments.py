@@ -162,8 +162,8 @@ def check_place(path: Any, subfolder: str = "") -> None:
     """Refuse a ``path`` that cannot contain a checkpoint, or has one of another trainer's."""
     errors.check_path("path", path)
     if os.path.isfile(path):
-        found = written_elsewhere(Path(path))
-        told = "" if found is None else f", of {found}"
+        trainer = written_elsewhere(Path(path))
+        told = "" if trainer is None else f", of {trainer}"
         raise errors.CheckpointError(
             f"{path} is a file{told}: give the directory of a checkpoint, with a config.json"
         )
@@ -257,8 +257,8 @@ def known_dtype(kwargs: Mapping[str, Any]) -> Any:
     for each in dtype.values() if isinstance(dtype, dict) else [dtype]:
         if each is None or each == "auto":
             continue
-        found = getattr(torch, each, None) if isinstance(each, str) else each
-        if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        kind = getattr(torch, each, None) if isinstance(each, str) else each
+        if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
             hint = errors.did_you_mean(each, _DTYPES)
             raise errors.ConfigError(
                 f"dtype={each!r} is no dtype of weights: {hint}use 'auto' or one of {', '.join(_DTYPES)}"

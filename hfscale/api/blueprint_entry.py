@@ -62,11 +62,11 @@ def blueprint_entry(model: Any, inferred: bool = False) -> dict[str, Any]:
 
 def _found(model: Any, inferred: bool) -> tuple[str, Blueprint, Inference | None]:
     """Return a model's family, its blueprint, and its inference if the blueprint was inferred."""
-    found = infer(model).blueprint if inferred else find_blueprint(model)
+    blueprint = infer(model).blueprint if inferred else find_blueprint(model)
     return (
         model.config.model_type,
-        found,
-        infer(model) if found.source.startswith(INFERRED) else None,
+        blueprint,
+        infer(model) if blueprint.source.startswith(INFERRED) else None,
     )
 
 

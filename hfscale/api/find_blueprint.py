@@ -73,10 +73,10 @@ def find_blueprint(model: Any, may_infer: bool = True) -> Blueprint:
 
 def infer(model: Any) -> Inference:
     """Infer the blueprint of a model without one, with its proof; raise :class:`PlanError` where none holds."""
-    found = ask("blueprint", model)
-    if "refused" in found:
-        raise PlanError(found["refused"])
-    return from_data(found)
+    facts = ask("blueprint", model)
+    if "refused" in facts:
+        raise PlanError(facts["refused"])
+    return from_data(facts)
 
 
 def _completed(model: Any, translated: Blueprint) -> Blueprint:

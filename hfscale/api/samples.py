@@ -19,5 +19,5 @@ def answer_to(model: Any, ids: Tensor) -> Tensor:
         given["decoder_input_ids"] = ids
     output = model(**given)
     answer = getattr(output, "logits", None)
-    found: Tensor = output[0] if answer is None else answer
-    return found.detach()
+    sample: Tensor = output[0] if answer is None else answer
+    return sample.detach()

@@ -71,8 +71,8 @@ class Outline:
     predicts: bool = False  # whether multi-token-prediction layers are added
 
     def __post_init__(self) -> None:
-        self.config, found = split_stored_form(self.config)
-        self.form = self.form or found
+        self.config, form = split_stored_form(self.config)
+        self.form = self.form or form
 
     @cached_property
     def model(self) -> Any:
@@ -245,8 +245,10 @@ def _refuse_hooks(model: nn.Module, mesh: Mesh) -> None:
     hooked = ""
     if mesh.layout.total_size > 1:
         named = model.named_parameters()
-        found = (n for n, each in named if has_backward_hook(each) or has_accumulation_hook(each))
-        hooked = next(found, "")
+        hooked_names = (
+            n for n, each in named if has_backward_hook(each) or has_accumulation_hook(each)
+        )
+        hooked = next(hooked_names, "")
     for name in filter(None, mesh.all_gather_object(hooked)):
         raise ConfigError(
             f"parameters must have no hooks before {mesh.layout.describe()} cuts them, got one on {name}: register it "

@@ -74,7 +74,9 @@ def verify_experts(model: nn.Module, directory: str | Path) -> dict[str, Sums]:
         own = {}
         failure = str(error)
     answers = runtime.mesh.all_gather_object((own, failure))
-    stored: dict[str, Sums] = {name: sums for found, _ in answers for name, sums in found.items()}
+    stored: dict[str, Sums] = {
+        name: sums for sums_of_rank, _ in answers for name, sums in sums_of_rank.items()
+    }
     problems = [text for _, text in answers if text] or _differences(held, stored)
     if problems:
         raise CheckpointError(
@@ -140,10 +142,10 @@ def _stored(
         raise CheckpointError(
             f"{directory} has no safetensors files: give the directory of the checkpoint"
         )
-    found = loaded_targets(runtime.model, list(stored), by_name)
-    load_weights_as(stored, found, types)
+    targets = loaded_targets(runtime.model, list(stored), by_name)
+    load_weights_as(stored, targets, types)
     keys: dict[str, list[str]] = {}
-    for key, destination in found.items():
+    for key, destination in targets.items():
         keys.setdefault(destination.name, []).append(key)
     like = SimpleNamespace(
         get_parameter=lambda name: torch.empty(by_name[name].shape, device="meta")
@@ -152,7 +154,7 @@ def _stored(
     result = {}
     for name in [name for name in by_name if name in types and name in keys][rank::world]:
         tensors = {key: stored[key][...].to(types[name]) for key in keys[name]}
-        whole = convert(tensors, found, like, runtime.model.config)[name]
+        whole = convert(tensors, targets, like, runtime.model.config)[name]
         del tensors
         everything = [[(0, size)] for size in whole.shape[1:]]
         result[name] = {

@@ -95,7 +95,9 @@ class _Loader:
                 stored[key] = ResizedOnDisk(
                     stored[key], self.plan.by_name[targets[key].name].shape[0]
                 )
-        self.stored = {name for found in targets.values() for name in (found.name, *found.others)}
+        self.stored = {
+            name for target in targets.values() for name in (target.name, *target.others)
+        }
         first = not any(self.mesh.ranks.values())
         check_coverage(self.plan, list(stored), self.stored, str(self.directory), tells=first)
         self._note_others(model, targets)
@@ -173,13 +175,13 @@ class _Loader:
         quantized = self.plan.quantized
         if quantized is None or not quantized.as_stored:
             return
-        found = stored_sources(
+        sources = stored_sources(
             self.plan, model, stored, targets, tells=not any(self.mesh.ranks.values())
         )
-        self.plan = replace(self.plan, quantized=replace(quantized, weights=tuple(found)))
+        self.plan = replace(self.plan, quantized=replace(quantized, weights=tuple(sources)))
         self.rows = {
-            n: StoredRow(self.plan.by_name[n], found[n], self.mesh.ranks)
-            for n in found
+            n: StoredRow(self.plan.by_name[n], sources[n], self.mesh.ranks)
+            for n in sources
             if n in self.held
         }
 
@@ -281,11 +283,11 @@ class _Loader:
         # Overwrites of a parameter tied to another stage's are only seen there, so stages always check.
         if not self.overwritten and self.plan.stages is None:
             return
-        for name, found in find_overwrites(empty_copy(model), self.stored).items():
+        for name, overwrite in find_overwrites(empty_copy(model), self.stored).items():
             planned = self.plan.by_name[self.plan.by_name[name].tied_to or name]
             # transformers never initializes quantized modules
             if planned.name in shares.tensors and planned.name not in self._quantized:
-                found.apply(shares.tensors[planned.name], planned, self.mesh.ranks)
+                overwrite.apply(shares.tensors[planned.name], planned, self.mesh.ranks)
 
     @property
     def _quantized(self) -> Collection[str]:

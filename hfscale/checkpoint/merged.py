@@ -143,10 +143,10 @@ def plan_as_stored(planned: Plan, model: nn.Module, form: StoredForm) -> Plan:
             "its config this model has none: leave it out"
         )
     size = sum(sizes[name] * count for name, count in entries.items()) / sum(entries.values())
-    found = QuantizedPlan(
+    quantized = QuantizedPlan(
         4 if size < 1 else 8, form.method, False, tuple(entries), stored=True, size=size
     )
-    return replace(planned, quantized=found)
+    return replace(planned, quantized=quantized)
 
 
 def stored_sources(
@@ -159,7 +159,7 @@ def stored_sources(
     """Return the stored weights of each weight that can stay as it is stored; one rank ``tells`` of the others."""
     merged = merged_parameters(targets)
     keys = {target.name: key for key, target in targets.items() if target.converter is None}
-    found: dict[str, list[Source]] = {}
+    by_name: dict[str, list[Source]] = {}
     for name in packable(plan, model):
         planned = plan.by_name[name]
         if name in merged and merged[name][0][1].stack in (0, None):
@@ -174,11 +174,11 @@ def stored_sources(
             if isinstance(weight := stored[key], DequantizedOnDisk)
         ]
         if len(sources) == len(boxes):
-            found[name] = sources
+            by_name[name] = sources
     rest = {
         targets[key].name for key, weight in stored.items() if isinstance(weight, DequantizedOnDisk)
-    } - found.keys()
-    if not found:
+    } - by_name.keys()
+    if not by_name:
         raise CheckpointError(
             f"quantization_config='as_stored': none of the {len(rest)} weights that are stored quantized can stay so: "
             "leave it out"
@@ -190,4 +190,4 @@ def stored_sources(
             len(rest),
             min(rest),
         )
-    return found
+    return by_name

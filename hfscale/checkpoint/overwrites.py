@@ -125,12 +125,12 @@ class _StandIns(TorchDispatchMode):
                     if value is not None
                     else []
                 )
-        found = {
+        written = {
             self._names[key] for target in targets if (key := storage_key(target)) in self._names
         }
-        if not found:
+        if not written:
             return func(*args, **kwargs)
-        self._written |= found
+        self._written |= written
         returned = len(schema.returns)
         return None if returned == 0 else targets[0] if returned == 1 else tuple(targets[:returned])
 

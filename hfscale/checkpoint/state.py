@@ -267,12 +267,12 @@ def _check_numbers(step: Any, keep_last: object, keep_every: object) -> int | No
 
 def _given(others: dict[str, Any]) -> dict[str, Any]:
     """Return the objects that have a state; warn of dataloaders without one."""
-    found = {}
+    by_name = {}
     for name, other in others.items():
         has_state = hasattr(other, "state_dict") and hasattr(other, "load_state_dict")
         # Accelerate's loaders always have the methods; this attribute tells whether they work.
         if has_state and getattr(other, "use_stateful_dataloader", True):
-            found[name] = other
+            by_name[name] = other
         elif isinstance(other, DataLoader):
             _log.warning(
                 "%s, a torch.utils.data.DataLoader, has no state_dict, so its position is not saved: skip the "
@@ -283,7 +283,7 @@ def _given(others: dict[str, Any]) -> dict[str, Any]:
             raise CheckpointError(
                 f"{name}={type(other).__name__} has no state_dict and load_state_dict: leave it out"
             )
-    return found
+    return by_name
 
 
 @dataclass(frozen=True)

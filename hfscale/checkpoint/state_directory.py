@@ -143,15 +143,15 @@ def states_in(source: Path) -> list[Path]:
 
 def candidates(source: Path) -> list[Path]:
     """Return the complete states that ``source`` may mean, best first, or raise; warn once of others."""
-    found = states_in(source)
+    states = states_in(source)
     source = _meant(source)
     marked = [
         path
-        for path in found
+        for path in states
         if any((path / name).exists() for name in (complete.MARK, "layout.json"))
     ]
     own = old_of(source).with_suffix(".incomplete")
-    passed = [path for path in found if path not in marked] + ([own] if own.is_dir() else [])
+    passed = [path for path in states if path not in marked] + ([own] if own.is_dir() else [])
     passed += source.glob(".*.incomplete")
     why = "cannot be used: the save was interrupted, or is still running"
     words = "; ".join(f"{path} {why}" for path in passed)
@@ -208,11 +208,11 @@ def _may_lie_beside(path: Path) -> bool:
 
 def none_there(source: Path, mesh: Mesh) -> bool:
     """Return whether the first rank finds no complete state in ``source``; the same answer on every rank."""
-    found: list[Path] = []
+    states: list[Path] = []
     if is_writer(mesh):
         with suppress(CheckpointError):
-            found = candidates(source)
-    return not mesh.all_gather_object(found)[0]
+            states = candidates(source)
+    return not mesh.all_gather_object(states)[0]
 
 
 def none_to_resume(source: Path, mesh: Mesh) -> bool:
@@ -228,11 +228,11 @@ def none_to_resume(source: Path, mesh: Mesh) -> bool:
 
 def find_whole(source: Path, mesh: Mesh, verify: bool) -> Path:
     """Return the newest complete state that ``source`` may mean, the same on every rank; raise if there is none."""
-    found = (
+    names = (
         [os.path.relpath(path, source) for path in candidates(source)] if is_writer(mesh) else []
     )
     wrong: dict[Path, list[str]] = {}
-    for name in mesh.all_gather_object(found)[0]:
+    for name in mesh.all_gather_object(names)[0]:
         directory = Path(os.path.normpath(source / name))
         problems = mesh.all_gather_object(problems_of(directory) if is_writer(mesh) else [])[0]
         if not problems and verify:

@@ -259,23 +259,23 @@ class StateReader:
 
     def _piece(self, key: str, written: StateTensor, ranks: dict[str, int]) -> TensorOnDisk:
         rank = self.index.rank_of({**ranks, "pp": written.home}, written.cuts)
-        found: TensorOnDisk | None = self._file(rank).get(key)
-        if found is None:
+        piece: TensorOnDisk | None = self._file(rank).get(key)
+        if piece is None:
             raise CheckpointError(
                 f"{self.directory}/{weights_name(rank)} has no {key}, a shard of that rank: it is damaged, use "
                 "another state"
             )
         shape = (
-            found.shape
+            piece.shape
             if written.own
             else written.local_shape(dict.fromkeys(self.index.sizes, 0) | ranks)
         )
-        if found.shape != shape:
+        if piece.shape != shape:
             raise CheckpointError(
-                f"{self.directory}/{weights_name(rank)} has {key} of shape {found.shape}, not {shape}: the "
+                f"{self.directory}/{weights_name(rank)} has {key} of shape {piece.shape}, not {shape}: the "
                 "file is damaged, or another rank's; use another state"
             )
-        return found
+        return piece
 
     def _pieces(
         self,
@@ -301,9 +301,9 @@ class StateReader:
 
     def _assembled(self, key: str, written: StateTensor, wanted: list[Spans]) -> Tensor:
         shape = [sum(stop - start for start, stop in dim) for dim in wanted]
-        found = self._empty(key, shape)
+        tensor = self._empty(key, shape)
         if 0 in shape:
-            return found
+            return tensor
         covered = 0
         for ranks in self._pieces(written, wanted):
             piece = self._piece(key, written, ranks)
@@ -313,7 +313,7 @@ class StateReader:
             ]
             for box in product(*meet):
                 place = tuple(slice(into, into + length) for into, _, length in box)
-                found[place] = piece.read(
+                tensor[place] = piece.read(
                     tuple((start, start + length) for _, start, length in box)
                 )
                 covered += prod(length for *_, length in box)
@@ -321,19 +321,19 @@ class StateReader:
             raise CheckpointError(
                 f"{self.directory} has only a part of {key}: it is damaged, use another state"
             )
-        return found
+        return tensor
 
     def whole(self, key: str) -> Tensor:
         """Return the full tensor."""
         written = self.index.tensors[key]
         if not written.block:
             return self._assembled(key, written, [[(0, size)] for size in written.shape])
-        found = self._empty(key, written.shape)
+        tensor = self._empty(key, written.shape)
         for ranks in self._pieces(written, []):
             numbers = written.blocks(ranks)
             if len(numbers):
-                found[..., numbers] = self._piece(key, written, ranks)[...]
-        return found
+                tensor[..., numbers] = self._piece(key, written, ranks)[...]
+        return tensor
 
     def _empty(self, key: str, shape: Any) -> Tensor:
         return torch.empty(tuple(shape), dtype=self.dtype(key))

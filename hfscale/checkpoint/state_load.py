@@ -45,20 +45,20 @@ def load_from(
     """Load a state: see :func:`hfscale.load_state`; collective."""
     directory = find_whole(source, runtime.mesh, verify)
     with _in_words_of(directory):
-        found = _Found(runtime, directory, optimizer, others)
-        read = _ReadAside(found, optimizer)
+        reader = _Found(runtime, directory, optimizer, others)
+        read = _ReadAside(reader, optimizer)
     read.warn_of_not_finite()
     with _unchanged_on_failure(runtime, optimizer, others), _in_words_of(directory):
         for name, other in others.items():
-            other.load_state_dict(found.rest["others"][name])
-        restore_random_states(runtime.mesh, *found.random)
+            other.load_state_dict(reader.rest["others"][name])
+        restore_random_states(runtime.mesh, *reader.random)
         for part in runtime.parts:
-            if state := found.rest["parts"].get(part.state_key):
+            if state := reader.rest["parts"].get(part.state_key):
                 part.put_state(runtime, state)
     if (streams := runtime.streams) is not None:
         streams.agreed = True  # as they were when the state was saved
-    read.put_back(optimizer, found.rest["options"])
-    return Resumed(directory, found.index.step, found.index.batch_world, found.alike)
+    read.put_back(optimizer, reader.rest["options"])
+    return Resumed(directory, reader.index.step, reader.index.batch_world, reader.alike)
 
 
 @contextmanager
@@ -203,7 +203,7 @@ class _Found:
             with zipfile.ZipFile(path) as packed:
                 if sum(each.file_size for each in packed.infolist()) > path.stat().st_size:
                     raise zipfile.BadZipFile("it would unpack to more bytes than it has")
-            found: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+            contents: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
         except (pickle.UnpicklingError, RuntimeError, EOFError, zipfile.BadZipFile) as error:
             raise CheckpointError(
                 f"{path} is damaged, or holds more than plain data, which is not read because it could run code: use "
@@ -211,12 +211,12 @@ class _Found:
             ) from error
         kinds = {"random": dict, "others": dict, "options": list, "parts": dict}
         if wrong := [
-            name for name, kind in kinds.items() if not isinstance(dict(found).get(name), kind)
+            name for name, kind in kinds.items() if not isinstance(dict(contents).get(name), kind)
         ]:
             raise CheckpointError(
                 f"{path} is damaged, it has no {' and no '.join(wrong)}: use another state"
             )
-        return found
+        return contents
 
     def _check_other(self, name: str) -> None:
         if name not in self.rest["others"]:

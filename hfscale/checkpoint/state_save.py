@@ -69,15 +69,15 @@ def contents_of(runtime: Runtime, optimizer: torch.optim.Optimizer | None) -> Ta
     """Collect the tensors to write of a model and its optimizer, without copies."""
     mesh = runtime.mesh
     plan = runtime.plan
-    found = TakenState(mesh, runtime, StateIndex.of_layout(mesh.layout, plan))
+    taken = TakenState(mesh, runtime, StateIndex.of_layout(mesh.layout, plan))
     for planned, parameter in written_parameters(runtime):
         share = local_tensor(parameter).detach()
-        found.add(f"weights/{planned.name}", like(planned), plan.primary_rank(planned.name), share)
+        taken.add(f"weights/{planned.name}", like(planned), plan.primary_rank(planned.name), share)
     for name, buffer in runtime.model.named_buffers():
-        found.add(f"buffers/{name}", whole(*buffer.shape), mesh.pp_rank, buffer)
+        taken.add(f"buffers/{name}", whole(*buffer.shape), mesh.pp_rank, buffer)
     if optimizer is not None:
-        _add_optimizer(found, runtime, optimizer)
-    return found
+        _add_optimizer(taken, runtime, optimizer)
+    return taken
 
 
 def written_parameters(runtime: Runtime) -> list[tuple[ParameterPlan, Tensor]]:

@@ -131,10 +131,10 @@ def stream_weights(
     changed = None if changed_since is None else _changed(runtime, changed_since, asked, sums)
     stream = WeightStream(version, asked, sums)
     if adapters is not None and adapters_only:
-        found = adapter_tensors(runtime, adapters.whole, adapters.name, chosen, among=changed)
+        tensors = adapter_tensors(runtime, adapters.whole, adapters.name, chosen, among=changed)
     else:
-        found = _weights(runtime, entries, chosen, merge_adapters, quantization_config, changed)
-    stream.tensors = stream.until_committed(runtime.mesh, found, staged)
+        tensors = _weights(runtime, entries, chosen, merge_adapters, quantization_config, changed)
+    stream.tensors = stream.until_committed(runtime.mesh, tensors, staged)
     return stream
 
 
@@ -192,14 +192,14 @@ def _weights(
         weights = [
             entry for entry in weights if not changed.isdisjoint(stored.made_from(entry, merge))
         ]
-    found = stored.converted(
+    converted = stored.converted(
         _full(runtime, merge, entries, weights, chosen), carried=changed is None
     )
     if adapters is None or merge_adapters:
-        return found
+        return converted
     among = factors if changed is None else factors & changed
     return chain(
-        found, adapter_tensors(runtime, adapters.whole, adapters.name, chosen, among=among)
+        converted, adapter_tensors(runtime, adapters.whole, adapters.name, chosen, among=among)
     )
 
 
@@ -219,8 +219,8 @@ def whole_tensors(runtime: Runtime, ranks: Sequence[int]) -> Iterator[tuple[str,
     entries = tensors_to_save(runtime)
     merge = WholeMerge(runtime.adapters, runtime.plan)
     weights = [entry for entry in entries if entry.owned not in merge.factors]
-    found = _full(runtime, merge, entries, weights, ranks)
-    return ((stock_name(entry.name), tensor) for entry, tensor in found)
+    tensors = _full(runtime, merge, entries, weights, ranks)
+    return ((stock_name(entry.name), tensor) for entry, tensor in tensors)
 
 
 class _Stored:
@@ -312,9 +312,9 @@ def _full(
     for name in names:
         if name in modules:
             parts = modules[name]
-            found = dict(islice(arriving, len(parts)))
+            arrived = dict(islice(arriving, len(parts)))
             ready |= (
-                merge.merged(name, found)
+                merge.merged(name, arrived)
                 if runtime.mesh.rank in chosen
                 else dict.fromkeys([name, *parts], _NONE)
             )

@@ -63,10 +63,10 @@ def script(shell: str, commands: Mapping[str, Parser]) -> str:
 
 def _places(parser: Parser) -> list[str]:
     """Return completions of positional arguments: choices, and the recipes that ship with hfscale."""
-    found: list[str] = []
+    places: list[str] = []
     for action in parser.arguments:
         if not action.option_strings:
-            found += action.choices or ()
+            places += action.choices or ()
         if action.dest == "recipe":
-            found += sorted(path.stem for path in LIBRARY.glob("*.yaml"))
-    return found
+            places += sorted(path.stem for path in LIBRARY.glob("*.yaml"))
+    return places

@@ -68,13 +68,13 @@ def run(arguments: argparse.Namespace) -> None:
     index = convert_state(arguments.state, arguments.out, **options)
     what = "an adapter" if index.adapter else "a model"
     at = "" if index.step is None else f" of step {index.step}"
-    found = {
+    result = {
         "directory": arguments.out,
         "holds": what,
         "step": index.step,
         "tensors": len(index.stored),
     }
-    show(arguments, found, f"{arguments.out}: {what}{at}, {len(index.stored)} tensors")
+    show(arguments, result, f"{arguments.out}: {what}{at}, {len(index.stored)} tensors")
 
 
 def _convert_source(source: Any, arguments: argparse.Namespace) -> None:
@@ -87,8 +87,8 @@ def _convert_source(source: Any, arguments: argparse.Namespace) -> None:
         max_shard_size=arguments.max_shard_size,
         trust_remote_code=arguments.trust_remote_code,
     )
-    found = {"directory": arguments.out, "holds": "a model", "tensors": written}
-    show(arguments, found, f"{arguments.out}: a model, {written} tensors, from {source.form}")
+    result = {"directory": arguments.out, "holds": "a model", "tensors": written}
+    show(arguments, result, f"{arguments.out}: a model, {written} tensors, from {source.form}")
 
 
 def _convert_adapter(arguments: argparse.Namespace) -> None:
@@ -106,9 +106,9 @@ def _convert_adapter(arguments: argparse.Namespace) -> None:
         arguments.out,
         trust_remote_code=arguments.trust_remote_code,
     )
-    found = {"directory": arguments.out, "holds": "an adapter", "tensors": written}
+    result = {"directory": arguments.out, "holds": "an adapter", "tensors": written}
     show(
         arguments,
-        found,
+        result,
         f"{arguments.out}: an adapter for {arguments.adapter_for}, {written} tensors",
     )

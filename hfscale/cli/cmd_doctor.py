@@ -36,18 +36,18 @@ def run(arguments: argparse.Namespace) -> int:
         from ..recipes.read import read_recipe
 
         recipe = read_recipe(arguments.recipe, arguments.overrides)
-    found: dict[str, list[Finding]] = {}
+    findings: dict[str, list[Finding]] = {}
     for name, looks in _sections(arguments, recipe):
-        found[name] = []
+        findings[name] = []
         if not arguments.json:
-            print(("\n" if len(found) > 1 else "") + name, flush=True)
+            print(("\n" if len(findings) > 1 else "") + name, flush=True)
         for each in looks:
-            found[name].append(each)
+            findings[name].append(each)
             if not arguments.json:
                 print(_line(each), flush=True)
-    problems = sum(each.verdict == "problem" for each in chain.from_iterable(found.values()))
+    problems = sum(each.verdict == "problem" for each in chain.from_iterable(findings.values()))
     if arguments.json:
-        print_json({name: [asdict(each) for each in looks] for name, looks in found.items()})
+        print_json({name: [asdict(each) for each in looks] for name, looks in findings.items()})
     else:
         print(f"\n{problems or 'no'} problem{'s' * (problems != 1)}")
     return int(problems > 0)

@@ -30,7 +30,7 @@ def run(arguments: argparse.Namespace) -> None:
     from ..cost.tools.estimate import estimate
 
     layout = flags.layout_of(arguments)
-    found = estimate(
+    estimated = estimate(
         flags.load_config(arguments.model, arguments.trust_remote_code),
         layout,
         arguments.hardware,
@@ -40,5 +40,5 @@ def run(arguments: argparse.Namespace) -> None:
         optimizer=arguments.optimizer or flags.OPTIMIZER,
         **flags.plan_arguments(arguments),
     )
-    show(arguments, found.to_dict(), str(found))
-    flags.write_reports(arguments, found, f"{arguments.model}: {found.layout}")
+    show(arguments, estimated.to_dict(), str(estimated))
+    flags.write_reports(arguments, estimated, f"{arguments.model}: {estimated.layout}")

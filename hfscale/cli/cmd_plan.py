@@ -69,8 +69,8 @@ def run(arguments: argparse.Namespace) -> None:
     layout = flags.layout_of(arguments)
     config = flags.load_config(arguments.model, arguments.trust_remote_code)
     if arguments.dry_run:
-        found = _dry_run(arguments, config, layout, tokens)
-        show(arguments, found.to_dict(), str(found))
+        dry = _dry_run(arguments, config, layout, tokens)
+        show(arguments, dry.to_dict(), str(dry))
         return
     planned = make_plan(config, layout, **flags.plan_arguments(arguments))
     memory = None

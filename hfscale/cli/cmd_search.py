@@ -84,19 +84,19 @@ def run(arguments: argparse.Namespace) -> None:
     precisions = (
         (("bf16", "bf16_params") if dtype == "float32" else ("no",)) if given is None else (given,)
     )
-    mixed, found = _best(searched, precisions)
+    mixed, best = _best(searched, precisions)
     training["mixed_precision"] = mixed
     if arguments.json:
-        print_json({**found.to_dict(), **training})
+        print_json({**best.to_dict(), **training})
     else:
-        print(found)
+        print(best)
         rates, seconds = evidence(arguments.hardware)
         print(f"\nweights in {dtype}, mixed precision {mixed}, {optimizer}.\n{rates}.\n{seconds}.")
         print("Prove a layout with `hfscale verify`, see its terms with `hfscale estimate`.")
-        _print_rules(arguments, found.tokens)
-    flags.write_reports(arguments, found, f"{arguments.model} on {found.gpus} x {machine.name}")
+        _print_rules(arguments, best.tokens)
+    flags.write_reports(arguments, best, f"{arguments.model} on {best.gpus} x {machine.name}")
     if arguments.out is not None:
-        _write(arguments, found, training)
+        _write(arguments, best, training)
 
 
 def _best(searched: Callable[[str], Any], precisions: Sequence[str]) -> tuple[str, Any]:

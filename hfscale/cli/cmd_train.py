@@ -120,10 +120,10 @@ def _gibibytes(text: str) -> float:
     try:
         return float(text)
     except ValueError:
-        found = byte_count(text)
-    if not found:
+        count = byte_count(text)
+    if not count:
         # Where the flag stands before an override, the parser takes that for its number.
         raise argparse.ArgumentTypeError(
             f"{text!r} is no size: write --max-memory=40GiB (40 means the same), or --max-memory alone at the end"
         )
-    return found / 2**30
+    return count / 2**30

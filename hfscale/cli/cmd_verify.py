@@ -43,8 +43,8 @@ def run(arguments: argparse.Namespace) -> int:
             config, asked, lora=arguments.lora, **chosen, **flags.remote_code(arguments)
         )
     layout = {axis: used.asked(axis) for axis in AXES}
-    found = {**asdict(parity), "tolerance": TOLERANCE, "equal": parity.worst() <= TOLERANCE}
-    document = {"family": config.model_type, "layout": layout, "ranks": used.total_size, **found}
+    result = {**asdict(parity), "tolerance": TOLERANCE, "equal": parity.worst() <= TOLERANCE}
+    document = {"family": config.model_type, "layout": layout, "ranks": used.total_size, **result}
     name = arguments.auto_class if other else ""
     show(arguments, document, render(config, asked, used, parity, arguments.lora, name))
     return int(parity.worst() > TOLERANCE)

@@ -36,8 +36,8 @@ def check_writable(*files: Path | None) -> None:
 def check_directory(directory: Path, of: str) -> None:
     """Refuse a path that is no directory, without slow imports."""
     if not directory.is_dir():
-        found = "is a file" if directory.exists() else "does not exist"
-        raise ConfigError(f"{directory} {found}: give the directory of {of}")
+        problem = "is a file" if directory.exists() else "does not exist"
+        raise ConfigError(f"{directory} {problem}: give the directory of {of}")
 
 
 def working(what: str) -> None:
@@ -69,11 +69,11 @@ def check_target(out: Path, overwrite: bool, **sources: Path | str) -> None:
             )
     if out.exists() and not out.is_dir():
         raise ConfigError(f"OUT {out} is a file: name a directory")
-    found = (
+    names = (
         sorted(path.name for path in out.iterdir() if path.name != _STAGING) if out.exists() else []
     )
-    if found and not overwrite:
-        shown = ", ".join(found[:3]) + (", ..." if len(found) > 3 else "")
+    if names and not overwrite:
+        shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
         raise ConfigError(
             f"OUT {out} has files already ({shown}): name another directory, or replace them (--overwrite)"
         )

@@ -37,19 +37,19 @@ def bytes_of(text: str, flag: str, alone: str = "") -> int:
     """Parse a size, in the units of :class:`hfscale.MemoryConfig`: ``"60GB"`` and ``"60G"`` -> 60,000,000,000; a number
     is one of units ``alone``.
     """
-    found = byte_count(f"{text}{alone}" if text.strip()[-1:].isdigit() else text)
-    if not found:
+    count = byte_count(f"{text}{alone}" if text.strip()[-1:].isdigit() else text)
+    if not count:
         raise ConfigError(
             f"{flag} {text} is no size: write a positive number and KiB, MiB or GiB (2^10, 2^20, 2^30), or KB, MB "
             "or GB (10^3, 10^6, 10^9), as 60GiB"
         )
-    return found
+    return count
 
 
 def tokens_of(text: str, flag: str) -> int:
     """Parse a number of tokens: ``"4M"`` -> 4,194,304."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)", text.strip().lower())
-    count = 0.0 if found is None else float(found[1]) * _TOKENS[found[2]]
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)", text.strip().lower())
+    count = 0.0 if match is None else float(match[1]) * _TOKENS[match[2]]
     if not count or not count.is_integer():
         raise ConfigError(
             f"{flag} {text} is no number of tokens: use a whole number of at least 1, alone or with K, M or G "
@@ -92,13 +92,13 @@ def auto_class_of(name: str) -> Any:
 
     from .._compat.transformers.classes import auto_classes
 
-    found = getattr(transformers, name, None) if name.startswith("AutoModel") else None
-    if not hasattr(found, "from_config"):
+    auto_class = getattr(transformers, name, None) if name.startswith("AutoModel") else None
+    if not hasattr(auto_class, "from_config"):
         close = difflib.get_close_matches(name, auto_classes(), n=3) or ["AutoModelForCausalLM"]
         raise ConfigError(
             f"--auto-class {name} is not one of transformers' Auto classes: use {', '.join(close)}, ..."
         )
-    return found
+    return auto_class
 
 
 def load_config(model: str, trusted: bool = False) -> Any:

@@ -81,7 +81,7 @@ class Declared:
 def declared(cls: type) -> tuple[Declared, ...]:
     """Return the fields of a config dataclass, with descriptions from its docstring."""
     texts = described(cls)
-    found = []
+    options = []
     for each in fields(cls):
         more = {
             "default": each.default,
@@ -96,8 +96,10 @@ def declared(cls: type) -> tuple[Declared, ...]:
         clause = re.split(
             r"[.;:](?:\s|$)|\s\(", texts.get(each.name, "").replace("``", ""), maxsplit=1
         )[0]
-        found.append(Declared(each.name, f"--{flag.replace('_', '-')}", clause, **more, kind=kind))
-    return tuple(found)
+        options.append(
+            Declared(each.name, f"--{flag.replace('_', '-')}", clause, **more, kind=kind)
+        )
+    return tuple(options)
 
 
 def described(cls: type) -> dict[str, str]:

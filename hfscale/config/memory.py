@@ -159,7 +159,7 @@ def _least(given: bool | str, default: int) -> int | None:
 
 def byte_count(text: str) -> int | None:
     """Parse a size in bytes, like ``8GiB``, ``500 MB`` or ``1.5g``; ``None`` if ``text`` is no size."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", text.lower())
-    if found is None or found[2] not in _UNITS:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", text.lower())
+    if match is None or match[2] not in _UNITS:
         return None
-    return int(float(found[1]) * _UNITS[found[2]])
+    return int(float(match[1]) * _UNITS[match[2]])

@@ -118,11 +118,12 @@ class Options:
     def check_device(self, device: torch.device) -> None:
         """Raise :class:`ConfigError` if the device cannot multiply in the chosen precision; CPUs emulate 8 bits."""
         if self.mixed_precision == "fp8" and device.type == "cuda" and torch.version.hip is None:
-            found = torch.cuda.get_device_capability(device)
-            if found < (8, 9):
+            capability = torch.cuda.get_device_capability(device)
+            if capability < (8, 9):
                 raise ConfigError(
                     f"mixed_precision='fp8' needs a GPU with fp8 matmuls (compute capability 8.9 or more), and "
-                    f"{torch.cuda.get_device_name(device)} has {found[0]}.{found[1]}: use mixed_precision='bf16'"
+                    f"{torch.cuda.get_device_name(device)} has {capability[0]}.{capability[1]}: use "
+                    "mixed_precision='bf16'"
                 )
 
     def check_quantized(self) -> None:

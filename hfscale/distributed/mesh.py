@@ -127,10 +127,10 @@ class Mesh:
 
     def largest(self, *numbers: float) -> list[Any]:
         """Return the largest value of each number on any rank, over gloo; collective."""
-        found = torch.tensor(numbers)
+        largest = torch.tensor(numbers)
         if self.control is not None:
-            dist.all_reduce(found, dist.ReduceOp.MAX, self.control)
-        return found.tolist()
+            dist.all_reduce(largest, dist.ReduceOp.MAX, self.control)
+        return largest.tolist()
 
     def all_gather_object(self, value: Any, failure: str = "") -> list[Any]:
         """Return every rank's ``value``; collective. All raise :class:`RankFailedError` if a rank has a ``failure``."""

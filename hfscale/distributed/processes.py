@@ -40,11 +40,13 @@ Pair = tuple[int, int]
 
 def own_device() -> torch.device:
     """Return this process's device, and make it the current one."""
-    found = accelerators()
-    if cpu_requested() or not found.is_available():
+    devices = accelerators()
+    if cpu_requested() or not devices.is_available():
         return torch.device("cpu")
-    index = choose_device(found.device_count(), os.environ.get("LOCAL_RANK"), found.current_device)
-    found.set_device(index)
+    index = choose_device(
+        devices.device_count(), os.environ.get("LOCAL_RANK"), devices.current_device
+    )
+    devices.set_device(index)
     return torch.device(ACCELERATOR, index)
 
 
@@ -267,12 +269,12 @@ def rounds(pairs: Sequence[Pair]) -> list[list[Pair]]:
     """Partition pairs of ranks into few lists of disjoint ones: of a chain, the even pairs and then the odd ones."""
     made: list[list[Pair]] = []
     for pair in sorted(pairs):
-        free = (found for found in made if not any(set(pair) & set(other) for other in found))
-        found = next(free, None)
-        if found is None:
+        free = (round_ for round_ in made if not any(set(pair) & set(other) for other in round_))
+        round_ = next(free, None)
+        if round_ is None:
             made.append([pair])
         else:
-            found.append(pair)
+            round_.append(pair)
     return made
 
 
@@ -291,5 +293,7 @@ def _splits(world: dist.ProcessGroup, device: torch.device) -> bool:
     if device.type == "cpu" or backend == "gloo" or dist.get_backend(world) != backend:
         return False
     # torch has a rank outside of a new group call the second; its fake backend has the first alone since torch 2.14.
-    found = backend_for(world, device)
-    return getattr(found, "supports_splitting", False) and hasattr(found, "perform_nocolor_split")
+    backend_options = backend_for(world, device)
+    return getattr(backend_options, "supports_splitting", False) and hasattr(
+        backend_options, "perform_nocolor_split"
+    )

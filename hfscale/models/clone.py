@@ -111,12 +111,12 @@ def tiny_clone(
 
 def _fields(config: PreTrainedConfig) -> dict[str, Any]:
     """Return a config's fields as it has them: Dory's writes other numbers of layers into a file."""
-    found = config.to_dict()
-    for name, written in found.items():
+    fields = config.to_dict()
+    for name, written in fields.items():
         own = vars(config).get(name, written)
         if type(own) is type(written) and type(own) in (int, list):
-            found[name] = copy.deepcopy(own)
-    return found
+            fields[name] = copy.deepcopy(own)
+    return fields
 
 
 def layers_of_every_kind(config: Any) -> int:
@@ -134,8 +134,10 @@ def shares_keys(config: Any) -> bool:
 
 def first_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
     """Return the config with its first ``layers`` layers, in full size."""
-    found = copy.deepcopy(config)
-    for each in {id(each): each for each in (found, found.get_text_config(decoder=True))}.values():
+    shortened = copy.deepcopy(config)
+    for each in {
+        id(each): each for each in (shortened, shortened.get_text_config(decoder=True))
+    }.values():
         count = getattr(each, "num_hidden_layers", None)
         if type(count) is int and type(getattr(each, _SHARED, None)) is int:  # the last ones share
             setattr(
@@ -156,20 +158,20 @@ def first_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
                 and value
             ):
                 setattr(each, name, value[:layers])
-    return found
+    return shortened
 
 
 def merged(fields: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     """Return ``fields`` updated by ``changes``; nested configs are updated field by field."""
-    found = dict(fields)
+    result = dict(fields)
     for name, value in changes.items():
         inside = (
             isinstance(value, dict)
-            and isinstance(found.get(name), dict)
-            and "model_type" in found[name]
+            and isinstance(result.get(name), dict)
+            and "model_type" in result[name]
         )
-        found[name] = merged(found[name], value) if inside else value
-    return found
+        result[name] = merged(result[name], value) if inside else value
+    return result
 
 
 def _derived(
@@ -234,23 +236,23 @@ def _related(
     whole: dict[str, Any], small: dict[str, Any], layers: int, count: int
 ) -> dict[str, int]:
     """Return the clone's numbers that follow from others, as they do in the original ``whole`` of ``count`` layers."""
-    found = {**_sections(whole, layers, count), **_repeated(whole, layers)}
+    sizes = {**_sections(whole, layers, count), **_repeated(whole, layers)}
     if type(whole.get(_EMBEDDED)) is int and whole[_EMBEDDED] != whole.get("hidden_size"):
-        found[_EMBEDDED] = HIDDEN // 2  # OPT has projections into its stream and out of it
+        sizes[_EMBEDDED] = HIDDEN // 2  # OPT has projections into its stream and out of it
     inner: list[Any] = [
         whole.get(name) for name in ("expand", "hidden_size", "num_heads", "head_dim")
     ]
     # As Mamba-2 requires.
     if all(type(number) is int for number in inner) and prod(inner[:2]) == prod(inner[2:]):
-        found["num_heads"] = small["expand"] * HIDDEN // small["head_dim"]
+        sizes["num_heads"] = small["expand"] * HIDDEN // small["head_dim"]
     if type(whole.get(_SHARED)) is int:
         kinds = whole.get("layer_types")
         different = len(set(kinds)) if isinstance(kinds, (list, tuple)) else 1
         # Where all share, the model reads those of another one; else at least one layer of each kind has its own.
-        found[_SHARED] = (
+        sizes[_SHARED] = (
             layers if whole[_SHARED] >= count else min(whole[_SHARED], max(0, layers - different))
         )
-    return found
+    return sizes
 
 
 def _sections_of(fields: Mapping[str, Any], count: Any) -> dict[str, int]:

@@ -144,15 +144,15 @@ def _layer_kinds(fields: dict[str, Any]) -> Iterator[str]:
 
 def _structure(model: nn.Module) -> set[str]:
     """Return the classes of all modules and the names of tied tensors, with layer indices as wildcards."""
-    found = {
+    entries = {
         f"{wild_name(name)}: {type(module).__name__}" for name, module in model.named_modules()
     }
     firsts: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         first = firsts.setdefault(id(parameter), name)
         if first != name:
-            found.add(f"{wild_name(name)} is {wild_name(first)}")
-    return found
+            entries.add(f"{wild_name(name)} is {wild_name(first)}")
+    return entries
 
 
 class Facts:

@@ -53,9 +53,9 @@ def first_count(holder: Any, names: Iterable[str]) -> int | None:
 def counts(config: Any, names: Iterable[str]) -> set[int]:
     """Return the first of some fields that is a positive number, or its values over the layers."""
     names = tuple(names)
-    found = first_count(config, names)
-    if found is not None:
-        return {found}
+    value = first_count(config, names)
+    if value is not None:
+        return {value}
     try:
         layers = list(getattr(config, "per_layer_config", None) or ())
     except (
@@ -71,16 +71,16 @@ def counts(config: Any, names: Iterable[str]) -> set[int]:
 
 def lengths_of(config: Any) -> dict[str, int]:
     """Return the ``LENGTHS`` fields of a config's text part and its rotary embeddings; of equal names, the shortest."""
-    found = dict[str, int]()
+    lengths = dict[str, int]()
     for fields in _mappings(text_config(config)):
         for name in LENGTHS:
             value = fields.get(name)
             if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
-                found[name] = min(
+                lengths[name] = min(
                     int(value) - LENGTHS[name],
-                    found.get(name, int(value)),
+                    lengths.get(name, int(value)),
                 )
-    return found
+    return lengths
 
 
 def with_lengths(config: Any, lengths: Mapping[str, int]) -> Any:
@@ -93,12 +93,12 @@ def with_lengths(config: Any, lengths: Mapping[str, int]) -> Any:
 
 def _mappings(config: Any) -> Iterator[dict[str, Any]]:
     """Yield the config's own fields, and those of its rotary embeddings, one per kind of layer."""
-    found: list[Any] = [vars(config), vars(config).get("rope_parameters")]
-    while found:
-        fields = found.pop(0)
+    mappings: list[Any] = [vars(config), vars(config).get("rope_parameters")]
+    while mappings:
+        fields = mappings.pop(0)
         if isinstance(fields, dict):
             yield fields
-            found += (
+            mappings += (
                 []
                 if fields is vars(config)
                 else [each for each in fields.values() if isinstance(each, dict)]

@@ -37,10 +37,10 @@ class KeptFacts:
         """Return the answers that are kept; none if nothing is, or if a file is damaged."""
         path = self._path(kind, digest)
         try:
-            found = json.loads(path.read_text()) if path is not None else {}
+            answers = json.loads(path.read_text()) if path is not None else {}
         except (OSError, ValueError):
             return {}
-        return found if isinstance(found, dict) else {}
+        return answers if isinstance(answers, dict) else {}
 
     def add(self, kind: str, digest: str, question: str, answer: Any) -> None:
         """Keep one answer more, where that can be."""

@@ -101,7 +101,7 @@ def has_own_loss(model: nn.Module, head: nn.Module | None = None) -> bool:
 
 def used_names(kind: type[Any]) -> tuple[str, ...]:
     """Return the names that a class's forward uses, and then those in its own methods that it uses."""
-    found: dict[str, None] = {}
+    names: dict[str, None] = {}
     waiting = ["forward"]
     while waiting:
         method = inspect.getattr_static(kind, waiting.pop(), None)
@@ -110,10 +110,10 @@ def used_names(kind: type[Any]) -> tuple[str, ...]:
             if inspect.isfunction(method)
             else None
         )
-        new = [name for name in _names_in(code) if name not in found]
-        found.update(dict.fromkeys(new))
+        new = [name for name in _names_in(code) if name not in names]
+        names.update(dict.fromkeys(new))
         waiting += new
-    return tuple(found)
+    return tuple(names)
 
 
 def _names_in(code: Any) -> list[str]:

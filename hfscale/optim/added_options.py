@@ -30,14 +30,14 @@ Added = dict[str, tuple[AddedOption, Any]]  # option -> what it is, and its valu
 def split_options(optimizer: str, given: Options) -> tuple[Options, Added]:
     """Split options into an optimizer's own and those that extensions add to it, which are parsed."""
     own = dict(given)
-    found: Added = {}
+    taken: Added = {}
     for name in given.keys() & added(_SLOT):
         option: AddedOption = provided(_SLOT, name)
         if optimizer in option.optimizers:
             try:
-                found[name] = (option, option.parse(own.pop(name)))
+                taken[name] = (option, option.parse(own.pop(name)))
             except (TypeError, ValueError) as error:
                 raise ConfigError(
                     f"{optimizer!r}: {name}={given[name]!r} cannot be read: {error}"
                 ) from error
-    return own, found
+    return own, taken

@@ -32,11 +32,11 @@ _NEVER = tuple(
 
 def owners_of(model: nn.Module) -> dict[int, list[nn.Module]]:
     """Map the ``id`` of every parameter to the modules that hold it: several if it is tied."""
-    found: dict[int, list[nn.Module]] = {}
+    owners: dict[int, list[nn.Module]] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
-            found.setdefault(id(parameter), []).append(module)
-    return found
+            owners.setdefault(id(parameter), []).append(module)
+    return owners
 
 
 def decays(name: str, owners: list[nn.Module]) -> bool:

@@ -209,7 +209,7 @@ class MuonStepper(Stepper):
         """Return this rank's own of the matrices that are cut over the first of ``axes``, no longer cut over it."""
         cut = [[m for m in each if m.cut_over(axes[:1])] for each in owned]
         own = self._mesh.ranks[axes[0]]
-        found = dict[Matrix, Tensor]()
+        whole = dict[Matrix, Tensor]()
         if any(cut):
             parcels = [[held[matrix] for matrix in each] for each in cut]
             arrived = self._swapped(
@@ -220,15 +220,15 @@ class MuonStepper(Stepper):
             )
             for matrix, *shares in zip(cut[own], *arrived, strict=True):
                 shape = cut_shape(matrix.shape, matrix.cut_over(axes[1:]), self._mesh.ranks)
-                found[matrix] = shares[0].new_empty(shape)
+                whole[matrix] = shares[0].new_empty(shape)
                 for rank, share in enumerate(shares):
                     write_share(
-                        found[matrix],
+                        whole[matrix],
                         share,
                         matrix.cut_over(axes[:1]),
                         {axes[0]: rank},
                     )
-        return found
+        return whole
 
     def _swapped(
         self,
@@ -300,7 +300,7 @@ def _matrices_of(
 
 def _orthogonalized(matrix: Matrix, whole: Tensor, group: Mapping[str, Any]) -> Tensor:
     """Approximate ``U V^T`` of the singular value decomposition of each fused matrix by quintic Newton-Schulz steps."""
-    (a, b, c), found = group["ns_coefficients"], list[Tensor]()
+    (a, b, c), updates = group["ns_coefficients"], list[Tensor]()
     for part in (each.contiguous() for each in matrix.split(whole, (), {})):
         tall = part.size(0) > part.size(1)
         x = part.T if tall else part
@@ -313,5 +313,5 @@ def _orthogonalized(matrix: Matrix, whole: Tensor, group: Mapping[str, Any]) -> 
                 x,
                 beta=a,
             )
-        found.append(x.T if tall else x)
-    return torch.cat(found, matrix.dim)
+        updates.append(x.T if tall else x)
+    return torch.cat(updates, matrix.dim)

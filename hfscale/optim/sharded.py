@@ -185,7 +185,7 @@ def sum_over_ranks(pieces: Sequence[Piece], mesh: Mesh) -> list[Tensor]:
     passes pieces of the same axes in the same order, and ranks of one group, of the same shapes. Ranks get bitwise
     equal results.
     """
-    found = [piece for piece, _ in pieces]
+    sums = [piece for piece, _ in pieces]
     for axis in sorted({axis for _, axes in pieces for axis in axes}):
         group = mesh.group(axis)
         if group is None:
@@ -193,17 +193,17 @@ def sum_over_ranks(pieces: Sequence[Piece], mesh: Mesh) -> list[Tensor]:
         chosen = [index for index, (_, axes) in enumerate(pieces) if axis in axes]
         wide = (
             torch.float64
-            if any(found[index].dtype == torch.float64 for index in chosen)
+            if any(sums[index].dtype == torch.float64 for index in chosen)
             else torch.float32
         )
         flat = all_reduce(
-            torch.cat([found[index].reshape(-1).to(wide) for index in chosen]),
+            torch.cat([sums[index].reshape(-1).to(wide) for index in chosen]),
             group,
         )
-        parts = flat.split([found[index].numel() for index in chosen])
+        parts = flat.split([sums[index].numel() for index in chosen])
         for index, part in zip(chosen, parts, strict=True):
-            found[index] = part.view(found[index].shape).to(found[index].dtype)
-    return found
+            sums[index] = part.view(sums[index].shape).to(sums[index].dtype)
+    return sums
 
 
 def gradients_present(members: Sequence[Member], mesh: Mesh) -> list[bool]:

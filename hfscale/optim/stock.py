@@ -224,11 +224,11 @@ class OneByOneStepper(LocalStepper):
         )
         flags = gradients_present(self.members, self._mesh) if self._full else local
         present = set(compress(self.members, flags))
-        found = [
+        pairs = [
             (inner, [member for member, _ in inner.pairs if member in present])
             for inner in self._inners
         ]
-        return [(inner, members) for inner, members in found if members]
+        return [(inner, members) for inner, members in pairs if members]
 
     def _copy(self, tensor: Tensor) -> Tensor:
         aside = self._aside

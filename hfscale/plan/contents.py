@@ -114,19 +114,19 @@ class PlanContents:
     @property
     def lookup_shape(self) -> tuple[int, int] | None:
         """The number of tokens and the width of :attr:`lookup`."""
-        found = self.by_name.get(f"{self.lookup}.weight")
-        return None if found is None else (found.shape[0], found.shape[1])
+        table = self.by_name.get(f"{self.lookup}.weight")
+        return None if table is None else (table.shape[0], table.shape[1])
 
     @cached_property
     def of_layers(self) -> dict[str, tuple[ParameterPlan, ...]]:
         """The parameters in each layer, including those of its adapters."""
         depths = {layer.count(".") + 1 for layer in self.layers}
-        found: dict[str, list[ParameterPlan]] = {layer: [] for layer in self.layers}
+        by_layer: dict[str, list[ParameterPlan]] = {layer: [] for layer in self.layers}
         for parameter in self.parameters:
             parts = parameter.name.split(".")
             for depth in depths:
-                found.get(".".join(parts[:depth]), []).append(parameter)
-        return {layer: tuple(parameters) for layer, parameters in found.items()}
+                by_layer.get(".".join(parts[:depth]), []).append(parameter)
+        return {layer: tuple(parameters) for layer, parameters in by_layer.items()}
 
     @cached_property
     def replicas(self) -> tuple[int, ...]:
@@ -184,11 +184,11 @@ class PlanContents:
     def local_names(self, rank: int) -> dict[str, str]:
         """Map owned parameters of pipeline rank ``rank`` to names there, which differ where it has only a tied copy."""
         if rank not in self._local_names:
-            found: dict[str, str] = {}
+            names: dict[str, str] = {}
             for parameter in self.parameters:
                 if self.is_local(rank, parameter.name):
-                    found.setdefault(parameter.tied_to or parameter.name, parameter.name)
-            self._local_names[rank] = found
+                    names.setdefault(parameter.tied_to or parameter.name, parameter.name)
+            self._local_names[rank] = names
         return self._local_names[rank]
 
     @cached_property

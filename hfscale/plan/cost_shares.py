@@ -11,9 +11,9 @@ def share_by_cost(costs: Sequence[float], bins: int) -> list[list[int]]:
     """
     loads = [(0.0, index) for index in range(bins)]
     heapify(loads)
-    found: list[list[int]] = [[] for _ in range(bins)]
+    shares: list[list[int]] = [[] for _ in range(bins)]
     for item in sorted(range(len(costs)), key=lambda item: -costs[item]):
         load, index = loads[0]
-        found[index].append(item)
+        shares[index].append(item)
         heapreplace(loads, (load + costs[item], index))
-    return found
+    return shares

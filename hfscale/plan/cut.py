@@ -140,7 +140,7 @@ def _joined(spans: Iterator[tuple[int, int]]) -> Spans:
 
 def overlaps(wanted: Spans, held: Spans) -> list[tuple[int, int, int]]:
     """Return the overlaps of two shards of one dim: offset in ``wanted``, offset in ``held``, and length of each."""
-    found = []
+    pieces = []
     into = 0
     for first, last in wanted:
         place = 0
@@ -148,10 +148,10 @@ def overlaps(wanted: Spans, held: Spans) -> list[tuple[int, int, int]]:
             low = max(first, start)
             high = min(last, stop)
             if low < high:
-                found.append((into + low - first, place + low - start, high - low))
+                pieces.append((into + low - first, place + low - start, high - low))
             place += stop - start
         into += last - first
-    return found
+    return pieces
 
 
 def narrow_spans(spans: Spans, within: Spans) -> Spans:

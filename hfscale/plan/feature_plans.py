@@ -77,8 +77,8 @@ class CompressPlan(Feature):
 
 def compressed(plan: PlanContents) -> int | None:
     """Return the bytes of the smallest activation saved in 8 bits, or ``None`` if activations are saved as they are."""
-    found = plan.feature(CompressPlan)
-    return None if found is None else found.least
+    planned = plan.feature(CompressPlan)
+    return None if planned is None else planned.least
 
 
 @dataclass(frozen=True)
@@ -123,8 +123,8 @@ class ScoresPlan(Feature):
 
 def heads_with_scores(plan: PlanContents) -> int:
     """Return how many heads keep scores; 0 for fused attention, and if sequences are cut over context ranks."""
-    found = plan.feature(ScoresPlan)
-    return 0 if found is None or plan.layout.cp > 1 else found.heads
+    planned = plan.feature(ScoresPlan)
+    return 0 if planned is None or plan.layout.cp > 1 else planned.heads
 
 
 _READS = "lora_magnitude_vector"  # DoRA's, of the norms of the weight's rows
@@ -165,14 +165,16 @@ def _counted(names: Sequence[str]) -> str:
 
 def weights_in_8_bits(plan: PlanContents) -> frozenset[str]:
     """Return the names of the parameters whose products are in 8 bits."""
-    found = plan.feature(ProductsPlan)
-    return frozenset() if found is None else frozenset(f"{name}.weight" for name in found.modules)
+    planned = plan.feature(ProductsPlan)
+    return (
+        frozenset() if planned is None else frozenset(f"{name}.weight" for name in planned.modules)
+    )
 
 
 def gathered_in_8_bits(plan: PlanContents) -> frozenset[str]:
     """Return the parameters that data ranks gather in 8 bits: not those whose rows DoRA takes the norms of."""
-    found = plan.feature(ProductsPlan)
-    if found is None or not found.gathers or plan.layout.dp_shard == 1:
+    planned = plan.feature(ProductsPlan)
+    if planned is None or not planned.gathers or plan.layout.dp_shard == 1:
         return frozenset()
     return weights_in_8_bits(plan) - {
         adapter.base for adapter in plan.adapters if adapter.kept_in == _READS
@@ -277,5 +279,5 @@ class FusedAdaptersPlan(Feature):
 
 def is_fused(plan: PlanContents, weight: str) -> bool:
     """Return whether the adapters of a projection's weight keep its input as it is, for all that read it."""
-    found = plan.feature(FusedAdaptersPlan)
-    return found is not None and found.computes(weight)
+    planned = plan.feature(FusedAdaptersPlan)
+    return planned is not None and planned.computes(weight)

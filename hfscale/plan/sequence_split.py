@@ -47,8 +47,8 @@ class Split:
         ends = self._ends
         last = 2 * self.size * self.together - 1
         members = range(rank * self.together, (rank + 1) * self.together)
-        found = ((ends[i], ends[i + 1]) for member in members for i in (member, last - member))
-        return tuple(sorted(found))
+        intervals = ((ends[i], ends[i + 1]) for member in members for i in (member, last - member))
+        return tuple(sorted(intervals))
 
     def length(self, rank: int) -> int:
         """Return how many tokens ``rank`` has."""
@@ -115,8 +115,8 @@ def choose(method: str, heads: int, key_heads: int, size: int) -> str:
 
 def starts_of(documents: Tensor) -> tuple[tuple[int, ...], ...]:
     """Return where documents ``[b, s]``, counted in each row, begin, by row or once for all; wait for their device."""
-    found = tuple(tuple((row.diff().nonzero().flatten() + 1).tolist()) for row in documents.cpu())
-    return found[:1] if len(set(found)) == 1 else found
+    starts = tuple(tuple((row.diff().nonzero().flatten() + 1).tolist()) for row in documents.cpu())
+    return starts[:1] if len(set(starts)) == 1 else starts
 
 
 def tokens_of(batch: Mapping[str, Any], first: Sequence[str] = ()) -> tuple[int, int]:
@@ -124,9 +124,9 @@ def tokens_of(batch: Mapping[str, Any], first: Sequence[str] = ()) -> tuple[int,
     embeddings; refuse batches without these.
     """
     for name in (*first, "input_ids", "inputs_embeds"):
-        found = batch.get(name)
-        if isinstance(found, Tensor) and found.ndim > 1:
-            return found.shape[0], found.shape[1]
+        tokens = batch.get(name)
+        if isinstance(tokens, Tensor) and tokens.ndim > 1:
+            return tokens.shape[0], tokens.shape[1]
     raise ConfigError(
         f"a batch must have input_ids or inputs_embeds, by whose shape it is cut, and has only {', '.join(batch)}"
     )

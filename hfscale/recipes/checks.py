@@ -92,16 +92,16 @@ def _check_declared(section: str, values: Any) -> None:
 
 def steps_to_profile(asked: str, steps: int) -> int:
     """Parse the number of steps to profile: ``"3 steps"`` -> 3; ``steps``: of the run."""
-    found = re.fullmatch(r"\s*(\d+)(?:\s+steps?)?\s*", asked)
-    if found is None or int(found[1]) < 1:
+    match = re.fullmatch(r"\s*(\d+)(?:\s+steps?)?\s*", asked)
+    if match is None or int(match[1]) < 1:
         raise RecipeError(f"profile={asked!r} says no number of steps: write profile: 3 steps")
     most = max(steps - STEPS_BEFORE_PROFILE, 0)
-    if int(found[1]) > most:
+    if int(match[1]) > most:
         raise RecipeError(
             f"profile={asked!r} starts after the first {STEPS_BEFORE_PROFILE} steps, and training.steps={steps}: "
             f"use at most {most}, or more training.steps"
         )
-    return int(found[1])
+    return int(match[1])
 
 
 def _check_format(recipe: Recipe, data: DataRecipe) -> None:

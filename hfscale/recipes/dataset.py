@@ -201,10 +201,10 @@ def _tokenized(
     data: DataRecipe,
 ) -> list[list[int]]:
     """Return the tokens of each text, without special tokens."""
-    found: list[list[int]] = []
+    tokens: list[list[int]] = []
     texts = [document.columns[data.text_column] for document in documents]
     for start in range(0, len(texts), _AT_ONCE):
-        found += tokenizer(
+        tokens += tokenizer(
             texts[start : start + _AT_ONCE], add_special_tokens=False, verbose=False
         )["input_ids"]
-    return found
+    return tokens

@@ -64,13 +64,13 @@ def reward_of(name: str) -> Reward:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        found: Reward = getattr(importlib.import_module(module), function)
+        reward: Reward = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, ValueError) as error:
         raise RecipeError(
             f"rewards: {name!r} is neither {' nor '.join(REWARDS)}, nor a function that can be imported ({error}): "
             "write module:function"
         ) from error
-    return found
+    return reward
 
 
 def recompute_field(config_class: type) -> str:

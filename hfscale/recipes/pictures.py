@@ -87,7 +87,7 @@ def processed(
 ) -> dict[str, Tensor]:
     """Return the arguments of a forward pass that the processor makes from rendered texts, padded on the right."""
     start = getattr(processor.tokenizer, "bos_token", None)
-    found = processor(
+    batch = processor(
         text=list(texts),
         images=[list(each) for each in images] if any(images) else None,
         padding=True,
@@ -95,7 +95,7 @@ def processed(
         add_special_tokens=not (start and texts[0].startswith(start)),
         padding_side="right",
     )
-    return dict(found)
+    return dict(batch)
 
 
 def opened(image: bytes) -> Image.Image:
@@ -191,9 +191,9 @@ class Sample(NamedTuple):
 @torch.no_grad()
 def answers(model: Any, reader: Any, data: Dataset, number: int) -> list[str]:
     """Return likeliest answers to the first ``number`` rows, by the processor or tokenizer ``reader``; collective."""
-    found: list[str] = []
+    texts: list[str] = []
     if not number:
-        return found
+        return texts
     model.eval()
     for row in data.select(range(min(number, len(data)))):
         if "images" in row:
@@ -208,20 +208,20 @@ def answers(model: Any, reader: Any, data: Dataset, number: int) -> list[str]:
         said = model.generate(
             **inputs, max_new_tokens=_NEW_TOKENS, do_sample=False, pad_token_id=end
         )
-        found.append(
+        texts.append(
             _text(
                 reader,
                 said[0][inputs["input_ids"].shape[1] :],
             )
         )
-    return found
+    return texts
 
 
 def samples(
     reader: Any, data: Dataset, before: Sequence[str], after: Sequence[str]
 ) -> list[Sample]:
     """Return the model's answers with their prompts and the expected texts."""
-    found = []
+    drawn = []
     for row, *said in zip(
         data.select(range(len(before))),
         before,
@@ -229,7 +229,7 @@ def samples(
         strict=True,
     ):
         if "images" in row:
-            found.append(
+            drawn.append(
                 Sample(
                     row["images"][0] if row["images"] else b"",
                     row["question"],
@@ -238,10 +238,10 @@ def samples(
                 )
             )
         else:
-            found.append(
+            drawn.append(
                 Sample(b"", *(_text(reader, part) for part in _asked_and_wanted(row)), *said)
             )
-    return found
+    return drawn
 
 
 def _asked_and_wanted(row: dict[str, Any]) -> tuple[Tensor, Tensor]:

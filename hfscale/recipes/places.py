@@ -60,10 +60,10 @@ def _check_earlier_run(recipe: Recipe) -> None:
                     f"use the saved value ({path}) to resume, or choose another name"
                 )
         return
-    found = [name for name in ("checkpoint", "adapter") if (directory / name).exists()]
-    found += ["metrics.jsonl"] if recipe.metrics.exists() and recipe.metrics.stat().st_size else []
-    found += ["state"] if recipe.has_state else []
-    if not found or recipe.replace:
+    names = [name for name in ("checkpoint", "adapter") if (directory / name).exists()]
+    names += ["metrics.jsonl"] if recipe.metrics.exists() and recipe.metrics.stat().st_size else []
+    names += ["state"] if recipe.has_state else []
+    if not names or recipe.replace:
         return
     if recipe.training.resume:
         from ..distributed.processes import restarted  # behind what is refused without torch
@@ -71,15 +71,15 @@ def _check_earlier_run(recipe: Recipe) -> None:
         training = recipe.training
         saves = training.save_every is not None or training.memory_every is not None
         # Of this job, which came to no save.
-        if (saves or restarted()) and found == ["metrics.jsonl"]:
+        if (saves or restarted()) and names == ["metrics.jsonl"]:
             return
         raise RecipeError(
-            f"training.resume=true, and {directory} has {', '.join(found)} but no saved state to resume from "
+            f"training.resume=true, and {directory} has {', '.join(names)} but no saved state to resume from "
             "(training.save_every writes them): choose another name, or replace what is there with replace=true"
         )
-    go_on = "go on with it (training.resume=true), " if "state" in found else ""
+    go_on = "go on with it (training.resume=true), " if "state" in names else ""
     raise RecipeError(
-        f"{directory} has a run already ({', '.join(found)}): choose another name, {go_on}or replace it (replace=true)"
+        f"{directory} has a run already ({', '.join(names)}): choose another name, {go_on}or replace it (replace=true)"
     )
 
 

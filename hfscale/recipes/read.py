@@ -82,8 +82,8 @@ def locate(recipe: str | Path) -> Path:
     if path.is_file():
         return path
     if path.suffix or len(path.parts) > 1:
-        found = ", ".join(sorted(p.name for p in path.parent.glob("*.yaml"))) or "no recipe"
-        raise RecipeError(f"{recipe}: there is no such file; {path.parent} has {found}")
+        others = ", ".join(sorted(p.name for p in path.parent.glob("*.yaml"))) or "no recipe"
+        raise RecipeError(f"{recipe}: there is no such file; {path.parent} has {others}")
     names = [p.stem for p in LIBRARY.glob("*.yaml")]
     if path.name not in names:
         close = meant(path.name, names)

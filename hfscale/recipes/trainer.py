@@ -101,17 +101,17 @@ class RecipeTrainer(hfscale.Trainer):
             [r for r in self.state.log_history if k in r] for k in ("loss", "validation_loss")
         )
         last = training[-1]
-        found = evaluation[-1]
+        newest = evaluation[-1]
         return Outcome(
             last["loss"],
             evaluation[0]["validation_loss"],
-            found["validation_loss"],
+            newest["validation_loss"],
             self._baseline,
             int(last["tokens"]),
             last["tokens"] / last["seconds"],
             peak_memory(),
             self._memory_before,
-            found.get("validation_accuracy"),
+            newest.get("validation_accuracy"),
         )
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:

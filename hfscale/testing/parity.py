@@ -174,7 +174,7 @@ def measure_parity(case: Case, layout: ParallelConfig, pool: RankPool | None) ->
         run = pool.run if pool is not None else lambda function, *args: [function(*args)]
         alone = pool.alone if pool is not None else lambda function, *args: function(*args)
         alone(_reference, case, layout.batch_world, directory)
-        found = run(run_rank, _portable(case), layout, str(directory))
+        of_ranks = run(run_rank, _portable(case), layout, str(directory))
         saved = stored(directory / "saved")
         final = stored(directory / "end")
         assert saved.keys() == final.keys(), (
@@ -186,13 +186,13 @@ def measure_parity(case: Case, layout: ParallelConfig, pool: RankPool | None) ->
         if case.peft is None:
             case.auto_class.from_pretrained(directory / "saved", **case.hf_kwargs)
     worst = {
-        name: max(getattr(parity, name) for parity in found)
+        name: max(getattr(parity, name) for parity in of_ranks)
         for name in ("loss", "gradient", "norm", "weight")
     }
     return Parity(
         **worst,
-        worst_gradient=max(found, key=lambda parity: parity.gradient).worst_gradient,
-        worst_weight=max(found, key=lambda parity: parity.weight).worst_weight,
+        worst_gradient=max(of_ranks, key=lambda parity: parity.gradient).worst_gradient,
+        worst_weight=max(of_ranks, key=lambda parity: parity.weight).worst_weight,
         saved=max(differences.values()),
         replicas=apart,
         worst_replica=worst_replica,

@@ -177,8 +177,8 @@ class RankPool(AbstractContextManager["RankPool"]):
                     os.kill(self._processes[rank].pid, signal.SIGUSR1)
             time.sleep(0.3)
             for rank, stack in stacks.items():
-                found = stack.read_text() if stack.exists() else "its start"
-                lines.append(f"rank {rank} did not return; it stands at:\n{found}")
+                place = stack.read_text() if stack.exists() else "its start"
+                lines.append(f"rank {rank} did not return; it stands at:\n{place}")
         self.close()
         return RankError("\n".join(lines))
 

@@ -47,10 +47,10 @@ def refuse_loss_around(runtime: Runtime, model: nn.Module) -> None:
 def refuse_trained_around(runtime: Runtime, model: nn.Module) -> None:
     """Raise :class:`ConfigError` for such parameters over several ranks."""
     layout = runtime.mesh.layout
-    if layout.total_size == 1 or not (found := trained_around(runtime, model)):
+    if layout.total_size == 1 or not (trained := trained_around(runtime, model)):
         return
     raise ConfigError(
-        f"{class_name(model)} trains {', '.join(list(found)[:3])} around {class_name(runtime.model)}, which "
+        f"{class_name(model)} trains {', '.join(list(trained)[:3])} around {class_name(runtime.model)}, which "
         f"{layout.describe()} does not know: each rank would train its own. Put it into the model before "
         "hfscale.parallelize, adapt the layers by hfscale.get_peft_model (LoRA, IA3, LoHa), freeze it, or use one "
         "process"
@@ -59,11 +59,11 @@ def refuse_trained_around(runtime: Runtime, model: nn.Module) -> None:
 
 def refuse_without_around(runtime: Runtime, model: nn.Module, call: str, instead: str) -> None:
     """Raise :class:`ConfigError`, in any layout, if ``call`` would leave such parameters out, as a save does."""
-    found = list(trained_around(runtime, model))
-    if found:
+    trained = list(trained_around(runtime, model))
+    if trained:
         raise ConfigError(
             f"{call} is of {class_name(runtime.model)} as it was built, and would leave out what trains in it, or "
-            f"around it, since then ({', '.join(found[:3])}): {instead}"
+            f"around it, since then ({', '.join(trained[:3])}): {instead}"
         )
 
 

@@ -79,16 +79,16 @@ class ModelTeacher:
         """Return what teaches each of this rank's batches, the last hidden states ``[b, s, h]``; collective."""
         model = self._teacher.model
         itself = self._teacher is self._student
-        found = list[tuple[Tensor, ...]]()
+        signals = list[tuple[Tensor, ...]]()
         given = self._shared(batch)
         with adapters_switched_off(model) if itself else nullcontext(), evaluating(model):
             for turn in self._turns:
                 made = scored(self._teacher, given[turn], self._hidden)
                 if turn == self._student.mesh.batch_rank:
-                    found = [(each["hidden"],) for each in made]
+                    signals = [(each["hidden"],) for each in made]
         if self._head is None:
             self._head = self._copied_head()
-        return found
+        return signals
 
     def _hidden(self, logits: Any, _: VocabularySlice) -> dict[str, Tensor]:
         self._finish = (logits.finish,)
@@ -172,7 +172,7 @@ class ModelTeacher:
             each for each in tensors_to_save(runtime) if each.planned and each.planned.name in names
         ]
         cut = student.plan.by_name[f"{student.plan.head}.weight"].cut_over("tp")
-        found = dict[str, Tensor]()
+        copied = dict[str, Tensor]()
         for entry, (_, whole) in zip(
             entries,
             full_tensors(runtime, entries, to=to),
@@ -180,8 +180,8 @@ class ModelTeacher:
         ):
             if entry.planned and whole.numel():
                 own = whole if cut is None else cut.take(whole, mesh.tp_rank).clone()
-                found[entry.planned.name] = own.detach().to(mesh.device, _computes_in(runtime))
-        weight, bias, *_ = *(found.get(name) for name in names), None, None
+                copied[entry.planned.name] = own.detach().to(mesh.device, _computes_in(runtime))
+        weight, bias, *_ = *(copied.get(name) for name in names), None, None
         nothing = torch.empty(0, device=mesh.device)
         weight = nothing if weight is None else weight
         finish = next(known[0] for _, known in told if known is not None)
@@ -294,10 +294,12 @@ def _tokenizer_of(model: Any) -> str | None:
     if not model.name_or_path:
         return None
     try:
-        found = AutoTokenizer.from_pretrained(
+        tokenizer = AutoTokenizer.from_pretrained(
             model.name_or_path, local_files_only=True, trust_remote_code=False
         )
-        return hashlib.sha256(json.dumps(found.get_vocab(), sort_keys=True).encode()).hexdigest()
+        return hashlib.sha256(
+            json.dumps(tokenizer.get_vocab(), sort_keys=True).encode()
+        ).hexdigest()
     except (
         OSError,
         ValueError,

@@ -79,10 +79,10 @@ def _counted_by_axes(runtime: Runtime, here: list[_Gradient]) -> dict[_Axes, lis
     for planned, gradient in here:
         if runtime.counts(planned):
             # The slices that no earlier rank has a replica of.
-            found = planned.counted(runtime.mesh.ranks)
-            dim, spans = found or (0, ())
+            counted = planned.counted(runtime.mesh.ranks)
+            dim, spans = counted or (0, ())
             slices = [gradient.narrow(dim, start, stop - start) for start, stop in spans]
-            by_axes[axes[planned.name]] += [gradient] if found is None else slices
+            by_axes[axes[planned.name]] += [gradient] if counted is None else slices
     return by_axes
 
 

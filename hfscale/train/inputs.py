@@ -49,12 +49,12 @@ _NEAR = 0.93  # similarity from which an unknown name is taken for a misspelt on
 def microbatches_of(batch: Batch | Sequence[Batch], routes: Any = None) -> list[dict[str, Any]]:
     """Return the ``batch`` of a step, a mapping or a list of mappings, as dictionaries with ``routes`` among them."""
     listed: Any = [batch] if isinstance(batch, Mapping) else batch
-    found = (
+    batches = (
         list(listed)
         if hasattr(listed, "__iter__") and not isinstance(listed, str | Tensor)
         else [listed]
     )
-    for each in found:
+    for each in batches:
         if not isinstance(each, Mapping) or not all(isinstance(name, str) for name in each):
             what = (
                 "mapping whose keys are no names"
@@ -65,21 +65,21 @@ def microbatches_of(batch: Batch | Sequence[Batch], routes: Any = None) -> list[
                 f"a step takes a batch, a mapping of tensors by the names of the model's arguments, or a list of such "
                 f"microbatches, and found a {what}"
             )
-    if not found:
+    if not batches:
         raise ConfigError("a step got an empty list of microbatches: pass at least one")
     if routes is None:
-        return [dict(each) for each in found]
+        return [dict(each) for each in batches]
     given = [routes] if isinstance(routes, Tensor) else list(routes)
-    if len(given) != len(found):
+    if len(given) != len(batches):
         raise ConfigError(
-            f"routes= has {len(given)} tensors for {len(found)} batches: give one for each"
+            f"routes= has {len(given)} tensors for {len(batches)} batches: give one for each"
         )
     return [
         {
             **each,
             ROUTES: experts,
         }
-        for each, experts in zip(found, given, strict=True)
+        for each, experts in zip(batches, given, strict=True)
     ]
 
 

@@ -31,17 +31,17 @@ def from_last_stage(
     ]
     dist.broadcast_object_list(told, src=source, group=runtime.mesh.reports)
     if here:
-        found = [{name: tensor.contiguous() for name, tensor in each.items()} for each in own]
+        outputs = [{name: tensor.contiguous() for name, tensor in each.items()} for each in own]
     else:
-        found = _empty(told[0] or (), runtime.mesh.device)
-    for tensor in (tensor for each in found for tensor in each.values()):
+        outputs = _empty(told[0] or (), runtime.mesh.device)
+    for tensor in (tensor for each in outputs for tensor in each.values()):
         # Booleans as bytes: not every backend can send them.
         dist.broadcast(
             tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor,
             src=source,
             group=group,
         )
-    return found
+    return outputs
 
 
 def _empty(kinds: Sequence[Mapping[Any, Any]], device: torch.device) -> list[dict[Any, Tensor]]:
@@ -64,9 +64,9 @@ class KeptOutputs:
         def loss(called: Any, batch: Microbatch, index: int) -> Tensor:
             assert self._runtime.loss is not None  # checked as the step was prepared
             with self._runtime.loss.keeping_outputs() as outputs:
-                found = mean.loss(called, batch, index)
+                loss = mean.loss(called, batch, index)
             self.keep(outputs[0], batch, index)
-            return found
+            return loss
 
         return Objective(loss)
 
@@ -75,13 +75,13 @@ class KeptOutputs:
         # return_dict=False, with labels.
         named = dict(output) if isinstance(output, Mapping) else {"logits": output[1]}
         named.pop("loss", None)
-        found = {
+        values = {
             name: value.detach()
             for name, value in named.items()
             if isinstance(value, Tensor) and value.ndim
         }
         gather = self._runtime.context.gather_tokens
-        self._kept[index] = {name: gather(batch, value) for name, value in found.items()}
+        self._kept[index] = {name: gather(batch, value) for name, value in values.items()}
 
     def gathered(self, given: int) -> list[ModelOutput]:
         """Return, on all stages, an output for each of ``given`` batches, of its microbatches together; collective."""

@@ -114,7 +114,7 @@ def compared(every: Sequence[Told]) -> tuple[float, list[float]]:
 def worked(waits: Iterable[Span], times: Sequence[float]) -> list[float]:
     """Return how long a rank has worked at each of ``times`` since the first: outside its waits, which may overlap."""
     changes = [change for begin, end in waits for change in ((begin, 1), (end, -1))]
-    found = list[float]()
+    seconds = list[float]()
     total = 0.0
     waiting = 0
     last = times[0]
@@ -129,8 +129,8 @@ def worked(waits: Iterable[Span], times: Sequence[float]) -> list[float]:
         waiting = waiting + change
         last = at
         if not change:
-            found.append(total)
-    return found
+            seconds.append(total)
+    return seconds
 
 
 def in_a_line(step: float, works: Sequence[float]) -> str:

@@ -127,7 +127,7 @@ class TeacherWriter:
     def _shard(self, shard: int | None) -> dict[str, Tensor]:
         """Return the tensors of a shard; a rank without one runs passes all the same, as others gather weights."""
         first = 0 if shard is None else shard * self._each
-        found: dict[str, list[Tensor]] = {name: [] for name in _STORED}
+        columns: dict[str, list[Tensor]] = {name: [] for name in _STORED}
         digests = list[str]()
         lengths = list[int]()
         for place in range(first, first + self._each):
@@ -139,11 +139,11 @@ class TeacherWriter:
             ):
                 digests.append(digest)
                 lengths.append(len(places))
-                for name, parts in found.items():
+                for name, parts in columns.items():
                     parts.append(made[name][row, places.to(made[name].device)].cpu())
         if not digests:
             return {}
-        joined = {name: torch.cat(parts) for name, parts in found.items()}
+        joined = {name: torch.cat(parts) for name, parts in columns.items()}
         keys = torch.tensor(
             [list(bytes.fromhex(digest)) for digest in digests],
             dtype=torch.uint8,
@@ -228,7 +228,7 @@ class StoredTeacher(ModelTeacher):
             )
         if not self._student.is_local(str(self._student.plan.head)):
             return [()] * len(given)
-        return [self._read(each, found) for each, found in zip(given, texts, strict=True)]
+        return [self._read(each, found_rows) for each, found_rows in zip(given, texts, strict=True)]
 
     def _read(
         self, batch: Mapping[str, Any], texts: list[tuple[int, str, Tensor]]
@@ -237,8 +237,8 @@ class StoredTeacher(ModelTeacher):
         device = self._student.mesh.device
         made = list[Tensor]()
         for name in _STORED:
-            found = [(row, places, self._places[digest]) for row, digest, places in texts]
-            parts = [file.get_slice(name)[start:stop] for _, _, (file, start, stop) in found]
+            places_of = [(row, places, self._places[digest]) for row, digest, places in texts]
+            parts = [file.get_slice(name)[start:stop] for _, _, (file, start, stop) in places_of]
             whole = (
                 torch.zeros(
                     *shape,
@@ -248,7 +248,7 @@ class StoredTeacher(ModelTeacher):
                 if parts
                 else torch.zeros(*shape, 1)
             )
-            for (row, places, _), part in zip(found, parts, strict=True):
+            for (row, places, _), part in zip(places_of, parts, strict=True):
                 whole[row, places] = part  # no other position has a label
             made.append(whole.to(device))
         return tuple(made)

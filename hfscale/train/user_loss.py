@@ -226,15 +226,15 @@ class _Rows:
 
     def count_labels(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """Count the rows, in the first tensor that has any."""
-        found = next(
+        labels = next(
             (value for value in batch.values() if isinstance(value, Tensor) and value.ndim), None
         )
-        if found is None:
+        if labels is None:
             raise ConfigError(
                 f"a batch needs a tensor with a row for each sample, and found only {', '.join(batch)}"
             )
-        none = torch.zeros((), dtype=torch.int64, device=found.device)
-        return none + len(found), none
+        none = torch.zeros((), dtype=torch.int64, device=labels.device)
+        return none + len(labels), none
 
 
 class UserLoss:

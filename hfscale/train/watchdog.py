@@ -157,9 +157,17 @@ class _Watchdog(threading.Thread):
         return 0.0, ""
 
     def _named(self, group: str) -> str:
-        found = ranks_of_group(group)
-        ranks = "all ranks" if len(found) == self.world else f"ranks {', '.join(map(str, found))}"
-        return f"{self.names.get(group, f'group {group}')} ({ranks})" if found else f"group {group}"
+        ranks_in_group = ranks_of_group(group)
+        ranks = (
+            "all ranks"
+            if len(ranks_in_group) == self.world
+            else f"ranks {', '.join(map(str, ranks_in_group))}"
+        )
+        return (
+            f"{self.names.get(group, f'group {group}')} ({ranks})"
+            if ranks_in_group
+            else f"group {group}"
+        )
 
     def _report(self) -> bool:
         """Print the states of all ranks, if this is the first waiting one; return whether it still waits."""
@@ -208,11 +216,11 @@ def _group_names(mesh: Mesh) -> dict[str, str]:
         (mesh.sharing, "the ranks of one batch"),
     ]
     named += [(mesh.control, "the hosts"), (dist.group.WORLD, "torch's process group")]
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     for made, words in named:
         if made is not None:
-            found.setdefault(made.group_name, words)
-    return found
+            names.setdefault(made.group_name, words)
+    return names
 
 
 def report(

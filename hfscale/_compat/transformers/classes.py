@@ -42,13 +42,13 @@ def from_config(kind: Any, config: Any, **kwargs: Any) -> Any:
 
 def model_class(given: Any) -> Any:
     """Return the class for ``auto_class=``: an Auto class, a model's, or the one of that name in transformers."""
-    found = getattr(transformers, given, None) if isinstance(given, str) else given
+    chosen = getattr(transformers, given, None) if isinstance(given, str) else given
     if (
-        isinstance(found, type)
-        and hasattr(found, "from_pretrained")
-        and (hasattr(found, "from_config") or issubclass(found, nn.Module))
+        isinstance(chosen, type)
+        and hasattr(chosen, "from_pretrained")
+        and (hasattr(chosen, "from_config") or issubclass(chosen, nn.Module))
     ):
-        return found
+        return chosen
     names = [name for name in dir(transformers) if name.startswith("AutoModel") or "For" in name]
     close = get_close_matches(str(given), names, n=3) or ["AutoModelForCausalLM"]
     raise ConfigError(
@@ -143,9 +143,9 @@ def takes_argument(model: nn.Module, name: str) -> bool:
 @lru_cache(maxsize=64)
 def forward_arguments(forward: Callable[..., Any]) -> tuple[frozenset[str], bool]:
     """Return the names of the arguments of a class's forward pass, and whether it also takes others."""
-    found = signature(forward).parameters.values()
-    named = frozenset(each.name for each in found if each.kind != each.VAR_KEYWORD)
-    return named, len(named) < len(found)
+    parameters = signature(forward).parameters.values()
+    named = frozenset(each.name for each in parameters if each.kind != each.VAR_KEYWORD)
+    return named, len(named) < len(parameters)
 
 
 def input_embedding(model: Any) -> Any:

@@ -181,8 +181,8 @@ def position_counter(model: nn.Module) -> Callable[[Mapping[str, Any]], Tensor |
             return None
         if own is None:
             return torch.arange(batch[name].shape[1]).expand(len(batch[name]) if by_axes else 1, -1)
-        found: Tensor = getattr(own, names[name])(batch[name], own.padding_idx)
-        return found
+        positions: Tensor = getattr(own, names[name])(batch[name], own.padding_idx)
+        return positions
 
     return count
 

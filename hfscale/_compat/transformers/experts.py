@@ -39,11 +39,11 @@ def router_logits(model: nn.Module) -> dict[type[nn.Module], int]:
     """Return the classes of routers whose logits transformers records -> index of the logits in their output. Routers
     that record a softmax as logits are left out, as are modules recorded by another mark than their class.
     """
-    found: dict[type[nn.Module], int] = {}
+    indices: dict[type[nn.Module], int] = {}
     for part in model.modules():
         recorded = getattr(part, "can_record_outputs", {}).get("router_logits", ())
         for recorder in recorded if isinstance(recorded, list | tuple) else [recorded]:
             kind = getattr(recorder, "target_class", recorder)
             if isinstance(kind, type) and kind.__name__ not in _RECORD_PROBABILITIES:
-                found[kind] = getattr(recorder, "index", 0)
-    return found
+                indices[kind] = getattr(recorder, "index", 0)
+    return indices

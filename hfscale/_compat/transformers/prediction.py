@@ -69,12 +69,12 @@ class StoredNames:
 
     def stored_keys(self, tensors: Mapping[str, _T]) -> dict[str, _T]:
         """Return tensors by their names in the checkpoint."""
-        found: dict[str, _T] = {}
+        stored: dict[str, _T] = {}
         for name, tensor in tensors.items():
             ours = next((prefix for prefix in self.prefixes if name.startswith(prefix)), "")
-            found[self.prefixes.get(ours, "") + name.removeprefix(ours)] = tensor
-            found |= dict.fromkeys(self.copies.get(name, ()), tensor)
-        return found
+            stored[self.prefixes.get(ours, "") + name.removeprefix(ours)] = tensor
+            stored |= dict.fromkeys(self.copies.get(name, ()), tensor)
+        return stored
 
     def read(
         self,
@@ -87,7 +87,7 @@ class StoredNames:
         first = model.config.get_text_config().num_hidden_layers
         count = prediction_depths(model.config)
         numbers = "|".join(str(first + depth) for depth in range(count))
-        found: dict[str, str | None] = {}
+        names: dict[str, str | None] = {}
         for key in filter(re.compile(rf"(.*\.)?(layers\.({numbers})|mtp)\..*").fullmatch, keys):
             part = _PART.fullmatch(rename_source_key(key, self._renamings, [])[0])
             if copy := _COPY.fullmatch(key):
@@ -104,12 +104,12 @@ class StoredNames:
                 self.copies.setdefault(model.all_tied_weights_keys.get(owner, owner), []).append(
                     key
                 )
-                found[key] = None
+                names[key] = None
             elif part is not None and int(part[1]) < count:
                 prefix = f"{PREDICTION}.layers.{part[1]}.{part[2]}."
                 self.prefixes[prefix] = key.removesuffix(part[3])
-                found[key] = prefix + part[3]
-        return found
+                names[key] = prefix + part[3]
+        return names
 
 
 def prediction_depths(config: Any) -> int:

@@ -226,9 +226,9 @@ def _together(
     ]
     known: dict[str, list[str]] = {}
     for name, tensor in contents.items():
-        found = ((entry, *entry.rename_source_key(name)) for entry in converters)
+        matches = ((entry, *entry.rename_source_key(name)) for entry in converters)
         entry, key, pattern = next(
-            (match for match in found if match[2] is not None), (None, name, None)
+            (match for match in matches if match[2] is not None), (None, name, None)
         )
         several = entry is not None and len(entry.source_patterns) > 1 and pattern is not None
         keys = (
@@ -250,7 +250,7 @@ def _after_another(
     expected: set[str],
 ) -> dict[str, tuple[str, ...]]:
     """Return groups whose stored names need a sibling converted first: ``norm0`` and ``norm1`` of ``norm1``, say."""
-    found: dict[str, tuple[str, ...]] = {}
+    together: dict[str, tuple[str, ...]] = {}
     alone = {name: tensor for name, tensor in contents.items() if name not in known}
     for name, tensor in alone.items():
         if expected.issuperset(revert_weight_conversion(model, {name: tensor})):
@@ -262,13 +262,13 @@ def _after_another(
             for other in alone
             if other.startswith(layer) and other.endswith(f".{leaf}") and other != name
         )
-        pairs = ({other: alone[other], name: tensor} for other in others if other not in found)
+        pairs = ({other: alone[other], name: tensor} for other in others if other not in together)
         pair = next(
             (pair for pair in pairs if expected.issuperset(revert_weight_conversion(model, pair))),
             {},
         )
-        found |= dict.fromkeys(pair, tuple(pair))
-    return found
+        together |= dict.fromkeys(pair, tuple(pair))
+    return together
 
 
 def _conversions(model: Any) -> list[Any]:
@@ -276,12 +276,14 @@ def _conversions(model: Any) -> list[Any]:
     if (loaded := loaded_conversions(model)) is not None:
         return loaded
     own = type(model) is stock_class(model)
-    found = get_model_conversion_mapping(model if own else empty_copy(model), add_legacy=False)
+    conversions = get_model_conversion_mapping(
+        model if own else empty_copy(model), add_legacy=False
+    )
     # A prefix is known from loading only, as in transformers' own `revert_weight_conversion`.
-    found = [entry for entry in found if type(entry).__name__ != "PrefixChange"]
+    conversions = [entry for entry in conversions if type(entry).__name__ != "PrefixChange"]
     if not own:
-        model._weight_conversions = found or None  # as loading records them
-    return found
+        model._weight_conversions = conversions or None  # as loading records them
+    return conversions
 
 
 def write_configs(model: Any, directory: Path) -> None:

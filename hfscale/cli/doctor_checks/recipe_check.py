@@ -27,17 +27,17 @@ def examine(recipe: AnyRecipe) -> list[Finding]:
         layout = ParallelConfig(**recipe.parallel)
     except HFScaleError as error:
         return [Finding("layout", "problem", str(error))]
-    found = [_ranks(layout), *_tried("batches", lambda: [_batches(recipe, layout)])]
-    found += _tried("places", lambda: [_places(recipe)])
+    findings = [_ranks(layout), *_tried("batches", lambda: [_batches(recipe, layout)])]
+    findings += _tried("places", lambda: [_places(recipe)])
     plans: list[Plan] = []
-    found += _tried("plan", lambda: _planned(recipe, layout, plans))
+    findings += _tried("plan", lambda: _planned(recipe, layout, plans))
     for planned in plans:
         trained = (
             describe_coverage(planned).splitlines() if planned.adapters else ["all parameters"]
         )
-        found += [Finding("trains", "ok", line) for line in trained]
-        found += _tried("memory", lambda plan=planned: [_memory(recipe, layout, plan)])  # type: ignore[misc]
-    return found
+        findings += [Finding("trains", "ok", line) for line in trained]
+        findings += _tried("memory", lambda plan=planned: [_memory(recipe, layout, plan)])  # type: ignore[misc]
+    return findings
 
 
 def _tried(about: str, look: Callable[[], list[Finding]]) -> list[Finding]:

@@ -65,7 +65,7 @@ def _version(asked: Requirement, newer: str | None) -> Finding:
 def devices() -> list[Finding]:
     """Return the GPUs, or the number of cores, and the backends for collectives."""
     carried = [name for name in ("nccl", "gloo", "mpi") if getattr(dist, f"is_{name}_available")()]
-    found = [
+    findings = [
         Finding(
             "backends",
             "ok" if "gloo" in carried else "problem",
@@ -75,19 +75,19 @@ def devices() -> list[Finding]:
     gpus = accelerators().device_count()
     if not gpus:
         text = f"none: ranks are processes over gloo, on {os.cpu_count()} cores; set OMP_NUM_THREADS=1 for several"
-        return [Finding("GPUs", "note", text), *found]
+        return [Finding("GPUs", "note", text), *findings]
     one = accelerators().get_device_properties(0)
     text = f"{gpus} x {one.name}, {one.total_memory / 1e9:.0f} GB each"
     if "nccl" not in carried:
-        found.append(
+        findings.append(
             Finding(
                 "GPUs", "problem", "torch has no NCCL: install a build of torch for CUDA on Linux"
             )
         )
     if not any("expandable_segments" in os.environ.get(name, "") for name in _ALLOCATOR):
         text = f"mixtures and ragged batches leave gaps between tensors: set {_ALLOCATOR[0]}=expandable_segments:True"
-        found.append(Finding("GPU memory", "note", text))
-    return [Finding("GPUs", "ok", text), *found]
+        findings.append(Finding("GPU memory", "note", text))
+    return [Finding("GPUs", "ok", text), *findings]
 
 
 def eight_bit_step() -> Finding:

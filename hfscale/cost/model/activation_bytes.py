@@ -248,18 +248,18 @@ def layers_to_recompute(plan: Plan, situation: Situation) -> frozenset[str]:
 def layers_held(plan: Plan, situation: Situation) -> list[LayerHeld]:
     """Return every layer of this rank, in order."""
     plain = types_of(plan, situation.mixed)
-    found = []
+    held_layers = []
     for _, in_flight, layers in _stages(plan, situation):
         for name in layers:
             whole = _layer(plan, name, plain, situation)
             if compressed(plan) is None:
-                found.append(LayerHeld(name, whole, in_flight, whole.kept - whole.as_input))
+                held_layers.append(LayerHeld(name, whole, in_flight, whole.kept - whole.as_input))
             else:  # what is computed again keeps it as it is, and reads a copy of the input
                 held = _layer(plan, name, replace(plain, kept=BYTES), situation)
-                found.append(
+                held_layers.append(
                     LayerHeld(name, replace(held, again=whole.again), in_flight, whole.kept)
                 )
-    return found
+    return held_layers
 
 
 def _stages(plan: Plan, situation: Situation) -> Iterator[tuple[int, int, tuple[str, ...]]]:
@@ -286,11 +286,11 @@ def _layer(plan: Plan, layer: str, types: Types, situation: Situation) -> LayerB
             if is_matrix(plan, name) and name != f"{plan.head}.weight"
         )
         first = not any(name in situation.trained for name in looked_up)
-    found = layer_bytes(plan, layer, situation, types, first=first)
+    size = layer_bytes(plan, layer, situation, types, first=first)
     context = plan.feature(ContextPlan)
     if context is not None and any(name.startswith(f"{layer}.") for name in context.whole):
-        return replace(found, kept=found.kept * plan.layout.cp, as_input=0.0)
-    return found
+        return replace(size, kept=size.kept * plan.layout.cp, as_input=0.0)
+    return size
 
 
 def around_layers(plan: Plan) -> list[str]:

@@ -183,10 +183,10 @@ def _gathered_bytes(plan: Plan, mixed: bool) -> float:
     types = {p.name: 2 if mixed else p.dtype.itemsize for p in plan.owned()}
     types |= dict.fromkeys(gathered_in_8_bits(plan), 1)
     entries = matrix_entries(plan)
-    found = sum(
+    total = sum(
         count * (size if name in packed else types[name]) for name, count in entries.items()
     )
-    return found / max(1, sum(entries.values()))
+    return total / max(1, sum(entries.values()))
 
 
 def with_host_of(plan: Plan, job: Job) -> Job:

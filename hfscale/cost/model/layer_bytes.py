@@ -83,11 +83,11 @@ def layer_bytes(
         return LayerBytes(
             _at_most(plan, layer, situation, types) + scores, stream, False, passing=stream
         )
-    found = Llama(plan, roles, hidden, sequence, situation, types)
-    blocks, again = found.blocks()
-    as_input = stream if types.kept is None and found.keeps_input(first) else 0.0
+    llama = Llama(plan, roles, hidden, sequence, situation, types)
+    blocks, again = llama.blocks()
+    as_input = stream if types.kept is None and llama.keeps_input(first) else 0.0
     return LayerBytes(
-        found.norms(first) + blocks, stream, True, again, as_input, found.piece(), found.passing()
+        llama.norms(first) + blocks, stream, True, again, as_input, llama.piece(), llama.passing()
     )
 
 
@@ -116,12 +116,12 @@ def _llama_roles(plan: Plan, layer: str) -> dict[str, ParameterPlan] | None:
     biases = {
         name.removesuffix("weight") + "bias" for name, role in expected.items() if "proj" in role
     }
-    found = {expected[p.name]: p for p in owned if p.name in expected}
+    roles = {expected[p.name]: p for p in owned if p.name in expected}
     known = all(p.name in expected or p.name in biases for p in owned)
     return (
-        found
+        roles
         if known
-        and set(expected.values()) - set(found)
+        and set(expected.values()) - set(roles)
         <= {
             "q_norm",
             "k_norm",

@@ -46,11 +46,11 @@ class Llama:
     @cached_property
     def ranks_of_adapters(self) -> Counter[str]:
         """The ranks of the low-rank adapters of each weight."""
-        found = Counter[str]()
+        ranks = Counter[str]()
         for adapter in self.plan.adapters:
             if adapter.kept_in == LORA_A:
-                found[adapter.base] += adapter.shape[0]
-        return found
+                ranks[adapter.base] += adapter.shape[0]
+        return ranks
 
     def keeps_input(self, first: bool) -> bool:
         """Return whether the first norm keeps the layer's input unchanged, without a copy in 32 bits."""
@@ -133,15 +133,15 @@ class Llama:
     def piece(self) -> float:
         """Return the bytes per token read by the operation that reads most: the product in the MLP, or attention."""
         size = self.types.size
-        found = [self._kept(self.hidden, self.types.stream)]
+        sizes = [self._kept(self.hidden, self.types.stream)]
         if not self._is_alone("down_proj"):
-            found.append(2 * self._kept(self._out("gate_proj"), size))
+            sizes.append(2 * self._kept(self._out("gate_proj"), size))
         if not self.again.attention and not self._is_alone("o_proj"):
             queries = self._out("q_proj")
             keys = self._out("k_proj") * replicas(self.plan)
-            found.append(2 * self._kept(queries, size) + 2 * self._kept(keys, size))
-            found.append(self._kept(self.scores, size) + self._kept(queries, size))
-        return max(found)
+            sizes.append(2 * self._kept(queries, size) + 2 * self._kept(keys, size))
+            sizes.append(self._kept(self.scores, size) + self._kept(queries, size))
+        return max(sizes)
 
     def passing(self) -> float:
         """Return the bytes per token of gradients: of the layer's output, and of both factors of the MLP, or a tile."""

@@ -102,12 +102,12 @@ def find_machine(hardware: str | Machine) -> Machine:
             "or give a JSON file as `hfscale calibrate --out FILE` writes it"
         )
     try:
-        found = json.loads(path.read_text())
+        contents = json.loads(path.read_text())
     except ValueError as error:
         raise ConfigError(
             f"{path} is no JSON file as `hfscale calibrate --out FILE` writes it: {error}"
         ) from None
-    data: dict[str, Any] = found if isinstance(found, dict) else {}
+    data: dict[str, Any] = contents if isinstance(contents, dict) else {}
     wrong = [key for key in _LEAST if not isinstance(data.get(key), int | float) or data[key] <= 0]
     if wrong:
         raise ConfigError(
@@ -184,9 +184,9 @@ def evidence(hardware: str | Machine) -> tuple[str, str]:
 
 def read_constants(path: Path) -> Constants:
     """Read the constants under ``"time"`` in a file, or raise :class:`ConfigError`."""
-    found = json.loads(path.read_text()).get("time", {})
+    constants = json.loads(path.read_text()).get("time", {})
     names = [field.name for field in fields(Constants)]
-    missing = [name for name in names if name not in found]
+    missing = [name for name in names if name not in constants]
     if missing:
         raise ConfigError(f"{path} lacks {', '.join(missing)}")
-    return Constants(**{name: float(found[name]) for name in names})
+    return Constants(**{name: float(constants[name]) for name in names})

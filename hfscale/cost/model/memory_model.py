@@ -151,7 +151,7 @@ def estimate_memory(
         ]
     trains = sum(weight_bytes(plan, p, here) for p in training)
     older, waiting = _kept_versions(plan, pp_rank)
-    found = MemoryEstimate(
+    estimate = MemoryEstimate(
         weights=sum(weight_bytes(plan, p, here) for p in held if p.name not in adapters)
         + older * trains,
         adapters=sum(weight_bytes(plan, p, here) for p in held if p.name in adapters),
@@ -166,18 +166,18 @@ def estimate_memory(
         again=of_activations.again,
         notes=tuple(notes),
     )
-    found = replace(
-        found, apart=_apart(plan, situation, of_activations, found, training if apart else [])
+    estimate = replace(
+        estimate, apart=_apart(plan, situation, of_activations, estimate, training if apart else [])
     )
     if not offloaded(plan).parameters:
-        return found
+        return estimate
     shards = ("weights", "adapters", "gradients", "optimizer")
-    away = sum(found.kinds[kind] for kind in shards)
+    away = sum(estimate.kinds[kind] for kind in shards)
     notes += [f"on the host: shards, gradients and optimizer of {human(away)}"]
     return replace(
-        found,
+        estimate,
         **dict.fromkeys(shards, 0),
-        on_host=found.on_host + away,
+        on_host=estimate.on_host + away,
         notes=tuple(notes),
     )
 
@@ -351,11 +351,12 @@ def _exchanged(plan: Plan, situation: Situation, tokens: int) -> int:
         plan.layers[0],
     )
     wide = stream_width(plan, layer)
-    found = {
+    projections = {
         name: plan.by_name.get(f"{layer}.self_attn.{name}_proj.weight") for name in ("q", "k", "v")
     }
     q, k, v = (
-        wide if each is None else each.model_shape(situation.ranks)[0] for each in found.values()
+        wide if each is None else each.model_shape(situation.ranks)[0]
+        for each in projections.values()
     )
     return ceil(
         cp_buffer_bytes(

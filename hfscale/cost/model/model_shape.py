@@ -126,29 +126,29 @@ def shape_of_plan(plan: Plan, config: Any = None) -> ModelShape:
         raise ConfigError(
             f"a {plan.family!r} model has no layers that hfscale knows: its times cannot be estimated"
         )
-    found = shape_of(config) if config is not None else _guessed(plan)
+    shape = shape_of(config) if config is not None else _guessed(plan)
     names = [name for name, _, _ in _matrices(plan)]
     gated = any(name.endswith((".w3.weight", ".wi_1.weight")) for name in names)
     gated = gated or any("gate" in name.removeprefix(plan.layers[0]) for name in names)
-    found = replace(found, layers=len(plan.layers), gated=gated)
-    if plan.mixtures and not found.experts:  # under a name that no other config gives them
-        found = replace(found, experts=plan.mixtures[0].count, routed=found.routed or 1)
+    shape = replace(shape, layers=len(plan.layers), gated=gated)
+    if plan.mixtures and not shape.experts:  # under a name that no other config gives them
+        shape = replace(shape, experts=plan.mixtures[0].count, routed=shape.routed or 1)
     # Entries that one more of width is.
-    rows = found.hidden * (3 if found.gated else 2) * len(plan.layers)
-    matrices = list(_matrices(plan, found.experts))
+    rows = shape.hidden * (3 if shape.gated else 2) * len(plan.layers)
+    matrices = list(_matrices(plan, shape.experts))
     dense = sum(entries for _, entries, spread in matrices if not spread)
     spread = sum(entries for _, entries, spread in matrices if spread)
-    if dense < len(plan.layers) * found.attention_weights:  # layers without attention
-        found = replace(found, queries=0, keys=0)
-    rest = dense - len(plan.layers) * (found.attention_weights + found.hidden * found.experts)
+    if dense < len(plan.layers) * shape.attention_weights:  # layers without attention
+        shape = replace(shape, queries=0, keys=0)
+    rest = dense - len(plan.layers) * (shape.attention_weights + shape.hidden * shape.experts)
     if spread:
         return replace(
-            found,
-            ffn=max(1, round(spread / rows / found.experts)),
+            shape,
+            ffn=max(1, round(spread / rows / shape.experts)),
             shared=max(0, round(rest / rows)),
         )
     return replace(
-        found,
+        shape,
         ffn=max(1, round(rest / rows)),
         experts=0,
         routed=0,

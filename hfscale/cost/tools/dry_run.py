@@ -77,11 +77,11 @@ class DryRun:
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields as plain numbers and strings."""
-        found = asdict(self)
-        for stage, run in zip(found["stages"], self.stages, strict=True):
+        document = asdict(self)
+        for stage, run in zip(document["stages"], self.stages, strict=True):
             rows = [{**asdict(each), "ratio": each.ratio} for each in run.compared]
             stage["traffic"], stage["activations"] = rows[:-1], rows[-1]
-        return found
+        return document
 
     def __str__(self) -> str:
         head = (
@@ -156,17 +156,17 @@ def dry_run(
 
 def _kinds(plan: Plan, places: list[Place]) -> list[tuple[int, ...]]:
     """Group the pipeline ranks with equal contents; the first of each group is run."""
-    found: dict[Any, list[int]] = {}
+    kinds: dict[Any, list[int]] = {}
     for rank, place in enumerate(places):
         own = (
             ()
             if plan.stages is None
             else tuple(len(stage.layers) for stage in plan.stages.of_rank(rank))
         )
-        found.setdefault(
+        kinds.setdefault(
             (own, place.embedding, place.head, place.forward, place.backward), []
         ).append(rank)
-    return [tuple(ranks) for ranks in found.values()]
+    return [tuple(ranks) for ranks in kinds.values()]
 
 
 def _compared(counted: SimulatedTraffic, estimated: Traffic) -> tuple[Compared, ...]:
@@ -184,10 +184,10 @@ def _compared(counted: SimulatedTraffic, estimated: Traffic) -> tuple[Compared, 
 
 def _ranges(numbers: tuple[int, ...]) -> str:
     """Format integers as ranges: ``(1, 2, 3, 5)`` -> ``1-3, 5``."""
-    found = list[list[int]]()
+    ranges = list[list[int]]()
     for number in numbers:
-        if found and found[-1][-1] == number - 1:
-            found[-1][1:] = [number]
+        if ranges and ranges[-1][-1] == number - 1:
+            ranges[-1][1:] = [number]
         else:
-            found.append([number])
-    return ", ".join("-".join(map(str, pair)) for pair in found)
+            ranges.append([number])
+    return ", ".join("-".join(map(str, pair)) for pair in ranges)

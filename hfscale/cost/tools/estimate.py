@@ -216,8 +216,8 @@ def estimate(
     shape, job, held = costs(
         plan, spec, *sizes, mixed_precision, optimizer=optimizer, options=optim_args
     )
-    found = _of_plan(plan, shape, job, machine, constants, held)
-    return replace(found, notes=(*found.notes, *evidence(hardware)))
+    estimated = _of_plan(plan, shape, job, machine, constants, held)
+    return replace(estimated, notes=(*estimated.notes, *evidence(hardware)))
 
 
 def costs(

@@ -113,15 +113,15 @@ class Candidate:
     def parallel_arguments(self) -> dict[str, Any]:
         """Return the arguments of :class:`hfscale.ParallelConfig` that are not its defaults."""
         job = self.job
-        found: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             f"{axis}_size": size for axis, size in self.sizes.items() if size > 1
         }
         if job.sequence_parallel:
-            found["sequence_parallel"] = True
+            arguments["sequence_parallel"] = True
         if job.layout.pp > 1:
-            found |= {"pipeline_schedule": self.schedule, "num_microbatches": job.microbatches}
-            found |= {"virtual_stages": job.virtual} if job.virtual > 1 else {}
-        return found
+            arguments |= {"pipeline_schedule": self.schedule, "num_microbatches": job.microbatches}
+            arguments |= {"virtual_stages": job.virtual} if job.virtual > 1 else {}
+        return arguments
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields as plain numbers and strings."""
@@ -194,11 +194,11 @@ def _ways(
 ) -> list[tuple[str, int]]:
     """Return how activations may be computed again, and the tokens of a tile, where there are several tiles."""
     tile = summary.job.tile
-    found = [(way, 0) for way in WAYS]
+    ways = [(way, 0) for way in WAYS]
     several = tile and summary.job.sequence * batch / cp > 2 * tile
-    found += [("elementwise", tile), ("full", tile)] if several else []
+    ways += [("elementwise", tile), ("full", tile)] if several else []
     # Split passes recompute layers twice.
-    return [way for way in found if way[0] != "full" or schedule != "zbv"]
+    return [way for way in ways if way[0] != "full" or schedule != "zbv"]
 
 
 @cache
@@ -306,14 +306,14 @@ class FastCost:
 
     def _kept(self, job: Job) -> tuple[float, float, float, float]:
         """Return a layer's bytes per token: kept, computed again, gradients of activations, and its input."""
-        found = self.summary
+        summary = self.summary
         layout = job.layout
         kept = (
-            found.kept_spread
+            summary.kept_spread
             if layout.ep > 1
-            else found.kept_alone
+            else summary.kept_alone
             if layout.data_world == 1
-            else found.kept
+            else summary.kept
         )
         kept = kept.ways.get(
             "tiles" if job.tile else "elementwise" if job.elementwise else "", kept
@@ -325,7 +325,7 @@ class FastCost:
             tiles = (
                 2
                 * job.value_bytes
-                * found.shape.mlp_width
+                * summary.shape.mlp_width
                 * job.tile
                 * (1 / job.tokens - 1 / job.sequence)
             )
@@ -333,11 +333,11 @@ class FastCost:
         if job.method == "heads":
             whole += (
                 job.value_bytes
-                * (found.shape.queries + 2 * (job.replicas - 1) * found.shape.keys)
+                * (summary.shape.queries + 2 * (job.replicas - 1) * summary.shape.keys)
                 / layout.tp
             )
         again = whole * (job.recompute > 0) + (kept.again + 2 * tiles) / layout.tp
-        return whole, again, (kept.passing + tiles) / layout.tp, found.stream / layout.tp
+        return whole, again, (kept.passing + tiles) / layout.tp, summary.stream / layout.tp
 
     def _seconds(self, job: Job) -> Parts:
         layout = job.layout
@@ -349,7 +349,7 @@ class FastCost:
     def _places(self, c: Candidate) -> list[Place]:
         shape = self.summary.shape
         tp = c.job.layout.tp
-        found = list[Place]()
+        places = list[Place]()
         last = 0 if c.schedule == "zbv" else c.job.layout.pp - 1
         for rank, layers in enumerate(
             self._layers(c.job.layout.pp, c.job.virtual, c.schedule == "zbv")
@@ -358,10 +358,10 @@ class FastCost:
             head = rank == last
             tables = embedding or head if shape.tied else embedding + head
             weights = layers * shape.held(tp), layers * shape.expert_weights / c.job.expert_ranks
-            found.append(
+            places.append(
                 Place(layers, embedding, head, *weights, tables * shape.table_weights / tp)
             )
-        return found
+        return places
 
     def _balanced(self, p: int, virtual: int, back: bool) -> list[int]:
         """Return the layers of ``p`` ranks, by the planner's costs; ``back``: second stages in reverse order."""
@@ -382,20 +382,20 @@ class FastCost:
         place: Place,
     ) -> tuple[float, float, float]:
         """Return the bytes of states, of activations, and of all that one rank needs."""
-        found = self.summary
+        summary = self.summary
         shape = self.summary.shape
         job = c.job
         layers = place.layers
         tp = job.layout.tp
         pp = job.layout.pp
         on_host = (
-            found.states
+            summary.states
             if "parameters" in c.offload
-            else found.optimizer
+            else summary.optimizer
             if "optimizer" in c.offload
             else 0.0
         )
-        states = (found.states - on_host) * job.shard_of(place.weights, place.expert_weights)
+        states = (summary.states - on_host) * job.shard_of(place.weights, place.expert_weights)
         kept, again, passing, stream = self._kept(job)
         held = (
             in_flight_of_ranks(c.schedule, pp, job.microbatches, job.virtual)[rank]
@@ -407,14 +407,14 @@ class FastCost:
         activations = one * held + job.tokens * (again + stream)
         running = job.tokens * (again + passing)
         whole = place.weights + place.expert_weights
-        gathered = found.gathered(job, place.layers, whole, place.table_weights, c.offload)
+        gathered = summary.gathered(job, place.layers, whole, place.table_weights, c.offload)
         loss = 0.0
         if place.head:
             rows = rows_per_chunk(
                 round(job.tokens), round(shape.vocabulary / tp), torch.device(ACCELERATOR)
             )
             loss = (
-                found.head * shape.table_weights / tp
+                summary.head * shape.table_weights / tp
                 + job.value_bytes * rows * shape.vocabulary / tp
             )
         own = 2 * job.value_bytes * job.tokens / tp  # what a layer's attention exchanges, at once

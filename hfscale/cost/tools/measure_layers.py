@@ -75,16 +75,16 @@ def measured_layers(
     def seen(**memory: Any) -> MeasuredLayers | None:
         return _seen(replace(few, memory=MemoryConfig(**memory)) if memory else few, small, sizes)
 
-    found = whole = seen()
-    if parts and whole is not None and (found := seen(**parts)) is not None:
+    measured = whole = seen()
+    if parts and whole is not None and (measured := seen(**parts)) is not None:
         layers = {
-            kind: _with_again(part, whole.layers[kind]) for kind, part in found.layers.items()
+            kind: _with_again(part, whole.layers[kind]) for kind, part in measured.layers.items()
         }
-        found = replace(found, first=_with_again(found.first, whole.first), layers=layers)
-    if found is None or least is None:
-        return found
+        measured = replace(measured, first=_with_again(measured.first, whole.first), layers=layers)
+    if measured is None or least is None:
+        return measured
     in_8_bits = seen(**parts, compress_activations=str(least))
-    return None if in_8_bits is None else replace(found, in_8_bits=in_8_bits)
+    return None if in_8_bits is None else replace(measured, in_8_bits=in_8_bits)
 
 
 def _small(layout: ParallelConfig) -> ParallelConfig:
@@ -140,7 +140,7 @@ def _count(spec: RunSpec, layout: ParallelConfig, sizes: dict[str, int]) -> Meas
             )
             for layer in plan.layers
         }
-        found = MeasuredLayers(
+        measured = MeasuredLayers(
             first=layers[plan.layers[0]],
             layers={kind_of(plan, layer): layers[layer] for layer in plan.layers},
             shared=counter.kept[_SHARED] / job.tokens,
@@ -149,7 +149,7 @@ def _count(spec: RunSpec, layout: ParallelConfig, sizes: dict[str, int]) -> Meas
         )
         del model, counter
     gc.collect()
-    return found
+    return measured
 
 
 def _with_again(part: LayerBytes, whole: LayerBytes) -> LayerBytes:
@@ -231,14 +231,14 @@ class _LayerCounter(SavedCounter):
                     if self.saved_as(key)
                 }
             )
-        found = super().unpack(saved)
-        key = storage_key(found)
+        tensor = super().unpack(saved)
+        key = storage_key(tensor)
         kind = self.saved_as(key)
         # There until the last that saved it has read it.
         if kind is not None and key not in self._reading:
-            self._reading[key] = kind, found.untyped_storage().nbytes()
+            self._reading[key] = kind, tensor.untyped_storage().nbytes()
             self._reads(*self._reading[key])
-        return found
+        return tensor
 
     def freed(self, key: int) -> None:
         kind, size = self._reading.pop(key, ("", 0))
@@ -251,14 +251,14 @@ class _LayerCounter(SavedCounter):
         store, known, self._rounds = part.store, set[int](), True
 
         def counting(values: int, tensor: Tensor, stays_exact: bool) -> Stored | None:
-            found = store(values, tensor, stays_exact)
+            stored = store(values, tensor, stays_exact)
             key = storage_key(tensor)
-            if found is not None:
-                self._count_kind(self._place, found.size)
+            if stored is not None:
+                self._count_kind(self._place, stored.size)
             elif key not in known:
                 known.add(key)
                 self._count_kind(self._place, tensor.untyped_storage().nbytes())
-            return found
+            return stored
 
         part.store = counting  # type: ignore[method-assign]
 

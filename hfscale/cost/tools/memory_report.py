@@ -187,10 +187,10 @@ def held_bytes(model: nn.Module, optimizer: Any = None) -> dict[str, int]:
 
 def _storage_bytes(values: Iterable[Any]) -> int:
     """Return the bytes of the distinct storages behind ``values``."""
-    found: dict[int, int] = {}
+    by_storage: dict[int, int] = {}
     with torch.no_grad():
         for value in values:
             if isinstance(value, Tensor):
                 storage = local_tensor(value).untyped_storage()
-                found[storage_key(storage)] = storage.nbytes()
-    return sum(found.values())
+                by_storage[storage_key(storage)] = storage.nbytes()
+    return sum(by_storage.values())

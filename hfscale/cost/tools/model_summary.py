@@ -177,10 +177,10 @@ def _parts(layer: LayerBytes) -> tuple[float, float, float]:
 
 def _mean(seen: MeasuredLayers, plan: Plan) -> tuple[float, float, float]:
     """Return the mean over the layers of what they keep, and the most that one computes again, and of its gradients."""
-    found = [
+    sizes = [
         _parts(known)
         for known in (seen.of_layer(plan, layer) for layer in plan.layers)
         if known is not None
     ]
-    kept, again, passing = zip(*found, strict=True)
-    return sum(kept) / len(found), max(again), max(passing)
+    kept, again, passing = zip(*sizes, strict=True)
+    return sum(kept) / len(sizes), max(again), max(passing)

@@ -63,8 +63,8 @@ class Search:
             "tokens_per_step": self.tokens,
             "budget": self.budget,
             "tried": self.tried,
-            "best": [found.to_dict() for found in self.best],
-            "frontier": [found.to_dict() for found in self.frontier],
+            "best": [candidate.to_dict() for candidate in self.best],
+            "frontier": [candidate.to_dict() for candidate in self.frontier],
             "rejected": self.rejected,
         }
 
@@ -185,13 +185,13 @@ class _Trial:
 
     def run(self, gpus: int, sequences: int, on_host: bool = False) -> list[CandidateCost]:
         """Estimate every candidate; with ``on_host`` those that offload to the host instead."""
-        found = candidates(self.cost.summary, self.cost.machine, gpus, sequences)
+        layouts = candidates(self.cost.summary, self.cost.machine, gpus, sequences)
         if on_host or self.only.get("offload"):
-            found = offloading(
-                found, [self.only["offload"]] if "offload" in self.only else OFFLOADS
+            layouts = offloading(
+                layouts, [self.only["offload"]] if "offload" in self.only else OFFLOADS
             )
         return [
-            self.cost.estimate(each) for each in found if self.only.items() <= each.levers.items()
+            self.cost.estimate(each) for each in layouts if self.only.items() <= each.levers.items()
         ]
 
     def fitting(self, found: Iterable[CandidateCost]) -> list[CandidateCost]:

@@ -131,11 +131,11 @@ class SimulatedRank(TorchDispatchMode):
             )
         if not on_device or name not in WAITING:
             return func(*args, **kwargs)
-        found = func(
+        result = func(
             *(self._answer(a) if isinstance(a, Tensor) else a for a in args),
             **kwargs,
         )
-        return found.to(META) if isinstance(found, Tensor) else found
+        return result.to(META) if isinstance(result, Tensor) else result
 
     def _moved(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """Copy a tensor between devices."""
@@ -160,11 +160,11 @@ class SimulatedRank(TorchDispatchMode):
         self.traffic.sent[axis] = self.traffic.sent.get(axis, 0.0) + handed * share
         if axis != HOST:
             return finished(func, args)
-        found = func(*args, **kwargs)
+        result = func(*args, **kwargs)
         if name == "allreduce":  # sums, to which all ranks add what this one does
             for tensor in given:
                 tensor.mul_(size)
-        return found
+        return result
 
 
 def _tensors(values: Any) -> list[Tensor]:
@@ -308,18 +308,18 @@ def take_step(
 
 def _found(job: Job, shape: ModelShape, looked_at: Tensor) -> Tensor:
     """Return what the host would read from the device: zeros, or this rank's routes, spread evenly over experts."""
-    found = torch.zeros(looked_at.shape, dtype=looked_at.dtype)
+    indices = torch.zeros(looked_at.shape, dtype=looked_at.dtype)
     if not (shape.experts and looked_at.ndim == 3 and len(looked_at) == 2):
-        return found
-    spread = job.layout.slices_tokens and found[0].numel() == shape.experts
+        return indices
+    spread = job.layout.slices_tokens and indices[0].numel() == shape.experts
     routes = round(
         job.tokens
         / (job.layout.tp if spread else 1)
         * shape.routed
-        * found[0].numel()
+        * indices[0].numel()
         / shape.experts
     )
-    each, rest = divmod(routes, found[0].numel())
-    found[0] = each + (torch.arange(found[0].numel()) < rest).view_as(found[0])
-    found[1] = found[0, :1]  # of rank 0: every other sends it as much as it keeps for itself
-    return found
+    each, rest = divmod(routes, indices[0].numel())
+    indices[0] = each + (torch.arange(indices[0].numel()) < rest).view_as(indices[0])
+    indices[1] = indices[0, :1]  # of rank 0: every other sends it as much as it keeps for itself
+    return indices

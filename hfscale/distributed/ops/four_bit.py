@@ -137,8 +137,8 @@ def pack(share: Tensor, packing: FourBitPacking) -> Tensor:
 
 
 def _write(row: Tensor, start: int, values: Tensor) -> None:
-    found = values.reshape(-1).contiguous().view(torch.uint8)
-    row[start : start + found.numel()] = found
+    stored = values.reshape(-1).contiguous().view(torch.uint8)
+    row[start : start + stored.numel()] = stored
 
 
 def split_row(rows: Tensor, packing: FourBitPacking) -> tuple[Tensor, Tensor]:
@@ -171,10 +171,10 @@ def read_scales(scales: Tensor, packing: FourBitPacking) -> Tensor:
     of_blocks = rows[:, mean + 4 : mean + 4 + packing.blocks]
     # Rows of whole outer blocks, so that one call takes all of them.
     whole = F.pad(of_blocks, (0, outers * OUTER_BLOCK - packing.blocks)).contiguous()
-    found: Tensor = functional().dequantize_blockwise(
+    widened: Tensor = functional().dequantize_blockwise(
         whole.view(-1), absmax=outer.view(-1), code=_code(rows.device), blocksize=OUTER_BLOCK
     )
-    return found.view(len(rows), -1)[:, : packing.blocks] + means
+    return widened.view(len(rows), -1)[:, : packing.blocks] + means
 
 
 def _state(absmax: Tensor, packing: FourBitPacking, shape: tuple[int, int]) -> Any:

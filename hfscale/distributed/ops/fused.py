@@ -36,7 +36,7 @@ def fused(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
             allow_recompiles()  # for row- and column-major matrices, dtypes, scales
             compiled = torch.compile(function, dynamic=True)
         try:
-            found: Tensor = compiled(first, *rest)
+            result: Tensor = compiled(first, *rest)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
@@ -49,7 +49,7 @@ def fused(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
             )
             return function(first, *rest)
         ran = True
-        return found
+        return result
 
     return call
 

@@ -131,9 +131,9 @@ class AnyRows(HeadRows):
         (rows, final), self._kept = self._kept, ()
         trained = [each for each in self._sums if each.trains]
         inputs = [each.parameter for each in trained] + [rows] * self.needed
-        found = list(torch.autograd.grad(final, inputs, gradient, allow_unused=True))
-        by_rows = found.pop() if self.needed else None
-        for each, part in zip(trained, found, strict=True):
+        gradients = list(torch.autograd.grad(final, inputs, gradient, allow_unused=True))
+        by_rows = gradients.pop() if self.needed else None
+        for each, part in zip(trained, gradients, strict=True):
             if part is not None:
                 each.add(part)
         return by_rows

@@ -181,12 +181,12 @@ class LastCast:
             return x
         known = self._known
         if known is not None and known[0]() is x:
-            _, version, found = known
-            if version == version_of(x) and found.dtype == dtype:
-                return found
-        found = x.detach().to(dtype)
-        self._known = weakref.ref(x, self._forget), version_of(x), found
-        return found
+            _, version, cast = known
+            if version == version_of(x) and cast.dtype == dtype:
+                return cast
+        cast = x.detach().to(dtype)
+        self._known = weakref.ref(x, self._forget), version_of(x), cast
+        return cast
 
     def _forget(self, reference: "weakref.ref[Tensor]") -> None:
         if self._known is not None and self._known[0] is reference:

@@ -71,8 +71,8 @@ class RankChain:
             self.group,
             dim=-1,
         )
-        found = gathered.split([length for of_rank in kept for length in of_rank], -1)
-        in_order = [*found[::2], *reversed(found[1::2])]
+        tails = gathered.split([length for of_rank in kept for length in of_rank], -1)
+        in_order = [*tails[::2], *reversed(tails[1::2])]
         return [
             self._before(start, in_order[: self._number(index)], x, width)
             for index, (start, _) in enumerate(pieces[rank])
@@ -179,10 +179,10 @@ class Segments:
             inside = [place for place in begins if start <= place < stop]
             ends = [start, *(place for place in inside if place > start), stop]
             spans = ((a, b) for a, b in pairwise(ends) if a < b)
-            found = [(a + offset, b + offset, a not in inside) for a, b in spans]
+            pieces = [(a + offset, b + offset, a not in inside) for a, b in spans]
             yield (
                 (slice(row, row + 1) if len(self.starts or ()) > 1 else slice(None)),
-                found,
+                pieces,
             )
 
     def replacement(
@@ -366,12 +366,12 @@ def _by_segments(
         rows = list[Tensor]()
         states = list[Tensor]()
         for row, spans in segments.of_rows(index):
-            found = list[Tensor]()
+            outputs = list[Tensor]()
             kept = None if state is None else state[row]
             for start, stop, continues in spans:
                 y, kept = run(row, start, stop, kept if continues else None)
-                found.append(y)
-            rows += [_cat(found, dim)] if found else []
+                outputs.append(y)
+            rows += [_cat(outputs, dim)] if outputs else []
             states += [] if kept is None else [kept]
         pieces += [_cat(rows, 0)] if rows else []
         state = _cat(states, 0) if states else None

@@ -43,8 +43,8 @@ def to_thin(wide: Tensor, factor: Tensor, scale: float) -> Tensor:
         return _scaled_sum(wide_product(wide, in_three(factor, 1)), 1, scale)
     if wide.numel() < _TINY:
         return _to_thin(wide, factor, scale)
-    found: Tensor = _by_blocks().to_thin(wide, factor, scale)
-    return found
+    thin: Tensor = _by_blocks().to_thin(wide, factor, scale)
+    return thin
 
 
 def add_from_thin(wide: Tensor, thin: Tensor, factor: Tensor) -> Tensor:
@@ -82,8 +82,8 @@ def thin_gradient(thin: Tensor, wide: Tensor, transposed: bool = False) -> Tenso
         return thin_gradient(thin, wide.to(thin.dtype), transposed)
     if wide.numel() < _TINY:
         return _thin_gradient(thin, wide, transposed)
-    found: Tensor = _by_blocks().thin_gradient(thin, wide, transposed)
-    return found
+    gradient: Tensor = _by_blocks().thin_gradient(thin, wide, transposed)
+    return gradient
 
 
 def splits(wide: Tensor, factor: Tensor) -> bool:

@@ -163,10 +163,10 @@ def _gradient(
     reuse: bool,
 ) -> Tensor:
     """Compute :meth:`RowTerms.gradient` in one pass over the logits."""
-    found = ((logits.to(lse.dtype) - lse).exp() - spread) * scale
+    gradient = ((logits.to(lse.dtype) - lse).exp() - spread) * scale
     columns = torch.arange(logits.shape[1], device=logits.device)
-    found = torch.where(columns == places, found + hit, found).to(logits.dtype)
-    return logits.copy_(found) if reuse else found
+    gradient = torch.where(columns == places, gradient + hit, gradient).to(logits.dtype)
+    return logits.copy_(gradient) if reuse else gradient
 
 
 def _blocks(logits: Tensor) -> list[slice]:

@@ -276,9 +276,9 @@ class AsynchronousPipeline(Pipeline):
             )
 
     def _report(self) -> Tensor:
-        found, work = self._reports.popleft()
+        loss, work = self._reports.popleft()
         work.wait()
-        return self._on_device(float(found))
+        return self._on_device(float(loss))
 
     def _on_device(self, loss: float) -> Tensor:
         return torch.full(

@@ -89,15 +89,15 @@ def measure(
 ) -> list[Measured]:
     """Time every collective with every size (bytes, rounded up) for ``seconds`` each; call it on every rank."""
     ranks = dist.get_world_size()
-    found = []
+    measured = []
     for asked in sizes:
         count = -(-asked // (4 * ranks)) * ranks
         whole = torch.zeros(count, device=device)
         part = torch.zeros(count // ranks, device=device)
         for name, make in COLLECTIVES.items():
             taken = _median(make(whole, part), device, seconds)
-            found.append(Measured(name, 4 * count, ranks, taken))
-    return found
+            measured.append(Measured(name, 4 * count, ranks, taken))
+    return measured
 
 
 def _median(call: Call, device: torch.device, seconds: float) -> float:
@@ -129,9 +129,9 @@ def _wait(device: torch.device) -> None:
 
 def suggested_bucket(measured: Sequence[Measured]) -> int | None:
     """Return the least bytes at which all-reduce has 0.8 of its best bandwidth, as for DDP's ``bucket_cap_mb``."""
-    found = [each for each in measured if each.collective == "all-reduce"]
-    best = max((each.bus_bandwidth for each in found), default=0.0)
-    fast = [each.size for each in found if each.bus_bandwidth >= 0.8 * best]
+    all_reduces = [each for each in measured if each.collective == "all-reduce"]
+    best = max((each.bus_bandwidth for each in all_reduces), default=0.0)
+    fast = [each.size for each in all_reduces if each.bus_bandwidth >= 0.8 * best]
     return min(fast, default=None)
 
 

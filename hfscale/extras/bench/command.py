@@ -66,14 +66,14 @@ def _measured(sizes: list[int], processes: int | None) -> tuple[list["Measured"]
         device = own_device()
         if not dist.is_initialized():
             start(device)
-        found = measure(device, sizes)
+        measured = measure(device, sizes)
         where = f"{dist.get_backend()} between the launcher's ranks"
-        return (found if dist.get_rank() == 0 else []), where
+        return (measured if dist.get_rank() == 0 else []), where
     gpus = accelerators().device_count()
     world = processes or max(2, gpus)
-    found = run_ranks(world, measure, sizes)
+    measured = run_ranks(world, measure, sizes)
     return (
-        found,
+        measured,
         f"NCCL between {world} GPUs"
         if world <= gpus
         else f"gloo between {world} processes of one machine",
@@ -88,9 +88,14 @@ def _show(arguments: argparse.Namespace, measured: Sequence["Measured"], where: 
     bucket = suggested_bucket(measured)
     assert bucket is not None
     if arguments.json:
-        found = [{**asdict(each), "bus_bandwidth": each.bus_bandwidth} for each in measured]
+        entries = [{**asdict(each), "bus_bandwidth": each.bus_bandwidth} for each in measured]
         print_json(
-            {"where": where, "ranks": measured[0].ranks, "measured": found, "bucket_bytes": bucket}
+            {
+                "where": where,
+                "ranks": measured[0].ranks,
+                "measured": entries,
+                "bucket_bytes": bucket,
+            }
         )
         return
     sizes = list(dict.fromkeys(each.size for each in measured))

@@ -106,7 +106,7 @@ def _constants(meter: "_Meter", machine: Machine, latency: float, one_processor:
     known = layer_seconds(sizes.shape, job, machine, given)
     whole = meter.layer(sizes.sequence, sizes.batch) - (host if one_processor else 0.0)
     rest = max(0.1 * known.elementwise, whole - known.products - known.attention)
-    found = replace(
+    constants = replace(
         given,
         elementwise=rest / known.elementwise,
         loss_bytes=max(1.0, meter.loss(machine.flops) * bandwidth),
@@ -114,11 +114,11 @@ def _constants(meter: "_Meter", machine: Machine, latency: float, one_processor:
         ends_host=host,
     )
     if not one_processor:
-        return found
+        return constants
     alone = {"sharpness": 1.0, "hidden": 0.0, "hidden_shards": 0.0, "step": 0.0, "far_latency": 0.0}
     shared = {"link": 1.0, "far_nic": 1.0, "data_link": 1.0, "nic": 1.0}
     return replace(
-        found, **alone, **shared, hop=2 * latency, latency=latency, latency_shards=2 * latency
+        constants, **alone, **shared, hop=2 * latency, latency=latency, latency_shards=2 * latency
     )
 
 

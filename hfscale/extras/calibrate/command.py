@@ -60,9 +60,10 @@ def run(arguments: argparse.Namespace) -> None:
         and reference is None
         and (device.type == "cpu" or accelerators().device_count() > 1)
     ):
-        found = run_ranks(world, measure, list(_SIZES), arguments.seconds / 20)
+        measured = run_ranks(world, measure, list(_SIZES), arguments.seconds / 20)
         reduced = sorted(
-            (each for each in found if each.collective == "all-reduce"), key=lambda each: each.size
+            (each for each in measured if each.collective == "all-reduce"),
+            key=lambda each: each.size,
         )
         links = reduced[-1].bus_bandwidth, reduced[0].seconds
     sizes = replace(GPU_SIZES if is_accelerator(device) else Sizes(), seconds=arguments.seconds)

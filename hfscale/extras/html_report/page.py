@@ -178,13 +178,13 @@ class _Scale:
 
     def ticks(self) -> list[float]:
         """Return round tick values in range: ones, twos and fives, or more if these are few."""
-        found = list[float]()
+        ticks = list[float]()
         decades = range(floor(self._low), floor(self._high) + 1)
         for steps in ((1, 2, 5), (1, 1.2, 1.4, 1.6, 1.8, 2, 2.5, 3, 3.5, 4, 4.5, 5, 6, 7, 8, 9)):
-            if len(found) <= 2:
+            if len(ticks) <= 2:
                 values = [step * 10.0**decade for decade in decades for step in steps]
-                found = [value for value in values if self._low <= log10(value) <= self._high]
-        return found
+                ticks = [value for value in values if self._low <= log10(value) <= self._high]
+        return ticks
 
 
 def _key(names: Iterable[str], colors: Mapping[str, str] = {}) -> str:

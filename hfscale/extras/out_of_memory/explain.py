@@ -78,10 +78,10 @@ def _of_model(runtime: Runtime, optimizer: Any, batch: Tensor | None) -> list[st
         f"what a microbatch of {batch.numel():,} tokens would need, in place of {human(planned.total)}"
     )
     for words, changed in _LEVERS.items():
-        found = _planned(runtime, optimizer, batch, **changed)
-        if found is not None and found.total < planned.total:
+        estimate = _planned(runtime, optimizer, batch, **changed)
+        if estimate is not None and estimate.total < planned.total:
             lines.append(
-                f"  {words}: {human(found.total)}, {'fits' if found.likely <= limit else 'does not fit'}"
+                f"  {words}: {human(estimate.total)}, {'fits' if estimate.likely <= limit else 'does not fit'}"
             )
     ranks = runtime.mesh.layout.total_size
     name = runtime.model.config.name_or_path or "MODEL"

@@ -61,7 +61,7 @@ def _sizes_for_pictures(
 ) -> dict[str, Any]:
     """Return changes to a config and nested ones; ``seeing``: the config, or one around it, reads pictures."""
     wanted = {**(_KNOWN["tower"] if seeing else {}), **besides, **_tokens(fields)}
-    found: dict[str, Any] = dict(TEXTS.get(fields.get("model_type", ""), {}))
+    sizes: dict[str, Any] = dict(TEXTS.get(fields.get("model_type", ""), {}))
     for name, value in fields.items():
         if isinstance(value, dict) and "model_type" in value:
             sees = (
@@ -72,11 +72,11 @@ def _sizes_for_pictures(
             inside = _sizes_for_pictures(
                 value, sees, _KNOWN["whole"] if "vision_config" in value else {}
             )
-            found[name] = {"model_type": value["model_type"], **inside}
+            sizes[name] = {"model_type": value["model_type"], **inside}
         elif name in wanted and value is not None:
             pair = isinstance(value, (list, tuple)) and type(wanted[name]) is int
-            found[name] = [wanted[name]] * 2 if pair else wanted[name]
-    return {**found, **_with_sections(fields)}
+            sizes[name] = [wanted[name]] * 2 if pair else wanted[name]
+    return {**sizes, **_with_sections(fields)}
 
 
 def _tokens(fields: dict[str, Any]) -> dict[str, int]:

@@ -110,20 +110,20 @@ class PictureCase(Case):
         """Return a batch with the additional inputs of the class, and without inputs that it does not take."""
         given = self._arguments
         ids = batch["input_ids"]
-        found = {
+        typed = {
             **batch,
             **{name: (ids == self._token).long() for name in _PLACED if name in given},
         }
         if "image_attention_mask" in given:  # [samples, tokens, pictures]
-            found["image_attention_mask"] = torch.ones(*ids.shape, 1, dtype=torch.long)
+            typed["image_attention_mask"] = torch.ones(*ids.shape, 1, dtype=torch.long)
         if "bbox" in given:  # the place of a token on its page
             corner = torch.arange(ids.shape[1], dtype=torch.float64) / (2 * ids.shape[1])
-            found["bbox"] = torch.stack(
+            typed["bbox"] = torch.stack(
                 [corner, corner, corner + 0.3, corner + 0.4], dim=-1
             ).expand(len(ids), -1, -1)
         left_out = LABELS_ONLY.get(self.config.model_type, ())
         return {
-            name: value for name, value in found.items() if name in given and name not in left_out
+            name: value for name, value in typed.items() if name in given and name not in left_out
         }
 
     @property
@@ -161,12 +161,12 @@ def _count_features(config: Any, picture: dict[str, Tensor]) -> int:
     taken = inspect.signature(maker).parameters
     anything = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in taken.values())
     with torch.no_grad(), keep_float64():
-        found = maker(
+        made = maker(
             **{name: value for name, value in picture.items() if anything or name in taken}
         )
-    if not isinstance(found, (Tensor, tuple, list)):
-        found = _features_in(found)
-    each = [found] if isinstance(found, Tensor) else list(found)
+    if not isinstance(made, (Tensor, tuple, list)):
+        made = _features_in(made)
+    each = [made] if isinstance(made, Tensor) else list(made)
     return sum(features.numel() // features.shape[-1] for features in each)
 
 

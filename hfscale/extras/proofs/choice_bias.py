@@ -27,7 +27,7 @@ def prove_choice_bias(model: Any, kind: Any) -> tuple[dict[str, str], bool]:
     chosen. Where no tiny clone can be made it is the one tensor that may be such a bias and is called one. The model,
     of the stock class ``kind``, may be parallelized.
     """
-    found: dict[str, str] = {}
+    biases: dict[str, str] = {}
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
         torch.manual_seed(0)
         with torch.device("meta"):
@@ -44,8 +44,8 @@ def prove_choice_bias(model: Any, kind: Any) -> tuple[dict[str, str], bool]:
                     if clone is None
                     else _is_for_the_choice(clone, block, experts, tensor)
                 ):
-                    found.setdefault(wild_name(name), inner)
-    return found, True
+                    biases.setdefault(wild_name(name), inner)
+    return biases, True
 
 
 def _mixtures(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:

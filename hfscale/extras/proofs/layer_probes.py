@@ -176,20 +176,20 @@ class PassageProbe(Probe):
 
     def _watch(self, modules: dict[str, Any], item: str) -> None:
         owner, _, child = item.rpartition(".")
-        found = getattr(modules.get(owner), child, None)
+        child_module = getattr(modules.get(owner), child, None)
         tensors = (
-            list(found.parameters())
-            if isinstance(found, nn.Module)
-            else [found]
-            if found is not None
+            list(child_module.parameters())
+            if isinstance(child_module, nn.Module)
+            else [child_module]
+            if child_module is not None
             else []
         )
         for tensor in tensors:
             # A tensor that two items share (a tied head) is told apart by which module is called.
             self._uses[id(tensor)] = item if self._uses.get(id(tensor), item) == item else ""
-        if isinstance(found, nn.Module):
-            self._before(found, lambda *_: self._begin(item))
-            self._after(found, lambda _, args, output: self._end(item, output))
+        if isinstance(child_module, nn.Module):
+            self._before(child_module, lambda *_: self._begin(item))
+            self._after(child_module, lambda _, args, output: self._end(item, output))
 
     def _begin(self, item: str) -> None:
         self._used(item)

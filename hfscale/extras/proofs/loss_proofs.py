@@ -271,13 +271,13 @@ def prove_documents(
             parts = [
                 _logits(model.eval(), {"input_ids": part}) for part in ids.split(_LENGTHS, dim=1)
             ]
-            found = _in_one_row(model, ids, flash, masked, start)
+            packed = _in_one_row(model, ids, flash, masked, start)
         except Exception as error:  # whatever stock code says of arguments that it does not take
             return f"{type(error).__name__}: {error}".split("\n")[0][:200], True
     expected = torch.cat(parts, dim=1)
-    if found.shape != expected.shape:
+    if packed.shape != expected.shape:
         return "its logits are not one row per token", True
-    relative = apart(found, expected)
+    relative = apart(packed, expected)
     return (
         ""
         if relative <= _APART

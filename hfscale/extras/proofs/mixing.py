@@ -77,8 +77,8 @@ def prove_mixing(
     handing = {
         type(module) for module in candidates if any(map(reads_by_functions, module.modules()))
     } - kinds
-    found = {"kinds": kinds, "seen": seen, "handing": handing, "reads_masks": mixers.read_masks}
-    names = {name: sorted({kind.__name__ for kind in each}) for name, each in found.items()}
+    facts = {"kinds": kinds, "seen": seen, "handing": handing, "reads_masks": mixers.read_masks}
+    names = {name: sorted({kind.__name__ for kind in each}) for name, each in facts.items()}
     answer = {
         "mixing": "",
         "pads": pads,
@@ -331,8 +331,8 @@ def _compare_gathered(subject: _Subject, batch: dict[str, Tensor], mixers: _Mixe
         for rank in range(_PARTS):
             tape_place[0] = 0
             part, own = subject.part(batch, _PARTS, rank)
-            found = subject.passed((part, own), _OneToken())
-            if _differ(found, alone[:, part.places()], batch, part):
+            output = subject.passed((part, own), _OneToken())
+            if _differ(output, alone[:, part.places()], batch, part):
                 return "a mixer in it is given more than tokens and their padding"
     finally:
         for handle in handles:
@@ -341,21 +341,21 @@ def _compare_gathered(subject: _Subject, batch: dict[str, Tensor], mixers: _Mixe
 
 
 def _differ(
-    found: Tensor, wanted: Tensor, batch: dict[str, Tensor], part: CutBatch | None = None
+    outputs: Tensor, wanted: Tensor, batch: dict[str, Tensor], part: CutBatch | None = None
 ) -> bool:
     """Return whether outputs for a batch, or a part of it, differ anywhere but in padding."""
     mask = batch.get("attention_mask")
     if mask is not None:
         real = (mask if part is None else mask[:, part.places()]).bool()
-        found = found[real]
+        outputs = outputs[real]
         wanted = wanted[real]
-    return apart(found, wanted) > _TOLERANCE
+    return apart(outputs, wanted) > _TOLERANCE
 
 
 def _run(model: Any, batch: dict[str, Any]) -> Tensor:
     output = model(**batch, **without_cache(model))
-    found = getattr(output, "logits", None)
-    return found if found is not None else output[0]
+    logits = getattr(output, "logits", None)
+    return logits if logits is not None else output[0]
 
 
 class _OneToken:

@@ -154,9 +154,9 @@ ProbeT = TypeVar("ProbeT", bound=Probe)
 
 def probed(probe: Callable[..., ProbeT], model: Any, *about: Any) -> ProbeT:
     """Probe the model itself, mostly without memory, or, where its code looks at values, a tiny clone of it."""
-    found = probe(model, *about)
-    clone = tiny_model(model) if found.failure else None
-    return found if clone is None else probe(clone, *about)
+    result = probe(model, *about)
+    clone = tiny_model(model) if result.failure else None
+    return result if clone is None else probe(clone, *about)
 
 
 @contextmanager

@@ -74,9 +74,9 @@ class LargestScores:
 
     def take(self) -> dict[nn.Module, Tensor]:
         """Return the largest scores ``[h]`` since the last call, of the modules that attended."""
-        found = self._found
+        largest = self._found
         self._found = {}
-        return found
+        return largest
 
     def drop(self) -> None:
         """Forget what was measured since the last step, which is skipped."""
@@ -118,10 +118,10 @@ class LargestScores:
             scores = (asking @ keys.mT).view(samples, heads, -1, keys.shape[2])
             if triangle or mask is not None:
                 _hide(mask, own, scores)
-            found = scores.flatten(2).amax(2).amax(0).to(dtype)
+            of_heads = scores.flatten(2).amax(2).amax(0).to(dtype)
             torch.maximum(
                 largest,
-                found.where(found.isfinite(), float("-inf")),
+                of_heads.where(of_heads.isfinite(), float("-inf")),
                 out=largest,
             )
 
@@ -139,9 +139,9 @@ def _attention(
     mask: Any,
     **kwargs: Any,
 ) -> Any:
-    found = _measures.get(module)
+    reference = _measures.get(module)
     trains = module.training and torch.is_grad_enabled() and not recomputing()
-    if trains and found is not None and (scores := found()) is not None:
+    if trains and reference is not None and (scores := reference()) is not None:
         scaling = kwargs.get("scaling")
         causal = kwargs.get("is_causal")
         scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
@@ -224,8 +224,8 @@ class QueryKeyClip(Stepper):
             )
         if not self._attentions:
             return
-        found = scores.take()
-        if not found and self._attentions[0].projections[0][0].parameter.grad is not None:
+        scored = scores.take()
+        if not scored and self._attentions[0].projections[0][0].parameter.grad is not None:
             _log.warning(
                 "qk_clip has seen no attention since the last step: keep its implementation, and use_reentrant=False"
             )
@@ -239,8 +239,8 @@ class QueryKeyClip(Stepper):
             device=self._mesh.device,
         )
         for row, attention in zip(largest, self._attentions, strict=True):
-            if attention.module in found:
-                row[attention.own] = found[attention.module].to(dtype)
+            if attention.module in scored:
+                row[attention.own] = scored[attention.module].to(dtype)
         for group in self._mesh.groups("tp", "dp_shard", "dp_replicate"):
             dist.all_reduce(largest, dist.ReduceOp.MAX, group)
         gammas = torch.where(largest > self._threshold, self._threshold / largest, 1.0)

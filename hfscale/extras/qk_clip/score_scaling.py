@@ -20,7 +20,7 @@ def prove_score_scaling(model: Any, kind: Any) -> tuple[dict[str, str], bool]:
     """Return, by class of module that attends by transformers' functions, why its scores cannot be scaled, in words;
     empty where they can. The model, of the stock class ``kind``, may be parallelized.
     """
-    found = dict[str, str]()
+    answers = dict[str, str]()
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad(), keep_float64():
         torch.manual_seed(0)
         clone: Any = tiny_model_of(
@@ -43,10 +43,10 @@ def prove_score_scaling(model: Any, kind: Any) -> tuple[dict[str, str], bool]:
         except Exception:  # of stock code, which may need more than tokens
             return {}, True
         for module in modules:
-            found[type(module).__name__] = found.get(type(module).__name__) or _why_not(
+            answers[type(module).__name__] = answers.get(type(module).__name__) or _why_not(
                 module, measured
             )
-    return found, True
+    return answers, True
 
 
 def _why_not(module: Any, measured: Callable[[], dict[nn.Module, Tensor]]) -> str:

@@ -40,10 +40,10 @@ def read_runs(path: Path) -> dict[int, Timeline]:
     """Read every run in the file by its number (``pid``), each starting at 0."""
     try:
         document = json.loads(Path(path).read_text())
-        found = document["traceEvents"] if isinstance(document, dict) else document
+        recorded = document["traceEvents"] if isinstance(document, dict) else document
         about = document.get("otherData", {}).get("runs", []) if isinstance(document, dict) else []
         events: dict[int, list[tuple[int, Span]]] = {}
-        for event in found:
+        for event in recorded:
             arguments = event.get("args", {})
             if event.get("ph") != "X" or arguments.get("kind") not in KINDS:
                 continue  # metadata, or what a profiler wrote beside ours

@@ -161,7 +161,7 @@ def _asked(arguments: argparse.Namespace, measured: Timeline | None) -> tuple[Or
         runs.append(simulate(read_csv(Path(schedule))))
 
     def size(given: int | None, name: str, default: int = 0) -> int:
-        return given or next((found for run in runs if (found := getattr(run, name))), default)
+        return given or next((count for run in runs if (count := getattr(run, name))), default)
 
     ranks = size(arguments.pp, "num_ranks")
     if not ranks:
@@ -175,8 +175,8 @@ def _asked(arguments: argparse.Namespace, measured: Timeline | None) -> tuple[Or
 
 def _steps(schedule: str, microbatches: int, measured: Timeline | None) -> int:
     """Return the number of steps to draw: those of a recorded run without flushes, or enough to see them overlap."""
-    found = schedule_of(schedule)
-    if found.flushes:
+    kind = schedule_of(schedule)
+    if kind.flushes:
         return 1
     if measured:
         run = 1 + max(
@@ -184,7 +184,7 @@ def _steps(schedule: str, microbatches: int, measured: Timeline | None) -> int:
         )
         return max(1, run // microbatches)
     return (
-        3 if found.microbatches_per_rank else 1
+        3 if kind.microbatches_per_rank else 1
     )  # one that updates after each microbatch overlaps in one step
 
 

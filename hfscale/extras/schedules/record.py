@@ -121,17 +121,17 @@ def _parts(spans: Iterable[Span]) -> list[tuple[Span, ...]]:
 def _gather(record: Record, mesh: Mesh) -> list[Record]:
     """Gather the records of the ranks of rank 0's pipeline, in order; return none on other ranks."""
     first = not any(rank for axis, rank in mesh.ranks.items() if axis != "pp")
-    found: list[Any] | None = [None] * mesh.layout.total_size if dist.get_rank() == 0 else None
+    records: list[Any] | None = [None] * mesh.layout.total_size if dist.get_rank() == 0 else None
     dist.gather_object(
         (mesh.pp_rank, record) if first else None,
-        found,
+        records,
         dst=0,
         group=mesh.control,
     )
     return [
         record
         for _, record in sorted(
-            filter(None, found or ()),
+            filter(None, records or ()),
             key=lambda sent: sent[0],
         )
     ]

@@ -89,8 +89,8 @@ def drill(
         strikes.append(struck.strike(chance.choice(KINDS), due, chance))
     disturbed = struck.finish()
     imports.append(_imports(plain.ranks))
-    found = struck.end()
-    wrong = [name for name, value in plain.end().items() if found.get(name) != value]
+    after = struck.end()
+    wrong = [name for name, value in plain.end().items() if after.get(name) != value]
     return _report(strikes, undisturbed, disturbed, imports, wrong), not wrong
 
 
@@ -107,7 +107,9 @@ def _report(
     lost = [s.lost for s in strikes]
     kinds = {kind: [s.seconds for s in strikes if s.kind == kind] for kind in KINDS}
     of_kinds = [
-        f"{kind} {median(found):.1f} ({len(found)})" for kind, found in kinds.items() if found
+        f"{kind} {median(seconds):.1f} ({len(seconds)})"
+        for kind, seconds in kinds.items()
+        if seconds
     ]
     end = (
         f"the end differs in {', '.join(wrong)}"
@@ -171,12 +173,12 @@ class _Run:
         weights = {
             name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()
         }
-        found: dict[str, Any] = {
+        outcome: dict[str, Any] = {
             name: digest for name, digest in weights.items() if not name.startswith("state")
         }
         training, evaluation = read_metrics(self._metrics)
-        found["losses"] = [(line["step"], line["loss"], line["grad_norm"]) for line in training]
-        return found | {
+        outcome["losses"] = [(line["step"], line["loss"], line["grad_norm"]) for line in training]
+        return outcome | {
             "validation": [(line["step"], line["validation_loss"]) for line in evaluation]
         }
 
@@ -266,17 +268,17 @@ class _Run:
 
     def _pids(self) -> dict[int, int]:
         """Return the process of each rank: children of the agent's children, which are their parents."""
-        found = {}
+        pids = {}
         self._parents = {
             c: parent for parent in _children(self._agent.pid) for c in _children(parent)
         }
         for child in self._parents:
             with suppress(OSError, KeyError):  # it has ended, or is no rank
                 text = Path(f"/proc/{child}/environ").read_text()
-                found[int(dict(each.partition("=")[::2] for each in text.split("\0"))["RANK"])] = (
+                pids[int(dict(each.partition("=")[::2] for each in text.split("\0"))["RANK"])] = (
                     child
                 )
-        return found
+        return pids
 
 
 def _children(process: int) -> list[int]:

@@ -151,8 +151,8 @@ class StatesInMemory:
         """Go on from the newest state, in memory or on disk; of step 0 if there is none. Collective."""
         given = {"optimizer": self.optimizer, **self.others}
         try:
-            if (found := self.newest()) is not None:
-                return load_state(self._model, found, **given)
+            if (newest := self.newest()) is not None:
+                return load_state(self._model, newest, **given)
         except CheckpointError as error:
             # To begin anew would replace the state in memory.
             if none_there(self._disk, self._mesh):
@@ -203,8 +203,8 @@ class StatesInMemory:
         path = self._disk / RUN
         own = path.read_text() if path.exists() else ""
         drawn = secrets.token_hex(8)
-        found = self._mesh.all_gather_object((own if own.isalnum() else "", drawn))
-        return next((name for name, _ in found if name), found[0][1])
+        names = self._mesh.all_gather_object((own if own.isalnum() else "", drawn))
+        return next((name for name, _ in names if name), names[0][1])
 
     def _name_it(self) -> None:
         """Write the name of the run to its directory on disk, if it has another, or none: never half of it."""
@@ -226,7 +226,7 @@ class StatesInMemory:
         hosts = self._hosts
         directory = self.directory / name
         of = [each[name].files if name in each else {} for each in every]
-        files = {file: found for each in of for file, found in each.items()}
+        files = {file: contents for each in of for file, contents in each.items()}
         sources = {file: rank for rank, each in enumerate(of) for file in each}
         lacks = {
             host: {f: rank for f, rank in sources.items() if f not in of[host]}
@@ -258,21 +258,21 @@ class StatesInMemory:
         ):
             return False
         try:
-            found = find_whole(disk, mesh, verify=True)
+            on_disk = find_whole(disk, mesh, verify=True)
         except CheckpointError as error:  # on all ranks alike
             _log.warning("%s: going on from memory", error)
             return False
-        return bool(mesh.all_gather_object(newer(found))[0])
+        return bool(mesh.all_gather_object(newer(on_disk))[0])
 
     def _check_room(self, here: int, before: int) -> None:
         """Raise if there is no room for two states, of which one may be there, and a copy that is being written."""
         there = sum(path.stat().st_size for path in self.directory.rglob("*"))
         needed = max(there, here + before) + 2 * here + before
-        found = re.search(r"MemAvailable: *(\d+)", Path("/proc/meminfo").read_text())
+        match = re.search(r"MemAvailable: *(\d+)", Path("/proc/meminfo").read_text())
         free = (
             min(
                 shutil.disk_usage(self.directory).free,
-                int(found[1]) << 10 if found else needed,
+                int(match[1]) << 10 if match else needed,
             )
             + there
         )

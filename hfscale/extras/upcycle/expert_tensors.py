@@ -122,8 +122,8 @@ def _weight_files(directory: Path) -> list[Path]:
         return [directory / WEIGHTS]
     if (directory / INDEX).is_file():
         return named_files(directory / INDEX)
-    if found := weight_files(directory):
-        return found
+    if files := weight_files(directory):
+        return files
     raise CheckpointError(
         f"{directory} has neither {WEIGHTS} nor {INDEX}: give the directory of a Hugging Face checkpoint"
     )
@@ -213,7 +213,9 @@ class Upcycling:
     def contents(self) -> dict[str, Tensor]:
         """Return all tensors of the target's checkpoint, on the meta device, in the dense model's dtypes."""
         layout = AsStored(self.model, dict(self.model.named_parameters())).layout
-        types = {name: self.dense.tensors[found].dtype for name, found in self.stored.items()}
+        types = {
+            name: self.dense.tensors[stored_name].dtype for name, stored_name in self.stored.items()
+        }
         return {
             name: torch.empty(
                 tensor.shape,
@@ -312,7 +314,7 @@ def _names_as_found(model: PreTrainedModel, dense: WholeModel) -> dict[str, str]
     for tied, owner in model.all_tied_weights_keys.items():
         others.setdefault(owner, []).append(tied)
         others.setdefault(tied, []).append(owner)
-    found = {}
+    names = {}
     missing = []
     for name, parameter in model.named_parameters():
         there = [
@@ -331,10 +333,10 @@ def _names_as_found(model: PreTrainedModel, dense: WholeModel) -> dict[str, str]
                 f"says {tuple(parameter.shape)}: use the config it was saved with"
             )
         else:
-            found[name] = there[0]
+            names[name] = there[0]
     if missing:
         raise CheckpointError(
             f"the dense checkpoint lacks {', '.join(missing[:4])}{' and more' if len(missing) > 4 else ''}: save the "
             "model again with AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
         )
-    return found
+    return names

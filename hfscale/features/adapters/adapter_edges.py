@@ -177,6 +177,6 @@ def _dropped(
         x,
         key,
     )
-    found = drawn_again(x, drawn)
-    again.made(x, found, drawn)
-    return found
+    dropped = drawn_again(x, drawn)
+    again.made(x, dropped, drawn)
+    return dropped

@@ -59,7 +59,7 @@ def adapter_parameters(whole: Any, plan: Plan) -> list[AdapterParameter]:
     """Return parameters of ``whole`` that are not in the plan, in order; :class:`ConfigError` for unknown kinds."""
     stock = whole.get_base_model()
     modules = dict(stock.named_modules())
-    found: list[AdapterParameter] = []
+    parameters: list[AdapterParameter] = []
     owners: dict[int, str] = {}
     for name, parameter in stock.named_parameters(remove_duplicate=False):
         wrapper_name, kept_in, rest = _place(modules, name)
@@ -84,7 +84,7 @@ def adapter_parameters(whole: Any, plan: Plan) -> list[AdapterParameter]:
         owner = owners.setdefault(id(parameter), name)
         # Experts have an attribute for it.
         turned = is_transposed(inner) or isinstance(inner, nn.Embedding)
-        found.append(
+        parameters.append(
             AdapterParameter(
                 name=name,
                 shape=tuple(parameter.shape),
@@ -97,7 +97,7 @@ def adapter_parameters(whole: Any, plan: Plan) -> list[AdapterParameter]:
                 tokens=peft.tokens_of(wrapper, rest[-1]),
             )
         )
-    return found
+    return parameters
 
 
 def _place(modules: dict[str, nn.Module], name: str) -> tuple[str, str | None, list[str]]:
@@ -167,11 +167,11 @@ def check_matches(
         wanted = getattr(asked, field, None)
         left = getattr(resolved, field, None) or ()
         for target in [] if wanted is None or isinstance(wanted, str) else wanted:
-            found = any(_fits(name, target) for name in matched)
+            is_matched = any(_fits(name, target) for name in matched)
             left_out = bool(getattr(asked, "exclude_modules", None)) and any(
                 _fits(name, target) for name in known
             )
-            if target in left and not found and not left_out:
+            if target in left and not is_matched and not left_out:
                 names = ", ".join(target_names(plan))
                 raise ConfigError(
                     f"{field} names {target!r}, which matches nothing in the model: it has {names}"

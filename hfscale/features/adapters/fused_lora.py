@@ -73,8 +73,8 @@ def why_unfused(wrapper: Any) -> str | None:
     """Return, in words, why a wrapper computes by PEFT's own code; ``None`` if it computes by one operator."""
     if not adds_lora(wrapper):
         return f"computed by {type(wrapper).__name__}"
-    found = active_lora(wrapper)
-    return found if isinstance(found, str) else None
+    lora = active_lora(wrapper)
+    return lora if isinstance(lora, str) else None
 
 
 def _note_forwards(wrapper: Any) -> None:
@@ -147,10 +147,10 @@ def _copied(y: Tensor) -> Tensor:
 
 def _factors(wrapper: Any) -> Factors | None:
     """Return the factors that a wrapper computes with; ``None`` if its own code must run."""
-    found = active_lora(wrapper)
-    if isinstance(found, str):
+    lora = active_lora(wrapper)
+    if isinstance(lora, str):
         return None
-    first, second, scale = found
+    first, second, scale = lora
     as_noted = _is_as_noted(wrapper.base_layer) and _is_as_noted(first) and _is_as_noted(second)
     if not as_noted:
         return None

@@ -108,14 +108,14 @@ def merge_local_weights(
                 share, planned.model_shape(mesh.ranks), planned.data_cuts, mesh
             )
         try:
-            found = merge.merged(name, parts)
+            weights = merge.merged(name, parts)
         except (
             ValueError,
             RuntimeError,
         ) as error:  # go on: other ranks wait for this one's shards of other weights
             failure = failure or error
             continue
-        for weight, value in found.items():
+        for weight, value in weights.items():
             shares[weight] = _cut_over_data(plan.by_name[weight], value, mesh.ranks)
             parameter_at(model, here[weight]).requires_grad_(False)
             done.add(weight)

@@ -104,16 +104,16 @@ _KINDS = (
 
 def describe_coverage(plan: Plan) -> str:
     """Return one line per kind of parameter; trained copies count as adapted."""
-    found = _coverage(plan)
+    coverage = _coverage(plan)
     trained = sum(prod(plan.by_name[a.name].shape) for a in plan.adapters if a.tied_to is None)
     total = sum(prod(p.shape) for p in plan.owned())
     lines = [
         f"{trained:,} parameters in adapters, {100 * trained / max(1, total - trained):.2f}% of the model's"
     ]
-    for kind in filter(found.get, _KINDS):
-        covered, entries = found[kind]
+    for kind in filter(coverage.get, _KINDS):
+        covered, entries = coverage[kind]
         lines.append(f"{100 * covered / max(1, entries):.1f}% of {kind} have adapters")
-    if found.get(_KINDS[1], (1, 1))[0] == 0:
+    if coverage.get(_KINDS[1], (1, 1))[0] == 0:
         lines.append(
             "no expert has an adapter: name their parameters, like "
             "target_parameters=['mlp.experts.gate_up_proj', 'mlp.experts.down_proj']"
@@ -130,7 +130,7 @@ def _coverage(plan: Plan) -> dict[str, tuple[int, int]]:
     layers = tuple(f"{layer}." for layer in plan.layers)
     vocabulary = plan.by_name[f"{plan.head}.weight"].shape if plan.head is not None else ()
     of_layers, of_experts, of_embedding, of_head, others = _KINDS
-    found: dict[str, tuple[int, int]] = {}
+    counts: dict[str, tuple[int, int]] = {}
     for name, shape in (
         (p.name, p.shape) for p in plan.owned() if len(p.shape) > 1 and p.name not in own
     ):
@@ -140,7 +140,7 @@ def _coverage(plan: Plan) -> dict[str, tuple[int, int]]:
             kind = of_head
         else:
             kind = of_embedding if shape == vocabulary else others
-        covered, total = found.get(kind, (0, 0))
+        covered, total = counts.get(kind, (0, 0))
         own_rows = by_rows.get(name, 0)
-        found[kind] = (covered + prod(shape) * (name in adapted) + own_rows, total + prod(shape))
-    return found
+        counts[kind] = (covered + prod(shape) * (name in adapted) + own_rows, total + prod(shape))
+    return counts

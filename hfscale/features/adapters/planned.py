@@ -75,14 +75,14 @@ def wrap_and_plan(
             else ""
         )
         raise ConfigError(f"{error}{hint}") from error
-    found = adapter_parameters(whole, plan)
+    adapters = adapter_parameters(whole, plan)
     if new:  # saved configs may list names that this model lacks; there the tensors decide
-        check_matches(asked, config, plan, found)
-    planned = plan_adapters(plan, found)
+        check_matches(asked, config, plan, adapters)
+    planned = plan_adapters(plan, adapters)
     _check_places(planned)
     refuse_unfit(planned)
     refuse_cut_groups(config, planned)
-    if fused and any(adapter.kept_in == LORA_A for adapter in found):
+    if fused and any(adapter.kept_in == LORA_A for adapter in adapters):
         own = _plan_fused(whole, planned)
         planned = replace(planned, features=(*planned.features, own))
     return whole, planned

@@ -279,11 +279,11 @@ def stored_names(
     """Map names of parameters in the plan to their keys in a saved adapter: of several that PEFT may write, the first
     that it reads. It writes biases of trained copies under the wrapper's name as well, which it ignores as it loads.
     """
-    found: dict[str, str] = {}
+    keys: dict[str, str] = {}
     for key, parameter in stored_keys(whole, name, plan, embeddings).items():
-        if f".{COPY}." in found.get(parameter, f".{COPY}."):
-            found[parameter] = key
-    return found
+        if f".{COPY}." in keys.get(parameter, f".{COPY}."):
+            keys[parameter] = key
+    return keys
 
 
 def stored_keys(
@@ -305,7 +305,7 @@ def stored_keys(
     names = list(dict(whole.get_base_model().named_parameters(remove_duplicate=False)))
     marked = {f"{prefix}{key}": torch.tensor(number) for number, key in enumerate(names)}
     adapters = {adapter.name for adapter in plan.adapters}
-    found: dict[str, str] = {}
+    live_names: dict[str, str] = {}
     for layers in (
         (False,) if input_embedding(whole.get_base_model()) is None else (False, embeddings)
     ):
@@ -318,8 +318,8 @@ def stored_keys(
             )
         for key, number in kept.items():
             live = names[int(number)]
-            found[key] = live if live in adapters else stock_name(live)
-    return found
+            live_names[key] = live if live in adapters else stock_name(live)
+    return live_names
 
 
 def load_adapter(
@@ -361,15 +361,15 @@ def _read_adapter(
         stored = load_peft_weights(path, device="cpu")
     except ValueError as error:
         raise CheckpointError(f"{path} is not a saved adapter: {error}") from error
-    found: dict[str, tuple[str, Tensor]] = {}
+    tensors: dict[str, tuple[str, Tensor]] = {}
     for key in (key for key in keys if key in stored):
-        first, tensor = found.setdefault(keys[key], (key, stored[key]))
+        first, tensor = tensors.setdefault(keys[key], (key, stored[key]))
         if not torch.equal(tensor, stored[key]):
             raise CheckpointError(
                 f"{path}: {first} and {key} are the same parameter of the model, and differ: save the adapter again"
             )
     own = {adapter.name for adapter in plan.adapters if adapter.tied_to is None}
-    lacking = own - found.keys()
+    lacking = own - tensors.keys()
     missing = sorted(key for key, parameter in keys.items() if parameter in lacking)
     extra = sorted(stored.keys() - keys.keys())
     if missing or extra:
@@ -377,7 +377,7 @@ def _read_adapter(
             f"{path} does not fit this model: it lacks {len(missing)} of {len(own)} tensors ({missing[:3]}) and has "
             f"{len(extra)} others ({extra[:3]}): load it onto the model that it was trained on"
         )
-    return found
+    return tensors
 
 
 def adapter_tensors(
@@ -417,10 +417,10 @@ def save_adapter(
     """Write the adapter; collective. Raise :class:`CheckpointError`, with ``target`` unchanged, if that fails."""
     stale = _OLD_WEIGHTS if files.safetensors else WEIGHTS
     with atomic_directory(target, runtime.mesh, stale=(stale,)) as staging:
-        found = adapter_tensors(
+        arriving = adapter_tensors(
             runtime, whole, name, attempt=staging.attempt, embeddings=files.embeddings
         )
-        tensors = {key: tensor.clone() for key, tensor in found}
+        tensors = {key: tensor.clone() for key, tensor in arriving}
         if is_writer(runtime.mesh) and staging.failure is None:
             if files.safetensors:
                 save_file(tensors, staging.path / WEIGHTS, metadata={"format": "pt"})

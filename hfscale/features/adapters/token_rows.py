@@ -95,18 +95,18 @@ def first_rows(plan: Plan, mesh: Mesh, shares: dict[str, Tensor]) -> dict[str, T
     """Return the rows ``[n, h]`` that adapters of this rank's modules start from, those of its weights, by the names
     of adapters with rows of their own; collective over the ranks that hold a weight.
     """
-    found: dict[str, Tensor] = {}
+    rows: dict[str, Tensor] = {}
     for adapter in plan.adapters:
         owner = adapter.tied_to or adapter.name
         here = plan.is_local(mesh.pp_rank, adapter.name)
-        if adapter.kept_in != TOKEN_ROWS or owner in found or not here:
+        if adapter.kept_in != TOKEN_ROWS or owner in rows or not here:
             continue
         base = plan.by_name[adapter.base]
         share = shares[base.tied_to or base.name].contiguous()
         # All rows at once: a rank may hold any of them.
         whole = gather_full(share, base.shape, base.cuts, mesh)
-        found[owner] = whole[list(adapter.tokens)]
-    return found
+        rows[owner] = whole[list(adapter.tokens)]
+    return rows
 
 
 def keep_first_rows(model: nn.Module, plan: Plan, mesh: Mesh, rows: dict[str, Tensor]) -> None:

@@ -21,11 +21,11 @@ def plan_float8(draft: Draft) -> None:
     if asked is None:
         return
     layers = tuple(f"{layer}." for layer in draft.layers)
-    found = {
+    modules = {
         name: module for name, module in draft.modules.items() if layers and name.startswith(layers)
     }
     # Subclasses may differ.
-    inside = {name: module for name, module in found.items() if type(module) in PROJECTIONS}
+    inside = {name: module for name, module in modules.items() if type(module) in PROJECTIONS}
     for end in asked.leave_out:
         if not any(_ends(name, end) for name in inside):
             known = sorted({name.rpartition(".")[2] for name in inside})
@@ -79,10 +79,10 @@ def _refuse_parts(draft: Draft, chosen: tuple[str, ...]) -> None:
         elif name.startswith(whole):
             parts[name] = f"cp_size={draft.layout.cp}"
     for asked in dict.fromkeys(parts.values()):
-        found = [name for name in parts if parts[name] == asked]
-        names = sorted({name.rpartition(".")[2] for name in found})
+        refused = [name for name in parts if parts[name] == asked]
+        names = sorted({name.rpartition(".")[2] for name in refused})
         draft.problem(
             f"mixed_precision='fp8' with {asked}: each rank computes one term of the weight gradients of "
-            f"{', '.join(dict.fromkeys(map(wild_name, found)))}, and rounding the terms is not rounding their sum: "
+            f"{', '.join(dict.fromkeys(map(wild_name, refused)))}, and rounding the terms is not rounding their sum: "
             f"leave them out in every layout, with float8=hfscale.Float8Config(leave_out={names!r})"
         )

@@ -170,8 +170,8 @@ class Float8Products(Products):
 
     def reads(self, x: Tensor, dtype: torch.dtype) -> None:
         """Share the scale of ``x`` with the other projections that read it; see :class:`Products`."""
-        found = x.__dict__.setdefault(_SCALES, {})  # lives as long as the input
-        self._shared["x"] = found.setdefault(
+        scales = x.__dict__.setdefault(_SCALES, {})  # lives as long as the input
+        self._shared["x"] = scales.setdefault(
             (version_of(x), dtype, *self.groups.sharing("x", None)), {}
         )
 
@@ -190,17 +190,17 @@ class Float8Products(Products):
         """Return the output in the type of ``x``, to which autocast has brought it."""
         self.dtype = x.dtype
         rows = self._scaled("x", x.reshape(-1, x.shape[-1]), 1)
-        found = _product(
+        product = _product(
             rows,
             self._weight(weight, 1).t(),
             x.dtype,
             fast=True,
         )
         if (
-            x.ndim != found.ndim
+            x.ndim != product.ndim
         ):  # a view could not be written into behind a backward pass of its own
-            found = found.view(*x.shape[:-1], found.shape[-1])
-        return found if bias is None else found + bias.to(found.dtype)
+            product = product.view(*x.shape[:-1], product.shape[-1])
+        return product if bias is None else product + bias.to(product.dtype)
 
     def to_input(self, grad: Tensor, weight: Tensor) -> Tensor:
         """Return the gradient of the input; see :class:`Products`."""
@@ -211,8 +211,8 @@ class Float8Products(Products):
         """Return the gradient of the weight; see :class:`Products`."""
         outputs = self._scaled("grad", grad, 0, by_columns=True)
         inputs = self._scaled("x", x, 0, by_columns=True)
-        found = _product(outputs.t(), inputs, grad.dtype)
-        return found.t() if transposed else found
+        product = _product(outputs.t(), inputs, grad.dtype)
+        return product.t() if transposed else product
 
     def _weight(self, weight: Tensor, along: int) -> _Scaled:
         if weight.dtype == FORWARD:  # gathered in 8 bits
@@ -291,7 +291,7 @@ class _CompiledLinear(torch.autograd.Function):
         made = Float8Products(groups, rowwise)
         if scale is not None:
             made.scales["weight"] = scale
-        found = made.output(x, weight, bias)
+        output = made.output(x, weight, bias)
         ctx.groups = groups
         ctx.rowwise = rowwise
         ctx.save_for_backward(
@@ -306,7 +306,7 @@ class _CompiledLinear(torch.autograd.Function):
                 ]
             ),
         )
-        return found
+        return output
 
     @staticmethod
     @once_differentiable
@@ -395,12 +395,14 @@ def on_tensor_cores(
     wide = (
         torch.bfloat16 if rowwise and fast else dtype if dtype != torch.float64 else torch.float32
     )
-    found = scaled_mm(
+    product = scaled_mm(
         _by_rows(a), _by_rows(b.t()).t(), given_a, given_b, out_dtype=wide, use_fast_accum=fast
     )
-    found = found[:, :columns]
+    product = product[:, :columns]
     return (
-        _times_both(found, inverse_a, inverse_b, dtype) if rowwise and not fast else found.to(dtype)
+        _times_both(product, inverse_a, inverse_b, dtype)
+        if rowwise and not fast
+        else product.to(dtype)
     )
 
 

@@ -108,30 +108,30 @@ class LayerPass:
             local.dtype,
             version_of(tensor),
         )
-        alive, found = self._known.get(key, (None, None))
-        if found is None or alive is None or alive.expired():
+        alive, stored = self._known.get(key, (None, None))
+        if stored is None or alive is None or alive.expired():
             base = base_of(tensor)  # a cast or dequantized weight is not a view of rows
             exact = tuple(shape) in self._of_weights and (base is None or base.ndim == tensor.ndim)
             exact = exact or tuple(shape) in self._of_masks or tuple(shape) in self._rows
-            found = self._store(local, exact)
-            if found is None:
+            stored = self._store(local, exact)
+            if stored is None:
                 return self, tensor.detach(), None
-            self._known[key] = StorageWeakRef(storage), found
-            self._waiting.append(weakref.ref(found))
-        found.readers += 1
-        return self, found, (shape, stride) if dense else None
+            self._known[key] = StorageWeakRef(storage), stored
+            self._waiting.append(weakref.ref(stored))
+        stored.readers += 1
+        return self, stored, (shape, stride) if dense else None
 
     def unpack(self, kept: "Packed") -> Tensor:
         """Return a saved tensor to the backward pass; the first call prefetches for the layer before."""
         _, saved, view = kept
         if isinstance(saved, Tensor):
             return saved
-        found = saved.read()
+        values = saved.read()
         before = None if self._before is None else self._before()
         if not self._read and before is not None:
             before.fetch()
         self._read = True
-        return found if view is None else found.as_strided(*view)
+        return values if view is None else values.as_strided(*view)
 
     def fetch(self) -> None:
         """Begin to copy back the stored tensors."""
@@ -183,13 +183,15 @@ class KeptActivations(Part):
 
     def metrics(self, runtime: Runtime) -> Mapping[str, float]:
         """Return the bytes offloaded, and the bytes before and after compression."""
-        found = {} if self._to_host is None else {"offloaded_activation_bytes": float(self.copied)}
+        metrics = (
+            {} if self._to_host is None else {"offloaded_activation_bytes": float(self.copied)}
+        )
         if self._to_bytes is not None:
-            found |= {
+            metrics |= {
                 "compressed_activation_bytes": float(self.stored),
                 "activation_bytes": float(self.given),
             }
-        return found
+        return metrics
 
     def _wrap(self, layer: nn.Module, rounds_routes: bool) -> None:
         """Wrap a layer's forward with saved-tensor hooks; if 8 bits round its routes, refuse to recompute it."""
@@ -229,11 +231,11 @@ class KeptActivations(Part):
             self._to_bytes is not None and tensor.is_floating_point() and size >= self._to_bytes
         )
         if rounded and tensor.numel() * FEW > values and not stays_exact:
-            found = Compressed(tensor, Stored if self._to_host is None else OnHost)
-            self.stored = self.stored + found.size
+            stored = Compressed(tensor, Stored if self._to_host is None else OnHost)
+            self.stored = self.stored + stored.size
             self.given = self.given + size
-            self.copied += found.size if self._to_host is not None else 0
-            return found
+            self.copied += stored.size if self._to_host is not None else 0
+            return stored
         if self._to_host is None or size < self._to_host:
             return None
         self.copied += size

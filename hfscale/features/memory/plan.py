@@ -108,24 +108,24 @@ def _tiled(draft: Draft, tile: int) -> tuple[str, ...]:
             "tile_tokens out"
         )
     above = draft.layers[0].rpartition(".")[0].rpartition(".")[0]
-    found = dict[str, bool]()
+    tiled = dict[str, bool]()
     for name, module in draft.modules.items():
         kind = type(module).__name__
         parent = name.rpartition(".")[0]
         is_mlp = parent in draft.layers and kind.endswith(("MLP", "FeedForward"))
         if is_mlp or (parent in (above, *draft.layers) and "Norm" in kind):
-            found[name] = is_mlp
-    if not any(found.values()):
+            tiled[name] = is_mlp
+    if not any(tiled.values()):
         draft.problem(
             f"{said} finds no MLP in the layers of {draft.config.model_type!r}: leave it out"
         )
     inside = [
         name.removeprefix(f"{draft.layers[0]}.")
-        for name in found
+        for name in tiled
         if name.startswith(f"{draft.layers[0]}.")
     ]
     _modules(draft, tuple(inside))
-    return tuple(found)
+    return tuple(tiled)
 
 
 def _modules(draft: Draft, given: tuple[str, ...]) -> tuple[str, ...]:
@@ -133,7 +133,7 @@ def _modules(draft: Draft, given: tuple[str, ...]) -> tuple[str, ...]:
     inside = {
         name: layer for layer in draft.layers for name in kept if name.startswith(f"{layer}.")
     }
-    found = dict[str, None]()
+    modules = dict[str, None]()
     for end in given:
         named = [
             name
@@ -146,9 +146,9 @@ def _modules(draft: Draft, given: tuple[str, ...]) -> tuple[str, ...]:
             )
             hint = f"{did_you_mean(end, known)}use one of {', '.join(known)}"
             draft.problem(f"recompute: no layer has a module {end!r}: {hint}")
-        found |= dict.fromkeys(named)
+        modules |= dict.fromkeys(named)
     for block in draft.blocks:
-        if block.name in found and block.dropout > 0:
+        if block.name in modules and block.dropout > 0:
             draft.problem(
                 f"recompute={list(given)}: {wild_name(block.name)} applies dropout to activations sharded over "
                 f"tp_size={draft.tp} ranks, and recomputing it alone would draw another mask: use recompute='full', or "
@@ -157,14 +157,14 @@ def _modules(draft: Draft, given: tuple[str, ...]) -> tuple[str, ...]:
         alone = [
             name
             for name in block.column
-            if any(f"{name}.".startswith(f"{module}.") for module in found)
+            if any(f"{name}.".startswith(f"{module}.") for module in modules)
         ]
         if alone and draft.layout.sequence_regather:
             draft.problem(
                 f"recompute={list(given)}: {wild_name(alone[0])} is recomputed from its gathered input, which "
                 "sequence_regather=True does not keep: use recompute='full', or sequence_regather=False"
             )
-    return tuple(found)
+    return tuple(modules)
 
 
 def _refuse_other_attention(draft: Draft) -> None:
@@ -192,12 +192,12 @@ def _refuse_other_attention(draft: Draft) -> None:
 
 def _refuse_unknown_operators(draft: Draft) -> None:
     for name in draft.options.memory_levers.recompute_keep:
-        found = operators_named(name)
-        if found is None:
+        operators = operators_named(name)
+        if operators is None:
             draft.problem(
                 f"recompute_keep: torch has no operator {name!r}: name one as 'aten.mm' or 'aten.mm.default'"
             )
-        elif not found:
+        elif not operators:
             draft.problem(
                 f"recompute_keep: {name} works in place and returns no new tensor to keep: leave it out"
             )

@@ -212,12 +212,12 @@ class Recipe:
         """Return the tensor; what no other saved tensor reads is freed."""
         uses = Counter(each for one in self._needed if one.kept is None for each in one.made_of())
         with torch.no_grad(), without_autocast():  # operators were seen below of both
-            found = self._layout.within(self._filled.read(uses), self._filled.layout)
+            values = self._layout.within(self._filled.read(uses), self._filled.layout)
         self._filled.saved -= 1
         for each in self._needed:
             each.waiting -= 1
             each.free()
-        return found
+        return values
 
 
 def _is_read(value: Any) -> bool:

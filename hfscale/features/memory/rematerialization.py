@@ -185,8 +185,8 @@ class Rematerialization(TorchDispatchMode):
             return None
         draws = torch.Tag.nondeterministic_seeded in tags
         given = tree_map(partial(self._read, written), (args, kwargs))
-        found = Operator(func, given, tensors[0].device, draws, into)
-        return found if found.steps <= _MOST_STEPS else None
+        operator = Operator(func, given, tensors[0].device, draws, into)
+        return operator if operator.steps <= _MOST_STEPS else None
 
     def _read(self, written: list[Tensor], leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -198,28 +198,28 @@ class Rematerialization(TorchDispatchMode):
 
     def _source(self, tensor: Tensor) -> Filled:
         """Return the memory that a tensor reads; weights, tables and masks are there in any case."""
-        found = self._find(tensor)
-        if found is None:
+        filled = self._find(tensor)
+        if filled is None:
             parts = self._constants.setdefault(storage_key(tensor), {})
             layout = Layout.of_tensor(tensor)
-            found = parts.setdefault(layout, Filled(tensor, given=True))
-            found.kept = found.kept or partial(_same, tensor.detach())
-        return found
+            filled = parts.setdefault(layout, Filled(tensor, given=True))
+            filled.kept = filled.kept or partial(_same, tensor.detach())
+        return filled
 
     def _fill(self, tensor: Tensor, operator: Operator | None) -> Filled | None:
         """Record that an operator that reads activations has filled a tensor."""
         before = self._known.pop(storage_key(tensor), None)
         if not is_whole(tensor):
             return None
-        found = self._known[storage_key(tensor)] = Filled(tensor, operator)
-        found.rewritten = before is not None and (before.rewritten or before.kept is not None)
+        filled = self._known[storage_key(tensor)] = Filled(tensor, operator)
+        filled.rewritten = before is not None and (before.rewritten or before.kept is not None)
         # Of no tile in the layer.
         own = torch.is_grad_enabled() and saved_tensor_hooks() == (
             self.pack,
             self.unpack,
         )
-        self._held += [found.now()] if operator is None and own else []
-        return found
+        self._held += [filled.now()] if operator is None and own else []
+        return filled
 
     def _keep(self, tensor: Tensor) -> Callable[[], Tensor]:
         return partial(self._outer_unpack, self._outer_pack(tensor))

@@ -57,9 +57,9 @@ def count_saved(
     model: nn.Module, layers: Iterable[str], head: str | None = None
 ) -> Iterator[SavedBytes]:
     """Count the bytes that passes of ``model`` save in the with block, by ``layers`` (of this rank) and ``head``."""
-    found = SavedBytes()
-    with SavedCounter(model, layers, head, found.add):
-        yield found
+    saved = SavedBytes()
+    with SavedCounter(model, layers, head, saved.add):
+        yield saved
 
 
 class SavedCounter:
@@ -84,8 +84,8 @@ class SavedCounter:
         self._depth = 0
         self._handles: list[Any] = []
         modules = dict(model.named_modules())
-        found = modules.get(head) if head is not None else None
-        weight = None if found is None else next(found.parameters(recurse=False), None)
+        head_module = modules.get(head) if head is not None else None
+        weight = None if head_module is None else next(head_module.parameters(recurse=False), None)
         # Gathered over the data ranks.
         self.head_shape = () if weight is None else tuple(weight.shape)
         # A hook inside of an adapter's wrapper would let its own code run.

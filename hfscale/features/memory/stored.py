@@ -93,16 +93,16 @@ class OnHost(Stored):
         """Return the tensor, on its device; the last reader frees it there."""
         self.readers = max(self.readers, 1)  # with retain_graph it is read again
         self.fetch()
-        found = self._here
-        assert found is not None
+        tensor = self._here
+        assert tensor is not None
         if is_accelerator(self.device):
             current = buffers_of(self.device).module.current_stream(self.device)
             current.wait_event(self._copied)
-            keep_for_stream(found, current)
+            keep_for_stream(tensor, current)
         self.readers -= 1
         if not self.readers:
             self._here = None
-        return found
+        return tensor
 
     def __del__(self) -> None:
         if self._buffer is not None:
@@ -148,8 +148,8 @@ def compress(x: Tensor) -> tuple[Tensor, Tensor]:
 def _with_signs(codes: Tensor, x: Tensor, zero: int) -> Tensor:
     """Return the codes with the signs of ``x``."""
     signs = x.sign().to(torch.int16)
-    found = (codes.to(torch.int16) - zero).sign()
-    return torch.where(signs == found, codes, (signs + zero).to(torch.uint8))
+    rounded = (codes.to(torch.int16) - zero).sign()
+    return torch.where(signs == rounded, codes, (signs + zero).to(torch.uint8))
 
 
 def decompress(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
@@ -157,8 +157,8 @@ def decompress(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     values, _ = _values(codes.device)
     in_between = torch.float32 if dtype == torch.float64 else dtype
     state = functional().QuantState(absmax=scales, code=values, blocksize=BLOCK, dtype=in_between)
-    found: Tensor = functional().dequantize_blockwise(codes, state)
-    return found.to(dtype)
+    widened: Tensor = functional().dequantize_blockwise(codes, state)
+    return widened.to(dtype)
 
 
 @cache

@@ -117,12 +117,12 @@ class LigerKernels(Part):
 def _check_activation(module: nn.Module) -> None:
     """Refuse an activation that Liger would replace by another: it checks the config only when it creates a module."""
     kernel = activation_of(module)
-    found: Any = next(
+    activation: Any = next(
         (getattr(module, name) for name in _ACTIVATIONS if hasattr(module, name)), None
     )
-    if kernel is not None and found is not None and not applies(found, kernel):
+    if kernel is not None and activation is not None and not applies(activation, kernel):
         switch = "swiglu" if kernel == "silu" else "geglu"
         raise ConfigError(
             f"use_liger_kernel: Liger's kernel for {type(module).__name__} applies {kernel}, and this model's config "
-            f"asks for {type(found).__name__}: pass use_liger_kernel={{{switch!r}: False}}"
+            f"asks for {type(activation).__name__}: pass use_liger_kernel={{{switch!r}: False}}"
         )

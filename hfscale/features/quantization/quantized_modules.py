@@ -75,8 +75,12 @@ def check_trainable(planned: Plan, adapters: bool) -> None:
 
 def split_quantization(config: Any) -> tuple[Any, BitsAndBytesConfig | None]:
     """Return a config without bitsandbytes' description of stored weights, and that; or itself, and ``None``."""
-    found = getattr(config, "quantization_config", None)
-    values = found if isinstance(found, dict) or found is None else found.to_dict()
+    quantization = getattr(config, "quantization_config", None)
+    values = (
+        quantization
+        if isinstance(quantization, dict) or quantization is None
+        else quantization.to_dict()
+    )
     if (
         values is None
         or values.get("quant_method") != "bitsandbytes"
@@ -113,7 +117,7 @@ def _shared(planned: Plan) -> set[str | None]:
         for name in (planned.head, planned.embedding)
         if name is not None
     }
-    kept = {name for found in vocabulary for name in (found.name, found.tied_to)}
+    kept = {name for parameter in vocabulary for name in (parameter.name, parameter.tied_to)}
     return kept | {
         name for p in planned.parameters if p.tied_to is not None for name in (p.name, p.tied_to)
     }
@@ -164,7 +168,7 @@ def plan_quantized(
     if config.load_in_4bit and not stored:
         weights += _weights_of_experts(planned, model, chosen)
     order = {parameter.name: place for place, parameter in enumerate(planned.parameters)}
-    found = QuantizedPlan(
+    quantized = QuantizedPlan(
         bits=4 if config.load_in_4bit else 8,
         kind=config.bnb_4bit_quant_type if config.load_in_4bit else "int8",
         double=bool(config.load_in_4bit and config.bnb_4bit_use_double_quant and not stored),
@@ -172,7 +176,7 @@ def plan_quantized(
         transposed=frozenset(transposed),
         stored=stored,
     )
-    return replace(planned, quantized=found)
+    return replace(planned, quantized=quantized)
 
 
 def is_quantized(module: nn.Module, name: str = "weight") -> bool:

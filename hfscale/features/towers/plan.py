@@ -40,14 +40,14 @@ def _around_text(draft: Draft, text: str) -> list[str]:
     layers: list[str] = []
     # Those that a pass over tokens alone skips: they read only a tower's output.
     if draft.layout.data_world > 1:
-        found = ask(
+        facts = ask(
             "reach",
             draft.model,
             *dict.fromkeys(map(wild_name, draft.stack)),
             layers=draft.stack,
         )
-        classes = set(found["classes"])
-        names = set(found["names"])
+        classes = set(facts["classes"])
+        names = set(facts["names"])
         layers = [
             name
             for name in draft.stack

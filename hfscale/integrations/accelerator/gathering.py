@@ -42,9 +42,9 @@ def gather_objects(mesh: Mesh, objects: Any) -> list[Any]:
     """Return the objects of all distinct batch ranks in one list, in batch order."""
     told = mesh.all_gather_object((mesh.batch_rank, objects))
     by_batch: dict[int, Any] = {}
-    for batch_rank, found in told:  # ranks that share a batch have the same ones
-        by_batch.setdefault(batch_rank, found)
-    return [each for _, found in sorted(by_batch.items(), key=itemgetter(0)) for each in found]
+    for batch_rank, of_rank in told:  # ranks that share a batch have the same ones
+        by_batch.setdefault(batch_rank, of_rank)
+    return [each for _, of_rank in sorted(by_batch.items(), key=itemgetter(0)) for each in of_rank]
 
 
 def holds_tensors_alone(data: Any) -> bool:

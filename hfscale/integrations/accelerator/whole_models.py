@@ -31,8 +31,8 @@ def agree_on_weights(model: nn.Module, mesh: Mesh) -> None:
 
 def is_plain(model: nn.Module) -> bool:
     """Return whether a module is, and has in it, no model of transformers: one of torch, which nothing here cuts."""
-    found = any(isinstance(module, PreTrainedModel) for module in model.modules())
-    return not found and find_runtime(model) is None
+    has_model = any(isinstance(module, PreTrainedModel) for module in model.modules())
+    return not has_model and find_runtime(model) is None
 
 
 def check_beside(modules: Iterable[nn.Module], mesh: Mesh) -> None:
@@ -49,8 +49,8 @@ def check_beside(modules: Iterable[nn.Module], mesh: Mesh) -> None:
 
 def parameter_ids(holders: Iterable[Any]) -> set[int]:
     """Return the identities of the parameters of modules, or of optimizers."""
-    found = set[int]()
+    ids = set[int]()
     for holder in holders:
         groups = getattr(holder, "param_groups", None) or [{"params": holder.parameters()}]
-        found.update(id(parameter) for group in groups for parameter in group["params"])
-    return found
+        ids.update(id(parameter) for group in groups for parameter in group["params"])
+    return ids

@@ -177,8 +177,10 @@ def _by_steps(
         if loss_only:
             return eval_step(model, batches, **given).float() if labelled else None, None, None
         loss, outputs = eval_step(model, batches, return_outputs=True, **given)
-    found = [each.logits[: rows_of(batch)] for each, batch in zip(outputs, batches, strict=True)]
-    logits = convert_to_fp32(torch.cat(found))[:rows]
+    of_batches = [
+        each.logits[: rows_of(batch)] for each, batch in zip(outputs, batches, strict=True)
+    ]
+    logits = convert_to_fp32(torch.cat(of_batches))[:rows]
     if not labelled:
         return None, logits, None
     # Repeated examples that are packed into one row have no labels.

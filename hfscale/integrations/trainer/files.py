@@ -169,8 +169,8 @@ class Checkpoints(TrainerHooks):
 def _read_foreign_state(runtime: Runtime, checkpoint: Path, optimizer: Any, scheduler: Any) -> None:
     """Read what another trainer wrote of optimizer and schedule, or say that there is nothing of it."""
     with all_or_none(runtime.mesh, f"{checkpoint} could not be loaded"):
-        found = stock_state.read(runtime, checkpoint, optimizer, scheduler)
-    if not found and is_writer(runtime.mesh):
+        was_read = stock_state.read(runtime, checkpoint, optimizer, scheduler)
+    if not was_read and is_writer(runtime.mesh):
         _log.warning(
             "%s has no optimizer's state: its weights and step go on, the optimizer's moments and the schedule "
             "begin anew",
@@ -217,21 +217,21 @@ def resumed_from(
     """
     if not isinstance(resume, str | Path) and resume is not True:
         return resume
-    found: Any = resume
+    resumed: Any = resume
     problem = ""
     if is_writer(mesh):
         try:
-            found = _newest_whole(output) if resume is True else _whole(Path(resume))
+            resumed = _newest_whole(output) if resume is True else _whole(Path(resume))
         except (OSError, CheckpointError) as error:
             problem = str(error)
-    found, problem = mesh.all_gather_object((found, problem))[0]
+    resumed, problem = mesh.all_gather_object((resumed, problem))[0]
     if problem:
         raise CheckpointError(problem)
     if resume is True and newest is not None:
-        kept = newest(_state_of(Path(found)) if isinstance(found, str) else None)
+        kept = newest(_state_of(Path(resumed)) if isinstance(resumed, str) else None)
         # Neither: it begins.
-        return (None if found is True else found) if kept is None else str(kept)
-    return found
+        return (None if resumed is True else resumed) if kept is None else str(kept)
+    return resumed
 
 
 def problem_of(checkpoint: Path) -> str | None:
@@ -294,10 +294,10 @@ def _in_torch_files(checkpoint: Path) -> bool:
 def _checkpoints(output: Path) -> list[Path]:
     """Return the directories that Trainer takes for checkpoints, in the order of their steps."""
     inside = output.iterdir() if output.is_dir() else ()
-    found = [
+    checkpoints = [
         path for path in inside if re.fullmatch(r"checkpoint-\d+", path.name) and path.is_dir()
     ]
-    return sorted(found, key=_step)
+    return sorted(checkpoints, key=_step)
 
 
 def _step(checkpoint: Path) -> int:

@@ -101,7 +101,7 @@ class FusedHead:
         """Return scores in TRL's form: without the last position, which predicts nothing."""
         shifted = kwargs.get("shift_labels")
         wanted: Tensor = kwargs["labels"][:, 1:] if shifted is None else shifted
-        found = {
+        scored = {
             name: getattr(scores, name)[:, : wanted.shape[1]]
             for name in _FIELDS
             if name in self._outputs
@@ -112,7 +112,7 @@ class FusedHead:
             aux_loss = share_of_router_loss(aux_loss, ranks)
         others = {"loss": getattr(answer, "loss", None), "aux_loss": aux_loss}
         return fused_output(
-            label_mask=(wanted != -100).to(scores.log_probs.device), **found, **others
+            label_mask=(wanted != -100).to(scores.log_probs.device), **scored, **others
         )
 
     def _in_conversation(self, talk: Conversation, kwargs: dict[str, Any]) -> Any:

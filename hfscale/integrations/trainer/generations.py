@@ -104,9 +104,9 @@ class LayoutEngine(EngineHooks):
         assert adapters is not None
         self._directory = self._directory or TemporaryDirectory()
         path = Path(self._directory.name)
-        found = stream_weights(self.model, ranks="all", adapters_only=True)
+        arriving = stream_weights(self.model, ranks="all", adapters_only=True)
         save_file(
-            {key: tensor.clone() for key, tensor in found},
+            {key: tensor.clone() for key, tensor in arriving},
             path / WEIGHTS,
             metadata={"format": "pt"},
         )

@@ -57,15 +57,15 @@ class Noticed(Tensor):
         given, options = recursively_apply(
             plain, (tuple(args), dict(kwargs or {})), test_type=_is_noticed
         )
-        found = function(*given, **options)
+        result = function(*given, **options)
         name = function.__name__
         if name in _LOOKS:
-            return found
+            return result
         if name in _MOVES and isinstance(args[0], cls):
-            return cls.wrap(found, args[0].notes)
+            return cls.wrap(result, args[0].notes)
         for number in held:
             number.notes.append(name)
-        return found
+        return result
 
 
 def _is_noticed(value: Any) -> bool:
@@ -92,9 +92,9 @@ def evaluated_as_trained(trainer: Any) -> Iterator[list[bool]]:
 
     def scaled(*args: Any, num_items_in_batch: Any = None, **options: Any) -> Any:
         with scaled_if_divided(trainer.args, num_items_in_batch) as items:
-            found = compute(*args, num_items_in_batch=items, **options)
+            loss = compute(*args, num_items_in_batch=items, **options)
         divided.append(isinstance(items, Noticed) and bool(items.notes))
-        return found
+        return loss
 
     with attribute_replaced(trainer, "compute_loss", scaled):
         yield divided

@@ -50,23 +50,23 @@ class TrainerRandomStreams:
         steps had other ``rows``.
         """
         mesh = self._mesh
-        found = read_random_states(checkpoint)
+        states = read_random_states(checkpoint)
         self._goes_on = True
         self._before = None
         self._left_off = None
         if own:
             self._left_off = random_states(mesh)
-        elif found is not None:
+        elif states is not None:
             now = random_states(mesh)
             place = (mesh.data_rank, mesh.pp_rank)
             restore_random_states(
-                mesh, _read(found), f"{place[0]}, stage {place[1]}" if any(place) else ""
+                mesh, _read(states), f"{place[0]}, stage {place[1]}" if any(place) else ""
             )
             self._left_off = random_states(mesh)
             restore_random_states(mesh, now)
-        if found is not None and found.get("began") is not None:
-            self._before = _read(found["began"])
-        if found is not None and (then := found.get("rows", rows)) != rows and is_writer(mesh):
+        if states is not None and states.get("began") is not None:
+            self._before = _read(states["began"])
+        if states is not None and (then := states.get("rows", rows)) != rows and is_writer(mesh):
             warnings.warn(
                 f"{checkpoint} is of steps of {then} rows over all ranks, and now they have {rows}: rows of an epoch "
                 "are repeated or left out; per_device_train_batch_size, or gradient_accumulation_steps, can mend it",

@@ -67,13 +67,13 @@ def read(
     """Resume from a checkpoint of stock Trainer's, on every rank; return whether it has an optimizer's state. Refuse
     one of other parameters or cut blocks.
     """
-    found = find_optimizer(checkpoint)
-    if found is None:
+    source = find_optimizer(checkpoint)
+    if source is None:
         return False
-    names = found.names or _numbers(runtime, optimizer)
-    restore_optimizer(runtime, found.path, found.state, names, optimizer)
-    if found.schedule is not None:
-        scheduler.load_state_dict(found.schedule)
+    names = source.names or _numbers(runtime, optimizer)
+    restore_optimizer(runtime, source.path, source.state, names, optimizer)
+    if source.schedule is not None:
+        scheduler.load_state_dict(source.schedule)
     return True
 
 
@@ -99,7 +99,7 @@ def _numbers(runtime: Runtime, optimizer: torch.optim.Optimizer) -> list[list[st
 
 def _kinds(runtime: Runtime, optimizer: torch.optim.Optimizer) -> _Kinds | None:
     """Return all ranks' kinds of states; ``None`` if some are neither scalars nor shaped like their parameter."""
-    found: _Kinds = {}
+    kinds: _Kinds = {}
     fits = True
     for planned, parameter in runtime.parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
@@ -110,11 +110,11 @@ def _kinds(runtime: Runtime, optimizer: torch.optim.Optimizer) -> _Kinds | None:
                 and share.shape == local_tensor(parameter).shape
             )
             fits = fits and (whole or share is None or share.ndim == 0)
-            found.setdefault(planned.name, {})[key] = (
+            kinds.setdefault(planned.name, {})[key] = (
                 share.dtype if whole and share is not None else None
             )
     merged: _Kinds = {}
-    for ok, other in runtime.mesh.all_gather_object((fits, found)):
+    for ok, other in runtime.mesh.all_gather_object((fits, kinds)):
         fits = fits and ok
         merged.update(other)
     return merged if fits else None
@@ -142,10 +142,10 @@ def _gathered(
         for name, states in held.items()
         if states
     }
-    found: dict[str, dict[str, Any]] = {}
+    gathered: dict[str, dict[str, Any]] = {}
     for each in runtime.mesh.all_gather_object(scalars):
         for name, values in each.items():
-            found.setdefault(name, {}).update(values)
+            gathered.setdefault(name, {}).update(values)
     entries = [
         entry for entry in tensors_to_save(runtime) if entry.planned and entry.planned.name in kinds
     ]
@@ -154,8 +154,8 @@ def _gathered(
         typed = [replace(entry, dtype=dtype) for entry, dtype in types if dtype is not None]
         for entry, tensor in full_tensors(runtime, typed, partial(_share, held, key)):
             if is_writer(runtime.mesh) and entry.planned:
-                found[entry.planned.name][key] = tensor.cpu().clone()
-    return found
+                gathered[entry.planned.name][key] = tensor.cpu().clone()
+    return gathered
 
 
 def _share(held: dict[str, Any], key: str, entry: SavedTensor) -> Tensor | None:

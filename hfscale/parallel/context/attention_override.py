@@ -135,12 +135,12 @@ def learn(batch: CutBatch) -> None:
 def attention_configs(model: Any) -> list[Any]:
     """Return the config objects that the attention modules of a text model read."""
     text = model.config.get_text_config()
-    found = {id(text): text}
+    configs = {id(text): text}
     for module in model.modules():
         config = getattr(module, "config", None)
         if config is not None and type(config) is type(text) and asks_for_attention(config):
-            found.setdefault(id(config), config)
-    return list(found.values())
+            configs.setdefault(id(config), config)
+    return list(configs.values())
 
 
 def _mask(
@@ -171,8 +171,8 @@ def _mask(
     every = MaskBlocks(
         passage.batch, function, kwargs["batch_size"], kwargs["device"], passage.attend, dense
     )
-    found = every.of_examples()
-    return found.filled() if fills and passage.batch.padding is not None else found
+    mask = every.of_examples()
+    return mask.filled() if fills and passage.batch.padding is not None else mask
 
 
 def _attention(

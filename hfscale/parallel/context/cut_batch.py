@@ -239,8 +239,8 @@ class MaskBlocks:
     @cached_property
     def members(self) -> tuple[list[Tensor], Tensor]:
         """The indices of each rank's tokens among those that are together here, and the order that undoes them."""
-        found = self.batch.split.members(self.batch.rank, self.device)
-        return found, torch.cat(found).argsort()
+        places = self.batch.split.members(self.batch.rank, self.device)
+        return places, torch.cat(places).argsort()
 
     @cached_property
     def dense(self) -> Any:
@@ -309,14 +309,14 @@ class MaskBlocks:
             (rows, columns) for rows, columns in pairs if columns[0] < columns[1]
         ):
             for start in range(*rows, _ROWS):
-                found = self.block((start, min(start + _ROWS, rows[1])), columns)
+                block = self.block((start, min(start + _ROWS, rows[1])), columns)
                 # a window or a document that is no shorter than the interval hides nothing else
-                below = torch.ones_like(found[0, 0]).tril(start - columns[0])
+                below = torch.ones_like(block[0, 0]).tril(start - columns[0])
                 here = torch.stack(
                     [
-                        found.any(),
-                        ~found.all(),
-                        (found != below).any(),
+                        block.any(),
+                        ~block.all(),
+                        (block != below).any(),
                     ]
                 )
                 flags[rows, columns] = flags.get((rows, columns), here) | here
@@ -337,26 +337,28 @@ class MaskBlocks:
 
     def block(self, rows: Interval, columns: Interval) -> Tensor:
         """Return ``[b, 1, rows, columns]``, True where a query attends to a key."""
-        found = self._attends(
+        attends = self._attends(
             *(torch.arange(*each, device=self.device) for each in (rows, columns))
         )
         if self.idle is not None:
-            found = found | self.idle[:, None, slice(*rows), None]
-        return found
+            attends = attends | self.idle[:, None, slice(*rows), None]
+        return attends
 
     def _attends(self, rows: Tensor, columns: Tensor) -> Tensor:
         sample = torch.arange(self.samples, device=self.device)
         head = torch.zeros_like(rows[:1])
         axes = (sample, head, rows, columns)
-        found = self.function(
+        attends = self.function(
             *(axis.view([-1 if dim == i else 1 for i in range(4)]) for dim, axis in enumerate(axes))
         )
-        return found.expand(self.samples, 1, len(rows), len(columns))
+        return attends.expand(self.samples, 1, len(rows), len(columns))
 
     def bias(self, rows: Interval, columns: Interval, dtype: torch.dtype) -> Tensor:
         """Return the mask of a block as a bias to add to scores: 0 or minus infinity."""
-        found = self.block(rows, columns)
-        return torch.zeros((), dtype=dtype, device=found.device).masked_fill(~found, float("-inf"))
+        attends = self.block(rows, columns)
+        return torch.zeros((), dtype=dtype, device=attends.device).masked_fill(
+            ~attends, float("-inf")
+        )
 
 
 def _causal_kind(rows: Interval, columns: Interval, starts: Sequence[Sequence[int]]) -> str:

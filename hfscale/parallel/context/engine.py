@@ -95,21 +95,21 @@ class _Attention(torch.autograd.Function):
     ) -> Tensor:
         queries = reading.pieces(q)
         wide = torch.promote_types(q.dtype, torch.float32)
-        found = dict[int, tuple[Tensor, Tensor]]()
+        merged = dict[int, tuple[Tensor, Tensor]]()
         for rank, kb, vb in reading.source.blocks(k, v):
             keys = reading.pieces(kb, rank)
             values = reading.pieces(vb, rank)
             for i, rows, j, columns in reading.pairs(rank):
                 block = reading.block(rows, columns, q.dtype)
                 part = reading.kernel.forward(queries[i], keys[j], values[j], block)
-                found[i] = _merged(*found[i], *part) if i in found else part
-        for i in set(range(len(queries))) - set(found):  # pieces that read nothing
+                merged[i] = _merged(*merged[i], *part) if i in merged else part
+        for i in set(range(len(queries))) - set(merged):  # pieces that read nothing
             out = q.new_zeros((*queries[i].shape[:3], v.shape[-1]))
-            found[i] = (
+            merged[i] = (
                 out,
                 out.new_full(out.shape[:3], float("-inf"), dtype=wide),
             )
-        outs, norms = zip(*(found[i] for i in range(len(queries))), strict=True)
+        outs, norms = zip(*(merged[i] for i in range(len(queries))), strict=True)
         total = joined(outs)
         norm = joined(norms).to(wide)
         if sinks is not None:
@@ -138,13 +138,13 @@ class _Attention(torch.autograd.Function):
             dv = dict[int, Tensor]()
             for i, rows, j, columns in reading.pairs(rank):
                 block = reading.block(rows, columns, q.dtype)
-                found = reading.kernel.backward(
+                gradients = reading.kernel.backward(
                     grad[i], queries[i], keys[j], values[j], outs[i], norms[i], block
                 )
                 for sums, place, part in zip(
                     (dq, dk, dv),
                     (i, j, j),
-                    found,
+                    gradients,
                     strict=True,
                 ):
                     sums[place] = sums[place].to(lse.dtype).add_(part) if place in sums else part

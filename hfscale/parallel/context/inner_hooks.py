@@ -137,13 +137,13 @@ def counting_tables(model: nn.Module) -> list[nn.Module]:
     """Return the tables of positions that count the tokens of their input: none where the model is told positions."""
     if takes_argument(model, "position_ids"):  # and passes them on
         return []
-    found = list[nn.Module]()
+    tables = list[nn.Module]()
     for table in model.modules():
         if isinstance(table, nn.Embedding):
             told = forward_arguments(type(table).forward)[0]
             if "position_ids" in told and CACHE_LENGTHS & told:
-                found.append(table)
-    return found
+                tables.append(table)
+    return tables
 
 
 def ask_for_all_positions(model: nn.Module) -> list[Any]:

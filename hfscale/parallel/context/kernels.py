@@ -152,7 +152,7 @@ class ScoreKernel:
         block: ScoreBlock,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of q, k and v through this block; ``out`` and ``lse`` are those over all blocks."""
-        found = list[Tensor]()
+        gradients = list[Tensor]()
         sums = list[Tensor]()
         for rows in _row_blocks(q, k):
             dout, queries, answers, sizes = (x[:, :, rows] for x in (grad, q, out, lse))
@@ -165,11 +165,11 @@ class ScoreKernel:
                 v,
                 block.of_rows(rows),
             )
-            found.append(dq)
+            gradients.append(dq)
             sums = (
                 [total.add_(part) for total, part in zip(sums, more, strict=True)] if sums else more
             )
-        return joined(found), sums[0].to(k.dtype), sums[1].to(v.dtype)
+        return joined(gradients), sums[0].to(k.dtype), sums[1].to(v.dtype)
 
     def _backward(
         self,

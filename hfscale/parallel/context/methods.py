@@ -152,5 +152,5 @@ class ContextAttention:
         q, k, v = (apply_mapping(x, exchange.to_heads, exchange.to_tokens) for x in (q, k, v))
         sinks = None if call.sinks is None else call.sinks.chunk(size)[exchange.own]
         source: Source = OwnBlocks() if alone else RingBlocks(split.lengths, rank, self._far)
-        found = read(q, k, v, sinks, together, call, source)
-        return apply_mapping(found, exchange.to_tokens, exchange.to_heads)
+        output = read(q, k, v, sinks, together, call, source)
+        return apply_mapping(output, exchange.to_tokens, exchange.to_heads)

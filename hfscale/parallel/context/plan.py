@@ -50,13 +50,13 @@ def plan_context(draft: Draft) -> None:
         )
         return
     layers = modules_in_layers(draft.model, text)
-    found = _find(draft, text, layers)
-    if found.mixing:
-        draft.problem(f"cp_size={size} does not fit {family!r}: {found.mixing}: use cp_size=1")
+    reading = _find(draft, text, layers)
+    if reading.mixing:
+        draft.problem(f"cp_size={size} does not fit {family!r}: {reading.mixing}: use cp_size=1")
         return
     whole, handing, reads_masks = (
         tuple(name for name, module in layers.items() if type(module).__name__ in kinds)
-        for kinds in (found.kinds, found.handing, found.reads_masks)
+        for kinds in (reading.kinds, reading.handing, reading.reads_masks)
     )
     if (mixers := whole + handing) and draft.layout.sequence_parallel and draft.tp > 1:
         draft.problem(
@@ -66,11 +66,11 @@ def plan_context(draft: Draft) -> None:
     heads, keys = _heads(draft)
     together = _share_out_heads(draft, size, heads, keys)
     method = str(draft.layout.cp_method)
-    own = (whole, reads_masks, found.whole_mask, handing)
+    own = (whole, reads_masks, reading.whole_mask, handing)
     draft.features.append(
         ContextPlan(
             method,
-            found.pads,
+            reading.pads,
             *own,
             together,
             text,
@@ -114,7 +114,7 @@ def _find(draft: Draft, text: str, layers: dict[str, nn.Module]) -> _Reading:
         layers_of_every_kind(draft.config),
         _MANY,
     ):
-        found = _Reading(
+        reading = _Reading(
             **ask(
                 "mixing",
                 draft.model,
@@ -124,16 +124,16 @@ def _find(draft: Draft, text: str, layers: dict[str, nn.Module]) -> _Reading:
                 layers=count,
             )
         )
-        if found.mixing:
-            return found
+        if reading.mixing:
+            return reading
         names = (
             (name, module)
             for name, module in layers.items()
-            if type(module).__name__ not in found.seen
+            if type(module).__name__ not in reading.seen
         )
         unseen = [name for name, module in names if not _is_tokenwise(draft, name, module)]
         if not unseen:
-            return found
+            return reading
     kind = type(layers[unseen[0]]).__name__
     return _Reading(
         f"{kind} may read other tokens, and no tiny clone of {_MANY} layers has one to check it"

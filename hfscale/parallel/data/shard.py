@@ -223,10 +223,10 @@ def _layers(
 
 def _found_by_any(mesh: Mesh, here: list[bool]) -> list[bool]:
     """Return, for each flag in ``here``, whether it is true on any data rank."""
-    found = torch.tensor(here, dtype=torch.uint8, device=mesh.device)
+    anywhere = torch.tensor(here, dtype=torch.uint8, device=mesh.device)
     for group in mesh.loss_groups:
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
-    return [bool(each) for each in found.tolist()]
+        dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=group)
+    return [bool(each) for each in anywhere.tolist()]
 
 
 def _shard_experts(

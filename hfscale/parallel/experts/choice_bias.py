@@ -43,13 +43,13 @@ class ChoiceBias:
 def choice_biases(runtime: Runtime) -> dict[str, str]:
     """Return, by wild name of experts, the name of their router's bias within their block; refuse a model without."""
     kind = stock_class(runtime.model)
-    found: dict[str, str] = ask("choice bias", runtime.model, stock=kind, kind=kind)
-    if not found:
+    biases: dict[str, str] = ask("choice bias", runtime.model, stock=kind, kind=kind)
+    if not biases:
         raise ConfigError(
             f"bias_update_rate needs a router that adds a bias to its scores for the choice of experts alone, and "
             f"{class_name(runtime.model)} has none: {_INSTEAD}"
         )
-    return found
+    return biases
 
 
 def choice_bias(runtime: Runtime, planned: ExpertsPlan, inner: str) -> ChoiceBias | None:

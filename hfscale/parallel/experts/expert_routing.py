@@ -97,15 +97,15 @@ def _router(runtime: Runtime, planned: ExpertsPlan) -> tuple[str, nn.Module, int
     """Return name and module of the router whose logits transformers records, and the logits' index in its output."""
     recorded = router_logits(runtime.model)
     for owner in dict.fromkeys((planned.name.rpartition(".")[0], planned.layer)):
-        found = [
+        routers = [
             (stock_name(f"{owner}.{name}"), module, place)
             for name, module in runtime.model.get_submodule(owner).named_modules()
             for kind, place in recorded.items()
             # PEFT keeps a frozen copy of a router in modules_to_save, which is never called.
             if name and isinstance(module, kind) and not name.endswith(ORIGINAL)
         ]
-        if len(found) == 1:
-            return found[0]
+        if len(routers) == 1:
+            return routers[0]
     family = runtime.plan.family
     raise ConfigError(
         f"{wild_name(planned.name)}: {family!r} does not say where its router's logits are (_can_record_outputs of its "

@@ -64,14 +64,14 @@ class RouterLogits:
 
     def take(self, n: int, count: int, name: str) -> Tensor:
         """Return the recorded router logits as ``[n, experts]``, once."""
-        found = self._latest
+        logits = self._latest
         self._latest = None
-        if found is None or found.shape[-1] != count or found.numel() != n * count:
+        if logits is None or logits.shape[-1] != count or logits.numel() != n * count:
             raise ConfigError(
                 f"{name}: routing= needs the router's logits of {n} tokens for {count} experts, and found "
-                f"{'none' if found is None else tuple(found.shape)}: use router='model' without losses"
+                f"{'none' if logits is None else tuple(logits.shape)}: use router='model' without losses"
             )
-        return found.reshape(n, count)
+        return logits.reshape(n, count)
 
 
 class Routing:

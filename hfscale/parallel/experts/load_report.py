@@ -63,14 +63,14 @@ class ExpertLoad:
         """Return numbers to log: the worst layer's balance, and means over layers."""
         dropped = sum(layer.dropped for layer in self.layers)
         routes = dropped + sum(sum(layer.tokens) for layer in self.layers)
-        found = {
+        report = {
             "max_over_mean": max(layer.max_over_mean for layer in self.layers),
             "entropy": min(layer.entropy for layer in self.layers),
             "dropped": dropped / max(1, routes),
             "balance_loss": sum(layer.balance_loss for layer in self.layers) / len(self.layers),
             "z_loss": sum(layer.z_loss for layer in self.layers) / len(self.layers),
         }
-        return {f"{prefix}{name}": value for name, value in found.items()}
+        return {f"{prefix}{name}": value for name, value in report.items()}
 
 
 @torch.no_grad()

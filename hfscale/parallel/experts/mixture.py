@@ -271,12 +271,12 @@ def low_rank_terms(experts: Any) -> dict[str, list[tuple[Tensor, Tensor, float]]
     """Return the LoRA factors of each expert parameter, ``A [e, r, in]``, ``B [e, out, r]`` and their scale. PEFT adds
     ``B A`` to the weights of all experts before it computes; here rows go through the factors instead.
     """
-    found: dict[str, list[tuple[Tensor, Tensor, float]]] = {}
+    terms: dict[str, list[tuple[Tensor, Tensor, float]]] = {}
     for name, *both, count, scaling in terms_of_experts(experts):
         a, b = (local_tensor(factor) for factor in both)
         factors = (
             a.reshape(count, -1, a.shape[1]),
             b.reshape(b.shape[0], -1, count).permute(2, 0, 1).contiguous(),
         )
-        found.setdefault(name, []).append((*factors, scaling))
-    return found
+        terms.setdefault(name, []).append((*factors, scaling))
+    return terms

@@ -17,12 +17,12 @@ from ...plan.parameter import data_cut
 def plan_experts(draft: Draft) -> None:
     """Find the mixtures of experts, and shard their experts over the expert axis."""
     size = draft.layout.ep
-    found = list[ExpertsPlan]()
+    mixtures = list[ExpertsPlan]()
     for name, module in draft.modules.items():
         if holds_experts(module):
             owner = next((layer for layer in draft.layers if name.startswith(f"{layer}.")), "")
-            found.append(ExpertsPlan(name, int(module.num_experts), owner))
-    draft.mixtures = tuple(found)
+            mixtures.append(ExpertsPlan(name, int(module.num_experts), owner))
+    draft.mixtures = tuple(mixtures)
     if size == 1:
         return
     draft.experts = draft.mixtures

@@ -358,10 +358,10 @@ def _whole(runtime: Runtime, made: _Pass, batch: Microbatch) -> tuple[Tensor, in
         samples, tokens, len(replayed(runtime)), k, dtype=torch.int32, device=mesh.device
     )
     for number, index in taken.items():
-        found = index.to(torch.int32).view(samples, -1, k)
+        chosen = index.to(torch.int32).view(samples, -1, k)
         if made.choices[number].is_part and mesh.tp_group is not None:
-            found = all_gather(found, share_evenly(tokens, mesh.layout.tp), 1, mesh.tp_group)
-        own[:, :, number] = found
+            chosen = all_gather(chosen, share_evenly(tokens, mesh.layout.tp), 1, mesh.tp_group)
+        own[:, :, number] = chosen
     whole = runtime.context.gather_tokens(batch, own)
     for group in mesh.groups("pp"):
         dist.all_reduce(whole, group=group)

@@ -94,7 +94,7 @@ class StageAgreement:
     def _training_stages(self, live: dict[str, nn.Parameter]) -> set[int]:
         """Return the stages in which a parameter of this rank trains, tied tensors not counted."""
         tied = {id(live[self._held[name]]) for name in self._tied if name in self._held}
-        found = set()
+        stages = set()
         for name, parameter in live.items():
             if not parameter.requires_grad:
                 continue
@@ -107,8 +107,8 @@ class StageAgreement:
                 if name not in self._own_stages:
                     own = self._stages.of_rank(self._runtime.mesh.pp_rank)
                     self._own_stages[name] = [stage.index for stage in own if stage.is_local(name)]
-                found.update(self._own_stages[name])
-        return found
+                stages.update(self._own_stages[name])
+        return stages
 
     def compare_numbers(self, told: list[list[int]]) -> None:
         """Take all ranks' reports; freeze or train a tie alike on all stages, as those say that changed it."""

@@ -102,11 +102,11 @@ def _complete(order: Order, path: Path) -> None:
         for stage in stages
         for index in microbatches
     }
-    for (stage, index), found in counts.items():
-        if found not in ((1, 1, 0, 0), (1, 0, 1, 1)):
+    for (stage, index), counted in counts.items():
+        if counted not in ((1, 1, 0, 0), (1, 0, 1, 1)):
             raise ConfigError(
-                f"{path}: stage {stage} has F, B, I, W of microbatch {index} {found} times: give one F and either one "
-                "B, or one I and one W"
+                f"{path}: stage {stage} has F, B, I, W of microbatch {index} {counted} times: give one F and either "
+                "one B, or one I and one W"
             )
     if seen:
         raise ConfigError(f"{path}: {sorted(seen)[0]} has no forward: add an F for it")

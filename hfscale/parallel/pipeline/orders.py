@@ -91,10 +91,10 @@ class _Row:
 
     def weights(self, stage: int | None = None) -> None:
         """Append the oldest deferred backward of the weights, of ``stage`` or of any; nothing if none is deferred."""
-        found = next((entry for entry in self.waiting if stage in (None, entry[0])), None)
-        if found:
-            self.waiting.remove(found)
-            self.actions.append(Action(found[0], "backward_weight", found[1]))
+        waiting = next((entry for entry in self.waiting if stage in (None, entry[0])), None)
+        if waiting:
+            self.waiting.remove(waiting)
+            self.actions.append(Action(waiting[0], "backward_weight", waiting[1]))
 
     def _next(self, stage: int, kind: Kind) -> int:
         self.done[stage, kind] += 1
@@ -232,17 +232,17 @@ def order(
     """
     check(schedule, pp_size, num_microbatches, virtual_stages, steps)
     if schedule.endswith(".csv"):
-        found = read_csv(Path(schedule))
-        stages = 1 + max(action.stage for actions in found for action in actions)
+        rows = read_csv(Path(schedule))
+        stages = 1 + max(action.stage for actions in rows for action in actions)
         passes = 1 + max(
-            action.microbatch for actions in found for action in actions if action.kind == "forward"
+            action.microbatch for actions in rows for action in actions if action.kind == "forward"
         )
-        if (len(found), stages, passes) != (pp_size, pp_size * virtual_stages, num_microbatches):
+        if (len(rows), stages, passes) != (pp_size, pp_size * virtual_stages, num_microbatches):
             raise ConfigError(
-                f"{schedule} is a schedule of {len(found)} ranks, {stages} stages and {passes} microbatches: use "
-                f"pp_size={len(found)}, virtual_stages={stages // len(found)}, num_microbatches={passes}"
+                f"{schedule} is a schedule of {len(rows)} ranks, {stages} stages and {passes} microbatches: use "
+                f"pp_size={len(rows)}, virtual_stages={stages // len(rows)}, num_microbatches={passes}"
             )
-        return found
+        return rows
     own = schedule_of(schedule).order
     if own is not None:
         added: Order = own(pp_size, num_microbatches, steps)
@@ -269,26 +269,26 @@ def check(
         raise ConfigError(
             f"schedule {schedule!r} is unknown: use one of {', '.join(names)}, or a .csv file"
         )
-    found = schedule_of(schedule)
-    valid = found.stages_per_rank
+    described = schedule_of(schedule)
+    valid = described.stages_per_rank
     if virtual_stages not in valid:
         values = str(valid[0]) if len(valid) == 1 else f"{valid[0]} or more"
         raise ConfigError(
-            f"virtual_stages={virtual_stages} does not fit {schedule}: use {values}{_why_virtual(found)}"
+            f"virtual_stages={virtual_stages} does not fit {schedule}: use {values}{_why_virtual(described)}"
         )
-    least = max(1, found.microbatches_per_rank * pp_size)
+    least = max(1, described.microbatches_per_rank * pp_size)
     if num_microbatches < least:
         raise ConfigError(
             f"num_microbatches={num_microbatches} is too few for {schedule} over pp_size={pp_size}: use {least} or more"
         )
-    if found.in_rounds and not _whole_rounds(num_microbatches, pp_size):
+    if described.in_rounds and not _whole_rounds(num_microbatches, pp_size):
         below = next(m for m in range(num_microbatches - 1, 0, -1) if _whole_rounds(m, pp_size))
         above = next(m for m in count(num_microbatches + 1) if _whole_rounds(m, pp_size))
         raise ConfigError(
             f"num_microbatches={num_microbatches} does not divide into the {num_microbatches // pp_size} rounds of "
             f"{schedule} over pp_size={pp_size}: use {below} or {above} (any multiple of pp_size will do)"
         )
-    if steps > 1 and found.flushes:
+    if steps > 1 and described.flushes:
         raise ConfigError(
             f"steps={steps}: {schedule} ends every step with a flush, so its steps look alike: use 1"
         )

@@ -50,7 +50,7 @@ class StageForward:
     def blank(self, target: bool, width: int | None = None) -> Tensor:
         """Return zeros ``[b, s, h]`` for all tokens, in memory of their own, since stock code scales them in place."""
         stream = next(
-            found for found in (self.arriving, self.leaving, self.memory) if found is not None
+            tensor for tensor in (self.arriving, self.leaving, self.memory) if tensor is not None
         )
         shape = self.target if target else self.shape
         return torch.zeros(
@@ -106,25 +106,25 @@ class _Placeholder(nn.Module):
             raise AttributeError(name)
         if name in own_modules(self):
             return own_modules(self)[name]
-        found = getattr(self.__dict__["_absent"], name)
+        attribute = getattr(self.__dict__["_absent"], name)
         passage = self.__dict__["_passage"]
-        if isinstance(found, nn.Module) and not (
+        if isinstance(attribute, nn.Module) and not (
             passage.arriving is None and passage.leaving is None
         ):
             # Stock code may call a submodule without its parent.
-            return PlaceholderModule(found, passage, None)
-        return found
+            return PlaceholderModule(attribute, passage, None)
+        return attribute
 
     def keep(self, path: str) -> None:
         """Keep the module at ``path`` of the absent one, under its name."""
         child, _, rest = path.partition(".")
-        found = getattr(self._absent, child)
+        module = getattr(self._absent, child)
         if rest:
-            inner = own_modules(self).setdefault(child, _Placeholder(found, self._passage))
+            inner = own_modules(self).setdefault(child, _Placeholder(module, self._passage))
             assert isinstance(inner, _Placeholder)
             inner.keep(rest)
         else:
-            own_modules(self)[child] = found
+            own_modules(self)[child] = module
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Placeholder":
         """Copy the placeholder with the same absent module and passage: PEFT copies heads trained in full."""

@@ -53,9 +53,9 @@ def stage_places(layout: ParallelConfig) -> dict[int, int] | None:
     if pp_size == 1:
         return None
     if schedule.endswith(".csv"):
-        found = read_csv(Path(schedule))
-        rank_programs(found, schedule)  # refuses what cannot be run
-        given = 1 + max(action.microbatch for actions in found for action in actions)
+        actions_of = read_csv(Path(schedule))
+        rank_programs(actions_of, schedule)  # refuses what cannot be run
+        given = 1 + max(action.microbatch for actions in actions_of for action in actions)
         return stage_ranks(order(schedule, pp_size, count or given, virtual))
     # The default is a number that all schedules accept.
     check(schedule, pp_size, count or 2 * pp_size, virtual)

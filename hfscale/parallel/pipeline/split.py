@@ -85,8 +85,8 @@ def splits_exactly() -> bool:
             backward_of_weights(backward_of_input(use(), None, leaves["given"], weights), weights)
         except Exception:  # another torch may have other private functions
             return False
-    found = [leaf.grad for leaf in leaves.values()]
+    gradients = [leaf.grad for leaf in leaves.values()]
     return all(
         grad is not None and torch.allclose(grad, want)
-        for grad, want in zip(found, wanted, strict=True)
+        for grad, want in zip(gradients, wanted, strict=True)
     )

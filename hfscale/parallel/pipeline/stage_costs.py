@@ -49,10 +49,10 @@ class LayerCosts:
         works = [layer.work() for layer in self.layers]
         before = self.before.work()
         after = self.after.work()
-        found = balance(works, stages, before, after)
+        counts = balance(works, stages, before, after)
         return (
-            found
-            if found[0] >= first
+            counts
+            if counts[0] >= first
             else (
                 first,
                 *balance(works[first:], stages - 1, 0, after),
@@ -62,10 +62,10 @@ class LayerCosts:
     def of_stages(self, counts: Sequence[int]) -> tuple[Cost, ...]:
         """Return the cost of each stage, given its number of layers."""
         ends = [0, *accumulate(counts)]
-        found = [sum(self.layers[start:stop], self.shared) for start, stop in pairwise(ends)]
-        found[0] += self.before
-        found[-1] += self.after
-        return tuple(found)
+        costs = [sum(self.layers[start:stop], self.shared) for start, stop in pairwise(ends)]
+        costs[0] += self.before
+        costs[-1] += self.after
+        return tuple(costs)
 
 
 def layer_costs(
@@ -107,12 +107,12 @@ def _named_cost(model: Any, name: str, sequence: int) -> Cost:
     and the recurrences of state-space layers are left out: they are small beside the projections.
     """
     owner, _, child = name.rpartition(".")
-    found = getattr(model.get_submodule(owner), child) if name else model
-    if not isinstance(found, nn.Module):
-        return Cost(0, found.numel())
-    sizes = {id(p): p.numel() for p in found.parameters()}
+    holder = getattr(model.get_submodule(owner), child) if name else model
+    if not isinstance(holder, nn.Module):
+        return Cost(0, holder.numel())
+    sizes = {id(p): p.numel() for p in holder.parameters()}
     return Cost(
-        _flops(found, text_config(model.config), sequence, (1, 1)),
+        _flops(holder, text_config(model.config), sequence, (1, 1)),
         sum(sizes.values()),
     )
 

@@ -61,15 +61,15 @@ class LayersSeen:
 
 def see_passage(draft: Draft, layer_list: str, items: Iterable[str]) -> LayersSeen | None:
     """Trace a run of the model, or of a tiny clone where its code reads values; ``None`` where neither can be."""
-    found = ask("passage", draft.model, layer_list, layer_list=layer_list, items=list(items))
-    if failure := found["failure"]:
+    facts = ask("passage", draft.model, layer_list, layer_list=layer_list, items=list(items))
+    if failure := facts["failure"]:
         stage_problem(
             draft, f"it cannot be traced, so what comes before its layers is unknown ({failure})"
         )
         return None
-    phases = {item: set(names) for item, names in found["phases"].items()}
+    phases = {item: set(names) for item, names in facts["phases"].items()}
     return LayersSeen(
-        phases, found["returns"], found["item_returns"], found["obstacles"], set(found["shared"])
+        phases, facts["returns"], facts["item_returns"], facts["obstacles"], set(facts["shared"])
     )
 
 
@@ -162,8 +162,8 @@ def find_stacks(draft: Draft, lists: list[str]) -> TwoStacks | None:
     encoder = _name(draft, getattr(model, "get_encoder", lambda: None)())
     decoder = _name(draft, getattr(model, "get_decoder", lambda: None)())
     if len(lists) != 2 or encoder is None or decoder is None:
-        found = ", ".join(lists) or "none"
-        what = f"an encoder-decoder is cut where its encoder and its decoder have a list of layers each ({found})"
+        named = ", ".join(lists) or "none"
+        what = f"an encoder-decoder is cut where its encoder and its decoder have a list of layers each ({named})"
         stage_problem(draft, what)
     elif not (lists[0].startswith(f"{encoder}.") and lists[1].startswith(f"{decoder}.")):
         stage_problem(
@@ -277,4 +277,4 @@ def _check(
 
 
 def _name(draft: Draft, module: Any) -> str | None:
-    return next((name for name, found in draft.modules.items() if found is module and name), None)
+    return next((name for name, other in draft.modules.items() if other is module and name), None)

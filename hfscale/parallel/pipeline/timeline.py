@@ -207,7 +207,7 @@ def peak_live(order: Order) -> tuple[int, ...]:
 def fullest_live(order: Order, sizes: Sequence[int]) -> tuple[int, ...]:
     """Return, per stage, the microbatches in flight when its rank's stages, weighted by their ``sizes``, hold most."""
     alive = [0] * len(sizes)
-    found = [0] * len(sizes)
+    fullest = [0] * len(sizes)
     for actions in order:
         most = 0
         own = {action.stage for action in actions}
@@ -217,8 +217,8 @@ def fullest_live(order: Order, sizes: Sequence[int]) -> tuple[int, ...]:
             if total > most:
                 most = total
                 for stage in own:
-                    found[stage] = alive[stage]
-    return tuple(found)
+                    fullest[stage] = alive[stage]
+    return tuple(fullest)
 
 
 def stage_ranks(order: Order) -> dict[int, int]:

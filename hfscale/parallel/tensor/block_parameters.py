@@ -105,10 +105,10 @@ def _cut_projection(block: PlacedBlock, child: str, column: bool) -> None:
     if module is None and role.optional:
         return
     if not isinstance(module, PROJECTIONS):
-        found = "nothing" if module is None else type(module).__name__
+        kind = "nothing" if module is None else type(module).__name__
         draft.problem(
             f"tp_size={draft.tp}: {wild_name(path)} should be a projection (nn.Linear or Conv1D) and is "
-            f"{found}: correct the blueprint, or use tp_size=1"
+            f"{kind}: correct the blueprint, or use tp_size=1"
         )
         return
     dim = weight_dims(module)[0 if column else 1]

@@ -31,17 +31,17 @@ class VocabParallelEmbedding(nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         """Embed ids ``[...]`` as ``[..., h]``: partial sums over the tensor ranks, or the sum if set up so."""
-        found = self.look_up(input, self.weight)
-        return found if self._hfscale_sum is None else self._hfscale_sum(found)
+        rows = self.look_up(input, self.weight)
+        return rows if self._hfscale_sum is None else self._hfscale_sum(rows)
 
     def look_up(self, input: Tensor, weight: Tensor, **_: Any) -> Tensor:
         """Look up this rank's ids in ``weight``; other ids get zeros."""
         local = input - self._hfscale_start
         missing = (local < 0) | (local >= weight.shape[0])
-        found = F.embedding(local.masked_fill(missing, 0), weight)
+        rows = F.embedding(local.masked_fill(missing, 0), weight)
         if self.padding_idx is not None:  # the padding token's embedding is used, never trained
-            found = found.where((input != self.padding_idx)[..., None], found.detach())
-        return found.masked_fill(missing[..., None], 0)
+            rows = rows.where((input != self.padding_idx)[..., None], rows.detach())
+        return rows.masked_fill(missing[..., None], 0)
 
 
 def install_vocab_parallel_embedding(

@@ -62,13 +62,13 @@ _IGNORED = -100
 
 def _pointwise() -> dict[Any, tuple[str, Callable[..., Any]]]:
     """Return, by torch function (in place or not), the name and the function to replay for it."""
-    found: dict[Any, tuple[str, Callable[..., Any]]] = {}
+    operators: dict[Any, tuple[str, Callable[..., Any]]] = {}
     for name in _POINTWISE:
         for holder in (torch, Tensor):
             plain = getattr(holder, name, None)
             if plain is not None:
-                found[plain] = found[getattr(holder, f"{name}_", plain)] = (name, plain)
-    return found
+                operators[plain] = operators[getattr(holder, f"{name}_", plain)] = (name, plain)
+    return operators
 
 
 _REPLAYED = _pointwise()
@@ -305,7 +305,7 @@ class Scoring:
                 empty.detach().bool(),
             ]
         else:
-            found = [torch.cat(parts) for parts in zip(*made, strict=True)]
-            whole = [each.new_zeros(len(targets)).index_copy(0, valid, each) for each in found]
+            joined = [torch.cat(parts) for parts in zip(*made, strict=True)]
+            whole = [each.new_zeros(len(targets)).index_copy(0, valid, each) for each in joined]
         self.scores = TokenScores(*(each.view(shape) for each in whole))
         return -whole[0].sum()

@@ -250,8 +250,8 @@ class VocabParallelLoss(KeepsOutputs):
         rows = logits.reshape(-1, logits.shape[-1])
         total = vocab_cross_entropy(rows, targets, ignore_index=ignore_index, vocabulary=vocabulary)
         if hits is not None:
-            found = Targets.of_slice(targets, vocabulary, rows.shape[1])
-            hits |= RowTerms(rows.detach(), found, vocabulary).hits(rows.detach()) & (
+            of_chunk = Targets.of_slice(targets, vocabulary, rows.shape[1])
+            hits |= RowTerms(rows.detach(), of_chunk, vocabulary).hits(rows.detach()) & (
                 targets != ignore_index
             )
         return total / ((targets != ignore_index).sum() if count is None else count)

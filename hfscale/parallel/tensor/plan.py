@@ -55,9 +55,9 @@ def plan_own_loss(draft: Draft) -> None:
         or not takes_argument(draft.model, "input_ids")
     ):
         return
-    found = ask("own loss", draft.model)
-    if found is not None:
-        draft.features.append(OwnLossPlan(**found))
+    own_loss = ask("own loss", draft.model)
+    if own_loss is not None:
+        draft.features.append(OwnLossPlan(**own_loss))
         draft.no_step = ""
 
 

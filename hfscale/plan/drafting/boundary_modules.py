@@ -37,8 +37,8 @@ def items_around(model: nn.Module, path: str) -> Iterator[str]:
 def tensors_of(model: nn.Module, item: str) -> dict[int, int]:
     """Map the ``id`` of each parameter in an item (a module, or a parameter itself) to its number of entries."""
     owner, _, child = item.rpartition(".")
-    found = getattr(model.get_submodule(owner), child)
-    held = found.parameters() if isinstance(found, nn.Module) else [found]
+    holder = getattr(model.get_submodule(owner), child)
+    held = holder.parameters() if isinstance(holder, nn.Module) else [holder]
     return {id(parameter): parameter.numel() for parameter in held}
 
 

@@ -17,17 +17,17 @@ def find_layers(draft: Draft, blueprint: Blueprint | None) -> list[str]:
     if not lists:
         # those of transformers' ``_no_split_modules``, which only group parameters then
         classes = layer_classes(draft.model)
-        found = list[str]()
+        names = list[str]()
         for (
             name,
             module,
         ) in draft.modules.items():  # outer modules come first; one inside another is no layer
             if type(module).__name__ in classes and not name.startswith(
-                tuple(f"{layer}." for layer in found)
+                tuple(f"{layer}." for layer in names)
             ):
-                found.append(name)
-        tied = {layer for layer, _ in _tied_outside(draft, found)}
-        return [layer for layer in found if layer not in tied]
+                names.append(name)
+        tied = {layer for layer, _ in _tied_outside(draft, names)}
+        return [layer for layer in names if layer not in tied]
     layers = [
         f"{path}.{name}" for path in lists for name, _ in draft.modules[path].named_children()
     ]
@@ -41,8 +41,8 @@ def find_layers(draft: Draft, blueprint: Blueprint | None) -> list[str]:
 
 def _lists(draft: Draft, blueprint: Blueprint) -> list[str]:
     """Return the names of the blueprint's layer lists in the model; note a problem if tensor ranks need one."""
-    found = find_lists(draft.model, blueprint)
-    if not found and draft.tp > 1:
+    lists = find_lists(draft.model, blueprint)
+    if not lists and draft.tp > 1:
         wanted = " or ".join(
             repr(base_prefix(draft.model) + path) for path in blueprint.layer_lists
         )
@@ -50,13 +50,13 @@ def _lists(draft: Draft, blueprint: Blueprint) -> list[str]:
             f"tp_size={draft.tp}: the blueprint of {draft.config.model_type!r} names the layer list {wanted}, "
             f"which {type(draft.model).__name__} does not have: correct the blueprint, or use tp_size=1"
         )
-    return found
+    return lists
 
 
 def find_lists(model: Any, blueprint: Blueprint) -> list[str]:
     """Return the full names of a blueprint's layer lists, given relative to the base model, that this class has."""
     modules = dict(model.named_modules())
-    found = list[str]()
+    lists = list[str]()
     for path in blueprint.layer_lists:
         # Some classes keep their base model under another name than `base_model_prefix`.
         ends = [
@@ -65,8 +65,8 @@ def find_lists(model: Any, blueprint: Blueprint) -> list[str]:
             if name.endswith(f".{path}") and any(module.children())
         ]
         known = [name for name in (base_prefix(model) + path, path) if name in modules]
-        found += known[:1] or (ends if len(ends) == 1 else [])
-    return found
+        lists += known[:1] or (ends if len(ends) == 1 else [])
+    return lists
 
 
 def base_prefix(model: Any) -> str:
@@ -79,19 +79,19 @@ def _tied_outside(draft: Draft, layers: list[str]) -> list[tuple[str, str]]:
     homes: dict[int, dict[tuple[int, str], str]] = {}
     for name, parameter in draft.named():
         homes.setdefault(id(parameter), {})[draft.place(name)] = name
-    found = []
+    tied = []
     for names in (list(places.values()) for places in homes.values() if len(places) > 1):
         owners = [
             next((layer for layer in layers if name.startswith(f"{layer}.")), None)
             for name in names
         ]
         if len(set(owners)) > 1:
-            found += [
+            tied += [
                 (owner, name)
                 for owner, name in zip(owners, names, strict=True)
                 if owner is not None
             ]
-    return found
+    return tied
 
 
 def find_layer_list(model: Any) -> str:

@@ -66,19 +66,19 @@ def blueprint_of_text(model: Any, name: str, find: Find, may_infer: bool) -> Blu
     """Return ``find``'s blueprint of the text model ``name`` in ``model``'s names, or of layers alone."""
     inner = model.get_submodule(name)
     try:
-        found = find(inner, may_infer)
-        lists = find_lists(inner, found)
+        blueprint = find(inner, may_infer)
+        lists = find_lists(inner, blueprint)
     except PlanError:
         if may_infer:
             raise
-        found = Blueprint("", {})
+        blueprint = Blueprint("", {})
         lists = [find_layer_list(inner)]
     blocks = {
         child: _with_cross_inputs(inner, lists, child, block)
-        for child, block in found.blocks.items()
+        for child, block in blueprint.blocks.items()
     }
     return replace(
-        found,
+        blueprint,
         layers=tuple(f"{name}.{path}" for path in lists),
         blocks=blocks,
         config_of=text_config,
@@ -94,9 +94,9 @@ def _with_cross_inputs(inner: Any, lists: list[str], child: str, block: Block) -
     blocks = (modules.get(join_path(layer, child)) for layer in layers)
     inputs = {
         name
-        for found in blocks
-        if found is not None
-        for name in inspect.signature(found.forward).parameters
+        for module in blocks
+        if module is not None
+        for name in inspect.signature(module.forward).parameters
     }
     missing = tuple(name for name in _CROSS if name in inputs and name not in block.enter_inputs)
     return replace(block, enter_inputs=(*block.enter_inputs, *missing)) if missing else block

@@ -196,5 +196,5 @@ class PackedRows(Part):
 
 def has_packed_rows(batch: Mapping[str, Any]) -> bool:
     """Return whether positions begin anew within a row; waits for the device that they are on."""
-    found = holds_documents(batch)
-    return found is not None and bool(found)
+    holds = holds_documents(batch)
+    return holds is not None and bool(holds)

@@ -244,11 +244,11 @@ def before_step(runtime: Runtime) -> None:
     runtime.steps += 1
     if runtime.steps == 1:
         # in float16 gradients could not be unscaled; by the plan, the same on every rank
-        if found := next(
+        if name := next(
             (p.name for p in runtime.plan.parameters if p.dtype == torch.float16), None
         ):
             raise ConfigError(
-                f"{found} is in float16, where gradients below 6e-8 and most updates are zero: load it with "
+                f"{name} is in float16, where gradients below 6e-8 and most updates are zero: load it with "
                 'dtype=torch.float32 and mixed_precision="fp16", which scales the loss and computes in float16, or '
                 'mixed_precision="bf16" for bfloat16. eval_step and generate take float16'
             )

@@ -189,9 +189,7 @@ def _pieces(
             if max(a, low) < min(b, stop)
         )
         size = sum(b - a for a, b in inside)
-        place = tuple(
-            inside if dim == fused.dim else tuple(found) for dim, found in enumerate(spans)
-        )
+        place = tuple(inside if dim == fused.dim else tuple(ends) for dim, ends in enumerate(spans))
         yield place, share.narrow(fused.dim, offset, size)
         offset += size
 

@@ -330,7 +330,7 @@ def _differs(optimizer: torch.optim.Optimizer, device: torch.device, halved: boo
     try:
         with fork_random_state(device):
             whole, again = (_stepped(optimizer, start, gradients, device) for _ in range(2))
-            found = _stepped(optimizer, part, given, device)
+            stepped = _stepped(optimizer, part, given, device)
     except Exception:  # a class may raise anything in a trial that it was not made for
         return isinstance(optimizer, torch.optim.LBFGS)
     if any(not torch.equal(one, other) for one, other in zip(whole, again, strict=True)):
@@ -338,7 +338,7 @@ def _differs(optimizer: torch.optim.Optimizer, device: torch.device, halved: boo
     expected = [whole[0][:4], whole[1]] if halved else whole[1:]
     return any(
         float((one - other).abs().max()) > _TOLERANCE * float((one - before).abs().max())
-        for one, other, before in zip(expected, found, part, strict=True)
+        for one, other, before in zip(expected, stepped, part, strict=True)
     )
 
 

@@ -96,8 +96,8 @@ class Structure:
             if id(module) not in self._hooked and any(map(_is_somebodys, forward_hooks(module))):
                 self._hooked.add(id(module))
                 # Sharded inputs and outputs of the model itself are refused elsewhere.
-                if found := self._name(module):
-                    self._warn_beside(module, found)
+                if name := self._name(module):
+                    self._warn_beside(module, name)
 
     @contextmanager
     def as_built(self) -> Iterator[None]:
@@ -119,8 +119,8 @@ class Structure:
             )
             for module, held in self._parameters
         ]
-        found = [(place, dict(place)) for place, _ in before]
-        found += [
+        contents = [(place, dict(place)) for place, _ in before]
+        contents += [
             (held, dict(held)) for held in (own_parameters(place.module) for place in self._managed)
         ]
         for place, held in before:
@@ -130,7 +130,7 @@ class Structure:
         try:
             yield
         finally:
-            for place, held in found:
+            for place, held in contents:
                 place.clear()
                 place.update(held)
 
@@ -191,7 +191,7 @@ class Structure:
 
     def _name(self, module: nn.Module) -> str:
         return next(
-            (name for name, found in self._runtime.model.named_modules() if found is module), ""
+            (name for name, other in self._runtime.model.named_modules() if other is module), ""
         )
 
     def _warn_beside(self, module: nn.Module, name: str) -> None:

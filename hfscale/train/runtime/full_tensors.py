@@ -70,16 +70,16 @@ def in_order(runtime: Runtime, told: list[list[tuple[Any, ...]]]) -> list[SavedT
     """Merge what all stages told into the sorted list of tensors to save; not collective."""
     plan = runtime.plan
     ignored = never_stored(runtime.model)
-    found = [
+    saved = [
         SavedTensor(name, torch.Size(shape), dtype, home, plan.by_name.get(planned))
         for entries in told
         for name, shape, dtype, home, planned in entries
     ]
     places = {planned.name: place for place, planned in enumerate(plan.owned())}
-    found.sort(key=lambda entry: places[entry.planned.name] if entry.planned else len(places))
+    saved.sort(key=lambda entry: places[entry.planned.name] if entry.planned else len(places))
     # The first stage saves buffers that several have.
-    first = {entry.name: entry for entry in reversed(found)}
-    return [entry for entry in found if first[entry.name] is entry and entry.name not in ignored]
+    first = {entry.name: entry for entry in reversed(saved)}
+    return [entry for entry in saved if first[entry.name] is entry and entry.name not in ignored]
 
 
 def _kept_name(runtime: Runtime, planned: ParameterPlan) -> str:
@@ -201,8 +201,8 @@ class _Gathering:
         """Return the bytes of this rank's shards on the CPU: one copy off the device, to pinned memory."""
         # An optimizer has no state of empty shards.
         filled = [piece for piece in pieces if prod(_forms([piece])[0][0])]
-        found = [share for entry, _ in filled if (share := self.share_of(entry)) is not None]
-        flat = packed(found, _forms(filled))
+        held = [share for entry, _ in filled if (share := self.share_of(entry)) is not None]
+        flat = packed(held, _forms(filled))
         if not is_accelerator(flat.device):
             return flat
         return torch.empty(flat.shape, dtype=torch.uint8, pin_memory=True).copy_(flat)

@@ -111,20 +111,20 @@ class Replaced:
 
 
 def _let_all_follow() -> None:
-    for found in gc.get_objects():
-        if issubclass(type(found), Optimizer):
+    for other in gc.get_objects():
+        if issubclass(type(other), Optimizer):
             # One that nobody uses any more is none of ours; others are refused in a step.
             with suppress(ConfigError):
-                follow(found)
+                follow(other)
 
 
 def _successor_of(parameter: Tensor) -> _Successor | None:
-    found: _Successor | None = None
+    successor: _Successor | None = None
     following: Tensor | None = parameter
     while following is not None and hasattr(following, _MARK):
-        found = getattr(following, _MARK)
-        following = found.parameter
-    return found
+        successor = getattr(following, _MARK)
+        following = successor.parameter
+    return successor
 
 
 def follow(optimizer: Any) -> None:
@@ -138,17 +138,17 @@ def follow(optimizer: Any) -> None:
     held = [parameter for group in groups for parameter in group["params"]]
     # Of those that share groups (SAM's base), one follows before the other, which has a state of its own.
     keys = [key for key in kept if isinstance(key, Tensor)]
-    found = {
+    successors = {
         id(each): successor
         for each in (*held, *keys)
         if (successor := _successor_of(each)) is not None
     }
-    if not found:
+    if not successors:
         return
-    _refuse(optimizer, held, found)
+    _refuse(optimizer, held, successors)
     states = []
     for old in keys:
-        successor = found.get(id(old))
+        successor = successors.get(id(old))
         if successor is not None:
             moved = None if successor.parameter is None else successor.state_of(kept[old])
             states.append((old, successor.parameter, moved))
@@ -157,7 +157,7 @@ def follow(optimizer: Any) -> None:
         if new is not None:
             kept[new] = moved
     for group in groups:
-        _replace(group, found)
+        _replace(group, successors)
 
 
 def _refuse(

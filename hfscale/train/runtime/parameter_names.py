@@ -55,16 +55,16 @@ class LiveParameters:
 
     def _look(self) -> dict[str, nn.Parameter]:
         full = dict(self._model.named_parameters(remove_duplicate=False))
-        found = {stock_name(name): parameter for name, parameter in full.items()} | full
+        parameters = {stock_name(name): parameter for name, parameter in full.items()} | full
         here = set(map(id, full.values()))
         earlier = {
             name: parameter for name, parameter in self._found.items() if id(parameter) in here
         }
-        found = earlier | found
+        parameters = earlier | parameters
         for name, parameter in self.outermost.named_parameters():
             if id(parameter) not in here:
-                found[name] = parameter
-        return found
+                parameters[name] = parameter
+        return parameters
 
     def forget(self) -> None:
         """Hold no parameters any more."""

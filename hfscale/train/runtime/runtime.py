@@ -435,19 +435,19 @@ class Runtime:
 
 def runtime_of(model: nn.Module) -> Runtime:
     """Return the runtime of a model that hfscale parallelized, through any wrapper; refuse other models."""
-    found = find_runtime(model)
-    if found is None and not hasattr(model, "config"):
+    runtime = find_runtime(model)
+    if runtime is None and not hasattr(model, "config"):
         raise ConfigError(
             f"{class_name(model)} is no model of transformers, and others are not parallelized: leave it out here, and "
             "move it to the device yourself; over ranks, average its gradients in the loop"
         )
-    if found is None:
+    if runtime is None:
         raise ConfigError(
             f"{class_name(model)} was not parallelized by hfscale: build it with hfscale.from_pretrained or "
             "hfscale.from_config, or pass it through hfscale.parallelize"
         )
-    found.called_by(model)
-    return found
+    runtime.called_by(model)
+    return runtime
 
 
 def find_runtime(model: nn.Module) -> Runtime | None:

@@ -100,16 +100,16 @@ def sum_or_raise(
     """Sum numbers over ``group`` in one all-reduce over gloo; collective. A rank with an error ``refused`` raises it,
     and all others a :class:`ConfigError` of the words ``elsewhere``, where ``{}`` is the number of those with one.
     """
-    refusing, *found = int(refused is not None), *numbers
+    refusing, *counts = int(refused is not None), *numbers
     if group is not None:
-        sums = torch.tensor([refusing, *found])
+        sums = torch.tensor([refusing, *counts])
         dist.all_reduce(sums, group=group)
-        refusing, *found = sums.tolist()
+        refusing, *counts = sums.tolist()
     if refused is not None:
         raise refused
     if refusing:
         raise ConfigError(elsewhere.format(refusing))
-    return found
+    return counts
 
 
 def _tell(mesh: Mesh | None, failure: str) -> tuple[str, bool]:
@@ -146,12 +146,12 @@ def not_finite(tensors: Mapping[str, Tensor]) -> str:
 
 def warn_of_not_finite(mesh: Mesh, name: str, where: str) -> None:
     """Warn of the first non-empty ``name`` on any rank, a tensor with NaN or infinity; collective."""
-    found = next(filter(None, mesh.all_gather_object(name)), None)
-    if found and is_writer(mesh):
+    unreadable = next(filter(None, mesh.all_gather_object(name)), None)
+    if unreadable and is_writer(mesh):
         _log.warning(
             "%s has NaN or infinity in %s: every loss from there is NaN, so use an earlier one",
             where,
-            found,
+            unreadable,
         )
 
 

@@ -42,7 +42,7 @@ class CandidateBlock:
 
 def find_candidates(subject: Subject, trace: Trace) -> tuple[list[CandidateBlock], list[str]]:
     """Return the candidates of all layers, equal ones once, and why others were rejected."""
-    found: dict[tuple[str, Names], CandidateBlock] = {}
+    candidates: dict[tuple[str, Names], CandidateBlock] = {}
     passed: list[str] = []
     for layer in subject.layer_names:
         calls = {name: call for name, call in trace.calls.items() if name.startswith(f"{layer}.")}
@@ -51,9 +51,9 @@ def find_candidates(subject: Subject, trace: Trace) -> tuple[list[CandidateBlock
             if isinstance(made, str):
                 passed += [made] if made not in passed else []
                 continue
-            known = found.setdefault((made.path, made.row), made)
+            known = candidates.setdefault((made.path, made.row), made)
             if replace(made, layer=known.layer) != known:
-                found[known.path, known.row] = replace(
+                candidates[known.path, known.row] = replace(
                     known,
                     column=tuple(dict.fromkeys(known.column + made.column)),
                     uncut=tuple(dict.fromkeys(known.uncut + made.uncut)),
@@ -61,7 +61,7 @@ def find_candidates(subject: Subject, trace: Trace) -> tuple[list[CandidateBlock
                     attends=known.attends or made.attends,
                     optional=True,
                 )
-    return list(found.values()), passed
+    return list(candidates.values()), passed
 
 
 def _groups(

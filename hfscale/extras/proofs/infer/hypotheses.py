@@ -96,8 +96,10 @@ class Guesses:
     def _dropouts(self) -> tuple[str, ...]:
         """Return the dropout modules after every row: an edge there comes after an adapter around the row, too."""
         block = self.candidate.block
-        found = [self.trace.dropouts.get(f"{block}.{row}", "") for row in self.candidate.row]
-        inside = [name.removeprefix(f"{block}.") for name in found if name.startswith(f"{block}.")]
+        dropouts = [self.trace.dropouts.get(f"{block}.{row}", "") for row in self.candidate.row]
+        inside = [
+            name.removeprefix(f"{block}.") for name in dropouts if name.startswith(f"{block}.")
+        ]
         return tuple(inside) if len(inside) == len(self.candidate.row) else ()
 
     def _inner(self) -> Iterator[dict[str, Any]]:

@@ -60,7 +60,7 @@ def prove(subject: Subject, blueprint: Blueprint, tp_size: int = 2) -> Proof:
         float(gradient.abs().max()) for gradient in wanted.values() if gradient is not None
     )
     for name, gradient in wanted.items():
-        largest = max(_gradient_apart(found[name], gradient, floor) for found in gradients)
+        largest = max(_gradient_apart(of_run[name], gradient, floor) for of_run in gradients)
         if largest >= proof.gradient:
             proof = Proof(proof.output, largest, name)
     if proof.worst > TOLERANCE:
@@ -101,14 +101,14 @@ def _run_as_ranks(
         *group.run([partial(rank.run, subject) for rank in ranks]),
         strict=True,
     )
-    gradients = tuple(dict(found) for found in own)
+    gradients = tuple(dict(of_rank) for of_rank in own)
     for name, leaf in subject.model.named_parameters():
         cut, axes = rules.get(id(leaf), (None, ()))
         if cut is not None or axes:
-            parts = [_in_place(leaf, cut, rank, found[name]) for rank, found in enumerate(own)]
+            parts = [_in_place(leaf, cut, rank, of_rank[name]) for rank, of_rank in enumerate(own)]
             known = [part for part in parts if part is not None]
-            for found in gradients:
-                found[name] = _total(known) if known else None
+            for of_rank in gradients:
+                of_rank[name] = _total(known) if known else None
     return list(outputs), gradients
 
 

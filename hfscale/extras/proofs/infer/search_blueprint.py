@@ -97,8 +97,8 @@ class _Search:
         guesses = Guesses(self.subject, self.traced, candidate)
         path = candidate.path
         first = ""
-        for found in islice(guesses.insides(), _MOST_TRIALS):
-            if not (objection := self.objection({path: found})):
+        for inside in islice(guesses.insides(), _MOST_TRIALS):
+            if not (objection := self.objection({path: inside})):
                 break
             first = first or objection
         else:
@@ -106,15 +106,15 @@ class _Search:
                 f"{candidate}: none of the hypotheses tried holds; the first: {first}"
             )
             return None
-        found = next(
-            (block for block in guesses.edges(found) if not self.objection({path: block})), found
+        inside = next(
+            (block for block in guesses.edges(inside) if not self.objection({path: block})), inside
         )
         few_keys = candidate.attends and guesses.key_heads < guesses.heads
-        if few_keys and self.objection({path: found}, 2 * guesses.key_heads):
+        if few_keys and self.objection({path: inside}, 2 * guesses.key_heads):
             # Several ranks cannot hold the same key/value head here: more ranks than such heads will be refused.
-            alone = replace(found, key_value={})
-            found = found if self.objection({path: alone}) else alone
-        return found
+            alone = replace(inside, key_value={})
+            inside = inside if self.objection({path: alone}) else alone
+        return inside
 
 
 def _infer(model: Any, subject: Subject) -> Inference:
@@ -126,12 +126,12 @@ def _infer(model: Any, subject: Subject) -> Inference:
     candidates, passed = find_candidates(subject, traced)
     _check_layer_kinds(model, subject)
     search = _Search(subject, traced, layers, passed)
-    found = [
+    outcomes = [
         (candidate, block)
         for candidate in candidates
         if (block := search.find(candidate)) is not None
     ]
-    blocks, attention = _together(search, found)
+    blocks, attention = _together(search, outcomes)
     blocks = _that_hold_with_odd_widths(search, model, blocks)
     if not blocks:
         raise Unproved(
@@ -242,12 +242,12 @@ def _kind_of_layer(layer: Any) -> frozenset[tuple[str, str]]:
 
 def find_dropouts(model: Any, blocks: dict[str, Block]) -> dict[str, tuple[str, ...]]:
     """Return, by block, the config fields of its dropout: those that, raised, draw between columns and rows."""
-    found: dict[str, list[str]] = {path: [] for path in blocks}
+    fields_of: dict[str, list[str]] = {path: [] for path in blocks}
     for name in _fields(model.config.to_dict()):
         raised = _raised(model, name)
         for path in _that_draw(raised, blocks) if raised is not None else ():
-            found[path].append(name)
-    return {path: tuple(fields) for path, fields in found.items()}
+            fields_of[path].append(name)
+    return {path: tuple(fields) for path, fields in fields_of.items()}
 
 
 def _that_draw(subject: Subject, blocks: dict[str, Block]) -> set[str]:

@@ -126,5 +126,8 @@ def run_backward(
     weights = torch.randn(output.shape, generator=generator, dtype=output.dtype, device="cpu")
     trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
     leaves = [parameters[name] for name in trained]
-    found = torch.autograd.grad(output, leaves, weights, allow_unused=True)
-    return output.detach(), {**dict.fromkeys(parameters), **dict(zip(trained, found, strict=True))}
+    gradients = torch.autograd.grad(output, leaves, weights, allow_unused=True)
+    return output.detach(), {
+        **dict.fromkeys(parameters),
+        **dict(zip(trained, gradients, strict=True)),
+    }

@@ -96,16 +96,17 @@ class SequencePasses:
         """Return the passes with live graphs that still wait for their backward pass; if none, the latest."""
         self._begun = [reference for reference in self._begun if reference() is not None]
         alive = [
-            found
+            started
             for reference in self._begun
-            if (found := reference()) is not None and not found.done
+            if (started := reference()) is not None and not started.done
         ]
         return alive or ([self.latest] if self.latest is not None else [])
 
     def of_recomputed(self, x: Tensor, whole: bool) -> ForwardPass:
         """Return the pass that ``x`` is recomputed for; all ranks agree, or raise."""
         kinds = {
-            (found.total, found.samples if x.ndim == 2 else 0): found for found in self.waiting()
+            (passing.total, passing.samples if x.ndim == 2 else 0): passing
+            for passing in self.waiting()
         }
         shares = [share_evenly(total, self.size) for total, _ in kinds]
         mixed = any(
@@ -120,10 +121,10 @@ class SequencePasses:
                 "wait for their backward passes, and their recomputed layers cannot be told apart: run backward after "
                 "each forward pass, pad them to one length, or do without activation checkpointing"
             )
-        for found in kinds.values():
-            length = found.total if whole else share_evenly(found.total, self.size)[self.rank]
+        for passing in kinds.values():
+            length = passing.total if whole else share_evenly(passing.total, self.size)[self.rank]
             if len(kinds) == 1 or x.shape[TOKENS] == length:
-                return found
+                return passing
         raise ConfigError(
             f"sequence_parallel=True: no forward pass had {x.shape[TOKENS]} tokens here: run it again"
         )
