@@ -75,7 +75,7 @@ class BatchScheduler(AcceleratedScheduler):
 def _follows_a_metric(scheduler: Any) -> bool:
     """Return whether a schedule's steps must be told a number, so that nothing in it counts steps of a length."""
     given = inspect.signature(type(scheduler).step).parameters.values()
-    return any(each.default is inspect.Parameter.empty for each in list(given)[1:])
+    return any(argument.default is inspect.Parameter.empty for argument in list(given)[1:])
 
 
 @dataclass
@@ -143,9 +143,9 @@ class Prepared:
             "custom": self.registered,
         }
         others = {
-            f"{kind}_{index}": each
+            f"{kind}_{index}": batch
             for kind, held in kinds.items()
-            for index, each in enumerate(held)
+            for index, batch in enumerate(held)
         }
         return self.models[0], optimizer, others
 
@@ -191,7 +191,9 @@ class _Position:
     def state_dict(self) -> dict[str, Any]:
         """Return the loader's state, the number of rows, the epoch and the seed."""
         loader = self._loader
-        under_way = any(each is loader for each in loader.gradient_state.dataloader_references)
+        under_way = any(
+            reference is loader for reference in loader.gradient_state.dataloader_references
+        )
         epoch = loader.iteration + (under_way and loader.end_of_dataloader)  # behind its last batch
         seed = getattr(self._sampler, "initial_seed", None)
         return {

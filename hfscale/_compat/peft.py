@@ -84,7 +84,7 @@ def trained_copies(wrapper: nn.Module) -> list[nn.Module]:
     """Return the trained copies of the module inside of ``wrapper``, one of which computes in its place."""
     held = own_modules(wrapper)
     copies = [held[name] for name in COPIES if held.get(name) is not None]
-    return [each for copied in copies if copied is not None for each in copied.children()]
+    return [child for copied in copies if copied is not None for child in copied.children()]
 
 
 def is_wrapper(module: nn.Module | None) -> bool:
@@ -99,8 +99,8 @@ def is_wrapper(module: nn.Module | None) -> bool:
 def adapters_switched_off(model: nn.Module) -> Iterator[None]:
     """Let wrappers compute what they wrap inside the ``with`` block; unlike PEFT's, leave ``requires_grad`` alone."""
     with ExitStack() as stack:
-        for each in filter(is_wrapper, model.modules()):
-            stack.enter_context(attribute_replaced(each, "_disable_adapters", True))
+        for wrapper in filter(is_wrapper, model.modules()):
+            stack.enter_context(attribute_replaced(wrapper, "_disable_adapters", True))
         yield
 
 
@@ -115,7 +115,7 @@ def wrapped_by_peft(model: nn.Module) -> bool:
         return False
     from peft import PeftModel
 
-    return any(isinstance(each, PeftModel) or is_wrapper(each) for each in model.modules())
+    return any(isinstance(module, PeftModel) or is_wrapper(module) for module in model.modules())
 
 
 def functions_that_adapt() -> list[tuple[type, str]]:

@@ -233,7 +233,9 @@ def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
     # Whose schemas do not say it: all write into their first argument.
     if getattr(func, "namespace", "") == "c10d":
         return () if operator_name(func) == "send" else ((0, arguments[0].name),)
-    marks = ((index, each.name, each.alias_info) for index, each in enumerate(arguments))
+    marks = (
+        (index, argument.name, argument.alias_info) for index, argument in enumerate(arguments)
+    )
     return tuple(
         (index, name) for index, name, alias in marks if alias is not None and alias.is_write
     )
@@ -272,8 +274,12 @@ def operators_named(name: str) -> list[Any] | None:
     several = isinstance(operators, _PACKET)
     if not several and not isinstance(operators, _OVERLOAD):
         return None
-    every = [getattr(operators, each) for each in operators.overloads()] if several else [operators]
-    return [each for each in every if not each._schema.is_mutable]
+    every = (
+        [getattr(operators, overload) for overload in operators.overloads()]
+        if several
+        else [operators]
+    )
+    return [overload for overload in every if not overload._schema.is_mutable]
 
 
 next_node_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
@@ -365,7 +371,7 @@ def unscale_and_check(gradients: list[Tensor], factor: float) -> bool:
         torch._amp_foreach_non_finite_check_and_unscale_(
             same, overflows[device], torch.full((), factor, device=device)
         )
-    return any(bool(each) for each in overflows.values())
+    return any(bool(overflow) for overflow in overflows.values())
 
 
 def copy_all(tensors: list[Tensor], sources: list[Tensor]) -> None:

@@ -226,7 +226,10 @@ def _reduce_alike(
 def add_up_gradients(model: nn.Module) -> None:
     """Accumulate gradients that autograd's hooks have not seen into FSDP2's buffers, in the reduction's dtype."""
     for parameter in (
-        each for state in _states(model) for group in _groups(state) for each in group.fsdp_params
+        managed
+        for state in _states(model)
+        for group in _groups(state)
+        for managed in group.fsdp_params
     ):
         parameter.accumulate_unsharded_grad_if_needed()
         parameter.to_accumulated_grad_if_needed()
@@ -269,7 +272,7 @@ class ManagedPlace:
 def managed_places(model: nn.Module, inner: bool = True) -> Iterator[ManagedPlace]:
     """Yield every place of every sharded parameter, second names too; ``inner``: also those of inner modules."""
     for parameter in (
-        each for _, group in _sharded_groups(model, inner) for each in group.fsdp_params
+        managed for _, group in _sharded_groups(model, inner) for managed in group.fsdp_params
     ):
         place = parameter._module_info
         names = [(place.module, place.param_name)]
@@ -364,7 +367,9 @@ class _Shard:
 
 def gather_encoded(model: nn.Module, encodings: Mapping[nn.Module, Any]) -> None:
     """Gather the weight of each module in ``encodings`` encoded; call before the first forward pass."""
-    for parameter in (each for _, group in _sharded_groups(model) for each in group.fsdp_params):
+    for parameter in (
+        managed for _, group in _sharded_groups(model) for managed in group.fsdp_params
+    ):
         info = parameter._module_info
         if info.module in encodings and info.param_name == "weight":
             parameter.__class__ = _Encoded

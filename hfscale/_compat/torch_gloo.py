@@ -179,4 +179,4 @@ def own_store(prefix: str) -> Any:
 def frames_of_main_thread() -> list[FrameType]:
     """Return the main thread's stack, the innermost frame first."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    return [] if frame is None else [each for each, _ in traceback.walk_stack(frame)]
+    return [] if frame is None else [seen for seen, _ in traceback.walk_stack(frame)]

@@ -180,23 +180,23 @@ def asked_generation_size(config: Any) -> int | None:
 def distils(kind: type) -> bool:
     """Return whether a trainer's loss is a divergence from a teacher, which reads full heads."""
     return any(
-        "Distillation" in each.__name__
-        for each in kind.__mro__
-        if each.__module__.startswith("trl.")
+        "Distillation" in base.__name__
+        for base in kind.__mro__
+        if base.__module__.startswith("trl.")
     )
 
 
 def default_config(kind: type, model: Any, **given: Any) -> Any:
     """Return the config that a trainer of TRL's makes where it gets none, or ``None`` if it is none of TRL's."""
-    for each in kind.__mro__:
+    for base in kind.__mro__:
         made_by = getattr(
-            sys.modules.get(each.__module__), f"{each.__name__.removesuffix('Trainer')}Config", None
+            sys.modules.get(base.__module__), f"{base.__name__.removesuffix('Trainer')}Config", None
         )
-        if each.__module__.startswith("trl.") and made_by is not None:
+        if base.__module__.startswith("trl.") and made_by is not None:
             model_id = importlib.import_module("trl.trainer.utils").get_config_model_id
             name = model if isinstance(model, str) else model_id(model.config)
             return made_by(
-                f"{name.split('/')[-1]}-{each.__name__.removesuffix('Trainer')}", **given
+                f"{name.split('/')[-1]}-{base.__name__.removesuffix('Trainer')}", **given
             )
     return None
 
@@ -249,7 +249,7 @@ def is_trl(kind: type) -> bool:
 
 def _modules(kind: type) -> list[ModuleType]:
     names = dict.fromkeys(
-        each.__module__ for each in kind.__mro__ if each.__module__.startswith("trl.")
+        base.__module__ for base in kind.__mro__ if base.__module__.startswith("trl.")
     )
     return [sys.modules[name] for name in names]
 

@@ -254,14 +254,14 @@ def known_dtype(kwargs: Mapping[str, Any]) -> Any:
     """Return the requested type of weights, or ``None`` if the checkpoint decides."""
     dtype = kwargs.get("dtype", kwargs.get("torch_dtype"))
     # Transformers takes one per submodel.
-    for each in dtype.values() if isinstance(dtype, dict) else [dtype]:
-        if each is None or each == "auto":
+    for asked in dtype.values() if isinstance(dtype, dict) else [dtype]:
+        if asked is None or asked == "auto":
             continue
-        kind = getattr(torch, each, None) if isinstance(each, str) else each
+        kind = getattr(torch, asked, None) if isinstance(asked, str) else asked
         if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
-            hint = errors.did_you_mean(each, _DTYPES)
+            hint = errors.did_you_mean(asked, _DTYPES)
             raise errors.ConfigError(
-                f"dtype={each!r} is no dtype of weights: {hint}use 'auto' or one of {', '.join(_DTYPES)}"
+                f"dtype={asked!r} is no dtype of weights: {hint}use 'auto' or one of {', '.join(_DTYPES)}"
             )
     return None if dtype == "auto" else dtype
 

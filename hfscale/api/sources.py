@@ -246,7 +246,7 @@ def _refuse_hooks(model: nn.Module, mesh: Mesh) -> None:
     if mesh.layout.total_size > 1:
         named = model.named_parameters()
         hooked_names = (
-            n for n, each in named if has_backward_hook(each) or has_accumulation_hook(each)
+            n for n, module in named if has_backward_hook(module) or has_accumulation_hook(module)
         )
         hooked = next(hooked_names, "")
     for name in filter(None, mesh.all_gather_object(hooked)):

@@ -237,7 +237,9 @@ def find_whole(source: Path, mesh: Mesh, verify: bool) -> Path:
         problems = mesh.all_gather_object(problems_of(directory) if is_writer(mesh) else [])[0]
         if not problems and verify:
             problems = [
-                each for told in mesh.all_gather_object(_changed(directory, mesh)) for each in told
+                told_names
+                for told in mesh.all_gather_object(_changed(directory, mesh))
+                for told_names in told
             ]
         if not problems:
             if wrong and is_writer(mesh):

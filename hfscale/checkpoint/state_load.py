@@ -201,7 +201,7 @@ class _Found:
         path = self.directory / rest_name(rank)
         try:
             with zipfile.ZipFile(path) as packed:
-                if sum(each.file_size for each in packed.infolist()) > path.stat().st_size:
+                if sum(member.file_size for member in packed.infolist()) > path.stat().st_size:
                     raise zipfile.BadZipFile("it would unpack to more bytes than it has")
             contents: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
         except (pickle.UnpicklingError, RuntimeError, EOFError, zipfile.BadZipFile) as error:

@@ -226,8 +226,8 @@ def _digest(state: Any) -> str:
                 add(value[key])
         elif isinstance(value, list | tuple):
             digest.update(f"[{len(value)}".encode())
-            for each in value:
-                add(each)
+            for item in value:
+                add(item)
         else:
             digest.update(repr(value).encode())
 

@@ -167,11 +167,11 @@ def check_early(arguments: argparse.Namespace) -> None:
     given = {name: value for name, value in vars(arguments).items() if value is not None}
     if "model" in given:
         check_place(given["model"])
-    for each in declared(LayoutFields):
-        if each.dest in given and each.name.endswith("_size"):
-            check_count(each.name, _number(given[each.dest]))
-        elif each.dest in given and each.choices:
-            check_name(each, given[each.dest])
+    for field in declared(LayoutFields):
+        if field.dest in given and field.name.endswith("_size"):
+            check_count(field.name, _number(given[field.dest]))
+        elif field.dest in given and field.choices:
+            check_name(field, given[field.dest])
     counts = {
         *_COUNTS,
         *getattr(_COMMANDS.get(given.get("command", "")), "COUNTS", ()),

@@ -41,13 +41,17 @@ def run(arguments: argparse.Namespace) -> int:
         findings[name] = []
         if not arguments.json:
             print(("\n" if len(findings) > 1 else "") + name, flush=True)
-        for each in looks:
-            findings[name].append(each)
+        for finding in looks:
+            findings[name].append(finding)
             if not arguments.json:
-                print(_line(each), flush=True)
-    problems = sum(each.verdict == "problem" for each in chain.from_iterable(findings.values()))
+                print(_line(finding), flush=True)
+    problems = sum(
+        finding.verdict == "problem" for finding in chain.from_iterable(findings.values())
+    )
     if arguments.json:
-        print_json({name: [asdict(each) for each in looks] for name, looks in findings.items()})
+        print_json(
+            {name: [asdict(finding) for finding in looks] for name, looks in findings.items()}
+        )
     else:
         print(f"\n{problems or 'no'} problem{'s' * (problems != 1)}")
     return int(problems > 0)

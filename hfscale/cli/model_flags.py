@@ -222,12 +222,12 @@ def add_layout_arguments(parser: argparse.ArgumentParser) -> None:
     """Add a flag for every field of a layout."""
     # Values stay strings here: ParallelConfig checks them, and fills in those left out.
     layout = parser.add_argument_group("layout")
-    for each in declared(LayoutFields):
-        if each.kind is bool:
-            layout.add_argument(each.flag, action=argparse.BooleanOptionalAction, help=each.help)
+    for field in declared(LayoutFields):
+        if field.kind is bool:
+            layout.add_argument(field.flag, action=argparse.BooleanOptionalAction, help=field.help)
         else:
-            metavar = "NAME" if each.choices else "N" if each.kind is int else "N,N,..."
-            layout.add_argument(each.flag, metavar=metavar, help=each.help)
+            metavar = "NAME" if field.choices else "N" if field.kind is int else "N,N,..."
+            layout.add_argument(field.flag, metavar=metavar, help=field.help)
 
 
 def layout_of(arguments: argparse.Namespace) -> "ParallelConfig":
@@ -236,13 +236,13 @@ def layout_of(arguments: argparse.Namespace) -> "ParallelConfig":
     from ..parallel.pipeline.orders import check_layout
 
     known = declared(LayoutFields)
-    layout = ParallelConfig(**{each.name: getattr(arguments, each.dest) for each in known})
-    axes = {each.flag: each.text for each in known}
-    for axis in filter(None, dict.fromkeys(each.needs for each in known)):
+    layout = ParallelConfig(**{field.name: getattr(arguments, field.dest) for field in known})
+    axes = {field.flag: field.text for field in known}
+    for axis in filter(None, dict.fromkeys(field.needs for field in known)):
         given = [
-            each.flag
-            for each in known
-            if each.needs == axis and getattr(arguments, each.dest) is not None
+            field.flag
+            for field in known
+            if field.needs == axis and getattr(arguments, field.dest) is not None
         ]
         if given and layout.asked(axis) == 1:
             raise ConfigError(

@@ -44,9 +44,9 @@ class Parser(argparse.ArgumentParser):
     def flags(self) -> dict[str, argparse.Action]:
         """Return flag -> argument, for flags that begin with two dashes."""
         return {
-            flag: each
-            for each in self.arguments
-            for flag in each.option_strings
+            flag: argument
+            for argument in self.arguments
+            for flag in argument.option_strings
             if flag.startswith("--")
         }
 

@@ -35,7 +35,7 @@ class Spelled:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Refuse misspelt field names."""
-        names = [each.name for each in fields(cls)]  # type: ignore[arg-type]
+        names = [option.name for option in fields(cls)]  # type: ignore[arg-type]
         useful = [name for name in names if not name.endswith(_UNUSED)]
         if unknown := [name for name in kwargs if name not in names]:
             close = meant(unknown[0], useful)
@@ -82,22 +82,22 @@ def declared(cls: type) -> tuple[Declared, ...]:
     """Return the fields of a config dataclass, with descriptions from its docstring."""
     texts = described(cls)
     options = []
-    for each in fields(cls):
+    for option in fields(cls):
         more = {
-            "default": each.default,
+            "default": option.default,
             "given_choices": (),
             "flag": "",
             "needs": "",
-            **each.metadata,
+            **option.metadata,
         }
-        flag = more.pop("flag") or each.name.removesuffix("_size")
-        kinds = [kind for kind in (bool, int, str) if kind in (each.type, *get_args(each.type))]
+        flag = more.pop("flag") or option.name.removesuffix("_size")
+        kinds = [kind for kind in (bool, int, str) if kind in (option.type, *get_args(option.type))]
         kind = kinds[0] if len(kinds) == 1 else object
         clause = re.split(
-            r"[.;:](?:\s|$)|\s\(", texts.get(each.name, "").replace("``", ""), maxsplit=1
+            r"[.;:](?:\s|$)|\s\(", texts.get(option.name, "").replace("``", ""), maxsplit=1
         )[0]
         options.append(
-            Declared(each.name, f"--{flag.replace('_', '-')}", clause, **more, kind=kind)
+            Declared(option.name, f"--{flag.replace('_', '-')}", clause, **more, kind=kind)
         )
     return tuple(options)
 

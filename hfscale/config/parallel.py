@@ -51,8 +51,8 @@ class ParallelConfig(Spelled, LayoutFields, ParallelismConfig):
         may_add_data = self._given("dp_shard_size") is None
         if self.powersgd_rank is not None:
             check_count("powersgd_rank", self.powersgd_rank)
-        for each in declared(LayoutFields):
-            setattr(self, each.name, self._checked(each))
+        for option in declared(LayoutFields):
+            setattr(self, option.name, self._checked(option))
         self.sp_size = _positive(
             "sp_size", 1 if (given := self._given("sp_size")) is None else given
         )
@@ -235,7 +235,7 @@ class ParallelConfig(Spelled, LayoutFields, ParallelismConfig):
         first = [f"{axis}_size" for axis in AXES]
         names = [
             *first,
-            *(each.name for each in fields(LayoutFields) if each.name not in first),
+            *(option.name for option in fields(LayoutFields) if option.name not in first),
         ]
         return f"ParallelConfig({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
 

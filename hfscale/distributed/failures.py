@@ -102,9 +102,9 @@ def share_failures(group: dist.ProcessGroup | None) -> "Reporter | None":
         (wanted, Process.own(), listener and listener.place),
         group=group,
     )
-    if not all(each[0] for each in every):
+    if not all(failure[0] for failure in every):
         return None
-    processes, (host, port, token) = [Process(*each[1]) for each in every], every[0][2]
+    processes, (host, port, token) = [Process(*failure[1]) for failure in every], every[0][2]
     if listener is not None:
         listener.processes = processes
         listener.start()
@@ -302,8 +302,8 @@ class _Listener(threading.Thread):
         return None
 
     def _close(self) -> None:
-        for each in (self._server, *self._ranks):
-            each.close()
+        for connection in (self._server, *self._ranks):
+            connection.close()
 
 
 def _gone(rank: int, processes: list[Process], said_bye: bool = False) -> Failure | None:

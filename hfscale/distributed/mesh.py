@@ -120,9 +120,9 @@ class Mesh:
     def _tables(self) -> dict[DeviceMesh, Any]:
         """The global ranks of both meshes as NumPy arrays, which are indexed much faster than tensors."""
         return {
-            each: each.mesh.numpy()
-            for each in (self.device_mesh, self.expert_mesh)
-            if each is not None
+            mesh: mesh.mesh.numpy()
+            for mesh in (self.device_mesh, self.expert_mesh)
+            if mesh is not None
         }
 
     def largest(self, *numbers: float) -> list[Any]:

@@ -203,4 +203,4 @@ def _unnamed(name: str, value: Any) -> Any:
 
 
 def _tuples(value: Any) -> Any:
-    return tuple(_tuples(each) for each in value) if isinstance(value, list) else value
+    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value

@@ -123,7 +123,7 @@ def layers_of_every_kind(config: Any) -> int:
     """Return how many layers a clone needs to have every kind of layer that the config lists."""
     text = text_config(config)
     listed = (field(text, name) for name in ("layer_types", "layers_block_type"))
-    kinds = max((len(set(each)) for each in listed if isinstance(each, (list, tuple))), default=1)
+    kinds = max((len(set(kind)) for kind in listed if isinstance(kind, (list, tuple))), default=1)
     return max(LAYERS, kinds + shares_keys(config))
 
 
@@ -135,29 +135,29 @@ def shares_keys(config: Any) -> bool:
 def first_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
     """Return the config with its first ``layers`` layers, in full size."""
     shortened = copy.deepcopy(config)
-    for each in {
-        id(each): each for each in (shortened, shortened.get_text_config(decoder=True))
+    for part in {
+        id(part): part for part in (shortened, shortened.get_text_config(decoder=True))
     }.values():
-        count = getattr(each, "num_hidden_layers", None)
-        if type(count) is int and type(getattr(each, _SHARED, None)) is int:  # the last ones share
+        count = getattr(part, "num_hidden_layers", None)
+        if type(count) is int and type(getattr(part, _SHARED, None)) is int:  # the last ones share
             setattr(
-                each,
+                part,
                 _SHARED,
-                max(0, min(count, layers) - (count - getattr(each, _SHARED))),
+                max(0, min(count, layers) - (count - getattr(part, _SHARED))),
             )
         left = layers
-        for name, size in _sections_of(vars(each), count).items():
-            setattr(each, name, min(size, left))
+        for name, size in _sections_of(vars(part), count).items():
+            setattr(part, name, min(size, left))
             left -= min(size, left)
-        for name, value in list(vars(each).items()):
+        for name, value in list(vars(part).items()):
             if name in _LAYER_COUNTS and type(value) is int:
-                setattr(each, name, min(value, layers))
+                setattr(part, name, min(value, layers))
             elif (
                 isinstance(value, (list, tuple))
                 and (name in PER_LAYER or len(value) == count)
                 and value
             ):
-                setattr(each, name, value[:layers])
+                setattr(part, name, value[:layers])
     return shortened
 
 
@@ -219,7 +219,7 @@ def _shrink(
                 value, layers, _class_inside(kind, name, value["model_type"])
             )
         elif isinstance(value, dict) and name in _ROPE and isinstance(width, int) and width:
-            fields[name] = {key: _small_sections(key, each, width) for key, each in value.items()}
+            fields[name] = {key: _small_sections(key, item, width) for key, item in value.items()}
         elif isinstance(value, (list, tuple)):
             fields[name] = _small_list(name, value, layers, heads, kept)
         else:

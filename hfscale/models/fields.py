@@ -65,8 +65,8 @@ def counts(config: Any, names: Iterable[str]) -> set[int]:
         ValueError,
     ):  # the host looks at every layer, where it can
         return set()
-    each = (first_count(layer, names) for layer in layers)
-    return {count for count in each if count is not None}
+    of_layers = (first_count(layer, names) for layer in layers)
+    return {count for count in of_layers if count is not None}
 
 
 def lengths_of(config: Any) -> dict[str, int]:

@@ -118,10 +118,12 @@ def used_names(kind: type[Any]) -> tuple[str, ...]:
 
 def _names_in(code: Any) -> list[str]:
     """Return the names that a code object uses, and those of the comprehensions in it."""
-    inner = (each for each in getattr(code, "co_consts", ()) if inspect.iscode(each))
+    inner = (
+        inner_code for inner_code in getattr(code, "co_consts", ()) if inspect.iscode(inner_code)
+    )
     return [
         *getattr(code, "co_names", ()),
-        *(name for each in inner for name in _names_in(each)),
+        *(name for inner_code in inner for name in _names_in(inner_code)),
     ]
 
 

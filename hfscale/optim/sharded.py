@@ -164,9 +164,9 @@ def _placed(value: Any, group: dict[str, Any], device: torch.device) -> Any:
 def members_of(groups: Groups, plans: dict[int, ParameterPlan]) -> list[Member]:
     """Return every parameter of ``groups`` with its plan, found by ``id``, in order."""
     return [
-        Member(plans[id(each)], each, index)
+        Member(plans[id(parameter)], parameter, index)
         for index, group in enumerate(groups)
-        for each in group["params"]
+        for parameter in group["params"]
     ]
 
 
@@ -174,9 +174,9 @@ def stock_defaults(stock: type[torch.optim.Optimizer]) -> dict[str, Any]:
     """Return the defaults of the options of a stock class, except learning rate and weight decay."""
     options = signature(stock).parameters.values()
     return {
-        each.name: each.default
-        for each in options
-        if each.name not in ("params", "lr", "weight_decay")
+        option.name: option.default
+        for option in options
+        if option.name not in ("params", "lr", "weight_decay")
     }
 
 

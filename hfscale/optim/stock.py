@@ -318,8 +318,8 @@ def write_rounded(share: Tensor, wide: Tensor, places: list[Tensor], key: int) -
         )
         return
     by_dim = [
-        each.view([-1 if i == dim else 1 for i in range(len(places))])
-        for dim, each in enumerate(places)
+        span.view([-1 if i == dim else 1 for i in range(len(places))])
+        for dim, span in enumerate(places)
     ]
     rows = share.shape[0] if is_fused(share.device) else max(1, _CHUNK // max(1, share[0].numel()))
     for begin in range(0, share.shape[0], rows):

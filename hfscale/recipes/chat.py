@@ -50,8 +50,8 @@ def encode_chat(tokenizer: Any, messages: Any, train_on: str, where: str) -> Exa
     """Return a conversation as a row, with labels of the assistant's turns or of ``all``; ``where`` is its name."""
     # What an assistant's call of a tool has for content depends on the template.
     if not (isinstance(messages, list) and messages) or not all(
-        isinstance(each, dict) and isinstance(each.get("role"), str) and "content" in each
-        for each in messages
+        isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message
+        for message in messages
     ):
         raise RecipeError(
             f"{where} is no conversation: messages must be a list of records with role and content, and this is "

@@ -74,10 +74,10 @@ def made_of(
 
 
 def _check_declared(section: str, values: Any) -> None:
-    for each in fields(values):
-        name = f"{section}.{each.name}"
-        value = getattr(values, each.name)
-        asked = each.metadata
+    for option in fields(values):
+        name = f"{section}.{option.name}"
+        value = getattr(values, option.name)
+        asked = option.metadata
         if value is None:
             continue
         if "choices" in asked and value not in asked["choices"]:

@@ -187,11 +187,11 @@ def encode(data: DataRecipe, tokenizer: Any, documents: list[Document]) -> list[
     return [
         make(
             tokenizer,
-            *(each.columns[name] for name in names),
+            *(document.columns[name] for name in names),
             data.train_on,
-            each.name,
+            document.name,
         )
-        for each in documents
+        for document in documents
     ]
 
 

@@ -44,7 +44,7 @@ def f1(
     """Reward the words that are in the expected answer too: F1 of SQuAD (Rajpurkar et al. 2016, section 6)."""
     rewards = []
     for said, wanted in zip(
-        (_text(each).split() for each in completions),
+        (_text(completion).split() for completion in completions),
         map(str.split, answer),
         strict=True,
     ):
@@ -124,7 +124,7 @@ def prompts_of(data: DataRecipe, tokenizer: Any) -> Dataset:
     )
     if messages or data.chat_template is not None:
         set_chat_template(tokenizer, data)
-    return Dataset.from_list([_row(data, each) for each in documents])
+    return Dataset.from_list([_row(data, document) for document in documents])
 
 
 def _row(data: DataRecipe, document: Document) -> dict[str, Any]:

@@ -89,7 +89,7 @@ def processed(
     start = getattr(processor.tokenizer, "bos_token", None)
     batch = processor(
         text=list(texts),
-        images=[list(each) for each in images] if any(images) else None,
+        images=[list(image) for image in images] if any(images) else None,
         padding=True,
         return_tensors="pt",
         add_special_tokens=not (start and texts[0].startswith(start)),
@@ -129,8 +129,8 @@ def _parts(messages: Sequence[Any]) -> list[Any]:
     contents = (message["content"] for message in messages)
     return [
         part
-        for each in contents
-        for part in (each if isinstance(each, list) else [{"type": "text", "text": each}])
+        for content in contents
+        for part in (content if isinstance(content, list) else [{"type": "text", "text": content}])
     ]
 
 

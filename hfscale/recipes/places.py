@@ -93,7 +93,7 @@ def _decisive(recipe: Recipe) -> dict[str, object]:
     flat: dict[str, object] = {}
     for key, value in asdict(recipe).items():
         if isinstance(value, dict) and key not in free:
-            flat |= {f"{key}.{name}": each for name, each in value.items()}
+            flat |= {f"{key}.{name}": item for name, item in value.items()}
         else:
             flat[key] = value
     return {key: value for key, value in flat.items() if key not in free}

@@ -51,7 +51,8 @@ def make_card(config: Any, recipe: Recipe, made: Made, **told: Any) -> ModelCard
         parameters = int(task.auto_class.from_config(config).num_parameters())
     trained, evaluated = read_metrics(recipe.metrics)
     packages = {
-        each.__name__: each.__version__ for each in (torch, transformers, accelerate, hfscale)
+        library.__name__: library.__version__
+        for library in (torch, transformers, accelerate, hfscale)
     }
     text = _ENVIRONMENT.get_template("card.md").render(
         metadata=_metadata(config, recipe, made).to_yaml(),

@@ -122,7 +122,7 @@ class RowBatches(Sequence[dict[str, Tensor]]):
 
     def __getitem__(self, place: Any) -> Any:
         rows, at = self._starts[place]
-        return rows.batch([each % len(rows) for each in range(at, at + self._size)])
+        return rows.batch([index % len(rows) for index in range(at, at + self._size)])
 
 
 class PairRows(Rows):

@@ -88,7 +88,7 @@ def write_teacher(recipe: FinetuneRecipe, layout: hfscale.ParallelConfig) -> Non
     _, size = per_rank(
         recipe.training.batch_size, layout.batch_world, recipe.training.microbatch_size
     )
-    batches = RowBatches([rows_of(recipe, each, model, tokenizer) for each in data], size)
+    batches = RowBatches([rows_of(recipe, batch, model, tokenizer) for batch in data], size)
     asked = recipe.teacher
     hfscale.Teacher.write(
         model, batches, asked.write, top_k=asked.top_k, temperature=asked.temperature

@@ -67,7 +67,7 @@ class RecipeTrainer(hfscale.Trainer):
         )
         self._microbatches, self._size = microbatches_of_step(recipe, batch_world)
         rows, self._rows_to_validate = (
-            rows_of(recipe, each, model, tokenizer) for each in (data, validation)
+            rows_of(recipe, dataset, model, tokenizer) for dataset in (data, validation)
         )
         self._tokens = torch.from_numpy(rows.tokens.copy())
         self._order = order_of(training.steps, training.batch_size, len(rows), recipe.seed)

@@ -56,7 +56,7 @@ def balanced_batches(
         sampler = BatchRebalanceSampler(list(lengths), *given, **order)
         sampler.QUADRATIC_COST_COEF = pair
         return sampler
-    rows: Any = ([each] if isinstance(each, Integral) else each for each in lengths)
+    rows: Any = ([length] if isinstance(length, Integral) else length for length in lengths)
     costs = [sum(tokens + pair * tokens**2 for tokens in texts) for texts in rows]
     packed = PackedBatches(costs, *given, **order)  # type: ignore[arg-type]
     packed.share = share_by_cost

@@ -140,7 +140,7 @@ class ModelTeacher:
         count = len(batch["labels"])
         own_tokens = self._student.context.own_tokens
         rows = slice(piece * count, (piece + 1) * count)
-        return self._taught(*(own_tokens(batch, each[rows]).flatten(0, 1) for each in signals))
+        return self._taught(*(own_tokens(batch, signal[rows]).flatten(0, 1) for signal in signals))
 
     def _taught(self, hidden: Tensor) -> TaughtRows:
         assert self._head is not None  # since the hidden states were made
@@ -198,7 +198,11 @@ class ModelTeacher:
         plan = self._teacher.plan
         if runtime is self._student:
             added = {adapter.name for adapter in plan.adapters}
-            trained = [planned.name for planned, each in runtime.parameters() if each.requires_grad]
+            trained = [
+                planned.name
+                for planned, parameter in runtime.parameters()
+                if parameter.requires_grad
+            ]
             if runtime.mesh.largest(not added or any(name not in added for name in trained))[0]:
                 raise ConfigError(
                     "the student can be its own teacher only where nothing but adapters train: give it a peft_config, "

@@ -75,7 +75,7 @@ def _counted_by_axes(runtime: Runtime, here: list[_Gradient]) -> dict[_Axes, lis
     axes = {
         planned.name: tuple(cut.axis for cut in planned.cuts) for planned in runtime.plan.owned()
     }
-    by_axes: dict[_Axes, list[Tensor]] = {each: [] for each in axes.values()}
+    by_axes: dict[_Axes, list[Tensor]] = {axis_names: [] for axis_names in axes.values()}
     for planned, gradient in here:
         if runtime.counts(planned):
             # The slices that no earlier rank has a replica of.
@@ -96,8 +96,8 @@ def _joined(
     norms: dict[int, Tensor] = {}
     for same, places in alike(grads):
         norms.update(zip(places, norms_of(same, norm_type, wide), strict=True))
-    each = torch.stack([norms[i] for i in range(len(grads))]).to(device)
-    return each.max() if norm_type == float("inf") else each.pow(norm_type).sum()
+    norms_of_rank = torch.stack([norms[i] for i in range(len(grads))]).to(device)
+    return norms_of_rank.max() if norm_type == float("inf") else norms_of_rank.pow(norm_type).sum()
 
 
 class BadStepError(HFScaleError, RuntimeError):

@@ -336,7 +336,11 @@ def _loss_of(runtime: Runtime, asked: StepLoss | None) -> StepLoss:
     def added(live: Mapping[str, nn.Parameter]) -> list[str]:
         strange = {name for name in live.keys() - known.keys() if stock_name(name) not in known}
         return (
-            [name for name, each in live.items() if name in strange and each.requires_grad]
+            [
+                name
+                for name, parameter in live.items()
+                if name in strange and parameter.requires_grad
+            ]
             if strange
             else []
         )

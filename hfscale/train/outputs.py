@@ -89,7 +89,7 @@ class KeptOutputs:
         size = max(len(kept) // given, 1)
         groups = [kept[start : start + size] for start in range(0, len(kept), size)]
         joined = [
-            {name: torch.cat([each[name] for each in group]) for name in group[0]}
+            {name: torch.cat([part[name] for part in group]) for name in group[0]}
             for group in groups
         ]
         return [ModelOutput(output) for output in from_last_stage(self._runtime, joined)]

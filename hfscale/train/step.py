@@ -214,7 +214,7 @@ def _divisors(
             f"num_items_in_batch has {len(given)} numbers for a step of {microbatches} microbatches: give one, or one "
             "for each batch of the list"
         )
-    values = [_divisor(each, count, len(given) == 1) for each in given]
+    values = [_divisor(batch, count, len(given) == 1) for batch in given]
     return [values[index * len(given) // microbatches] for index in range(microbatches)]
 
 

@@ -190,7 +190,7 @@ def _scores(
         runtime.loss.loss_of(called, batch, count, 0.0)
     own = list(scoring.scores.each())
     # Not all backends send them.
-    sent = (each.to(torch.uint8) if each.dtype == torch.bool else each for each in own)
+    sent = (score.to(torch.uint8) if score.dtype == torch.bool else score for score in own)
     return TokenScores(
         *(
             runtime.context.gather_tokens(batch, s).to(o.dtype)

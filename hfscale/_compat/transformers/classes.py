@@ -144,7 +144,9 @@ def takes_argument(model: nn.Module, name: str) -> bool:
 def forward_arguments(forward: Callable[..., Any]) -> tuple[frozenset[str], bool]:
     """Return the names of the arguments of a class's forward pass, and whether it also takes others."""
     parameters = signature(forward).parameters.values()
-    named = frozenset(each.name for each in parameters if each.kind != each.VAR_KEYWORD)
+    named = frozenset(
+        parameter.name for parameter in parameters if parameter.kind != parameter.VAR_KEYWORD
+    )
     return named, len(named) < len(parameters)
 
 

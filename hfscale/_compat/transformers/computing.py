@@ -62,11 +62,11 @@ def place_by_place(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     def spread(*indices: Tensor) -> Tensor:
         flat = [index.flatten() for index in indices]
-        examples, heads, queries, keys = (len(each) for each in flat)
+        examples, heads, queries, keys = (len(leaf) for leaf in flat)
 
         def at(example: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             places = (example, head, query, key)
-            return function(*(each[place] for each, place in zip(flat, places, strict=True)))
+            return function(*(leaf[place] for leaf, place in zip(flat, places, strict=True)))
 
         return create_mask(at, examples, heads, queries, keys, device=flat[0].device)
 

@@ -143,7 +143,10 @@ def convert(
     for key, tensor in tensors.items():
         converter.add_tensor(first.name, key, found[key].pattern, tensor)
     made = converter.convert(first.name, model=like, config=config)
-    return {name: each[0] if isinstance(each, list) else each for name, each in made.items()}
+    return {
+        name: made_tensor[0] if isinstance(made_tensor, list) else made_tensor
+        for name, made_tensor in made.items()
+    }
 
 
 def never_stored(model: Any) -> set[str]:

@@ -37,13 +37,14 @@ def versions() -> list[Finding]:
     except metadata.PackageNotFoundError:  # run from its sources
         asked = []
     needed = [
-        each
-        for each in asked
-        if "tested" not in str(each.marker) and (not each.marker or each.name in _ALSO)
+        requirement
+        for requirement in asked
+        if "tested" not in str(requirement.marker)
+        and (not requirement.marker or requirement.name in _ALSO)
     ]
-    known = {each.name: each for each in needed or [Requirement("torch")]}
+    known = {requirement.name: requirement for requirement in needed or [Requirement("torch")]}
     newer = untested()
-    return [_version(each, newer.get(each.name)) for each in known.values()]
+    return [_version(requirement, newer.get(requirement.name)) for requirement in known.values()]
 
 
 def _version(asked: Requirement, newer: str | None) -> Finding:

@@ -71,8 +71,8 @@ def activation_bytes(plan: Plan, situation: Situation) -> Activations:
     total = 0.0
     away = 0
     notes = list[str]()
-    for each in held:
-        total += each.in_flight * tokens * each.kept(chosen)
+    for layer in held:
+        total += layer.in_flight * tokens * layer.kept(chosen)
     if offloaded(plan).activations is not None:
         total, away = _on_host(held, chosen, tokens)
         notes = [
@@ -81,9 +81,9 @@ def activation_bytes(plan: Plan, situation: Situation) -> Activations:
     total += _ends(plan, situation, types, held, chosen)
     last = total if away or not held else tokens * held[0].kept(chosen)
     before, behind, in_norm = _around_layers(plan, situation, types)
-    again = max((each.again for each in held if each.name in chosen), default=0.0)
-    again += max((each.bytes.again for each in held), default=0.0)
-    passing = max((each.bytes.passing for each in held), default=0.0)
+    again = max((layer.again for layer in held if layer.name in chosen), default=0.0)
+    again += max((layer.bytes.again for layer in held), default=0.0)
+    passing = max((layer.bytes.passing for layer in held), default=0.0)
     notes += _notes(plan, situation, held, chosen)
     again = ceil(tokens * again)
     passing = ceil(tokens * passing)
@@ -103,7 +103,7 @@ def _notes(
     plan: Plan, situation: Situation, held: Sequence[LayerHeld], chosen: frozenset[str]
 ) -> list[str]:
     again = recomputed(plan)
-    counted = all(each.bytes.counted for each in held)
+    counted = all(layer.bytes.counted for layer in held)
     how = (
         "counted for this kind of layer"
         if counted
@@ -125,7 +125,7 @@ def _notes(
     ):
         notes.append("what modules that are recomputed by themselves do not keep is not deducted")
     if chosen:
-        share = f"{sum(each.name in chosen for each in held)} of {len(held)} layers"
+        share = f"{sum(layer.name in chosen for layer in held)} of {len(held)} layers"
         notes.append(f"recomputed: {share}, of which the input is kept, and one of them whole")
     return notes
 
@@ -206,10 +206,11 @@ def _on_host(
     tokens: int,
 ) -> tuple[float, int]:
     """Return the bytes on the device in backward (a layer and the next one), and those waiting on the host."""
-    one = [tokens * each.kept(chosen) for each in held]
-    layers = sum(each.in_flight * size for each, size in zip(held, one, strict=True))
+    one = [tokens * layer.kept(chosen) for layer in held]
+    layers = sum(layer.in_flight * size for layer, size in zip(held, one, strict=True))
     pieces = (
-        tokens * (each.bytes.stream if each.name in chosen else each.bytes.piece) for each in held
+        tokens * (layer.bytes.stream if layer.name in chosen else layer.bytes.piece)
+        for layer in held
     )
     read = max(pieces, default=0.0) if len(held) < 3 else 0.0  # of three, two are there whole later
     return min(2, len(held) - 1) * max(one, default=0.0) + read, ceil(layers)
@@ -224,18 +225,18 @@ def layers_to_recompute(plan: Plan, situation: Situation) -> frozenset[str]:
     chosen = set[str]()
 
     def kept() -> float:
-        total = sum(each.in_flight * each.kept(chosen) for each in held)
+        total = sum(layer.in_flight * layer.kept(chosen) for layer in held)
         return tokens * (
-            total + max((each.again for each in held if each.name in chosen), default=0.0)
+            total + max((layer.again for layer in held if layer.name in chosen), default=0.0)
         )
 
     def cost(each: LayerHeld) -> float:
         return _flops(plan, each.name, situation) / max(each.bytes.kept - each.bytes.stream, 1e-9)
 
-    for each in sorted((each for each in held if each.name in planned.layers), key=cost):
+    for layer in sorted((layer for layer in held if layer.name in planned.layers), key=cost):
         if kept() <= planned.budget:
             break
-        chosen.add(each.name)
+        chosen.add(layer.name)
     if kept() > planned.budget:
         raise ConfigError(
             f"recompute='{human(planned.budget)}' is too small for {tokens:,} tokens in a microbatch: recomputing "

@@ -204,7 +204,8 @@ def with_host_of(plan: Plan, job: Job) -> Job:
             layers_held(plan, Situation(round(job.tokens), rank, trained=names)) for rank in ranks
         ):
             kept = sum(
-                each.bytes.stream if each.name in again else each.bytes.kept for each in held
+                estimate.bytes.stream if estimate.name in again else estimate.bytes.kept
+                for estimate in held
             )
             activations = max(activations, 2 * kept * job.tokens * job.microbatches)
         what |= {"activations"}
@@ -227,7 +228,7 @@ def _place(plan: Plan, rank: int) -> Place:
     home = (0,) if plan.stages is None else plan.stages.ranks
     own = [stage for stage, where in enumerate(home) if where == rank]
     here = {name: prod(plan.by_name[name].model_shape({})) for name in plan.local_names(rank)}
-    mixtures = tuple(f"{each.name}." for each in plan.mixtures)
+    mixtures = tuple(f"{mixture.name}." for mixture in plan.mixtures)
     layers = tuple(f"{layer}." for layer in plan.layers)
     spread, in_layers = (
         sum(here[n] for n in here if n.startswith(parts)) for parts in (mixtures, layers)

@@ -91,7 +91,7 @@ class MemoryEstimate:
     def kinds(self) -> dict[str, int]:
         """Bytes on the device by kind."""
         return {
-            each.name: getattr(self, each.name) for each in fields(self) if each.name not in _BESIDE
+            kind.name: getattr(self, kind.name) for kind in fields(self) if kind.name not in _BESIDE
         }
 
     @property
@@ -142,7 +142,7 @@ def estimate_memory(
     of_activations = activation_bytes(plan, situation)
     kept = of_activations.kept
     notes = of_activations.notes
-    stacks = [each.name for each in plan.mixtures]
+    stacks = [mixture.name for mixture in plan.mixtures]
     state = optimizer_bytes(training, here, optimizer, options, plan.layers, stacks, plan.lookup)
     on_host = state * offloaded(plan).optimizer
     if offloaded(plan).optimizer:
@@ -298,7 +298,7 @@ def _copied(plan: Plan, held: Sequence[ParameterPlan], situation: Situation) -> 
         for p in held
         if (all_cast or len(p.shape) > 1) and p.dtype.itemsize == 4 and p.name not in left
     ]
-    mixtures = tuple(f"{each.name}." for each in plan.mixtures)
+    mixtures = tuple(f"{mixture.name}." for mixture in plan.mixtures)
     total = 0
     for planned in copied:
         count = situation.held_by(planned.stage)
@@ -355,8 +355,8 @@ def _exchanged(plan: Plan, situation: Situation, tokens: int) -> int:
         name: plan.by_name.get(f"{layer}.self_attn.{name}_proj.weight") for name in ("q", "k", "v")
     }
     q, k, v = (
-        wide if each is None else each.model_shape(situation.ranks)[0]
-        for each in projections.values()
+        wide if projection is None else projection.model_shape(situation.ranks)[0]
+        for projection in projections.values()
     )
     return ceil(
         cp_buffer_bytes(

@@ -79,7 +79,9 @@ class DryRun:
         """Return all fields as plain numbers and strings."""
         document = asdict(self)
         for stage, run in zip(document["stages"], self.stages, strict=True):
-            rows = [{**asdict(each), "ratio": each.ratio} for each in run.compared]
+            rows = [
+                {**asdict(comparison), "ratio": comparison.ratio} for comparison in run.compared
+            ]
             stage["traffic"], stage["activations"] = rows[:-1], rows[-1]
         return document
 
@@ -90,14 +92,14 @@ class DryRun:
         )
         rows = [("stage", "layers", "of", "calls", "counted", "estimated", "ratio")]
         for stage in self.stages:
-            for each in stage.compared:
-                calls = f"{each.calls:,}" if each.calls else ""
+            for comparison in stage.compared:
+                calls = f"{comparison.calls:,}" if comparison.calls else ""
                 sizes = (
-                    human(round(each.counted)),
-                    human(round(each.estimated)),
-                    f"{each.ratio:.3f}",
+                    human(round(comparison.counted)),
+                    human(round(comparison.estimated)),
+                    f"{comparison.ratio:.3f}",
                 )
-                rows.append((str(stage.rank), str(stage.layers), each.axis, calls, *sizes))
+                rows.append((str(stage.rank), str(stage.layers), comparison.axis, calls, *sizes))
         alike = [
             f"stage {run.rank} is like {_ranges(run.like)}"
             for run in self.stages

@@ -147,10 +147,10 @@ def candidates(
 
 def offloading(found: Iterable[Candidate], ways: Sequence[tuple[str, ...]]) -> Iterator[Candidate]:
     """Yield layouts that offload to the host, for models that fit in no other way; only with 1F1B."""
-    for each in found:
-        for what in ways if each.schedule == SCHEDULES[0][0] else ():
-            if "parameters" not in what or each.job.layout.dp_shard > 1:
-                yield replace(each, offload=what)
+    for candidate in found:
+        for what in ways if candidate.schedule == SCHEDULES[0][0] else ():
+            if "parameters" not in what or candidate.job.layout.dp_shard > 1:
+                yield replace(candidate, offload=what)
 
 
 def _of_sizes(

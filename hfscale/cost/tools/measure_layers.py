@@ -196,11 +196,11 @@ class _LayerCounter(SavedCounter):
             BYTES if self._rounds else stream.element_size()
         )
         given = (
-            each
-            for each in tree_leaves((args, kwargs))
-            if isinstance(each, Tensor) and each is not stream
+            tensor
+            for tensor in tree_leaves((args, kwargs))
+            if isinstance(tensor, Tensor) and tensor is not stream
         )
-        self._given |= {storage_key(each): each for each in given}
+        self._given |= {storage_key(tensor): tensor for tensor in given}
         before = self.kept[self._place]
         super().enter(layer, args, kwargs)
         self.inputs[self._place] = self.kept[self._place] - before

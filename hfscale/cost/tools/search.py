@@ -90,14 +90,14 @@ class Search:
 
     def _rows(self, found: Sequence[CandidateCost]) -> list[str]:
         rows = [("seconds", "tokens/s/GPU", "likely", "layout")]
-        for each in found:
-            rate = self.tokens / each.seconds / self.gpus
+        for candidate in found:
+            rate = self.tokens / candidate.seconds / self.gpus
             rows.append(
                 (
-                    f"{each.seconds:.3f}",
+                    f"{candidate.seconds:.3f}",
                     f"{rate:,.0f}",
-                    human(round(each.likely)),
-                    each.candidate.describe(),
+                    human(round(candidate.likely)),
+                    candidate.candidate.describe(),
                 )
             )
         return aligned(rows, left=(3,))
@@ -135,11 +135,11 @@ def search(
         fitting = trial.fitting(every)
     if not fitting:
         raise ConfigError(trial.nothing_fits(every, gpus, sequences))
-    best = {each.candidate.kind: each for each in reversed(fitting)}
+    best = {candidate.candidate.kind: candidate for candidate in reversed(fitting)}
     frontier = list[CandidateCost]()
-    for each in fitting:  # a slower layout only if it saves at least 5% memory
-        if not frontier or each.likely < 0.95 * frontier[-1].likely:
-            frontier.append(each)
+    for candidate in fitting:  # a slower layout only if it saves at least 5% memory
+        if not frontier or candidate.likely < 0.95 * frontier[-1].likely:
+            frontier.append(candidate)
     return Search(
         machine=machine,
         gpus=gpus,
@@ -191,13 +191,16 @@ class _Trial:
                 layouts, [self.only["offload"]] if "offload" in self.only else OFFLOADS
             )
         return [
-            self.cost.estimate(each) for each in layouts if self.only.items() <= each.levers.items()
+            self.cost.estimate(candidate)
+            for candidate in layouts
+            if self.only.items() <= candidate.levers.items()
         ]
 
     def fitting(self, found: Iterable[CandidateCost]) -> list[CandidateCost]:
         """Return the candidates that fit, the fastest first."""
         return sorted(
-            (each for each in found if self._verdict(each) == FITS), key=lambda each: each.seconds
+            (candidate for candidate in found if self._verdict(candidate) == FITS),
+            key=lambda each: each.seconds,
         )
 
     def _verdict(self, found: CandidateCost) -> str:
@@ -206,13 +209,14 @@ class _Trial:
     def why(self, every: Iterable[CandidateCost]) -> dict[str, str]:
         """Return, per kind of layout, why it does not fit: the bytes of its smallest candidate."""
         least = dict[str, CandidateCost]()
-        for each in every:
-            known = least.get(each.candidate.kind, each)
-            least[each.candidate.kind] = min(known, each, key=lambda one: one.likely)
+        for cost in every:
+            known = least.get(cost.candidate.kind, cost)
+            least[cost.candidate.kind] = min(known, cost, key=lambda one: one.likely)
         return {
-            kind: f"at least {human(round(each.likely))} ({each.candidate.describe()}), mostly {each.mostly}: "
-            + ("does not fit" if self._verdict(each) == DOES_NOT_FIT else "is over the budget")
-            for kind, each in least.items()
+            kind: f"at least {human(round(cost.likely))} ({cost.candidate.describe()}), mostly "
+            f"{cost.mostly}: "
+            + ("does not fit" if self._verdict(cost) == DOES_NOT_FIT else "is over the budget")
+            for kind, cost in least.items()
         }
 
     def nothing_fits(self, every: Sequence[CandidateCost], gpus: int, sequences: int) -> str:

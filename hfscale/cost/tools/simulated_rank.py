@@ -250,12 +250,12 @@ class _WithoutValues(FromSeed):
         held = [plan.by_name[name] for name in plan.local_names(mesh.pp_rank)]
         return model, LocalWeights(
             {
-                each.name: torch.empty(
-                    each.local_shape(mesh.ranks),
-                    dtype=each.dtype,
+                estimate.name: torch.empty(
+                    estimate.local_shape(mesh.ranks),
+                    dtype=estimate.dtype,
                     device=META,
                 )
-                for each in held
+                for estimate in held
             }
         )
 
@@ -319,7 +319,7 @@ def _found(job: Job, shape: ModelShape, looked_at: Tensor) -> Tensor:
         * indices[0].numel()
         / shape.experts
     )
-    each, rest = divmod(routes, indices[0].numel())
-    indices[0] = each + (torch.arange(indices[0].numel()) < rest).view_as(indices[0])
+    routes_of_expert, rest = divmod(routes, indices[0].numel())
+    indices[0] = routes_of_expert + (torch.arange(indices[0].numel()) < rest).view_as(indices[0])
     indices[1] = indices[0, :1]  # of rank 0: every other sends it as much as it keeps for itself
     return indices

@@ -128,7 +128,7 @@ def top_tokens(
 
 def log_sum_exps(rows: Sequence[Tensor], vocabulary: VocabularySlice) -> Tensor:
     """Return the log-sum-exps of rows over all slices, ``[rows, n, 1]``."""
-    lse = torch.stack([each.logsumexp(-1, keepdim=True) for each in rows])
+    lse = torch.stack([row.logsumexp(-1, keepdim=True) for row in rows])
     return lse if vocabulary.group is None else gathered(lse, vocabulary.group).logsumexp(0)
 
 
@@ -173,7 +173,7 @@ class DivergenceTerms:
             _expected(self._log_q, log_m),
             _expected(self._log_p, torch.zeros_like(log_m)),
         )
-        sums = torch.stack([each.sum(-1, keepdim=True) for each in terms])
+        sums = torch.stack([term.sum(-1, keepdim=True) for term in terms])
         if vocabulary.group is not None:
             sums = gathered(sums, vocabulary.group).sum(0)
         self._from_student, self._from_teacher, minus_entropy = sums

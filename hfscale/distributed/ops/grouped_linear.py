@@ -56,8 +56,8 @@ class _GroupedLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
         of_x, of_weight = (
-            torch.empty_like(each) if asked else None
-            for each, asked in zip((x, weight), gradients_asked(ctx), strict=False)
+            torch.empty_like(operand) if asked else None
+            for operand, asked in zip((x, weight), gradients_asked(ctx), strict=False)
         )
         start = 0
         for group, count in enumerate(ctx.counts):

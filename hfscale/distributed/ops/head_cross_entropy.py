@@ -67,7 +67,7 @@ class HeadRows:
 
     def sums(self) -> list[Tensor | None]:
         """Return the gradient of every parameter, ``None`` where it does not train."""
-        return [each.total() for each in self._sums]
+        return [sum_.total() for sum_ in self._sums]
 
 
 class LinearRows(HeadRows):

@@ -136,9 +136,9 @@ class AsynchronousPipeline(Pipeline):
     def waiting_gradients(self) -> list[Tensor]:
         """Return the gradients of versions in flight, and of finished ones not handed out yet."""
         return [
-            each
+            gradient
             for version in (*self._versions.values(), *self._finished)
-            for each in version.gradients()
+            for gradient in version.gradients()
         ]
 
     def agrees(self, train: bool) -> bool:

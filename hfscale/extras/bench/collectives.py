@@ -129,9 +129,13 @@ def _wait(device: torch.device) -> None:
 
 def suggested_bucket(measured: Sequence[Measured]) -> int | None:
     """Return the least bytes at which all-reduce has 0.8 of its best bandwidth, as for DDP's ``bucket_cap_mb``."""
-    all_reduces = [each for each in measured if each.collective == "all-reduce"]
-    best = max((each.bus_bandwidth for each in all_reduces), default=0.0)
-    fast = [each.size for each in all_reduces if each.bus_bandwidth >= 0.8 * best]
+    all_reduces = [
+        measurement for measurement in measured if measurement.collective == "all-reduce"
+    ]
+    best = max((measurement.bus_bandwidth for measurement in all_reduces), default=0.0)
+    fast = [
+        measurement.size for measurement in all_reduces if measurement.bus_bandwidth >= 0.8 * best
+    ]
     return min(fast, default=None)
 
 
@@ -141,11 +145,11 @@ def draw(target: Path, measured: Sequence[Measured], title: str) -> None:
 
     figure = Figure(figsize=(7.5, 4.5), layout="constrained")
     axes = figure.subplots()
-    for name in dict.fromkeys(each.collective for each in measured):
-        own = [each for each in measured if each.collective == name]
+    for name in dict.fromkeys(measurement.collective for measurement in measured):
+        own = [measurement for measurement in measured if measurement.collective == name]
         axes.plot(
-            [each.size for each in own],
-            [each.bus_bandwidth / 1e9 for each in own],
+            [measurement.size for measurement in own],
+            [measurement.bus_bandwidth / 1e9 for measurement in own],
             marker="o",
             ms=3,
             label=name,

@@ -88,7 +88,10 @@ def _show(arguments: argparse.Namespace, measured: Sequence["Measured"], where: 
     bucket = suggested_bucket(measured)
     assert bucket is not None
     if arguments.json:
-        entries = [{**asdict(each), "bus_bandwidth": each.bus_bandwidth} for each in measured]
+        entries = [
+            {**asdict(measurement), "bus_bandwidth": measurement.bus_bandwidth}
+            for measurement in measured
+        ]
         print_json(
             {
                 "where": where,
@@ -98,9 +101,9 @@ def _show(arguments: argparse.Namespace, measured: Sequence["Measured"], where: 
             }
         )
         return
-    sizes = list(dict.fromkeys(each.size for each in measured))
-    of = {(each.collective, each.size): each for each in measured}
-    names = list(dict.fromkeys(each.collective for each in measured))
+    sizes = list(dict.fromkeys(measurement.size for measurement in measured))
+    of = {(measurement.collective, measurement.size): measurement for measurement in measured}
+    names = list(dict.fromkeys(measurement.collective for measurement in measured))
     rows = [
         [name, *(f"{of[name, size].bus_bandwidth / 1e9:.3f}" for size in sizes)] for name in names
     ]

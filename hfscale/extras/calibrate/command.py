@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> None:
     ):
         measured = run_ranks(world, measure, list(_SIZES), arguments.seconds / 20)
         reduced = sorted(
-            (each for each in measured if each.collective == "all-reduce"),
+            (measurement for measurement in measured if measurement.collective == "all-reduce"),
             key=lambda each: each.size,
         )
         links = reduced[-1].bus_bandwidth, reduced[0].seconds

@@ -130,17 +130,21 @@ def _schedule(timeline: Timeline) -> str:
 
 def _scatter(found: Search) -> str:
     """Plot seconds over memory on logarithmic axes, since layouts differ by factors."""
-    shown: list[tuple[CandidateCost, str]] = [(each, _COLORS[0]) for each in found.frontier]
-    shown += [(each, _COLORS[1]) for each in found.best if each not in found.frontier]
+    shown: list[tuple[CandidateCost, str]] = [
+        (candidate, _COLORS[0]) for candidate in found.frontier
+    ]
+    shown += [
+        (candidate, _COLORS[1]) for candidate in found.best if candidate not in found.frontier
+    ]
     right = _WIDTH - 30
     bottom = 320
     gib = 2**30
     across = _Scale(
-        [each.likely / gib for each, _ in shown] + [found.budget / gib],
+        [candidate.likely / gib for candidate, _ in shown] + [found.budget / gib],
         _LABEL,
         right,
     )
-    up = _Scale([each.seconds for each, _ in shown], bottom, 20)
+    up = _Scale([candidate.seconds for candidate, _ in shown], bottom, 20)
     parts = []
     for value in across.ticks():
         x = across.at(value)
@@ -156,9 +160,9 @@ def _scatter(found: Search) -> str:
         ]
     x = across.at(found.budget / gib)
     parts += [_dashed(x, 20, bottom), _text(x, 14, f"budget {_size(found.budget)}", "end")]
-    for each, color in shown:
-        says = f"{each.candidate.describe()}: {_seconds(each.seconds)}, {_size(each.likely)}"
-        place = f'cx="{across.at(each.likely / gib):.1f}" cy="{up.at(each.seconds):.1f}"'
+    for candidate, color in shown:
+        says = f"{candidate.candidate.describe()}: {_seconds(candidate.seconds)}, {_size(candidate.likely)}"
+        place = f'cx="{across.at(candidate.likely / gib):.1f}" cy="{up.at(candidate.seconds):.1f}"'
         parts.append(f'<circle {place} r="5" fill="{color}"><title>{escape(says)}</title></circle>')
     parts.append(_text(right, bottom + 32, "likely memory of a rank", "end"))
     return _svg(bottom + 38, parts) + _key(["frontier", "fastest of another kind"])

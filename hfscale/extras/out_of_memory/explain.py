@@ -112,7 +112,7 @@ def _batch(error: BaseException) -> Tensor | None:
     """Return the token ids of a microbatch among the variables of a traceback, the innermost ones."""
     for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
         for value in frame.f_locals.values():
-            for each in value if isinstance(value, list) else [value]:
-                if isinstance(each, Mapping) and isinstance(ids := each.get("input_ids"), Tensor):
+            for batch in value if isinstance(value, list) else [value]:
+                if isinstance(batch, Mapping) and isinstance(ids := batch.get("input_ids"), Tensor):
                     return ids
     return None

@@ -94,8 +94,8 @@ class PowerSGD(Compressor):
 
     def put_state(self, state: Mapping[str, Any], device: torch.device) -> None:
         """Load errors and factors."""
-        self._errors = {i: each.to(device) for i, each in state["errors"].items()}
-        self._factors = {i: each.to(device) for i, each in state["factors"].items()}
+        self._errors = {i: saved.to(device) for i, saved in state["errors"].items()}
+        self._factors = {i: saved.to(device) for i, saved in state["factors"].items()}
         self._made_in = state.get("unit", self._unit())  # states of before had none
 
     @staticmethod

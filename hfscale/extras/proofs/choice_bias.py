@@ -69,7 +69,11 @@ def _layers_of_every_block(whole: nn.Module) -> int:
 def _candidates(block: nn.Module, experts: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield tensors of a block with an entry for each of the ``experts``, or more, that its class does not train."""
     inside = {id(tensor) for tensor in (*experts.parameters(), *experts.buffers())}
-    frozen = ((name, each) for name, each in block.named_parameters() if not each.requires_grad)
+    frozen = (
+        (name, parameter)
+        for name, parameter in block.named_parameters()
+        if not parameter.requires_grad
+    )
     for name, tensor in (*block.named_buffers(), *frozen):
         is_vector = (
             tensor.is_floating_point() and tensor.ndim > 0 and tensor.numel() == max(tensor.shape)

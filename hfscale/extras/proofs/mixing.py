@@ -141,7 +141,7 @@ class _Mixers:
             frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)
         ]
         return next(
-            (type(each) for each in objects if any(each is module for module in self._candidates)),
+            (type(obj) for obj in objects if any(obj is module for module in self._candidates)),
             None,
         )
 

@@ -170,7 +170,7 @@ def scale_scores(gamma: Tensor, outputs: Sequence[int]) -> list[Tensor]:
     width = outputs[0] // len(gamma)
     grouped = gamma.view(outputs[1] // width, -1)
     keys = grouped.amin(1, keepdim=True).sqrt()
-    return [each.flatten().repeat_interleave(width) for each in (grouped / keys, keys)]
+    return [factors.flatten().repeat_interleave(width) for factors in (grouped / keys, keys)]
 
 
 def along_outputs(factors: Tensor, shape: Sequence[int]) -> Tensor:

@@ -297,6 +297,6 @@ def _imports(ranks: int) -> float:
     every = [
         subprocess.Popen([sys.executable, "-c", "import hfscale.recipes.run"]) for _ in range(ranks)
     ]
-    for each in every:
-        each.wait()
+    for module in every:
+        module.wait()
     return time.monotonic() - begun

@@ -171,9 +171,9 @@ class StatesInMemory:
                 if not problems_of(path)
             }
             every: list[dict[str, Mark]] = mesh.all_gather_object(own)
-            marks = {name: mark for each in every for name, mark in each.items()}
+            marks = {name: mark for state in every for name, mark in state.items()}
             held = {
-                name: {file for each in every if name in each for file in each[name].files}
+                name: {file for state in every if name in state for file in state[name].files}
                 for name in marks
             }
             ranks = {name: range(int(name.split("-")[3])) for name in marks}  # those that wrote it

@@ -221,9 +221,9 @@ class _NewAdapters:
         before = {key: getattr(module, key).detach().clone() for key in weights}
         values = inject_alone(self.config, self.name, module, path, adapters)
         full = {
-            each.name: values[each.name].detach()
-            for each in adapters
-            if not self.plan.by_name[each.name].tied_to
+            adapter.name: values[adapter.name].detach()
+            for adapter in adapters
+            if not self.plan.by_name[adapter.name].tied_to
         }
         for key, old in before.items():
             new = getattr(module, key).detach()

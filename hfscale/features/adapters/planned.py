@@ -157,7 +157,7 @@ def _check_copies(config: Any, plan: Plan) -> None:
     """Refuse trained copies of modules that are cut, or hold cut or quantized ones."""
     # Copies of experts with their router cannot be expert-parallel.
     mixtures = (
-        [each.name.rpartition(".")[0] for each in plan.mixtures] if plan.layout.ep > 1 else []
+        [mixture.name.rpartition(".")[0] for mixture in plan.mixtures] if plan.layout.ep > 1 else []
     )
     cut = (*plan.layers, *(block.name for block in plan.blocks), *mixtures)
     for wanted in getattr(config, "modules_to_save", None) or ():

@@ -228,7 +228,9 @@ def check_config(config: Any) -> None:
     if method != "LORA":
         return
     variants = [
-        each.name for each in dataclasses.fields(config) if each.metadata.get("is_lora_variant")
+        option.name
+        for option in dataclasses.fields(config)
+        if option.metadata.get("is_lora_variant")
     ]
     init = config.init_lora_weights
     if isinstance(init, str) and init not in (*_INITS, "pissa"):

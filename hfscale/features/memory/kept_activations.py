@@ -60,7 +60,7 @@ class LayerPass:
     ) -> None:
         self._store, self._before = store, None if before is None else weakref.ref(before)
         owned = [(*own_parameters(m).values(), *own_buffers(m).values()) for m in layer.modules()]
-        held = [tensor for each in owned for tensor in each if tensor is not None]
+        held = [tensor for parameter in owned for tensor in parameter if tensor is not None]
         self._stays = {
             storage_key(plain)
             for tensor in (*held, *beside)
@@ -210,9 +210,9 @@ class KeptActivations(Part):
             values = hidden.numel() if isinstance(hidden, Tensor) else 0
             before = None if self._latest is None else self._latest()
             beside = [
-                each
-                for each in tree_leaves((args, kwargs))
-                if isinstance(each, Tensor) and each is not hidden
+                leaf
+                for leaf in tree_leaves((args, kwargs))
+                if isinstance(leaf, Tensor) and leaf is not hidden
             ]
             current = LayerPass(layer, partial(self.store, values), before, beside)
             self._latest = weakref.ref(current)

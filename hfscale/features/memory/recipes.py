@@ -146,17 +146,17 @@ class Operator:
         self._state = (
             default_generator(device).get_state() if draws and device.type != "meta" else None
         )
-        reads = [each for each in tree_leaves(given, is_leaf=_is_read) if _is_read(each)]
-        self.inputs: list[Filled] = [each.filled for each in reads if each.filled is not None]
+        reads = [leaf for leaf in tree_leaves(given, is_leaf=_is_read) if _is_read(leaf)]
+        self.inputs: list[Filled] = [leaf.filled for leaf in reads if leaf.filled is not None]
         self.inputs += [into] if isinstance(into, Filled) else []
-        repeated = (each.operator for each in self.inputs if each.kept is None)
+        repeated = (leaf.operator for leaf in self.inputs if leaf.kept is None)
         # In a row.
-        self.steps: int = 1 + max((each.steps for each in repeated if each is not None), default=0)
+        self.steps: int = 1 + max((leaf.steps for leaf in repeated if leaf is not None), default=0)
         self._results: list[weakref.ref[Filled] | None] = []
 
     def fills(self, results: Sequence[Filled | None]) -> None:
         """Record what it has filled, in the order of its results."""
-        self._results = [None if each is None else weakref.ref(each) for each in results]
+        self._results = [None if result is None else weakref.ref(result) for result in results]
 
     def run(self, uses: Counter[Filled]) -> None:
         """Call it again, set the value of all that it fills, and free what nothing else reads."""

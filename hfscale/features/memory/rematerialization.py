@@ -192,7 +192,7 @@ class Rematerialization(TorchDispatchMode):
         if not isinstance(leaf, Tensor):
             return leaf
         return Read(
-            None if any(leaf is each for each in written) else self._source(leaf),
+            None if any(leaf is tensor for tensor in written) else self._source(leaf),
             Layout.of_tensor(leaf),
         )
 
@@ -247,13 +247,13 @@ class Rematerialization(TorchDispatchMode):
         needed[filled] = None
         inputs = filled.made_of()
         own = 0.0 if filled.given or filled.operator is None else filled.own_cost()
-        if filled.kept is None and own <= sum(each.cost(costs) for each in inputs):
+        if filled.kept is None and own <= sum(tensor.cost(costs) for tensor in inputs):
             now = filled.now()
             assert now is not None, "memory that must be kept is gone"
             # Hooks around tell contents of one place in memory apart by its version, which a new alias does not have.
             filled.kept = self._keep(now.clone() if filled.rewritten and self._is_hooked else now)
-        for each in inputs if filled.kept is None else ():
-            self._secure(each, needed, costs)
+        for tensor in inputs if filled.kept is None else ():
+            self._secure(tensor, needed, costs)
 
     def unpack(self, saved: Any) -> Tensor:
         """Return a saved tensor to the backward pass."""
@@ -274,9 +274,9 @@ def rematerialize(layer: nn.Module) -> None:
         stream = hidden_states_of(args, kwargs)
         tensors = tree_leaves((args, kwargs))
         given = [
-            each
-            for each in tensors
-            if isinstance(each, Tensor) and (each is stream or each.requires_grad)
+            tensor
+            for tensor in tensors
+            if isinstance(tensor, Tensor) and (tensor is stream or tensor.requires_grad)
         ]
         current = Rematerialization(given)
         with torch.autograd.graph.saved_tensors_hooks(current.pack, current.unpack), current:

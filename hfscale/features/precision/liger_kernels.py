@@ -59,7 +59,7 @@ def check_kernels(
     given = {} if asked is True else asked
     for name in given:
         if name not in known:
-            others = ", ".join(each for each in known if each not in LOSSES)
+            others = ", ".join(kernel for kernel in known if kernel not in LOSSES)
             raise ConfigError(
                 f"{said}: {name} is none of Liger's kernels for {family}: use {others}"
             )

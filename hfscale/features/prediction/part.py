@@ -60,7 +60,7 @@ class MultiTokenPrediction(Part):
         assert planned is not None
         self._planned, self._weight = planned, float(runtime.options.mtp_loss_weight or 0)
         lookups = {f"{name}.weight" for name in (runtime.plan.lookup, PREDICTION_LOOKUP)}
-        if any(each.base in lookups for each in runtime.plan.adapters):
+        if any(adapter.base in lookups for adapter in runtime.plan.adapters):
             raise ConfigError(
                 "mtp_loss_weight cannot be used with adapters of the embedding: leave one of them out"
             )

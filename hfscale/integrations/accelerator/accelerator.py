@@ -89,11 +89,14 @@ class Accelerator(accelerate.Accelerator):
         # Accelerate would meet the ranks of an earlier start.
         if met_before() and not dist.is_initialized():
             asked = (
-                each
-                for each in kwargs.get("kwargs_handlers") or ()
-                if isinstance(each, InitProcessGroupKwargs)
+                handler
+                for handler in kwargs.get("kwargs_handlers") or ()
+                if isinstance(handler, InitProcessGroupKwargs)
             )
-            start(own_device(), next((each.timeout for each in asked if each.timeout), TIMEOUT))
+            start(
+                own_device(),
+                next((handler.timeout for handler in asked if handler.timeout), TIMEOUT),
+            )
         self._prepared = Prepared()
         with without_launcher_switches():
             super().__init__(**kwargs)

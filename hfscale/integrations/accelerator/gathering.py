@@ -44,7 +44,11 @@ def gather_objects(mesh: Mesh, objects: Any) -> list[Any]:
     by_batch: dict[int, Any] = {}
     for batch_rank, of_rank in told:  # ranks that share a batch have the same ones
         by_batch.setdefault(batch_rank, of_rank)
-    return [each for _, of_rank in sorted(by_batch.items(), key=itemgetter(0)) for each in of_rank]
+    return [
+        gathered
+        for _, of_rank in sorted(by_batch.items(), key=itemgetter(0))
+        for gathered in of_rank
+    ]
 
 
 def holds_tensors_alone(data: Any) -> bool:

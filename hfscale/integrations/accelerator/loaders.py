@@ -128,10 +128,10 @@ class CollateLast:
 
     def __call__(self, examples: list[Any]) -> Any:
         """Collate examples; those of a last step into a :class:`~hfscale._compat.accelerate.LastBatch`."""
-        marked = [each for each in examples if isinstance(each, _OfLastStep)]
+        marked = [example for example in examples if isinstance(example, _OfLastStep)]
         if not marked:
             return self._collate(examples)
-        return LastBatch(self._collate([each.example for each in marked]), marked[0].left)
+        return LastBatch(self._collate([example.example for example in marked]), marked[0].left)
 
 
 def dealt(

@@ -178,7 +178,7 @@ def _by_steps(
             return eval_step(model, batches, **given).float() if labelled else None, None, None
         loss, outputs = eval_step(model, batches, return_outputs=True, **given)
     of_batches = [
-        each.logits[: rows_of(batch)] for each, batch in zip(outputs, batches, strict=True)
+        output.logits[: rows_of(batch)] for output, batch in zip(outputs, batches, strict=True)
     ]
     logits = convert_to_fp32(torch.cat(of_batches))[:rows]
     if not labelled:

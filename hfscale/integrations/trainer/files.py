@@ -88,7 +88,7 @@ class Checkpoints(TrainerHooks):
     def states_aside(self) -> StatesAside | None:
         """The callback that keeps states elsewhere than on the disk, if there is one."""
         callbacks = self.callback_handler.callbacks
-        return next((each for each in callbacks if isinstance(each, StatesAside)), None)
+        return next((callback for callback in callbacks if isinstance(callback, StatesAside)), None)
 
     def kept_in_memory(self) -> AbstractContextManager[Path] | None:
         """Return a context that saves aside what is written inside; ``None`` where no such save is due."""

@@ -193,7 +193,9 @@ def log_difference(trainer: Any, log_probs: Tensor) -> None:
         return
     engine.sampled = None
     given = [
-        log_probs.new_tensor([math.nan if each[0] is None else each[0] for each in row])
+        log_probs.new_tensor(
+            [math.nan if difference[0] is None else difference[0] for difference in row]
+        )
         for row in sampled
     ]
     apart = torch.cat(
@@ -287,9 +289,9 @@ def _steps_per_generation(asked: int, rows: int, batches: int) -> int:
 
 def _check_evaluation(arguments: Any, batches: int) -> None:
     rows = arguments.per_device_eval_batch_size * batches
-    each = getattr(arguments, "num_generations_eval", None) or arguments.num_generations
-    if arguments.eval_strategy != "no" and rows % each:
+    per_prompt = getattr(arguments, "num_generations_eval", None) or arguments.num_generations
+    if arguments.eval_strategy != "no" and rows % per_prompt:
         raise ConfigError(
-            f"{each} generations for each prompt do not divide the {rows} completions of an evaluation over {batches} "
-            "distinct batch(es): change per_device_eval_batch_size"
+            f"{per_prompt} generations for each prompt do not divide the {rows} completions of an evaluation over "
+            f"{batches} distinct batch(es): change per_device_eval_batch_size"
         )

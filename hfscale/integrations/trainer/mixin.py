@@ -93,7 +93,11 @@ class TrainerMixin(Checkpoints, DataHooks):
         given, named = by_name(init, args, kwargs)
         named = with_default_config(type(self), init, model, named)
         arguments = next(
-            (each for each in (*given, *named.values()) if isinstance(each, TrainingArguments)),
+            (
+                argument
+                for argument in (*given, *named.values())
+                if isinstance(argument, TrainingArguments)
+            ),
             None,
         )
         if arguments is not None:

@@ -63,7 +63,11 @@ class ReferenceAdapter:
         self._model.set_adapter = self._switch
 
     def _parameters(self) -> list[tuple[str, Any]]:
-        return [(name, each) for name, each in self._model.named_parameters() if _TRAINED in name]
+        return [
+            (name, parameter)
+            for name, parameter in self._model.named_parameters()
+            if _TRAINED in name
+        ]
 
     def _values(self) -> dict[str, Tensor]:
         return {name: parameter.data.clone() for name, parameter in self._parameters()}

@@ -143,8 +143,8 @@ def _gathered(
         if states
     }
     gathered: dict[str, dict[str, Any]] = {}
-    for each in runtime.mesh.all_gather_object(scalars):
-        for name, values in each.items():
+    for of_rank in runtime.mesh.all_gather_object(scalars):
+        for name, values in of_rank.items():
             gathered.setdefault(name, {}).update(values)
     entries = [
         entry for entry in tensors_to_save(runtime) if entry.planned and entry.planned.name in kinds

@@ -152,7 +152,7 @@ def _cut(batch: Batch, rows: int, parts: int) -> list[Batch]:
     if rows == 0:
         return [batch] * parts
     ends = [rows * index // parts for index in range(parts + 1)]
-    return [_by_rows(batch, (rows,), itemgetter(slice(*each))) for each in pairwise(ends)]
+    return [_by_rows(batch, (rows,), itemgetter(slice(*span))) for span in pairwise(ends)]
 
 
 def first_examples(batch: Batch, known: tuple[int, int], drop: bool = True) -> Batch:

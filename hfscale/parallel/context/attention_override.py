@@ -92,10 +92,10 @@ class AttentionOverride:
     def leave_out(self, module: nn.Module) -> None:
         """Let a module attend by transformers' own functions, in a pass too: its config is a copy that names them."""
         hosts = {id(config): host for config, host in self._configs}
-        for each in module.modules():
-            if (host := hosts.get(id(getattr(each, "config", None)))) is not None:
-                each.config = copy(each.config)
-                set_implementation(each.config, host)
+        for inner in module.modules():
+            if (host := hosts.get(id(getattr(inner, "config", None)))) is not None:
+                inner.config = copy(inner.config)
+                set_implementation(inner.config, host)
 
     def remove(self) -> None:
         """Restore transformers' attention."""

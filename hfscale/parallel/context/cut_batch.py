@@ -181,7 +181,7 @@ def _marked(rows: list[Tensor], marks: Tensor, batch: CutBatch) -> list[Tensor]:
     own = torch.zeros_like(marks)
     own[:, batch.places(marks.device)] = True
     kept = own[marks.bool()].bool()
-    return [each[kept.to(each.device)] for each in rows]
+    return [row[kept.to(row.device)] for row in rows]
 
 
 def _part(name: str, value: Any, batch: CutBatch) -> Any:
@@ -338,7 +338,7 @@ class MaskBlocks:
     def block(self, rows: Interval, columns: Interval) -> Tensor:
         """Return ``[b, 1, rows, columns]``, True where a query attends to a key."""
         attends = self._attends(
-            *(torch.arange(*each, device=self.device) for each in (rows, columns))
+            *(torch.arange(*span, device=self.device) for span in (rows, columns))
         )
         if self.idle is not None:
             attends = attends | self.idle[:, None, slice(*rows), None]
@@ -367,7 +367,11 @@ def _causal_kind(rows: Interval, columns: Interval, starts: Sequence[Sequence[in
         return MASKED
     if rows[0] < columns[0]:
         return SKIPPED
-    if not any(bisect_right(each, columns[0]) < bisect_right(each, rows[1] - 1) for each in starts):
+    if not any(
+        bisect_right(start, columns[0]) < bisect_right(start, rows[1] - 1) for start in starts
+    ):
         return CAUSAL if rows == columns else FULL
-    apart = all(bisect_right(each, columns[1] - 1) < bisect_right(each, rows[0]) for each in starts)
+    apart = all(
+        bisect_right(start, columns[1] - 1) < bisect_right(start, rows[0]) for start in starts
+    )
     return SKIPPED if apart else MASKED

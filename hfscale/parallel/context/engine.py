@@ -174,7 +174,7 @@ def _merged(
     """Merge the outputs of attention over two sets of keys by their log-sum-exps (Milakov and Gimelshein 2018)."""
     total = torch.logaddexp(lse, other_lse.to(lse.dtype))
     known = finite(total)
-    share, other_share = (torch.exp(each - known)[..., None] for each in (lse, other_lse))
+    share, other_share = (torch.exp(norm - known)[..., None] for norm in (lse, other_lse))
     return out * share + other.to(out.dtype) * other_share, total
 
 

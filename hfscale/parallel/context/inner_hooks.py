@@ -222,7 +222,7 @@ def cut_inside(text: nn.Module, learned: Callable[[CutBatch], None] = learn) -> 
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         if "position_ids" in names and given.get("position_ids") is None:
             tokens = (given.get(name) for name in ("inputs_embeds", "input_ids"))
-            device = next((each.device for each in tokens if isinstance(each, Tensor)), None)
+            device = next((token.device for token in tokens if isinstance(token, Tensor)), None)
             given["position_ids"] = torch.arange(batch.split.total, device=device)[None]
         learned(replace(batch, position_ids=given.get("position_ids")))
         # Which are cut already.

@@ -80,7 +80,7 @@ def install_compression(
     kept = list[Compressor]()
     asked = str(plan.layout.gradient_compression)
     compressor = provided("gradient_compressions", asked)
-    experts = tuple(f"{each.name}." for each in plan.experts)
+    experts = tuple(f"{expert.name}." for expert in plan.experts)
     for number, group in enumerate(parameter_groups(model)):
         replicas = mesh.group(
             data_axes(f"{group.module}.".startswith(experts) if experts else False)[0]

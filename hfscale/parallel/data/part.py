@@ -54,7 +54,11 @@ class DataParallel(Part, DataAxes):
         if runtime.mesh.data_world == 1:
             return
         hooked = next(
-            (name for name, each in runtime.live_parameters().items() if has_backward_hook(each)),
+            (
+                name
+                for name, parameter in runtime.live_parameters().items()
+                if has_backward_hook(parameter)
+            ),
             None,
         )
         if hooked is not None:
@@ -66,7 +70,7 @@ class DataParallel(Part, DataAxes):
 
     def left_out(self) -> list[Tensor]:
         """Return the tensors that compression keeps: error feedback and low-rank factors."""
-        return [tensor for each in self._compressing for tensor in each.tensors()]
+        return [tensor for compressor in self._compressing for tensor in compressor.tensors()]
 
     def state(self, runtime: Runtime) -> dict[str, Any]:
         """Return the error feedback of gradient compression, which only the same layout can load."""
@@ -74,14 +78,14 @@ class DataParallel(Part, DataAxes):
             return {}
         return {
             "layout": repr(runtime.mesh.layout),
-            "compression": [each.state() for each in self._compressing],
+            "compression": [compressor.state() for compressor in self._compressing],
         }
 
     def put_state(self, runtime: Runtime, state: dict[str, Any]) -> None:
         """Load the error feedback of gradient compression; another layout starts without."""
         if state.get("layout") == repr(runtime.mesh.layout):
-            for each, saved in zip(self._compressing, state["compression"], strict=True):
-                each.put_state(saved, runtime.mesh.device)
+            for compressor, saved in zip(self._compressing, state["compression"], strict=True):
+                compressor.put_state(saved, runtime.mesh.device)
 
     def around_interleaved(self, runtime: Runtime, backward: bool) -> AbstractContextManager[None]:
         """Reduce gradients once, after the with block; weights are gathered once, or for every pass."""

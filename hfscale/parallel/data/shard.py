@@ -52,7 +52,7 @@ from .gradient_compression import compresses
 def wrapped_modules(model: nn.Module) -> list[FSDPModule]:
     """Return the modules that FSDP2 wraps, ``model`` first."""
     return (
-        [each for each in model.modules() if isinstance(each, FSDPModule)]
+        [module for module in model.modules() if isinstance(module, FSDPModule)]
         if isinstance(model, FSDPModule)
         else []
     )
@@ -226,7 +226,7 @@ def _found_by_any(mesh: Mesh, here: list[bool]) -> list[bool]:
     anywhere = torch.tensor(here, dtype=torch.uint8, device=mesh.device)
     for group in mesh.loss_groups:
         dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=group)
-    return [bool(each) for each in anywhere.tolist()]
+    return [bool(flag) for flag in anywhere.tolist()]
 
 
 def _shard_experts(

@@ -35,8 +35,8 @@ def routes_from_vllm(model: nn.Module, outputs: Sequence[Any], attention_mask: T
         ConfigError: the arrays have other tokens or layers than the rows and the model.
     """
     arrays = [
-        np.load(io.BytesIO(base64.b64decode(each))) if isinstance(each, str) else each
-        for each in outputs
+        np.load(io.BytesIO(base64.b64decode(output))) if isinstance(output, str) else output
+        for output in outputs
     ]
     layers = [int(planned.layer.rpartition(".")[2]) for planned in replayed(runtime_of(model))]
     if len(arrays) != len(attention_mask):
@@ -79,8 +79,8 @@ def routes_from_sglang(model: nn.Module, outputs: Sequence[Any], attention_mask:
     """
     config = runtime_of(model).model.config
     arrays = []
-    for each in outputs:
-        told = each if isinstance(each, Mapping) else {"routed_experts": each}
+    for output in outputs:
+        told = output if isinstance(output, Mapping) else {"routed_experts": output}
         values = told["routed_experts"]
         dtype = told.get("routed_experts_dtype") or "int32"
         flat = (

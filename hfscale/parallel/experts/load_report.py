@@ -149,8 +149,8 @@ class ExpertLoadHistory:
             for line in Path(path).read_text().splitlines():
                 entry = json.loads(line)
                 layers = tuple(
-                    LayerLoad(**{**each, "tokens": tuple(each["tokens"])})
-                    for each in entry["layers"]
+                    LayerLoad(**{**layer, "tokens": tuple(layer["tokens"])})
+                    for layer in entry["layers"]
                 )
                 history.steps.append((int(entry["step"]), ExpertLoad(layers)))
         except (OSError, ValueError, KeyError, TypeError) as error:

@@ -25,8 +25,8 @@ def probabilities(logits: Tensor, scores: str = "softmax") -> Tensor:
     logits = widened(logits)
     if scores == "softmax":
         return logits.softmax(-1)
-    each = logits.sigmoid()
-    return each / (each.sum(-1, keepdim=True) + 1e-20)
+    gates = logits.sigmoid()
+    return gates / (gates.sum(-1, keepdim=True) + 1e-20)
 
 
 def switch(logits: Tensor) -> tuple[Tensor, Tensor]:

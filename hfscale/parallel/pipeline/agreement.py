@@ -116,12 +116,12 @@ class StageAgreement:
         sums = ties + len(self._tied)
         self._reports = [
             _Report(
-                each[0],
-                each[1:ties],
-                each[ties:sums],
-                each[sums:],
+                numbers[0],
+                numbers[1:ties],
+                numbers[ties:sums],
+                numbers[sums:],
             )
-            for each in told
+            for numbers in told
         ]
         live = self._runtime.live_parameters() if self._tied else {}
         self._thawed.clear()
@@ -194,8 +194,8 @@ class TiedGradients:
         with gradients_aside([parameter for parameter, _ in tied]):
             yield
             # The plan's order, equal on all ranks.
-            for holders in dict.fromkeys(each for _, each in tied):
-                self._sum([parameter for parameter, each in tied if each == holders], holders)
+            for holders in dict.fromkeys(tie for _, tie in tied):
+                self._sum([parameter for parameter, tie in tied if tie == holders], holders)
 
     def _sum(self, copies: list[Tensor], holders: tuple[int, ...]) -> None:
         key = tuple(map(id, copies))
@@ -204,7 +204,7 @@ class TiedGradients:
             dist.all_reduce(
                 here, op=dist.ReduceOp.MAX, group=self._runtime.mesh.tie_reports[holders]
             )
-            self._known[key] = [bool(each) for each in here.tolist()]
+            self._known[key] = [bool(count) for count in here.tolist()]
         for copy, used in zip(copies, self._known[key], strict=True):
             if copy.grad is not None and not used:
                 raise ConfigError(

@@ -29,7 +29,7 @@ class PipelineStages(Part):
         """Refuse transformers' router loss, which would need the layers of several stages."""
         asked = getattr(runtime.model.config, "output_router_logits", False)
         given = (batch.get("output_router_logits") for batch in batches)
-        if any(asked if each is None else each for each in given):
+        if any(asked if value is None else value for value in given):
             raise ConfigError(
                 "output_router_logits=True makes a loss of the router logits of all stages: leave it out, and "
                 "load the model with routing=hfscale.RoutingConfig(balance_loss=...), or use pp_size=1"

@@ -163,8 +163,8 @@ def _stages(
     stages = []
     start = 0
     holders: dict[int, list[int]] = {}
-    each = costs.of_stages(counts)
-    for index, (count, cost) in enumerate(zip(counts, each, strict=True)):
+    stage_costs = costs.of_stages(counts)
+    for index, (count, cost) in enumerate(zip(counts, stage_costs, strict=True)):
         own = draft.layers[start : start + count]
         before = passage.before if index == 0 else ()
         after = passage.after if index == len(counts) - 1 else ()
@@ -206,6 +206,6 @@ def _stages(
             for key, known in names.items()
             if len(holders[key]) > 1
         ),
-        work=tuple(cost.work() for cost in each),
+        work=tuple(cost.work() for cost in stage_costs),
         loans=passage.loans,
     )

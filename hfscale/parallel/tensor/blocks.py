@@ -255,10 +255,12 @@ def key_value_replicas(draft: Draft, attention: Any, groups: int) -> int:
     shared = own // per_key_head if per_key_head else key_heads if own == heads else own
     heads = own
     key_heads = first_count(attention, _KEY_VALUE_HEADS) or shared
-    each = heads // groups
+    heads_per_group = heads // groups
     each_key = max(1, key_heads // groups)
     valid = [
-        n for n in range(1, each + 1) if each % n == 0 and (each_key % n == 0 or n % each_key == 0)
+        n
+        for n in range(1, heads_per_group + 1)
+        if heads_per_group % n == 0 and (each_key % n == 0 or n % each_key == 0)
     ]
     if draft.tp not in valid:
         _refuse(draft, heads, key_heads, groups, valid)

@@ -86,13 +86,13 @@ class Overlap:
             **(self._low_rank if self.regather and stream else {}),
         }
         reads = {
-            each: read
-            for each, read in asked.items()
-            if torch.is_grad_enabled() and each.weight.requires_grad
+            column: read
+            for column, read in asked.items()
+            if torch.is_grad_enabled() and column.weight.requires_grad
         }
         weights = [
-            (read(each.weight), is_transposed(each), multiplied_by(each)())
-            for each, read in reads.items()
+            (read(column.weight), is_transposed(column), multiplied_by(column)())
+            for column, read in reads.items()
         ]
         x, later = enter_overlapped(x, weights, reduce, gather, self.regather, agrees)
         self._waiting = dict(zip(reads, later, strict=True))
@@ -104,7 +104,7 @@ class Overlap:
         """Return whether products of their own ask other ranks, each way in its own order: also of few tokens, since
         context ranks may have different numbers of them. They are set before the first pass.
         """
-        return any(multiplied_by(each) is not Products for each in self.columns)
+        return any(multiplied_by(column) is not Products for column in self.columns)
 
     def read_by(self, low_rank: Any, read: Callable[[Tensor], Tensor]) -> None:
         """Let an adapter's first factor ``low_rank`` also drop the input if backward gathers it again."""

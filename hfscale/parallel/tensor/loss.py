@@ -348,7 +348,7 @@ class VocabParallelLoss(KeepsOutputs):
             return (
                 output[0],
                 logits,
-                *(None if isinstance(each, LazyLogits) else each for each in output[2:]),
+                *(None if isinstance(extra, LazyLogits) else extra for extra in output[2:]),
             )
         output.logits = (
             gather_from_tp_region(output.logits, self.lengths, self.group) if shown else None
@@ -369,7 +369,7 @@ class VocabParallelLoss(KeepsOutputs):
             )
         if isinstance(output, tuple):
             return tuple(
-                each.materialize() if isinstance(each, LazyLogits) else each for each in output
+                value.materialize() if isinstance(value, LazyLogits) else value for value in output
             )
         # A replaced forward may return no logits.
         if isinstance(getattr(output, "logits", None), LazyLogits):

@@ -45,15 +45,15 @@ def refuse_beside(
     """Refuse parameters ``beside`` a model's if each rank has another gradient of them; collective. DDP, or a script,
     may have summed them.
     """
-    every = mesh.all_gather_object([_digest(each.grad) for each in beside])
+    every = mesh.all_gather_object([_digest(parameter.grad) for parameter in beside])
     _refuse(optimizer, beside, every, layout)
 
 
 def refuse_alone(optimizer: torch.optim.Optimizer, held: Sequence[Tensor]) -> None:
     """Refuse an optimizer of none of a model's parameters if they are equal on all ranks, and their gradients not."""
     meshes = [runtime.mesh for model in list(_models) if (runtime := find_runtime(model))]
-    trained = [each for each in held if each.requires_grad]
-    sharded = any(isinstance(each, DTensor) or _is_flat(each) for each in trained)
+    trained = [entry for entry in held if entry.requires_grad]
+    sharded = any(isinstance(entry, DTensor) or _is_flat(entry) for entry in trained)
     if not meshes or not trained or sharded or not dist.is_initialized():
         return
     told = _told_by_all(optimizer, trained, meshes[0])
@@ -68,10 +68,10 @@ def _told_by_all(
     optimizer: torch.optim.Optimizer, trained: Sequence[Tensor], mesh: Mesh
 ) -> list[tuple[list[_Digest], list[_Digest]]] | None:
     """Return each rank's digests of values and gradients; ``None`` if a rank does not step such an optimizer now."""
-    kind = f"{type(optimizer).__name__} {[tuple(each.shape) for each in trained]}"
+    kind = f"{type(optimizer).__name__} {[tuple(entry.shape) for entry in trained]}"
     _asked[kind] += 1
     store: Any = own_store(f"hfscale/alone/{kind}/{_asked[kind]}")
-    own = [_digest(each) for each in trained], [_digest(each.grad) for each in trained]
+    own = [_digest(entry) for entry in trained], [_digest(entry.grad) for entry in trained]
     store.set(str(mesh.rank), json.dumps(own))
     ranks = [str(rank) for rank in range(mesh.layout.total_size)]
     try:

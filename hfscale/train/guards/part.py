@@ -57,7 +57,7 @@ def count_whole(runtime: Runtime) -> None:
             if isinstance(module, nn.Embedding)
         }
         return {
-            **{name: each.numel() for name, each in empty.named_parameters()},
+            **{name: parameter.numel() for name, parameter in empty.named_parameters()},
             **adapters,
         }, embeddings
 

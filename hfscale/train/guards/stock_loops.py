@@ -136,7 +136,7 @@ def _check_tensors(
     spread = _spread_of(
         [
             *given,
-            *(parts[id(each)] for each in given if id(each) in parts),
+            *(parts[id(tensor)] for tensor in given if id(tensor) in parts),
         ]
     )
     if spread is not None:
@@ -146,8 +146,8 @@ def _check_tensors(
 
 def _spread_of(parameters: Iterable[Tensor]) -> str | None:
     """Return the layout of the first parameter of a model whose ranks see different norms, or ``None``."""
-    held = (getattr(each, _MARK) for each in parameters if hasattr(each, _MARK))
-    return next((each.layout for each in held if each.differs), None)
+    held = (getattr(parameter, _MARK) for parameter in parameters if hasattr(parameter, _MARK))
+    return next((parameter.layout for parameter in held if parameter.differs), None)
 
 
 def _check_scaler(
@@ -272,7 +272,12 @@ def _warn_of_other_blocks(optimizer: torch.optim.Optimizer) -> None:
 
 def _refuse_over_shards(optimizer: torch.optim.Optimizer, held: Sequence[Tensor]) -> None:
     sharded = next(
-        (each for each in held if hasattr(each, _MARK) and isinstance(each, DTensor)), None
+        (
+            parameter
+            for parameter in held
+            if hasattr(parameter, _MARK) and isinstance(parameter, DTensor)
+        ),
+        None,
     )
     if sharded is not None and (error := _fails_on_shards(optimizer, sharded, held)):
         raise ConfigError(
@@ -320,12 +325,12 @@ def _differs(optimizer: torch.optim.Optimizer, device: torch.device, halved: boo
     part = [start[0][:4], start[1]] if halved else start[1:]
     given = [
         [
-            each[0][:4],
-            each[1],
+            gradient[0][:4],
+            gradient[1],
         ]
         if halved
-        else each[1:]
-        for each in gradients
+        else gradient[1:]
+        for gradient in gradients
     ]
     try:
         with fork_random_state(device):
@@ -360,7 +365,7 @@ def _stepped(
     closure = (
         [lambda: 0.0] if wanted is not None and wanted.default is inspect.Parameter.empty else []
     )
-    parameters = [nn.Parameter(shard(each.clone().to(device))) for each in start]
+    parameters = [nn.Parameter(shard(tensor.clone().to(device))) for tensor in start]
     _trying.append(None)
     try:
         other = type(optimizer)(parameters, **options)

@@ -239,7 +239,7 @@ def agree(
     ]
     same = len(_Shared._fields)
     shared = [_Shared(*rank[:same]) for rank in ranks]
-    if seen is not None and any(each != shared[0] for each in shared):
+    if seen is not None and any(shared_values != shared[0] for shared_values in shared):
         raise ConfigError(_different(shared, dist.get_process_group_ranks(group)))
     return [Counts(*row) for row in _parts(rows, len(Counts._fields))], [
         rank[same:] for rank in ranks

@@ -134,8 +134,8 @@ _Piece = tuple[SavedTensor, dict[str, int]]
 
 def _forms(pieces: Sequence[_Piece]) -> list[Form]:
     return [
-        (each.planned.local_shape(at) if each.planned else each.shape, each.dtype)
-        for each, at in pieces
+        (piece.planned.local_shape(at) if piece.planned else piece.shape, piece.dtype)
+        for piece, at in pieces
     ]
 
 

@@ -48,8 +48,8 @@ class ModuleContents:
             )
             if not (same and self.modules):
                 self.modules = list(self._model.modules())
-                self._parents = [each for each in self.modules if type(each) not in _LEAVES]
-                self._holders = [each for each in self.modules if type(each) not in _BARE]
+                self._parents = [module for module in self.modules if type(module) not in _LEAVES]
+                self._holders = [module for module in self.modules if type(module) not in _BARE]
                 self._names, self._held = self._look()
                 self._version += 1
         return self._version

@@ -138,9 +138,9 @@ def not_finite(tensors: Mapping[str, Tensor]) -> str:
         if tensor.is_floating_point() and tensor.itemsize > 1 and tensor.numel():
             ends = torch.stack(tensor.detach().aminmax())
             finite.setdefault(tensor.device, {})[name] = ends.isfinite().all()
-    for each in finite.values():
-        if not torch.stack(list(each.values())).all():  # one sync per device
-            return next(name for name, right in each.items() if not right)
+    for checked in finite.values():
+        if not torch.stack(list(checked.values())).all():  # one sync per device
+            return next(name for name, right in checked.items() if not right)
     return ""
 
 

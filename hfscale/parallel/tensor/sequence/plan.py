@@ -129,7 +129,7 @@ def _gathered(draft: Draft, path: str) -> Iterator[str]:
     edges = {name for block in draft.blocks for name in (*block.enter, *block.leave, *block.row)}
     # which compute token by token: a router, experts, and shared experts with edges
     mixtures = {
-        each.name.rpartition(".")[0] for each in draft.experts if draft.layout.slices_tokens
+        expert.name.rpartition(".")[0] for expert in draft.experts if draft.layout.slices_tokens
     }
     for name in direct_children(draft.modules, path):
         # Layers may share it: it has one name.
