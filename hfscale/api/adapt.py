@@ -200,7 +200,7 @@ def merge_and_unload(
         )
     refuse_tied(adapters, runtime.plan)
     refuse_not_finite(runtime)
-    before = _answer(runtime) if not quiet and reads_tokens(runtime.model) else None
+    before = _sample_output(runtime) if not quiet and reads_tokens(runtime.model) else None
     training = runtime.model.training
     merged = len({adapter.base for adapter in runtime.plan.adapters})
     plan = adapters.stock_plan
@@ -224,7 +224,7 @@ def merge_and_unload(
     stock.train(training)
     if before is not None:
         what, expected = before
-        logits = _answer(runtime_of(stock))[1]
+        logits = _sample_output(runtime_of(stock))[1]
         difference = float((logits - expected).abs().max())
         scale = float(expected.abs().max())
         if not any(runtime.mesh.ranks.values()):
@@ -257,7 +257,7 @@ def _unload(model: nn.Module) -> Any:
 
 
 @torch.no_grad()
-def _answer(runtime: Runtime) -> tuple[str, Tensor]:
+def _sample_output(runtime: Runtime) -> tuple[str, Tensor]:
     """Return the model's logits, or its loss, on a few random tokens in evaluation mode, with its name."""
     model = runtime.model
     vocabulary = int(model.config.get_text_config().vocab_size)

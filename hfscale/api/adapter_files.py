@@ -337,7 +337,7 @@ def adapter_for_engine(
             a, b = (stored.pop(adapted.keys[pair[kind].name]) for kind in (LORA_A, LORA_B))
             stored |= _per_expert(a, b, pair[LORA_A].experts, pieces)
             rank = len(a) // pair[LORA_A].experts
-            _note(settings, rank, pieces)
+            _record_rank(settings, rank, pieces)
             module = parameter.rpartition(".")[0]
             for (
                 other,
@@ -348,7 +348,7 @@ def adapter_for_engine(
                     experts, rows, columns = weight.shape
                     zeros = torch.zeros(experts * rank, columns), torch.zeros(rows, rank * experts)
                     stored |= _per_expert(*zeros, experts, beside)
-                    _note(settings, rank, beside)
+                    _record_rank(settings, rank, beside)
     with atomic_directory(out, stale=(WEIGHTS, "adapter_model.bin")) as staging:
         save_file(stored, staging.path / WEIGHTS, metadata={"format": "pt"})
         (staging.path / "adapter_config.json").write_text(
@@ -397,7 +397,7 @@ def _per_expert(
     return factors
 
 
-def _note(
+def _record_rank(
     settings: dict[str, Any],
     rank: int,
     modules: Collection[str],

@@ -33,7 +33,7 @@ def as_python(family: str, blueprint: Blueprint) -> str:
 
 def describe_blueprint(model: Any, inferred: bool = False) -> str:
     """Describe a model's blueprint: its source, its proof if it was ``inferred``, and its table entry."""
-    family, blueprint, inference = _found(model, inferred)
+    family, blueprint, inference = _family_and_blueprint(model, inferred)
     lines = [f"blueprint of {family}: {blueprint.source}"]
     if inference is not None:
         proof = inference.proof
@@ -50,7 +50,7 @@ def describe_blueprint(model: Any, inferred: bool = False) -> str:
 
 def blueprint_entry(model: Any, inferred: bool = False) -> dict[str, Any]:
     """Return a model's blueprint as data, but for its functions; with its ``proof`` if it was inferred."""
-    family, blueprint, inference = _found(model, inferred)
+    family, blueprint, inference = _family_and_blueprint(model, inferred)
     written = {
         name: value
         for name, value in asdict(blueprint).items()
@@ -60,7 +60,7 @@ def blueprint_entry(model: Any, inferred: bool = False) -> dict[str, Any]:
     return entry if inference is None else {**entry, "proof": asdict(inference.proof)}
 
 
-def _found(model: Any, inferred: bool) -> tuple[str, Blueprint, Inference | None]:
+def _family_and_blueprint(model: Any, inferred: bool) -> tuple[str, Blueprint, Inference | None]:
     """Return a model's family, its blueprint, and its inference if the blueprint was inferred."""
     blueprint = infer(model).blueprint if inferred else find_blueprint(model)
     return (

@@ -65,7 +65,7 @@ def parts_of_share(
     stack = sources[0][1].stack
     shown: dict[str, Any] = {}
     for key, box in boxes.items():
-        parts = [_within(dim, *edges) for dim, edges in zip(spans, box, strict=True)]
+        parts = [_intersection(dim, *edges) for dim, edges in zip(spans, box, strict=True)]
         if stack is not None and not parts.pop(stack):
             continue  # on another rank
         # If this rank has no rows of a source, give an empty slice, so that transformers misses no source.
@@ -102,7 +102,7 @@ def boxes_of_sources(
                 if stack is None or key == keys[-1]:
                     offset = box[join][1]
             boxes[key] = box
-    if not alike or not _fill(boxes.values(), planned.shape):
+    if not alike or not _cover_all(boxes.values(), planned.shape):
         raise CheckpointError(
             f"{len(boxes)} tensors of the checkpoint, {sources[0][0]} to {sources[-1][0]}, must add up to the model's "
             f"{planned.name} of shape {planned.shape}, and do not: the checkpoint is incomplete, or was saved "
@@ -111,14 +111,14 @@ def boxes_of_sources(
     return boxes
 
 
-def _fill(boxes: Collection[Spans], shape: tuple[int, ...]) -> bool:
+def _cover_all(boxes: Collection[Spans], shape: tuple[int, ...]) -> bool:
     """Return whether ``boxes`` that do not overlap fill a tensor of ``shape``."""
     reach = tuple(max(stop for _, stop in edges) for edges in zip(*boxes, strict=True))
     volume = sum(prod(stop - start for start, stop in box) for box in boxes)
     return reach == shape and volume == prod(shape)
 
 
-def _within(spans: Spans, low: int, high: int) -> Spans:
+def _intersection(spans: Spans, low: int, high: int) -> Spans:
     """Return the intersection of ``spans`` with ``low`` to ``high``, relative to ``low``."""
     kept = [
         (

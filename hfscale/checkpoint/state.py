@@ -181,7 +181,7 @@ def taken_now(
     with all_or_none(runtime.mesh, f"{target} could not be written"):
         wait_for_saves()
         runtime.data.release()  # or weights that FSDP2 has gathered would be saved as shards
-        taken = take_state(runtime, stock_optimizer(optimizer), step, _given(others))
+        taken = take_state(runtime, stock_optimizer(optimizer), step, _stateful_objects(others))
         runtime.run = runtime.run or uuid.uuid4().hex
     return taken
 
@@ -234,7 +234,7 @@ def load_state(
             return Resumed(None, 0, runtime.mesh.batch_world, True)
         runtime.data.release()
         resumed = load_from(
-            runtime, Path(directory), stock_optimizer(optimizer), _given(others), verify
+            runtime, Path(directory), stock_optimizer(optimizer), _stateful_objects(others), verify
         )
         if resumed.directory is not None:
             runtime.run = run_of(resumed.directory)
@@ -265,7 +265,7 @@ def _check_numbers(step: Any, keep_last: object, keep_every: object) -> int | No
     return step
 
 
-def _given(others: dict[str, Any]) -> dict[str, Any]:
+def _stateful_objects(others: dict[str, Any]) -> dict[str, Any]:
     """Return the objects that have a state; warn of dataloaders without one."""
     by_name = {}
     for name, other in others.items():

@@ -128,7 +128,7 @@ def problems_of(directory: Path) -> list[str]:
 
 def states_in(source: Path) -> list[Path]:
     """Return the directories that ``source`` may mean, best first: itself, or the states in it, complete or not."""
-    source = _meant(source)
+    source = _parent_of_latest(source)
     if _is_state(source) or _is_state(old_of(source)):
         return [path for path in (source, old_of(source)) if _is_state(path)]
     inside = [path for path in source.iterdir() if _is_state(path)] if source.is_dir() else []
@@ -144,7 +144,7 @@ def states_in(source: Path) -> list[Path]:
 def candidates(source: Path) -> list[Path]:
     """Return the complete states that ``source`` may mean, best first, or raise; warn once of others."""
     states = states_in(source)
-    source = _meant(source)
+    source = _parent_of_latest(source)
     marked = [
         path
         for path in states
@@ -222,7 +222,7 @@ def none_to_resume(source: Path, mesh: Mesh) -> bool:
         CheckpointError: on the first rank, if ``source`` has no state and weights of another kind, or other files.
     """
     if is_writer(mesh) and not states_in(source):
-        _refuse_other_files(_meant(source))
+        _refuse_other_files(_parent_of_latest(source))
     return none_there(source, mesh)
 
 
@@ -266,7 +266,7 @@ def _listed(wrong: dict[Path, list[str]]) -> str:
     )
 
 
-def _meant(source: Path) -> Path:
+def _parent_of_latest(source: Path) -> Path:
     """Return the parent of ``.../latest``, unless that exists; any other path unchanged."""
     return source.parent if source.name == LATEST and not source.exists() else source
 

@@ -259,7 +259,7 @@ class _ReadAside:
         for key, parameter, state, lies in found.states(optimizer):
             self._states[parameter][state] = self._read(key, lies)
         if not optimizer.state:
-            self._place(optimizer)
+            self._move_optimizer_state(optimizer)
 
     def warn_of_not_finite(self) -> None:
         """Warn of the first tensor with NaN or infinity; collective, so afterwards every rank has read its shards."""
@@ -279,7 +279,7 @@ class _ReadAside:
                 group.update(saved)
             if optimizer.state:
                 optimizer.state.clear()
-                self._place(optimizer)
+                self._move_optimizer_state(optimizer)
             optimizer.state.update(self._states)
         except Exception as error:
             raise CheckpointError(
@@ -301,7 +301,7 @@ class _ReadAside:
         return read
 
     @torch.no_grad()
-    def _place(self, optimizer: torch.optim.Optimizer) -> None:
+    def _move_optimizer_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Move the optimizer's state to the devices where the optimizer would have made it."""
         # Hfscale's: shapes may differ from shards'.
         plain = getattr(optimizer, "keeps_plain_state", False)
@@ -314,7 +314,9 @@ class _ReadAside:
             for state, value in values.items():
                 if isinstance(value, Tensor):
                     share = local_tensor(parameter)
-                    placed = _placed(state, value, share, optimizer, groups[id(parameter)])
+                    placed = _on_optimizer_device(
+                        state, value, share, optimizer, groups[id(parameter)]
+                    )
                     sharded = not plain and placed.ndim and placed.shape == share.shape
                     values[state] = like_sharded(placed, parameter) if sharded else placed
 
@@ -350,7 +352,7 @@ def _unchanged_on_failure(
         raise
 
 
-def _placed(
+def _on_optimizer_device(
     key: str, value: Tensor, parameter: Tensor, optimizer: Any, group: dict[str, Any]
 ) -> Any:
     """Return a value of an optimizer's state on the device where the optimizer would have made it."""

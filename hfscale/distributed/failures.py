@@ -172,7 +172,7 @@ class Reporter(threading.Thread):
         first = (
             Failure(**json.loads(line))
             if line.strip()
-            else _gone(0, self.processes, said_bye=bool(line))
+            else _failure_of_lost_rank(0, self.processes, said_bye=bool(line))
         )
         self.first = first
         if first is not None and first.rank != self.rank and not self._failing:
@@ -285,14 +285,16 @@ class _Listener(threading.Thread):
         selector.unregister(key.fileobj)
         if key.data is not None:  # the process of a rank that had said good-bye has ended
             os.close(key.fd)
-            return _gone(key.data, self.processes, said_bye=True)
+            return _failure_of_lost_rank(key.data, self.processes, said_bye=True)
         source: Any = key.fileobj
         rank = self._ranks[source]
         line = b""
         with suppress(OSError):
             line = _first_line(source)
         if line != _BYE:
-            return Failure(**json.loads(line)) if line else _gone(rank, self.processes)
+            return (
+                Failure(**json.loads(line)) if line else _failure_of_lost_rank(rank, self.processes)
+            )
         self._left.append(rank)
         with suppress(OSError, AttributeError):  # it has ended, or this is no Linux
             if self.processes[rank].machine == Process.own().machine:
@@ -306,7 +308,9 @@ class _Listener(threading.Thread):
             connection.close()
 
 
-def _gone(rank: int, processes: list[Process], said_bye: bool = False) -> Failure | None:
+def _failure_of_lost_rank(
+    rank: int, processes: list[Process], said_bye: bool = False
+) -> Failure | None:
     """Return the failure of a rank whose connection has ended; ``None`` if it lives, ended well, or said good-bye."""
     how = processes[rank].how_it_ended(math.inf if said_bye else _ENDING)
     if (

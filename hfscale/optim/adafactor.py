@@ -128,11 +128,11 @@ class _Update:
         rows = len(self.shape) - 2
         columns = len(self.shape) - 1
         pieces["rows"] = (
-            self._once(squares, columns).sum(columns),
+            self._without_replicas(squares, columns).sum(columns),
             self.along[columns],
         )
         pieces["columns"] = (
-            self._once(squares, rows).sum(rows),
+            self._without_replicas(squares, rows).sum(rows),
             self.along[rows],
         )
         return pieces
@@ -155,7 +155,7 @@ class _Update:
         rows = len(self.shape) - 2
         return {
             "average": (
-                self._once(row, rows).sum(-1, keepdim=True),
+                self._without_replicas(row, rows).sum(-1, keepdim=True),
                 self.along[rows],
             )
         }
@@ -198,10 +198,12 @@ class _Update:
 
     def _everything(self, tensor: Tensor) -> Tensor:
         """Return the sum of squares of the entries of a shard that this rank counts."""
-        counted = tensor if self.counted is None else self._once(tensor, self.counted[0])
+        counted = (
+            tensor if self.counted is None else self._without_replicas(tensor, self.counted[0])
+        )
         return counted.square().sum()
 
-    def _once(self, tensor: Tensor, dim: int) -> Tensor:
+    def _without_replicas(self, tensor: Tensor, dim: int) -> Tensor:
         """Return the tensor without entries along ``dim`` that earlier ranks replicate, so that each is summed once."""
         if self.counted is None or self.counted[0] != dim:
             return tensor

@@ -15,7 +15,7 @@ from ..errors import ConfigError
 Options = dict[str, Any]
 
 
-def _truth(value: Any) -> bool:
+def _parse_boolean(value: Any) -> bool:
     """Parse a boolean as HF Trainer does."""
     return value.lower() in ("true", "1", "yes") if isinstance(value, str) else bool(value)
 
@@ -74,11 +74,11 @@ def _three_betas(options: Options) -> Options:
 
 
 _KERNELS: dict[str, Callable[[Any], Any]] = {
-    "fused": or_none(_truth),
-    "foreach": or_none(_truth),
+    "fused": or_none(_parse_boolean),
+    "foreach": or_none(_parse_boolean),
 }
 _ADAM = ("betas", "eps")
-_ADAMW: dict[str, Callable[[Any], Any]] = {"amsgrad": _truth, **_KERNELS}
+_ADAMW: dict[str, Callable[[Any], Any]] = {"amsgrad": _parse_boolean, **_KERNELS}
 
 
 def _adamw(**fixed: Any) -> OptimizerChoice:
@@ -88,7 +88,10 @@ def _adamw(**fixed: Any) -> OptimizerChoice:
 def _bitsandbytes(known: BitsAndBytesOptimizer) -> OptimizerChoice:
     options, adam, finish = _BITSANDBYTES_OPTIONS[known.stock]
     fixed = {"optim_bits": known.bits, **({"is_paged": True} if known.paged else {})}
-    of_8_bits: dict[str, Callable[[Any], Any]] = {"min_8bit_size": int, WIDE_EMBEDDINGS: _truth}
+    of_8_bits: dict[str, Callable[[Any], Any]] = {
+        "min_8bit_size": int,
+        WIDE_EMBEDDINGS: _parse_boolean,
+    }
     takes: dict[str, Callable[[Any], Any]] = {
         **options,
         **(of_8_bits if known.bits == 8 else {}),
@@ -115,7 +118,10 @@ CHOICES: dict[str, OptimizerChoice] = {
     "adamw_torch": _adamw(),
     "adamw_torch_fused": _adamw(fused=True),
     "sgd": OptimizerChoice(
-        "torch", "SGD", {}, {"momentum": float, "dampening": float, "nesterov": _truth, **_KERNELS}
+        "torch",
+        "SGD",
+        {},
+        {"momentum": float, "dampening": float, "nesterov": _parse_boolean, **_KERNELS},
     ),
     "adagrad": OptimizerChoice(
         "torch", "Adagrad", {}, {"lr_decay": float, "eps": float, **_KERNELS}
@@ -128,7 +134,7 @@ CHOICES: dict[str, OptimizerChoice] = {
             "momentum": float,
             "alpha": float,
             "eps": float,
-            "centered": _truth,
+            "centered": _parse_boolean,
             "foreach": _KERNELS["foreach"],
         },
     ),
@@ -141,9 +147,9 @@ CHOICES: dict[str, OptimizerChoice] = {
             "clip_threshold": float,
             "decay_rate": float,
             "beta1": or_none(float),
-            "scale_parameter": _truth,
-            "relative_step": _truth,
-            "warmup_init": _truth,
+            "scale_parameter": _parse_boolean,
+            "relative_step": _parse_boolean,
+            "warmup_init": _parse_boolean,
         },
     ),
     "muon": OptimizerChoice(
@@ -152,13 +158,13 @@ CHOICES: dict[str, OptimizerChoice] = {
         {},
         {
             "momentum": float,
-            "nesterov": _truth,
+            "nesterov": _parse_boolean,
             "ns_coefficients": _floats,
             "ns_steps": int,
             "adjust_lr_fn": or_none(str),
             "ns_dtype": str,
             "adamw_lr": or_none(float),
-            "experts": _truth,  # each matrix of a stack of experts too
+            "experts": _parse_boolean,  # each matrix of a stack of experts too
             "split": dict,  # projections -> how many matrices are fused in each
         },
         _ADAM,

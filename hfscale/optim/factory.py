@@ -135,7 +135,7 @@ def create_optimizer(
         if parameter.requires_grad
     }
     checked = _checked(groups, plans, weight_decay, runtime)
-    aside = _aside(name, runtime, stochastic_rounding, rounding_seed)
+    aside = _how_to_copy(name, runtime, stochastic_rounding, rounding_seed)
     _warn_of_narrow_weights(name, runtime)
     order = _Order(name, choice, lr, options, checked, plans, runtime, aside, added)
     try:
@@ -336,7 +336,7 @@ _ENGINES: dict[str, Callable[[_Order], ShardedOptimizer]] = {
 }
 
 
-def _aside(name: str, runtime: Runtime, stochastic: Any, rounding_seed: Any) -> Aside | None:
+def _how_to_copy(name: str, runtime: Runtime, stochastic: Any, rounding_seed: Any) -> Aside | None:
     """Return how weights are copied for offload or stochastic rounding; ``None`` if they are stepped in place."""
     check_switch("stochastic_rounding", stochastic)
     check_count("rounding_seed", rounding_seed, least=0)

@@ -197,7 +197,7 @@ class MuonStepper(Stepper):
         parcels = [
             [cuts[0].take(made, rank) if cuts else made for cuts, made in whole] for rank in ranks
         ]
-        returned = self._swapped(parcels, owned, [own] * len(owned), axes)
+        returned = self._exchanged_shares(parcels, owned, [own] * len(owned), axes)
         return done | dict(zip(chain(*owned), chain(*returned), strict=True))
 
     def _complete(
@@ -212,7 +212,7 @@ class MuonStepper(Stepper):
         whole = dict[Matrix, Tensor]()
         if any(cut):
             parcels = [[held[matrix] for matrix in each] for each in cut]
-            arrived = self._swapped(
+            arrived = self._exchanged_shares(
                 parcels,
                 [cut[own]] * len(owned),
                 range(len(owned)),
@@ -230,7 +230,7 @@ class MuonStepper(Stepper):
                     )
         return whole
 
-    def _swapped(
+    def _exchanged_shares(
         self,
         sent: Sequence[Sequence[Tensor]],
         wanted: Sequence[Sequence[Matrix]],

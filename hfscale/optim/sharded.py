@@ -143,7 +143,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if number in state_dict["state"]:
                 values = state_dict["state"][number]
                 self.state[parameter] = {
-                    key: _placed(value, group, self.state_device or parameter.device)
+                    key: _on_its_device(value, group, self.state_device or parameter.device)
                     for key, value in values.items()
                 }
 
@@ -152,7 +152,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self._stepper_of[planned.name].state_layout(planned, key, shape)
 
 
-def _placed(value: Any, group: dict[str, Any], device: torch.device) -> Any:
+def _on_its_device(value: Any, group: dict[str, Any], device: torch.device) -> Any:
     """Move a state tensor to its device, except for a step counter that stays on the CPU."""
     if not isinstance(value, Tensor) or (
         value.ndim == 0 and not (group.get("fused") or group.get("capturable"))

@@ -109,12 +109,12 @@ def share_spans(
         length = sum(stop - start for start, stop in spans[cut.dim])
         wanted = cut.spans(length, ranks.get(cut.axis, 0))
         spans[cut.dim] = _joined(
-            piece for span in wanted for piece in _within(spans[cut.dim], *span)
+            piece for span in wanted for piece in _spans_between(spans[cut.dim], *span)
         )
     return spans
 
 
-def _within(
+def _spans_between(
     spans: Spans,
     low: int,
     high: int,

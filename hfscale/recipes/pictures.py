@@ -43,8 +43,8 @@ def encode_pictures(
             )
             asked = (
                 render(processor, messages[:-1], answer=True),
-                _words(messages[-2:-1]),
-                _words(messages[-1:]),
+                _text_of_turns(messages[-2:-1]),
+                _text_of_turns(messages[-1:]),
             )
         except (
             TemplateError,
@@ -112,19 +112,21 @@ def _labels(
         return [int(token) for token in processed(processor, [text], [images])["input_ids"][0]]
 
     def first(number: int, answer: bool) -> list[int]:
-        shown = sum(part["type"] == "image" for part in _parts(messages[:number]))
+        shown = sum(part["type"] == "image" for part in _texts_and_pictures(messages[:number]))
         return tokens(render(processor, messages[:number], answer=answer), images[:shown])
 
     ids = tokens(text, images)
     return [IGNORED, *ids[1:]] if train_on == "all" else by_prefixes(ids, messages, first)
 
 
-def _words(messages: Sequence[Any]) -> str:
+def _text_of_turns(messages: Sequence[Any]) -> str:
     """Return the text of the turns, without pictures."""
-    return " ".join(part["text"] for part in _parts(messages) if part["type"] == "text").strip()
+    return " ".join(
+        part["text"] for part in _texts_and_pictures(messages) if part["type"] == "text"
+    ).strip()
 
 
-def _parts(messages: Sequence[Any]) -> list[Any]:
+def _texts_and_pictures(messages: Sequence[Any]) -> list[Any]:
     """Return the texts and pictures of the turns, one after the other."""
     contents = (message["content"] for message in messages)
     return [

@@ -80,7 +80,7 @@ class ModelTeacher:
         model = self._teacher.model
         itself = self._teacher is self._student
         signals = list[tuple[Tensor, ...]]()
-        given = self._shared(batch)
+        given = self._own_batches(batch)
         with adapters_switched_off(model) if itself else nullcontext(), evaluating(model):
             for turn in self._turns:
                 made = scored(self._teacher, given[turn], self._hidden)
@@ -146,7 +146,7 @@ class ModelTeacher:
         assert self._head is not None  # since the hidden states were made
         return replace(self._head, hidden=hidden)
 
-    def _shared(self, batch: Any) -> dict[int, Any]:
+    def _own_batches(self, batch: Any) -> dict[int, Any]:
         """Return the student's distinct batches that this rank runs, by number."""
         own = self._student.mesh.batch_rank
         group = self._teacher.mesh.sharing

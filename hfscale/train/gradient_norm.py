@@ -58,7 +58,7 @@ def _global_norm(runtime: Runtime, here: list[_Gradient], norm_type: float) -> T
         types |= {planned.dtype for planned in runtime.plan.owned()}
     wide = torch.float64 if torch.float64 in types else torch.float32
     for axes, gradients in sorted(by_axes.items()):  # the same order of collectives on every rank
-        part = _joined(gradients, norm_type, wide, mesh.device)
+        part = _joined_norm(gradients, norm_type, wide, mesh.device)
         for group in mesh.groups(*axes):
             dist.all_reduce(part, op=operation, group=group)
         total = part if total is None else torch.maximum(total, part) if infinite else total + part
@@ -86,7 +86,7 @@ def _counted_by_axes(runtime: Runtime, here: list[_Gradient]) -> dict[_Axes, lis
     return by_axes
 
 
-def _joined(
+def _joined_norm(
     grads: list[Tensor], norm_type: float, wide: torch.dtype, device: torch.device
 ) -> Tensor:
     """Return the largest norm of ``grads``, or the sum of their powers: a scalar of the type ``wide``."""

@@ -414,7 +414,7 @@ def _without_gaps(runtime: Runtime, batch: Mapping[str, Any]) -> Mapping[str, An
     if tokens is None or tokens.ndim < 2 or tokens.shape[0] > 0:
         return batch
     rows = runtime.executor.fewest_rows()
-    filled = {name: _filled(name, value, rows) for name, value in batch.items()}
+    filled = {name: _padding_rows(name, value, rows) for name, value in batch.items()}
     # Expert balance ignores masked tokens, so mask all of them; other models should attend to some token.
     length = filled["input_ids" if "input_ids" in filled else "inputs_embeds"].shape[1]
     mask = torch.full(
@@ -428,7 +428,7 @@ def _without_gaps(runtime: Runtime, batch: Mapping[str, Any]) -> Mapping[str, An
     return filled
 
 
-def _filled(name: str, value: Any, rows: int) -> Any:
+def _padding_rows(name: str, value: Any, rows: int) -> Any:
     """Return ``rows`` rows of padding, of at least two tokens, in place of a tensor without rows."""
     if not isinstance(value, Tensor) or value.ndim < 2 or value.shape[0] > 0:
         return value

@@ -78,7 +78,7 @@ def activation_bytes(plan: Plan, situation: Situation) -> Activations:
         notes = [
             f"on the host: {human(away)} of activations; at most two layers' are on the device"
         ]
-    total += _ends(plan, situation, types, held, chosen)
+    total += _border_bytes(plan, situation, types, held, chosen)
     last = total if away or not held else tokens * held[0].kept(chosen)
     before, behind, in_norm = _around_layers(plan, situation, types)
     again = max((layer.again for layer in held if layer.name in chosen), default=0.0)
@@ -142,14 +142,16 @@ def _around_layers(plan: Plan, situation: Situation, types: Types) -> tuple[floa
             before += one * (seen.shared + seen.before * (index == 0))
         if plan.stages is None or index == len(plan.stages.stages) - 1:
             kept, in_norm = (
-                _behind(plan, types, situation.trained) if seen is None else (seen.behind, 0.0)
+                _bytes_behind_layers(plan, types, situation.trained)
+                if seen is None
+                else (seen.behind, 0.0)
             )
             behind = behind + one * kept
             in_norm = situation.tokens * in_norm
     return before, behind, in_norm
 
 
-def _behind(
+def _bytes_behind_layers(
     plan: Plan,
     types: Types,
     trained: Collection[str],
@@ -174,7 +176,7 @@ def _behind(
     ) / sequence_ranks(plan)
 
 
-def _ends(
+def _border_bytes(
     plan: Plan,
     situation: Situation,
     types: Types,

@@ -167,7 +167,10 @@ def estimate_memory(
         notes=tuple(notes),
     )
     estimate = replace(
-        estimate, apart=_apart(plan, situation, of_activations, estimate, training if apart else [])
+        estimate,
+        apart=_bytes_not_at_once(
+            plan, situation, of_activations, estimate, training if apart else []
+        ),
     )
     if not offloaded(plan).parameters:
         return estimate
@@ -182,7 +185,7 @@ def estimate_memory(
     )
 
 
-def _apart(
+def _bytes_not_at_once(
     plan: Plan,
     situation: Situation,
     found: Activations,

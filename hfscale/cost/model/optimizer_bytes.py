@@ -96,7 +96,7 @@ def optimizer_bytes(
         raise ConfigError(f"optimizer {name!r} is unknown: use one of {', '.join(sorted(NAMES))}")
     if name == "sgd":
         return sum(
-            _like(planned, ranks, int(bool(given.get("momentum"))), counts=False)
+            _bytes_of_tensors(planned, ranks, int(bool(given.get("momentum"))), counts=False)
             for planned in trained
         )
     tensors = {
@@ -104,12 +104,12 @@ def optimizer_bytes(
         "rmsprop": 1 + bool(given.get("momentum")) + bool(given.get("centered")),
     }
     return sum(
-        _like(planned, ranks, tensors.get(name, 2 + bool(given.get("amsgrad"))))
+        _bytes_of_tensors(planned, ranks, tensors.get(name, 2 + bool(given.get("amsgrad"))))
         for planned in trained
     )
 
 
-def _like(
+def _bytes_of_tensors(
     planned: ParameterPlan,
     ranks: dict[str, int],
     tensors: int,
@@ -128,7 +128,11 @@ def _muon_bytes(
 ) -> int:
     dims = 3 if planned.name.rpartition(".")[0] in stacks else 2
     hidden = len(planned.shape) == dims and planned.name.startswith(layers)
-    return _like(planned, ranks, 1, counts=False) if hidden else _like(planned, ranks, 2)
+    return (
+        _bytes_of_tensors(planned, ranks, 1, counts=False)
+        if hidden
+        else _bytes_of_tensors(planned, ranks, 2)
+    )
 
 
 def _bitsandbytes_bytes(

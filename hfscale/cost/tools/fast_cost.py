@@ -281,12 +281,12 @@ class FastCost:
     def estimate(self, candidate: Candidate) -> CandidateCost:
         """Return seconds and bytes of one candidate."""
         job = candidate.job
-        places = self._places(candidate)
+        places = self._rank_contents(candidate)
         stages = stage_seconds(places, self._seconds(job))
         # Ranks wait for a forward pass of half their layers alone.
         parts = 6 if candidate.schedule == "zbv" else None
         if candidate.offload:
-            kept, *_, stream = self._kept(job)
+            kept, *_, stream = self._kept_bytes(job)
             layers = max(place.layers for place in places)
             activations = (
                 2 * job.tokens * job.microbatches * layers * (stream if job.recompute else kept)
@@ -304,7 +304,7 @@ class FastCost:
             candidate, time.total, needed, likely_bytes(needed, activations), states, activations
         )
 
-    def _kept(self, job: Job) -> tuple[float, float, float, float]:
+    def _kept_bytes(self, job: Job) -> tuple[float, float, float, float]:
         """Return a layer's bytes per token: kept, computed again, gradients of activations, and its input."""
         summary = self.summary
         layout = job.layout
@@ -346,7 +346,7 @@ class FastCost:
             self._parts[key] = part_seconds(self.summary.shape, job, self.machine, self.constants)
         return self._parts[key]
 
-    def _places(self, c: Candidate) -> list[Place]:
+    def _rank_contents(self, c: Candidate) -> list[Place]:
         shape = self.summary.shape
         tp = c.job.layout.tp
         places = list[Place]()
@@ -396,7 +396,7 @@ class FastCost:
             else 0.0
         )
         states = (summary.states - on_host) * job.shard_of(place.weights, place.expert_weights)
-        kept, again, passing, stream = self._kept(job)
+        kept, again, passing, stream = self._kept_bytes(job)
         held = (
             in_flight_of_ranks(c.schedule, pp, job.microbatches, job.virtual)[rank]
             / job.virtual

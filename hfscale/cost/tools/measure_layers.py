@@ -73,7 +73,9 @@ def measured_layers(
         parts = {"recompute": how, "tile_tokens": again.tile or None}
 
     def seen(**memory: Any) -> MeasuredLayers | None:
-        return _seen(replace(few, memory=MemoryConfig(**memory)) if memory else few, small, sizes)
+        return _measured_once(
+            replace(few, memory=MemoryConfig(**memory)) if memory else few, small, sizes
+        )
 
     measured = whole = seen()
     if parts and whole is not None and (measured := seen(**parts)) is not None:
@@ -100,7 +102,9 @@ def _small(layout: ParallelConfig) -> ParallelConfig:
     return replace(layout, **few, gradient_compression="no", powersgd_rank=None)
 
 
-def _seen(spec: RunSpec, layout: ParallelConfig, sizes: dict[str, int]) -> MeasuredLayers | None:
+def _measured_once(
+    spec: RunSpec, layout: ParallelConfig, sizes: dict[str, int]
+) -> MeasuredLayers | None:
     """Measure layers of each kind once."""
     config = json.dumps(spec.config.to_dict(), sort_keys=True, default=str)
     key = (

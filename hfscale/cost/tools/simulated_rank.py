@@ -121,7 +121,7 @@ class SimulatedRank(TorchDispatchMode):
         if func.namespace == "c10d":
             return self._collective(func, name.strip("_"), args, kwargs)
         if name in MOVING:
-            return self._moved(func, name, args, kwargs)
+            return self._copied_between_devices(func, name, args, kwargs)
         on_device = any(tensor.device == META for tensor in _tensors((args, kwargs)))
         if on_device and name == "_grouped_mm":
             return _grouped(
@@ -137,7 +137,7 @@ class SimulatedRank(TorchDispatchMode):
         )
         return result.to(META) if isinstance(result, Tensor) else result
 
-    def _moved(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    def _copied_between_devices(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """Copy a tensor between devices."""
         source = args[1] if name == "copy_" else args[0]
         target = args[0].device if name == "copy_" else kwargs.get("device") or source.device
@@ -299,14 +299,14 @@ def take_step(
         )
         for _ in range(job.microbatches)
     ]
-    rank = SimulatedRank(runtime, partial(_found, job, shape))
+    rank = SimulatedRank(runtime, partial(_value_on_host, job, shape))
     attention = FusedAttention()
     with rank, attention, counting:
         train_step(model, [{"input_ids": one, "labels": one} for one in ids])
     return rank.traffic
 
 
-def _found(job: Job, shape: ModelShape, looked_at: Tensor) -> Tensor:
+def _value_on_host(job: Job, shape: ModelShape, looked_at: Tensor) -> Tensor:
     """Return what the host would read from the device: zeros, or this rank's routes, spread evenly over experts."""
     indices = torch.zeros(looked_at.shape, dtype=looked_at.dtype)
     if not (shape.experts and looked_at.ndim == 3 and len(looked_at) == 2):

@@ -92,11 +92,11 @@ class StoredRows(TaughtRows):
             each.index_select(0, rows) for each in (self.stored, self.tokens, self.rest)
         )
         columns = _columns(tokens, z, vocabulary)
-        lse, others = log_sum_exps([z, _filled(z, columns, -torch.inf)], vocabulary)
+        lse, others = log_sum_exps([z, _with_columns(z, columns, -torch.inf)], vocabulary)
         log_p = z.sub_(lse)
         spread = log_p + (rest.unsqueeze(1).to(z.dtype) - (others - lse))
         spread.masked_fill_(log_p == -torch.inf, -torch.inf)
-        return log_p, _filled(spread, columns, stored.to(z.dtype))
+        return log_p, _with_columns(spread, columns, stored.to(z.dtype))
 
 
 def top_tokens(
@@ -121,7 +121,7 @@ def top_tokens(
     values, chosen = values.topk(k)
     tokens = tokens.gather(1, chosen)
     lse, others = log_sum_exps(
-        [z, _filled(z, _columns(tokens, z, vocabulary), -torch.inf)], vocabulary
+        [z, _with_columns(z, _columns(tokens, z, vocabulary), -torch.inf)], vocabulary
     )
     return values - lse, tokens, (others - lse).squeeze(1)
 
@@ -139,7 +139,7 @@ def _columns(tokens: Tensor, z: Tensor, vocabulary: VocabularySlice) -> Tensor:
     return torch.where((places >= 0) & (places < width), places, width)
 
 
-def _filled(z: Tensor, columns: Tensor, values: Tensor | float) -> Tensor:
+def _with_columns(z: Tensor, columns: Tensor, values: Tensor | float) -> Tensor:
     """Return a copy of ``z`` with values in some columns of each row."""
     wide = F.pad(z, (0, 1))  # tokens outside of the slice meet in a column that is cut off
     return wide.scatter_(1, columns, values)[:, :-1]  # type: ignore[arg-type]  # a number or a tensor

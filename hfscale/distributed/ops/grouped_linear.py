@@ -90,7 +90,7 @@ def grouped_linear(
     """
     if _has_kernel(x, weight):
         out: Tensor = F.grouped_mm(
-            x, weight if transposed else weight.transpose(1, 2), offs=_ends(counts, x.device)
+            x, weight if transposed else weight.transpose(1, 2), offs=_group_ends(counts, x.device)
         )
     else:
         out = _GroupedLinear.apply(x, weight, counts, transposed)
@@ -104,11 +104,11 @@ def rows_of_groups(values: Tensor, counts: Sequence[int], rows: int) -> Tensor:
     groups = torch.arange(rows, dtype=torch.int32, device=values.device)
     return values.index_select(
         0,
-        torch.bucketize(groups, _ends(counts, values.device), right=True),
+        torch.bucketize(groups, _group_ends(counts, values.device), right=True),
     )
 
 
-def _ends(counts: Sequence[int], device: torch.device) -> Tensor:
+def _group_ends(counts: Sequence[int], device: torch.device) -> Tensor:
     """Return the row at which each group ends, ``[groups]``, without waiting for the device."""
     ends = torch.tensor(
         list(accumulate(counts)), dtype=torch.int32, pin_memory=is_accelerator(device)

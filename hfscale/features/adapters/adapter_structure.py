@@ -62,7 +62,7 @@ def adapter_parameters(whole: Any, plan: Plan) -> list[AdapterParameter]:
     parameters: list[AdapterParameter] = []
     owners: dict[int, str] = {}
     for name, parameter in stock.named_parameters(remove_duplicate=False):
-        wrapper_name, kept_in, rest = _place(modules, name)
+        wrapper_name, kept_in, rest = _split_name(modules, name)
         if kept_in is None:
             continue
         wrapper: Any = modules[wrapper_name]
@@ -100,7 +100,7 @@ def adapter_parameters(whole: Any, plan: Plan) -> list[AdapterParameter]:
     return parameters
 
 
-def _place(modules: dict[str, nn.Module], name: str) -> tuple[str, str | None, list[str]]:
+def _split_name(modules: dict[str, nn.Module], name: str) -> tuple[str, str | None, list[str]]:
     """Split the name of an adapter's parameter: its wrapper, the wrapper's attribute, and the path inside it."""
     parts = name.split(".")
     for end in range(len(parts) - 1, 0, -1):
@@ -167,9 +167,9 @@ def check_matches(
         wanted = getattr(asked, field, None)
         left = getattr(resolved, field, None) or ()
         for target in [] if wanted is None or isinstance(wanted, str) else wanted:
-            is_matched = any(_fits(name, target) for name in matched)
+            is_matched = any(_matches_target(name, target) for name in matched)
             left_out = bool(getattr(asked, "exclude_modules", None)) and any(
-                _fits(name, target) for name in known
+                _matches_target(name, target) for name in known
             )
             if target in left and not is_matched and not left_out:
                 names = ", ".join(target_names(plan))
@@ -178,7 +178,7 @@ def check_matches(
                 )
 
 
-def _fits(name: str, target: str) -> bool:
+def _matches_target(name: str, target: str) -> bool:
     return name == target or name.endswith(f".{target}")
 
 

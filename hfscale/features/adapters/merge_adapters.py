@@ -304,12 +304,12 @@ class WholeMerge:
                 narrow = torch.float32 if kept.dtype == torch.float64 else kept.dtype
                 before[base] = kept.to(narrow)
                 given = nn.Parameter(before[base].clone(), requires_grad=False)
-                put_parameter(module, self._inside(base, path), given)
+                put_parameter(module, self._name_inside(base, path), given)
         inject_alone(config, self._adapters.name, module, path, self._around[path])
         left: dict[str, Tensor] = {}
         for base, start in before.items():
             kept = parts[base]
-            after = parameter_at(module, self._inside(base, path)).detach()
+            after = parameter_at(module, self._name_inside(base, path)).detach()
             exact = after.dtype == kept.dtype
             left[base] = after if exact else kept + (after - start).to(kept.dtype)
         return left
@@ -337,14 +337,16 @@ class WholeMerge:
         for base in bases:
             put_parameter(
                 wrapper,
-                self._inside(base, path),
+                self._name_inside(base, path),
                 nn.Parameter(parts[base].clone(), requires_grad=False),
             )
         for adapter in self._around[path]:
             factor = nn.Parameter(parts[adapter.tied_to or adapter.name], requires_grad=False)
             put_parameter(wrapper, adapter.name.removeprefix(f"{path}."), factor)
         merge_wrapper(wrapper)
-        return {base: parameter_at(wrapper, self._inside(base, path)).detach() for base in bases}
+        return {
+            base: parameter_at(wrapper, self._name_inside(base, path)).detach() for base in bases
+        }
 
     def _owner_of_rows(self, name: str) -> str:
         adapter = self._rows[name]
@@ -357,7 +359,7 @@ class WholeMerge:
         chosen, places = places_in(self._rows[name].tokens, held, self._ranks)
         return with_rows(parts[name], parts[self._owner_of_rows(name)], chosen, places)
 
-    def _inside(self, base: str, path: str) -> str:
+    def _name_inside(self, base: str, path: str) -> str:
         """Return the name of a weight inside its module; of a tied one, the name that is in this module."""
         names = [p.name for p in self._plan.parameters if base in (p.name, p.tied_to)]
         return next(name for name in names if name.startswith(f"{path}.")).removeprefix(f"{path}.")

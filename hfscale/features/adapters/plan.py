@@ -61,7 +61,7 @@ def _planned(plan: Plan, adapter: AdapterParameter) -> ParameterPlan:
             if dim is None:
                 partial = ("tp",)
             else:
-                cuts.append(_along(across, dim, base.shape[across.dim], adapter.shape[dim]))
+                cuts.append(_cut_along(across, dim, base.shape[across.dim], adapter.shape[dim]))
         cuts += data_cut(plan.layout, spread is not None)
     ties = () if plan.stages is None else plan.stages.ties
     tie = next((tie for tie in ties if adapter.name in tie.names), None)
@@ -76,7 +76,7 @@ def _planned(plan: Plan, adapter: AdapterParameter) -> ParameterPlan:
     )
 
 
-def _along(across: Cut, dim: int, length: int, own: int) -> Cut:
+def _cut_along(across: Cut, dim: int, length: int, own: int) -> Cut:
     """Return the cut of an adapter's ``dim`` of ``own`` entries, which belong to ``length`` of the module, in order."""
     parts = tuple(part * own // length for part in across.parts)
     return replace(across, dim=dim, parts=parts)

@@ -80,7 +80,7 @@ class MultiTokenPrediction(Part):
         self._loss = runtime.loss
         for name in dict.fromkeys(planned.like):
             model.get_submodule(name).register_forward_pre_hook(
-                partial(self._note, name), with_kwargs=True
+                partial(self._keep_arguments, name), with_kwargs=True
             )
         model.get_submodule(planned.text).register_forward_hook(
             partial(self._predict, model.get_submodule(PREDICTION))
@@ -150,7 +150,7 @@ class MultiTokenPrediction(Part):
             self._loss.current.terms.append(self._term)
         return args, kwargs
 
-    def _note(
+    def _keep_arguments(
         self,
         name: str,
         layer: nn.Module,

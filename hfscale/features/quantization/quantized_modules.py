@@ -97,7 +97,10 @@ def packable(planned: Plan, model: nn.Module) -> list[str]:
     linear = [
         f"{name}.weight" for name, module in model.named_modules() if type(module) is nn.Linear
     ]
-    named = {*linear, *_weights_of_experts(planned, model, lambda name: True)} - _shared(planned)
+    named = {
+        *linear,
+        *_weights_of_experts(planned, model, lambda name: True),
+    } - _vocabulary_weights(planned)
     return [parameter.name for parameter in planned.parameters if parameter.name in named]
 
 
@@ -110,7 +113,7 @@ def _weights_of_experts(
             yield from (name for name, parameter in held if parameter.ndim == 3)
 
 
-def _shared(planned: Plan) -> set[str | None]:
+def _vocabulary_weights(planned: Plan) -> set[str | None]:
     """Return the weights of the head and the embedding, and tied ones."""
     vocabulary = {
         planned.by_name[f"{name}.weight"]
@@ -125,7 +128,7 @@ def _shared(planned: Plan) -> set[str | None]:
 
 def _refuse_shared(planned: Plan, weights: list[str], config: Any) -> None:
     """Refuse to quantize the head, the embedding, and tied weights."""
-    kept = _shared(planned)
+    kept = _vocabulary_weights(planned)
     for name in weights:
         if name in kept:
             raise ConfigError(

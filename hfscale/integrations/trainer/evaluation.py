@@ -158,7 +158,7 @@ def _by_steps(
     most = trainer.args.per_device_eval_batch_size
     full = counted
     if staged:
-        most = _fitting(trainer.runtime.executor, most)
+        most = _least_rows(trainer.runtime.executor, most)
         full = with_rows(counted, most) if loss_of.ignores else counted
     if not labelled:
         full = {**full, "labels": torch.full_like(full["input_ids"], -100)}
@@ -191,7 +191,7 @@ def _by_steps(
     )
 
 
-def _fitting(executor: Executor, rows: int) -> int:
+def _least_rows(executor: Executor, rows: int) -> int:
     """Return the least number of rows, at least ``rows``, that the schedule can cut into microbatches."""
     for more in range(_MOST_ADDED):
         row = torch.zeros(rows + more, 2, dtype=torch.int64)
@@ -295,7 +295,7 @@ def generated_step(
             given = {
                 name: value for name, value in given.items() if not name.startswith("decoder_")
             }
-        given["labels"] = _filled(mesh, labels, known, -100)
+        given["labels"] = _padded_rows(mesh, labels, known, -100)
 
     def generate_as_long(*args: Any, **kwargs: Any) -> Tensor:
         config = kwargs.get("generation_config") or model.generation_config
@@ -306,7 +306,9 @@ def generated_step(
         fill = (pad or first) if (kwargs.get("num_beams") or config.num_beams or 1) > 1 else pad
         tokens = generate(*args, **kwargs)
         return (
-            tokens if fill is None else _filled(mesh, tokens, known, fill, after=int(fill == first))
+            tokens
+            if fill is None
+            else _padded_rows(mesh, tokens, known, fill, after=int(fill == first))
         )
 
     with (
@@ -323,7 +325,7 @@ def generated_step(
     return loss, tokens, labels
 
 
-def _filled(
+def _padded_rows(
     mesh: Mesh,
     rows: Tensor,
     known: tuple[int, int] | None,

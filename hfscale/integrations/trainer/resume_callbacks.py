@@ -42,7 +42,8 @@ class TrainerRandomStreams:
         if is_writer(self._mesh):
             directory.mkdir(parents=True, exist_ok=True)
             torch.save(
-                {**_written(self._mesh), "began": self._began, "rows": rows}, directory / RANDOM
+                {**_stock_random_states(self._mesh), "began": self._began, "rows": rows},
+                directory / RANDOM,
             )
 
     def read(self, checkpoint: Path, own: bool, rows: int) -> None:
@@ -96,10 +97,10 @@ class TrainerRandomStreams:
         if self._goes_on and states is not None:
             restore_random_states(self._mesh, states)
         self._goes_on = False
-        self._began = _written(None)
+        self._began = _stock_random_states(None)
 
 
-def _written(mesh: Mesh | None) -> dict[str, Any]:
+def _stock_random_states(mesh: Mesh | None) -> dict[str, Any]:
     """Return this process's RNG states in stock Trainer's form."""
     states: dict[str, Any] = {
         "python": random.getstate(),

@@ -37,7 +37,7 @@ def write(
     runtime: Runtime, directory: Path, optimizer: torch.optim.Optimizer, scheduler: Any
 ) -> None:
     """Write files from which stock Trainer resumes, or refuses to: without any it would begin anew. Collective."""
-    numbers = _numbers(runtime, optimizer)
+    numbers = _stock_order(runtime, optimizer)
     kinds = _kinds(runtime, optimizer)
     written: dict[str, Any] = {"state": {}, "param_groups": [], "resume_with": "hfscale.Trainer"}
     if numbers is not None and kinds is not None and _size(runtime, kinds) <= _LARGEST:
@@ -70,14 +70,14 @@ def read(
     source = find_optimizer(checkpoint)
     if source is None:
         return False
-    names = source.names or _numbers(runtime, optimizer)
+    names = source.names or _stock_order(runtime, optimizer)
     restore_optimizer(runtime, source.path, source.state, names, optimizer)
     if source.schedule is not None:
         scheduler.load_state_dict(source.schedule)
     return True
 
 
-def _numbers(runtime: Runtime, optimizer: torch.optim.Optimizer) -> list[list[str]] | None:
+def _stock_order(runtime: Runtime, optimizer: torch.optim.Optimizer) -> list[list[str]] | None:
     """Return all ranks' parameters by group, in stock order; ``None`` for groups that are not stock Trainer's."""
     adapters = runtime.adapters
     whole = empty_copy(runtime.model) if adapters is None else adapters.whole.get_base_model()

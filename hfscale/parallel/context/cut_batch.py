@@ -297,12 +297,12 @@ class MaskBlocks:
                     for r in ranks
                     for other in pieces(r)
                 ]
-                self._look([*dict.fromkeys([(rows, columns), *every])])
+                self._find_mask_kinds([*dict.fromkeys([(rows, columns), *every])])
             else:
                 self._kinds[rows, columns] = _causal_kind(rows, columns, starts)
         return self._kinds[rows, columns]
 
-    def _look(self, pairs: Sequence[tuple[Interval, Interval]]) -> None:
+    def _find_mask_kinds(self, pairs: Sequence[tuple[Interval, Interval]]) -> None:
         """Find the kinds of all pairs that a pass asks for, with one look of the host at the device."""
         flags = dict[tuple[Interval, Interval], Tensor]()
         for rows, columns in (

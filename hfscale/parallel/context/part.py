@@ -61,10 +61,10 @@ class ContextParallel(Part, ContextAxis):
         ask_for_all_positions(text)
         self._counts_tokens = bool(counting_tables(text))
         if planned.text:
-            cut_inside(text, self._learn)
+            cut_inside(text, self._record_positions)
         if planned.whole or planned.handing:
             self._passes = ForwardPasses()
-        mixers = WholeSequences(partial(gather_sequences, group=group), self._current)
+        mixers = WholeSequences(partial(gather_sequences, group=group), self._current_sequences)
         for name in filter(runtime.is_local, planned.whole):
             keep_states_apart(model.get_submodule(name), self._whole_segments)
             mixers.install(model.get_submodule(name), name in planned.reads_masks)
@@ -154,26 +154,26 @@ class ContextParallel(Part, ContextAxis):
             "mixing or keeping tokens is not; with cp_size=1 it gets all of them"
         )
 
-    def _learn(self, batch: CutBatch) -> None:
+    def _record_positions(self, batch: CutBatch) -> None:
         """Record the positions of the batch, known at the text model's input."""
         learn(batch)
         if self._passes is not None:
             self._passes.begin(batch)
 
-    def _current(self) -> CutBatch | None:
+    def _current_sequences(self) -> CutBatch | None:
         """Return the full sequences of the current pass, or of the one that a layer is recomputed for."""
         recomputed = self._passes.current() if self._passes is not None and recomputing() else None
         return current_batch() or recomputed
 
     def _segments(self) -> Segments | None:
-        batch = self._current()
+        batch = self._current_sequences()
         if batch is None:
             return None
         chain = RankChain(batch.split, batch.rank, batch.starts, self._group)
         return Segments(batch.split.pieces(batch.rank), batch.starts, chain)
 
     def _whole_segments(self) -> Segments | None:
-        batch = self._current()
+        batch = self._current_sequences()
         return (
             None
             if batch is None or batch.starts is None

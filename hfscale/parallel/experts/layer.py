@@ -233,7 +233,7 @@ class LayerRouting:
         """Drop the routes beyond the capacity of their experts."""
         count = self.planned.count
         index = choice.index.view(*own.real.shape, choice.index.shape[1])
-        kept, places = self._within(capacity, index, now, own)
+        kept, places = self._routes_within_capacity(capacity, index, now, own)
         if counts:
             self.counter.add_numbers(
                 0,
@@ -320,7 +320,7 @@ class LayerRouting:
                 self.counter.add_numbers(1, balance * once, z * once, now.real.sum())
         return loss
 
-    def _within(
+    def _routes_within_capacity(
         self, factor: float, index: Tensor, now: Pass, own: "_OwnTokens"
     ) -> tuple[Tensor, Tensor]:
         """Return which routes ``[b, s, k]`` fit the capacity, and their queue places over all tensor ranks' tokens."""

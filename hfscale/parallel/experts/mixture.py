@@ -69,7 +69,7 @@ class Mixture:
         if self.shares is None or self.routing.is_cut():
             return self._exchanged(experts, hidden, index, weights)
         if self.batches == 1 and 2 * index.shape[1] >= dist.get_world_size(self.shares):
-            return self._summed(experts, hidden, index, weights, self.shares)
+            return self._run_on_all_tokens(experts, hidden, index, weights, self.shares)
         size = dist.get_world_size(self.shares)
         rank = dist.get_rank(self.shares)
         lengths = share_evenly(hidden.shape[0], size)
@@ -80,7 +80,7 @@ class Mixture:
         out = self._exchanged(experts, own_hidden, own_index, own_weights)
         return collectives.gather_from_tp_region(out, lengths, self.shares, 0)
 
-    def _summed(
+    def _run_on_all_tokens(
         self,
         experts: nn.Module,
         hidden: Tensor,

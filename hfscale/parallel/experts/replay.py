@@ -151,7 +151,9 @@ class RouteReplay(Part):
         with attribute_replaced(self, "_recorded", recorded):
             yield routes
             whole = [
-                _whole(runtime, each, each.batch) for each in recorded if each.batch is not None
+                _routes_of_all_ranks(runtime, each, each.batch)
+                for each in recorded
+                if each.batch is not None
             ]
         while whole:
             parts = whole[0][1]
@@ -343,7 +345,7 @@ def _check(runtime: Runtime, batch: Batch, routes: Tensor) -> None:
 
 
 @torch.no_grad()
-def _whole(runtime: Runtime, made: _Pass, batch: Microbatch) -> tuple[Tensor, int]:
+def _routes_of_all_ranks(runtime: Runtime, made: _Pass, batch: Microbatch) -> tuple[Tensor, int]:
     """Return a pass's routes ``[b, s, layers, k]`` of all ranks, and the number of passes of its batch; collective."""
     mesh, (samples, length) = runtime.mesh, tokens_of(batch)
     tokens = batch.tokens or length

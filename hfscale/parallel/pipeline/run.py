@@ -166,7 +166,7 @@ class Pipeline(Executor):
         """Run all passes in the schedule's order; return the loss of this batch rank on the last stage, elsewhere 0."""
         runtime = self._runtime
         with runtime.around(Part.around_interleaved, backward):
-            self._learn()
+            self._set_training_stages()
             self._batches = batches
             self._objective = objective
             self._trains = backward
@@ -220,7 +220,7 @@ class Pipeline(Executor):
         """Take the reports of all ranks with this batch for the coming step."""
         self._agreement.compare_numbers(told)
 
-    def _learn(self) -> None:
+    def _set_training_stages(self) -> None:
         """Set which stages train, before anything is sent."""
         trains = self._agreement.training_stages()
         for worker in self.workers:

@@ -198,7 +198,7 @@ def trace_stacks(draft: Draft, lists: list[str], stacks: TwoStacks) -> StageInpu
     # Around either list is the other stack as a whole.
     around_encoder, around = (list(items_around(model, path)) for path in lists)
     of_encoder = [item for item in around_encoder if item.startswith(f"{stacks.encoder}.")]
-    probes = _probed(draft, lists, (around_encoder, around), stacks)
+    probes = _traced_lists(draft, lists, (around_encoder, around), stacks)
     if probes is None:
         return None
     (encoding, decoding), loans = probes
@@ -246,7 +246,7 @@ def trace_stacks(draft: Draft, lists: list[str], stacks: TwoStacks) -> StageInpu
     )
 
 
-def _probed(
+def _traced_lists(
     draft: Draft, lists: list[str], around: Sequence[list[str]], stacks: TwoStacks
 ) -> tuple[tuple[LayersSeen, LayersSeen], tuple[Loan, ...]] | None:
     """Trace a run through both lists, and the loans of their first layers; ``None`` where they cannot be cut."""

@@ -112,7 +112,7 @@ def _cut_projection(block: PlacedBlock, child: str, column: bool) -> None:
         )
         return
     dim = weight_dims(module)[0 if column else 1]
-    parts = _parts(block, child, module.weight.shape[dim])
+    parts = _fused_lengths(block, child, module.weight.shape[dim])
     replicas = block.parts_replicas(child, parts)
     draft.cut(f"{path}.weight", dim, module.weight.shape[dim], parts, replicas)
     if getattr(module, "bias", None) is not None:
@@ -122,7 +122,7 @@ def _cut_projection(block: PlacedBlock, child: str, column: bool) -> None:
             draft.rules[f"{path}.bias"] = _PARTIAL
 
 
-def _parts(block: PlacedBlock, child: str, length: int) -> tuple[int, ...]:
+def _fused_lengths(block: PlacedBlock, child: str, length: int) -> tuple[int, ...]:
     """Return the lengths of the matrices fused in a projection along its sharded dim of ``length``; empty for one."""
     draft = block.draft
     fused = block.role.parts.get(child, 1)

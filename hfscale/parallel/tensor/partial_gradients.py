@@ -206,13 +206,13 @@ def _sums_of(planned: ParameterPlan, mesh: Mesh) -> list[_Sum]:
 
 def _read(leaf: Tensor, sums: list[_Sum]) -> Tensor:
     return (
-        apply_mapping(leaf, lambda x: x.view_as(x), partial(_summed, sums=sums))
+        apply_mapping(leaf, lambda x: x.view_as(x), partial(_all_reduced, sums=sums))
         if leaf.requires_grad
         else leaf
     )
 
 
-def _summed(grad: Tensor, sums: list[_Sum]) -> Tensor:
+def _all_reduced(grad: Tensor, sums: list[_Sum]) -> Tensor:
     """All-reduce (spans of) a gradient over the ranks with replicas."""
     # A copy, since autograd may hand the same gradient tensor to another branch.
     grad = grad.clone(memory_format=torch.contiguous_format)

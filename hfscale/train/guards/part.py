@@ -186,9 +186,9 @@ class StockCode(Part):
         self.structure = Structure(runtime)
         # Stages run in steps alone, with older weights in some schedules.
         if runtime.plan.stages is None:
-            model.register_forward_pre_hook(self._look, prepend=True)
+            model.register_forward_pre_hook(self._check_called_model, prepend=True)
 
-    def _look(self, model: nn.Module, args: Any) -> None:
+    def _check_called_model(self, model: nn.Module, args: Any) -> None:
         """Check the model when a training loop without ``train_step`` calls it."""
         if self._looks and self.structure is not None and not torch.compiler.is_compiling():
             self.structure.check()

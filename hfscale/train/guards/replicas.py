@@ -49,7 +49,7 @@ def check_replicas(
         _is_replicated(runtime, planned) for planned in runtime.plan.owned()
     ):
         return
-    apart = _apart(runtime.mesh.all_gather_object(_checksums(runtime)))
+    apart = _differing_parameters(runtime.mesh.all_gather_object(_checksums(runtime)))
     if not apart:
         return
     tolerance = (
@@ -88,7 +88,9 @@ def _checksums(runtime: Runtime) -> dict[tuple[str, _Place], int]:
     return dict(zip(sums, read, strict=True))
 
 
-def _apart(every: list[dict[tuple[str, _Place], int]]) -> list[tuple[str, list[list[int]]]]:
+def _differing_parameters(
+    every: list[dict[tuple[str, _Place], int]],
+) -> list[tuple[str, list[list[int]]]]:
     """Return the parameters whose replicas differ, with the ranks that hold each value."""
     values: dict[tuple[str, _Place], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, held in enumerate(every):

@@ -34,14 +34,14 @@ class Structure:
         self._runtime = runtime
         # FSDP2 swaps its parameters between shard and full tensor; bitsandbytes replaces its weights by itself.
         self._managed = list(managed_places(runtime.model))
-        self._modules, self._parameters = self._look()
+        self._modules, self._parameters = self._module_contents()
         self._loss = loss_function_of(runtime.model)
         self._accepted = 0  # version of the contents that the last check found, and its hooks
         self._hooks: list[int] = []
         self._hooked = set[int]()
         self._said = set[str]()
 
-    def _look(self) -> tuple[_Held, _Held]:
+    def _module_contents(self) -> tuple[_Held, _Held]:
         """Return the children of every module, and its parameters (``None``: may be replaced)."""
         modules = list(self._runtime.model.modules())
         managed = {(place.module, place.name) for place in self._managed}
@@ -162,7 +162,7 @@ class Structure:
             if not place.has_its_own():
                 return f"{self._place(place.module, place.name)} was replaced"
         if followed:
-            self._modules, self._parameters = self._look()
+            self._modules, self._parameters = self._module_contents()
         return None
 
     def _is_moved(self, old: nn.Module | None, new: nn.Module | None) -> bool:

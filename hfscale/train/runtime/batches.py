@@ -125,13 +125,13 @@ def look_at(
             valid,
             outside,
             packed,
-            _numbers(batch, zero),
+            _numbers_documents(batch, zero),
             _hash(batch, zero) if hashed else zero,
         ]
     return torch.stack(rows).view(-1, len(Counts._fields))
 
 
-def _numbers(batch: Mapping[str, Any], zero: Tensor) -> Tensor:
+def _numbers_documents(batch: Mapping[str, Any], zero: Tensor) -> Tensor:
     """Return whether a mask of a batch numbers documents, for which no ``position_ids`` speak."""
     mask = batch.get("attention_mask")
     if not isinstance(mask, Tensor) or batch.get("position_ids") is not None:
@@ -143,7 +143,7 @@ def _numbers(batch: Mapping[str, Any], zero: Tensor) -> Tensor:
 
 def has_numbered_documents(batch: Mapping[str, Any]) -> bool:
     """Return whether a batch's mask has numbers of documents and nothing else tells them apart; reads the mask."""
-    return bool(_numbers(batch, torch.zeros((), dtype=torch.int64)))
+    return bool(_numbers_documents(batch, torch.zeros((), dtype=torch.int64)))
 
 
 def tell_of_numbers() -> None:

@@ -55,8 +55,8 @@ def initialize_local_weights(
         if not names and not buffer_names:
             continue
         unit.to_empty(device="cpu", recurse=recurse)
-        _mark(template.get_parameter(key) for key in names)
-        _mark(template.get_buffer(key) for key in buffer_names)
+        _fill_with_marker(template.get_parameter(key) for key in names)
+        _fill_with_marker(template.get_buffer(key) for key in buffer_names)
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed_of(seed, name))
             initialize_weights(template, unit, recurse)
@@ -70,7 +70,7 @@ def initialize_local_weights(
     return shares, buffers
 
 
-def _mark(tensors: Iterable[Tensor]) -> None:
+def _fill_with_marker(tensors: Iterable[Tensor]) -> None:
     """Fill tensors with the marker, a value that no initialization writes."""
     for tensor in tensors:
         if tensor.dtype != torch.bool:

@@ -40,7 +40,7 @@ class ModuleContents:
     def version(self) -> int:
         """Return a number that is another one once any module has other children or parameters than before."""
         if not self._fixed:
-            names, held = self._look()
+            names, held = self._count_entries()
             same = (
                 names == self._names
                 and len(held) == len(self._held)
@@ -50,7 +50,7 @@ class ModuleContents:
                 self.modules = list(self._model.modules())
                 self._parents = [module for module in self.modules if type(module) not in _LEAVES]
                 self._holders = [module for module in self.modules if type(module) not in _BARE]
-                self._names, self._held = self._look()
+                self._names, self._held = self._count_entries()
                 self._version += 1
         return self._version
 
@@ -65,7 +65,7 @@ class ModuleContents:
         finally:
             self._fixed = outer
 
-    def _look(self) -> tuple[list[Any], list[Any]]:
+    def _count_entries(self) -> tuple[list[Any], list[Any]]:
         """Return the numbers of entries and the names, and what has them, children first."""
         # The dicts are asked for anew: `del layers[-1]` gives a ModuleList another one.
         children, parameters = own_contents(self._parents, self._holders)

@@ -79,7 +79,7 @@ def all_or_none(mesh: Mesh | None, what: str) -> Iterator[None]:
     told, alike = (
         (str(failure), False)
         if isinstance(failure, RankFailedError)
-        else _tell(mesh, in_words(failure))
+        else _share_failure(mesh, in_words(failure))
     )
     if told:
         own = (
@@ -112,7 +112,7 @@ def sum_or_raise(
     return counts
 
 
-def _tell(mesh: Mesh | None, failure: str) -> tuple[str, bool]:
+def _share_failure(mesh: Mesh | None, failure: str) -> tuple[str, bool]:
     """Send this rank's ``failure`` to all ranks; return the failure of any rank, and whether all have the same."""
     if mesh is None or mesh.control is None:
         return failure, True

@@ -185,16 +185,18 @@ class SequenceRegion:
         if torch.compiler.is_compiling() and RUNNING.told is not None:
             return True
         return (
-            bool(self._passes.waiting()) if self._again else self._open and self._total is not None
+            bool(self._passes.waiting())
+            if self._recomputes_layers
+            else self._open and self._total is not None
         )
 
     @property
     def active(self) -> bool:
         """Return whether layers run in a pass that saves activations, or are being recomputed."""
-        return self._open or self._again
+        return self._open or self._recomputes_layers
 
     @property
-    def _again(self) -> bool:
+    def _recomputes_layers(self) -> bool:
         """Return whether layers are recomputed one by one; recomputing the full stack is a pass like the first."""
         return recomputing() and not self._open
 
@@ -214,7 +216,9 @@ class SequenceRegion:
     def _pass_of(self, x: Tensor, whole: bool) -> ForwardPass:
         if torch.compiler.is_compiling() and RUNNING.told is not None:
             return RUNNING.told
-        current = self._passes.of_recomputed(x, whole) if self._again else self._passes.latest
+        current = (
+            self._passes.of_recomputed(x, whole) if self._recomputes_layers else self._passes.latest
+        )
         assert current is not None
         return current
 
@@ -299,16 +303,16 @@ class SequenceRegion:
     def cut_before(self, layer: nn.Module, x: Tensor) -> Tensor | None:
         """Return this rank's tokens of ``x`` if ``layer`` is the first and ``x`` is uncut; else ``None``."""
         # Recomputation may start in front of this hook or behind it, depending on the host's version.
-        first = self._first is layer if self._again else self._total is None
+        first = self._first is layer if self._recomputes_layers else self._total is None
         if not first:
             return None
-        if self._arrives is not None and not self._again:
+        if self._arrives is not None and not self._recomputes_layers:
             self._begin_pass(self._arrives, x)
             return None
         total = x.shape[TOKENS]
         cut = reduce_scatter_to_sequence_region if self._partial else scatter_to_tp_region
         share = cut(x, share_evenly(total, self.size), self.group, TOKENS)
-        if not self._again:
+        if not self._recomputes_layers:
             self._first = layer
             self._begin_pass(total, share)
         return share
@@ -338,7 +342,7 @@ class SequenceRegion:
         RUNNING.told = None
         if self._leaves:
             self._open = False
-        if self.cut and not self._again:
+        if self.cut and not self._recomputes_layers:
             raise ConfigError(
                 f"sequence_parallel=True: {self.plan.owner!r} returned without having called {self.plan.exit!r}, where "
                 "its hidden states are gathered, so its family does not fit: use sequence_parallel=False"
