@@ -13,6 +13,7 @@ from .._compat.torch import allow_recompiles, undo_compile
 from ..checkpoint import save_pretrained
 from ..config.options import Options
 from ..distributed.mesh import Mesh
+from ..distributed.ops.fused import is_fused
 from ..extensions import all_provided
 from ..features.adapters import Adapters, FusedAdapters
 from ..features.fp8.part import Float8, Float8Gather
@@ -130,8 +131,15 @@ def assemble(
 
 
 def compile_layers(runtime: Runtime, asked: bool | str) -> None:
-    """Compile each dense layer of this rank by itself, as :attr:`Options.compile` asks, or undo it."""
-    backend = "inductor" if asked is True else asked
+    """Compile each dense layer of this rank by itself, as :attr:`Options.compile` asks, or undo it.
+
+    ``"auto"`` compiles where torch's compiler makes Triton kernels for the rank's device.
+    """
+    backend = asked
+    if asked is True or (asked == "auto" and is_fused(runtime.mesh.device)):
+        backend = "inductor"
+    elif asked == "auto":
+        backend = False
     if backend == runtime.compiled:
         return
     runtime.compiled = backend

@@ -122,7 +122,8 @@ def from_pretrained(
         float8: scaling of products under ``"fp8"``, and modules left out; tensorwise scaling by default.
         use_liger_kernel: Liger's kernels for norms, gated activations and rotary embeddings; or ``{"rope": False}``.
         mtp_loss_weight: weight of the loss of multi-token-prediction layers, as 0.1; ``None``: they do not train.
-        compile: compile each dense layer by itself when it first runs (seconds, once), or the name of torch's backend.
+        compile: compile each dense layer by itself when it first runs (seconds, once); ``"auto"``: on GPUs for which
+            Triton makes kernels; or the name of a backend of torch's.
         fused_adapters: whether LoRA is computed by one operator, with PEFT's arithmetic, in less memory and time.
         peft_config: a PEFT config, or the path or Hub id of an adapter to go on training; saves are of adapters.
         resize_token_embeddings: ``len(tokenizer)``; rows of new tokens are the mean of the others, in the head as well.

@@ -36,7 +36,8 @@ class Options:
     use_liger_kernel: bool | Mapping[str, bool] = False
     # weight of the loss of multi-token prediction; ``None``: its layers are not in the model
     mtp_loss_weight: float | None = None
-    # whether to compile each layer with torch's default compiler, or another backend's name
+    # whether to compile each layer with torch's default compiler (``"auto"``: where it makes Triton kernels), or
+    # another backend's name
     compile: bool | str = False
     # whether LoRA is computed by one operator, or by PEFT's own code
     fused_adapters: bool = True
@@ -66,9 +67,8 @@ class Options:
                 "compile='cudagraphs' replays kernels on the addresses of one batch, and layers here meet collectives, "
                 "gathered weights and rows of any length: use compile=True"
             )
-        if not isinstance(self.compile, bool) and self.compile not in (
-            known := torch.compiler.list_backends(())
-        ):
+        known = ("auto", *torch.compiler.list_backends(()))
+        if not isinstance(self.compile, bool) and self.compile not in known:
             raise ConfigError(
                 f"compile must be True, False or one of {', '.join(known)}, got {self.compile!r}"
             )

@@ -214,3 +214,11 @@ def test_a_model_of_compiled_layers(pools: Pools, name: str, recompute: Any, lor
     for _, graphs in compiled:
         assert graphs[1] == graphs[2]
         assert lora or graphs == [1, 2, 2]
+
+
+def test_auto_compiles_where_triton_makes_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert runtime_of(hfscale.from_config(tiny("llama"), compile="auto")).compiled is False
+    monkeypatch.setattr("hfscale.api.assemble.is_fused", lambda device: True)
+    model = hfscale.from_config(tiny("llama"), compile="auto")
+    assert runtime_of(model).compiled == "inductor"
+    assert all(layer._compiled_call_impl is not None for layer in model.model.layers)
