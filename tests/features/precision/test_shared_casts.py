@@ -13,9 +13,9 @@ from torch import Tensor
 
 import hfscale
 from hfscale import MemoryConfig, ParallelConfig
+from hfscale.extras.asynchronous import pipeline as asynchronous
 from hfscale.features.memory.saved import count_saved
 from hfscale.features.precision.part import ParameterCasts
-from hfscale.parallel.pipeline import asynchronous
 from hfscale.testing import RankPool
 from hfscale.train.runtime import local_tensor, runtime_of
 
