@@ -24,7 +24,7 @@ TABLE = """
 | pipeline stages | {stages} families; {schedules} schedules (zero bubble, DualPipeV, PipeDream, ...) and CSV files |
 | experts | of {mixtures} families with mixtures {expert_data} over data ranks, {expert_tensor} over tensor ranks |
 | data | FSDP2 and HSDP, any causal LM, with every other axis; accumulation, clipping, recomputation, dropout |
-| context parallel | {context} families, {handing} hand on states, {whole} run mixers whole; gather, ring, heads |
+| context parallel | {context} families ({handing} pass states, {whole} gather in mixers); all-gather, ring, Ulysses |
 | other classes | pictures, rewards, classifiers: [docs/other-classes.md](docs/other-classes.md) |
 | families nobody described | blueprint inferred and used only if proved: [docs/inference.md](docs/inference.md) |
 | adapters (PEFT) | LoRA, IA3, LoHa, HiRA, RoAd, tokens; LoRA on all linear layers of {lora} of {lora_all} families |
