@@ -422,7 +422,7 @@ def load_weights(model: nn.Module, directory: str | Path) -> None:
             if missing:
                 raise CheckpointError(
                     f"{directory} lacks {len(missing)} of the model's weights, {sorted(missing)[0]} for one: it is of "
-                    "another model"
+                    "another model, give the checkpoint that belongs to this config"
                 )
             shares = weights.tensors
     for planned, parameter in runtime.parameters():

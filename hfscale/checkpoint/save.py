@@ -92,7 +92,7 @@ def save_adapter_files(
     adapters = runtime.adapters
     if adapters is None:
         raise ConfigError(
-            f"{call} writes an adapter, and the model has none: it was merged or unloaded"
+            f"{call} writes an adapter, and the model has none (merged, or unloaded): use save_pretrained"
         )
     target = target_of(directory)
     with _together(runtime, target, call, timeout, check_replicas=True):

@@ -158,7 +158,9 @@ def candidates(source: Path) -> list[Path]:
     if passed:
         _warn_once("%s", words)
     if not marked and passed:
-        raise CheckpointError(f"{words}: there is no complete state in {source}")
+        raise CheckpointError(
+            f"{words}: there is no complete state in {source}: give another directory, or start without it"
+        )
     if not marked:
         holds = "" if (other := _held_by(source)) is None else f". It holds {other}"
         raise CheckpointError(
@@ -246,7 +248,9 @@ def find_whole(source: Path, mesh: Mesh, verify: bool) -> Path:
                 _log.warning("%s. Resuming from %s", _listed(wrong), directory)
             return directory
         wrong[directory] = problems
-    raise CheckpointError(f"{_listed(wrong)}: there is no complete state in {source}")
+    raise CheckpointError(
+        f"{_listed(wrong)}: there is no complete state in {source}: give another directory, or start without it"
+    )
 
 
 def _changed(directory: Path, mesh: Mesh) -> list[str]:

@@ -243,7 +243,8 @@ class StateReader:
         written = self.index.tensors.get(key)
         if written is None:
             raise CheckpointError(
-                f"{self.directory} has no {key}: it was saved from another model or optimizer"
+                f"{self.directory} has no {key}: it was saved from another model or optimizer, give a state of "
+                "these"
             )
         if written.own and written.cuts != wanted.cuts:
             raise CheckpointError(
@@ -254,7 +255,7 @@ class StateReader:
         if not written.own and written.shape != wanted.shape:
             raise CheckpointError(
                 f"{self.directory} has no {key} of shape {wanted.shape}, but one of {written.shape}: it is of another "
-                "model"
+                "model, give a state of this one"
             )
 
     def _piece(self, key: str, written: StateTensor, ranks: dict[str, int]) -> TensorOnDisk:

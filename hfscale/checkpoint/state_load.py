@@ -147,7 +147,8 @@ class _Found:
                 yield name, buffer
             elif name in saved or self.alike:
                 raise CheckpointError(
-                    f"{self.directory} has no {name} of shape {tuple(buffer.shape)}: it is of another model"
+                    f"{self.directory} has no {name} of shape {tuple(buffer.shape)}: it is of another model, "
+                    "give a state of this one"
                 )
 
     def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -221,7 +222,10 @@ class _Found:
     def _check_other(self, name: str) -> None:
         if name not in self.rest["others"]:
             names = ", ".join(self.rest["others"]) or "nothing else"
-            raise CheckpointError(f"{self.directory} holds {names}, and no {name!r}")
+            raise CheckpointError(
+                f"{self.directory} holds {names}, and no {name!r}: leave it out, or "
+                "save the state with it"
+            )
         then = self.index.batch_world
         now = self.mesh.batch_world
         if then != now and not self.index.others[name]:

@@ -30,7 +30,9 @@ def check_writable(*files: Path | None) -> None:
     """Refuse files that cannot be written, before their contents are computed."""
     for path in filter(None, files):
         if not path.absolute().parent.is_dir():
-            raise ConfigError(f"{path} cannot be written: {path.parent} is not a folder")
+            raise ConfigError(
+                f"{path} cannot be written: {path.parent} is not a folder: make it first"
+            )
 
 
 def check_directory(directory: Path, of: str) -> None:

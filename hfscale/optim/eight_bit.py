@@ -107,6 +107,7 @@ def try_step(device: torch.device) -> str:
     moved = bool((weight.detach() < 1).all())
     if not moved or "torch.uint8" not in kinds:
         raise ConfigError(
-            f"a step of 8-bit AdamW on {device} did not change its weight or its state"
+            f"a step of 8-bit AdamW on {device} must change its weight and keep its state in uint8, and did not: "
+            "install a bitsandbytes made for this device, or use optimizer='adamw_torch_fused'"
         )
     return f"AdamW on {device}, its state in uint8"

@@ -188,5 +188,7 @@ def read_constants(path: Path) -> Constants:
     names = [field.name for field in fields(Constants)]
     missing = [name for name in names if name not in constants]
     if missing:
-        raise ConfigError(f"{path} lacks {', '.join(missing)}")
+        raise ConfigError(
+            f"{path} lacks {', '.join(missing)}: write it again with hfscale calibrate --out FILE"
+        )
     return Constants(**{name: float(constants[name]) for name in names})

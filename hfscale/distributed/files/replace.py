@@ -59,7 +59,8 @@ class NewFiles:
         new = sorted(path.name for path in self.path.iterdir())
         if blocked := [name for name in new if (self.target / name).is_dir()]:
             raise CheckpointError(
-                f"{self.target / blocked[0]} is a directory, and a file is to be written there"
+                f"{self.target / blocked[0]} is a directory, and a file is to be written there: remove it, or "
+                "write elsewhere"
             )
         for name in new:
             directories.sync(self.path / name)

@@ -64,7 +64,9 @@ def record_schedule(model: nn.Module, path: str | os.PathLike[str]) -> Iterator[
     missing = [not target.absolute().parent.is_dir()]
     dist.broadcast_object_list(missing, src=0, group=runtime.mesh.control)
     if missing[0]:
-        raise ConfigError(f"{target} cannot be written: {target.absolute().parent} is not a folder")
+        raise ConfigError(
+            f"{target} cannot be written: {target.absolute().parent} is not a folder: make it first"
+        )
     device = runtime.mesh.device
     # Synchronize the compute stream, not the device: sends and receives in flight go on.
     recorder = Recorder(

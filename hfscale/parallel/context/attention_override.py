@@ -27,6 +27,7 @@ from ..._compat.transformers.implementations import (
     implementation_of,
     set_implementation,
 )
+from ...config.parallel import UNCUT_SEQUENCES
 from ...errors import ConfigError
 from .cut_batch import CutBatch, MaskBlocks
 
@@ -187,13 +188,14 @@ def _attention(
     if not isinstance(mask, MaskBlocks):
         if _passage.get() is not None:
             raise ConfigError(
-                f"{class_name(module)} attends with a mask of its own ({type(mask).__name__})"
+                f"{class_name(module)} attends with a mask of its own ({type(mask).__name__}): use {UNCUT_SEQUENCES}"
             )
         return host(module, query, key, value, mask, **kwargs)
     own = mask.batch.split.length(mask.batch.rank)
     if not query.shape[2] == key.shape[2] == own:
         raise ConfigError(
-            f"{class_name(module)} has {query.shape[2]} queries and {key.shape[2]} keys of {own} tokens"
+            f"{class_name(module)} has {query.shape[2]} queries and {key.shape[2]} keys of {own} tokens: use "
+            f"{UNCUT_SEQUENCES}"
         )
     given = {name: value for name, value in kwargs.items() if value is not None}
     scale, softcap = (
@@ -204,7 +206,8 @@ def _attention(
     dropout = float(given.pop("dropout", 0.0))
     if unknown := [name for name in given if name not in _SAID]:
         raise ConfigError(
-            f"{class_name(module)} passes unknown arguments to attention: {', '.join(unknown)}"
+            f"{class_name(module)} passes unknown arguments to attention: {', '.join(unknown)}: "
+            f"use {UNCUT_SEQUENCES}"
         )
     call = AttentionCall(
         scale=query.shape[-1] ** -0.5 if scale is None else scale,

@@ -64,7 +64,8 @@ def routes_from_vllm(model: nn.Module, outputs: Sequence[Any], attention_mask: T
             )
         if array.shape[1] != len(layers) and array.shape[1] <= layers[-1]:
             raise ConfigError(
-                f"row {row} has routes of {array.shape[1]} layers, and the model {layers[-1] + 1}"
+                f"row {row} has routes of {array.shape[1]} layers, and the model {layers[-1] + 1}: let the "
+                "engine serve this model"
             )
         own = array if array.shape[1] == len(layers) else array[:, layers]
         routes[row, places[: len(array)]] = torch.from_numpy(own.astype(np.int32))

@@ -138,7 +138,7 @@ class ExpertLoadHistory:
         self.steps: list[tuple[int, ExpertLoad]] = []
         if self.path is not None and not self.path.parent.is_dir():
             raise ConfigError(
-                f"{self.path} cannot be written: there is no folder {self.path.parent}"
+                f"{self.path} cannot be written: there is no folder {self.path.parent}: make it first"
             )
 
     @classmethod
