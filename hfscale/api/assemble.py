@@ -3,7 +3,7 @@
 No other file of this room names one.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -131,9 +131,10 @@ def assemble(
 
 
 def compile_layers(runtime: Runtime, asked: bool | str) -> None:
-    """Compile each dense layer of this rank by itself, as :attr:`Options.compile` asks, or undo it.
+    """Compile each layer of this rank by itself, as :attr:`Options.compile` asks, or undo it.
 
-    ``"auto"`` compiles where torch's compiler makes Triton kernels for the rank's device.
+    Of a layer with a mixture, the modules beside the mixture are compiled. ``"auto"`` compiles where torch's compiler
+    makes Triton kernels for the rank's device.
     """
     backend = asked
     if asked is True or (asked == "auto" and is_fused(runtime.mesh.device)):
@@ -143,13 +144,25 @@ def compile_layers(runtime: Runtime, asked: bool | str) -> None:
     if backend == runtime.compiled:
         return
     runtime.compiled = backend
-    # In so many graphs that compiling takes minutes.
-    routed = {planned.layer for planned in runtime.plan.mixtures}
     allow_recompiles()
-    for layer in runtime.plan.layers:
-        if runtime.is_local(layer) and layer not in routed:
-            module = runtime.model.get_submodule(layer)
-            module.compile(backend=backend) if backend else undo_compile(module)
+    for module in _modules_to_compile(runtime):
+        module.compile(backend=backend) if backend else undo_compile(module)
+
+
+def _modules_to_compile(runtime: Runtime) -> Iterator[nn.Module]:
+    """Yield this rank's layers; of those with mixtures, which are so many graphs that compiling takes minutes, the
+    modules that hold none.
+    """
+    mixtures = [f"{planned.name}." for planned in runtime.plan.mixtures]
+    routed = {planned.layer for planned in runtime.plan.mixtures}
+    for layer in filter(runtime.is_local, runtime.plan.layers):
+        module = runtime.model.get_submodule(layer)
+        if layer not in routed:
+            yield module
+            continue
+        for name, child in module.named_children():
+            if not any(mixture.startswith(f"{layer}.{name}.") for mixture in mixtures):
+                yield child
 
 
 def take_apart(runtime: Runtime) -> LocalWeights:

@@ -14,6 +14,7 @@ from hfscale import Float8Config, MemoryConfig, ParallelConfig
 from hfscale.testing import RankPool
 from hfscale.train.runtime import local_tensor, runtime_of
 from tests.layouts import LAYOUTS
+from tests.mixtures import qwen3_moe
 from tests.sweeps import cases
 from tests.tiny_models import tiny
 
@@ -162,11 +163,15 @@ def test_compiled_layers_that_are_recomputed(pools: Pools, keep: list[str]) -> N
 
 
 def _built(
-    sizes: dict[str, Any], compiled: bool | str, memory: MemoryConfig | None, lora: bool
+    sizes: dict[str, Any],
+    compiled: bool | str,
+    memory: MemoryConfig | None,
+    lora: bool,
+    config: Any = None,
 ) -> Any:
     """Losses of rows of three lengths and their gradients, and how many graphs there were behind each."""
     layout = ParallelConfig(**sizes)
-    config = tiny("llama", num_hidden_layers=2 * layout.size("pp"))
+    config = config or tiny("llama", num_hidden_layers=2 * layout.size("pp"))
     torch.compiler.reset()
     counters.clear()
     adapter = LoraConfig(r=2, target_modules="all-linear") if lora else None
@@ -216,6 +221,20 @@ def test_a_model_of_compiled_layers(pools: Pools, name: str, recompute: Any, lor
         assert lora or graphs == [1, 2, 2]
 
 
+@pytest.mark.parametrize("name", cases(["tp2", "ep2", "1f1b", "shard2"], daily=["ep2"]))
+def test_modules_beside_mixtures_are_compiled(pools: Pools, name: str) -> None:
+    """Attention and norms, each by itself: what plain layers compute, in as many graphs for a third length."""
+    sizes = {"dp_shard_size": 2, "ep_size": 2} if name == "ep2" else LAYOUTS[name]
+    config = qwen3_moe(num_hidden_layers=2)
+    plain, compiled = (
+        pools(2).run(_built, sizes, how, None, True, config) for how in (False, "aot_eager")
+    )
+    check([found for found, _ in plain], [found for found, _ in compiled])
+    for _, graphs in compiled:
+        assert 0 < graphs[1] == graphs[2]
+
+
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # of torch's compiler
 def test_auto_compiles_where_triton_makes_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert runtime_of(hfscale.from_config(tiny("llama"), compile="auto")).compiled is False
     monkeypatch.setattr("hfscale.api.assemble.is_fused", lambda device: True)
