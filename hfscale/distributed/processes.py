@@ -59,6 +59,16 @@ def choose_device(
     return current() if local_rank is None else int(local_rank) % visible
 
 
+def renew_thread_pool() -> None:
+    """Make torch's pool of threads anew in a process that was forked, before several threads ask for it at once.
+
+    A fork leaves the parent's pool without threads, and the first to ask replaces it. Autograd has a thread per device,
+    which all ask as they start: one that comes in between finds no pool, and torch ends the process ("Invalid thread
+    pool!").
+    """
+    torch.set_num_threads(torch.get_num_threads())
+
+
 def fitting_layout(layouts: Sequence[ParallelConfig]) -> ParallelConfig:
     """Return the first of ``layouts`` that fits the number of started processes.
 

@@ -58,7 +58,8 @@ GPT_DECODERS: dict[str, Blueprint] = {
             row=("out_proj",),
             parts={"qkv_proj": 12, "out_proj": 4},
             head_groups=4,
-            local_attributes=("num_attention_heads",),
+            # the width that transformers reads until 5.23, and since 5.24
+            local_attributes=("num_attention_heads", "embed_dim"),
             dropout=("attn_pdrop",),
         ),
         mlp=_GPTJ_MLP,

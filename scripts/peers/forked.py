@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from hfscale.distributed.processes import renew_thread_pool
+
 Reports = list[dict[str, Any]]
 
 
@@ -36,6 +38,7 @@ def _fork(
     code = 1
     try:
         os.setpgid(0, 0)
+        renew_thread_pool()
         if environment:
             os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
         reports = test()

@@ -12,6 +12,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import hfscale
@@ -109,6 +110,20 @@ def test_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
     finally:
         ended.set()
         thread.join()
+
+
+def test_a_forked_process_has_a_thread_pool_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before autograd's threads, one per device, ask for it all at once."""
+    set_threads = Mock()
+    monkeypatch.setattr(torch, "set_num_threads", set_threads)
+    monkeypatch.setattr(restarts.os, "fork", lambda: 0)
+    monkeypatch.setattr(restarts.ctypes, "CDLL", Mock())
+    monkeypatch.setattr(restarts.threading, "active_count", lambda: 1)
+    monkeypatch.setattr(restarts.dist, "is_initialized", lambda: False)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    hfscale.restart_in_place()
+    set_threads.assert_called_once_with(torch.get_num_threads())
 
 
 SCRIPT = """

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
+from hfscale.distributed.processes import renew_thread_pool
+
 _GRACE_SECONDS = 3.0
 
 Note = Callable[[str], None]
@@ -45,6 +47,7 @@ def in_a_child(function: Callable[[Note], None], directory: Path, name: str) -> 
         os.dup2(log, 1)
         os.dup2(log, 2)
         faulthandler.enable(file=2)
+        renew_thread_pool()
         with open(directory / f"{name}.stack", "w") as stack:
             faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
             function(lambda phase: _write(directory / f"{name}.phase", phase))

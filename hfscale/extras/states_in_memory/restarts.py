@@ -14,7 +14,12 @@ import torch.distributed as dist
 from ..._compat.torch_device import accelerators
 from ...config.environment import started_processes
 from ...distributed.failures import CODE
-from ...distributed.processes import RESTARTS, has_agent_store, store_of_ranks
+from ...distributed.processes import (
+    RESTARTS,
+    has_agent_store,
+    renew_thread_pool,
+    store_of_ranks,
+)
 from ...errors import ConfigError, check_count
 
 # seconds between looks; to say why it ends; the exit code of a refusal
@@ -57,6 +62,7 @@ def restart_in_place(restarts: int = 100) -> None:
             with suppress(AttributeError):  # no Linux
                 ctypes.CDLL(None).prctl(_DIES_WITH_PARENT, signal.SIGKILL)
             os.environ[RESTARTS] = str(outer * 1000 + attempt)
+            renew_thread_pool()
             return
         code, again = _wait(child, dist.PrefixStore(str(attempt), store), world)
         if not again:
