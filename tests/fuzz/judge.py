@@ -22,6 +22,7 @@ _BROKEN_POOL = "Invalid thread pool"
 _EARLY = ("", "config", "plan", "build", "adapt", "optimizer")
 _OF_THE_BATCH = re.compile(
     r"rows|microbatch|position_ids|attention_mask|input_ids|no valid|sequences of|one distinct batch|frozen on others"
+    r"|label_smoothing="  # an argument of the step itself
 )
 
 
