@@ -127,9 +127,9 @@ def _check(config: Any, plan: Plan) -> None:
     if tied is not None and getattr(config, "ensure_weight_tying", False):
         _check_tying(config, plan, tied)
     method = getattr(config.peft_type, "value", config.peft_type)
-    drawn = ("rank_dropout", "module_dropout", "hira_dropout")
+    drawn = ["rank_dropout", "module_dropout", "hira_dropout"]
     if method in OF_WHOLE_PROJECTIONS:
-        drawn = (*drawn, f"{method.lower()}_dropout")
+        drawn.append(f"{method.lower()}_dropout")
     for field in drawn:
         if getattr(config, field, 0.0) and plan.layout.total_size > 1:
             raise ConfigError(

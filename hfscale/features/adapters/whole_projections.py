@@ -1,8 +1,8 @@
 """Adapters that mix all inputs or all outputs of a projection, which every tensor rank then computes as a whole.
 
-OFT rotates blocks of inputs, HRA reflects all of them, LoKr's product crosses ranks' slices. Such parameters are whole on
-every rank. While a wrapper computes, it has the projection's full weight, gathered and frozen, and the block around it
-sees its slices as ever::
+OFT rotates blocks of inputs, HRA reflects all of them, LoKr's product crosses ranks' slices. Such parameters are whole
+on every rank. While a wrapper computes, it has the projection's full weight, gathered and frozen, and the block around
+it sees its slices as ever::
 
     column    x [.., in] --wrapper, weight [out, in]--> [.., out] --this rank's slice--> [.., out/t]
     row       x [.., in/t] --all-gather--> [.., in] --wrapper--> [.., out], which the first rank alone adds to the sum
