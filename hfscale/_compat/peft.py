@@ -41,6 +41,39 @@ BEFT_BIAS = "beft_bias"  # of BEFT, ``[1, out]``
 # Of RoAd (Liao and Monz 2024): angles and scales of groups of outputs.
 ROTATIONS = ("road_theta", "road_alpha")
 
+# Parameters that have no dim along one slice of a projection's inputs or outputs.
+WHOLE = (
+    "boft_R",
+    "boft_s",
+    "c3a_kernel",
+    "deft_P",
+    "deft_R",
+    "fourierft_spectrum",
+    "glora_A",
+    "glora_B",
+    "glora_C",
+    "glora_D",
+    "glora_E",
+    "gralora_A",
+    "gralora_B",
+    "gralora_A_general",
+    "gralora_B_general",
+    "hra_u",
+    "lokr_w1",
+    "lokr_w1_a",
+    "lokr_w1_b",
+    "lokr_w2",
+    "lokr_w2_a",
+    "lokr_w2_b",
+    "miss_block",
+    "oft_R",
+    "peanut_A",
+    "peanut_B",
+    "peanut_decoders",
+    "peanut_encoders",
+    "waveft_spectrum",
+)
+
 CONVERTS = "supports_lora_conversion"  # the method of a wrapper that is asked before
 
 ADAPTER_DIMS: dict[str, tuple[int | None, int | None]] = {
@@ -57,6 +90,7 @@ ADAPTER_DIMS: dict[str, tuple[int | None, int | None]] = {
     "hira_B": (None, 0),
     BEFT_BIAS: (None, 1),
     **dict.fromkeys(ROTATIONS, (None, 0)),
+    **dict.fromkeys(WHOLE, (None, None)),
 }
 """A wrapper's attribute -> the dims of its parameters along the module's input and along its output."""
 
@@ -69,6 +103,7 @@ NEW_WEIGHTS = (
     ".hira_",
     ".beft_",
     ".road_",
+    *(f".{name}." for name in WHOLE),
     f".{COPY}.",
     f".{NORM_COPY}.",
 )

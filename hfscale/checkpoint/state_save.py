@@ -153,7 +153,7 @@ def state_lies(
     weight: tuple[int, ...],
 ) -> StateTensor:
     """Return how a state tensor is sharded; its ``shape`` and its ``weight``'s are both of shards, or both full."""
-    if getattr(optimizer, "lies", None) is not None:
+    if getattr(optimizer, "state_layout", None) is not None:
         return optimizer.state_layout(planned, key, shape)
     if not shape or not planned.cuts:
         return whole(*shape)

@@ -20,6 +20,7 @@ TIMEOUT = 60.0
 _EARLY = ("", "config", "plan", "build", "adapt", "optimizer")
 _OF_THE_BATCH = re.compile(
     r"rows|microbatch|position_ids|attention_mask|input_ids|no valid|sequences of|one distinct batch|frozen on others"
+    r"|label_smoothing="  # an argument of the step itself
 )
 
 

@@ -8,7 +8,7 @@ import torch
 from hfscale import MemoryConfig, ParallelConfig
 from hfscale.config.options import Options
 from tests.fuzz import Draw, choose
-from tests.fuzz.between import _log_probs
+from tests.fuzz.between import _log_probs, _scored
 from tests.fuzz.choose_more import _another
 from tests.fuzz.levers import planned_by, scaled_by
 from tests.fuzz.ranks import sum_of_tokens
@@ -70,6 +70,13 @@ def test_what_stock_code_says_of_tokens() -> None:
         [wanted[0, 0, 1].item(), wanted[0, 1, 2].item(), 0.0],
         [wanted[1, 0, 4].item(), 0.0, 0.0],
     ]
+    behind = {**batch, "attention_mask": batch["attention_mask"].flip(1)}
+    one_document, packed = (
+        _scored(Draw("llama", positions=True, packed=more), behind)[1].tolist()
+        for more in (False, True)
+    )
+    assert one_document == [True, True, True]
+    assert packed == [False, True, True]
     total, count = sum_of_tokens(
         type("", (), {"logits": logits}), {"labels": ids.masked_fill(ids == 2, -100)}
     )

@@ -13,6 +13,7 @@ import hfscale
 from hfscale import ConfigError, ParallelConfig
 from hfscale.testing import RankPool
 
+from ..families import config_of
 from ..tiny_models import tiny
 
 Pools = Callable[[int], RankPool]
@@ -141,6 +142,56 @@ def test_scores_and_losses_equal_one_process(pools: Pools, layout: Layout, tmp_p
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float64)
     for name, value in stock.state_dict().items():
         torch.testing.assert_close(saved.state_dict()[name], value, rtol=1e-6, atol=1e-7)
+
+
+def padded(config: Any, attention: str, period: int) -> tuple[Any, dict[str, Tensor]]:
+    """A model, and two rows of which the second begins with padding; documents of ``period`` tokens, or one in each."""
+    torch.manual_seed(0)
+    stock = AutoModelForCausalLM.from_config(
+        config, dtype=torch.float64, attn_implementation=attention
+    ).eval()
+    ids = torch.randint(3, config.vocab_size, (2, 12))
+    mask = torch.ones_like(ids)
+    mask[1, :2] = 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0) % period
+    return stock, {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+
+
+def log_probs_of(layout: Layout, config: Any, attention: str, period: int) -> Tensor:
+    stock, batch = padded(config, attention, period)
+    model = hfscale.parallelize(stock, ParallelConfig(**layout))
+    with torch.no_grad():
+        return hfscale.token_scores(model, batch).log_probs
+
+
+@pytest.mark.parametrize(("family", "attention"), [("gptj", "eager"), ("gpt_neox", "sdpa")])
+@pytest.mark.parametrize("layout", [{}, {"tp_size": 2, "sequence_parallel": True}, {"cp_size": 2}])
+def test_scores_behind_left_padding(
+    pools: Pools, layout: Layout, family: str, attention: str
+) -> None:
+    """In one document they are stock's; in packed rows each document's own, whatever padding predicts before them."""
+    config = config_of(family, 2)
+    ranks = pools(2) if layout else None
+
+    def found(period: int) -> Tensor:
+        if ranks is None:
+            return log_probs_of(layout, config, attention, period)
+        return ranks.run(log_probs_of, layout, config, attention, period)[0]
+
+    def expected(stock: Any, **batch: Tensor) -> Tensor:
+        with torch.no_grad():
+            scores = stock(**batch).logits[:, :-1].log_softmax(-1)
+        return scores.gather(-1, batch["input_ids"][:, 1:, None])[..., 0]
+
+    stock, batch = padded(config, attention, 12)
+    one = expected(stock, **batch) * batch["attention_mask"][:, 1:]
+    torch.testing.assert_close(found(12)[:, :-1], one, rtol=1e-10, atol=1e-10)
+    packed = found(5)
+    for row, start, end in ((0, 0, 5), (0, 5, 10), (0, 10, 12), (1, 2, 7), (1, 7, 12)):
+        document = expected(stock, input_ids=batch["input_ids"][row : row + 1, start:end])
+        torch.testing.assert_close(
+            packed[row, start : end - 1], document[0], rtol=1e-10, atol=1e-10
+        )
 
 
 def refused(path: str) -> str:

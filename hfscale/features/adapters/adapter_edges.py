@@ -34,6 +34,7 @@ from ...plan import AdapterParameter, BlockPlan, Plan
 from ...train.runtime import Runtime
 from ...train.runtime.parameter_names import owner_of, unwrapped
 from .token_rows import install_token_rows
+from .whole_projections import install_whole_projections
 
 
 def install_adapter_edges(runtime: Runtime) -> set[nn.Module]:
@@ -59,6 +60,7 @@ def install_adapter_edges(runtime: Runtime) -> set[nn.Module]:
                 module = model.get_submodule(adapter.base.rpartition(".")[0])
             read_partial(module, sums, names=(name,), once=once, holder=holder)
     install_token_rows(runtime, sums)
+    install_whole_projections(runtime)
     apart = set[nn.Module]()
     for block in (block for block in plan.blocks if runtime.is_local(block.name)):
         _install_in_block(runtime, tensor, sums, block, apart)

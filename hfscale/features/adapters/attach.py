@@ -29,8 +29,15 @@ from .adapter_edges import install_adapter_edges
 from .adapter_structure import guard_methods, inject_alone, narrowed, quietly, targets_of
 from .merge_adapters import dequantized_share, put_back
 from .planned import type_beside, wrap_and_plan
-from .storage import DECOMPOSING, load_adapter, needs_weights, stored_names
+from .storage import (
+    DECOMPOSING,
+    load_adapter,
+    needs_weights,
+    starts_by_products,
+    stored_names,
+)
 from .token_rows import first_rows, keep_first_rows, wrap_local
+from .whole_projections import shown_whole
 
 
 @dataclass(eq=False)
@@ -104,7 +111,8 @@ def attach_adapters(
                 # Values come later; some cannot be computed from shards of a weight.
                 if hasattr(here, field):
                     setattr(here, field, False)
-            local = quietly(model, here, name)
+            with shown_whole(model, planned, partial(plan.is_local, mesh.pp_rank)):
+                local = quietly(model, here, name)
             wrap_local(model, held)
         local.base_model.peft_config[name] = whole.peft_config[name]
         _give_local_shapes(model, planned, mesh, shares, autocast)
@@ -267,7 +275,8 @@ class _NewAdapters:
                 share.contiguous(), planned.shape, planned.cuts, self.mesh
             ).cpu()
             # PEFT's decompositions do not support float64.
-            narrow = torch.float32 if share.dtype == torch.float64 else share.dtype
+            narrows = share.dtype == torch.float64 and not starts_by_products(self.config)
+            narrow = torch.float32 if narrows else share.dtype
             parameter.data = weights[key].to(narrow, copy=True)
         return weights
 

@@ -24,6 +24,7 @@ from ..quantization.quantized_modules import dequantized
 from .adapter_edges import sum_norms
 from .adapter_structure import give_back_methods, inject_alone
 from .token_rows import places_in, with_rows
+from .whole_projections import gathered, whole_paths
 
 
 def refuse_tied(adapters: Any, plan: Plan, kinds: Collection[str] | None = None) -> None:
@@ -239,7 +240,9 @@ class WholeMerge:
         self._adapters = adapters
         self._plan = plan
         self._model = model
+        self._mesh = mesh
         self._group = None if mesh is None else mesh.tp_group
+        self._whole = set(whole_paths(plan)) if mesh is not None else set()
         self._ranks = {} if mesh is None else mesh.ranks
         # Owned name of a weight -> the adapter with rows of it.
         self._rows: dict[str, AdapterParameter] = {}
@@ -335,18 +338,29 @@ class WholeMerge:
             base: base for base, where in self._path_of.items() if where == path and base in parts
         }
         for base in bases:
-            put_parameter(
-                wrapper,
-                self._name_inside(base, path),
-                nn.Parameter(parts[base].clone(), requires_grad=False),
-            )
+            kept = nn.Parameter(self._read(base, path, parts[base]), requires_grad=False)
+            put_parameter(wrapper, self._name_inside(base, path), kept)
         for adapter in self._around[path]:
             factor = nn.Parameter(parts[adapter.tied_to or adapter.name], requires_grad=False)
             put_parameter(wrapper, adapter.name.removeprefix(f"{path}."), factor)
         merge_wrapper(wrapper)
-        return {
+        weights = {
             base: parameter_at(wrapper, self._name_inside(base, path)).detach() for base in bases
         }
+        return {base: self._own(base, path, value) for base, value in weights.items()}
+
+    def _read(self, base: str, path: str, value: Tensor) -> Tensor:
+        """Return a copy of a weight as its wrapper merges into it: as a whole, if adapters need it so."""
+        if self._mesh is None or path not in self._whole:
+            return value.clone()
+        return gathered(self._plan.by_name[base], value, self._mesh).clone()
+
+    def _own(self, base: str, path: str, value: Tensor) -> Tensor:
+        """Return this rank's shard of a merged weight, which data axes do not cut."""
+        if path not in self._whole:
+            return value
+        planned = self._plan.by_name[base]
+        return planned.take(value, self._ranks, tuple(cut.axis for cut in planned.model_cuts))
 
     def _owner_of_rows(self, name: str) -> str:
         adapter = self._rows[name]

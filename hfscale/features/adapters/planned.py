@@ -16,8 +16,14 @@ from ...train.runtime.parameter_names import module_at
 from .adapter_structure import adapter_parameters, check_matches, target_names, wrap
 from .fused_lora import why_unfused
 from .plan import plan_adapters
-from .storage import check_config, check_over_quantized, refuse_wrong
+from .storage import (
+    OF_WHOLE_PROJECTIONS,
+    check_config,
+    check_over_quantized,
+    refuse_wrong,
+)
 from .token_rows import refuse_unfit
+from .whole_projections import refuse_other_modules
 
 
 def plan_with_adapters(
@@ -81,6 +87,7 @@ def wrap_and_plan(
     planned = plan_adapters(plan, adapters)
     _check_places(planned)
     refuse_unfit(planned)
+    refuse_other_modules(planned)
     refuse_cut_groups(config, planned)
     if fused and any(adapter.kept_in == LORA_A for adapter in adapters):
         own = _plan_fused(whole, planned)
@@ -119,7 +126,11 @@ def _check(config: Any, plan: Plan) -> None:
     tied = next((planned for planned in plan.parameters if planned.tied_to is not None), None)
     if tied is not None and getattr(config, "ensure_weight_tying", False):
         _check_tying(config, plan, tied)
-    for field in ("rank_dropout", "module_dropout", "hira_dropout"):
+    method = getattr(config.peft_type, "value", config.peft_type)
+    drawn = ["rank_dropout", "module_dropout", "hira_dropout"]
+    if method in OF_WHOLE_PROJECTIONS:
+        drawn.append(f"{method.lower()}_dropout")
+    for field in drawn:
         if getattr(config, field, 0.0) and plan.layout.total_size > 1:
             raise ConfigError(
                 f"{type(config).__name__}({field}=...) draws random numbers by the size of each rank's shard, so ranks "

@@ -36,6 +36,21 @@ from ...train.runtime.writing import (
     warn_of_not_finite,
 )
 
+OF_WHOLE_PROJECTIONS = (
+    "BOFT",
+    "C3A",
+    "DEFT",
+    "FOURIERFT",
+    "GLORA",
+    "GRALORA",
+    "HRA",
+    "LOKR",
+    "MISS",
+    "OFT",
+    "PEANUT",
+    "WAVEFT",
+)
+"""Methods whose wrappers compute a whole projection on every tensor rank: see ``whole_projections``."""
 _METHODS = (
     "LORA",
     "IA3",
@@ -45,9 +60,9 @@ _METHODS = (
     "BEFT",
     "LN_TUNING",
     "TRAINABLE_TOKENS",
+    *OF_WHOLE_PROJECTIONS,
 )
 _WHY_REFUSED = {
-    "what it adds to one row of a weight depends on all of its rows": ("DEFT", "PEANUT"),
     "it starts from a decomposition, or the largest entries, of whole weights": (
         "ADAMSS",
         "FROD",
@@ -64,7 +79,6 @@ _WHY_REFUSED = {
         "VERA",
         "LILY",
     ),
-    "it rotates or mixes blocks of inputs, which lie across ranks": ("BOFT", "HRA", "OFT"),
     "it runs a second model beside the layers": ("SHADOW",),
     "it puts tokens, or keys and values, in front of a text, which no plan has": (
         "ADAPTION_PROMPT",
@@ -77,7 +91,7 @@ _WHY_REFUSED = {
     ),
 }
 # They compute with a weight's own values, or were not tried over packed ones.
-_OF_PLAIN_WEIGHTS = ("LOHA", "HIRA", "ROAD", "BEFT")
+_OF_PLAIN_WEIGHTS = ("LOHA", "HIRA", "ROAD", "BEFT", *OF_WHOLE_PROJECTIONS)
 # Options of LoRA that are computed from data, or change how often or on which tokens an adapter computes.
 _LORA_REFUSED = (
     "layer_replication",
@@ -267,9 +281,14 @@ def check_over_quantized(config: Any, quantized: QuantizedPlan, batch_world: int
 def needs_weights(config: Any) -> bool:
     """Return whether the initial values of adapters depend on the weights that they adapt."""
     init = getattr(config, "init_lora_weights", True)
-    return bool(getattr(config, "use_dora", False)) or (
-        isinstance(init, str) and init != "gaussian"
-    )
+    if starts_by_products(config) or getattr(config, "use_dora", False):
+        return True
+    return isinstance(init, str) and init != "gaussian"
+
+
+def starts_by_products(config: Any) -> bool:
+    """Return whether initial values are products with the weights, in any dtype, and no decompositions of them."""
+    return getattr(config.peft_type, "value", config.peft_type) == "DEFT"
 
 
 def stored_names(

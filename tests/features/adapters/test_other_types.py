@@ -1,4 +1,6 @@
-"""PEFT's types whose slices are computed alone: HiRA, RoAd, BEFT and LN tuning equal stock PEFT in every layout."""
+"""PEFT's other types equal stock PEFT in every layout: those whose slices are computed alone (HiRA, RoAd, BEFT, LN
+tuning), and those for which every rank computes a whole projection (OFT, HRA, LoKr, ...).
+"""
 
 import copy
 from collections.abc import Callable
@@ -7,7 +9,24 @@ from typing import Any
 
 import pytest
 import torch
-from peft import BeftConfig, HiraConfig, LNTuningConfig, RoadConfig, VeraConfig, get_peft_model
+from peft import (
+    BeftConfig,
+    BOFTConfig,
+    C3AConfig,
+    DeftConfig,
+    GraloraConfig,
+    HiraConfig,
+    HRAConfig,
+    LNTuningConfig,
+    LoKrConfig,
+    MissConfig,
+    OFTConfig,
+    PeanutConfig,
+    RoadConfig,
+    VeraConfig,
+    WaveFTConfig,
+    get_peft_model,
+)
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -16,6 +35,7 @@ from hfscale import ConfigError, ParallelConfig
 from hfscale.cli import main
 from hfscale.testing import Case, RankPool, assert_layout_equal
 
+from ...families import config_of
 from ...layouts import OF_ADAPTERS
 from ...sweeps import pairs
 from ...tiny_models import tiny
@@ -23,6 +43,9 @@ from ...tiny_models import tiny
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Detected that the base layer has no bias term"),
     pytest.mark.filterwarnings("ignore:Unsupported layer type"),
+    # Of BOFT.
+    pytest.mark.filterwarnings("ignore:Failed to load the CUDA extension"),
+    pytest.mark.filterwarnings("ignore:Setting boft_n_butterfly_factor"),
     pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`"),
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated"),
 ]
@@ -42,6 +65,10 @@ def _biased() -> Any:
 
 def _road(variant: str) -> RoadConfig:
     return RoadConfig(group_size=4, variant=variant, **TARGETS)
+
+
+def _blocks() -> Any:
+    return tiny("llama", intermediate_size=48, attention_bias=True)
 
 
 KINDS: dict[str, tuple[Callable[[], Any], Any]] = {
@@ -64,6 +91,37 @@ KINDS: dict[str, tuple[Callable[[], Any], Any]] = {
         lambda: tiny("qwen3"),
         LNTuningConfig(target_modules=["q_norm", "k_norm"], **CAUSAL),
     ),
+    "boft": (_blocks, BOFTConfig(boft_block_size=4, **TARGETS)),
+    "c3a": (_blocks, C3AConfig(block_size=8, **TARGETS)),
+    "deft": (_blocks, DeftConfig(r=4, **TARGETS)),
+    "gralora": (_blocks, GraloraConfig(r=8, gralora_k=2, **TARGETS)),
+    "hra": (_blocks, HRAConfig(r=4, **TARGETS)),
+    "hra on heads of groups": (
+        lambda: tiny("qwen3"),
+        HRAConfig(r=4, target_modules=["k_proj", "v_proj", "gate_proj"], **CAUSAL),
+    ),
+    "lokr": (_blocks, LoKrConfig(r=4, **TARGETS)),
+    "miss": (_blocks, MissConfig(r=4, **TARGETS)),
+    "oft": (_blocks, OFTConfig(oft_block_size=4, r=0, **TARGETS)),
+    "oft beside fused": (
+        lambda: config_of("phi3", 2),
+        OFTConfig(oft_block_size=4, r=0, target_modules="all-linear", **CAUSAL),
+    ),
+    "oft of rows with edges": (
+        lambda: config_of("bloom", 2),
+        OFTConfig(oft_block_size=4, r=0, target_modules="all-linear", **CAUSAL),
+    ),
+    "peanut": (_blocks, PeanutConfig(r=4, **TARGETS)),
+    "waveft": (_blocks, WaveFTConfig(n_frequency=20, **TARGETS)),
+    "waveft transposed": (
+        lambda: tiny("gpt2"),
+        WaveFTConfig(
+            n_frequency=20,
+            fan_in_fan_out=True,
+            target_modules=["c_attn", "mlp.c_proj"],
+            **CAUSAL,
+        ),
+    ),
 }
 DAILY = [
     ("hira", "tp2-shard2"),
@@ -78,6 +136,19 @@ DAILY = [
     ("norms", "sp2"),
     ("norms", "pp2"),
     ("norms per head", "tp2-shard2"),
+    ("boft", "tp2"),
+    ("c3a", "sp2"),
+    ("deft", "tp2"),
+    ("gralora", "tp2"),
+    ("hra", "pp2"),
+    ("hra on heads of groups", "tp4"),
+    ("lokr", "tp2-shard2"),
+    ("miss", "sp2"),
+    ("oft", "tp2-shard2"),
+    ("oft beside fused", "tp2"),
+    ("oft of rows with edges", "sp2"),
+    ("peanut", "shard2"),
+    ("waveft transposed", "tp2"),
 ]
 
 
@@ -97,9 +168,13 @@ def _new_and_merged(start: str, adapter: str, out: str, sizes: dict[str, Any], c
     hfscale.save_pretrained(hfscale.merge_and_unload(model, quiet=True), f"{out}/merged")
 
 
-@pytest.mark.daily("hira-tp2", "road 1-tp2", "beft-pp2", "norms-tp2")
+@pytest.mark.daily("hira-tp2", "road 1-tp2", "beft-pp2", "norms-tp2", "oft-tp2", "lokr-tp2")
 @pytest.mark.parametrize("layout", ["tp2", "pp2"])
-@pytest.mark.parametrize("kind", ["hira", "road 1", "beft", "norms"])
+@pytest.mark.parametrize(
+    "kind",
+    ["hira", "road 1", "beft", "norms", "boft", "c3a", "deft", "gralora", "hra", "lokr", "miss"]
+    + ["oft", "peanut", "waveft"],
+)
 def test_first_values_and_merges_are_pefts(
     pools: Pools, tmp_path: Path, kind: str, layout: str
 ) -> None:
@@ -134,6 +209,12 @@ REFUSED = {
     ),
     "dropout": (HiraConfig(hira_dropout=0.1, **TARGETS), "hira_dropout"),
     "lookups": (HiraConfig(target_modules=["embed_tokens"], **CAUSAL), "hira_embedding_A"),
+    "dropout of blocks": (OFTConfig(module_dropout=0.1, **TARGETS), "module_dropout"),
+    "dropout of inputs": (MissConfig(miss_dropout=0.1, **TARGETS), "miss_dropout"),
+    "a head as a whole": (
+        HRAConfig(target_modules=["q_proj", "lm_head"], **CAUSAL),
+        "projections of the layers .* got lm_head",
+    ),
     "shared": (VeraConfig(**TARGETS), "VERA .* share matrices"),
 }
 

@@ -1,0 +1,172 @@
+"""Adapters that mix all inputs or all outputs of a projection, which every tensor rank then computes as a whole.
+
+OFT rotates blocks of inputs, HRA reflects all of them, LoKr's product crosses ranks' slices. Such parameters are whole
+on every rank. While a wrapper computes, it has the projection's full weight, gathered and frozen, and the block around
+it sees its slices as ever::
+
+    column    x [.., in] --wrapper, weight [out, in]--> [.., out] --this rank's slice--> [.., out/t]
+    row       x [.., in/t] --all-gather--> [.., in] --wrapper--> [.., out], which the first rank alone adds to the sum
+
+So each rank's gradients of an adapter are a part of the whole ones. Autograd keeps the gathered weights of a pass.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..._compat.peft import WHOLE
+from ..._compat.replaced import entries_replaced
+from ..._compat.torch import own_parameters
+from ...distributed.mesh import Mesh
+from ...distributed.ops.collectives import copy_to_tp_region, gather_from_tp_region
+from ...errors import ConfigError
+from ...models.module_kinds import follow_weight, weight_dims
+from ...plan import AdapterParameter, ParameterPlan, Plan
+from ...train.runtime import Runtime
+from ...train.runtime.parameter_names import module_at, unwrapped
+from ...train.runtime.shards import gather_full, local_tensor
+
+
+def whole_paths(plan: Plan) -> list[str]:
+    """Return the projections, cut over tensor ranks, whose adapters need them as a whole."""
+    return list(dict.fromkeys(_path(adapter) for adapter in _on_whole(plan)))
+
+
+def refuse_other_modules(plan: Plan) -> None:
+    """Raise :class:`ConfigError` for adapters that need a cut module as a whole which is no projection of a block."""
+    sides = {name for block in plan.blocks for name in (*block.column, *block.row)}
+    across = {name for block in plan.blocks for name, _ in block.across}
+    for adapter in _on_whole(plan):
+        path = _path(adapter)
+        base = plan.by_name[adapter.base]
+        cut = base.cut_over("tp")
+        inputs = 0 if adapter.transposed else 1
+        # Inputs that are several matrices' lie in another order on ranks.
+        in_parts = cut is not None and cut.dim == inputs and bool(cut.parts)
+        if path not in sides - across or len(base.shape) != 2 or in_parts:
+            raise ConfigError(
+                f"target_modules must name projections of the layers for this peft_type over tensor ranks, got {path}: "
+                "leave it out, or use tp_size=1"
+            )
+
+
+def _on_whole(plan: Plan) -> Iterator[AdapterParameter]:
+    for adapter in plan.adapters:
+        if adapter.kept_in in WHOLE and plan.by_name[adapter.base].cut_over("tp") is not None:
+            yield adapter
+
+
+def _path(adapter: AdapterParameter) -> str:
+    return adapter.base.rpartition(".")[0]
+
+
+@contextmanager
+def shown_whole(model: nn.Module, plan: Plan, holds: Callable[[str], bool]) -> Iterator[None]:
+    """Let the projections of a rank's model that adapters need as a whole have their full sizes, without memory."""
+    with ExitStack() as stack:
+        frozen: list[tuple[nn.Parameter, nn.Parameter]] = []
+        for path in whole_paths(plan):
+            if not holds(f"{path}.weight"):
+                continue
+            module = unwrapped(module_at(model, path))
+            held = own_parameters(module)
+            shown = {
+                name: nn.Parameter(
+                    torch.empty(
+                        plan.by_name[f"{path}.{name}"].shape, dtype=leaf.dtype, device="meta"
+                    )
+                )
+                for name, leaf in held.items()
+                if leaf is not None
+            }
+            frozen += [(held[name], each) for name, each in shown.items()]
+            stack.enter_context(_shown(module, shown))
+        yield
+    for leaf, each in frozen:  # as PEFT has left what it saw
+        leaf.requires_grad_(each.requires_grad)
+
+
+@contextmanager
+def _shown(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """Let a projection have other parameters, and the sizes of its weight, inside the ``with`` block."""
+    held = own_parameters(module)
+    try:
+        with entries_replaced((held, name, value) for name, value in tensors.items()):
+            follow_weight(module)
+            yield
+    finally:
+        follow_weight(module)
+
+
+def gathered(planned: ParameterPlan, share: Tensor, mesh: Mesh) -> Tensor:
+    """Return a parameter as a whole from this rank's ``share``, which data axes do not cut; collective."""
+    return gather_full(share.contiguous(), planned.shape, planned.model_cuts, mesh)
+
+
+def install_whole_projections(runtime: Runtime) -> None:
+    """Make wrappers compute whole projections, and give and take the slices of this rank."""
+    for path in whole_paths(runtime.plan):
+        if runtime.is_local(f"{path}.weight"):
+            wrapper: Any = module_at(runtime.model, path)
+            # Graphs of a compiler hold no parameter that is another one for a while.
+            wrapper.forward = torch.compiler.disable(_projection(runtime, path, wrapper))
+
+
+def _projection(runtime: Runtime, path: str, wrapper: nn.Module) -> Callable[..., Tensor]:
+    mesh = runtime.mesh
+    group = mesh.tp_group
+    base = unwrapped(wrapper)
+    plans = {
+        name: runtime.plan.by_name[f"{path}.{name}"]
+        for name in own_parameters(base)
+        if f"{path}.{name}" in runtime.plan.by_name
+    }
+    weight = plans["weight"]
+    cut = weight.cut_over("tp")
+    assert cut is not None
+    outputs, inputs = weight_dims(base)
+    forward = partial(_with_whole, base, wrapper.forward, plans, mesh)
+    if cut.dim == outputs:
+        own = replace(cut, dim=-1)
+        return lambda x, *args, **kwargs: own.take(
+            forward(x, *args, **kwargs), mesh.tp_rank
+        ).contiguous()
+    lengths = [cut.local_length(weight.shape[inputs], rank) for rank in range(cut.size)]
+
+    def row(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        full = copy_to_tp_region(gather_from_tp_region(x, lengths, group), group)
+        found = forward(full, *args, **kwargs)
+        return found if mesh.tp_rank == 0 else found * 0.0
+
+    return row
+
+
+def _with_whole(
+    base: nn.Module,
+    forward: Callable[..., Tensor],
+    plans: Mapping[str, ParameterPlan],
+    mesh: Mesh,
+    x: Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> Tensor:
+    held = own_parameters(base)
+    wanted = {
+        name: planned for name, planned in plans.items() if planned.cut_over("tp") is not None
+    }
+    trained = next((name for name in wanted if held[name].requires_grad), None)
+    if trained is not None:
+        raise ConfigError(
+            f"{plans[trained].name} must be frozen beside its adapter, which reads it from all ranks, got "
+            "requires_grad=True: freeze it, or use tp_size=1"
+        )
+    full = {
+        name: gathered(planned, local_tensor(held[name]), mesh) for name, planned in wanted.items()
+    }
+    with _shown(base, full):
+        return forward(x, *args, **kwargs)
