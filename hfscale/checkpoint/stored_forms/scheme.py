@@ -9,10 +9,11 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ...distributed.files.foreign import GGUF_TOOL
 from ...errors import ConfigError
 from ...plan.quantized import AS_STORED
 
+OF_GGUF = "gguf"
+"""The host's name of the method of what it loads from GGUF files."""
 READ = ("fp8", "mxfp8", "mxfp4", "compressed-tensors")
 """The host's names of the methods whose weights are read as plain values."""
 _FORMATS = {
@@ -103,9 +104,13 @@ def _group(groups: list[dict[str, Any]], experts: bool) -> dict[str, Any]:
 
 
 def split_stored_form(config: Any) -> tuple[Any, StoredForm | None]:
-    """Return a config without its description of weights read as plain values, and their form; or itself, ``None``."""
-    form = _form(description(config))
-    if form is None:
+    """Return a config without its description of weights read as plain values, and their form; or itself, ``None``.
+
+    Of a model that the host made of a GGUF file, the description stays in the config, though nothing is quantized.
+    """
+    found = description(config)
+    form = _form(found)
+    if form is None and (found is None or found["quant_method"] != OF_GGUF):
         return config, None
     plain = deepcopy(config)
     for holder in (plain, plain.get_text_config(decoder=True)):
@@ -151,12 +156,14 @@ def _form(values: Mapping[str, Any] | None) -> StoredForm | None:
 def check_asked_form(config: Any, given: Any) -> Any:
     """Return a user's quantization config; ``None``: it asks for plain values. Refuse a form of other checkpoints."""
     plain = getattr(given, "dequantize", False)
-    kept = not plain and (_method(given) in READ or (isinstance(given, str) and given == AS_STORED))
+    kept = not plain and (
+        method_of(given) in READ or (isinstance(given, str) and given == AS_STORED)
+    )
     if not kept and not plain:
         return given
     values = description(config)
     found = None if values is None else values["quant_method"]
-    asked = _method(given) or found
+    asked = method_of(given) or found
     if found != asked or found not in READ:
         shown = (
             "'as_stored'"
@@ -170,7 +177,8 @@ def check_asked_form(config: Any, given: Any) -> Any:
     return AS_STORED if kept else None
 
 
-def _method(given: Any) -> Any:
+def method_of(given: Any) -> Any:
+    """Return the host's name of the method of a quantization config; ``None`` for other things."""
     method = getattr(given, "quant_method", None)
     return getattr(method, "value", method)
 
@@ -202,8 +210,6 @@ def why_not_read(values: Mapping[str, Any]) -> str | None:
         *(group.get("format") for group in groups),
     } - {None}
     reason = ""
-    if method == "gguf":
-        return f"it is quantized (gguf), also where stock code has dequantized it as it loaded: {GGUF_TOOL}"
     if method not in READ:
         reason = f"it is quantized ({method}) already, and hfscale reads {', '.join(READ)}"
     elif method == "compressed-tensors":
