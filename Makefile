@@ -106,7 +106,7 @@ test-all: setup
 # fp8 beside torchao's, which is kept apart: transformers imports it wherever it is installed.
 test-torchao: setup
 	$(BIN)/python -m pip install --quiet --upgrade --target build/torchao --no-deps torchao==0.18.0
-	PYTHONPATH=build/torchao $(BIN)/python -m pytest -m torchao tests/features/precision/test_torchao.py
+	PYTHONPATH=build/torchao $(BIN)/python -m pytest -m torchao tests/features/precision/test_torchao.py tests/checkpoint/test_host_forms.py
 
 # A real engine on CPUs, in an environment of its own: the builds for CUDA that come along break transformers' imports.
 test-vllm: setup

@@ -274,6 +274,63 @@ def mxfp4_packed(weight: Tensor) -> StoredWeight:
     return StoredWeight(tensors, lambda dtype: made.values(torch.bfloat16)[0].T.to(dtype))
 
 
+# The host's own quantizers
+
+
+def llm_int8(weight: Tensor) -> StoredWeight:
+    """Store a weight as bitsandbytes does in 8 bits: 127ths of the largest of each row."""
+    largest = weight.abs().amax(1)
+    codes = (weight * (127 / largest).unsqueeze(1)).round().to(torch.int8)
+    values = codes * largest.unsqueeze(1) * 7.874015718698502e-3
+    order = torch.zeros((), dtype=torch.uint8)
+    tensors = {".weight": codes, ".SCB": largest, ".weight_format": order}
+    return StoredWeight(tensors, lambda dtype: values.to(dtype))
+
+
+def torchao(kind: torch.dtype, scales: torch.dtype) -> Callable[[Tensor], StoredWeight]:
+    """Store a weight as torchao does: by rows in float8, by 32 columns in int8, with zero points."""
+
+    def store(weight: Tensor) -> StoredWeight:
+        width = 32 if kind == torch.int8 else weight.shape[1]
+        scale = (weight.unflatten(1, (-1, width)).abs().amax(-1) / 100).to(scales)
+        spread = scale.repeat_interleave(width, 1)
+        if kind != torch.int8:
+            codes = (weight / spread).to(kind)
+            tensors = {"._weight_qdata": codes, "._weight_scale": scale}
+            return StoredWeight(tensors, lambda dtype: (codes.float() * spread).to(dtype))
+        zeros = torch.arange(scale.numel()).remainder(7).view(scale.shape).to(torch.int8)
+        codes = (weight / spread).round().to(torch.int8)
+        tensors = {
+            "._weight_qdata": codes,
+            "._weight_scale": scale,
+            "._weight_zero_point": zeros,
+        }
+        moved = zeros.repeat_interleave(width, 1)
+        return StoredWeight(
+            tensors, lambda dtype: ((codes.to(dtype) - moved.to(dtype)) * spread).to(dtype)
+        )
+
+    return store
+
+
+def gemma(bits: int, embedding: bool = False) -> Callable[[Tensor], StoredWeight]:
+    """Store a weight as Gemma's own quantizer does, in bytes of several numbers."""
+
+    def store(weight: Tensor) -> StoredWeight:
+        scale = weight.abs().amax(1, keepdim=True) / 2 ** (bits - 1)
+        codes = (weight / scale).round().clamp(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1).long()
+        each = (codes + 2 ** (bits - 1)).unflatten(1, (-1, 8 // bits))
+        shifts = torch.arange(0, 8, bits)
+        words = (each << shifts).sum(-1).to(torch.uint8)
+        words = codes.to(torch.int8) if bits == 8 else words
+        names = (".embedding_quantized", ".embedding_scale")
+        names = names if embedding else (".weight", ".weight_scale")
+        tensors = dict(zip(names, (words, scale), strict=True))
+        return StoredWeight(tensors, lambda dtype: codes.to(dtype) * scale.to(dtype))
+
+    return store
+
+
 def _fp8_description(block: list[int] | None) -> dict[str, Any]:
     return {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": block}
 

@@ -12,6 +12,7 @@ from .._compat.transformers.prediction import refuse_adapters_of_prediction
 from ..checkpoint.stored_forms.scheme import split_stored_form
 from ..config.parallel import ParallelConfig
 from ..distributed.files.reader import TensorOnDisk
+from ..distributed.files.sources import find_source
 from ..distributed.files.weight_files import open_tensors
 from ..errors import CheckpointError
 from ..features.adapters.adapter_structure import adapter_parameters, quietly
@@ -37,6 +38,7 @@ class AdaptedBase:
     name = "default"
 
     def __init__(self, base: Path, adapter: Path, trusted: bool) -> None:
+        _refuse_source(base)
         config, _ = read_config(str(adapter))
         refuse_unfit_files(config, adapter)
         self.config = config
@@ -121,6 +123,16 @@ class AdaptedBase:
         if first is None or second is None or first.shape != second.shape:
             return False
         return torch.equal(first[...], second[...])
+
+
+def _refuse_source(base: Path) -> None:
+    """Refuse a base whose config, or names of tensors, are not beside its weights."""
+    source = find_source(base)
+    if source is not None and not (base / "config.json").exists():
+        raise CheckpointError(
+            f"{base} must be a Hugging Face directory, and holds {source.form} alone: make one of it first (hfscale "
+            f"convert {base} OUT)"
+        )
 
 
 def _other_tokens(model: Any, trained: Mapping[str, TensorOnDisk]) -> int | None:

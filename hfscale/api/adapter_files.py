@@ -28,7 +28,7 @@ from .._compat.peft import LORA_A, LORA_B
 from .._compat.transformers.classes import class_name, empty_model, stock_class
 from .._compat.transformers.stored import AsStored, convert, loaded_targets
 from ..checkpoint.carried import copy_tensors
-from ..checkpoint.stored_forms.encoding import QuantizedAgain
+from ..checkpoint.stored_forms.encoding import QuantizedAgain, refuse_other_forms
 from ..checkpoint.stored_forms.forms import as_plain, in_the_file, load_weights_as
 from ..checkpoint.stored_forms.scheme import describe_form, form_in
 from ..distributed.files.replace import finish_move
@@ -200,6 +200,8 @@ def merge_adapter(
         raise ConfigError(
             f"{base} does not store quantized weights, as --as-stored expects: leave it out"
         )
+    if form is not None:
+        refuse_other_forms(form)
     again = QuantizedAgain() if form is None else QuantizedAgain(base, form)
     with atomic_directory(out, stale=REPLACED) as staging:
         changed = _write(merged, again, staging.path, max_shard_size)

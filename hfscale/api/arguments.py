@@ -11,15 +11,15 @@ import torch
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from .. import errors
-from .._compat.hub import hub_is_away
 from .._compat.transformers.classes import classes_by_config, made_or_explained
 from .._compat.transformers.loading import HUB_ARGUMENTS, loading_arguments
 from ..config.parallel import ParallelConfig
-from ..distributed.files.foreign import GGUF_TOOL, refuse_foreign, written_elsewhere
+from ..distributed.files.foreign import refuse_foreign, written_elsewhere
 from ..distributed.files.replace import finish_move
 from ..distributed.files.sources import find_source
 from ..models.fields import field
 from ..plan.quantized import AS_STORED
+from .located import located, reachable
 
 # Arguments of transformers' from_pretrained that distribute a model by other means.
 _EXCLUSIVE = (
@@ -31,11 +31,6 @@ _EXCLUSIVE = (
     "max_memory",
     "offload_folder",
 )
-# Others that hold weights, and what to do.
-_WEIGHTS = {
-    "state_dict": "leave it out",
-    "gguf_file": f"a GGUF file has no slices to read: {GGUF_TOOL}",
-}
 # Arguments that choose the files from which a config is read, not its values.
 _CODE = ("trust_remote_code", "code_revision")
 # Fields of a config -> the largest that any model could have.
@@ -69,11 +64,9 @@ def check_layout(parallel: ParallelConfig | None, kwargs: Mapping[str, Any]) -> 
             "output_loading_info=True would return a pair, and hfscale returns the model alone: leave it out; missing "
             "and unexpected weights are printed"
         )
-    weights = next((name for name in _WEIGHTS if kwargs.get(name) is not None), None)
-    if weights is not None:
+    if kwargs.get("state_dict") is not None:
         raise errors.ConfigError(
-            f"{weights}= would replace the checkpoint's weights, which hfscale reads from safetensors: "
-            f"{_WEIGHTS[weights]}"
+            "state_dict= would replace the checkpoint's weights, which hfscale reads by slices: leave it out"
         )
     clashing = [name for name in _EXCLUSIVE if kwargs.get(name) is not None]
     if clashing:
@@ -86,6 +79,7 @@ def check_layout(parallel: ParallelConfig | None, kwargs: Mapping[str, Any]) -> 
 
 def load_config(path: str, kwargs: Mapping[str, Any]) -> tuple[PreTrainedConfig, dict[str, Any]]:
     """Return the config as transformers loads it, and the arguments that it did not use."""
+    path, kwargs = located(path, kwargs)
     refuse_missing(path)
     finish_move(path)
     if "trust_remote_code" in kwargs:
@@ -96,7 +90,10 @@ def load_config(path: str, kwargs: Mapping[str, Any]) -> tuple[PreTrainedConfig,
         if key not in ("dtype", "torch_dtype")
     }
     given = taken.pop("config", None)
-    if given is None:
+    file = taken.pop("gguf_file", None)
+    if given is None and file is not None:
+        taken["gguf_file"] = file
+    elif given is None:
         refuse_weights_alone(Path(path, kwargs.get("subfolder") or ""))
     elif not isinstance(given, PreTrainedConfig | str | os.PathLike):
         raise errors.ConfigError(
@@ -106,28 +103,33 @@ def load_config(path: str, kwargs: Mapping[str, Any]) -> tuple[PreTrainedConfig,
         config = copy.deepcopy(given)
         rest = taken
     else:
-        try:
-            with made_or_explained(
-                os.path.join(path, "config.json") if os.path.isdir(path) else path
-            ):
-                told, _ = PreTrainedConfig.get_config_dict(given or path, **taken)
-                # Classes of configs make lists of as many entries.
-                refuse_endless(told, given or path)
-                config, rest = AutoConfig.from_pretrained(
-                    given or path, return_unused_kwargs=True, **taken
-                )
-        except errors.ConfigError as error:
-            if os.path.exists(path) or not taken.get("local_files_only"):
-                raise
-            raise errors.CheckpointError(
-                f"{path} is no directory here, and the Hub cannot be reached for it: give a directory with a "
-                "config.json, or a Hub id that is in the cache"
-            ) from error
-    rest = {key: value for key, value in rest.items() if key not in HUB_ARGUMENTS}
+        config, rest = _read_config(path, given or path, taken)
+    rest = {key: value for key, value in rest.items() if key not in (*HUB_ARGUMENTS, "gguf_file")}
     return config, {
         **rest,
         **{key: kwargs[key] for key in ("dtype", "torch_dtype", *_CODE) if key in kwargs},
     }
+
+
+def _read_config(path: str, source: Any, taken: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return the config of ``source``, which may be another place than the ``path`` of the weights, and what is left of
+    the arguments ``taken``.
+    """
+    file = os.path.join(path, taken.get("gguf_file") or "config.json")
+    try:
+        with made_or_explained(file if os.path.isdir(path) else path):
+            told, _ = PreTrainedConfig.get_config_dict(source, **taken)
+            # Classes of configs make lists of as many entries.
+            refuse_endless(told, source)
+            config, rest = AutoConfig.from_pretrained(source, return_unused_kwargs=True, **taken)
+    except errors.ConfigError as error:
+        if os.path.exists(path) or not taken.get("local_files_only"):
+            raise
+        raise errors.CheckpointError(
+            f"{path} is no directory here, and the Hub cannot be reached for it: give a directory with a "
+            "config.json, or a Hub id that is in the cache"
+        ) from error
+    return config, rest
 
 
 def refuse_weights_alone(directory: Path) -> None:
@@ -150,12 +152,6 @@ def refuse_endless(told: Mapping[str, Any], path: Any) -> None:
             raise errors.ConfigError(
                 f"{name}={value} in the config of {path} is invalid: use at most {most:,}"
             )
-
-
-def reachable(path: str, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``kwargs``, with ``local_files_only`` if the Hub cannot be reached: transformers would wait for it."""
-    waits = not os.path.exists(path) and "local_files_only" not in kwargs and hub_is_away()
-    return {**kwargs, "local_files_only": True} if waits else dict(kwargs)
 
 
 def check_place(path: Any, subfolder: str = "") -> None:
@@ -190,6 +186,7 @@ def arguments_with_config(
         in {
             *unread,
             *HUB_ARGUMENTS,
+            "gguf_file",
         }
     }
     by_host = {} if quantization in (None, AS_STORED) else {"quantization_config": quantization}

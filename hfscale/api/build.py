@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from .._compat.peft import adapted_model
 from .._compat.transformers.classes import class_name, is_distributed_by_host, model_class
+from .._compat.transformers.gguf import forget_gguf
 from ..checkpoint.stored_forms.scheme import check_asked_form
 from ..config.float8 import Float8Config
 from ..config.memory import MemoryConfig
@@ -40,6 +41,7 @@ from ..train.runtime.handover import Replaced
 from ..train.watchdog import watch_by_default
 from . import arguments
 from .assemble import assemble
+from .located import located, reachable
 from .sources import Adapted, FromCheckpoint, FromSeed, InMemory, Outline, Source
 
 Adapter = tuple[Any, str | None]  # a PEFT config, and the path of a saved adapter, if it is one
@@ -110,7 +112,7 @@ def from_pretrained(
     """Load a Hugging Face checkpoint, sharded, on this rank's device; call it on every rank, which reads its slices.
 
     Args:
-        path: a directory or a Hub id, as for ``AutoModel.from_pretrained``.
+        path: a directory or a Hub id, as for ``AutoModel.from_pretrained``, or a GGUF file.
         parallel: the layout; one process by default.
         auto_class: the Auto class (or model class) to load with, or its name in transformers.
         mixed_precision: ``"no"``, or compute in ``"bf16"`` or ``"fp16"`` over weights kept in their own type;
@@ -151,8 +153,9 @@ def from_pretrained(
         fused_adapters=fused_adapters,
     )
     check_count("seed", seed, least=0)
+    path, hf_kwargs = located(path, hf_kwargs)
     arguments.check_place(path, hf_kwargs.get("subfolder") or "")
-    hf_kwargs = arguments.reachable(str(path), hf_kwargs)
+    hf_kwargs = reachable(str(path), hf_kwargs)
     quantization = hf_kwargs.get("quantization_config")
     adapter = None if peft_config is None else read_config(peft_config)
     config, rest = arguments.load_config(
@@ -165,7 +168,7 @@ def from_pretrained(
     outline, resized = _outline(config, auto_class, named, quantization, options).resized(
         resize_token_embeddings
     )
-    if outline.stored or outline.form or resized:
+    if outline.config is not config:
         hf_kwargs = arguments.arguments_with_config(
             hf_kwargs, rest, outline.config, outline.quantization
         )
@@ -284,6 +287,7 @@ def parallelize(
         raise ConfigError(
             f"{class_name(model)} cannot be parallelized: {reason}. Load it plainly, or with hfscale.from_pretrained"
         )
+    forget_gguf(model)
     if not wrapped_by_peft(model):
         return build(InMemory(model), layout, options)
     if layout.total_size > 1:

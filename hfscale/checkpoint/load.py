@@ -29,7 +29,7 @@ from ..distributed.files.reader import (
     named_files,
 )
 from ..distributed.files.replace import finish_move
-from ..distributed.files.sources import find_source
+from ..distributed.files.sources import Source, find_source
 from ..distributed.files.stored_rows import StoredRow
 from ..distributed.files.weight_files import TORCH_INDEX, open_tensors
 from ..distributed.mesh import Mesh
@@ -48,6 +48,7 @@ from ..train.runtime.shards import LocalWeights, local_tensor
 from ..train.runtime.writing import all_or_none
 from .carried import note_carried
 from .coverage import check_coverage
+from .gguf_weights import readable
 from .merged import merged_parameters, parts_of_share, stored_sources
 from .overwrites import find_overwrites, initialize_around
 from .stored_forms.forms import as_plain, load_weights_as
@@ -64,9 +65,10 @@ class _Loader:
         directory: Path,
         resized: Collection[str],
         form: StoredForm | None,
+        source: Source | None,
     ) -> None:
         self.directory = directory
-        self.source = find_source(directory)
+        self.source = source
         self.plan = plan
         self.mesh = mesh
         self.resized = resized
@@ -84,7 +86,7 @@ class _Loader:
         self, model: Any, weight_mapping: list[Any], files: list[str], quantizer: Any
     ) -> dict[str, Any]:
         """Give the meta model local shapes; return the checkpoint as this rank's lazy tensors."""
-        stored, packed = split_packed(as_plain(self._opened(files, model.config), self.form))
+        stored, packed = split_packed(as_plain(self._opened(files, model), self.form))
         stored = self._with_prediction(model, stored)
         targets = checkpoint_targets(model, list(stored), weight_mapping)
         load_weights_as(
@@ -129,10 +131,10 @@ class _Loader:
         }
         return {**shown, **self._shown_one_by_one(remaining, targets)}
 
-    def _opened(self, files: list[str], config: Any) -> dict[str, TensorOnDisk]:
+    def _opened(self, files: list[str], model: Any) -> dict[str, TensorOnDisk]:
         """Open the files that transformers found, or else another trainer's."""
         if self.source is not None:
-            return self.source.open(config)
+            return self.source.open(model)
         self.directory = Path(files[0]).parent  # in the Hub's cache
         return open_tensors(files)
 
@@ -343,8 +345,14 @@ def load_pretrained(
     for index in (*directory.glob("*.safetensors.index*.json"), directory / TORCH_INDEX):
         if index.exists():
             named_files(index)
-    loader = _Loader(plan, mesh, directory, resized, form)
     kwargs = {**kwargs, **_placed(plan, mesh)}
+    file = kwargs.pop("gguf_file", None)
+    if file is None:
+        source = find_source(directory)
+    else:
+        kwargs["dtype"] = like.dtype
+        source = readable(directory / file, like)
+    loader = _Loader(plan, mesh, directory, resized, form, source)
     loading = loading_through(
         loader.prepare, loader.name_here, loader.initialize, sourced=loader.source is not None
     )

@@ -118,7 +118,7 @@ def check_place(model: str) -> None:
         raise ConfigError(
             f"{model} does not exist: give a model directory, a config.json or a Hub id (owner/name)"
         )
-    if path.is_dir() and not (path / "config.json").exists():
+    if path.is_dir() and not (path / "config.json").exists() and not any(path.glob("*.gguf")):
         raise ConfigError(f"{model} has no config.json: give the directory of a Hugging Face model")
 
 

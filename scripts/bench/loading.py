@@ -32,8 +32,8 @@ def _memory(field: str) -> int:
     raise AssertionError(field)
 
 
-def load(kind: str, path: str, layout: dict[str, int], store: str) -> None:
-    """The measured process: one rank."""
+def load(kind: str, path: str, layout: dict[str, int], store: str, base: str) -> None:
+    """The measured process: one rank; ``base``: a directory with the config, if it is another."""
     import torch
     import torch.distributed as dist
     from transformers import AutoModelForCausalLM
@@ -48,7 +48,8 @@ def load(kind: str, path: str, layout: dict[str, int], store: str) -> None:
     if world > 1:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     AutoModelForCausalLM  # noqa: B018  # resolve the lazy import before the baseline
-    hfscale.plan(path, parallel)
+    hfscale.plan(base or path, parallel)
+    given = {"config": base} if base else {}
     Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     baseline = _memory("VmRSS")
     start = time.perf_counter()
@@ -61,7 +62,7 @@ def load(kind: str, path: str, layout: dict[str, int], store: str) -> None:
             path, dtype=torch.float32, distributed_config=DistributedConfig(tp_size=2)
         )
     else:
-        model = hfscale.from_pretrained(path, parallel=parallel, dtype=torch.float32)
+        model = hfscale.from_pretrained(path, parallel=parallel, dtype=torch.float32, **given)
     seconds = time.perf_counter() - start
     # Stock loading maps the file and touches nothing yet: write every weight once, as the first optimizer step does.
     with torch.no_grad():
@@ -77,7 +78,7 @@ def load(kind: str, path: str, layout: dict[str, int], store: str) -> None:
         dist.barrier()
 
 
-def measure(kind: str, path: str, layout: dict[str, int]) -> dict[str, Any]:
+def measure(kind: str, path: str, layout: dict[str, int], base: str = "") -> dict[str, Any]:
     """Start the ranks of one layout; returns what rank 0 measured."""
     world = 1
     for size in layout.values():
@@ -91,6 +92,7 @@ def measure(kind: str, path: str, layout: dict[str, int]) -> dict[str, Any]:
             path,
             json.dumps(layout),
             f"{directory}/store",
+            base,
         ]
         ranks = [
             subprocess.Popen(
@@ -116,8 +118,8 @@ def measure(kind: str, path: str, layout: dict[str, int]) -> dict[str, Any]:
 def main() -> None:
     """Write a checkpoint, load it every way, print a table."""
     if "--child" in sys.argv:
-        kind, path, layout, store = sys.argv[-4:]
-        load(kind, path, json.loads(layout), store)
+        kind, path, layout, store, base = sys.argv[-5:]
+        load(kind, path, json.loads(layout), store, base)
         return
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)

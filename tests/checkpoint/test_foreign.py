@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 import hfscale
-from hfscale import CheckpointError, ConfigError, ParallelConfig
+from hfscale import CheckpointError, ParallelConfig
 from hfscale.cli import main
 from hfscale.integrations.trainer.files import resumed_from
 from hfscale.testing import RankPool
@@ -36,7 +36,7 @@ WRITTEN = {
     "torch.save": (["model.pt", "optimizer.pt"], "torch.save"),
     "lightning": (["checkpoints/last.ckpt"], "torch.save"),
     "meta": (["consolidated.00.pth", "params.json"], "convert_llama_weights"),
-    "gguf": (["model-Q4_0.gguf"], "GgufConfig(dequantize=True)"),
+    "gguf, several": (["model-Q4_0.gguf", "model-Q8_0.gguf"], "GGUF file"),
 }
 
 
@@ -143,14 +143,3 @@ def test_a_state_of_accelerates(tmp_path: Path, model: Any) -> None:
     save_file({"weight": torch.ones(1)}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match="a state of Accelerate's save_state"):
         resumed_from(str(tmp_path), tmp_path.parent, runtime_of(model).mesh)
-
-
-def test_gguf_names_the_way_that_works(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"GgufConfig\(dequantize=True\)"):
-        hfscale.from_pretrained(tmp_path, gguf_file="m.gguf")
-    (tmp_path / "m.gguf").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"GgufConfig\(dequantize=True\)"):
-        hfscale.from_pretrained(tmp_path / "m.gguf")
-    config = tiny("llama", quantization_config={"quant_method": "gguf", "dequantize": True})
-    with pytest.raises(hfscale.PlanError, match=r"GgufConfig\(dequantize=True\)"):
-        hfscale.plan(config)

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hfscale import CheckpointError
-from hfscale.checkpoint.stored_forms import encoding, forms
+from hfscale.checkpoint.stored_forms import encoding, forms, scheme
 from hfscale.checkpoint.stored_forms.forms import as_plain
 from hfscale.checkpoint.stored_forms.scheme import StoredForm
 from hfscale.distributed.files import dequantized
@@ -25,12 +25,15 @@ from ..stored_weights import (
     e2m1_in_fp8,
     float8,
     fp8,
+    gemma,
     integers,
+    llm_int8,
     mxfp4,
     mxfp4_packed,
     mxfp8,
     nvfp4,
     table,
+    torchao,
 )
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float16, torch.float64)
@@ -86,6 +89,26 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[Tensor], StoredWeight]]] = {
     "mxfp4 in rows": (compressed("mxfp4-pack-quantized", group_size=32), mxfp4_packed),
 }
 
+READ_ONLY: dict[str, tuple[dict[str, Any], Callable[[Tensor], StoredWeight]]] = {
+    "bitsandbytes, 8 bits": ({"quant_method": scheme.INT8}, llm_int8),
+    "torchao, float8": (
+        {"quant_method": scheme.TORCHAO},
+        torchao(torch.float8_e4m3fn, torch.float32),
+    ),
+    "torchao, int8": ({"quant_method": scheme.TORCHAO}, torchao(torch.int8, torch.bfloat16)),
+    "gemma, a table": (
+        {"quant_method": scheme.GEMMA, "num_bits": 4},
+        gemma(4, embedding=True),
+    ),
+    **{
+        f"gemma, {bits} bits": (
+            {"quant_method": scheme.GEMMA, "module_quant_configs": {"m": {"num_bits": bits}}},
+            gemma(bits),
+        )
+        for bits in (2, 4, 8)
+    },
+}
+
 
 def opened(
     directory: Path, weight: StoredWeight, described: dict[str, Any], name: str = "m"
@@ -105,7 +128,7 @@ def spans(draw: Any, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
     return tuple((start, stop) for start, stop in edges)
 
 
-@pytest.mark.parametrize("case", [*CASES, "mxfp4"])
+@pytest.mark.parametrize("case", [*CASES, *READ_ONLY, "mxfp4"])
 @settings(
     max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -118,7 +141,7 @@ def test_a_box_is_that_of_the_whole(
         described = {"quant_method": "mxfp4"}
         weight = mxfp4(torch.ones(3, 64, 40))
     else:
-        described, store = CASES[case]
+        described, store = {**CASES, **READ_ONLY}[case]
         weight = store(torch.randn(48, 96, generator=torch.Generator().manual_seed(3)))
     found = opened(tmp_path, weight, described)
     box = spans(data.draw, found.shape)
@@ -276,6 +299,7 @@ def test_columns_in_another_order(tmp_path: Path) -> None:
 
 
 def test_every_form_is_tried() -> None:
-    assert {way.description["quant_method"] for way in WRITTEN.values()} == forms.FORMS.keys() - {
-        "mxfp8"
-    }
+    tried = {way.description["quant_method"] for way in WRITTEN.values()}
+    only_read = {described["quant_method"] for described, _ in READ_ONLY.values()}
+    assert tried | only_read == forms.FORMS.keys() - {"mxfp8"}
+    assert tried | {"mxfp8"} == set(scheme.ENCODED)

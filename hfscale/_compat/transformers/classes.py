@@ -85,7 +85,11 @@ def empty_copy(model: Any) -> Any:
 
 def empty_model(directory: Path, trusted: bool) -> Any:
     """Return a full meta model of the class that the config in ``directory`` names; LookupError without one."""
-    config = AutoConfig.from_pretrained(directory, trust_remote_code=trusted)
+    return model_of(AutoConfig.from_pretrained(directory, trust_remote_code=trusted), trusted)
+
+
+def model_of(config: Any, trusted: bool = False) -> Any:
+    """Return a full meta model of the class that a config names; LookupError without one."""
     name = (config.architectures or [""])[0]
     kind = getattr(transformers, name, None)
     extra = dict[str, Any]()

@@ -119,7 +119,7 @@ def from_no_path(kind: Any, directory: Path, kwargs: dict[str, Any]) -> Any:
     kwargs = {name: value for name, value in kwargs.items() if name not in HUB_ARGUMENTS}
     # Of no tensor: it says that there is nothing to look for.
     model = kind.from_pretrained(None, config=config, state_dict={}, **kwargs)
-    model.name_or_path = config.name_or_path = str(directory)
+    model.name_or_path = model.config.name_or_path = str(directory)
     if (directory / GENERATION_CONFIG_NAME).exists() and model.can_generate():
         model.generation_config = GenerationConfig.from_pretrained(directory)
     return model

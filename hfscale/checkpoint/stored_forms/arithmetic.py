@@ -16,6 +16,8 @@ from ...distributed.files.dequantized import Along
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
+_ONE_127TH = 7.874015718698502e-3
+
 Parts = Mapping[str, Tensor]
 
 
@@ -29,6 +31,19 @@ def blocks_in_float32(parts: Parts, dtype: torch.dtype) -> Tensor:
 def rows_of_a_table(parts: Parts, dtype: torch.dtype) -> Tensor:
     """Multiply 8-bit floating point by the scale in the type of the result, as an embedding does at each look-up."""
     return parts["values"].to(dtype) * parts["scales"].to(dtype)
+
+
+def in_type_of_result(parts: Parts, dtype: torch.dtype) -> Tensor:
+    """Subtract zero points in the type of the result, and multiply by scales in theirs (torchao)."""
+    values = parts["values"].to(dtype)
+    if "zeros" in parts:
+        values = values - parts["zeros"].to(dtype)
+    return (values * parts["scales"]).to(dtype)
+
+
+def shares_of_the_largest(parts: Parts, dtype: torch.dtype) -> Tensor:
+    """Multiply whole numbers by 1/127 of the largest of a row, in float32 (LLM.int8(), Dettmers et al. 2022)."""
+    return (parts["values"] * parts["scales"] * _ONE_127TH).to(dtype)
 
 
 def powers_of_two(parts: Parts, dtype: torch.dtype) -> Tensor:
@@ -85,6 +100,19 @@ def two_per_byte() -> Along:
 def _halves(words: Tensor) -> Tensor:
     codes = words.contiguous().view(torch.uint8)
     return torch.stack((codes & 0xF, codes >> 4), -1).flatten(-2)
+
+
+@cache
+def packed_in_bytes(bits: int) -> Along:
+    """Return how bytes hold whole numbers of 2 or 4 bits, stored from 0, the lowest bits first."""
+    return Along(8 // bits, 1, partial(_numbers_in_bytes, bits=bits))
+
+
+def _numbers_in_bytes(words: Tensor, bits: int) -> Tensor:
+    codes = words.contiguous().view(torch.uint8).unsqueeze(-1)
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=words.device)
+    found = (codes >> shifts & (1 << bits) - 1).to(torch.int8) - (1 << bits - 1)
+    return found.flatten(-2)
 
 
 @cache

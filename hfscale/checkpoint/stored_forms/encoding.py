@@ -23,7 +23,7 @@ from ...errors import CheckpointError, ConfigError
 from ..carried import carried_by
 from .arithmetic import packed, powers_of_two, scaled_twice
 from .forms import as_plain, in_the_file
-from .scheme import StoredForm, form_in
+from .scheme import ENCODED, StoredForm, form_in
 
 _ENTRIES = 1 << 20  # quantized at a time, if blocks are no larger
 _FLOAT8 = 448.0
@@ -92,7 +92,17 @@ def quantized_again(model: nn.Module) -> QuantizedAgain:
             f"'as_stored' needs the quantized checkpoint that the model was loaded from, and "
             f"{str(source.directory) if source else 'a model without one'!r} is none: leave it out"
         )
+    refuse_other_forms(form)
     return QuantizedAgain(source.directory, form)
+
+
+def refuse_other_forms(form: StoredForm) -> None:
+    """Refuse a form in which weights are read, and not quantized again."""
+    if form.method not in ENCODED:
+        raise ConfigError(
+            f"'as_stored' quantizes again in {', '.join(ENCODED)}, and the checkpoint is in {form.method}: leave it "
+            "out, which saves plain values"
+        )
 
 
 def encode(weight: DequantizedOnDisk, value: Tensor) -> dict[str, Tensor]:

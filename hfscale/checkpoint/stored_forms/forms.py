@@ -9,6 +9,9 @@ MXFP4                   ``..._blocks``, ``..._scales``, transposed              
 compressed-tensors      ``weight``, ``weight_scale``, ``weight_zero_point``          FP8 and INT8 of llm-compressor
   packed integers       ``weight_packed``, ``weight_scale``, ``weight_shape``        Kimi (INT4 experts)
   NVFP4, MXFP4          ``weight_packed``, ``weight_scale``, ``weight_global_scale`` llm-compressor
+bitsandbytes, 8 bits    ``weight``, ``SCB``                                          transformers
+torchao                 ``_weight_qdata``, ``_weight_scale``, ``_weight_zero_point`` transformers (INT8, FP8, INT4)
+Gemma's                 ``weight``, ``weight_scale``, ``embedding_quantized``        Google (2, 4 and 8 bits)
 ======================  ===========================================================  ==================================
 """
 
@@ -23,7 +26,7 @@ from ...distributed.files.dequantized import Along, DequantizedOnDisk, StoredPar
 from ...distributed.files.reader import TensorOnDisk
 from ...errors import CheckpointError
 from . import arithmetic
-from .scheme import Scheme, StoredForm
+from .scheme import GEMMA, INT8, TORCHAO, Scheme, StoredForm
 
 Found = Mapping[str, TensorOnDisk]  # the stored tensors of one weight, by their part in it
 
@@ -117,6 +120,48 @@ def _packed(key: str, found: Found, scheme: Scheme) -> DequantizedOnDisk:
     return DequantizedOnDisk(shape, parts, arithmetic.in_type_of_scales)
 
 
+def _int8(key: str, found: Found, scheme: Scheme) -> DequantizedOnDisk:
+    values = found["values"]
+    order = int(found["order"][...]) if "order" in found else 0
+    if order:
+        raise CheckpointError(
+            f"{key} must be stored row by row (weight_format 0), got {order}, which older bitsandbytes wrote for one "
+            "kind of GPU: save it again with bitsandbytes 0.45 or later, or use a checkpoint with weights of 16 or 32 "
+            "bits"
+        )
+    scales = _grid(key, _matrices(found["scales"], values), values.shape)
+    parts = {"values": StoredPart(values), "scales": scales}
+    return DequantizedOnDisk(values.shape, parts, arithmetic.shares_of_the_largest)
+
+
+def _torchao(key: str, found: Found, scheme: Scheme) -> DequantizedOnDisk:
+    values = found["values"]
+    if "before" in found:
+        raise CheckpointError(
+            f"{key} is stored with a scale of its inputs (SmoothQuant), which is no part of a weight: use a checkpoint "
+            "with weights of 16 or 32 bits"
+        )
+    parts = {"values": StoredPart(values)}
+    parts |= {
+        name: _grid(key, _matrices(found[name], values), values.shape)
+        for name in ("scales", "zeros")
+        if name in found
+    }
+    in_float32 = values.dtype.is_floating_point
+    made = arithmetic.blocks_in_float32 if in_float32 else arithmetic.in_type_of_result
+    return DequantizedOnDisk(values.shape, parts, made)
+
+
+def _gemma(key: str, found: Found, scheme: Scheme) -> DequantizedOnDisk:
+    values = found["values"]
+    packed = values.dtype == torch.uint8
+    columns = arithmetic.packed_in_bytes(scheme.bits) if packed else Along()
+    shape = (values.shape[0], values.shape[1] * columns.entries)
+    scales = _grid(key, _matrices(found["scales"], values), shape)
+    parts = {"values": StoredPart(values, columns=columns), "scales": scales}
+    return DequantizedOnDisk(shape, parts, arithmetic.rows_of_a_table)
+
+
 _STATIC = {
     ".input_scale": None,
     ".input_global_scale": None,
@@ -145,9 +190,17 @@ FORMS: dict[str, tuple[Form, ...]] = {
     ),
 }
 FORMS["mxfp8"] = FORMS["fp8"]
+FORMS[INT8] = (Form(".SCB", ".weight", ".weight", _int8, {".weight_format": "order"}),)
+_OF_TORCHAO = {"._weight_zero_point": "zeros", "._weight_act_pre_scale": "before"}
+FORMS[TORCHAO] = (Form("._weight_scale", "._weight_qdata", ".weight", _torchao, _OF_TORCHAO),)
+_CALIBRATED = {".input_activation_scale": None, ".output_activation_scale": None}
+FORMS[GEMMA] = (
+    Form(".weight_scale", ".weight", ".weight", _gemma, _CALIBRATED),
+    Form(".embedding_scale", ".embedding_quantized", ".weight", _gemma, {}),
+)
 """The host's name of the method -> its forms, of which the first that fits a weight counts."""
 
-_PACKED = (".weight", "_proj", "_packed", "_blocks")
+_PACKED = (".weight", "_proj", "_packed", "_blocks", "_qdata", "_quantized")
 _CODES = {torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8, torch.int32}
 
 
@@ -197,7 +250,8 @@ def _dequantized(
     if lost is not None:
         raise CheckpointError(
             f"{lost} is stored in {str(rest[lost].dtype).removeprefix('torch.')} and has no scales beside it as "
-            f"{described.method} stores them: download the checkpoint again, or use one with weights of 16 or 32 bits"
+            f"{described.method} stores them, so its quantization_config is of other files: use a checkpoint with "
+            "weights of 16 or 32 bits"
         )
     return {**rest, **weights}
 

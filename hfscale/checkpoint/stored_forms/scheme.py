@@ -9,12 +9,26 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ...distributed.files.foreign import GGUF_TOOL
 from ...errors import ConfigError
 from ...plan.quantized import AS_STORED
 
-READ = ("fp8", "mxfp8", "mxfp4", "compressed-tensors")
+OF_GGUF = "gguf"
+"""The host's name of the method of what it loads from GGUF files."""
+INT8 = "llm_int8"
+"""Our name of bitsandbytes' 8 bits, which is a method of its own in a file."""
+TORCHAO = "torchao"
+GEMMA = "gemma"
+READ = ("fp8", "mxfp8", "mxfp4", "compressed-tensors", INT8, TORCHAO, GEMMA)
 """The host's names of the methods whose weights are read as plain values."""
+ENCODED = READ[:4]
+"""Those in which a save quantizes again."""
+_TORCHAO_TYPES = {
+    "Int8WeightOnlyConfig",
+    "Int8DynamicActivationInt8WeightConfig",
+    "Float8WeightOnlyConfig",
+    "Float8DynamicActivationFloat8WeightConfig",
+    "IntxWeightOnlyConfig",
+}
 _FORMATS = {
     "dense",
     "naive-quantized",
@@ -38,7 +52,7 @@ _INSTEAD = (
 class Scheme:
     """Describe how one weight is quantized, as far as its stored tensors do not tell."""
 
-    bits: int = 4  # of a packed number
+    bits: int = 4  # of a number
     group: int = 0  # consecutive numbers of a row with one scale; 0: all of it
     block: tuple[int, int] | None = None  # rows and columns with one scale, if it says so
 
@@ -52,6 +66,8 @@ class StoredForm:
 
     def scheme(self, name: str) -> Scheme:
         """Return how the weight whose stored names begin with ``name`` is quantized."""
+        if self.method == GEMMA:
+            return Scheme(bits=self._bits_of_gemma(name))
         if self.method != "compressed-tensors":
             block = self.values.get("weight_block_size")
             return Scheme(block=None if block is None else (block[0], block[1]))
@@ -66,6 +82,12 @@ class StoredForm:
             block=(block[0], block[1]) if block and weights.get("strategy") == "block" else None,
         )
 
+    def _bits_of_gemma(self, name: str) -> int:
+        """Return the bits of a module: those of the first pattern of its name, or of all others."""
+        own: dict[str, dict[str, Any]] = self.values.get("module_quant_configs") or {}
+        found = next((each for pattern, each in own.items() if re.search(pattern, name)), {})
+        return int(found.get("num_bits") or self.values.get("num_bits") or 4)
+
     def bytes_per_value(self, name: str, shape: tuple[int, ...]) -> float:
         """Return the bytes of a value of the weight ``name``, with its share of scales; 0: stored plain, it says."""
         if self.method == "mxfp4":
@@ -75,6 +97,8 @@ class StoredForm:
         kept = self.values.get("modules_to_not_convert") or self.values.get("ignore") or ()
         if any(_names(pattern, each.removesuffix(".weight")) for pattern in kept for each in names):
             return 0.0
+        if self.method == GEMMA:
+            return scheme.bits / 8 + 4 / shape[-1]
         if self.method != "compressed-tensors":
             return 1 + (1 / 32 if self.method == "mxfp8" else 4 / prod(scheme.block or shape[-2:]))
         return scheme.bits / 8 + 2 / (
@@ -103,9 +127,13 @@ def _group(groups: list[dict[str, Any]], experts: bool) -> dict[str, Any]:
 
 
 def split_stored_form(config: Any) -> tuple[Any, StoredForm | None]:
-    """Return a config without its description of weights read as plain values, and their form; or itself, ``None``."""
-    form = _form(description(config))
-    if form is None:
+    """Return a config without its description of weights read as plain values, and their form; or itself, ``None``.
+
+    Of a model that the host made of a GGUF file, the description stays in the config, though nothing is quantized.
+    """
+    found = description(config)
+    form = _form(found)
+    if form is None and (found is None or found["quant_method"] != OF_GGUF):
         return config, None
     plain = deepcopy(config)
     for holder in (plain, plain.get_text_config(decoder=True)):
@@ -141,22 +169,20 @@ def describe_form(directory: Path, form: StoredForm | None) -> None:
 
 
 def _form(values: Mapping[str, Any] | None) -> StoredForm | None:
-    return (
-        None
-        if values is None or why_not_read(values)
-        else StoredForm(values["quant_method"], values)
-    )
+    return None if values is None or why_not_read(values) else StoredForm(_named(values), values)
 
 
 def check_asked_form(config: Any, given: Any) -> Any:
     """Return a user's quantization config; ``None``: it asks for plain values. Refuse a form of other checkpoints."""
     plain = getattr(given, "dequantize", False)
-    kept = not plain and (_method(given) in READ or (isinstance(given, str) and given == AS_STORED))
+    kept = not plain and (
+        method_of(given) in READ or (isinstance(given, str) and given == AS_STORED)
+    )
     if not kept and not plain:
         return given
     values = description(config)
     found = None if values is None else values["quant_method"]
-    asked = _method(given) or found
+    asked = method_of(given) or found
     if found != asked or found not in READ:
         shown = (
             "'as_stored'"
@@ -170,7 +196,8 @@ def check_asked_form(config: Any, given: Any) -> Any:
     return AS_STORED if kept else None
 
 
-def _method(given: Any) -> Any:
+def method_of(given: Any) -> Any:
+    """Return the host's name of the method of a quantization config; ``None`` for other things."""
     method = getattr(given, "quant_method", None)
     return getattr(method, "value", method)
 
@@ -189,35 +216,56 @@ def description(config: Any) -> dict[str, Any] | None:
     if found is None:
         return None
     values = dict(found if isinstance(found, dict) else found.to_dict())
+    return {**values, "quant_method": _named(values)}
+
+
+def _named(values: Mapping[str, Any]) -> Any:
+    """Return the name of the method that a config's values describe."""
     method = values.get("quant_method")
-    return {**values, "quant_method": getattr(method, "value", method)}
+    method = getattr(method, "value", method)
+    return INT8 if method == "bitsandbytes" and values.get("load_in_8bit") else method
+
+
+def _types(values: Any) -> set[str]:
+    """Return the names of torchao's configs in a description, which nests them."""
+    if not isinstance(values, Mapping):
+        return set()
+    inner = set[str]().union(*map(_types, values.values()))
+    own = values.get("_type")
+    return inner | {own} if isinstance(own, str) and own.endswith("Config") else inner
 
 
 def why_not_read(values: Mapping[str, Any]) -> str | None:
     """Return why weights of this description are not read as plain values, and what to do; ``None``: they are."""
-    method = values.get("quant_method")
+    method = _named(values)
+    reason = ""
+    if method not in READ:
+        reason = f"it is quantized ({method}) already, and hfscale reads {', '.join(READ)}"
+    elif method == "compressed-tensors":
+        reason = _unread_of_compressed(values)
+    elif method == TORCHAO:
+        types = _types(values.get("quant_type"))
+        unknown = ", ".join(sorted(types - _TORCHAO_TYPES)) or ("" if types else "no type")
+        told = f"it is quantized (torchao, {unknown}) already, which hfscale does not read"
+        reason = told if unknown else ""
+    return f"{reason}: {_INSTEAD}" if reason else None
+
+
+def _unread_of_compressed(values: Mapping[str, Any]) -> str:
+    """Return what of compressed-tensors is not read; nothing if all is."""
     groups = (values.get("config_groups") or {}).values()
     formats = {
         values.get("format"),
         *(group.get("format") for group in groups),
     } - {None}
-    reason = ""
-    if method == "gguf":
-        return f"it is quantized (gguf), also where stock code has dequantized it as it loaded: {GGUF_TOOL}"
-    if method not in READ:
-        reason = f"it is quantized ({method}) already, and hfscale reads {', '.join(READ)}"
-    elif method == "compressed-tensors":
-        unknown = ", ".join(sorted(formats - _FORMATS)) or ("" if groups else "nothing")
-        sparse = values.get("sparsity_config") or {}
-        rotated = values.get("transform_config") or {}
-        if unknown:
-            reason = f"it is quantized (compressed-tensors, {unknown}) already, which hfscale does not read"
-        elif sparse.get("format", "dense") != "dense":
-            reason = (
-                "its quantized weights are sparse (sparsity_config), which hfscale does not read"
-            )
-        elif rotated:
-            reason = (
-                "its quantized weights are rotated (transform_config), which hfscale does not undo"
-            )
-    return f"{reason}: {_INSTEAD}" if reason else None
+    unknown = ", ".join(sorted(formats - _FORMATS)) or ("" if groups else "nothing")
+    sparse = values.get("sparsity_config") or {}
+    if unknown:
+        return (
+            f"it is quantized (compressed-tensors, {unknown}) already, which hfscale does not read"
+        )
+    if sparse.get("format", "dense") != "dense":
+        return "its quantized weights are sparse (sparsity_config), which hfscale does not read"
+    if values.get("transform_config"):
+        return "its quantized weights are rotated (transform_config), which hfscale does not undo"
+    return ""

@@ -29,10 +29,6 @@ _CONFIG = "the config of its model as config="
 _IN_STOCK_CODE = (
     "load it once in stock code (model.load_state_dict(...); model.save_pretrained(OUT))"
 )
-GGUF_TOOL = (
-    "let stock code make plain weights of it once (AutoModelForCausalLM.from_pretrained(DIRECTORY, gguf_file=FILE, "
-    "quantization_config=transformers.GgufConfig(dequantize=True)).save_pretrained(OUT)), and load OUT"
-)
 
 
 @dataclass(frozen=True)
@@ -94,7 +90,7 @@ _KINDS = (
         "a distributed checkpoint of torch's (DCP), as FSDP2, torchtitan and Lightning write them",
         "give {} itself, and " + _CONFIG,
     ),
-    _Kind(("*.gguf",), "a GGUF file", GGUF_TOOL),
+    _Kind(("*.gguf",), "weights in GGUF files", "give the path of one to hfscale.from_pretrained"),
     _Kind(
         ("consolidated*.pth",),
         "weights as Meta publishes Llama",

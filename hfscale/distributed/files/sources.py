@@ -9,6 +9,7 @@ distributed checkpoint     ``.metadata``, ``__0_0.distcp``                     F
 partitions of ZeRO         ``latest``, ``zero_pp_rank_0_mp_rank_00_...pt``     DeepSpeed, Trainer
 state dict of FSDP         ``pytorch_model_fsdp.bin``                          Accelerate, Trainer
 plain, without a config    ``model.safetensors``, ``pytorch_model.bin``        Accelerate's ``save_state``
+GGUF                       ``model-Q4_K_M.gguf``                               llama.cpp
 =========================  ==================================================  ==============================
 
 A further form is an entry of :data:`_FORMS`. Plain files (safetensors, ``pytorch_model.bin``) are transformers' own,
@@ -21,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from .dcp import METADATA, open_checkpoint
+from .gguf_file import SUFFIX, GgufFile
+from .gguf_names import as_transformers as gguf_as_transformers
 from .reader import TensorOnDisk
 from .sliced_files import open_slices
 from .titan_names import as_transformers, is_torchtitans
@@ -42,10 +45,44 @@ class Source:
     directory: Path  # that has the files
     reader: Callable[[Path], dict[str, TensorOnDisk]]
 
-    def open(self, config: Any = None) -> dict[str, TensorOnDisk]:
-        """Return lazy tensors by their names in the model, which has this ``config``, and in its order of rows."""
+    def describe(self) -> str:
+        """Return what it is, in words."""
+        return self.form
+
+    def open(self, model: Any = None) -> dict[str, TensorOnDisk]:
+        """Return lazy tensors by their names in a full ``model``, and in its order of rows; without one, to describe
+        them.
+        """
         tensors = self.reader(self.directory)
+        config = None if model is None else model.config
         return as_transformers(tensors, config) if is_torchtitans(tensors) else tensors
+
+
+@dataclass(frozen=True)
+class GgufSource(Source):
+    """Describe a GGUF file."""
+
+    path: Path
+
+    def describe(self) -> str:
+        """Return what it is, in words; raise :class:`CheckpointError` for a damaged one."""
+        return f"{self.form} ({GgufFile(self.path).describe()})"
+
+    def open(self, model: Any = None) -> dict[str, TensorOnDisk]:
+        """Return lazy tensors by their names in a full ``model``; without one, by the file's own."""
+        file = GgufFile(self.path)
+        return file.slices() if model is None else gguf_as_transformers(file, model)
+
+
+def gguf_source(path: Path) -> GgufSource:
+    """Return how the weights in a GGUF file are read."""
+    return GgufSource("a GGUF file", path.parent, lambda _: GgufFile(path).slices(), path)
+
+
+def gguf_in(directory: Path) -> list[Path]:
+    """Return the GGUF files in a directory that has no other weights."""
+    found = sorted(directory.glob(f"*{SUFFIX}")) if directory.is_dir() else []
+    return [] if found and weight_files(directory) else found
 
 
 @dataclass(frozen=True)
@@ -68,7 +105,11 @@ _FORMS = (
 
 
 def find_source(directory: Path) -> Source | None:
-    """Return how the weights in a directory are read where transformers does not; ``None`` if it does, or has none."""
+    """Return how the weights in a directory, or in a GGUF file, are read where transformers does not read them by
+    slices; ``None`` if it does, or has none.
+    """
+    if directory.suffix == SUFFIX and directory.is_file():
+        return gguf_source(directory)
     if not directory.is_dir() or (directory / _OF_MEGATRON).exists():
         return None
     if plain := weight_files(directory):
@@ -77,7 +118,8 @@ def find_source(directory: Path) -> Source | None:
     for form in _FORMS:
         for found in sorted(directory.glob(form.pattern))[:1]:
             return Source(form.words, found.parent, form.reader)
-    return None
+    files = gguf_in(directory)
+    return gguf_source(files[0]) if len(files) == 1 else None
 
 
 def _open_plain(directory: Path) -> dict[str, TensorOnDisk]:
@@ -98,8 +140,8 @@ def has_weights(directory: Path) -> bool:
 
 
 def open_weights(directory: Path) -> dict[str, TensorOnDisk]:
-    """Return a lazy tensor for every weight in a directory; none if it has none."""
+    """Return a lazy tensor for every weight in a directory, by the model's names; none if it has none."""
     if files := weight_files(directory):
         return open_tensors(files)
     source = find_source(directory)
-    return {} if source is None else source.open()
+    return {} if source is None or isinstance(source, GgufSource) else source.open()

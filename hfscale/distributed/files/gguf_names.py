@@ -1,0 +1,121 @@
+"""Read tensors of GGUF files by transformers' names, and in its order of rows.
+
+llama.cpp stores some in another way, by architecture: rows of queries and keys by the pairs that are rotated together,
+projections of experts apart, norms with one added. A rule for each says which boxes of the file a box is made of;
+:data:`BY_SLICES` has the architectures that these rules are enough for.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..._compat.transformers.gguf import names_in_gguf
+from .gguf_file import GgufFile
+from .pieces import Piece, TensorInPieces
+from .reader import Box, TensorOnDisk
+from .titan_names import HalvesApart
+
+_log = logging.getLogger(__name__)
+_WEIGHT = ".weight"
+_EXPERTS = "_exps.weight"
+
+_Rule = Callable[[str, TensorOnDisk, Any], TensorOnDisk]
+"""Make the tensor of transformers' of one in the file, by its name there, and the model's config."""
+
+
+class _InFloat32(TensorOnDisk):
+    """Read ``source`` in float32, with ``added`` to each value."""
+
+    def __init__(self, source: TensorOnDisk, added: float = 0.0) -> None:
+        self._source = source
+        self._added = added
+        self.shape = source.shape
+        self.dtype = torch.float32
+
+    def read(self, spans: Box) -> Tensor:
+        """Return a copy of the box ``spans``, one ``(start, stop)`` per dim."""
+        values = self._source.read(spans).float()
+        return values + self._added if self._added else values
+
+
+def _as_it_is(name: str, tensor: TensorOnDisk, config: Any) -> TensorOnDisk:
+    return tensor
+
+
+def _by_pairs(name: str, tensor: TensorOnDisk, config: Any) -> TensorOnDisk:
+    """Undo the order of rows in which neighbours are rotated together."""
+    heads = 0
+    if ".attn_q." in name:
+        heads = config.num_attention_heads
+    elif ".attn_k." in name:
+        heads = config.num_key_value_heads
+    return HalvesApart(tensor, tensor.shape[0] // heads) if heads else tensor
+
+
+def _one_added(name: str, tensor: TensorOnDisk, config: Any) -> TensorOnDisk:
+    return _InFloat32(tensor, -1.0) if name.endswith("norm.weight") else tensor
+
+
+def _with_shared_expert(name: str, tensor: TensorOnDisk, config: Any) -> TensorOnDisk:
+    is_gate = "ffn_gate_inp_shexp" in name and len(tensor.shape) == 1
+    return tensor.viewed((1, *tensor.shape)) if is_gate else tensor
+
+
+BY_SLICES: dict[str, _Rule] = {
+    "llama": _by_pairs,  # Mistral's too
+    "qwen2": _as_it_is,
+    "qwen3": _as_it_is,
+    "qwen2moe": _with_shared_expert,
+    "qwen3moe": _as_it_is,
+    "gemma2": _one_added,
+    "gemma3": _one_added,
+    "phi3": _as_it_is,
+    "starcoder2": _as_it_is,
+    "stablelm": _as_it_is,
+    "command-r": _as_it_is,
+}
+"""llama.cpp's name of an architecture -> the rule of its tensors."""
+
+
+def as_transformers(file: GgufFile, model: Any) -> dict[str, TensorOnDisk]:
+    """Return the tensors of a file, in float32, by their names in a full ``model``, whose architecture is in
+    :data:`BY_SLICES`; those that transformers does not read are left out.
+    """
+    names = names_in_gguf(model, file.architecture)
+    rule = BY_SLICES[file.architecture]
+    config = model.config.get_text_config()
+    found: dict[str, list[TensorOnDisk]] = {}
+    others = []
+    for key, tensor in sorted(file.slices().items()):
+        name = names.get(key.removesuffix(_WEIGHT) if key.endswith(_EXPERTS) else key)
+        if name is None:
+            others.append(key)
+            continue
+        made = rule(key, tensor, config)
+        plain = made if made.dtype == torch.float32 else _InFloat32(made)
+        found.setdefault(name, []).append(plain)
+    if others:
+        _log.warning(
+            "%s: transformers reads %d tensors of this file not (%s, for one): where they scale rotary embeddings, "
+            "give the model's own config=",
+            file.path,
+            len(others),
+            others[0],
+        )
+    return {name: _joined(name, parts) for name, parts in found.items()}
+
+
+def _joined(name: str, parts: list[TensorOnDisk]) -> TensorOnDisk:
+    """Return one tensor ``[experts, 2 * rows, columns]`` of gates and inputs, which sort in this order."""
+    if len(parts) == 1:
+        return parts[0]
+    pieces = []
+    rows = 0
+    for part in parts:
+        pieces.append(Piece((0, rows, 0), part))
+        rows += part.shape[1]
+    shape = (parts[0].shape[0], rows, parts[0].shape[2])
+    return TensorInPieces(name, shape, torch.float32, pieces)
