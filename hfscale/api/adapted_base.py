@@ -100,8 +100,8 @@ class AdaptedBase:
         missing = [key for key in needed if key not in self.trained]
         if missing:
             raise CheckpointError(
-                f"{self.directory} is incomplete, it lacks {missing[0]} and {len(missing) - 1} more tensors of its "
-                "config: save or download the adapter again"
+                f"{self.directory} lacks {len(missing)} tensors of its config, {missing[0]} for one: save or download "
+                "the adapter again"
             )
 
     def _refuse_strange(self) -> None:

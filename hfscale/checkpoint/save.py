@@ -92,7 +92,8 @@ def save_adapter_files(
     adapters = runtime.adapters
     if adapters is None:
         raise ConfigError(
-            f"{call} writes an adapter, and the model has none (merged, or unloaded): use save_pretrained"
+            f"{call} writes an adapter, and the model has none: it was merged or unloaded, so "
+            "use hfscale.save_pretrained"
         )
     target = target_of(directory)
     with _together(runtime, target, call, timeout, check_replicas=True):

@@ -140,7 +140,8 @@ def _records(text: str, name: str) -> Iterator[dict[str, Any]]:
                 ) from error
             if not isinstance(record, dict):
                 raise RecipeError(
-                    f'line {number} of {name} is no JSON object: write {{"column": value}} for {line[:200]}'
+                    f"line {number} of {name} is not a record with named columns: {line[:200]}: write a JSON object, a "
+                    "value by each name"
                 )
             yield record
 

@@ -202,7 +202,7 @@ def _scores(
 def _with_labels(batch: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(batch, Mapping):
         raise ConfigError(
-            f"token_scores takes one batch, a mapping of tensors, got a {type(batch).__name__}: call it once for "
+            f"token_scores takes one batch, a mapping of tensors, and found a {type(batch).__name__}: call it once for "
             "each batch"
         )
     if batch.get("labels") is not None or "input_ids" not in batch:
