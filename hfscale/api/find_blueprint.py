@@ -1,6 +1,7 @@
 """Find a model's blueprint: in hfscale's table, from transformers' TP plan, or by inference, in that order."""
 
 import json
+import logging
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
@@ -12,6 +13,7 @@ from ..config.parallel import AXES, ParallelConfig
 from ..errors import PlanError
 from ..models import FAMILIES
 from ..models.blueprint import TRANSLATED, Block, Blueprint, Inference, block_as_data, from_data
+from ..models.class_source import is_proved_source
 from ..models.facts import ask
 from ..parallel.tensor.blocks import plan_blocks
 from ..plan.drafting.draft import Draft
@@ -19,6 +21,7 @@ from ..plan.drafting.layers import find_layers
 from ..plan.drafting.text_model import blueprint_of_text, find_text_model
 from ..plan.parameter import join_path
 
+_log = logging.getLogger(__name__)
 _STYLES = {
     "colwise": "column",
     "rowwise": "row",
@@ -43,7 +46,8 @@ def find_blueprint(model: Any, may_infer: bool = True) -> Blueprint:
     """Find the blueprint of a model on any device (meta too); if none is written, infer one, in a second or two."""
     config = model.config
     if config.model_type in FAMILIES:
-        return FAMILIES[config.model_type]
+        written = FAMILIES[config.model_type]
+        return _that_holds(model, written) if may_infer else written
     text = find_text_model(model)
     if text is not None:
         return blueprint_of_text(model, text, find_blueprint, may_infer)
@@ -69,6 +73,29 @@ def find_blueprint(model: Any, may_infer: bool = True) -> Blueprint:
         return infer(model).blueprint
     except PlanError as error:
         raise PlanError(f"{missing}. Also, {error}") from error
+
+
+def _that_holds(model: Any, written: Blueprint) -> Blueprint:
+    """Return a blueprint of hfscale's table, which describes stock code as it was when its entry was proved. If the
+    code has changed since, and two ranks of a clone compute something else now, infer one.
+    """
+    family = model.config.model_type
+    if is_proved_source(family, type(model)):
+        return written
+    objection = ask("holds", model, blueprint=written)
+    if objection is None:
+        message = "%s has changed since hfscale's entry of %r was proved, and no clone can tell whether it holds"
+        _log.warning(message, type(model).__name__, family)
+    if not objection:
+        return written
+    try:
+        return infer(model).blueprint
+    except PlanError as error:
+        raise PlanError(
+            f"tp_size > 1 must find {type(model).__name__} as hfscale's entry of {family!r} describes it, got code in "
+            f"which it does not hold ({objection}): use tp_size=1, or a release of transformers that hfscale was "
+            f"tested with. Also, {error}"
+        ) from error
 
 
 def infer(model: Any) -> Inference:

@@ -2,10 +2,14 @@
 
 import ast
 import hashlib
+import json
 import sys
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
+
+SOURCES = Path(__file__).with_name("sources.json")
+"""For each family of hfscale's own table, the sources with which its entry was proved: ``scripts/prove_entries.py``."""
 
 _FAMILIES = "transformers.models."
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
@@ -20,6 +24,22 @@ def source_hash(kinds: Iterable[type]) -> str:
     folders = {folder for kind in kinds for folder in _family_folders(kind)}
     hashes = sorted(_folder_hash(folder) for folder in folders)
     return hashlib.sha256("".join(hashes).encode()).hexdigest()
+
+
+def short_hash(kind: type) -> str:
+    """Return the source of one class as ``sources.json`` has it."""
+    return source_hash([kind])[:12]
+
+
+def is_proved_source(family: str, kind: type) -> bool:
+    """Return whether the entry of a family was proved with the source that a class has in this transformers."""
+    return short_hash(kind) in _proved_sources().get(family, ())
+
+
+@cache
+def _proved_sources() -> dict[str, list[str]]:
+    found: dict[str, list[str]] = json.loads(SOURCES.read_text())
+    return found
 
 
 def _family_folders(kind: type) -> Iterator[Path]:

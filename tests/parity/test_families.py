@@ -28,6 +28,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),  # ALiBi's biases by sample and head; all heads' queries, keys and values side by side
     "mpt": ({}, {}),  # ALiBi's biases by head
     "gpt2": ({}, {}),  # queries, keys and values fused
+    "codegen": ({"num_attention_heads": 8}, {}),  # the same in four groups of heads
     "phi3": ({"num_key_value_heads": 2}, {}),  # the same of different lengths; gate and up fused
     "qwen3": ({}, {}),  # norms per head
     "apertus": ({}, {}),  # parameters inside the activation
@@ -88,7 +89,7 @@ def case(family: str, layers: int = LAYERS) -> Case:
     return Case(config, hf_kwargs=kwargs)
 
 
-@pytest.mark.daily("gemma3n_text", "bloom", "minicpm3")
+@pytest.mark.daily("gemma3n_text", "bloom", "codegen", "minicpm3")
 @pytest.mark.parametrize("family", TENSOR)
 def test_tensor_ranks(pools: Pools, family: str) -> None:
     assert_layout_equal(case(family), ParallelConfig(tp_size=2), pools(2))

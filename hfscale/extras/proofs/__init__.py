@@ -17,6 +17,7 @@ EXTENSION = Extension(
         "completed": f"{_HERE}.infer.search_blueprint:prove_completed",
         "documents": f"{_HERE}.loss_proofs:prove_documents",
         "entry": f"{_HERE}.layer_probes:prove_entry",
+        "holds": f"{_HERE}.infer.search_blueprint:prove_holds",
         "loan": f"{_HERE}.layer_probes:prove_loan",
         "loss": f"{_HERE}.loss_proofs:prove_loss",
         "mixing": f"{_HERE}.mixing:prove_mixing",

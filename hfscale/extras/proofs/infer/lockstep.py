@@ -30,7 +30,7 @@ from ....parallel.tensor.edges import Edge, hook_block, set_local_sizes
 from ....plan import BlockPlan, Cut
 from ....plan.drafting.draft import Draft
 from ..probe import apart
-from .subject import Subject, Unproved, brief, run_backward
+from .subject import Subject, Unplanned, Unproved, brief, run_backward
 
 _PATIENCE = 60.0  # seconds to wait for another rank
 # Of the largest gradient: what is left of a gradient that is zero in truth is rounding.
@@ -50,7 +50,7 @@ def prove(subject: Subject, blueprint: Blueprint, tp_size: int = 2) -> Proof:
     except (AttributeError, KeyError) as error:  # it names what some layer does not have
         raise Unproved(brief(error)) from error
     if draft.problems:
-        raise Unproved(draft.problems[0].partition(": ")[2] or draft.problems[0])
+        raise Unplanned(draft.problems[0].partition(": ")[2] or draft.problems[0])
     expected, wanted = subject.reference
     outputs, gradients = _run_as_ranks(subject, draft, blocks)
     proof = Proof(max(apart(output, expected) for output in outputs), 0.0, "")
@@ -184,18 +184,17 @@ class _RankModel:
         self.model = copy.deepcopy(full)
         self.own: dict[str, nn.Parameter] = {}
         row_biases = {f"{row}.bias" for block in blocks for row in block.row}
+        once = row_biases.union(*(block.once for block in blocks))
         shards: dict[int, nn.Parameter] = {}
         for name, leaf in full.named_parameters(remove_duplicate=False):
             if id(leaf) not in shards:
                 cut, _ = rules.get(id(leaf), (None, ()))
                 part = leaf.detach() if cut is None else cut.take(leaf.detach(), rank)
-                shards[id(leaf)] = self.own[name] = nn.Parameter(part.clone())
+                shards[id(leaf)] = self.own[name] = nn.Parameter(part.clone(), leaf.requires_grad)
             owner, _, attribute = name.rpartition(".")
             module = self.model.get_submodule(owner)
             shard = shards[id(leaf)]
-            own_parameters(module)[attribute] = (
-                shard * 0.0 if name in row_biases and rank > 0 else shard
-            )
+            own_parameters(module)[attribute] = shard * 0.0 if name in once and rank > 0 else shard
             if attribute == "weight":
                 follow_weight(module)
         edge = Edge(

@@ -19,7 +19,7 @@ from .candidate_blocks import CandidateBlock, find_candidates
 from .forward_trace import Trace, run_hooked, trace
 from .hypotheses import Guesses
 from .lockstep import prove
-from .subject import Subject, Unproved, aside, brief, make_subject
+from .subject import Subject, Unplanned, Unproved, aside, brief, make_subject
 
 _MOST_TRIALS = 120  # hypotheses per candidate
 _RAISED = (0.5, 1)  # some configs take whole numbers only
@@ -54,6 +54,29 @@ def prove_completed(
     except Unproved:
         return False, True
     return True, True
+
+
+def prove_holds(model: Any, blueprint: Blueprint) -> tuple[str | None, bool]:
+    """Return why two ranks of a clone do not compute the same as one with a written blueprint; empty if they do, and
+    ``None`` if no clone can tell (of a model that reads no tokens, say).
+    """
+    groups = max((block.head_groups for block in blueprint.blocks.values()), default=1)
+    # Each of two ranks needs a head of every group.
+    changes = {"num_attention_heads": 2 * groups} if groups > 1 else {}
+    try:
+        subject = make_subject(model, **changes)
+    except Unproved:
+        return None, True
+    try:
+        with aside():
+            prove(subject, blueprint)
+    except Unplanned:
+        return None, True
+    except Unproved as difference:
+        return str(difference), True
+    except Exception:  # of foreign code that runs in the proof
+        return None, True
+    return "", True
 
 
 def infer(model: Any) -> Inference:

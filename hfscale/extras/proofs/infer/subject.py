@@ -27,6 +27,10 @@ class Unproved(Exception):
     """Raised if a hypothesis does not hold on the clone, or the clone cannot be judged; says why."""
 
 
+class Unplanned(Unproved):
+    """Raised if a plan refuses the clone itself, whose sizes a rank cannot share, say."""
+
+
 @dataclass
 class Subject:
     """Hold a tiny clone of a model and a ragged batch."""
