@@ -81,8 +81,8 @@ def refuse_not_finite(runtime: Runtime) -> None:
         # In PEFT's words first, which scripts look for.
         raise ConfigError(
             f"NaNs detected in the merged weights. The adapter {runtime.adapters.name} seems to be broken: "
-            f"{every[rank][0]} holds NaN or infinity on rank {rank}, and cannot be merged: the model is as it was; load "
-            "an earlier state"
+            f"{every[rank][0]} holds NaN or infinity on rank {rank}, and cannot be merged: the model is as it was; "
+            "load an earlier state"
         )
 
 
