@@ -37,6 +37,7 @@ class Refusal:
         tests: a pattern that a test's id has.
         words: a pattern that the refusal has, an error of ``hfscale.errors``.
         reason: why it is refused, for readers.
+        error: the type that the words begin with; another one where a test itself compares what is one rank's part.
     """
 
     peer: str
@@ -44,9 +45,10 @@ class Refusal:
     tests: str
     words: str
     reason: str
+    error: str = _OWN_ERROR
 
     def excuses(self, peer: str, layout: str, outcome: Outcome) -> bool:
-        """Return whether a failed test is refused by this; an error of any other kind never is."""
+        """Return whether a failed test is refused by this; an error of another type never is."""
         here = (
             peer == self.peer
             and layout in self.layouts
@@ -54,7 +56,7 @@ class Refusal:
         )
         return (
             here
-            and outcome.words.startswith(_OWN_ERROR)
+            and outcome.words.startswith(self.error)
             and re.search(self.words, outcome.words) is not None
         )
 

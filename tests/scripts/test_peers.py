@@ -36,6 +36,14 @@ def test_a_refusal_excuses_its_own_words_alone(
     assert bool(judgement.faults) != excused
 
 
+def test_what_a_test_compares_itself_is_excused_by_its_own_type() -> None:
+    said = "The size of tensor a (456) must match the size of tensor b (911)"
+    refusal = Refusal("peft", ("tp2",), "save", "must match", "slices", error="RuntimeError")
+    for error, excused in (("RuntimeError", True), ("AssertionError", False)):
+        outcome = Outcome("test_save", "failed", words=f"{error}: {said}")
+        assert refusal.excuses("peft", "tp2", outcome) == excused
+
+
 def test_a_test_that_is_skipped_with_ours_alone_is_at_fault() -> None:
     assert judge("trl", "one", [Outcome("test_it", "skipped")], []).faults
 

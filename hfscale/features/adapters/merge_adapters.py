@@ -77,7 +77,10 @@ def refuse_not_finite(runtime: Runtime) -> None:
     every = runtime.mesh.all_gather_object(bad)
     if any(every):
         rank = next(rank for rank, names in enumerate(every) if names)
+        assert runtime.adapters is not None  # whose caller merges them
+        # In PEFT's words first, which scripts look for.
         raise ConfigError(
+            f"NaNs detected in the merged weights. The adapter {runtime.adapters.name} seems to be broken: "
             f"{every[rank][0]} holds NaN or infinity on rank {rank}, and cannot be merged: the model is as it was; "
             "load an earlier state"
         )

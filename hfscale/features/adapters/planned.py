@@ -136,6 +136,12 @@ def _check(config: Any, plan: Plan) -> None:
                 f"{type(config).__name__}({field}=...) draws random numbers by the size of each rank's shard, so ranks "
                 "would draw different ones: leave it out, or use one process"
             )
+    trains_biases = getattr(config, "bias", "none") != "none"
+    if method in OF_WHOLE_PROJECTIONS and trains_biases and plan.layout.tp > 1:
+        raise ConfigError(
+            f"{type(config).__name__}(bias={config.bias!r}) trains what each tensor rank has a slice of, beside an "
+            "adapter that computes with all of it: leave it out, or use tp_size=1"
+        )
     if plan.quantized is not None:
         check_over_quantized(config, plan.quantized, plan.layout.data_world)
     _check_copies(config, plan)

@@ -41,7 +41,6 @@ OF_WHOLE_PROJECTIONS = (
     "C3A",
     "DEFT",
     "FOURIERFT",
-    "GLORA",
     "GRALORA",
     "HRA",
     "LOKR",
@@ -79,6 +78,7 @@ _WHY_REFUSED = {
         "VERA",
         "LILY",
     ),
+    "its files hold more than what it trains": ("DELORA", "GLORA", "SHIRA"),
     "it runs a second model beside the layers": ("SHADOW",),
     "it puts tokens, or keys and values, in front of a text, which no plan has": (
         "ADAPTION_PROMPT",

@@ -14,6 +14,7 @@ from peft import (
     BOFTConfig,
     C3AConfig,
     DeftConfig,
+    FourierFTConfig,
     GraloraConfig,
     HiraConfig,
     HRAConfig,
@@ -202,6 +203,47 @@ def test_first_values_and_merges_are_pefts(
         torch.testing.assert_close(weights, expected, rtol=0, atol=2e-6)
 
 
+def _steps_of(start: str, sizes: dict[str, Any] | None) -> list[tuple[float, float]]:
+    """Return loss and norm of three steps of FourierFT, by stock PEFT without ``sizes``; in float32, since PEFT's own
+    code knows no other type.
+    """
+    config = FourierFTConfig(n_frequency=50, scaling=20.0, init_weights=False, **TARGETS)
+    batch = dict.fromkeys(("input_ids", "labels"), torch.arange(36).view(2, 18) % 61)
+    if sizes is None:
+        torch.manual_seed(3)
+        model: Any = get_peft_model(AutoModelForCausalLM.from_pretrained(start), config)
+    else:
+        parallel = ParallelConfig(**sizes)
+        model = hfscale.from_pretrained(start, parallel=parallel, peft_config=config, seed=3)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=0.1)
+    found = []
+    for _ in range(3):
+        if sizes is None:
+            loss = model(**batch).loss
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(trained, 1e9)
+        else:
+            loss = hfscale.train_step(model, batch)
+            norm = hfscale.clip_grad_norm_(model, 1e9)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append((loss.item(), float(norm)))
+    return found
+
+
+@pytest.mark.parametrize("layout", ["tp2", "sp2"])
+def test_fourierft(pools: Pools, tmp_path: Path, layout: str) -> None:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(_blocks()).save_pretrained(tmp_path)
+    expected = _steps_of(str(tmp_path), None)
+    assert expected[0][1] > 0.01
+    for found in pools(2).run(_steps_of, str(tmp_path), LAYOUTS[layout]):
+        torch.testing.assert_close(
+            torch.tensor(found), torch.tensor(expected), rtol=1e-5, atol=1e-6
+        )
+
+
 REFUSED = {
     "groups across ranks": (
         RoadConfig(group_size=32, target_modules=["q_proj"], **CAUSAL),
@@ -211,6 +253,7 @@ REFUSED = {
     "lookups": (HiraConfig(target_modules=["embed_tokens"], **CAUSAL), "hira_embedding_A"),
     "dropout of blocks": (OFTConfig(module_dropout=0.1, **TARGETS), "module_dropout"),
     "dropout of inputs": (MissConfig(miss_dropout=0.1, **TARGETS), "miss_dropout"),
+    "biases beside": (OFTConfig(bias="all", **TARGETS), "bias='all'.* use tp_size=1"),
     "a head as a whole": (
         HRAConfig(target_modules=["q_proj", "lm_head"], **CAUSAL),
         "projections of the layers .* got lm_head",
