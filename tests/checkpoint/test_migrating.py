@@ -37,7 +37,7 @@ def write_trainers(start: Path, out: Path, pools: Pools) -> None:
 
 
 def write_accelerates(start: Path, out: Path, pools: Pools) -> None:
-    accelerator = Accelerator(cpu=True)
+    accelerator = Accelerator()
     model = AutoModelForCausalLM.from_pretrained(start)
     accelerator.prepare(model)
     accelerator.save_state(str(out))
