@@ -1,5 +1,7 @@
 """Find out what a file of ``torch.save`` holds, and where, without reading its tensors."""
 
+import struct
+import zipfile
 from collections.abc import Mapping
 from io import IOBase
 from pathlib import Path
@@ -8,6 +10,8 @@ from typing import IO, Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+
+_NAME_LENGTH = 26  # where an entry's own header says how long its name and its extra field are
 
 
 class PlaceInFile(NamedTuple):
@@ -28,10 +32,13 @@ def places_in_file(path: Path) -> dict[str, PlaceInFile]:
         Exception: of torch, for a file that is damaged, or holds other types.
     """
     found = _load_without_memory(path)
+    entries = _entries_of(path)
     if not isinstance(found, Mapping):
         raise ValueError(f"it holds a {type(found).__name__}, and no mapping of names to tensors")
     return {
-        str(name): _place_of(tensor) for name, tensor in found.items() if isinstance(tensor, Tensor)
+        str(name): _place_of(tensor, entries)
+        for name, tensor in found.items()
+        if isinstance(tensor, Tensor)
     }
 
 
@@ -43,7 +50,7 @@ def structure_of_file(path: Path, library: str) -> Any:
     own = [name for name in names if name.startswith(f"{library}.")]
     stand_ins: list[Any] = [(type("_StandIn", (_StandIn,), {}), name) for name in own]
     with torch.serialization.safe_globals(stand_ins):
-        return _with_places(_load_without_memory(path))
+        return _with_places(_load_without_memory(path), _entries_of(path))
 
 
 def place_of_tensor(archive: IO[bytes] | IOBase, begin: int) -> PlaceInFile:
@@ -53,7 +60,7 @@ def place_of_tensor(archive: IO[bytes] | IOBase, begin: int) -> PlaceInFile:
     found = _load_without_memory(archive)
     if not isinstance(found, Tensor):
         raise ValueError(f"it holds a {type(found).__name__}, and no tensor")
-    place = _place_of(found)
+    place = _place_of(found, _entries_of(archive))
     return PlaceInFile(place.dtype, place.shape, place.stride, begin + place.begin)
 
 
@@ -67,13 +74,13 @@ class _StandIn:
         pass
 
 
-def _with_places(value: Any) -> Any:
+def _with_places(value: Any, entries: Mapping[int, int]) -> Any:
     if isinstance(value, Tensor):
-        return _place_of(value)
+        return _place_of(value, entries)
     if isinstance(value, Mapping):
-        return {key: _with_places(each) for key, each in value.items()}
+        return {key: _with_places(each, entries) for key, each in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(map(_with_places, value))
+        return type(value)(_with_places(each, entries) for each in value)
     return value
 
 
@@ -82,10 +89,28 @@ def _load_without_memory(source: Any) -> Any:
         return torch.load(source, map_location="cpu", weights_only=True)
 
 
-def _place_of(tensor: Tensor) -> PlaceInFile:
+def _entries_of(archive: Any) -> dict[int, int]:
+    """Return the length of each entry of an archive that is not compressed, by the byte at which its content begins."""
+    found = {}
+    with zipfile.ZipFile(archive) as opened:
+        file: Any = opened.fp
+        for entry in opened.infolist():
+            file.seek(entry.header_offset + _NAME_LENGTH)
+            name, extra = struct.unpack("<HH", file.read(4))
+            start = entry.header_offset + _NAME_LENGTH + 4 + name + extra
+            if entry.compress_type == zipfile.ZIP_STORED:
+                found[start] = entry.file_size
+    return found
+
+
+def _place_of(tensor: Tensor, entries: Mapping[int, int]) -> PlaceInFile:
     storage: Any = tensor.untyped_storage()
     start = getattr(storage, "_checkpoint_offset", None)
     if start is None:
         raise ValueError("it is in the format of torch before 1.6")
+    if storage.nbytes() > entries.get(int(start), -1):  # the file's word for it alone
+        raise ValueError(
+            f"it has no plain entry of {storage.nbytes()} bytes for a tensor of shape {list(tensor.shape)}"
+        )
     begin = int(start) + int(tensor.storage_offset()) * tensor.dtype.itemsize
     return PlaceInFile(tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), begin)

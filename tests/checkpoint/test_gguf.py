@@ -45,6 +45,7 @@ OTHERS: dict[str, Any] = {
 CONFIGS: dict[str, PreTrainedConfig] = {
     "llama": tiny("llama", tie_word_embeddings=False, **SIZES),
     "tied": tiny("llama", tie_word_embeddings=True, **SIZES),
+    "blocks of 256": tiny("llama", **{**SIZES, "hidden_size": 256, "intermediate_size": 512}),
     "mistral": tiny("mistral", head_dim=16, **SIZES),
     "qwen2": tiny("qwen2", **SIZES),
     "qwen3": tiny("qwen3", tie_word_embeddings=True, **SIZES),
@@ -55,7 +56,19 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "starcoder2": Starcoder2Config(**OTHERS),
     "stablelm": StableLmConfig(**OTHERS),
 }
-WHOLE = ("llama", "tied", "qwen2")  # of which the file says all that the config does
+KINDS = {
+    "llama": Kind.Q4_0,
+    "tied": Kind.BF16,
+    "qwen2": Kind.F16,
+    "blocks of 256": Kind.Q4_K,
+    "qwen3_moe": Kind.Q4_0,
+}
+WHOLE = (
+    "llama",
+    "tied",
+    "qwen2",
+    "blocks of 256",
+)  # of which the file says all that the config does
 LAYOUTS: dict[str, dict[str, int]] = {
     "one": {},
     "tp2": {"tp_size": 2},
@@ -75,8 +88,7 @@ def apart(function: Callable[..., Any], *given: Any, **options: Any) -> list[Any
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_weights_are_those_of_stock(name: str, pools: Pools, tmp_path: Path) -> None:
-    kind = Kind.Q4_0 if name in ("llama", "qwen3_moe") else Kind.Q8_0
-    write_gguf(tmp_path / "m.gguf", CONFIGS[name], kind)
+    write_gguf(tmp_path / "m.gguf", CONFIGS[name], KINDS.get(name, Kind.Q8_0))
     base = {} if name in WHOLE else {"config": CONFIGS[name]}
     stock_base = base if name != "mistral" else {"config": CONFIGS["llama"]}
     model = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="m.gguf", **stock_base)

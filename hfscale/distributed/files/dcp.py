@@ -134,6 +134,8 @@ class DistributedCheckpoint:
         """Return a lazy tensor."""
         found = self._contents.tensors[path]
         name = ".".join(map(str, path))
+        for each in found.chunks:
+            self._check(name, each, found.dtype)
         pieces = (
             Piece(each.offsets, _ChunkOnDisk(self._file(each.place), name, each, found.dtype))
             for each in found.chunks
@@ -148,6 +150,22 @@ class DistributedCheckpoint:
                 archive: Any = self._file(place).archive(place)
                 found[path] = torch.load(archive, weights_only=True)
         return found
+
+    def _check(self, name: str, chunk: Chunk, dtype: torch.dtype) -> None:
+        """Refuse a piece of more bytes than there are at its place, before memory is taken for it."""
+        place = chunk.place
+        size = prod(chunk.sizes) * dtype.itemsize
+        file = self._file(place)
+        if min(chunk.sizes, default=0) < 0 or size > place.length or place.begin < 0:
+            raise CheckpointError(
+                f"{self.directory / METADATA} must list pieces as they are in its files, got {name} of shape "
+                f"{list(chunk.sizes)} in {place.length:,} bytes: copy the checkpoint again"
+            )
+        if place.begin + place.length > file.size:
+            raise CheckpointError(
+                f"{file.path} must have {place.begin + place.length:,} bytes, got {file.size:,}: copy the checkpoint "
+                "again"
+            )
 
     def _file(self, place: Place) -> _File:
         if place.file not in self._files:

@@ -72,6 +72,11 @@ class BytesOnDisk:
                 f"{self.path} does not exist: download or save the checkpoint again"
             ) from error
 
+    @property
+    def size(self) -> int:
+        """Return the bytes of the file."""
+        return os.fstat(self._file.fileno()).st_size
+
     def read(self, offset: int, buffer: Tensor) -> None:
         """Fill ``buffer`` (contiguous) with the bytes at ``offset``."""
         array: Any = buffer.view(-1).view(torch.uint8).numpy()

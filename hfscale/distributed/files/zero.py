@@ -14,6 +14,8 @@ Weights are the masters in 32 bits. Files hold objects of DeepSpeed's classes; s
 of DeepSpeed is imported or run.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import ceil, prod
 from pathlib import Path
@@ -99,19 +101,31 @@ class ZeroCheckpoint:
             )
         self._model = _read(states[0])
         self._files = [RawFile(path) for path in paths]
-        self._ranks = [_read(path)["optimizer_state_dict"] for path in paths]
-        counts = self._ranks[0]["partition_count"]
-        count = max(counts) if isinstance(counts, list) else counts
+        with self._as_written():
+            self._ranks = [_read(path)["optimizer_state_dict"] for path in paths]
+            counts = self._ranks[0]["partition_count"]
+            count = max(counts) if isinstance(counts, list) else counts
+            self.stage = 3 if _GROUPS[3] in self._ranks[0] else 2
+            self.shapes = [
+                {str(name): tuple(map(int, shape)) for name, shape in group.items()}
+                for group in self._model["param_shapes"]
+            ]
         if count != len(paths):
             raise CheckpointError(
                 f"{self.directory} must have the files of {count} ranks ({OPTIMIZER_STATES}), got {len(paths)}: copy "
                 "those of all of them"
             )
-        self.stage = 3 if _GROUPS[3] in self._ranks[0] else 2
-        self.shapes = [
-            {str(name): tuple(map(int, shape)) for name, shape in group.items()}
-            for group in self._model["param_shapes"]
-        ]
+
+    @contextmanager
+    def _as_written(self) -> Iterator[None]:
+        """Raise :class:`CheckpointError` where files have not what DeepSpeed writes."""
+        try:
+            yield
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(
+                f"{self.directory} must hold what DeepSpeed writes ({first_line(error)}, {type(error).__name__}): copy "
+                "it again, or merge it once with DeepSpeed's zero_to_fp32.py"
+            ) from error
 
     @property
     def step(self) -> int:
@@ -131,10 +145,11 @@ class ZeroCheckpoint:
                 f"{self.directory} must hold all weights in partitions, and {len(frozen)} are frozen "
                 f"({next(iter(frozen))}, for one): merge it once with DeepSpeed's zero_to_fp32.py"
             )
-        partitions = [rank[_GROUPS[self.stage]] for rank in self._ranks]
-        found: dict[str, TensorOnDisk] = dict(self._tensors(partitions))
-        for name, source in (self._model.get("shared_params") or {}).items():
-            found[name] = found[source]
+        with self._as_written():
+            partitions = [rank[_GROUPS[self.stage]] for rank in self._ranks]
+            found: dict[str, TensorOnDisk] = dict(self._tensors(partitions))
+            for name, source in (self._model.get("shared_params") or {}).items():
+                found[name] = found[source]
         return found
 
     def optimizer(self) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, TrainableTokensConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -228,3 +229,31 @@ def test_rows_are_no_adapter_of_an_engine(tmp_path: Path) -> None:
 def test_coverage_counts_rows() -> None:
     adapted = hfscale.from_config(tiny("llama"), peft_config=_lora(trainable_token_indices=TOKENS))
     assert "7.5% of parameters of the embedding have adapters" in hfscale.coverage_report(adapted)
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_file_of_stock_merges_into_a_tied_base(way: str, copies: int, tmp_path: Path) -> None:
+    """PEFT writes rows of a tied weight once; the base may hold the weight under both of its names."""
+    torch.manual_seed(0)
+    start = tmp_path / "start"
+    AutoModelForCausalLM.from_config(
+        tiny("llama", tie_word_embeddings=True, vocab_size=70), dtype=torch.float64
+    ).save_pretrained(start)
+    if copies == 2:
+        tensors = load_file(start / "model.safetensors")
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        save_file(tensors, start / "model.safetensors", {"format": "pt"})
+    base = AutoModelForCausalLM.from_pretrained(start)
+    stock = get_peft_model(base, _lora(init_lora_weights=False, **WAYS[way])).eval()
+    for parameter in stock.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    stock.save_pretrained(tmp_path / "adapter")
+    assert main(["merge", *(str(tmp_path / name) for name in ("start", "adapter", "out"))]) == 0
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert len(load_file(tmp_path / "out" / "model.safetensors")) == len(
+        load_file(start / "model.safetensors")
+    )
+    with torch.no_grad():
+        assert abs(float(merged(**BATCH).loss - stock(**BATCH).loss)) < 1e-12
