@@ -139,9 +139,9 @@ ENCODERS: dict[str, Blueprint] = {
         ("bert", "bert-generation", "camembert", "data2vec-text", "electra", "ernie", "markuplm"),
         _BERT,
     ),
-    **dict.fromkeys(
-        ("megatron-bert", "rembert", "roberta", "roc_bert", "roformer", "xlm-roberta"), _BERT
-    ),
+    **dict.fromkeys(("megatron-bert", "rembert", "roberta", "roc_bert", "xlm-roberta"), _BERT),
+    # its positions, which are parameters, turn every layer's heads
+    "roformer": _bert(_BERT_MLP, replace(_BERT_ATTENTION, enter_inputs=("sinusoidal_pos",))),
     **dict.fromkeys(("xlm-roberta-xl", "xmod"), _bert(_BARE_MLP)),
     "roberta-prelayernorm": _bert(_NORM_INSIDE_MLP),
     # its attention replaces itself where sequences are short, so it stays whole

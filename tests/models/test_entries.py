@@ -46,7 +46,7 @@ def test_entries_were_proved_with_this_transformers() -> None:
 
 @pytest.mark.parametrize("family", ["codegen", "gpt_oss", "roformer"])
 def test_entries_hold(family: str) -> None:
-    """One of heads in groups, one with biases that one rank adds, one whose positions are frozen."""
+    """Heads in groups; biases that one rank adds; positions that enter every attention, and train once loaded."""
     assert prove_holds(_on_meta(family), FAMILIES[family]) == ("", True)
 
 

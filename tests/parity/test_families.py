@@ -61,6 +61,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     # the same; layers that read others' keys and values; MLPs that keep what stands out of its row
     "gemma3n_text": ({}, {}),
     "roberta-prelayernorm": ({"pad_token_id": 1, "is_decoder": True}, {}),  # norms inside of blocks
+    "roformer": ({"is_decoder": True}, {}),  # positions that train, and enter every attention
 }
 # What tensor ranks run; the others are for stages.
 _OTHERS = (
@@ -89,7 +90,7 @@ def case(family: str, layers: int = LAYERS) -> Case:
     return Case(config, hf_kwargs=kwargs)
 
 
-@pytest.mark.daily("gemma3n_text", "bloom", "codegen", "minicpm3")
+@pytest.mark.daily("gemma3n_text", "bloom", "codegen", "minicpm3", "roformer")
 @pytest.mark.parametrize("family", TENSOR)
 def test_tensor_ranks(pools: Pools, family: str) -> None:
     assert_layout_equal(case(family), ParallelConfig(tp_size=2), pools(2))

@@ -190,7 +190,7 @@ class _RankModel:
             if id(leaf) not in shards:
                 cut, _ = rules.get(id(leaf), (None, ()))
                 part = leaf.detach() if cut is None else cut.take(leaf.detach(), rank)
-                shards[id(leaf)] = self.own[name] = nn.Parameter(part.clone(), leaf.requires_grad)
+                shards[id(leaf)] = self.own[name] = nn.Parameter(part.clone())
             owner, _, attribute = name.rpartition(".")
             module = self.model.get_submodule(owner)
             shard = shards[id(leaf)]

@@ -86,6 +86,8 @@ def make_subject(model: Any, **changes: Any) -> Subject:
             )
         with aside(), torch.device("cpu"):
             clone = on_cpu(type(model), config, torch.float32).double().eval()
+            # `from_pretrained` makes parameters train that stock code freezes as it makes them.
+            clone.requires_grad_(True)
             perturb(clone, 0.05)
             inputs = _batch(clone)
             run(clone, inputs)
