@@ -5,7 +5,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_config
 from torch import Tensor
 from transformers import BitsAndBytesConfig
 
@@ -60,6 +60,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "mixture": {"config": lambda: qwen3_moe(num_hidden_layers=4), "build": EAGER},
     "four-bit": {},
     "lora": {"config": lambda: tiny("llama", num_hidden_layers=4), "peft": _LORA},
+    # Every tensor rank computes whole projections.
+    "oft": {
+        "config": lambda: tiny("llama", intermediate_size=48),
+        "peft": {"peft_type": "OFT", "oft_block_size": 4, "r": 0, "target_modules": "all-linear"},
+    },
 }
 ROWS = 4
 
@@ -85,7 +90,8 @@ def build(kind: str, layout: str, seed: int, dtype: torch.dtype, path: str | Non
     )
     if "peft" not in chosen:
         return model
-    return hfscale.get_peft_model(model, LoraConfig(**chosen["peft"]), seed=0).base_model.model
+    adapter = get_peft_config({"peft_type": "LORA", **chosen["peft"]})
+    return hfscale.get_peft_model(model, adapter, seed=0).base_model.model
 
 
 def make_optimizer(model: Any, name: str) -> torch.optim.Optimizer:

@@ -37,6 +37,7 @@ CHAINS = [
     ("mixture", "stock", WIDE, ["ep2", "one", "ep2-tp2", "pp2", "ep2-cut", "ep4", "tp2"]),
     ("mixture", "few", WIDE, ["ep2", "pp2", "ep2-tp2", "one"]),
     ("lora", "stock", WIDE, ["tp2", "pp2", "shard2", "tp4", "one"]),
+    ("oft", "adamw_torch", WIDE, ["tp2", "shard2"]),
     ("four-bit", "sums", NARROW, ["tp2", "one", "pp2", "shard2"]),  # adapters over a base in 4 bits
 ]
 RARE = [

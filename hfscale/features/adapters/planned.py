@@ -128,7 +128,7 @@ def _check(config: Any, plan: Plan) -> None:
         _check_tying(config, plan, tied)
     method = getattr(config.peft_type, "value", config.peft_type)
     drawn = ["rank_dropout", "module_dropout", "hira_dropout"]
-    if method in OF_WHOLE_PROJECTIONS:
+    if method in OF_WHOLE_PROJECTIONS and plan.layout.tp > 1:
         drawn.append(f"{method.lower()}_dropout")
     for field in drawn:
         if getattr(config, field, 0.0) and plan.layout.total_size > 1:

@@ -269,6 +269,11 @@ def test_refused(kind: str) -> None:
         hfscale.plan(tiny("llama"), ParallelConfig(tp_size=2), peft_config=config)
 
 
+def test_dropout_is_data_ranks_own() -> None:
+    config = MissConfig(r=4, miss_dropout=0.1, **TARGETS)
+    assert hfscale.plan(tiny("llama"), ParallelConfig(dp_shard_size=2), peft_config=config).adapters
+
+
 def test_a_bias_is_merged_into_none() -> None:
     model = hfscale.from_config(tiny("llama"), peft_config=BeftConfig(**TARGETS))
     with pytest.raises(ConfigError, match="must be merged into a bias"):
