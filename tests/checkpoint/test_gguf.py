@@ -108,7 +108,7 @@ def test_architectures_without_rules_are_read_whole(
     write_gguf(tmp_path / "m.gguf", config)
     stock = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="m.gguf", config=config)
     found = loaded(str(tmp_path), {}, config=config)
-    assert "every rank reads all of this file" in caplog.text
+    assert "every rank reads" not in caplog.text
     both = pools(2).run(loaded, str(tmp_path), {"tp_size": 2}, config=config)[0]
     for name, value in found.items():
         assert torch.equal(value, stock.state_dict()[name]), name
