@@ -24,8 +24,10 @@ _MADE = (Kind.F32, Kind.F16, Kind.BF16, Kind.Q4_0, Kind.Q8_0)  # that the packag
 _SCALES = {Kind.Q4_K: (0, 2), Kind.Q5_K: (0, 2), Kind.Q6_K: (208,)}  # bytes at which halves lie
 
 
-def write_gguf(path: Path, config: Any, kind: Kind = Kind.Q8_0) -> None:
-    """Write a model of random weights, matrices in ``kind`` where its blocks fit."""
+def write_gguf(path: Path, config: Any, kind: Kind = Kind.Q8_0, scaling: str | None = None) -> None:
+    """Write a model of random weights, matrices in ``kind`` where its blocks fit; ``scaling``: of rotary embeddings, by
+    its fields or by ``factors``.
+    """
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for parameter in model.parameters():
@@ -49,6 +51,10 @@ def write_gguf(path: Path, config: Any, kind: Kind = Kind.Q8_0) -> None:
     writer.add_token_merges(["t 1", "t 2"])
     for name, values in _tensors(model, config, architecture):
         _add(writer, name, values, kind)
+    if scaling == "factors":
+        writer.add_tensor("rope_freqs.weight", np.full(config.head_dim // 2, 8.0, np.float32))
+    elif scaling is not None:
+        writer.add_rope_scaling_type(gguf.RopeScalingType(scaling))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -20,17 +20,20 @@ from ..errors import first_line
 _log = logging.getLogger(__name__)
 
 
-def readable(path: Path, model: Any) -> Source:
-    """Return the source of the weights in a file for a stock ``model`` on the meta device."""
+def readable(path: Path, model: Any, tells: bool = False) -> Source:
+    """Return the source of the weights in a file for a stock ``model`` on the meta device; ``tells``: of what all ranks
+    read.
+    """
     architecture = GgufFile(path).architecture
     if architecture in BY_SLICES:
         return gguf_source(path)
-    _log.warning(
-        "%s: every rank reads all of this file, since its architecture (%s) is read by slices for %s alone",
-        path,
-        architecture,
-        ", ".join(BY_SLICES),
-    )
+    if tells:
+        _log.warning(
+            "%s: every rank reads all of this file, since its architecture (%s) is read by slices for %s alone",
+            path,
+            architecture,
+            ", ".join(BY_SLICES),
+        )
     kind = stock_class(model)
     tensors = weights_of_gguf(kind, path, model.config, model.dtype)
     return Source("a GGUF file", path.parent, lambda _: _in_memory(tensors))

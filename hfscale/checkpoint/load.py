@@ -351,7 +351,8 @@ def load_pretrained(
         source = find_source(directory)
     else:
         kwargs["dtype"] = like.dtype
-        source = readable(directory / file, like)
+        first = not any(mesh.ranks.values())
+        source = readable(directory / file, like, tells=first and mesh.layout.total_size > 1)
     loader = _Loader(plan, mesh, directory, resized, form, source)
     loading = loading_through(
         loader.prepare, loader.name_here, loader.initialize, sourced=loader.source is not None

@@ -35,6 +35,7 @@ _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _TEXT = 8
 _ARRAY = 9
 _ARCHITECTURE = "general.architecture"
+_SCALING = ".rope.scaling.type"
 _ALIGNMENT = "general.alignment"
 _PARTS = "split.count"
 _FORMATS = {_ALIGNMENT: "<I", _PARTS: "<H"}
@@ -93,6 +94,8 @@ class GgufFile(BytesOnDisk):
         self.architecture = fields[_ARCHITECTURE]
         if (parts := fields.get(_PARTS, 1)) > 1:
             raise ValueError(f"it is one of {parts} parts: join them by llama-gguf-split --merge")
+        # ``none`` of some, which is as if it were not there
+        self.scaling = next((v for k, v in fields.items() if k.endswith(_SCALING)), "none")
         alignment = fields.get(_ALIGNMENT, 32)
         if not 0 < alignment <= 1 << 20:
             raise ValueError(f"places are multiples of {alignment}")
@@ -192,7 +195,7 @@ def _fields(cursor: _Cursor, count: int) -> dict[str, Any]:
     for _ in range(count):
         name = cursor.text()
         kind = cursor.number("<I")
-        if name == _ARCHITECTURE and kind == _TEXT:
+        if (name == _ARCHITECTURE or name.endswith(_SCALING)) and kind == _TEXT:
             found[name] = cursor.text()
         elif name in _FORMATS and _SIZES.get(kind) == struct.calcsize(_FORMATS[name]):
             found[name] = cursor.number(_FORMATS[name])

@@ -6,7 +6,7 @@ projections of experts apart, norms with one added. A rule for each says which b
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from .titan_names import HalvesApart
 _log = logging.getLogger(__name__)
 _WEIGHT = ".weight"
 _EXPERTS = "_exps.weight"
+_FACTORS = "rope_freqs.weight"  # of Llama 3.1's rotary embeddings
 
 _Rule = Callable[[str, TensorOnDisk, Any], TensorOnDisk]
 """Make the tensor of transformers' of one in the file, by its name there, and the model's config."""
@@ -97,15 +98,26 @@ def as_transformers(file: GgufFile, model: Any) -> dict[str, TensorOnDisk]:
         made = rule(key, tensor, config)
         plain = made if made.dtype == torch.float32 else _InFloat32(made)
         found.setdefault(name, []).append(plain)
-    if others:
+    _warn_of_rotary(file, config, _FACTORS in others)
+    if left := [key for key in others if key != _FACTORS]:
         _log.warning(
-            "%s: transformers reads %d tensors of this file not (%s, for one): where they scale rotary embeddings, "
-            "give the model's own config=",
-            file.path,
-            len(others),
-            others[0],
+            "%s: transformers reads %d tensors of this file not (%s)", file.path, len(left), left[0]
         )
     return {name: _joined(name, parts) for name, parts in found.items()}
+
+
+def _warn_of_rotary(file: GgufFile, config: Any, factors: bool) -> None:
+    """Warn where the file scales rotary embeddings, by ``factors`` or by its fields, and the config does not."""
+    told = getattr(config, "rope_parameters", None) or {}
+    inner = [each for each in told.values() if isinstance(each, Mapping)]  # of kinds of layers
+    kinds = {each.get("rope_type", "default") for each in (inner or [told])}
+    if (file.scaling != "none" or factors) and kinds == {"default"}:
+        _log.warning(
+            "%s scales rotary embeddings (%s), which transformers leaves out of the config that it makes of it: give "
+            "the model's own, config=",
+            file.path,
+            _FACTORS if factors else file.scaling,
+        )
 
 
 def _joined(name: str, parts: list[TensorOnDisk]) -> TensorOnDisk:
