@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..._compat.peft import COPIES, LORA_EMBEDDING_A, TOKEN_ROWS
+from ..._compat.torch import own_buffers
 from ...distributed.mesh import Mesh
 from ...distributed.ops.packed_weights import packings_of, shown_unpacked
 from ...errors import ConfigError, PlanError
@@ -116,6 +117,7 @@ def attach_adapters(
             wrap_local(model, held)
         local.base_model.peft_config[name] = whole.peft_config[name]
         _give_local_shapes(model, planned, mesh, shares, autocast)
+        _place_buffers(model, mesh.device)
         read = partial(dequantized_share, model, planned)
         drawn = _NewAdapters(config, name, planned, mesh, shares, read)
         made = drawn.values(whole.get_base_model(), seed)
@@ -181,6 +183,16 @@ def _give_local_shapes(
             made[owner] = nn.Parameter(empty, requires_grad=old.requires_grad)
         holder, attribute = owner_of(model, adapter.name)
         setattr(holder, attribute, made[owner])
+
+
+def _place_buffers(model: nn.Module, device: torch.device) -> None:
+    """Move what wrappers hold besides parameters, which PEFT makes on the CPU (indices of OFT, say), to ``device``."""
+    wrappers = (module for module in model.modules() if unwrapped(module) is not module)
+    for inner in (each for wrapper in wrappers for each in wrapper.modules()):
+        held = own_buffers(inner)
+        for name, buffer in held.items():
+            if buffer is not None and not buffer.is_meta:
+                held[name] = buffer.to(device)
 
 
 @dataclass(frozen=True)
