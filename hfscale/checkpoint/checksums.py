@@ -80,8 +80,7 @@ def verify_experts(model: nn.Module, directory: str | Path) -> dict[str, Sums]:
     problems = [text for _, text in answers if text] or _differences(held, stored)
     if problems:
         raise CheckpointError(
-            f"{directory} differs from this model's weights: {'; '.join(dict.fromkeys(problems))}: give "
-            "the directory that the model was loaded from, or load it again"
+            f"{directory} differs from this model's weights: {'; '.join(dict.fromkeys(problems))}"
         )
     return stored
 

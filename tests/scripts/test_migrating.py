@@ -33,7 +33,7 @@ def arguments() -> set[str]:
     }
     calls = (hfscale.from_pretrained, hfscale.load_optimizer)
     named |= {name for call in calls for name in inspect.signature(call).parameters}
-    return named | {"dtype", "config"}  # of transformers' from_pretrained
+    return named | {"dtype", "config", "gguf_file"}  # of transformers' from_pretrained
 
 
 def keys() -> set[str]:

@@ -248,9 +248,6 @@ def test_refusals(tmp_path: Path) -> None:
     quantized = stock(path, four_bits())
     with pytest.raises(PlanError, match=r"it is quantized \(bitsandbytes\) already"):
         hfscale.parallelize(quantized)
-    stock(path, BitsAndBytesConfig(load_in_8bit=True)).save_pretrained(tmp_path / "quantized")
-    with pytest.raises(PlanError, match=r"it is quantized \(bitsandbytes\) already"):
-        hfscale.from_pretrained(tmp_path / "quantized")
     with pytest.raises(ConfigError, match="merge it into 16 bits first"):
         hfscale.save_pretrained(load(path, {}, four_bits()), tmp_path / "out")
     assert not (tmp_path / "out").exists()
