@@ -159,6 +159,7 @@ lint: setup
 
 # The parts of README.md and docs/ that are made from the sources; what takes hours is made by test-all.
 docs: setup
+	$(BIN)/python scripts/decisions.py
 	$(BIN)/python scripts/support_table.py
 	$(BIN)/python scripts/api_table.py
 	$(BIN)/python scripts/papers.py

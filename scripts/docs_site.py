@@ -12,9 +12,9 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 # Long generated pages have every word: in search others come first.
 _TABLES = {
-    f"{name}.md"
-    for name in ("families", "classes", "adapters", "dtypes", "inference", "fuzz", "decisions")
+    f"{name}.md" for name in ("families", "classes", "adapters", "dtypes", "inference", "fuzz")
 }
+_DECISIONS = "decisions/"
 _ROLE = re.compile(r":(?:mod|func|class|data|meth|attr|exc):<code>~?\.*([^<]*)</code>")
 _LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)\s]+)\)")
 
@@ -31,7 +31,8 @@ def on_files(files: Any, config: Any) -> Any:
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Links to what is not part of the site stay as the words they are on, and so do keys of keys in messages."""
-    if page is not None and page.file.src_uri in _TABLES:
+    source = "" if page is None else page.file.src_uri
+    if source in _TABLES or source.startswith(_DECISIONS):
         page.meta.setdefault("search", {"boost": 0.1})
     plain = markdown.replace("'][", "']\\[")
     return _LINK.sub(lambda link: link[1] if leads_out(link[2]) else link[0], plain)

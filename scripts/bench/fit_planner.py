@@ -3,7 +3,7 @@
     python scripts/bench/fit_planner.py --rows nanotron_h100_1b_3b.csv [--models 1B,3B] [--out FILE]
 
 Deterministic: a descent over one constant at a time from a fixed start, in two minutes. Not fitted are the shares of
-products, attention and memory, which the runs leave open (docs/decisions.md), and the bytes of the optimizer.
+products, attention and memory, which the runs leave open (docs/decisions), and the bytes of the optimizer.
 ``--models 1B`` fits on one model, to be tried on the other.
 """
 

@@ -16,7 +16,7 @@ from hfscale.cli import _parser
 from hfscale.train.runtime import Part
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("model_cards/*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("model_cards/*.md")])
 SOURCES = sorted(
     path for folder in ("hfscale", "scripts") for path in ROOT.glob(f"{folder}/**/*.py")
 )
@@ -169,19 +169,21 @@ def test_imports_point_down() -> None:
     assert [pair for pair in imports if layer[pair[0]] <= layer[pair[1]]] == []
 
 
-def test_decisions_are_numbered() -> None:
-    text = (ROOT / "docs" / "decisions.md").read_text()
-    numbers = [
-        int(number)
-        for number in re.findall(r'(?m)^- <a id="d(\d+)"></a>\*\*D\1\*\*, \d{4}-\d\d-\d\d\. ', text)
-    ]
-    topics = text.partition("\n## ")[2]
-    assert len(numbers) == len(re.findall(r"(?m)^- ", topics)), (
-        "a decision begins like the others: number, date, words"
-    )
-    assert len(numbers) == len(set(numbers))
-    listed = re.findall(r"(?m)^- \[(.*)\]\(#.*\): ", text.partition("\n## ")[0])
-    assert listed == re.findall(r"(?m)^## (.*)$", text)
+def test_decisions_are_numbered_and_listed() -> None:
+    folder = ROOT / "docs" / "decisions"
+    index = (folder / "README.md").read_text()
+    every: list[int] = []
+    for page in sorted(folder.glob("*.md")):
+        text = page.read_text()
+        found = re.findall(r'(?m)^- <a id="d(\d+)"></a>\*\*D\1\*\*, \d{4}-\d\d-\d\d\. ', text)
+        assert len(found) == len(re.findall(r"(?m)^- ", text)), (
+            f"{page.name}: a decision begins like the others: number, date, words"
+        )
+        assert page.name == "README.md" or f"]({page.name}) | {len(found)} |" in index, (
+            f"{page.name}: python scripts/decisions.py writes the index"
+        )
+        every += map(int, found)
+    assert len(every) == len(set(every)) > 400
 
 
 def test_notes_in_tables_end_with_a_whole_word() -> None:

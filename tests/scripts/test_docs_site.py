@@ -28,7 +28,12 @@ def _pages(entries: list[Any]) -> list[str]:
 
 def test_every_page_is_in_the_navigation_once() -> None:
     listed = _pages(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
-    assert sorted(listed) == sorted(["index.md", *(page.name for page in ROOT.glob("docs/*.md"))])
+    assert sorted(listed) == sorted(
+        [
+            "index.md",
+            *(page.relative_to(ROOT / "docs").as_posix() for page in ROOT.glob("docs/**/*.md")),
+        ]
+    )
 
 
 def test_no_page_asks_a_third_party_for_scripts() -> None:
