@@ -137,19 +137,17 @@ test-peers: setup
 test-gpu:
 	PYTHONPATH=. $(PYTHON) -m pytest -m gpu -W default -p no:cacheprovider tests/gpu
 
-# The oldest transformers that hfscale supports, found before the installed one.
-test-oldest: setup
-	$(BIN)/python -m pip install --quiet --upgrade --target build/oldest --no-deps transformers==5.17.0 huggingface_hub==1.33.0 httpx httpcore certifi
-	PYTHONPATH=build/oldest $(TEST)
-
-# The newest releases, in an environment of its own.
-NEWEST := build/newest/bin/python -m pip install --quiet --constraint constraints-newest.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
-NEWEST_TORCH := $(shell sed -n 's/^torch==//p' constraints-newest.txt)
-test-newest:
-	test -x build/newest/bin/python || $(PYTHON) -m venv build/newest
-	$(NEWEST) torch==$(NEWEST_TORCH)+cpu 2>/dev/null || $(NEWEST) torch==$(NEWEST_TORCH)
-	$(NEWEST) --editable ".[bitsandbytes,plots,recipes,trl,dev,docs]"
-	$(subst $(BIN),build/newest/bin,$(TEST))
+# What make test moved on from, with the oldest transformers that hfscale supports; and the newest releases. Each has an
+# environment of its own.
+test-oldest: LANE = oldest
+test-newest: LANE = newest
+LANE_PIP = build/$(LANE)/bin/python -m pip install --quiet --constraint constraints-$(LANE).txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+LANE_TORCH = torch==$(shell sed -n 's/^torch==//p' constraints-$(LANE).txt)
+test-oldest test-newest:
+	test -x build/$(LANE)/bin/python || $(PYTHON) -m venv build/$(LANE)
+	$(LANE_PIP) $(LANE_TORCH)+cpu 2>/dev/null || $(LANE_PIP) $(LANE_TORCH)
+	$(LANE_PIP) --editable ".[bitsandbytes,plots,recipes,trl,dev,docs]"
+	$(subst $(BIN),build/$(LANE)/bin,$(TEST))
 
 lint: setup
 	$(BIN)/ruff check .

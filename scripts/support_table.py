@@ -3,7 +3,7 @@
 python scripts/support_table.py [--check]
 
 docs/families.md and docs/adapters.md count, docs/families.md also by part; the tests' versions are those of
-constraints.txt and constraints-newest.txt.
+constraints.txt and constraints-oldest.txt.
 """
 
 import argparse
@@ -53,8 +53,8 @@ def counts() -> dict[str, str]:
     others = rest.partition("\n## Other classes\n")[2]
     adapters = (ROOT / "docs" / "adapters.md").read_text()
     pins = _pins("constraints.txt")
-    newest = _pins("constraints-newest.txt")
-    also = {name: f"/{newest[name]}" for name in pins if newest[name] != pins[name]}
+    oldest = _pins("constraints-oldest.txt")
+    also = {name: f"{oldest[name]}/" for name in pins if oldest[name] != pins[name]}
     found = {
         "tensor": _first(r"^(\d+) equal, .* of \d+;", before),
         "families": _first(r"^\d+ equal, .* of (\d+);", before),
@@ -67,7 +67,7 @@ def counts() -> dict[str, str]:
         "lora": _first(r"^(\d+) equal, .* of \d+;", adapters),
         "lora_all": _first(r"^\d+ equal, .* of (\d+);", adapters),
         "schedules": str(len(schedule_names())),
-        "versions": ", ".join(f"{name} {pin}{also.get(name, '')}" for name, pin in pins.items()),
+        "versions": ", ".join(f"{name} {also.get(name, '')}{pin}" for name, pin in pins.items()),
     }
     sequences = families.partition("\n## Sequences cut over context ranks\n")[2].partition("\n## ")[
         0

@@ -2,10 +2,10 @@
 
     python scripts/tested_versions.py [--check] [--try PYTHON ...]
 
-Ranges are those of pyproject.toml, the usual versions those of constraints.txt, the newest those of
-constraints-newest.txt, the oldest those of the Makefile's test-oldest, and the GPU's those of the results in
-scripts/bench/results. ``--try`` builds a wheel and an sdist (``pip install build``), installs each into a new
-environment of that Python, runs ``hfscale doctor`` there, and keeps what it said.
+Ranges are those of pyproject.toml, the usual versions those of constraints.txt, the newest and the oldest those of
+constraints-newest.txt and constraints-oldest.txt, and the GPU's those of the results in scripts/bench/results.
+``--try`` builds a wheel and an sdist (``pip install build``), installs each into a new environment of that Python, runs
+``hfscale doctor`` there, and keeps what it said.
 """
 
 import argparse
@@ -41,8 +41,8 @@ names what is outside of a range.
 """
 HEAD = """# Tested versions
 
-Written by `scripts/tested_versions.py` from `pyproject.toml`, `constraints.txt`, `constraints-newest.txt`, the
-`Makefile` and recorded runs.
+Written by `scripts/tested_versions.py` from `pyproject.toml`, `constraints.txt`, `constraints-newest.txt`,
+`constraints-oldest.txt`, the `Makefile` and recorded runs.
 `hfscale doctor` compares this machine's versions with them:
 
 """
@@ -70,7 +70,7 @@ def page() -> str:
     usual = pinned((ROOT / "constraints.txt").read_text())
     newest = pinned((ROOT / "constraints-newest.txt").read_text())
     rules = (ROOT / "Makefile").read_text()
-    oldest = pinned(re.search(r"(?m)^test-oldest:.*\n((?:\t.*\n)+)", rules)[1])
+    oldest = pinned((ROOT / "constraints-oldest.txt").read_text())
     gpu = [json.loads(path.read_text()) for path in GPU]
     on_gpu = {
         name: version for result in gpu for name, version in result.get("versions", {}).items()
@@ -83,7 +83,7 @@ def page() -> str:
         seen = [
             usual.get(name, "-"),
             newest.get(name, "-"),
-            oldest.get(name, "as before"),
+            oldest.get(name, "-"),
             on_gpu.get(name, "-").partition("+")[0],
         ]
         rows.append(f"| {name} | {ranges.get(name, '')} | " + " | ".join(seen) + " |")
