@@ -13,7 +13,7 @@ Values are those of the package gguf, in float32, as transformers loads them.
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from itertools import pairwise
 from math import ceil, prod
 from pathlib import Path
@@ -31,7 +31,12 @@ _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Types of values, by llama.cpp's numbers.
-_SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+_SIZES = {
+    **dict.fromkeys((0, 1, 7), 1),
+    **dict.fromkeys((2, 3), 2),
+    **dict.fromkeys((4, 5, 6), 4),
+    **dict.fromkeys((10, 11, 12), 8),
+}
 _TEXT = 8
 _ARRAY = 9
 _ARCHITECTURE = "general.architecture"
@@ -58,6 +63,16 @@ class _Entry:
     size: int  # in bytes
 
 
+@dataclass(frozen=True)
+class _Header:
+    """Hold what a file says of its tensors."""
+
+    architecture: str
+    scaling: str  # of rotary embeddings
+    entries: Mapping[str, _Entry]
+    start: int  # of the data
+
+
 class GgufFile(BytesOnDisk):
     """Read tensors of a GGUF file on demand; raise :class:`CheckpointError` if it is not a complete one."""
 
@@ -66,8 +81,9 @@ class GgufFile(BytesOnDisk):
         self._gguf = the_package(path)
         try:
             self._open()
-            with self.path.open("rb") as file:
-                self._read_header(_Cursor(file, self.path.stat().st_size))
+            found = self.path.stat()
+            self._header = _read_header(self.path, found.st_size, found.st_mtime_ns)
+            self._start = self._header.start
         except (OSError, ValueError, LookupError, struct.error) as error:
             raise CheckpointError(
                 f"{self.path} is truncated or not a GGUF file that can be read ({error}): download it, or convert the "
@@ -76,48 +92,22 @@ class GgufFile(BytesOnDisk):
 
     def slices(self) -> dict[str, TensorOnDisk]:
         """Return a lazy tensor for every tensor of the file, by its own names, most of them of float32."""
-        return {name: self._slice(name, entry) for name, entry in self._entries.items()}
+        return {name: self._slice(name, entry) for name, entry in self._header.entries.items()}
+
+    @property
+    def architecture(self) -> str:
+        """Return llama.cpp's name of the architecture."""
+        return self._header.architecture
+
+    @property
+    def scaling(self) -> str:
+        """Return how rotary embeddings are scaled, ``none`` if they are not."""
+        return self._header.scaling
 
     def describe(self) -> str:
         """Return its architecture and the types of its tensors, in words."""
-        kinds = sorted({each.kind.name for each in self._entries.values()})
+        kinds = sorted({each.kind.name for each in self._header.entries.values()})
         return f"{self.architecture} in {', '.join(kinds)}"
-
-    def _read_header(self, cursor: "_Cursor") -> None:
-        if cursor.take(len(_MAGIC)) != _MAGIC:
-            raise ValueError("it does not begin with GGUF")
-        version = cursor.number("<I")
-        if version not in _VERSIONS:
-            raise ValueError(f"version {version} of the format, not {_VERSIONS}")
-        tensors = cursor.count(_MOST_TENSORS, "tensors")
-        fields = _fields(cursor, cursor.count(_MOST_FIELDS, "fields"))
-        self.architecture = fields[_ARCHITECTURE]
-        if (parts := fields.get(_PARTS, 1)) > 1:
-            raise ValueError(f"it is one of {parts} parts: join them by llama-gguf-split --merge")
-        # ``none`` of some, which is as if it were not there
-        self.scaling = next((v for k, v in fields.items() if k.endswith(_SCALING)), "none")
-        alignment = fields.get(_ALIGNMENT, 32)
-        if not 0 < alignment <= 1 << 20:
-            raise ValueError(f"places are multiples of {alignment}")
-        self._entries = self._table(cursor, tensors)
-        self._start = ceil(cursor.at / alignment) * alignment
-        _check_places(self._entries, cursor.size - self._start, alignment)
-
-    def _table(self, cursor: "_Cursor", count: int) -> dict[str, _Entry]:
-        kinds = self._gguf.GGMLQuantizationType
-        found: dict[str, _Entry] = {}
-        for _ in range(count):
-            name = cursor.text()
-            dims = cursor.number("<I")
-            if not 0 < dims <= _MOST_DIMS:
-                raise ValueError(f"{name} has {dims} dims")
-            shape = tuple(cursor.number("<Q") for _ in range(dims))[::-1]
-            kind = kinds(cursor.number("<I"))
-            entries, size = self._gguf.GGML_QUANT_SIZES[kind]
-            if name in found or not 0 < prod(shape) < _LARGEST or shape[-1] % entries:
-                raise ValueError(f"{name} of shape {list(shape)} in {kind.name}")
-            found[name] = _Entry(shape, kind, cursor.number("<Q"), prod(shape) // entries * size)
-        return found
 
     def _slice(self, name: str, entry: _Entry) -> TensorOnDisk:
         plain = _PLAIN.get(entry.kind.name)
@@ -187,6 +177,48 @@ class _Cursor:
         if length > self.size - self.at:
             raise ValueError(f"{length} bytes from byte {self.at} on, in a file of {self.size}")
         self.at += length
+
+
+@lru_cache(maxsize=4)
+def _read_header(path: Path, size: int, changed: int) -> _Header:
+    """Return the header of a file as it was ``changed`` last; a load asks several times, and tokenizers are long."""
+    with path.open("rb") as file:
+        cursor = _Cursor(file, size)
+        if cursor.take(len(_MAGIC)) != _MAGIC:
+            raise ValueError("it does not begin with GGUF")
+        version = cursor.number("<I")
+        if version not in _VERSIONS:
+            raise ValueError(f"version {version} of the format, not {_VERSIONS}")
+        tensors = cursor.count(_MOST_TENSORS, "tensors")
+        fields = _fields(cursor, cursor.count(_MOST_FIELDS, "fields"))
+        architecture = fields[_ARCHITECTURE]
+        if (parts := fields.get(_PARTS, 1)) > 1:
+            raise ValueError(f"it is one of {parts} parts: join them by llama-gguf-split --merge")
+        # ``none`` of some, which is as if it were not there
+        scaling = next((v for k, v in fields.items() if k.endswith(_SCALING)), "none")
+        alignment = fields.get(_ALIGNMENT, 32)
+        if not 0 < alignment <= 1 << 20:
+            raise ValueError(f"places are multiples of {alignment}")
+        entries = _table(cursor, tensors, the_package(path))
+        start = ceil(cursor.at / alignment) * alignment
+    _check_places(entries, size - start, alignment)
+    return _Header(architecture, scaling, entries, start)
+
+
+def _table(cursor: _Cursor, count: int, package: Any) -> dict[str, _Entry]:
+    entries: dict[str, _Entry] = {}
+    for _ in range(count):
+        name = cursor.text()
+        dims = cursor.number("<I")
+        if not 0 < dims <= _MOST_DIMS:
+            raise ValueError(f"{name} has {dims} dims")
+        shape = tuple(cursor.number("<Q") for _ in range(dims))[::-1]
+        kind = package.GGMLQuantizationType(cursor.number("<I"))
+        block, size = package.GGML_QUANT_SIZES[kind]
+        if name in entries or not 0 < prod(shape) < _LARGEST or shape[-1] % block:
+            raise ValueError(f"{name} of shape {list(shape)} in {kind.name}")
+        entries[name] = _Entry(shape, kind, cursor.number("<Q"), prod(shape) // block * size)
+    return entries
 
 
 def _fields(cursor: _Cursor, count: int) -> dict[str, Any]:

@@ -70,8 +70,9 @@ class GgufSource(Source):
 
     def open(self, model: Any = None) -> dict[str, TensorOnDisk]:
         """Return lazy tensors by their names in a full ``model``; without one, by the file's own."""
-        file = GgufFile(self.path)
-        return file.slices() if model is None else gguf_as_transformers(file, model)
+        if model is None:
+            return self.reader(self.directory)
+        return gguf_as_transformers(GgufFile(self.path), model)
 
 
 def gguf_source(path: Path) -> GgufSource:
