@@ -1,6 +1,9 @@
 """Directories as other trainers write them, made by the real libraries over the ranks of a pool."""
 
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -211,3 +214,31 @@ def _accelerator() -> Any:
     return SimpleNamespace(
         process_index=rank, num_processes=dist.get_world_size(), is_main_process=rank == 0
     )
+
+
+def write_zero(start: Path, out: Path, stage: int, gradient: float) -> None:
+    """Write the partitions of a model after one step of AdamW with gradients of one value."""
+    model = AutoModelForCausalLM.from_pretrained(start)
+    groups = groups_of_trainer(str(start))
+    named = dict(model.named_parameters())
+    optimizer = torch.optim.AdamW([{"params": [named[n] for n in group]} for group in groups])
+    for parameter in named.values():
+        parameter.grad = torch.full_like(parameter, gradient)
+    optimizer.step()
+    state = out.with_suffix(".pt")
+    torch.save(optimizer.state_dict(), state)
+    write_partitions(str(start), str(state), str(out), groups, stage)
+
+
+@contextmanager
+def bytes_read() -> Iterator[list[int]]:
+    """Collect the sizes of what is read of files at a place inside the ``with`` block."""
+    sizes: list[int] = []
+    stock = os.preadv
+
+    def preadv(*args: Any) -> int:
+        sizes.append(stock(*args))
+        return sizes[-1]
+
+    with mock.patch("os.preadv", preadv):
+        yield sizes

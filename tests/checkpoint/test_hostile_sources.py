@@ -7,6 +7,7 @@ import shutil
 import warnings
 import zipfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import hfscale
 from hfscale import CheckpointError
 from hfscale.cli import main
 
-from ..arrivals import groups_of_trainer, write_partitions
+from ..arrivals import write_zero
 from ..tiny_models import tiny
 
 
@@ -69,23 +70,11 @@ def _slice(out: Path, rank: int) -> Path:
     return out / f"shard-{rank + 1:05}-model-00001-of-00001.safetensors"
 
 
-def write_zero(start: Path, out: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(start)
-    groups = groups_of_trainer(str(start))
-    named = dict(model.named_parameters())
-    optimizer = torch.optim.AdamW([{"params": [named[n] for n in group]} for group in groups])
-    for parameter in named.values():
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    torch.save(optimizer.state_dict(), out.with_suffix(".pt"))
-    write_partitions(str(start), str(out.with_suffix(".pt")), str(out), groups, 2)
-
-
 WRITERS = {
     "binary": write_binary,
     "dcp": write_dcp,
     "slices": write_slices,
-    "zero": write_zero,
+    "zero": partial(write_zero, stage=2, gradient=1.0),
 }
 
 

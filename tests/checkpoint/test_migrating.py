@@ -14,7 +14,7 @@ import hfscale
 from hfscale.cli import main
 from hfscale.testing import RankPool
 
-from ..arrivals import DistributedConfig, groups_of_trainer, write_partitions, write_shards
+from ..arrivals import DistributedConfig, write_shards, write_zero
 from ..gguf_files import write_gguf
 from ..tiny_models import tiny
 
@@ -44,19 +44,6 @@ def write_accelerates(start: Path, out: Path, pools: Pools) -> None:
     accelerator.free_memory()
 
 
-def write_zero(start: Path, out: Path, pools: Pools) -> None:
-    model = AutoModelForCausalLM.from_pretrained(start)
-    groups = groups_of_trainer(str(start))
-    named = dict(model.named_parameters())
-    optimizer = torch.optim.AdamW([{"params": [named[n] for n in group]} for group in groups])
-    for parameter in named.values():
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    torch.save(optimizer.state_dict(), out.with_suffix(".pt"))
-    file = str(out.with_suffix(".pt"))
-    write_partitions(str(start), file, str(out), groups, stage=3)
-
-
 def write_llama_cpp(start: Path, out: Path, pools: Pools) -> None:
     out.mkdir()
     write_gguf(out / "model.gguf", CONFIG)
@@ -67,7 +54,7 @@ WRITERS: dict[str, Callable[[Path, Path, Pools], None]] = {
     ".metadata": write_dcp,
     "pytorch_model_fsdp_0/": write_trainers,
     "random_states_0.pkl": write_accelerates,
-    "latest": write_zero,
+    "latest": lambda start, out, pools: write_zero(start, out, stage=3, gradient=0.0),
     "model-Q4_K_M.gguf": write_llama_cpp,
 }
 """The first file that a row names -> what writes such a directory."""
