@@ -126,10 +126,7 @@ def main() -> None:
     arguments = parser.parse_args()
 
     import torch
-    import transformers
     from transformers import AutoModelForCausalLM, LlamaConfig
-
-    import hfscale
 
     config = LlamaConfig(
         hidden_size=1024,
@@ -151,21 +148,37 @@ def main() -> None:
         ]
         for kind, name in candidates:
             found = measure(kind, path, LAYOUTS[name])
-            allowed = found["shard"] + largest
-            row = {
-                "loader": kind,
-                "layout": name,
-                "shard MiB": round(found["shard"] / 2**20, 1),
-                "peak MiB": round(found["peak"] / 2**20, 1),
-                "peak / (shard + largest)": round(found["peak"] / allowed, 3),
-                "seconds": round(found["seconds"], 2),
-            }
-            rows.append(row)
-            print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
+            rows.append(shown({"loader": kind, "layout": name}, found, largest))
+    size = {"model MiB": round(total / 2**20, 1)}
+    write_report(arguments.out, rows, largest, goal=1.2, **size)
+
+
+def shown(about: dict[str, str], found: dict[str, float], largest: int) -> dict[str, Any]:
+    """Print and return the row of one load: its bytes, and the peak over its shard and the largest tensor."""
+    row = {
+        **about,
+        "shard MiB": round(found["shard"] / 2**20, 1),
+        "peak MiB": round(found["peak"] / 2**20, 1),
+        "peak / (shard + largest)": round(found["peak"] / (found["shard"] + largest), 3),
+        "seconds": round(found["seconds"], 2),
+    }
+    print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
+    return row
+
+
+def write_report(
+    out: Path | None, rows: list[dict[str, Any]], largest: int, goal: float, **model: float
+) -> None:
+    """Write the rows of loads to ``out``, if there is one, with versions and the goal."""
+    import torch
+    import transformers
+
+    import hfscale
+
     report = {
-        "model MiB": round(total / 2**20, 1),
+        **model,
         "largest tensor MiB": round(largest / 2**20, 1),
-        "goal for peak / (shard + largest)": 1.2,
+        "goal for peak / (shard + largest)": goal,
         "versions": {
             "torch": torch.__version__,
             "transformers": transformers.__version__,
@@ -173,8 +186,8 @@ def main() -> None:
         },
         "results": rows,
     }
-    if arguments.out:
-        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+    if out:
+        out.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

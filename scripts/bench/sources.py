@@ -8,7 +8,6 @@ own shard + the largest tensor), as for safetensors.
 """
 
 import argparse
-import json
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -18,10 +17,8 @@ from typing import Any
 import gguf
 import loading
 import torch
-import transformers
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-import hfscale
 from hfscale.testing import RankPool
 from tests.arrivals import groups_of_trainer, write_partitions, write_shards
 from tests.gguf_files import write_gguf
@@ -120,30 +117,10 @@ def main() -> None:
             base = "" if has_config else start
             for name, layout in LAYOUTS.items():
                 found = loading.measure("hfscale", str(out), layout, base)
-                ratio = found["peak"] / (found["shard"] + largest)
-                row = {
-                    "form": form,
-                    "layout": name,
-                    "shard MiB": round(found["shard"] / 2**20, 1),
-                    "peak MiB": round(found["peak"] / 2**20, 1),
-                    "peak / (shard + largest)": round(ratio, 3),
-                    "seconds": round(found["seconds"], 2),
-                }
-                rows.append(row)
-                print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
+                about = {"form": form, "layout": name}
+                rows.append(loading.shown(about, found, largest))
             shutil.rmtree(out) if not out.is_symlink() else out.unlink()
-    report = {
-        "largest tensor MiB": round(largest / 2**20, 1),
-        "goal for peak / (shard + largest)": GOAL,
-        "versions": {
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "hfscale": hfscale.__version__,
-        },
-        "results": rows,
-    }
-    if arguments.out:
-        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+    loading.write_report(arguments.out, rows, largest, GOAL)
 
 
 if __name__ == "__main__":
