@@ -156,7 +156,7 @@ class ParallelConfig(Spelled, LayoutFields, ParallelismConfig):
 
     @property
     def flushes(self) -> bool:
-        """Whether a step ends with the backward passes of its own microbatches, as in one process."""
+        """Return whether a step ends with the backward passes of its own microbatches, as in one process."""
         return self.pp == 1 or schedule_of(self.pipeline_schedule).flushes
 
     def size(self, axis: str) -> int:

@@ -279,12 +279,16 @@ def rounds(pairs: Sequence[Pair]) -> list[list[Pair]]:
     """Partition pairs of ranks into few lists of disjoint ones: of a chain, the even pairs and then the odd ones."""
     made: list[list[Pair]] = []
     for pair in sorted(pairs):
-        free = (round_ for round_ in made if not any(set(pair) & set(other) for other in round_))
-        round_ = next(free, None)
-        if round_ is None:
+        free = (
+            pairs_at_once
+            for pairs_at_once in made
+            if not any(set(pair) & set(other) for other in pairs_at_once)
+        )
+        pairs_at_once = next(free, None)
+        if pairs_at_once is None:
             made.append([pair])
         else:
-            round_.append(pair)
+            pairs_at_once.append(pair)
     return made
 
 
@@ -303,7 +307,5 @@ def _splits(world: dist.ProcessGroup, device: torch.device) -> bool:
     if device.type == "cpu" or backend == "gloo" or dist.get_backend(world) != backend:
         return False
     # torch has a rank outside of a new group call the second; its fake backend has the first alone since torch 2.14.
-    backend_options = backend_for(world, device)
-    return getattr(backend_options, "supports_splitting", False) and hasattr(
-        backend_options, "perform_nocolor_split"
-    )
+    kind = backend_for(world, device)
+    return getattr(kind, "supports_splitting", False) and hasattr(kind, "perform_nocolor_split")

@@ -21,7 +21,7 @@ GEMMA = "gemma"
 READ = ("fp8", "mxfp8", "mxfp4", "compressed-tensors", INT8, TORCHAO, GEMMA)
 """The host's names of the methods whose weights are read as plain values."""
 ENCODED = READ[:4]
-"""Those in which a save quantizes again."""
+"""List the methods in which a save quantizes again."""
 _TORCHAO_TYPES = {
     "Int8WeightOnlyConfig",
     "Int8DynamicActivationInt8WeightConfig",

@@ -302,12 +302,13 @@ def _copied(plan: Plan, held: Sequence[ParameterPlan], situation: Situation) -> 
         if (all_cast or len(p.shape) > 1) and p.dtype.itemsize == 4 and p.name not in left
     ]
     mixtures = tuple(f"{mixture.name}." for mixture in plan.mixtures)
+    versions = 1 + _kept_versions(plan, situation.pp_rank)[0]
     total = 0
     for planned in copied:
         count = situation.held_by(planned.stage)
         # The host casts stacked weights of a mixture that nobody described in every pass.
         if all_cast or len(planned.shape) == 2 or planned.name.startswith(mixtures):
-            count = min(count, 1 + _kept_versions(plan, situation.pp_rank)[0])
+            count = min(count, versions)
         total += 2 * prod(planned.local_shape(situation.ranks)) * count
     return total
 

@@ -67,7 +67,7 @@ class HeadRows:
 
     def sums(self) -> list[Tensor | None]:
         """Return the gradient of every parameter, ``None`` where it does not train."""
-        return [sum_.total() for sum_ in self._sums]
+        return [running.total() for running in self._sums]
 
 
 class LinearRows(HeadRows):

@@ -86,7 +86,7 @@ def layer_costs(
     def cost(names: Iterable[str]) -> Cost:
         return sum((_named_cost(model, name, sequence) for name in names), Cost())
 
-    layer_costs_ = tuple(
+    of_layers = tuple(
         cost(
             [
                 layer,
@@ -95,7 +95,7 @@ def layer_costs(
         )
         for layer in layers
     )
-    return LayerCosts(cost(before), layer_costs_, cost(after), cost(shared))
+    return LayerCosts(cost(before), of_layers, cost(after), cost(shared))
 
 
 def _named_cost(model: Any, name: str, sequence: int) -> Cost:
