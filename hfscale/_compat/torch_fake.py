@@ -1,6 +1,6 @@
 """Torch's fake process group, and patches that let FSDP2 and autocast run on the meta device.
 
-Read and run with torch 2.13. FSDP2 gets streams and events from the device's module, which the meta device lacks: they
+Read and run with torch 2.13 to 2.15. FSDP2 gets streams and events from the device's module, which the meta device lacks: they
 are the CPU's, which wait for nothing. And it refuses meta weights as not loaded yet.
 """
 
@@ -29,6 +29,11 @@ _BACKEND = "cpu:fake,meta:fake"
 
 class _Stream(torch.cpu.Stream):
     """Provide a stream without asynchronous work; on a device other than the CPU, FSDP2 requires events."""
+
+    # What torch.Stream has, which FSDP2 reads since torch 2.15 to note who reads a gradient; the CPU's is none.
+    stream_id = 0
+    device_index = 0
+    device_type = 0
 
     def record_event(self, event: Any = None) -> Any:
         return event or torch.cpu.Event()

@@ -1,7 +1,7 @@
 """Private names of FSDP2.
 
-Checked with torch 2.13, where a module has several parameter groups, and written for 2.11 too, where it has one. FSDP2
-reduces gradients in autograd hooks. These do not work if several microbatches are in flight at once, nor if a split
+Checked with torch 2.13 to 2.15, where a module has several parameter groups, and written for 2.11 too, where it has one.
+FSDP2 reduces gradients in autograd hooks. These do not work if several microbatches are in flight at once, nor if a split
 backward pass computes the gradients of weights without them, so reductions are triggered explicitly, as in torch's.
 
 The gradients of a group are reduced in one buffer, so all its trained parameters have one dtype; but models in 16 bits
@@ -31,6 +31,7 @@ MARKS = frozenset({"_is_fsdp_managed_module", "_fsdp_use_orig_params"})
 Agree = Callable[[list[bool]], list[bool]]
 # By dtype, and whether they keep it in computing.
 _ByType = dict[tuple[torch.dtype, bool], list[nn.Parameter]]
+_ENDED_BY_HAND = "manual_backward_finalization_active"
 _state_of: Callable[[Any], Any] = fully_shard.state  # type: ignore[attr-defined]
 
 
@@ -62,9 +63,10 @@ def shard_by_type(
     apart = {parameter for parameters in others.values() for parameter in parameters}
     fully_shard(module, ignored_params=ignored | apart, **how)
     groups: Any = _state_of(module)._fsdp_param_groups if others else []
+    given = how["mp_policy"]
     for (_, keeps), parameters in others.items():
         first = groups[0]
-        policy = replace(first.mp_policy, param_dtype=None) if keeps else first.mp_policy
+        policy = replace(given, param_dtype=None) if keeps else given
         groups.append(
             type(first)(
                 parameters, first.modules, first.mesh_info, first.post_forward_mesh_info, first.device,
@@ -181,7 +183,12 @@ def reduce_now(model: nn.Module) -> None:
     for state in _states(model):
         for group in _groups(state):
             group.post_backward()
-    _state_of(model)._root_post_backward_final_callback()
+    root = _state_of(model)
+    iteration = root._state_ctx
+    # A pass whose hooks autograd has not called: torch 2.15 asks who ends it, and `False` is torch itself.
+    if getattr(iteration, _ENDED_BY_HAND, False) is None:
+        setattr(iteration, _ENDED_BY_HAND, False)
+    root._root_post_backward_final_callback()
 
 
 def agree_on_gradients(model: nn.Module, modules: set[nn.Module], agree: Agree) -> None:
@@ -224,7 +231,11 @@ def _reduce_alike(
 
 
 def add_up_gradients(model: nn.Module) -> None:
-    """Accumulate gradients that autograd's hooks have not seen into FSDP2's buffers, in the reduction's dtype."""
+    """Accumulate gradients that autograd's hooks have not seen into FSDP2's buffers, in the reduction's dtype; since
+    torch 2.15 parameters accumulate in that dtype themselves.
+    """
+    if not hasattr(FSDPParam, "to_accumulated_grad_if_needed"):
+        return
     for parameter in (
         managed
         for state in _states(model)

@@ -59,20 +59,21 @@ def test_a_wrapped_module_has_a_state_with_groups(model: Any) -> None:
 @relies_on(
     f"{GROUP}:mesh_info",
     f"{GROUP}:post_forward_mesh_info",
-    f"{GROUP}:mp_policy",
     f"{GROUP}:offload_policy",
 )
 def test_a_group_is_made_like_another(model: Any) -> None:
     """A group takes parameters, modules, both meshes, a device, a placement and the policies, in this order, and keeps
-    them; the ones of a module are gathered and reduced together.
+    all but the placement and the first policy; the ones of a module are gathered and reduced together.
     """
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
     if not hasattr(state_of(model), "_fsdp_param_groups"):
         pytest.skip("one group for a module, to which none is added")
     first = group_of(model[0])
     model[0].added = nn.Parameter(torch.ones(2))
     added = type(first)(
         [model[0].added], first.modules, first.mesh_info, first.post_forward_mesh_info, first.device,
-        None, first.mp_policy, first.offload_policy,
+        None, MixedPrecisionPolicy(), first.offload_policy,
     )  # fmt: skip
     assert len(added.fsdp_params) == 1
 
@@ -112,11 +113,13 @@ def test_the_root_is_gathered_on_request(model: Any) -> None:
     f"{FSDP}._fsdp_common.TrainingState.POST_BACKWARD",
     f"{GROUP}:reduce_grads",
     f"{PARAMETER}:unsharded_param",
+    f"{STATE}:_state_ctx",
 )
 def test_post_backward_reduces_what_is_there(model: Any) -> None:
     """``post_backward()`` of a group reduces the gradients of its full parameters and puts it into the state
-    ``POST_BACKWARD``; after ``_root_post_backward_final_callback()`` the shards have them. An instance's own
-    ``post_backward`` is called in its place.
+    ``POST_BACKWARD``; after ``_root_post_backward_final_callback()`` the shards have them. Since torch 2.15
+    ``_state_ctx.manual_backward_finalization_active`` is a bool there, and ``None`` before autograd's hooks have run. An
+    instance's own ``post_backward`` is called in its place.
     """
     from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
@@ -142,6 +145,9 @@ def test_post_backward_reduces_what_is_there(model: Any) -> None:
         held.unsharded_param.grad = torch.ones_like(held.unsharded_param)
     group.post_backward()
     assert group._training_state == TrainingState.POST_BACKWARD
+    if hasattr(root._state_ctx, "manual_backward_finalization_active"):
+        assert root._state_ctx.manual_backward_finalization_active is None
+        root._state_ctx.manual_backward_finalization_active = False
     root._root_post_backward_final_callback()
     assert torch.equal(model[0].weight.grad.to_local(), shard + 1)
 
@@ -225,13 +231,14 @@ def test_the_full_parameter_is_known_after_the_first_pass(model: Any) -> None:
 
 
 @relies_on(
-    f"{PARAMETER}.accumulate_unsharded_grad_if_needed",
-    f"{PARAMETER}.to_accumulated_grad_if_needed",
+    f"{PARAMETER}.accumulate_unsharded_grad_if_needed or {PARAMETER}.unsharded_grad_dtype",
+    f"{PARAMETER}.to_accumulated_grad_if_needed or {PARAMETER}.unsharded_grad_dtype",
     f"{PARAMETER}:unsharded_accumulated_grad",
 )
 def test_gradients_are_added_up_before_they_are_reduced(model: Any) -> None:
     """``to_accumulated_grad_if_needed()`` moves a gradient of another type than the reduction's into
-    ``unsharded_accumulated_grad``, to which ``accumulate_unsharded_grad_if_needed()`` adds later ones.
+    ``unsharded_accumulated_grad``, to which ``accumulate_unsharded_grad_if_needed()`` adds later ones. Since torch 2.15
+    full parameters have a ``grad_dtype``, the reduction's type, in which autograd makes and adds up their gradients.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -246,11 +253,16 @@ def test_gradients_are_added_up_before_they_are_reduced(model: Any) -> None:
     group.wait_for_unshard()
     (held,) = group.fsdp_params
     assert held.unsharded_accumulated_grad is None
+    weight = held.unsharded_param
+    assert weight.dtype == torch.bfloat16
     for _ in range(2):
-        held.unsharded_param.grad = torch.ones(2, 2, dtype=torch.bfloat16)
-        held.accumulate_unsharded_grad_if_needed()
-        held.to_accumulated_grad_if_needed()
-    assert held.unsharded_param.grad is None
+        (gradient,) = torch.autograd.grad(weight.sum(), weight)
+        weight.grad = gradient if weight.grad is None else weight.grad + gradient
+        if hasattr(held, "to_accumulated_grad_if_needed"):
+            held.accumulate_unsharded_grad_if_needed()
+            held.to_accumulated_grad_if_needed()
+            assert weight.grad is None
+    assert held.unsharded_accumulated_grad.dtype == torch.float32
     assert torch.equal(held.unsharded_accumulated_grad, torch.full((2, 2), 2.0))
 
 

@@ -158,6 +158,8 @@ class _Event:
 class _Stream(_Event):
     """The device computes what it is told at once."""
 
+    stream_id = device_index = device_type = 0
+
     def record_event(self, event: Any = None) -> _Event:
         return event or _Event()
 
