@@ -1,7 +1,7 @@
 """Torch's fake process group, and patches that let FSDP2 and autocast run on the meta device.
 
-Read and run with torch 2.13 to 2.15. FSDP2 gets streams and events from the device's module, which the meta device lacks: they
-are the CPU's, which wait for nothing. And it refuses meta weights as not loaded yet.
+Read and run with torch 2.13 to 2.15. FSDP2 gets streams and events from the device's module, which the meta device
+lacks: they are the CPU's, which wait for nothing. And it refuses meta weights as not loaded yet.
 """
 
 import importlib

@@ -1,8 +1,9 @@
 """Private names of FSDP2.
 
-Checked with torch 2.13 to 2.15, where a module has several parameter groups, and written for 2.11 too, where it has one.
-FSDP2 reduces gradients in autograd hooks. These do not work if several microbatches are in flight at once, nor if a split
-backward pass computes the gradients of weights without them, so reductions are triggered explicitly, as in torch's.
+Checked with torch 2.13 to 2.15, where a module has several parameter groups, and written for 2.11 too, where it has
+one. FSDP2 reduces gradients in autograd hooks. These do not work if several microbatches are in flight at once, nor if
+a split backward pass computes the gradients of weights without them, so reductions are triggered explicitly, as in
+torch's.
 
 The gradients of a group are reduced in one buffer, so all its trained parameters have one dtype; but models in 16 bits
 keep routers, decays or sinks in 32, and adapters train in 32 bits beside a base in 16. Parameters trained in another

@@ -118,8 +118,8 @@ def test_the_root_is_gathered_on_request(model: Any) -> None:
 def test_post_backward_reduces_what_is_there(model: Any) -> None:
     """``post_backward()`` of a group reduces the gradients of its full parameters and puts it into the state
     ``POST_BACKWARD``; after ``_root_post_backward_final_callback()`` the shards have them. Since torch 2.15
-    ``_state_ctx.manual_backward_finalization_active`` is a bool there, and ``None`` before autograd's hooks have run. An
-    instance's own ``post_backward`` is called in its place.
+    ``_state_ctx.manual_backward_finalization_active`` is a bool there, and ``None`` before autograd's hooks have run.
+    An instance's own ``post_backward`` is called in its place.
     """
     from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
