@@ -192,6 +192,25 @@ def reduce_now(model: nn.Module) -> None:
     root._root_post_backward_final_callback()
 
 
+def forget_iteration(model: nn.Module) -> None:
+    """Drop the gradients of an interrupted step that are not reduced yet, which no ``zero_grad`` reaches, and where its
+    passes stopped; those that are reduced stay in ``.grad``. Until torch 2.15 the module's own ``reset_iter_state``
+    leaves the former, and since then it drops the latter; 2.13 has none.
+    """
+    root: Any = model
+    parameters = [held for _, group in _sharded_groups(model) for held in group.fsdp_params]
+    reduced = [held.sharded_param.grad for held in parameters]
+    for held in parameters:
+        if hasattr(held, "unsharded_param"):
+            held.unsharded_param.grad = None
+        if held.unsharded_accumulated_grad is not None:
+            held.unsharded_accumulated_grad = None
+    if hasattr(root, "reset_iter_state"):
+        root.reset_iter_state()
+    for held, gradient in zip(parameters, reduced, strict=True):
+        held.sharded_param.grad = gradient
+
+
 def agree_on_gradients(model: nn.Module, modules: set[nn.Module], agree: Agree) -> None:
     """Let all ranks reduce the same gradients of ``modules``, of the root's groups, even if a batch did not use them:
     missing gradients that another rank has, by ``agree``, are reduced as zeros; those that no rank has stay ``None``.

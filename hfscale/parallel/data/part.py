@@ -1,7 +1,7 @@
 """Install the data axes."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from ..._compat.torch_fsdp import add_up_gradients
 from ...config.parallel import ParallelConfig
 from ...errors import ConfigError
 from ...train.runtime import Batch, Part, Runtime
+from ...train.runtime.batches import Microbatch
 from ...train.runtime.runtime import DataAxes
 from ...train.runtime.shards import LocalWeights
 from . import shard
@@ -67,6 +68,12 @@ class DataParallel(Part, DataAxes):
                 f"{runtime.mesh.layout.describe()} FSDP2 reduces gradients by itself. Change parameter.grad between "
                 "train_step and the optimizer's step, or use register_post_accumulate_grad_hook"
             )
+
+    def around_step(
+        self, runtime: Runtime, microbatches: Sequence[Microbatch], train: bool
+    ) -> AbstractContextManager[None]:
+        """Leave nothing of a step that raises, a microbatch's gradients for one, to the next."""
+        return shard.forgotten_if_it_raises(self._model) if self._wrapped else nullcontext()
 
     def left_out(self) -> list[Tensor]:
         """Return the tensors that compression keeps: error feedback and low-rank factors."""

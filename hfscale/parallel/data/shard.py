@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 from ..._compat.torch_device import accelerators
 from ..._compat.torch_fsdp import (
     agree_on_gradients,
+    forget_iteration,
     gather_root,
     managed_places,
     read_whole_shards,
@@ -312,6 +313,16 @@ def reduce_microbatch(model: nn.Module) -> None:
         model.set_requires_gradient_sync(True)
         reduce_now(model)
         model.set_requires_gradient_sync(False)
+
+
+@contextmanager
+def forgotten_if_it_raises(model: nn.Module) -> Iterator[None]:
+    """Drop what FSDP2 holds of the step inside the with block if that raises: it may be tried again, on fewer rows."""
+    try:
+        yield
+    except BaseException:
+        forget_iteration(model)
+        raise
 
 
 @contextmanager
