@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .lasting import check_first
+from .peft_shared import fixed_values_stay
 from .replaced import attribute_replaced
 from .torch import own_modules
 
@@ -41,6 +42,8 @@ BEFT_BIAS = "beft_bias"  # of BEFT, ``[1, out]``
 # Of RoAd (Liao and Monz 2024): angles and scales of groups of outputs.
 ROTATIONS = ("road_theta", "road_alpha")
 
+UNILORA_VECTOR = "unilora_theta_d"  # one for all wrappers of a model
+
 # Parameters that have no dim along one slice of a projection's inputs or outputs.
 WHOLE = (
     "boft_R",
@@ -66,6 +69,13 @@ WHOLE = (
     "peanut_B",
     "peanut_decoders",
     "peanut_encoders",
+    "pvera_lambda_b",
+    "pvera_lambda_d",
+    "randlora_gamma",
+    "randlora_lambda",
+    UNILORA_VECTOR,
+    "vera_lambda_b",
+    "vera_lambda_d",
     "waveft_spectrum",
 )
 
@@ -191,7 +201,7 @@ def wrapped_model(model: nn.Module, config: Any, name: str, autocast: bool = Tru
     # Scripts may put hfscale's in the place of peft.get_peft_model.
     from peft.mapping_func import get_peft_model
 
-    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), fixed_values_stay(config):
         # PEFT 0.21 uses a name that transformers 5.23 has deprecated.
         warnings.filterwarnings(
             "ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning

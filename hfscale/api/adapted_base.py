@@ -17,6 +17,7 @@ from ..distributed.files.weight_files import open_tensors
 from ..errors import CheckpointError
 from ..features.adapters.adapter_structure import adapter_parameters, quietly
 from ..features.adapters.plan import plan_adapters
+from ..features.adapters.shared_values import read_fixed
 from ..features.adapters.storage import (
     read_config,
     refuse_unfit_files,
@@ -60,6 +61,7 @@ class AdaptedBase:
         self.whole: Any = quietly(wrapped, config, self.name)
         self.adapters = adapter_parameters(self.whole, self.stock_plan)
         self.plan = plan_adapters(self.stock_plan, self.adapters)
+        self._fixed = read_fixed(self.whole, self.name, self.trained, str(adapter))
         # keys, in the adapter's file, of its parameters and of other trained ones, by name
         self.keys = stored_names(self.whole, self.name, self.plan, True)
         self._every_key = stored_keys(self.whole, self.name, self.plan, True)
@@ -108,7 +110,7 @@ class AdaptedBase:
 
     def _refuse_strange(self) -> None:
         """Refuse keys that no weight has; PEFT writes a trained embedding's copy under two of them."""
-        known = set(self.keys.values())
+        known = set(self.keys.values()) | self._fixed
         strange = [key for key in self.trained if key not in known]
         for key in strange:
             again = self.keys.get(self._every_key.get(key, ""), key.replace(f".{COPY}.", "."))

@@ -35,7 +35,6 @@ from ..distributed.files.weight_files import TORCH_INDEX, open_tensors
 from ..distributed.mesh import Mesh
 from ..errors import CheckpointError
 from ..features.adapters import by_peft
-from ..features.adapters.storage import load_adapter
 from ..features.prediction.plan import PredictionPlan
 from ..features.quantization.arrival import Quantizing, split_packed
 from ..features.quantization.quantized_modules import hold_packed
@@ -408,9 +407,7 @@ def load_weights(model: nn.Module, directory: str | Path) -> None:
             by_peft.load(by_stock, str(directory))
             return
         if (adapters := runtime.adapters) is not None:
-            shares = load_adapter(
-                str(directory), adapters.whole, adapters.name, runtime.plan, runtime.mesh
-            )
+            shares = adapters.read_saved(str(directory), runtime)
         else:
             form = form_in(Path(directory))
             options = {"dtype": runtime.model.dtype}

@@ -85,6 +85,14 @@ def build_mesh(
     return mesh
 
 
+def add_ties(mesh: Mesh, ties: Sequence[tuple[int, ...]]) -> None:
+    """Give a mesh the groups of pipeline ranks that hold one tensor of its adapters; collective."""
+    if mesh.layout.pp > 1:
+        more = _with_ties(mesh, made_out_of(dist.group.WORLD), ties)
+        mesh.ties.update(more.ties)
+        mesh.tie_reports.update(more.tie_reports)
+
+
 def latest_mesh() -> Mesh | None:
     """Return the mesh of the model that was built last; ``None`` before the first one, and in a single process."""
     return made_out_of(dist.group.WORLD).latest if dist.is_initialized() else None

@@ -23,16 +23,23 @@ from ..._compat.peft import (
     LORA_A,
     LORA_B,
     TOKEN_ROWS,
+    UNILORA_VECTOR,
     modules_in,
     note_casts,
 )
+from ..._compat.peft_shared import sample_through
 from ...parallel.tensor import TensorParallel
 from ...parallel.tensor.edges import Overlap
-from ...parallel.tensor.partial_gradients import PartialSums, computes_with, read_partial
+from ...parallel.tensor.partial_gradients import (
+    PartialSums,
+    computes_with,
+    read_partial,
+    read_through,
+)
 from ...parallel.tensor.random import drawn_again, drop_again, drop_own
 from ...plan import AdapterParameter, BlockPlan, Plan
 from ...train.runtime import Runtime
-from ...train.runtime.parameter_names import owner_of, unwrapped
+from ...train.runtime.parameter_names import module_at, owner_of, unwrapped
 from .token_rows import install_token_rows
 from .whole_projections import install_whole_projections
 
@@ -54,10 +61,14 @@ def install_adapter_edges(runtime: Runtime) -> set[nn.Module]:
         if "tp" in planned.partial and not elsewhere and runtime.is_local(adapter.name):
             holder, name = owner_of(model, adapter.name)
             once = not _is_summed_bias(plan, adapter) or runtime.mesh.tp_rank == 0
-            module = computes_with(model, holder)
+            module = _reader_of(model, adapter, holder)
             # Factors of experts are read by the module that computes with all experts.
             if adapter.experts:
                 module = model.get_submodule(adapter.base.rpartition(".")[0])
+            if _is_computed_by_all(plan, adapter):
+                read = partial(_read_by_first, sums, runtime.mesh.tp_rank == 0)
+                read_through(module, holder, {name: read})
+                continue
             read_partial(module, sums, names=(name,), once=once, holder=holder)
     install_token_rows(runtime, sums)
     install_whole_projections(runtime)
@@ -65,6 +76,27 @@ def install_adapter_edges(runtime: Runtime) -> set[nn.Module]:
     for block in (block for block in plan.blocks if runtime.is_local(block.name)):
         _install_in_block(runtime, tensor, sums, block, apart)
     return apart
+
+
+def _reader_of(model: nn.Module, adapter: AdapterParameter, holder: nn.Module) -> nn.Module:
+    """Return the module that computes with ``holder``: of a vector that all wrappers share, the adapter's own."""
+    if adapter.kept_in == UNILORA_VECTOR:
+        return module_at(model, adapter.base.rpartition(".")[0])
+    return computes_with(model, holder)
+
+
+def _is_computed_by_all(plan: Plan, adapter: AdapterParameter) -> bool:
+    """Return whether every tensor rank computes the whole gradient of a module's part in a vector that all share."""
+    base = plan.by_name[adapter.base]
+    whole = base.cut_over("tp") is None and "tp" not in base.partial
+    return whole and adapter.kept_in == UNILORA_VECTOR
+
+
+def _read_by_first(sums: PartialSums, first: bool, leaf: Tensor) -> Tensor:
+    """Return a parameter as it is computed with where the ranks' gradients, whole ones, are summed."""
+    read = sums.read(leaf)
+    # Others have a gradient of zeros, since the sum may be a collective of the backward pass.
+    return read if first else read.detach() + 0.0 * read
 
 
 def _is_summed_bias(plan: Plan, adapter: AdapterParameter) -> bool:
@@ -105,6 +137,7 @@ def _install_in_block(
         if overlap is not None and overlap.regather and name in (*block.column, *block.shared):
             _keep_shares(wrapper, overlap, sums)
             apart.add(wrapper)
+        sample_through(wrapper, partial(_sampled, row, in_cut_stream, name))
         for number, dropout in enumerate(modules_in(wrapper, DROPOUTS)):
             if isinstance(dropout, nn.Dropout):
                 key = f"{name}/{number}"
@@ -152,6 +185,19 @@ def _norm_over_ranks(
         )
         dist.all_reduce(squares, group=group)
         return squares.sqrt().to(weight.dtype)
+
+
+def _sampled(
+    row: bool,
+    in_cut_stream: Callable[[], bool],
+    key: str,
+    draw: Callable[[Tensor], Tensor],
+    mean: Tensor,
+) -> Tensor:
+    """Sample what every tensor rank computes as a whole: alike on all of them."""
+    if row or not in_cut_stream():
+        return draw(mean)
+    return drop_again(draw, mean, key)(mean)
 
 
 def _dropped(

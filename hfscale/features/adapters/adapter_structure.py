@@ -119,8 +119,10 @@ def inject_alone(
     """Let PEFT put the adapter ``name`` around the stock ``module`` of a model's ``path``, in a model that holds this
     module alone; return that model's parameters, by name.
     """
-    import peft as library
+    from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 
+    root: Any
+    holder: nn.Module
     root = holder = nn.Module()
     *owners, child = path.split(".")
     for owner in owners:
@@ -131,7 +133,8 @@ def inject_alone(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         alone = narrowed(config, modules, parameters, ())
-        library.inject_adapter_in_model(alone, root, adapter_name=name)
+        # PEFT's function for it refuses methods with values for all modules.
+        PEFT_TYPE_TO_TUNER_MAPPING[alone.peft_type](root, alone, adapter_name=name)
     return dict(root.named_parameters(remove_duplicate=False))
 
 

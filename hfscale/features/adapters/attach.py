@@ -20,6 +20,7 @@ from ..._compat.peft import COPIES, LORA_EMBEDDING_A, TOKEN_ROWS
 from ..._compat.torch import own_buffers
 from ...distributed.mesh import Mesh
 from ...distributed.ops.packed_weights import packings_of, shown_unpacked
+from ...distributed.process_groups import add_ties
 from ...errors import ConfigError, PlanError
 from ...plan import AdapterParameter, Plan
 from ...train.runtime import Part, Runtime
@@ -30,6 +31,7 @@ from .adapter_edges import install_adapter_edges
 from .adapter_structure import guard_methods, inject_alone, narrowed, quietly, targets_of
 from .merge_adapters import dequantized_share, put_back
 from .planned import type_beside, wrap_and_plan
+from .shared_values import share_fixed
 from .storage import (
     DECOMPOSING,
     load_adapter,
@@ -63,6 +65,12 @@ class Adapters(Part):
         """Return the plan without the adapters, once PEFT's own functions have merged, unloaded or deleted them."""
         gone = any(adapter.name not in live for adapter in runtime.plan.adapters)
         return self.stock_plan if gone else None
+
+    def read_saved(self, directory: str, runtime: Runtime) -> dict[str, Tensor]:
+        """Return this rank's shards of a saved adapter; raise :class:`CheckpointError` for other names or shapes."""
+        shares = load_adapter(directory, self.whole, self.name, runtime.plan, runtime.mesh)
+        share_fixed(self.whole, self.peft_model, self.name, runtime.mesh.device)
+        return shares
 
     def stored_names(self, runtime: Runtime) -> dict[str, str]:
         """Return the keys of PEFT's file and the parameters they hold."""
@@ -103,6 +111,7 @@ def attach_adapters(
         )
     new = source is None
     whole, planned = wrap_and_plan(template, config, plan, new, fused, name, autocast)
+    add_ties(mesh, planned.ties)
     held = [adapter for adapter in planned.adapters if plan.is_local(mesh.pp_rank, adapter.name)]
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
@@ -117,6 +126,7 @@ def attach_adapters(
             wrap_local(model, held)
         local.base_model.peft_config[name] = whole.peft_config[name]
         _give_local_shapes(model, planned, mesh, shares, autocast)
+        share_fixed(whole, local, name, mesh.device)
         _place_buffers(model, mesh.device)
         read = partial(dequantized_share, model, planned)
         drawn = _NewAdapters(config, name, planned, mesh, shares, read)
@@ -130,6 +140,7 @@ def attach_adapters(
         if source is not None:
             with all_or_none(mesh, f"{source} could not be loaded"):
                 made.update(load_adapter(source, whole, name, planned, mesh))
+            share_fixed(whole, local, name, mesh.device)
     except Exception:  # leave the model as it was, without adapters
         put_back(model)
         for weight in trained:
@@ -214,6 +225,7 @@ class _NewAdapters:
         """
         plan = self.plan
         mesh = self.mesh
+        here = plan.local_names(mesh.pp_rank)
         made: dict[str, Tensor] = {}
         by_module: dict[str, list[AdapterParameter]] = {}
         for adapter in plan.adapters:
@@ -228,7 +240,8 @@ class _NewAdapters:
                 by_module, key=lambda each: any(adapter.experts for adapter in by_module[each])
             ):
                 module = copy.deepcopy(unwrapped(stock.get_submodule(path))).to_empty(device="cpu")
-                if plan.is_local(mesh.pp_rank, by_module[path][0].name):
+                # Of a shared vector, the first module's is the one that others have.
+                if any(adapter.name in here for adapter in by_module[path]):
                     made |= self._of_module(module, path, by_module[path])
                 else:
                     self._advance_random(module, path, by_module[path])

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 
-from ..._compat.peft import ADAPTER_DIMS, COPIES, IA3_SCALES, LORA_A, TOKEN_ROWS
+from ..._compat.peft import ADAPTER_DIMS, COPIES, IA3_SCALES, LORA_A, TOKEN_ROWS, UNILORA_VECTOR
 from ...plan import Plan
 from ...plan.cut import Cut
 from ...plan.modules import AdapterParameter
@@ -62,6 +62,9 @@ def _planned(plan: Plan, adapter: AdapterParameter) -> ParameterPlan:
                 partial = ("tp",)
             else:
                 cuts.append(_cut_along(across, dim, base.shape[across.dim], adapter.shape[dim]))
+        # Ranks compute parts of it in most of the modules that share it.
+        if adapter.kept_in == UNILORA_VECTOR and plan.layout.tp > 1:
+            partial = ("tp",)
         cuts += data_cut(plan.layout, spread is not None)
     ties = () if plan.stages is None else plan.stages.ties
     tie = next((tie for tie in ties if adapter.name in tie.names), None)

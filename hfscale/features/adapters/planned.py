@@ -136,6 +136,11 @@ def _check(config: Any, plan: Plan) -> None:
                 f"{type(config).__name__}({field}=...) draws random numbers by the size of each rank's shard, so ranks "
                 "would draw different ones: leave it out, or use one process"
             )
+    if getattr(config, "generator_seed", None) is not None and plan.layout.total_size > 1:
+        raise ConfigError(
+            f"{type(config).__name__}(generator_seed=...) draws from generators of its own, alike on ranks with "
+            "different batches, and which no state has: leave it out, or use one process"
+        )
     trains_biases = getattr(config, "bias", "none") != "none"
     if method in OF_WHOLE_PROJECTIONS and trains_biases and plan.layout.tp > 1:
         raise ConfigError(

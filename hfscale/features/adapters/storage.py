@@ -5,7 +5,6 @@ import dataclasses
 import logging
 import os
 import shutil
-import warnings
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,6 @@ from torch import Tensor
 
 from ..._compat.peft import COPY
 from ..._compat.replaced import attribute_replaced
-from ..._compat.transformers.classes import input_embedding
 from ..._compat.transformers.stored import AsStored
 from ...distributed.files.replace import finish_move
 from ...distributed.mesh import Mesh
@@ -35,6 +33,7 @@ from ...train.runtime.writing import (
     plainly,
     warn_of_not_finite,
 )
+from .shared_values import fixed_holders, kept_by_peft, read_fixed
 
 OF_WHOLE_PROJECTIONS = (
     "BOFT",
@@ -47,6 +46,10 @@ OF_WHOLE_PROJECTIONS = (
     "MISS",
     "OFT",
     "PEANUT",
+    "PVERA",
+    "RANDLORA",
+    "UNILORA",
+    "VERA",
     "WAVEFT",
 )
 """Methods whose wrappers compute a whole projection on every tensor rank: see ``whole_projections``."""
@@ -71,11 +74,7 @@ _WHY_REFUSED = {
         "TINYLORA",
     ),
     "its modules share matrices or vectors of the whole model": (
-        "PVERA",
-        "RANDLORA",
-        "UNILORA",
         "VBLORA",
-        "VERA",
         "LILY",
     ),
     "its files hold more than what it trains": ("DELORA", "GLORA", "SHIRA"),
@@ -319,26 +318,10 @@ def stored_keys(
     ``save_embedding_layers``, whose ``"auto"`` reads the base model's config, maybe from the Hub. A trained copy of an
     embedding or a head has two keys in a file that holds embeddings: ``lm_head.weight``, and that of its wrapper.
     """
-    from peft import get_peft_model_state_dict
-
-    prefix = "base_model.model."
-    # PEFT selects and renames tensors by name alone, so pass an index as each tensor's value to recognize it.
-    names = list(dict(whole.get_base_model().named_parameters(remove_duplicate=False)))
-    marked = {f"{prefix}{key}": torch.tensor(number) for number, key in enumerate(names)}
     adapters = {adapter.name for adapter in plan.adapters}
     live_names: dict[str, str] = {}
-    for layers in (
-        (False,) if input_embedding(whole.get_base_model()) is None else (False, embeddings)
-    ):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            # Embeddings may be left out.
-            warnings.filterwarnings("always", "Could not find a config file")
-            kept = get_peft_model_state_dict(
-                whole, state_dict=marked, adapter_name=name, save_embedding_layers=layers
-            )
-        for key, number in kept.items():
-            live = names[int(number)]
+    for key, live in kept_by_peft(whole, name, embeddings).items():
+        if isinstance(live, str):
             live_names[key] = live if live in adapters else stock_name(live)
     return live_names
 
@@ -350,12 +333,16 @@ def load_adapter(
     plan: Plan,
     mesh: Mesh,
 ) -> dict[str, Tensor]:
-    """Return this rank's shards of a saved adapter; raise :class:`CheckpointError` for other names or shapes."""
+    """Return this rank's shards of a saved adapter, and give ``whole`` its fixed values; raise
+    :class:`CheckpointError` for other names or shapes.
+    """
+    stored = _read_weights(path)
+    for key in read_fixed(whole, name, stored, path):
+        del stored[key]
     shares = {}
     here = plan.local_names(mesh.pp_rank)
-    for parameter, (key, tensor) in _read_adapter(
-        path, stored_keys(whole, name, plan, embeddings=True), plan
-    ).items():
+    keys = stored_keys(whole, name, plan, embeddings=True)
+    for parameter, (key, tensor) in _by_parameter(path, stored, keys, plan).items():
         planned = plan.by_name[parameter]
         if tuple(tensor.shape) != planned.shape:
             raise CheckpointError(
@@ -368,20 +355,24 @@ def load_adapter(
     return shares
 
 
-def _read_adapter(
+def _read_weights(path: str) -> dict[str, Tensor]:
+    from peft import load_peft_weights
+
+    try:
+        return load_peft_weights(path, device="cpu")
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not a saved adapter: {error}") from error
+
+
+def _by_parameter(
     path: str,
+    stored: Mapping[str, Tensor],
     keys: Mapping[str, str],
     plan: Plan,
 ) -> dict[str, tuple[str, Tensor]]:
     """Return the key and the full tensor of each parameter in a saved adapter, whose ``keys`` are of parameters; raise
     :class:`CheckpointError` if it lacks one, has others, or holds two different tensors of a parameter.
     """
-    from peft import load_peft_weights
-
-    try:
-        stored = load_peft_weights(path, device="cpu")
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not a saved adapter: {error}") from error
     tensors: dict[str, tuple[str, Tensor]] = {}
     for key in (key for key in keys if key in stored):
         first, tensor = tensors.setdefault(keys[key], (key, stored[key]))
@@ -426,6 +417,9 @@ def adapter_tensors(
     for entry, tensor in full_tensors(runtime, entries, attempt=attempt, to=to):
         for key in owned[entry.owned] if runtime.mesh.rank in to else ():
             yield key, tensor.cpu().contiguous()
+    if runtime.mesh.rank in to and among is None:
+        for key, holder in fixed_holders(whole, name).items():
+            yield key, holder[name].cpu().contiguous()
 
 
 def save_adapter(

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 
+from ..._compat.torch import own_modules, own_parameters
 from ..._compat.torch_device import accelerators
 from ..._compat.torch_fsdp import (
     agree_on_gradients,
@@ -186,15 +187,18 @@ def apply_data_axes(model: nn.Module, plan: Plan, mesh: Mesh, options: Options) 
         }
     towers = plan.feature(TowersPlan)
     layers, lent = _layers(model, plan, mesh)
+    shared = _of_several_layers(model, plan, mesh, layers)
+    of_layers = {**how, "mp_policy": inner, "ignored": alone | set(shared)}
     for module in (*lent, *layers):
-        shard_by_type(module, reshard_after_forward=reshard, **{**how, "mp_policy": inner})
+        shard_by_type(module, reshard_after_forward=reshard, **of_layers)
     always = len(layers) - sum(plan.is_local(mesh.pp_rank, each) for each in plan.optional_layers)
     # The host waits for routes first.
     for layer, following in pairwise(layers[:always] if plan.mixtures else []):
         layer.set_modules_to_forward_prefetch(
             [m for m in following.modules() if isinstance(m, FSDPModule)]
         )
-    shard_by_type(model, reshard_after_forward=False, **how)
+    with _shown_beside(model, list(shared.values())):
+        shard_by_type(model, reshard_after_forward=False, **how)
     read_whole_shards(model)
     give_up_whole_weights(model)
     if towers is not None:  # a rank's batch may have no images, so that its towers get no gradient
@@ -203,6 +207,37 @@ def apply_data_axes(model: nn.Module, plan: Plan, mesh: Mesh, options: Options) 
         }
         owners = {owner_of(model, item)[0] for item in towers.items if item in plan.by_name}
         agree_on_gradients(model, inside | owners, partial(_found_by_any, mesh))
+
+
+def _of_several_layers(
+    model: nn.Module, plan: Plan, mesh: Mesh, layers: Sequence[nn.Module]
+) -> dict[nn.Parameter, nn.Module]:
+    """Return the parameters of adapters that several layers compute with, with the modules that hold them."""
+    held: dict[nn.Parameter, int] = {}
+    for layer in layers:
+        for parameter in layer.parameters():
+            held[parameter] = held.get(parameter, 0) + 1
+    shared: dict[nn.Parameter, nn.Module] = {}
+    for adapter in plan.adapters:
+        if plan.is_local(mesh.pp_rank, adapter.name):
+            holder, attribute = owner_of(model, adapter.name)
+            parameter = own_parameters(holder)[attribute]
+            if parameter is not None and held.get(parameter, 0) > 1:
+                shared[parameter] = holder
+    return shared
+
+
+@contextmanager
+def _shown_beside(model: nn.Module, holders: Sequence[nn.Module]) -> Iterator[None]:
+    """Let FSDP2 find ``holders``, which are inside of layers, beside the layers, inside the ``with`` block."""
+    children = own_modules(model)
+    names = [f"held_{number}" for number in range(len(holders))]
+    children.update(zip(names, holders, strict=True))
+    try:
+        yield
+    finally:
+        for name in names:
+            del children[name]
 
 
 def _layers(

@@ -255,6 +255,10 @@ class AdapterAxis(Protocol):
         """Return the keys of PEFT's file and the parameters they hold."""
         ...
 
+    def read_saved(self, directory: str, runtime: "Runtime") -> dict[str, Tensor]:
+        """Return this rank's shards of a saved adapter."""
+        ...
+
 
 class RandomAxis(Protocol):
     """The random streams of ranks that share a batch: they draw alike, or apart where they compute different things."""

@@ -243,10 +243,10 @@ def test_it_generates_behind_a_prefix() -> None:
 
 def test_a_plan_of_one_process_takes_what_peft_applies() -> None:
     config = tiny("llama")
-    planned = hfscale.plan(config, peft_config=copy.deepcopy(CONFIGS["vera"]))
+    planned = hfscale.plan(config, peft_config=copy.deepcopy(CONFIGS["bank"]))
     assert planned.by_name.keys() == hfscale.plan(config).by_name.keys()
-    with pytest.raises(ConfigError, match="VERA is not supported"):
-        hfscale.plan(config, ParallelConfig(tp_size=2), peft_config=copy.deepcopy(CONFIGS["vera"]))
+    with pytest.raises(ConfigError, match="VBLORA is not supported"):
+        hfscale.plan(config, ParallelConfig(tp_size=2), peft_config=copy.deepcopy(CONFIGS["bank"]))
 
 
 def _by_cpt(model: Any, adapt: Callable[..., Any]) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoHaConfig, LoraConfig, PeftModel, PrefixTuningConfig, VeraConfig, get_peft_model
+from peft import LoHaConfig, LoraConfig, PeftModel, PrefixTuningConfig, VBLoRAConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import (
@@ -228,7 +228,7 @@ def _refusals(start: str) -> list[str]:
     model = hfscale.from_pretrained(start, parallel=ParallelConfig(tp_size=2))
     words = []
     for config in (
-        VeraConfig(target_modules=["q_proj"]),
+        VBLoRAConfig(target_modules=["q_proj"]),
         PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
         _lora(layer_replication=[(0, 2), (1, 2)]),
         _lora(init_lora_weights="eva"),
@@ -246,7 +246,7 @@ def _refusals(start: str) -> list[str]:
 @pytest.mark.filterwarnings("ignore:`init_lora_weights` is .eva.")
 def test_what_cannot_be_sharded_is_refused_over_ranks(pools: Pools, start: str) -> None:
     expected = [
-        "peft_type VERA",
+        "peft_type VBLORA",
         "PREFIX_TUNING",
         "layer_replication",
         "init_lora_weights='eva'",

@@ -23,12 +23,17 @@ from peft import (
     MissConfig,
     OFTConfig,
     PeanutConfig,
+    PveraConfig,
+    RandLoraConfig,
     RoadConfig,
+    UniLoraConfig,
+    VBLoRAConfig,
     VeraConfig,
     WaveFTConfig,
     get_peft_model,
 )
 from safetensors.torch import load_file
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import hfscale
@@ -113,6 +118,39 @@ KINDS: dict[str, tuple[Callable[[], Any], Any]] = {
         OFTConfig(oft_block_size=4, r=0, target_modules="all-linear", **CAUSAL),
     ),
     "peanut": (_blocks, PeanutConfig(r=4, **TARGETS)),
+    "randlora": (_blocks, RandLoraConfig(r=8, randlora_alpha=8, **TARGETS)),
+    "randlora transposed": (
+        lambda: tiny("gpt2"),
+        RandLoraConfig(
+            r=8,
+            randlora_alpha=8,
+            fan_in_fan_out=True,
+            target_modules=["c_attn", "c_proj"],
+            **CAUSAL,
+        ),
+    ),
+    "unilora": (_blocks, UniLoraConfig(r=4, theta_d_length=37, **TARGETS)),
+    "unilora transposed": (
+        lambda: tiny("gpt2"),
+        UniLoraConfig(r=4, fan_in_fan_out=True, target_modules=["c_attn", "c_proj"], **CAUSAL),
+    ),
+    "unilora with its tables": (
+        lambda: config_of("opt", 2),
+        UniLoraConfig(r=4, save_indices=True, target_modules="all-linear", **CAUSAL),
+    ),
+    "unilora beside whole projections": (
+        lambda: config_of("deepseek_v3", 2),
+        UniLoraConfig(r=4, theta_d_length=37, target_modules="all-linear", **CAUSAL),
+    ),
+    "vera": (_blocks, VeraConfig(r=4, **TARGETS)),
+    "vera transposed": (
+        lambda: tiny("gpt2"),
+        VeraConfig(r=4, fan_in_fan_out=True, target_modules=["c_attn", "c_proj"], **CAUSAL),
+    ),
+    "vera beside biases": (
+        lambda: config_of("opt", 2),
+        VeraConfig(r=4, target_modules="all-linear", **CAUSAL),
+    ),
     "waveft": (_blocks, WaveFTConfig(n_frequency=20, **TARGETS)),
     "waveft transposed": (
         lambda: tiny("gpt2"),
@@ -149,6 +187,13 @@ DAILY = [
     ("oft beside fused", "tp2"),
     ("oft of rows with edges", "sp2"),
     ("peanut", "shard2"),
+    ("randlora transposed", "sp2"),
+    ("unilora", "tp2-shard2"),
+    ("unilora transposed", "pp2"),
+    ("unilora beside whole projections", "sp2"),
+    ("vera", "pp2"),
+    ("vera transposed", "tp2"),
+    ("vera beside biases", "tp2-shard2"),
     ("waveft transposed", "tp2"),
 ]
 
@@ -157,7 +202,29 @@ DAILY = [
 def test_layouts(pools: Pools, kind: str, layout: str) -> None:
     config, adapter = KINDS[kind]
     parallel = ParallelConfig(**LAYOUTS[layout])
-    assert_layout_equal(Case(config(), peft=adapter), parallel, pools(parallel.total_size))
+    assert_layout_equal(Case(config(), peft=adapter, steps=3), parallel, pools(parallel.total_size))
+
+
+class Sampled(Case):
+    """One in which every step begins with the same random numbers, of which PVeRA's modules sample."""
+
+    def reference_step(self, model: Any, step: list[list[dict[str, Tensor]]]) -> list[Tensor]:
+        torch.manual_seed(7)
+        return super().reference_step(model, step)
+
+    def layout_step(self, model: Any, microbatches: list[dict[str, Tensor]]) -> Tensor:
+        torch.manual_seed(7)
+        return super().layout_step(model, microbatches)
+
+
+@pytest.mark.parametrize(("family", "layout"), [("llama", "tp2"), ("gpt2", "tp4"), ("opt", "tp2")])
+def test_pvera_samples_alike_on_tensor_ranks(pools: Pools, family: str, layout: str) -> None:
+    config = config_of("opt", 2) if family == "opt" else tiny(family)
+    turned = family == "gpt2"
+    adapter = PveraConfig(r=4, fan_in_fan_out=turned, target_modules="all-linear", **CAUSAL)
+    parallel = ParallelConfig(**LAYOUTS[layout])
+    case = Sampled(config, peft=adapter, steps=3)
+    assert_layout_equal(case, parallel, pools(parallel.total_size))
 
 
 def _new_and_merged(start: str, adapter: str, out: str, sizes: dict[str, Any], config: Any) -> None:
@@ -169,12 +236,21 @@ def _new_and_merged(start: str, adapter: str, out: str, sizes: dict[str, Any], c
     hfscale.save_pretrained(hfscale.merge_and_unload(model, quiet=True), f"{out}/merged")
 
 
-@pytest.mark.daily("hira-tp2", "road 1-tp2", "beft-pp2", "norms-tp2", "oft-tp2", "lokr-tp2")
+@pytest.mark.daily(
+    "hira-tp2",
+    "road 1-tp2",
+    "beft-pp2",
+    "norms-tp2",
+    "oft-tp2",
+    "lokr-tp2",
+    "unilora-pp2",
+    "vera-tp2",
+)
 @pytest.mark.parametrize("layout", ["tp2", "pp2"])
 @pytest.mark.parametrize(
     "kind",
     ["hira", "road 1", "beft", "norms", "boft", "c3a", "deft", "gralora", "hra", "lokr", "miss"]
-    + ["oft", "peanut", "waveft"],
+    + ["oft", "peanut", "randlora", "unilora", "unilora with its tables", "vera", "waveft"],
 )
 def test_first_values_and_merges_are_pefts(
     pools: Pools, tmp_path: Path, kind: str, layout: str
@@ -203,11 +279,10 @@ def test_first_values_and_merges_are_pefts(
         torch.testing.assert_close(weights, expected, rtol=0, atol=2e-6)
 
 
-def _steps_of(start: str, sizes: dict[str, Any] | None) -> list[tuple[float, float]]:
-    """Return loss and norm of three steps of FourierFT, by stock PEFT without ``sizes``; in float32, since PEFT's own
-    code knows no other type.
+def _steps_of(start: str, sizes: dict[str, Any] | None, config: Any) -> list[tuple[float, float]]:
+    """Return loss and norm of three steps, by stock PEFT without ``sizes``; in float32, since FourierFT's own code
+    knows no other type.
     """
-    config = FourierFTConfig(n_frequency=50, scaling=20.0, init_weights=False, **TARGETS)
     batch = dict.fromkeys(("input_ids", "labels"), torch.arange(36).view(2, 18) % 61)
     if sizes is None:
         torch.manual_seed(3)
@@ -215,10 +290,12 @@ def _steps_of(start: str, sizes: dict[str, Any] | None) -> list[tuple[float, flo
     else:
         parallel = ParallelConfig(**sizes)
         model = hfscale.from_pretrained(start, parallel=parallel, peft_config=config, seed=3)
+    model.train()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=0.1)
     found = []
-    for _ in range(3):
+    for step in range(3):
+        torch.manual_seed(step)  # PVeRA samples
         if sizes is None:
             loss = model(**batch).loss
             loss.backward()
@@ -234,14 +311,30 @@ def _steps_of(start: str, sizes: dict[str, Any] | None) -> list[tuple[float, flo
 
 @pytest.mark.parametrize("layout", ["tp2", "sp2"])
 def test_fourierft(pools: Pools, tmp_path: Path, layout: str) -> None:
+    config = FourierFTConfig(n_frequency=50, scaling=20.0, init_weights=False, **TARGETS)
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(_blocks()).save_pretrained(tmp_path)
-    expected = _steps_of(str(tmp_path), None)
+    expected = _steps_of(str(tmp_path), None, config)
     assert expected[0][1] > 0.01
-    for found in pools(2).run(_steps_of, str(tmp_path), LAYOUTS[layout]):
+    for found in pools(2).run(_steps_of, str(tmp_path), LAYOUTS[layout], config):
         torch.testing.assert_close(
             torch.tensor(found), torch.tensor(expected), rtol=1e-5, atol=1e-6
         )
+
+
+def test_pvera_samples_alike_where_the_sequence_is_cut(pools: Pools, tmp_path: Path) -> None:
+    """Streams of random numbers are others there than in one process, and the same for any number of ranks."""
+    config = PveraConfig(r=4, init_weights=False, **TARGETS)
+    torch.manual_seed(0)
+    # Which drops nothing, and lets every rank draw numbers of its own inside of attention.
+    config_of_model = tiny("llama", attention_dropout=1e-9)
+    AutoModelForCausalLM.from_config(config_of_model).save_pretrained(tmp_path)
+    sizes = [{"tp_size": ranks, "sequence_parallel": True} for ranks in (2, 4)]
+    two, four = (
+        pools(each["tp_size"]).run(_steps_of, str(tmp_path), each, config) for each in sizes
+    )
+    for found in (*two, *four):
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(two[0]), rtol=1e-5, atol=1e-6)
 
 
 REFUSED = {
@@ -258,7 +351,8 @@ REFUSED = {
         HRAConfig(target_modules=["q_proj", "lm_head"], **CAUSAL),
         "projections of the layers .* got lm_head",
     ),
-    "shared": (VeraConfig(**TARGETS), "VERA .* share matrices"),
+    "samples of their own": (PveraConfig(generator_seed=1, **TARGETS), "generator_seed"),
+    "shared": (VBLoRAConfig(**TARGETS), "VBLORA .* share matrices"),
 }
 
 

@@ -1,0 +1,95 @@
+"""What adapters compute with and nobody trains, and how their files name it: VeRA's matrices, UniLoRA's tables.
+
+PEFT makes such values from all modules that it wraps, so the model of full sizes, without memory otherwise, keeps
+them, and a rank's wrappers, which compute whole projections, share them. A file of another machine may hold others.
+"""
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..._compat.peft_shared import fixed_values, is_stored, shared_parameters
+from ..._compat.transformers.classes import input_embedding
+from ...errors import CheckpointError
+
+_PREFIX = "base_model.model."
+
+
+def kept_by_peft(whole: Any, name: str, embeddings: Any) -> dict[str, Any]:
+    """Map the keys of a saved adapter, by PEFT's own rules, to names of parameters of the model with its wrappers, or
+    to holders of fixed values; ``embeddings`` is PEFT's ``save_embedding_layers``.
+    """
+    from peft import get_peft_model_state_dict
+
+    # PEFT selects and renames tensors by name alone, so pass an index as each tensor's value to recognize it.
+    keys: list[str] = []
+    kept: list[Any] = []
+    names: dict[int, str] = {}
+    stock = whole.get_base_model()
+    for live, parameter in stock.named_parameters(remove_duplicate=False):
+        keys.append(f"{_PREFIX}{live}")
+        kept.append(live)
+        names.setdefault(id(parameter), live)
+    for key, parameter in shared_parameters(whole).items():
+        if id(parameter) in names:
+            keys.append(key)
+            kept.append(names[id(parameter)])
+    for path, holder in fixed_values(whole, name).items():
+        if is_stored(holder):
+            keys.append(f"{path}.{name}")
+            kept.append(holder)
+    marked = {key: torch.tensor(number) for number, key in enumerate(keys)}
+    found: dict[str, Any] = {}
+    for layers in (False,) if input_embedding(stock) is None else (False, embeddings):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            # Embeddings may be left out.
+            warnings.filterwarnings("always", "Could not find a config file")
+            written = get_peft_model_state_dict(
+                whole, state_dict=marked, adapter_name=name, save_embedding_layers=layers
+            )
+        found |= {key: kept[int(number)] for key, number in written.items()}
+    return found
+
+
+def fixed_holders(whole: Any, name: str) -> dict[str, Any]:
+    """Return the holders of fixed values that an adapter's file has, by its keys."""
+    kept = kept_by_peft(whole, name, False)
+    return {key: holder for key, holder in kept.items() if isinstance(holder, nn.Module)}
+
+
+def read_fixed(whole: Any, name: str, stored: Mapping[str, Any], source: str) -> set[str]:
+    """Give PEFT's model of full sizes the fixed values among ``stored`` tensors; return their keys.
+
+    Raises:
+        CheckpointError: the file of ``source`` lacks one, or has another shape.
+    """
+    holders = fixed_holders(whole, name)
+    for key, holder in holders.items():
+        expected = holder[name]
+        if key not in stored:
+            raise CheckpointError(
+                f"{source} lacks {key}, which its adapters compute with: save or download the adapter again"
+            )
+        given = stored[key][...]
+        if given.shape != expected.shape:
+            raise CheckpointError(
+                f"{source}: {key} has the shape {tuple(given.shape)}, and the model's is {tuple(expected.shape)}: load "
+                "it onto the model that it was trained on"
+            )
+        holder[name] = given.to(expected.dtype)
+    return set(holders)
+
+
+def share_fixed(whole: Any, local: Any, name: str, device: torch.device) -> None:
+    """Let the wrappers of a rank's model compute with the fixed values of the model of full sizes."""
+    full = fixed_values(whole, name)
+    done = set[int]()
+    for path, holder in fixed_values(local, name).items():
+        # All wrappers of VeRA share one holder.
+        if path in full and id(holder) not in done:
+            holder[name] = full[path][name].to(device)
+            done.add(id(holder))
