@@ -135,7 +135,7 @@ class _Found:
     def _buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the buffers to restore: those that are computed and not saved may differ in another layout."""
         saved = self.runtime.model.state_dict().keys()
-        for name, buffer in self.runtime.model.named_buffers():
+        for name, here, buffer in self.runtime.named_buffers():
             key = f"buffers/{name}"
             written = self.index.tensors.get(key)
             fits = (
@@ -145,7 +145,7 @@ class _Found:
             )
             if fits:
                 yield name, buffer
-            elif name in saved or self.alike:
+            elif here in saved or self.alike:
                 raise CheckpointError(
                     f"{self.directory} has no {name} of shape {tuple(buffer.shape)}: it is of another model, "
                     "give a state of this one"

@@ -73,7 +73,7 @@ def contents_of(runtime: Runtime, optimizer: torch.optim.Optimizer | None) -> Ta
     for planned, parameter in written_parameters(runtime):
         share = local_tensor(parameter).detach()
         taken.add(f"weights/{planned.name}", like(planned), plan.primary_rank(planned.name), share)
-    for name, buffer in runtime.model.named_buffers():
+    for name, _, buffer in runtime.named_buffers():
         taken.add(f"buffers/{name}", whole(*buffer.shape), mesh.pp_rank, buffer)
     if optimizer is not None:
         _add_optimizer(taken, runtime, optimizer)
@@ -341,13 +341,8 @@ def _add_stored_names(
 ) -> None:
     """Add the names that a converter to a checkpoint needs."""
     if names := {key: name for each in every for key, name in each["stored"].items()}:
-        owned = {
-            planned.name: planned.tied_to or planned.name for planned in runtime.plan.parameters
-        }
-        index.adapter, index.stored = (
-            True,
-            {key: f"weights/{owned[name]}" for key, name in names.items()},
-        )
+        index.adapter = True
+        index.stored = names
         return
     staged = runtime.plan.stages is not None
     entries = in_order(

@@ -31,7 +31,7 @@ from .adapter_edges import install_adapter_edges
 from .adapter_structure import guard_methods, inject_alone, narrowed, quietly, targets_of
 from .merge_adapters import dequantized_share, put_back
 from .planned import type_beside, wrap_and_plan
-from .shared_values import share_fixed
+from .shared_values import buffer_names, share_fixed, stored_buffers
 from .storage import (
     DECOMPOSING,
     load_adapter,
@@ -73,11 +73,18 @@ class Adapters(Part):
         return shares
 
     def stored_names(self, runtime: Runtime) -> dict[str, str]:
-        """Return the keys of PEFT's file and the parameters they hold."""
-        return {
-            key: name
-            for name, key in stored_names(self.whole, self.name, runtime.plan, "auto").items()
+        """Return the keys of PEFT's file, and those of what they hold in a state."""
+        plan = runtime.plan
+        parameters = stored_names(self.whole, self.name, plan, "auto")
+        keys = {
+            key: f"weights/{plan.by_name[name].tied_to or name}" for name, key in parameters.items()
         }
+        fixed = stored_buffers(self.whole, self.name)
+        return keys | {key: f"buffers/{name}" for key, name in fixed.items()}
+
+    def buffer_names(self) -> dict[str, str]:
+        """Return the names that all ranks have for buffers of wrappers, by each of a rank's own."""
+        return buffer_names(self.whole, self.name)
 
 
 def attach_adapters(

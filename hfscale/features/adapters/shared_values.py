@@ -61,6 +61,28 @@ def fixed_holders(whole: Any, name: str) -> dict[str, Any]:
     return {key: holder for key, holder in kept.items() if isinstance(holder, nn.Module)}
 
 
+def buffer_names(whole: Any, name: str) -> dict[str, str]:
+    """Return, for every name of a fixed value in the model, the first name of the same one in the model of all layers:
+    stages name a value that they share by layers of their own.
+    """
+    first: dict[int, str] = {}
+    names: dict[str, str] = {}
+    for path, holder in fixed_values(whole, name).items():
+        if path.startswith(_PREFIX):
+            live = f"{path.removeprefix(_PREFIX)}.{name}"
+            names[live] = first.setdefault(id(holder), live)
+    return names
+
+
+def stored_buffers(whole: Any, name: str) -> dict[str, str]:
+    """Return the keys of fixed values in a file, with the names of :func:`buffer_names`."""
+    named: dict[int, str] = {}
+    for path, holder in fixed_values(whole, name).items():
+        if path.startswith(_PREFIX):
+            named.setdefault(id(holder), f"{path.removeprefix(_PREFIX)}.{name}")
+    return {key: named[id(holder)] for key, holder in fixed_holders(whole, name).items()}
+
+
 def read_fixed(whole: Any, name: str, stored: Mapping[str, Any], source: str) -> set[str]:
     """Give PEFT's model of full sizes the fixed values among ``stored`` tensors; return their keys.
 

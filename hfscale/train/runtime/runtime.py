@@ -252,7 +252,11 @@ class AdapterAxis(Protocol):
     source: str | None  # the path or Hub id of the saved adapter they were loaded from, if any
 
     def stored_names(self, runtime: "Runtime") -> dict[str, str]:
-        """Return the keys of PEFT's file and the parameters they hold."""
+        """Return the keys of PEFT's file, and those of what they hold in a state."""
+        ...
+
+    def buffer_names(self) -> dict[str, str]:
+        """Return the names that all ranks have for buffers of wrappers, by each of a rank's own."""
         ...
 
     def read_saved(self, directory: str, runtime: "Runtime") -> dict[str, Tensor]:
@@ -318,6 +322,12 @@ class Runtime:
         planned = self.plan.feature(OwnLossPlan)
         if planned is not None:
             self.loss = OwnLoss(planned, class_name(self.model))
+
+    def named_buffers(self) -> Iterator[tuple[str, str, Tensor]]:
+        """Yield the model's buffers, with the names that all ranks have for them, and this rank's."""
+        names = {} if self.adapters is None else self.adapters.buffer_names()
+        for name, buffer in self.model.named_buffers():
+            yield names.get(name, name), name, buffer
 
     def attach(self) -> None:
         """Set this runtime as an attribute of the model, where :func:`find_runtime` finds it."""
