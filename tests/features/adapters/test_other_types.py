@@ -37,7 +37,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import hfscale
-from hfscale import ConfigError, ParallelConfig
+from hfscale import ConfigError, MemoryConfig, ParallelConfig
 from hfscale.cli import main
 from hfscale.testing import Case, RankPool, assert_layout_equal
 
@@ -335,6 +335,60 @@ def test_pvera_samples_alike_where_the_sequence_is_cut(pools: Pools, tmp_path: P
     )
     for found in (*two, *four):
         torch.testing.assert_close(torch.tensor(found), torch.tensor(two[0]), rtol=1e-5, atol=1e-6)
+
+
+def _goes_on(start: str, state: str, sizes: dict[str, Any], kind: str, options: Any) -> list[float]:
+    """Return losses of three steps, which begin at the state if there is one, and otherwise end with it."""
+    parallel = ParallelConfig(**sizes)
+    new = {"peft_config": KINDS[kind][1], "seed": 3, **options}
+    model = hfscale.from_pretrained(start, parallel=parallel, **new).train()
+    optimizer = hfscale.create_optimizer(model, "adamw_torch", lr=0.1)
+    begins = Path(state).exists()
+    if begins:
+        hfscale.load_state(model, state, optimizer=optimizer)
+    found = []
+    for _ in range(3):
+        batch = dict.fromkeys(("input_ids", "labels"), torch.arange(36).view(2, 18) % 61)
+        found.append(float(hfscale.train_step(model, batch)))
+        hfscale.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    if not begins and not options:
+        hfscale.save_state(model, state, optimizer=optimizer)
+    return found
+
+
+@pytest.mark.daily("oft", "vera", "unilora")
+@pytest.mark.parametrize(
+    "kind",
+    ["boft", "c3a", "deft", "gralora", "hra", "lokr", "miss", "oft", "peanut", "randlora"]
+    + ["unilora", "vera", "waveft"],
+)
+def test_whole_projections_beside_other_features(pools: Pools, tmp_path: Path, kind: str) -> None:
+    """Recomputed layers compute the same; a state goes on in stages, and over data ranks, as it would."""
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(KINDS[kind][0]()).save_pretrained(tmp_path / "start")
+    paths = (str(tmp_path / "start"), str(tmp_path / "state"))
+    beside = {"memory": MemoryConfig(recompute="full")}
+    levers = pools(2).run(_goes_on, *paths, LAYOUTS["tp2"], kind, beside)
+    plain = pools(2).run(_goes_on, *paths, LAYOUTS["tp2"], kind, {})
+    assert plain[0][2] < plain[0][0]
+    assert levers[0] == pytest.approx(plain[0], rel=1e-5)
+    expected = pools(2).run(_goes_on, *paths, LAYOUTS["tp2"], kind, {})
+    for layout in ("pp2", "shard2"):
+        found = pools(2).run(_goes_on, *paths, LAYOUTS[layout], kind, {})
+        assert found[0] == pytest.approx(expected[0], rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["hra", "lokr", "oft", "unilora", "vera"])
+def test_whole_projections_in_compiled_layers(pools: Pools, tmp_path: Path, kind: str) -> None:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(KINDS[kind][0]()).save_pretrained(tmp_path / "start")
+    paths = (str(tmp_path / "start"), str(tmp_path / "state"))
+    found = pools(2).run(_goes_on, *paths, LAYOUTS["tp2"], kind, {"compile": "aot_eager"})
+    plain = pools(2).run(_goes_on, *paths, LAYOUTS["tp2"], kind, {})
+    assert found[0] == pytest.approx(plain[0], rel=1e-5)
 
 
 REFUSED = {
