@@ -101,7 +101,9 @@ def groups_of_trainer(checkpoint: str) -> list[list[str]]:
 
 @mock.patch.dict(sys.modules)
 def write_partitions(start: str, file: str, out: str, names: list[list[str]], stage: int) -> None:
-    """Write weights and an optimizer's state as DeepSpeed's ZeRO has them over three ranks, after its format (0.19)."""
+    """Write weights and an optimizer's state as DeepSpeed's ZeRO has them over three ranks, after its format (0.19);
+    weights that are in no group of the optimizer's are frozen.
+    """
     world = 3
     weights = AutoModelForCausalLM.from_pretrained(start).state_dict()
     written = torch.load(file, weights_only=True)
@@ -121,6 +123,7 @@ def write_partitions(start: str, file: str, out: str, names: list[list[str]], st
     for rank in range(world):
         if stage == 3 or rank == 0:
             name = f"zero_pp_rank_{rank}_mp_rank_00" if stage == 3 else "mp_rank_00"
+            model |= _not_trained(start, set(order), rank, world, stage)
             torch.save(model, directory / f"{name}_model_states.pt")
         moments = {
             number: {
@@ -142,6 +145,34 @@ def write_partitions(start: str, file: str, out: str, names: list[list[str]], st
         )
         path = directory / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
         torch.save({"optimizer_state_dict": kept}, path)
+
+
+def _not_trained(
+    start: str, trained: set[str], rank: int, world: int, stage: int
+) -> dict[str, Any]:
+    """What the model states of a rank hold besides: weights that do not train, and buffers."""
+    whole = AutoModelForCausalLM.from_pretrained(start)
+    state = whole.state_dict()
+    buffers = [name for name, _ in whole.named_buffers() if name in state]
+    shared = dict(whole.all_tied_weights_keys)
+    frozen = {
+        name: value
+        for name, value in state.items()
+        if name not in trained and name not in buffers and name not in shared
+    }
+    held = {"buffer_names": buffers, "module": {name: state[name] for name in buffers}}
+    if stage < 3:
+        held["module"] = state
+    held["shared_params"] = shared
+    fragments = dict(frozen)
+    for name, value in frozen.items() if stage == 3 else ():
+        flat = torch.nn.functional.pad(value.reshape(-1), (0, -value.numel() % world))
+        fragments[name] = flat.chunk(world)[rank].clone()
+    # Stage 1 writes none.
+    told = frozen if stage > 1 else None
+    held["frozen_param_shapes"] = told and {name: value.shape for name, value in told.items()}
+    held["frozen_param_fragments"] = told and fragments
+    return held
 
 
 def _partitions(
@@ -216,10 +247,17 @@ def _accelerator() -> Any:
     )
 
 
-def write_zero(start: Path, out: Path, stage: int, gradient: float) -> None:
-    """Write the partitions of a model after one step of AdamW with gradients of one value."""
+def write_zero(
+    start: Path, out: Path, stage: int, gradient: float, frozen: tuple[str, ...] = ()
+) -> None:
+    """Write the partitions of a model after one step of AdamW with gradients of one value; weights whose names have a
+    part of ``frozen`` do not train.
+    """
     model = AutoModelForCausalLM.from_pretrained(start)
-    groups = groups_of_trainer(str(start))
+    groups = [
+        [name for name in group if not any(part in name for part in frozen)]
+        for group in groups_of_trainer(str(start))
+    ]
     named = dict(model.named_parameters())
     optimizer = torch.optim.AdamW([{"params": [named[n] for n in group]} for group in groups])
     for parameter in named.values():

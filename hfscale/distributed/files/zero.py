@@ -10,11 +10,12 @@
     stages 1, 2    rank 0 [q q q q k] rank 1 [k v v v v]     a group is cut where it happens to
     stage 3        rank 0 [q q k v v] rank 1 [q q k v v]     each parameter is cut over all ranks, its end padded
 
-Weights are the masters in 32 bits. Files hold objects of DeepSpeed's classes; stand-ins are made for them, and nothing
-of DeepSpeed is imported or run.
+Trained weights are the masters in 32 bits. Those that do not train are in the model states, in their own type: whole
+with stages 1 and 2, a fragment of each in every rank's file with stage 3; buffers are there too. Files hold objects of
+DeepSpeed's classes; stand-ins are made for them, and nothing of DeepSpeed is imported or run.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import ceil, prod
@@ -96,10 +97,12 @@ class ZeroCheckpoint:
         states = sorted(self.directory.glob(_MODEL_STATES), key=_rank)
         if not states or any("_mp_rank_00_" not in f"_{path.name}" for path in (*paths, *states)):
             raise CheckpointError(
-                f"{self.directory} must be of data ranks alone (mp_rank_00), got {[path.name for path in states]}: "
-                "merge it once with DeepSpeed's zero_to_fp32.py"
+                f"{self.directory} must be of data ranks alone (mp_rank_00), got {[path.name for path in states]}, of "
+                "model ranks with slices that no file describes: join them where it was trained (DeepSpeed's "
+                "engine.save_16bit_model), or with Megatron-DeepSpeed's deepspeed_to_transformers.py"
             )
         self._model = _read(states[0])
+        self._model_files = states
         self._files = [RawFile(path) for path in paths]
         with self._as_written():
             self._ranks = [_read(path)["optimizer_state_dict"] for path in paths]
@@ -139,18 +142,61 @@ class ZeroCheckpoint:
 
     def weights(self) -> dict[str, TensorOnDisk]:
         """Return lazy tensors of all weights, by name."""
-        frozen = self._model.get("frozen_param_shapes") or {}
-        if frozen:
-            raise CheckpointError(
-                f"{self.directory} must hold all weights in partitions, and {len(frozen)} are frozen "
-                f"({next(iter(frozen))}, for one): merge it once with DeepSpeed's zero_to_fp32.py"
-            )
         with self._as_written():
             partitions = [rank[_GROUPS[self.stage]] for rank in self._ranks]
             found: dict[str, TensorOnDisk] = dict(self._tensors(partitions))
-            for name, source in (self._model.get("shared_params") or {}).items():
+            found |= self._frozen()
+            shared = self._model.get("shared_params") or {}
+            self._add_whole(found, shared)
+            for name, source in shared.items():
                 found[name] = found[source]
         return found
+
+    def _frozen(self) -> dict[str, TensorOnDisk]:
+        """Return the weights that did not train: whole, or of a fragment in every rank's file."""
+        shapes = self._model.get("frozen_param_shapes") or {}
+        paths = self._model_files if shapes and self.stage == 3 else self._model_files[:1]
+        if shapes and self.stage == 3 and len(paths) != len(self._ranks):
+            raise CheckpointError(
+                f"{self.directory} must have the model states of {len(self._ranks)} ranks, whose fragments are of "
+                f"frozen weights, got {len(paths)}: copy those of all of them"
+            )
+        files = [RawFile(path) for path in paths]
+        held = [_read(path)["frozen_param_fragments"] for path in paths] if shapes else []
+        found: dict[str, TensorOnDisk] = {}
+        for name, given in shapes.items():
+            shape = tuple(map(int, given))
+            parts = [
+                TensorInTorchFile(file, name, each[name])
+                for file, each in zip(files, held, strict=True)
+            ]
+            if self.stage == 3:
+                found[name] = TensorInRuns(name, shape, _runs([*parts], 0, prod(shape)))
+            elif parts[0].shape == shape:
+                found[name] = parts[0]
+            else:
+                raise ValueError(f"{name} of shape {shape} is there in {parts[0].shape}")
+        return found
+
+    def _add_whole(self, found: dict[str, TensorOnDisk], shared: Collection[str]) -> None:
+        """Add what the model states hold whole, but for ``shared`` names: buffers; with stages 1 and 2 every weight, in
+        its own type.
+        """
+        file = RawFile(self._model_files[0])
+        buffers = self._model.get("buffer_names") or ()
+        module = self._model.get("module") or {}
+        places: dict[str, PlaceInFile] = {}
+        for name, place in module.items():
+            told = self.stage < 3 or name in buffers
+            if isinstance(place, PlaceInFile) and told and name not in shared:
+                places[name] = place
+        # Tied weights lie at one place.
+        known = {places[name].begin: name for name in found if name in places}
+        for name, place in places.items():
+            if name not in found and 0 not in place.shape and place.begin in known:
+                found[name] = found[known[place.begin]]
+            elif name not in found:
+                found[name] = TensorInTorchFile(file, name, place)
 
     def optimizer(self) -> dict[str, Any]:
         """Return the optimizer's state as ``state_dict`` has it, with lazy tensors and names in place of numbers."""
