@@ -87,6 +87,7 @@ def describe_source(source: Source, given: Path, verify: bool = True) -> tuple[l
         stored = source.open()
         for tensor in stored.values() if verify else ():
             tensor[...]
+        _compare_with_config(source)
     except CheckpointError as error:
         return [f"{given}: {source.form}", f"  not whole: {error}"], False
     size = sum(prod(tensor.shape) * tensor.dtype.itemsize for tensor in stored.values())
@@ -101,6 +102,25 @@ def describe_source(source: Source, given: Path, verify: bool = True) -> tuple[l
     lines.append(f"  weights: hfscale.from_pretrained({str(given)!r}{asks}), in any layout")
     lines.append(f"  as safetensors: hfscale convert {given} OUT{option}")
     return lines, True
+
+
+def _compare_with_config(source: Source) -> None:
+    """Raise :class:`CheckpointError` if tensors of a source have other shapes than by the config beside it: what is
+    left of several ranks' slices looks whole by itself.
+    """
+    if isinstance(source, GgufSource) or not (source.directory / _CONFIG).exists():
+        return
+    try:
+        model = empty_model(source.directory, trusted=False)
+    except (LookupError, ValueError, OSError, ImportError):  # code of its own, or a newer class
+        return
+    stored = source.open(model)
+    for name, tensor in model.state_dict().items():
+        if name in stored and stored[name].shape != tuple(tensor.shape):
+            raise CheckpointError(
+                f"{name} must have the shape {tuple(tensor.shape)} by {source.directory / _CONFIG}, got "
+                f"{stored[name].shape}: copy the files of all ranks that wrote it"
+            )
 
 
 def _home(source: Source, config: Path | None) -> Path:

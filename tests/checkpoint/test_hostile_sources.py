@@ -213,3 +213,22 @@ def test_harm(
     if (kind, what) not in UNTOLD:
         assert main(["inspect", str(directory)]) == 1
         capsys.readouterr()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_lost_file_of_slices_is_noticed_beside_a_config(
+    rank: int,
+    start: Path,
+    written: dict[str, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """What is left of the last rank's tensors looks whole, but for the shapes of the model."""
+    directory = Path(shutil.copytree(written["slices"], tmp_path / "there"))
+    shutil.copyfile(start / "config.json", directory / "config.json")
+    assert main(["inspect", str(directory)]) == 0
+    _slice(directory, rank).unlink()
+    assert main(["inspect", "--quick", str(directory)]) == 1
+    assert "copy the files of all ranks" in capsys.readouterr().out
+    with pytest.raises(CheckpointError):
+        hfscale.from_pretrained(directory)
