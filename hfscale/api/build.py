@@ -4,6 +4,7 @@ import copy
 import inspect
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from accelerate import GradScalerKwargs
@@ -153,6 +154,7 @@ def from_pretrained(
         fused_adapters=fused_adapters,
     )
     check_count("seed", seed, least=0)
+    given = str(path)
     path, hf_kwargs = located(path, hf_kwargs)
     arguments.check_place(path, hf_kwargs.get("subfolder") or "")
     hf_kwargs = reachable(str(path), hf_kwargs)
@@ -172,9 +174,11 @@ def from_pretrained(
         hf_kwargs = arguments.arguments_with_config(
             hf_kwargs, rest, outline.config, outline.quantization
         )
-    return build(
-        FromCheckpoint(outline, seed, str(path), hf_kwargs, resized), layout, options, adapter, seed
-    )
+    source = FromCheckpoint(outline, seed, str(path), hf_kwargs, resized)
+    # Of a file on the Hub, read from a cache that other machines do not have.
+    if "gguf_file" in hf_kwargs and not Path(given).exists():
+        source.call(given)
+    return build(source, layout, options, adapter, seed)
 
 
 def from_config(

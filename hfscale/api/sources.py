@@ -154,6 +154,14 @@ class FromCheckpoint(FromSeed):
     kwargs: dict[str, Any]  # arguments of transformers' ``from_pretrained``
     resized: Collection[str] = ()  # parameters whose number of rows differs from the checkpoint's
 
+    name: str = ""  # what files that are written say where it came from, if not the path
+
+    def call(self, name: str) -> None:
+        """Let the model say that it came from ``name``, as one from there does by stock code."""
+        self.name = name
+        for holder in (self.outline.config, self.outline.model):
+            holder.name_or_path = name
+
     def load(self, plan: Plan, mesh: Mesh) -> tuple[Any, LocalWeights]:
         """Return the model on the meta device with local sizes, and this rank's final shards of its weights."""
         with all_or_none(mesh, f"{self.path} could not be loaded"):
@@ -168,6 +176,8 @@ class FromCheckpoint(FromSeed):
                 self.outline.form,
             )
             warn_of_not_finite(mesh, not_finite(weights.numbers_besides(missing)), self.path)
+        for holder in (model.config, model) if self.name else ():
+            holder.name_or_path = self.name
         if missing:
             template = self.template(model)
             fresh, _ = initialize_local_weights(

@@ -1,6 +1,7 @@
 """GGUF files: the bits of stock's load, in any layout, by slices."""
 
 import copy
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -191,3 +192,51 @@ def test_scaled_rotary_embeddings_are_told(
     config = tiny("llama", tie_word_embeddings=False, rope_parameters=rope, **SIZES)
     hfscale.from_pretrained(tmp_path, config=config)
     assert "scales rotary embeddings" not in caplog.text
+
+
+def _on_the_hub(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make a Hub cache that holds a file of ``org/repo``, and take the network away."""
+    revision = "0123456789" * 4
+    repository = directory / "models--org--repo"
+    snapshot = repository / "snapshots" / revision
+    (snapshot / "sub").mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(revision)
+    write_gguf(snapshot / "x.gguf", CONFIGS["llama"])
+    shutil.copyfile(snapshot / "x.gguf", snapshot / "sub" / "y.gguf")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(directory))
+
+
+@pytest.mark.filterwarnings("ignore:Could not find a config file")
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"gguf_file": "x.gguf"},
+        {"gguf_file": "x.gguf", "revision": "main"},
+        {"gguf_file": "sub/y.gguf"},
+        {"gguf_file": "y.gguf", "subfolder": "sub"},
+    ],
+)
+def test_a_file_of_the_hub_is_read_as_by_stock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, str]
+) -> None:
+    _on_the_hub(tmp_path / "hub", monkeypatch)
+    given = {**given, "cache_dir": str(tmp_path / "hub")}
+    expected = AutoModelForCausalLM.from_pretrained("org/repo", **given)
+    lora = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    model = hfscale.from_pretrained("org/repo", **given)
+    found = model.state_dict()
+    for name, value in expected.state_dict().items():
+        assert torch.equal(found[name], value), name
+    # Not the path of a cache, which adapters' configs would name.
+    assert model.name_or_path == expected.name_or_path == "org/repo"
+    assert model.config.name_or_path == "org/repo"
+    adapted = hfscale.from_pretrained("org/repo", peft_config=lora, **given)
+    hfscale.save_pretrained(adapted, tmp_path / "adapter")
+    told = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert told["base_model_name_or_path"] == "org/repo"
+    planned = hfscale.plan("org/repo", **given)
+    assert planned.by_name.keys() >= set(dict(expected.named_parameters()))
+    with pytest.raises(OSError, match="offline mode"):
+        hfscale.from_pretrained("org/repo", **{**given, "gguf_file": "z.gguf"})
