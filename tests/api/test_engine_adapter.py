@@ -1,12 +1,13 @@
 """An adapter of stacked experts, rewritten for engines, changes every stored weight as PEFT does."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import HRAConfig, LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedConfig
 
@@ -84,6 +85,47 @@ def test_stacked_as_stored_and_without_experts_stay_as_they_are(tmp_path: Path) 
         files = [load_file(Path(each) / "adapter_model.safetensors") for each in places[:2]]
         assert files[0].keys() == files[1].keys()
         assert all(torch.equal(files[0][key], files[1][key]) for key in files[0])
+
+
+REFUSED: dict[str, tuple[Any, int, str]] = {
+    "copies": (
+        LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"]),
+        67,
+        "got .*lm_head.weight, a weight of the model itself: merge",
+    ),
+    "a resized vocabulary": (
+        LoraConfig(r=2, target_modules=["q_proj"]),
+        70,
+        "and 70 tokens: merge",
+    ),
+    "trained biases": (
+        LoraConfig(r=2, target_modules=["q_proj"], bias="lora_only"),
+        67,
+        "got .*q_proj.*bias, a weight of the model itself: merge",
+    ),
+    "DoRA": (LoraConfig(r=2, target_modules=["q_proj"], use_dora=True), 67, "got DoRA: merge"),
+    "another method": (HRAConfig(r=2, target_modules=["q_proj"]), 67, "got HRA: merge"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers` to")
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_engines_do_not_add_is_refused(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Such an adapter is merged, or the file would be refused by the engine, or served in part."""
+    config, tokens, words = REFUSED[kind]
+    config.task_type = "CAUSAL_LM"
+    base = AutoModelForCausalLM.from_config(tiny("llama", vocab_size=67, attention_bias=True))
+    base.save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    if tokens != 67:
+        base.resize_token_embeddings(tokens, mean_resizing=False)
+    get_peft_model(base, config).save_pretrained(tmp_path / "adapter")
+    places = [str(tmp_path / name) for name in ("adapter", "out", "base")]
+    assert main(["convert", *places[:2], "--adapter-for", "vllm", "--base", places[2]]) == 2
+    assert re.search(words, capsys.readouterr().err)
+    assert main(["merge", places[2], places[0], str(tmp_path / "merged")]) == 0
 
 
 def test_it_needs_the_base(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

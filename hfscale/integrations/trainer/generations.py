@@ -36,6 +36,20 @@ from ...train.runtime import find_runtime, runtime_of
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # the ranks of adapters for which vLLM has room
 
 
+def _refuse_other_tokens(model: Any) -> None:
+    """Raise :class:`ConfigError` for a vocabulary that was resized: engines make room for the checkpoint's tokens."""
+    kind: Any = type(model.config)
+    config = kind.from_pretrained(model.name_or_path)
+    expected = config.get_text_config().vocab_size
+    found = model.config.get_text_config().vocab_size
+    if found != expected:
+        raise ConfigError(
+            f"vllm_mode='colocate' starts engines from the model's checkpoint, which must have its {found} tokens, got "
+            f"{expected} in {model.name_or_path}: save the resized model (hfscale.save_pretrained), adapters merged, "
+            "and load it from there"
+        )
+
+
 class LayoutEngine(EngineHooks):
     """TRL's engine for a parallelized model; a mixin before ``VLLMGeneration``."""
 
@@ -50,6 +64,8 @@ class LayoutEngine(EngineHooks):
                 "vllm_mode='colocate' starts engines from the model's checkpoint, and this model is from none: save it "
                 "(hfscale.save_pretrained), and load it with hfscale.from_pretrained"
             )
+        if self.mode == "colocate":
+            _refuse_other_tokens(runtime_of(self.model).model)
         quantized = runtime_of(self.model).plan.quantized
         if (
             quantized is not None

@@ -149,9 +149,13 @@ def test_an_engine_serves_adapters_over_weights_in_4_bits(
 
 
 def refused(name: str, path: str, out: str) -> str:
-    def nameless() -> Any:
+    def without_case() -> Any:
         with standing_in(path):
-            model = hfscale.from_config(tiny("llama"), parallel=ParallelConfig(**TP2))
+            parallel = ParallelConfig(**TP2)
+            if name == "resized":
+                model = hfscale.from_pretrained(path, parallel=parallel, resize_token_embeddings=99)
+            else:
+                model = hfscale.from_config(tiny("llama"), parallel=parallel)
             arguments = {
                 **SERVER,
                 "vllm_mode": "colocate",
@@ -167,7 +171,9 @@ def refused(name: str, path: str, out: str) -> str:
                 model, length_reward, config, prompts, processing_class=words
             )
 
-    return refusal_of(lambda: run_with_engine(CASES[name], path, out, TP2) if name else nameless())
+    if name not in CASES:
+        return refusal_of(without_case)
+    return refusal_of(lambda: run_with_engine(CASES[name], path, out, TP2))
 
 
 @pytest.mark.parametrize(
@@ -175,7 +181,8 @@ def refused(name: str, path: str, out: str) -> str:
     [
         ("qlora", "vllm_mode='colocate' without"),
         ("8 bits", "nf4 alone, and these weights are held in int8"),
-        ("", "hfscale.from_pretrained"),
+        ("from no checkpoint", "hfscale.from_pretrained"),
+        ("resized", "must have its 99 tokens"),
     ],
 )
 def test_what_an_engine_cannot_be_sent_is_refused(
