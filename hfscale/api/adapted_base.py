@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .._compat.peft import COPY
+from .._compat.peft import COPIES, COPY
 from .._compat.transformers.classes import empty_model, input_embedding
 from .._compat.transformers.prediction import refuse_adapters_of_prediction
 from ..checkpoint.stored_forms.scheme import split_stored_form
@@ -14,7 +14,7 @@ from ..config.parallel import ParallelConfig
 from ..distributed.files.reader import TensorOnDisk
 from ..distributed.files.sources import find_source
 from ..distributed.files.weight_files import open_tensors
-from ..errors import CheckpointError
+from ..errors import CheckpointError, ConfigError
 from ..features.adapters.adapter_structure import adapter_parameters, quietly
 from ..features.adapters.plan import plan_adapters
 from ..features.adapters.shared_values import read_fixed
@@ -99,6 +99,30 @@ class AdaptedBase:
                     "tie_word_embeddings=false in its config.json, with a copy of the weight under both names"
                 )
         return found
+
+    def refuse_beside_factors(self) -> None:
+        """Raise :class:`ConfigError` for what engines do not add to a base: other methods than plain LoRA, and weights
+        of the model itself, as trained copies and resized embeddings are.
+        """
+        method = getattr(self.config.peft_type, "value", self.config.peft_type)
+        dora = bool(getattr(self.config, "use_dora", False))
+        if method != "LORA" or dora:
+            raise ConfigError(
+                f"{self.directory} must be plain LoRA for an engine, got {'DoRA' if dora else method}: merge it "
+                "(hfscale merge)"
+            )
+        factors = {
+            self.keys[each.name]
+            for each in self.adapters
+            if each.name in self.keys and each.kept_in not in COPIES
+        }
+        other = next((key for key in self.trained if key not in factors), None)
+        if other is not None:
+            tokens = "" if self.tokens is None else f", and {self.tokens} tokens"
+            raise ConfigError(
+                f"{self.directory} must be low-rank factors alone for an engine, got {other}, a weight of the model "
+                f"itself{tokens}: merge it (hfscale merge)"
+            )
 
     def _refuse_missing(self, needed: Iterable[str]) -> None:
         missing = [key for key in needed if key not in self.trained]

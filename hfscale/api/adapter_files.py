@@ -24,7 +24,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .._compat.peft import COPIES, LORA_A, LORA_B
+from .._compat.peft import LORA_A, LORA_B
 from .._compat.transformers.classes import class_name, empty_model, stock_class
 from .._compat.transformers.stored import AsStored, convert, loaded_targets
 from ..checkpoint.carried import copy_tensors
@@ -325,7 +325,7 @@ def adapter_for_engine(
             f"{adapter} must be low-rank factors, got rows of {len(by_rows.tokens)} tokens of {by_rows.base}, which "
             "engines do not add to a base: merge it (hfscale merge)"
         )
-    _refuse_beside_factors(adapted)
+    adapted.refuse_beside_factors()
     stored = {key: tensor[...] for key, tensor in adapted.trained.items()}
     contents = {name: p.detach() for name, p in adapted.model.named_parameters()}
     as_stored = AsStored(adapted.model, contents)
@@ -358,31 +358,6 @@ def adapter_for_engine(
             json.dumps(settings, indent=2, sort_keys=True) + "\n"
         )
     return len(stored)
-
-
-def _refuse_beside_factors(adapted: AdaptedBase) -> None:
-    """Raise :class:`ConfigError` for what engines do not add to a base: other methods than plain LoRA, and weights of
-    the model itself, as trained copies and resized embeddings are.
-    """
-    method = getattr(adapted.config.peft_type, "value", adapted.config.peft_type)
-    dora = bool(getattr(adapted.config, "use_dora", False))
-    if method != "LORA" or dora:
-        raise ConfigError(
-            f"{adapted.directory} must be plain LoRA for an engine, got {'DoRA' if dora else method}: merge it "
-            "(hfscale merge)"
-        )
-    factors = {
-        adapted.keys[each.name]
-        for each in adapted.adapters
-        if each.name in adapted.keys and each.kept_in not in COPIES
-    }
-    other = next((key for key in adapted.trained if key not in factors), None)
-    if other is not None:
-        tokens = "" if adapted.tokens is None else f", and {adapted.tokens} tokens"
-        raise ConfigError(
-            f"{adapted.directory} must be low-rank factors alone for an engine, got {other}, a weight of the model "
-            f"itself{tokens}: merge it (hfscale merge)"
-        )
 
 
 def _pieces(

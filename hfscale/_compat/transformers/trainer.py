@@ -162,6 +162,12 @@ def seed_workers_by(loader: Any, rank: int) -> None:
         seed.keywords["rank"] = rank
 
 
+def random_states_of_processes(checkpoint: Path) -> int:
+    """Return how many processes of stock Trainer wrote RNG states into a checkpoint, each a file of its own."""
+    alone = (checkpoint / RANDOM).exists()
+    return 0 if alone else len(list(checkpoint.glob("rng_state_*.pth")))
+
+
 def read_random_states(checkpoint: Path) -> dict[str, Any] | None:
     """Return the contents of a checkpoint's :data:`RANDOM`: states of ``python``, ``numpy``, ``cpu``, devices, more."""
     if not (checkpoint / RANDOM).exists():

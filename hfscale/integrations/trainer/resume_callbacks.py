@@ -9,6 +9,7 @@ state from which the order was drawn, and, once the trained batches are skipped,
     checkpoint-N/hfscale_state/     every rank's own
 """
 
+import logging
 import random
 import warnings
 from contextlib import AbstractContextManager
@@ -21,10 +22,12 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import CallbackHandler
 
 from ..._compat.torch_device import device_module, is_accelerator
-from ..._compat.transformers.trainer import RANDOM, read_random_states
+from ..._compat.transformers.trainer import RANDOM, random_states_of_processes, read_random_states
 from ...checkpoint.random_states import random_states, restore_random_states
 from ...distributed.mesh import Mesh
 from ...train.runtime.writing import is_writer
+
+_log = logging.getLogger(__name__)
 
 
 class TrainerRandomStreams:
@@ -52,6 +55,12 @@ class TrainerRandomStreams:
         """
         mesh = self._mesh
         states = read_random_states(checkpoint)
+        if (processes := random_states_of_processes(checkpoint)) and not own and is_writer(mesh):
+            _log.warning(
+                "%s has RNG states of %d processes, which are not taken up: masks of dropout are others than theirs",
+                checkpoint,
+                processes,
+            )
         self._goes_on = True
         self._before = None
         self._left_off = None

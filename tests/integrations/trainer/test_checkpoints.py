@@ -116,6 +116,24 @@ def test_runs_go_on_from_shards_of_others(
         assert_equal(without_summary(found), without_summary(whole), layout)
 
 
+def test_masks_go_on_from_stocks_in_one_process(
+    start: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Those of several processes do not, and a line says so."""
+    case = replace(CASE, dropout=0.1)
+    whole = run(case, start, str(tmp_path / "stock"), None)
+    checkpoint = tmp_path / "stock" / "checkpoint-2"
+    resumed = replace(case, resume=str(checkpoint))
+    found = run(resumed, start, str(tmp_path / "ours"), {})
+    assert_equal(without_summary(found), without_summary(whole), {})
+    assert "RNG states" not in caplog.text
+    for process in range(2):
+        shutil.copyfile(checkpoint / "rng_state.pth", checkpoint / f"rng_state_{process}.pth")
+    (checkpoint / "rng_state.pth").unlink()
+    run(resumed, start, str(tmp_path / "again"), {})
+    assert "RNG states of 2 processes, which are not taken up" in caplog.text
+
+
 def test_averages_of_rows_and_columns_are_cut(pools: Pools, start: str, tmp_path: Path) -> None:
     case = replace(CASE, arguments={**CASE.arguments, "optim": "adafactor", "eval_strategy": "no"})
     whole = run(case, start, str(tmp_path / "stock"), None)
