@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._compat.transformers.added_layers import added_layers, stored_names
 from .._compat.transformers.classes import empty_copy, stock_class
 from .._compat.transformers.loading import from_no_path, loading_through
-from .._compat.transformers.prediction import attach_prediction, stored_names
 from .._compat.transformers.stored import Destination, checkpoint_targets
 from ..distributed.files.foreign import refuse_foreign
 from ..distributed.files.reader import (
@@ -36,7 +36,6 @@ from ..distributed.mesh import Mesh
 from ..errors import CheckpointError
 from ..features.adapters import by_peft
 from ..features.adapters.storage import load_adapter
-from ..features.prediction.plan import PredictionPlan
 from ..features.quantization.arrival import Quantizing, split_packed
 from ..features.quantization.quantized_modules import hold_packed
 from ..parallel.pipeline.placeholders import drop_other_stages
@@ -66,8 +65,10 @@ class _Loader:
         resized: Collection[str],
         form: StoredForm | None,
         source: Source | None,
+        like: Any,
     ) -> None:
         self.directory = directory
+        self.like = like
         self.source = source
         self.plan = plan
         self.mesh = mesh
@@ -87,7 +88,7 @@ class _Loader:
     ) -> dict[str, Any]:
         """Give the meta model local shapes; return the checkpoint as this rank's lazy tensors."""
         stored, packed = split_packed(as_plain(self._opened(files, model), self.form))
-        stored = self._with_prediction(model, stored)
+        stored = self._with_added_layers(model, stored)
         targets = checkpoint_targets(model, list(stored), weight_mapping)
         load_weights_as(
             stored, targets, {name: tensor.dtype for name, tensor in model.state_dict().items()}
@@ -138,18 +139,19 @@ class _Loader:
         self.directory = Path(files[0]).parent  # in the Hub's cache
         return open_tensors(files)
 
-    def _with_prediction(
+    def _with_added_layers(
         self, model: Any, stored: dict[str, TensorOnDisk]
     ) -> dict[str, TensorOnDisk]:
-        """Add planned multi-token-prediction layers to the model; return the tensors by their names there."""
-        if self.plan.feature(PredictionPlan) is None:
+        """Add what the planned model has besides to the model; return the tensors by their names there."""
+        added = added_layers(self.like)
+        if added is None:
             return stored
-        attach_prediction(model)
+        added.add(model)
         names = stored_names(model).read(model, stored)
         self.renamed = {name: key for key, name in names.items() if name is not None}
         if not self.renamed:
             _log.warning(
-                "the checkpoint has no multi-token-prediction layers, so these begin with random weights"
+                "the checkpoint has no %s, so these begin with random weights", added.words
             )
         return {
             name: tensor
@@ -353,7 +355,7 @@ def load_pretrained(
         kwargs["dtype"] = like.dtype
         first = not any(mesh.ranks.values())
         source = readable(directory / file, like, tells=first and mesh.layout.total_size > 1)
-    loader = _Loader(plan, mesh, directory, resized, form, source)
+    loader = _Loader(plan, mesh, directory, resized, form, source, like)
     loading = loading_through(
         loader.prepare, loader.name_here, loader.initialize, sourced=loader.source is not None
     )
