@@ -36,8 +36,8 @@ from ..distributed.mesh import Mesh
 from ..errors import CheckpointError
 from ..features.adapters import by_peft
 from ..features.adapters.storage import load_adapter
-from ..features.quantization.arrival import Quantizing, split_packed
-from ..features.quantization.quantized_modules import hold_packed
+from ..features.quantization.arrival import Quantizing, split_quantized
+from ..features.quantization.quantized_modules import hold_quantized
 from ..parallel.pipeline.placeholders import drop_other_stages
 from ..parallel.tensor import cut_parameters
 from ..plan import Plan
@@ -87,7 +87,7 @@ class _Loader:
         self, model: Any, weight_mapping: list[Any], files: list[str], quantizer: Any
     ) -> dict[str, Any]:
         """Give the meta model local shapes; return the checkpoint as this rank's lazy tensors."""
-        stored, packed = split_packed(as_plain(self._opened(files, model), self.form))
+        stored, quantized = split_quantized(as_plain(self._opened(files, model), self.form))
         stored = self._with_added_layers(model, stored)
         targets = checkpoint_targets(model, list(stored), weight_mapping)
         load_weights_as(
@@ -116,10 +116,10 @@ class _Loader:
         self._give_local_shapes(model)
         shown: dict[str, Any] = {}
         if self.quantizing is not None:
-            for key in packed:
+            for key in quantized:
                 if targets[key].name in self.quantizing.weights:
-                    self.quantizing.read_packed(
-                        targets[key].name, packed[key], targets[key].converter is not None
+                    self.quantizing.read_quantized(
+                        targets[key].name, quantized[key], targets[key].converter is not None
                     )
                     shown[key] = torch.empty(0)  # read when transformers reaches it
             self.quantizing.shape(self.converted)
@@ -128,7 +128,7 @@ class _Loader:
         remaining = {
             key: t
             for key, t in stored.items()
-            if targets[key].name not in parts and key not in packed
+            if targets[key].name not in parts and key not in quantized
         }
         return {**shown, **self._shown_one_by_one(remaining, targets)}
 
@@ -320,7 +320,7 @@ class _Loader:
                 parameter.data = parameter.data.to(shares.tensors[owner].dtype)
             put_parameter(model, name, parameter)
         for name, row in self.rows.items():
-            hold_packed(model, name, row.packing)
+            hold_quantized(model, name, row.encoding)
         return shares
 
 

@@ -2,7 +2,7 @@
 
 ::
 
-    weights     what the plan leaves of every parameter on the rank; of a quantized one, packed bytes and scales; under
+    weights     what the plan leaves of every parameter on the rank; of a quantized one, bytes and scales; under
                 a schedule without a flush older versions of what trains
     adapters    likewise of adapters
     gradients   of what trains
@@ -35,7 +35,7 @@ from ...plan import ParameterPlan, Plan
 from ...plan.columns import aligned
 from ...plan.cut import Cut, cut_shape
 from ...plan.feature_plans import gathered_in_8_bits, offloaded, recomputed, weights_in_8_bits
-from ...plan.quantized import BLOCK, OUTER_BLOCK, packed_scale_bytes
+from ...plan.quantized import BLOCK, OUTER_BLOCK, bytes_of_scales
 from ...plan.table import human
 from .activation_bytes import (
     Activations,
@@ -72,7 +72,7 @@ def likely_bytes(needed: float, activations: float) -> float:
 class MemoryEstimate:
     """Hold the bytes of one rank by kind; ``print`` it for one line per kind."""
 
-    weights: int  # of the model's parameters; packed bytes and scales of quantized ones
+    weights: int  # of the model's parameters; bytes and scales of quantized ones
     adapters: int
     gradients: int  # of the parameters that train
     optimizer: int  # its state, once there has been a step
@@ -269,7 +269,7 @@ def _padded(
 
 
 def _quantized_bytes(plan: Plan, planned: ParameterPlan, ranks: dict[str, int]) -> int:
-    """Return the packed bytes and scales of this rank's shard; data ranks hold rows of equal size."""
+    """Return the bytes and scales of this rank's shard; data ranks hold rows of equal size."""
     assert plan.quantized is not None
     transposed = planned.name in plan.quantized.transposed
     double = plan.quantized.double
@@ -283,7 +283,7 @@ def _quantized_bytes(plan: Plan, planned: ParameterPlan, ranks: dict[str, int]) 
         return values + 4 * local[-1 if transposed else -2]
     blocks = ceil(values / BLOCK)
     if sharded or len(local) == 3:  # bytes that hfscale packs
-        return matrices * (blocks * BLOCK // 2 + packed_scale_bytes(blocks, double))
+        return matrices * (blocks * BLOCK // 2 + bytes_of_scales(blocks, double))
     # scales, their scales, their mean, a table
     outer = blocks + 4 * ceil(blocks / OUTER_BLOCK) + 4 + _OUTER_CODE
     return ceil(values / 2) + (outer if double else 4 * blocks) + _CODE
@@ -293,9 +293,11 @@ def _copied(plan: Plan, held: Sequence[ParameterPlan], situation: Situation) -> 
     """Return the bytes of copies of 32-bit parameters; microbatches with the same weights share one."""
     all_cast = situation.mixed == "bf16_params"
     looked_up = _looked_up(plan, situation.pp_rank)
-    packed = frozenset(plan.quantized.weights) if plan.quantized is not None else frozenset[str]()
+    quantized = (
+        frozenset(plan.quantized.weights) if plan.quantized is not None else frozenset[str]()
+    )
     # Those in 8 bits are made again.
-    left = packed if all_cast else looked_up | packed | weights_in_8_bits(plan)
+    left = quantized if all_cast else looked_up | quantized | weights_in_8_bits(plan)
     copied = [
         p
         for p in held
@@ -332,8 +334,8 @@ def _gathered(plan: Plan, held: Sequence[ParameterPlan], situation: Situation) -
     for planned in held:
         layer = next((name for name in plan.layers if planned.name.startswith(f"{name}.")), "")
         size = weight_bytes(plan, planned, situation.ranks, _DATA)
-        packed = plan.quantized is not None and planned.name in plan.quantized.weights
-        cast = mixed and not packed
+        quantized = plan.quantized is not None and planned.name in plan.quantized.weights
+        cast = mixed and not quantized
         if _is_read_in_place(plan, planned, cast):
             continue
         if cast:

@@ -2,7 +2,7 @@
 
 Batches usually come from a loader on the CPU and are checked there, before they are copied, so the host never waits for
 a device. Batches that are already on the device are read back once, whatever their number. The checks of a step and the
-messages between ranks are packed into one tensor and read by the host together::
+messages between ranks are put into one tensor and read by the host together::
 
     per microbatch [valid labels, ids out of the vocabulary, packed, numbered, hash] --+
     per rank: refused?, number, shapes, hashes, pipeline stages' report              --+--gloo--> one read by the host
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ..._compat.torch_device import is_accelerator
 from ..._compat.transformers.computing import holds_documents, told_apart_by
-from ...distributed.host_buffers import packed, views_of
+from ...distributed.host_buffers import in_one_buffer, views_of
 from ...errors import ConfigError
 from ...plan.feature_plans import ROUTES
 from .writing import sum_or_raise
@@ -363,7 +363,7 @@ def to_device(batches: Sequence[Microbatch], device: torch.device) -> list[Micro
     if together:
         tensors = [value for value, _ in together.values()]
         forms = [(tensor.shape, tensor.dtype) for tensor in tensors]
-        sent = packed(tensors, forms, is_accelerator(device)).to(device, non_blocking=True)
+        sent = in_one_buffer(tensors, forms, is_accelerator(device)).to(device, non_blocking=True)
         for (_, places), value in zip(
             together.values(),
             views_of(sent, forms),
