@@ -13,7 +13,7 @@ from .._compat.transformers.classes import made_or_explained
 from ..config.options import Options
 from ..features.adapters.storage import config_class
 from ..plan.quantized import AS_STORED
-from ..train.guards import check_packed_rows
+from ..train.packed_rows.guard import check_packed_rows
 from .batch_sizes import expect_memory, per_rank
 from .checks import made_of
 from .dataset import END_OF_TEXT_ID, prepare

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..._compat.transformers.computing import told_apart_by
 from ..._compat.transformers.hidden_states import other_arguments
+from ..._compat.transformers.packed_rows import told_apart_by
 from ..._compat.transformers.prediction import PREDICTION
 from ...errors import ConfigError
 from ...parallel.tensor.loss import LossTerm, VocabParallelLoss

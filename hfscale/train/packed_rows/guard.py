@@ -16,24 +16,25 @@ import torch
 from torch import Tensor, nn
 
 from ..._compat.transformers.classes import stock_class
-from ..._compat.transformers.computing import (
+from ..._compat.transformers.computing import uses_flash_attention
+from ..._compat.transformers.packed_rows import (
     documents_here,
     holds_documents,
     packing,
+    starts_of,
     text_positions,
     told_apart_by,
-    uses_flash_attention,
     within_packing,
 )
 from ...distributed.ops.segments import Segments, keep_states_apart
 from ...errors import ConfigError
 from ...models.facts import ask
 from ...models.fields import lengths_of
-from ...plan.sequence_split import starts_of
 from ..runtime import Part, Runtime
-from ..runtime.batches import has_numbered_documents, tell_of_numbers, with_borders
+from ..runtime.batches import Microbatch
 from ..runtime.forward_passes import ForwardPasses, recomputing
 from ..runtime.shards import LocalWeights
+from .facts import has_numbered_documents, tell_of_numbers, with_document_lengths
 
 _WITHIN_ROW, _WITHIN_DOCUMENT = 8, 5
 """Lengths: the row of the proof is longer, and no document is; its longest document is, and no other."""
@@ -67,6 +68,13 @@ def check_packed_rows(
         ]
         given = [each for each in positions if each is not None and kind == "positions"]
         _refuse(model, kind, start, longest, given)
+
+
+def check_counted(model: Any, microbatches: Iterable[Microbatch]) -> None:
+    """Check the microbatches of a step that hold several documents in a row."""
+    packed = [microbatch for microbatch in microbatches if microbatch.holds_several]
+    if packed:
+        check_packed_rows(model, packed)
 
 
 def _refuse(
@@ -181,7 +189,7 @@ class PackedRows(Part):
                 return None
             stack.enter_context(packing(True, batch))
             return (
-                (args, {**kwargs, **with_borders(batch, model)})
+                (args, {**kwargs, **with_document_lengths(batch, model)})
                 if uses_flash_attention(model)
                 else None
             )
