@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..distributed.files.dcp import METADATA, optimizer_of
 from ..distributed.files.reader import ShareOnDisk, TensorOnDisk
-from ..distributed.files.zero import LATEST, OPTIMIZER_STATES, ZeroCheckpoint
+from ..distributed.files.sources import ask_added
 from ..errors import CheckpointError
 from ..plan import ParameterPlan
 from ..train.runtime import Runtime, like_sharded, runtime_of
@@ -66,10 +66,8 @@ def _found(directory: Path) -> OptimizerSource | None:
     for path in (directory / name for name in _WHOLE):
         if path.exists():
             return OptimizerSource(path, read_state_dict(path), named=False)
-    if (directory / LATEST).exists() or any(directory.glob(OPTIMIZER_STATES)):
-        zero = ZeroCheckpoint(directory)
-        return OptimizerSource(zero.directory, zero.optimizer(), True, zero.schedule, zero.step)
-    return None
+    added: OptimizerSource | None = ask_added("find_optimizer", directory)
+    return added
 
 
 def load_optimizer(

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from .._compat.transformers.added_layers import added_layers, stored_names
 from .._compat.transformers.classes import empty_copy, stock_class
-from .._compat.transformers.loading import from_no_path, loading_through
+from .._compat.transformers.loading import FILE, from_no_path, loading_through
 from .._compat.transformers.stored import Destination, checkpoint_targets
 from ..distributed.files.foreign import refuse_foreign
 from ..distributed.files.reader import (
@@ -47,7 +47,6 @@ from ..train.runtime.shards import LocalWeights, local_tensor
 from ..train.runtime.writing import all_or_none
 from .carried import note_carried
 from .coverage import check_coverage
-from .gguf_weights import readable
 from .merged import merged_parameters, parts_of_share, stored_sources
 from .overwrites import find_overwrites, initialize_around
 from .stored_forms.forms import as_plain, load_weights_as
@@ -348,13 +347,13 @@ def load_pretrained(
         if index.exists():
             named_files(index)
     kwargs = {**kwargs, **_placed(plan, mesh)}
-    file = kwargs.pop("gguf_file", None)
-    if file is None:
-        source = find_source(directory)
-    else:
-        kwargs["dtype"] = like.dtype
+    file = kwargs.pop(FILE, "")
+    source = find_source(directory / file)
+    if source is not None:
         first = not any(mesh.ranks.values())
-        source = readable(directory / file, like, tells=first and mesh.layout.total_size > 1)
+        source = source.fitting(like, tells=first and mesh.layout.total_size > 1)
+    if file:
+        kwargs["dtype"] = like.dtype
     loader = _Loader(plan, mesh, directory, resized, form, source, like)
     loading = loading_through(
         loader.prepare, loader.name_here, loader.initialize, sourced=loader.source is not None
