@@ -177,7 +177,7 @@ def take_apart(runtime: Runtime) -> LocalWeights:
     runtime.restore()
     for part in runtime.parts:
         part.take_out(runtime, shares)
-    quantized = runtime.plan.quantized.weights if runtime.plan.quantized is not None else ()
+    quantized = runtime.plan.quantized_weights
     made: dict[str, nn.Parameter] = {}
     for planned in runtime.plan.parameters:
         if (

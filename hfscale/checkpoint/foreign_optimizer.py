@@ -139,7 +139,7 @@ def restore_optimizer(
         CheckpointError: other parameters train now, or in other groups; or blocks of 8 bits would be cut.
     """
     planned = {id(parameter): planned for planned, parameter in runtime.parameters()}
-    mine = [[planned[id(p)].name for p in group["params"]] for group in optimizer.param_groups]
+    mine = names_here(runtime, optimizer)
     groups = written["param_groups"]
     number = _numbers(runtime, groups, names)
     fits = len(mine) == len(groups) and all(
@@ -183,13 +183,17 @@ def _numbers(
     }
 
 
+def names_here(runtime: Runtime, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+    """Return this rank's parameters in each group."""
+    held = {id(parameter): planned.name for planned, parameter in runtime.parameters()}
+    return [[held[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+
+
 def names_of_groups(runtime: Runtime, optimizer: torch.optim.Optimizer) -> list[list[str]] | None:
     """Return the parameters in each group over all stages, as one process has them; ``None`` where stages leave open in
     which order. Collective.
     """
-    held = {id(parameter): planned.name for planned, parameter in runtime.parameters()}
-    mine = [[held[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-    every = runtime.mesh.all_gather_object(mine)
+    every = runtime.mesh.all_gather_object(names_here(runtime, optimizer))
     place = {planned.name: number for number, planned in enumerate(runtime.plan.owned())}
     tied = {name for name in place if len(runtime.plan.holders(name)) > 1}
     groups = []

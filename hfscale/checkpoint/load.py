@@ -289,12 +289,8 @@ class _Loader:
         for name, overwrite in find_overwrites(empty_copy(model), self.stored).items():
             planned = self.plan.by_name[self.plan.by_name[name].tied_to or name]
             # transformers never initializes quantized modules
-            if planned.name in shares.tensors and planned.name not in self._quantized:
+            if planned.name in shares.tensors and planned.name not in self.plan.quantized_weights:
                 overwrite.apply(shares.tensors[planned.name], planned, self.mesh.ranks)
-
-    @property
-    def _quantized(self) -> Collection[str]:
-        return () if self.plan.quantized is None else self.plan.quantized.weights
 
     def shares(self, model: Any) -> LocalWeights:
         """Return the loaded weights as this rank's final shards, and put the meta parameters back into the model."""
@@ -312,7 +308,7 @@ class _Loader:
         for name, parameter in self.meta.items():
             # transformers may have changed a parameter's dtype or requires_grad while loading.
             owner = self.plan.by_name[name].tied_to or name
-            if owner in self._quantized:
+            if owner in self.plan.quantized_weights:
                 continue
             parameter.requires_grad_(loaded[self.held[owner]].requires_grad)
             if parameter.dtype != shares.tensors[owner].dtype:

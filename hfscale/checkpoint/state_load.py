@@ -111,7 +111,7 @@ class _Found:
 
     def _check_weights(self) -> None:
         plan = self.runtime.plan
-        frozen = plan.quantized.weights if plan.quantized is not None else ()
+        frozen = plan.quantized_weights
         known = {
             f"weights/{planned.name}" for planned in plan.owned() if planned.name not in frozen
         }

@@ -175,10 +175,9 @@ def matrix_entries(plan: Plan) -> dict[str, int]:
 
 def _gathered_bytes(plan: Plan, mixed: bool) -> float:
     """Return the bytes of a weight as data ranks gather it: in the compute dtype, in 8 bits, or quantized."""
-    quantized = frozenset[str]()
+    quantized = frozenset(plan.quantized_weights)
     size = 0.0
     if plan.quantized is not None:
-        quantized = frozenset(plan.quantized.weights)
         size = plan.quantized.size or _STORED[plan.quantized.bits]
     types = {p.name: 2 if mixed else p.dtype.itemsize for p in plan.owned()}
     types |= dict.fromkeys(gathered_in_8_bits(plan), 1)

@@ -27,7 +27,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from math import ceil, prod
-from typing import Any
+from typing import Any, TypeVar
 
 from ...config.schedules import schedule_of
 from ...extensions import provided
@@ -59,6 +59,7 @@ _BESIDE = (
     "apart",
     "notes",
 )
+_Bytes = TypeVar("_Bytes", int, float)
 _CODE = 4 * 16  # bytes of the table of 4-bit values, one per weight
 _OUTER_CODE = 4 * 256
 
@@ -185,6 +186,15 @@ def estimate_memory(
     )
 
 
+def most_at_once(
+    kept: _Bytes, loss: _Bytes, running: _Bytes, first: _Bytes, gradients: _Bytes
+) -> _Bytes:
+    """Return the bytes of the fullest moment: beside all that is ``kept``, in the loss or while the last layer is
+    ``running``; or in the ``first`` layer, once there are ``gradients`` of those behind it.
+    """
+    return max(kept + max(loss, running), first + gradients)
+
+
 def _bytes_not_at_once(
     plan: Plan,
     situation: Situation,
@@ -204,10 +214,12 @@ def _bytes_not_at_once(
     if recomputed(plan).tile:  # every tile adds to the gradients of its layer
         behind += sum(size for name, size in sizes.items() if name.startswith(last))
     running = found.again + found.passing
-    most = max(
-        found.kept + found.behind + all_kinds.loss,
-        found.kept + max(found.in_norm, running) + behind,
-        found.last + running + sum(size for name, size in sizes.items() if name not in later),
+    most = most_at_once(
+        found.kept,
+        found.behind + all_kinds.loss,
+        max(found.in_norm, running) + behind,
+        found.last + running,
+        sum(size for name, size in sizes.items() if name not in later),
     )
     return all_kinds.activations + all_kinds.backward + all_kinds.loss + sum(sizes.values()) - most
 
@@ -250,7 +262,7 @@ def weight_bytes(
 ) -> int:
     """Return a parameter's bytes on the rank at ``ranks``, unsharded over ``axes``; data shards are padded alike."""
     cuts = [cut for cut in planned.cuts if cut.axis not in axes]
-    if plan.quantized is not None and planned.name in plan.quantized.weights:
+    if planned.name in plan.quantized_weights:
         shards = prod(cut.size for cut in planned.cuts if cut.axis in axes)
         return shards * _quantized_bytes(plan, planned, ranks)
     return prod(_padded(planned.shape, cuts, ranks)) * planned.dtype.itemsize
@@ -293,9 +305,7 @@ def _copied(plan: Plan, held: Sequence[ParameterPlan], situation: Situation) -> 
     """Return the bytes of copies of 32-bit parameters; microbatches with the same weights share one."""
     all_cast = situation.mixed == "bf16_params"
     looked_up = _looked_up(plan, situation.pp_rank)
-    quantized = (
-        frozenset(plan.quantized.weights) if plan.quantized is not None else frozenset[str]()
-    )
+    quantized = frozenset(plan.quantized_weights)
     # Those in 8 bits are made again.
     left = quantized if all_cast else looked_up | quantized | weights_in_8_bits(plan)
     copied = [
@@ -334,8 +344,7 @@ def _gathered(plan: Plan, held: Sequence[ParameterPlan], situation: Situation) -
     for planned in held:
         layer = next((name for name in plan.layers if planned.name.startswith(f"{name}.")), "")
         size = weight_bytes(plan, planned, situation.ranks, _DATA)
-        quantized = plan.quantized is not None and planned.name in plan.quantized.weights
-        cast = mixed and not quantized
+        cast = mixed and planned.name not in plan.quantized_weights
         if _is_read_in_place(plan, planned, cast):
             continue
         if cast:

@@ -85,12 +85,9 @@ def _refuse(
     given: list[Tensor],
 ) -> None:
     """Refuse documents separated by ``kind``, in rows of up to ``longest`` tokens with the ``given`` positions."""
-    made, flash, masked, config = (
-        stock_class(model),
-        uses_flash_attention(model),
-        kind == "mask",
-        model.config,
-    )
+    made = stock_class(model)
+    flash = uses_flash_attention(model)
+    masked = kind == "mask"
 
     def found(name: str = "", length: int = 0) -> str:
         about = (
@@ -108,7 +105,7 @@ def _refuse(
         why = found()
     if not why:
         why, where = _beyond_lengths(
-            lengths_of(config), found, longest, [positions - start for positions in given]
+            lengths_of(model.config), found, longest, [positions - start for positions in given]
         )
     if why:
         told = (

@@ -95,6 +95,5 @@ class LocalWeights:
         """Return shards without those that are ``lacking`` values still, and without quantized ones, whose bytes may
         lie in a type of floating-point numbers.
         """
-        quantized = None if self.plan is None else self.plan.quantized
-        skipped = {*lacking, *(() if quantized is None else quantized.weights)}
+        skipped = {*lacking, *(() if self.plan is None else self.plan.quantized_weights)}
         return {name: tensor for name, tensor in self.tensors.items() if name not in skipped}
