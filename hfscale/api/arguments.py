@@ -14,9 +14,8 @@ from .. import errors
 from .._compat.transformers.classes import classes_by_config, made_or_explained
 from .._compat.transformers.loading import FILE, HUB_ARGUMENTS, loading_arguments
 from ..config.parallel import ParallelConfig
-from ..distributed.files.foreign import refuse_foreign, written_elsewhere
 from ..distributed.files.replace import finish_move
-from ..distributed.files.sources import find_source
+from ..distributed.files.sources import find_source, refuse_foreign, written_elsewhere
 from ..models.fields import field
 from ..plan.quantized import AS_STORED
 from .located import located, reachable

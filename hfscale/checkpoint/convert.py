@@ -15,9 +15,8 @@ from .._compat.transformers.classes import empty_model
 from .._compat.transformers.stored import AsStored
 from ..config.parallel import AXES, ParallelConfig
 from ..distributed.files.complete import MARK, content_problems, read_mark
-from ..distributed.files.foreign import written_elsewhere
 from ..distributed.files.replace import finish_move
-from ..distributed.files.sources import find_source, has_weights
+from ..distributed.files.sources import find_source, has_weights, written_elsewhere
 from ..distributed.files.weight_files import open_tensors, weight_files
 from ..distributed.files.writer import REPLACED, CheckpointWriter
 from ..distributed.mesh import Mesh

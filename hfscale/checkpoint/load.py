@@ -20,7 +20,6 @@ from .._compat.transformers.added_layers import added_layers, stored_names
 from .._compat.transformers.classes import empty_copy, stock_class
 from .._compat.transformers.loading import FILE, from_no_path, loading_through
 from .._compat.transformers.stored import Destination, checkpoint_targets
-from ..distributed.files.foreign import refuse_foreign
 from ..distributed.files.reader import (
     ResizedOnDisk,
     ShareOnDisk,
@@ -29,7 +28,7 @@ from ..distributed.files.reader import (
     named_files,
 )
 from ..distributed.files.replace import finish_move
-from ..distributed.files.sources import Source, find_source
+from ..distributed.files.sources import Source, find_source, refuse_foreign
 from ..distributed.files.stored_rows import StoredRow
 from ..distributed.files.weight_files import TORCH_INDEX, open_tensors
 from ..distributed.mesh import Mesh

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...errors import CheckpointError
 from ...extensions import all_provided
 from .dcp import METADATA, open_checkpoint
 from .reader import TensorOnDisk
@@ -81,6 +82,10 @@ class AddedSource:
 
     def locate(self, path: Any, kwargs: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
         """Return the directory, and transformers' arguments, of a file that arguments of ``from_pretrained`` name."""
+        return None
+
+    def recognize(self, source: Path) -> str | None:
+        """Return what another program wrote to a file or directory, or just below it, and the tool that converts it."""
         return None
 
     def rename(
@@ -154,3 +159,21 @@ def open_weights(directory: Path) -> dict[str, TensorOnDisk]:
         return open_tensors(files)
     source = find_source(directory)
     return {} if source is None or source.file is not None else source.open()
+
+
+def written_elsewhere(source: Path) -> str | None:
+    """Return what another program wrote to a file or directory, or just below it, and the tool that converts it."""
+    recognized: str | None = ask_added("recognize", source)
+    return recognized
+
+
+def refuse_foreign(source: Path) -> None:
+    """Raise :class:`CheckpointError` if a directory has no weights that are read, but another trainer's."""
+    if (
+        source.is_dir()
+        and not has_weights(source)
+        and (found := written_elsewhere(source)) is not None
+    ):
+        raise CheckpointError(
+            f"{source} must be a Hugging Face directory with safetensors, and it holds {found}"
+        )
