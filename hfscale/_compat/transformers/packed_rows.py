@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor, nn
 from transformers import masking_utils
@@ -68,27 +68,24 @@ def told_apart_by(batch: Mapping[str, Any]) -> str:
 def holds_documents(batch: Mapping[str, Any]) -> Tensor | None:
     """Return a flag that says whether some row holds several documents; ``None`` where none can."""
     kind = told_apart_by(batch)
-    positions = batch.get("position_ids")
-    mask = batch.get("attention_mask")
+    positions: Any = batch.get("position_ids")
+    mask: Any = batch.get("attention_mask")
+    if not kind:
+        return None
     if kind == "mask":
-        mask = cast(Tensor, mask)
         seen = mask > -1.0 if mask.is_floating_point() else mask != 0
         itself, before, after = (seen.diagonal(offset, -2, -1) for offset in (0, -1, 1))
         return (itself[..., 1:] & itself[..., :-1] & ~before & ~after).any()
     # Time never runs back within a document, and no two of its tokens are at one place.
     if kind == "axes":
-        positions = cast(Tensor, positions)
         steps = positions.diff(dim=-1)
         begins = (steps[0] < 0) | (steps == 0).all(0)
         if isinstance(mask, Tensor) and mask.ndim == 2:
             attended = mask[:, -positions.shape[-1] :].to(begins.device) != 0
             begins = begins & attended[:, 1:] & attended[:, :-1]
         return begins.any()
-    return (
-        begins_anew(cast(Tensor, text_positions(cast(Tensor, positions))), mask).any()
-        if kind
-        else None
-    )
+    of_text: Any = text_positions(positions)
+    return begins_anew(of_text, mask).any()
 
 
 def keep_documents_apart(
