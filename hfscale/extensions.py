@@ -52,6 +52,9 @@ class Extension:
     gradient_compressions: Mapping[str, str] = field(default_factory=dict)
     """Value of ``gradient_compression`` -> the place of its
     :class:`~hfscale.parallel.data.gradient_compression.Compressor`."""
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """Format -> the place of an :class:`~hfscale.distributed.files.sources.AddedSource`, which finds and reads weights
+    of another program."""
     parts: Mapping[str, str] = field(default_factory=dict)
     """Feature -> the place of its :class:`~hfscale.train.runtime.Part`, installed before what guards the model."""
 

@@ -36,7 +36,7 @@ from transformers.models.auto.modeling_auto import (
 import hfscale
 from hfscale.models.clone import tiny_clone
 from hfscale.models.facts import TABLE, Facts, digest
-from hfscale.train.guards.packed_rows import check_packed_rows
+from hfscale.train.packed_rows.guard import check_packed_rows
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.families import config_of

@@ -6,6 +6,7 @@ across a few steps, counting what is imported for type checkers and within funct
 
 import ast
 import io
+import re
 import tokenize
 from collections import Counter
 from collections.abc import Iterator
@@ -189,3 +190,18 @@ def test_a_feature_is_planned_in_its_own_folder() -> None:
     places = {function.__name__: function.__module__ for function in PLAN_PARTS}
     assert {name: place for name, place in places.items() if not place.endswith(".plan")} == {}
     assert {place.split(".")[1] for place in places.values()} == {"features", "parallel"}
+
+
+def test_a_feature_is_named_in_few_files() -> None:
+    """The table of parts, that of added layers, the options and their recipes, and what transformers has of it."""
+    named = re.compile(r"mtp_|\bmtp\b|multi.token|prediction\.(part|plan)|\bPREDICTION\b")
+    files = {module for module, path in FILES.items() if named.search(path.read_text())}
+    outside = {module for module in files if not module.startswith("hfscale.features.prediction")}
+    assert outside == {
+        "hfscale._compat.transformers.prediction",
+        "hfscale.api.assemble",
+        "hfscale.api.build",
+        "hfscale.config.options",
+        "hfscale.features.added_layers",
+        "hfscale.recipes.schema",
+    }

@@ -35,10 +35,10 @@ def functional() -> Any:
 def misreads_rows(width: int) -> bool:
     """Return whether bitsandbytes' CPU kernel, as of 0.50.2, takes wrong scales for 4-bit rows of ``width`` values."""
     matrix = torch.linspace(-1, 1, 64 * width).pow(3).view(64, width)
-    packed, state = functional().quantize_4bit(matrix, blocksize=64, quant_type="nf4")
-    values = functional().dequantize_4bit(packed, state)
+    stored, state = functional().quantize_4bit(matrix, blocksize=64, quant_type="nf4")
+    values = functional().dequantize_4bit(stored, state)
     state.shape = torch.Size((1, 64 * width))
-    return not torch.equal(values, functional().dequantize_4bit(packed, state).view_as(values))
+    return not torch.equal(values, functional().dequantize_4bit(stored, state).view_as(values))
 
 
 def optimizers() -> Any:
@@ -93,7 +93,7 @@ def keep_layout(module: Any) -> None:
 
 
 def set_state(module: Any, parameter: Any, state: Any) -> None:
-    """Set the quantization state, whose scales are not quantized, of ``parameter``, packed in ``module``."""
+    """Set the quantization state, whose scales are not quantized, of ``parameter``, held in ``module``."""
     parameter.quant_state = module.quant_state = state
     parameter.bnb_quantized = True
     parameter.compress_statistics = False

@@ -96,7 +96,7 @@ class EngineHooks(_Mixin):
         return chain(list(islice(weights, 1)), weights)
 
     def sync_weights(self) -> None:
-        """Send the weights; TRL's own writes into parameters that a colocated engine may have packed as it loaded."""
+        """Send the weights; TRL's own writes into parameters that a colocated engine may convert as it loads."""
         if self.mode == "server":
             super().sync_weights()
             return

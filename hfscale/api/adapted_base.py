@@ -8,7 +8,6 @@ import torch
 
 from .._compat.peft import COPIES, COPY
 from .._compat.transformers.classes import empty_model, input_embedding
-from .._compat.transformers.prediction import refuse_adapters_of_prediction
 from ..checkpoint.stored_forms.scheme import split_stored_form
 from ..config.parallel import ParallelConfig
 from ..distributed.files.reader import TensorOnDisk
@@ -25,6 +24,7 @@ from ..features.adapters.storage import (
     stored_names,
     weights_file,
 )
+from ..features.added_layers import refuse_adapters
 from .build_plan import build_plan
 
 PREFIX = "base_model.model."
@@ -45,7 +45,7 @@ class AdaptedBase:
         self.config = config
         self.directory = adapter
         self.trained: dict[str, TensorOnDisk] = open_tensors([weights_file(adapter)])
-        refuse_adapters_of_prediction(self.trained, str(adapter))
+        refuse_adapters(self.trained, str(adapter))
         try:
             self.model, wrapped = empty_model(base, trusted), empty_model(base, trusted)
         except (LookupError, OSError) as error:

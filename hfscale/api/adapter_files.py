@@ -295,7 +295,7 @@ def _logits(
         **({"trust_remote_code": True} if trusted else {}),
     }
     model: Any
-    # Transformers computes with packed weights only on some GPUs.
+    # Transformers computes with quantized weights only on some GPUs.
     if form_in(directory) is not None:
         options["resize_token_embeddings"] = tokens
         model = from_pretrained(directory, auto_class=kind, peft_config=adapter, **options)

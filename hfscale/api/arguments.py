@@ -12,11 +12,10 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from .. import errors
 from .._compat.transformers.classes import classes_by_config, made_or_explained
-from .._compat.transformers.loading import HUB_ARGUMENTS, loading_arguments
+from .._compat.transformers.loading import FILE, HUB_ARGUMENTS, loading_arguments
 from ..config.parallel import ParallelConfig
-from ..distributed.files.foreign import refuse_foreign, written_elsewhere
 from ..distributed.files.replace import finish_move
-from ..distributed.files.sources import find_source
+from ..distributed.files.sources import find_source, refuse_foreign, written_elsewhere
 from ..models.fields import field
 from ..plan.quantized import AS_STORED
 from .located import located, reachable
@@ -90,9 +89,9 @@ def load_config(path: str, kwargs: Mapping[str, Any]) -> tuple[PreTrainedConfig,
         if key not in ("dtype", "torch_dtype")
     }
     given = taken.pop("config", None)
-    file = taken.pop("gguf_file", None)
+    file = taken.pop(FILE, None)
     if given is None and file is not None:
-        taken["gguf_file"] = file
+        taken[FILE] = file
     elif given is None:
         refuse_weights_alone(Path(path, kwargs.get("subfolder") or ""))
     elif not isinstance(given, PreTrainedConfig | str | os.PathLike):
@@ -104,7 +103,7 @@ def load_config(path: str, kwargs: Mapping[str, Any]) -> tuple[PreTrainedConfig,
         rest = taken
     else:
         config, rest = _read_config(path, given or path, taken)
-    rest = {key: value for key, value in rest.items() if key not in (*HUB_ARGUMENTS, "gguf_file")}
+    rest = {key: value for key, value in rest.items() if key not in (*HUB_ARGUMENTS, FILE)}
     return config, {
         **rest,
         **{key: kwargs[key] for key in ("dtype", "torch_dtype", *_CODE) if key in kwargs},
@@ -115,7 +114,7 @@ def _read_config(path: str, source: Any, taken: dict[str, Any]) -> tuple[Any, di
     """Return the config of ``source``, which may be another place than the ``path`` of the weights, and what is left of
     the arguments ``taken``.
     """
-    file = os.path.join(path, taken.get("gguf_file") or "config.json")
+    file = os.path.join(path, taken.get(FILE) or "config.json")
     try:
         with made_or_explained(file if os.path.isdir(path) else path):
             told, _ = PreTrainedConfig.get_config_dict(source, **taken)
@@ -186,7 +185,7 @@ def arguments_with_config(
         in {
             *unread,
             *HUB_ARGUMENTS,
-            "gguf_file",
+            FILE,
         }
     }
     by_host = {} if quantization in (None, AS_STORED) else {"quantization_config": quantization}

@@ -41,8 +41,8 @@ from ..parallel.tensor.plan import plan_own_loss, plan_tensor, plan_vocabulary
 from ..parallel.tensor.sequence.plan import plan_sequence
 from ..plan import Plan
 from ..plan.drafting.draft import Draft
-from ..train.guards.packed_rows import PackedRows
 from ..train.guards.part import SharedBatch, StockCode
+from ..train.packed_rows.guard import PackedRows
 from ..train.runtime import Part, Runtime, local_tensor
 from ..train.runtime.parameter_names import put_parameter
 from ..train.runtime.shards import LocalWeights
@@ -177,7 +177,7 @@ def take_apart(runtime: Runtime) -> LocalWeights:
     runtime.restore()
     for part in runtime.parts:
         part.take_out(runtime, shares)
-    quantized = runtime.plan.quantized.weights if runtime.plan.quantized is not None else ()
+    quantized = runtime.plan.quantized_weights
     made: dict[str, nn.Parameter] = {}
     for planned in runtime.plan.parameters:
         if (

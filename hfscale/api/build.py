@@ -30,6 +30,7 @@ from ..features.adapters import (
     read_config,
     wrapped_by_peft,
 )
+from ..features.added_layers import asked_for
 from ..features.precision.liger_kernels import check_kernels
 from ..features.quantization.quantized_modules import (
     check_quantization,
@@ -235,7 +236,7 @@ def from_config(
         hf_kwargs, auto_class, config, inspect.signature(from_config).parameters
     )
     arguments.check_sizes(config)
-    outline = Outline(config, auto_class, hf_kwargs, predicts=options.mtp_loss_weight is not None)
+    outline = Outline(config, auto_class, hf_kwargs, added=asked_for(options))
     return build(FromSeed(outline, seed), layout, options, adapter, seed)
 
 
@@ -377,7 +378,11 @@ def _outline(
         raise ConfigError(
             "quantization_config= is given, and the checkpoint is quantized already: leave it out"
         )
-    predicts = options.mtp_loss_weight is not None
     return Outline(
-        config, auto_class, kwargs, stored or quantization, stored is not None, predicts=predicts
+        config,
+        auto_class,
+        kwargs,
+        stored or quantization,
+        stored is not None,
+        added=asked_for(options),
     )

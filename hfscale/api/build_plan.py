@@ -43,8 +43,8 @@ def build_plan(
             draft.problem(str(error))
     layers = find_layers(draft, draft.blueprint)
     draft.layers = [
-        *(name for name in layers if not name.startswith(tuple(draft.predictors))),
-        *draft.predictors,
+        *(name for name in layers if not name.startswith(tuple(draft.added_layers))),
+        *draft.added_layers,
     ]
     for plan_part in plan_parts():
         plan_part(draft)

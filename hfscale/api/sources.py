@@ -20,8 +20,8 @@ from .._compat.torch import (
     own_buffers,
     own_parameters,
 )
+from .._compat.transformers.added_layers import AddedLayers
 from .._compat.transformers.classes import built_or_explained, class_name, empty_copy, from_config
-from .._compat.transformers.prediction import attach_prediction
 from ..checkpoint import load_pretrained
 from ..checkpoint.load import materialize_buffers
 from ..checkpoint.merged import plan_as_stored
@@ -68,7 +68,7 @@ class Outline:
     stored: bool = False  # whether the checkpoint is quantized, and stays so
     # Of quantized weights in the checkpoint that are loaded as plain values.
     form: StoredForm | None = None
-    predicts: bool = False  # whether multi-token-prediction layers are added
+    added: Collection[AddedLayers] = ()  # layers beyond those of the stock model
 
     def __post_init__(self) -> None:
         self.config, form = split_stored_form(self.config)
@@ -82,8 +82,8 @@ class Outline:
             model = from_config(
                 self.auto_class, self.config, **model_arguments(self.kwargs, is_auto)
             )
-            if self.predicts:
-                attach_prediction(model)
+            for added in self.added:
+                added.add(model)
         return model
 
     def resized(self, tokens: int | None) -> tuple["Outline", frozenset[str]]:
@@ -193,7 +193,7 @@ class FromCheckpoint(FromSeed):
         if planned.model.dtype == model.dtype:
             return super().template(model)
         kwargs = {"dtype": model.dtype, **code_arguments(self.kwargs)}  # the checkpoint has decided
-        return Outline(model.config, planned.auto_class, kwargs, predicts=planned.predicts).model
+        return Outline(model.config, planned.auto_class, kwargs, added=planned.added).model
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Copy checkpoint contents that the stock class does not load: ``mtp.*``, drafters, a tokenizer's files.
+"""Copy checkpoint contents that the stock class does not load: of draft layers, a tokenizer's files.
 
 transformers ignores such tensors, so a plain save would lose them, and with them speculative decoding. They do not
 train: a save copies them, one by one and unchanged, from the checkpoint that the model was loaded from.

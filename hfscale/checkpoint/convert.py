@@ -10,18 +10,18 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from .._compat.transformers.added_layers import stored_names
 from .._compat.transformers.classes import empty_model
-from .._compat.transformers.prediction import PREDICTION, attach_prediction, stored_names
 from .._compat.transformers.stored import AsStored
 from ..config.parallel import AXES, ParallelConfig
 from ..distributed.files.complete import MARK, content_problems, read_mark
-from ..distributed.files.foreign import written_elsewhere
 from ..distributed.files.replace import finish_move
-from ..distributed.files.sources import find_source, has_weights
+from ..distributed.files.sources import find_source, has_weights, written_elsewhere
 from ..distributed.files.weight_files import open_tensors, weight_files
 from ..distributed.files.writer import REPLACED, CheckpointWriter
 from ..distributed.mesh import Mesh
 from ..errors import CheckpointError
+from ..features.added_layers import named_in
 from ..train.runtime.writing import all_or_none, atomic_directory
 from .carried import carried_tensors, copy_files, copy_tensors, note_carried, stored_keys
 from .convert_source import describe_source
@@ -101,8 +101,8 @@ def _write_model(
     if reader.index.carried is not None:
         source, names = reader.index.carried
         note_carried(model, Path(source), names)
-    if any(name.startswith(f"{PREDICTION}.") for name in stored):
-        attach_prediction(model)
+    for added in named_in(stored):
+        added.add(model)
         stored_names(model).read(model, stored_keys(model))
     converted = AsStored(model, contents)
     again = quantized_again(model) if as_stored else QuantizedAgain()

@@ -11,16 +11,14 @@ import torch
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from .._compat.transformers.classes import class_name, empty_model, model_of
-from .._compat.transformers.gguf import config_of_gguf
+from .._compat.transformers.classes import class_name, empty_model
 from .._compat.transformers.stored import AsStored
 from ..distributed.files.reader import TensorOnDisk
-from ..distributed.files.sources import GgufSource, Source
+from ..distributed.files.sources import Source
 from ..distributed.files.writer import REPLACED, CheckpointWriter
 from ..errors import CheckpointError
 from ..train.runtime.writing import atomic_directory
 from .carried import copy_files, note_carried
-from .gguf_weights import readable, write_small_files
 from .save import write_parameter
 from .stored_forms.encoding import QuantizedAgain
 
@@ -39,22 +37,21 @@ def convert_source(
 
     Args:
         config: the directory with the model's ``config.json``, whose small files are copied; by default the source's,
-            or what a GGUF file says itself.
+            or what its one file says itself.
 
     Raises:
         CheckpointError: the weights are not those of the config's class, or pieces of them are missing.
     """
-    gguf = source.path if isinstance(source, GgufSource) else None
-    home = _home(source, config) if gguf is None or config is not None else gguf
+    own = source.file if config is None else None
+    home = own or _home(source, config)
+    given = source
     try:
-        model = (
-            model_of(config_of_gguf(gguf)) if home == gguf else empty_model(home, trust_remote_code)
-        )
+        model = source.build_model() if own else empty_model(home, trust_remote_code)
     except (LookupError, ValueError, OSError) as error:
         raise CheckpointError(
             f"{home}: the model cannot be built from its config: {error}"
         ) from error
-    source = source if gguf is None else readable(gguf, model)
+    source = source.fitting(model)
     stored = source.open(model)
     _check(model, source, stored)
     contents = {
@@ -69,8 +66,8 @@ def convert_source(
         for name, tensor in stored.items():
             write_parameter(writer, converted, plain, name, tensor[...])
         writer.finish()
-        if home == gguf:
-            write_small_files(home, model, staging.path)
+        if own:
+            given.write_small_files(model, staging.path)
         for name in (_CONFIG, GENERATION_CONFIG_NAME):
             if (home / name).exists():
                 shutil.copyfile(home / name, staging.path / name)
@@ -96,7 +93,7 @@ def describe_source(source: Source, given: Path, verify: bool = True) -> tuple[l
     if state.exists():
         step = json.loads(state.read_bytes()).get("global_step")
         lines.append(f"  of a Trainer, step {step}: hfscale.Trainer resumes from it")
-    has_config = (given / _CONFIG).exists() or isinstance(source, GgufSource)
+    has_config = (given / _CONFIG).exists() or source.file is not None
     asks = "" if has_config else ", config=BASE"
     option = "" if has_config else " --config BASE"
     lines.append(f"  weights: hfscale.from_pretrained({str(given)!r}{asks}), in any layout")
@@ -108,7 +105,7 @@ def _compare_with_config(source: Source) -> None:
     """Raise :class:`CheckpointError` if tensors of a source have other shapes than by the config beside it: what is
     left of several ranks' slices looks whole by itself.
     """
-    if isinstance(source, GgufSource) or not (source.directory / _CONFIG).exists():
+    if source.file is not None or not (source.directory / _CONFIG).exists():
         return
     try:
         model = empty_model(source.directory, trusted=False)

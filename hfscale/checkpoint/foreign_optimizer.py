@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..distributed.files.dcp import METADATA, optimizer_of
 from ..distributed.files.reader import ShareOnDisk, TensorOnDisk
-from ..distributed.files.zero import LATEST, OPTIMIZER_STATES, ZeroCheckpoint
+from ..distributed.files.sources import ask_added
 from ..errors import CheckpointError
 from ..plan import ParameterPlan
 from ..train.runtime import Runtime, like_sharded, runtime_of
@@ -66,10 +66,8 @@ def _found(directory: Path) -> OptimizerSource | None:
     for path in (directory / name for name in _WHOLE):
         if path.exists():
             return OptimizerSource(path, read_state_dict(path), named=False)
-    if (directory / LATEST).exists() or any(directory.glob(OPTIMIZER_STATES)):
-        zero = ZeroCheckpoint(directory)
-        return OptimizerSource(zero.directory, zero.optimizer(), True, zero.schedule, zero.step)
-    return None
+    added: OptimizerSource | None = ask_added("find_optimizer", directory)
+    return added
 
 
 def load_optimizer(
@@ -141,7 +139,7 @@ def restore_optimizer(
         CheckpointError: other parameters train now, or in other groups; or blocks of 8 bits would be cut.
     """
     planned = {id(parameter): planned for planned, parameter in runtime.parameters()}
-    mine = [[planned[id(p)].name for p in group["params"]] for group in optimizer.param_groups]
+    mine = names_here(runtime, optimizer)
     groups = written["param_groups"]
     number = _numbers(runtime, groups, names)
     fits = len(mine) == len(groups) and all(
@@ -185,13 +183,17 @@ def _numbers(
     }
 
 
+def names_here(runtime: Runtime, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+    """Return this rank's parameters in each group."""
+    held = {id(parameter): planned.name for planned, parameter in runtime.parameters()}
+    return [[held[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+
+
 def names_of_groups(runtime: Runtime, optimizer: torch.optim.Optimizer) -> list[list[str]] | None:
     """Return the parameters in each group over all stages, as one process has them; ``None`` where stages leave open in
     which order. Collective.
     """
-    held = {id(parameter): planned.name for planned, parameter in runtime.parameters()}
-    mine = [[held[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-    every = runtime.mesh.all_gather_object(mine)
+    every = runtime.mesh.all_gather_object(names_here(runtime, optimizer))
     place = {planned.name: number for number, planned in enumerate(runtime.plan.owned())}
     tied = {name for name in place if len(runtime.plan.holders(name)) > 1}
     groups = []

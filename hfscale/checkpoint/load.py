@@ -16,11 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._compat.transformers.added_layers import added_layers, stored_names
 from .._compat.transformers.classes import empty_copy, stock_class
-from .._compat.transformers.loading import from_no_path, loading_through
-from .._compat.transformers.prediction import attach_prediction, stored_names
+from .._compat.transformers.loading import FILE, from_no_path, loading_through
 from .._compat.transformers.stored import Destination, checkpoint_targets
-from ..distributed.files.foreign import refuse_foreign
 from ..distributed.files.reader import (
     ResizedOnDisk,
     ShareOnDisk,
@@ -29,15 +28,14 @@ from ..distributed.files.reader import (
     named_files,
 )
 from ..distributed.files.replace import finish_move
-from ..distributed.files.sources import Source, find_source
+from ..distributed.files.sources import Source, find_source, refuse_foreign
 from ..distributed.files.stored_rows import StoredRow
 from ..distributed.files.weight_files import TORCH_INDEX, open_tensors
 from ..distributed.mesh import Mesh
 from ..errors import CheckpointError
 from ..features.adapters import by_peft
-from ..features.prediction.plan import PredictionPlan
-from ..features.quantization.arrival import Quantizing, split_packed
-from ..features.quantization.quantized_modules import hold_packed
+from ..features.quantization.arrival import Quantizing, split_quantized
+from ..features.quantization.quantized_modules import hold_quantized
 from ..parallel.pipeline.placeholders import drop_other_stages
 from ..parallel.tensor import cut_parameters
 from ..plan import Plan
@@ -47,7 +45,6 @@ from ..train.runtime.shards import LocalWeights, local_tensor
 from ..train.runtime.writing import all_or_none
 from .carried import note_carried
 from .coverage import check_coverage
-from .gguf_weights import readable
 from .merged import merged_parameters, parts_of_share, stored_sources
 from .overwrites import find_overwrites, initialize_around
 from .stored_forms.forms import as_plain, load_weights_as
@@ -65,8 +62,10 @@ class _Loader:
         resized: Collection[str],
         form: StoredForm | None,
         source: Source | None,
+        like: Any,
     ) -> None:
         self.directory = directory
+        self.like = like
         self.source = source
         self.plan = plan
         self.mesh = mesh
@@ -85,8 +84,8 @@ class _Loader:
         self, model: Any, weight_mapping: list[Any], files: list[str], quantizer: Any
     ) -> dict[str, Any]:
         """Give the meta model local shapes; return the checkpoint as this rank's lazy tensors."""
-        stored, packed = split_packed(as_plain(self._opened(files, model), self.form))
-        stored = self._with_prediction(model, stored)
+        stored, quantized = split_quantized(as_plain(self._opened(files, model), self.form))
+        stored = self._with_added_layers(model, stored)
         targets = checkpoint_targets(model, list(stored), weight_mapping)
         load_weights_as(
             stored, targets, {name: tensor.dtype for name, tensor in model.state_dict().items()}
@@ -114,10 +113,10 @@ class _Loader:
         self._give_local_shapes(model)
         shown: dict[str, Any] = {}
         if self.quantizing is not None:
-            for key in packed:
+            for key in quantized:
                 if targets[key].name in self.quantizing.weights:
-                    self.quantizing.read_packed(
-                        targets[key].name, packed[key], targets[key].converter is not None
+                    self.quantizing.read_quantized(
+                        targets[key].name, quantized[key], targets[key].converter is not None
                     )
                     shown[key] = torch.empty(0)  # read when transformers reaches it
             self.quantizing.shape(self.converted)
@@ -126,7 +125,7 @@ class _Loader:
         remaining = {
             key: t
             for key, t in stored.items()
-            if targets[key].name not in parts and key not in packed
+            if targets[key].name not in parts and key not in quantized
         }
         return {**shown, **self._shown_one_by_one(remaining, targets)}
 
@@ -137,18 +136,19 @@ class _Loader:
         self.directory = Path(files[0]).parent  # in the Hub's cache
         return open_tensors(files)
 
-    def _with_prediction(
+    def _with_added_layers(
         self, model: Any, stored: dict[str, TensorOnDisk]
     ) -> dict[str, TensorOnDisk]:
-        """Add planned multi-token-prediction layers to the model; return the tensors by their names there."""
-        if self.plan.feature(PredictionPlan) is None:
+        """Add what the planned model has besides to the model; return the tensors by their names there."""
+        added = added_layers(self.like)
+        if added is None:
             return stored
-        attach_prediction(model)
+        added.add(model)
         names = stored_names(model).read(model, stored)
         self.renamed = {name: key for key, name in names.items() if name is not None}
         if not self.renamed:
             _log.warning(
-                "the checkpoint has no multi-token-prediction layers, so these begin with random weights"
+                "the checkpoint has no %s, so these begin with random weights", added.words
             )
         return {
             name: tensor
@@ -287,12 +287,8 @@ class _Loader:
         for name, overwrite in find_overwrites(empty_copy(model), self.stored).items():
             planned = self.plan.by_name[self.plan.by_name[name].tied_to or name]
             # transformers never initializes quantized modules
-            if planned.name in shares.tensors and planned.name not in self._quantized:
+            if planned.name in shares.tensors and planned.name not in self.plan.quantized_weights:
                 overwrite.apply(shares.tensors[planned.name], planned, self.mesh.ranks)
-
-    @property
-    def _quantized(self) -> Collection[str]:
-        return () if self.plan.quantized is None else self.plan.quantized.weights
 
     def shares(self, model: Any) -> LocalWeights:
         """Return the loaded weights as this rank's final shards, and put the meta parameters back into the model."""
@@ -310,14 +306,14 @@ class _Loader:
         for name, parameter in self.meta.items():
             # transformers may have changed a parameter's dtype or requires_grad while loading.
             owner = self.plan.by_name[name].tied_to or name
-            if owner in self._quantized:
+            if owner in self.plan.quantized_weights:
                 continue
             parameter.requires_grad_(loaded[self.held[owner]].requires_grad)
             if parameter.dtype != shares.tensors[owner].dtype:
                 parameter.data = parameter.data.to(shares.tensors[owner].dtype)
             put_parameter(model, name, parameter)
         for name, row in self.rows.items():
-            hold_packed(model, name, row.packing)
+            hold_quantized(model, name, row.encoding)
         return shares
 
 
@@ -345,14 +341,14 @@ def load_pretrained(
         if index.exists():
             named_files(index)
     kwargs = {**kwargs, **_placed(plan, mesh)}
-    file = kwargs.pop("gguf_file", None)
-    if file is None:
-        source = find_source(directory)
-    else:
-        kwargs["dtype"] = like.dtype
+    file = kwargs.pop(FILE, "")
+    source = find_source(directory / file)
+    if source is not None:
         first = not any(mesh.ranks.values())
-        source = readable(directory / file, like, tells=first and mesh.layout.total_size > 1)
-    loader = _Loader(plan, mesh, directory, resized, form, source)
+        source = source.fitting(like, tells=first and mesh.layout.total_size > 1)
+    if file:
+        kwargs["dtype"] = like.dtype
+    loader = _Loader(plan, mesh, directory, resized, form, source, like)
     loading = loading_through(
         loader.prepare, loader.name_here, loader.initialize, sourced=loader.source is not None
     )

@@ -44,7 +44,7 @@ def save_pretrained(
     """Write ``model`` as an ordinary Hugging Face directory that loads with hfscale uninstalled.
 
     Call it on every rank. Earlier weights in ``directory`` are replaced at the very end, all at once; other files in it
-    stay. What the model was loaded with and does not train is copied: tensors that its class ignores (``mtp.*``), files
+    stay. What the model was loaded with and does not train is copied: tensors that its class ignores, files
     of a tokenizer or processor. For a model with adapters, only the adapter is written, in PEFT's format.
 
     Args:

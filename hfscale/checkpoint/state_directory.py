@@ -22,8 +22,7 @@ from pathlib import Path
 
 from ..config.environment import RUN
 from ..distributed.files import complete, directories
-from ..distributed.files.foreign import written_elsewhere
-from ..distributed.files.sources import form_of
+from ..distributed.files.sources import form_of, written_elsewhere
 from ..distributed.mesh import Mesh
 from ..errors import CheckpointError
 from ..train.runtime.writing import is_writer

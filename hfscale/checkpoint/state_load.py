@@ -111,7 +111,7 @@ class _Found:
 
     def _check_weights(self) -> None:
         plan = self.runtime.plan
-        frozen = plan.quantized.weights if plan.quantized is not None else ()
+        frozen = plan.quantized_weights
         known = {
             f"weights/{planned.name}" for planned in plan.owned() if planned.name not in frozen
         }
@@ -201,8 +201,8 @@ class _Found:
     def _rest(self, rank: int) -> dict[str, Any]:
         path = self.directory / rest_name(rank)
         try:
-            with zipfile.ZipFile(path) as packed:
-                if sum(member.file_size for member in packed.infolist()) > path.stat().st_size:
+            with zipfile.ZipFile(path) as archive:
+                if sum(member.file_size for member in archive.infolist()) > path.stat().st_size:
                     raise zipfile.BadZipFile("it would unpack to more bytes than it has")
             contents: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
         except (pickle.UnpicklingError, RuntimeError, EOFError, zipfile.BadZipFile) as error:

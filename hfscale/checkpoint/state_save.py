@@ -82,7 +82,7 @@ def contents_of(runtime: Runtime, optimizer: torch.optim.Optimizer | None) -> Ta
 
 def written_parameters(runtime: Runtime) -> list[tuple[ParameterPlan, Tensor]]:
     """Return the parameters to write, without frozen weights in 4 or 8 bits: those are loaded from the checkpoint."""
-    frozen = runtime.plan.quantized.weights if runtime.plan.quantized is not None else ()
+    frozen = runtime.plan.quantized_weights
     return [
         (planned, parameter)
         for planned, parameter in runtime.parameters()

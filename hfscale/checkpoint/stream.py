@@ -87,7 +87,7 @@ def stream_weights(
     Call it on every rank and exhaust it: every rank sends its shards. Ranks that are not chosen get nothing. No rank
     holds more than one full tensor, and its conversion to the checkpoint's format (one tensor per expert, say). A
     tensor is valid until the next one is requested, and must not be changed. Tensors that the stock class does not load
-    (``mtp.*``) come last, as the checkpoint has them.
+    come last, as the checkpoint has them.
 
     Args:
         ranks: the global ranks that get the tensors, or ``"all"``.

@@ -118,8 +118,13 @@ def check_place(model: str) -> None:
         raise ConfigError(
             f"{model} does not exist: give a model directory, a config.json or a Hub id (owner/name)"
         )
-    if path.is_dir() and not (path / "config.json").exists() and not any(path.glob("*.gguf")):
-        raise ConfigError(f"{model} has no config.json: give the directory of a Hugging Face model")
+    if path.is_dir() and not (path / "config.json").exists():
+        from ..distributed.files.sources import ask_added
+
+        if ask_added("locate", model, {}) is None:
+            raise ConfigError(
+                f"{model} has no config.json: give the directory of a Hugging Face model"
+            )
 
 
 def add_lora(parser: Adds, what: str) -> None:

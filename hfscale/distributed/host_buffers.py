@@ -94,7 +94,7 @@ def views_of(flat: Tensor, forms: Sequence[Form]) -> list[Tensor]:
     ]
 
 
-def packed(
+def in_one_buffer(
     tensors: Sequence[Tensor],
     forms: Sequence[Form],
     pin_memory: bool = False,

@@ -18,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from .._compat.torch import passes_otherwise
-from .._compat.transformers.prediction import without_prediction
+from .._compat.transformers.added_layers import without_added
 from ..errors import PlanError
 from ..extensions import added, provided
 from .class_source import source_hash
@@ -187,7 +187,7 @@ class Facts:
         """
         kind = stock or type(model)
         name = " ".join((question, *about))
-        with without_prediction(model):
+        with without_added(model):
             key = digest(kind, model.config, None if stock else model)
             for known in (self.written, self.proved):
                 answers = known.get(kind.__name__, {}).get(key, {})

@@ -1,7 +1,7 @@
 """bitsandbytes' optimizers (Dettmers et al. 2022) over shards, with the update of the full tensor.
 
 Two things would depend on the shard's size if bitsandbytes saw only that: whether the state has 8 bits, which here
-``min_8bit_size`` decides by the full tensor's size; and the borders of blocks that share a scale: a shard that consists
+``min_8bit_size`` decides by the full tensor's size; and the bounds of blocks that share a scale: a shard that consists
 of whole blocks is stepped in place, and other parameters are gathered and stepped as full tensors.
 """
 

@@ -310,15 +310,15 @@ def _muon(order: _Order) -> ShardedOptimizer:
     def steppers(members: Any, groups_of_both: Any) -> Any:
         matrices = [member for member in members if member.group < len(order.groups)]
         rest = [member for member in members if member.group >= len(order.groups)]
-        borders = {
-            m.planned.name: muon.borders_of(
+        bounds = {
+            m.planned.name: muon.bounds_of(
                 m.planned,
                 owners[id(m.parameter)],
                 split,
             )
             for m in matrices
         }
-        first = muon.MuonStepper(matrices, runtime.mesh, borders, muon.NS_DTYPES[dtype])
+        first = muon.MuonStepper(matrices, runtime.mesh, bounds, muon.NS_DTYPES[dtype])
         return [first, LocalStepper(stock, rest, groups_of_both, runtime.mesh)]
 
     return order.made(

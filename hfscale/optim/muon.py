@@ -61,7 +61,7 @@ def projection_of(planned: ParameterPlan) -> str:
     return planned.name.removesuffix(".weight").rpartition(".")[2]
 
 
-def borders_of(
+def bounds_of(
     planned: ParameterPlan, owners: Sequence[nn.Module], split: Split
 ) -> tuple[int, list[int]]:
     """Return the dim of a parameter's matrix along which matrices are fused in it, and where they begin and end: one,
@@ -89,13 +89,13 @@ class Matrix:
     cuts: tuple[Cut, ...]
     free: Collection[str]  # the axes over which each rank has a replica
     dim: int
-    borders: Sequence[int]
+    bounds: Sequence[int]
 
     @property
     def sizes(self) -> list[tuple[int, int]]:
         """Rows and columns of the matrices fused in it."""
         rows, columns = self.shape
-        lengths = [stop - start for start, stop in pairwise(self.borders)]
+        lengths = [stop - start for start, stop in pairwise(self.bounds)]
         return [(rows, length) if self.dim else (length, columns) for length in lengths]
 
     def cut_over(self, axes: Collection[str]) -> list[Cut]:
@@ -108,26 +108,25 @@ class Matrix:
         """Return what a shard, made by ``cuts``, has of each of the matrices fused in it."""
         spans = share_spans(self.shape, cuts, ranks)[self.dim]
         before = [
-            sum(max(0, min(stop, border) - start) for start, stop in spans)
-            for border in self.borders
+            sum(max(0, min(stop, bound) - start) for start, stop in spans) for bound in self.bounds
         ]
         return tensor.split([stop - start for start, stop in pairwise(before)], self.dim)
 
 
 class MuonStepper(Stepper):
-    """A stepper that updates ``members`` by Muon, computed in ``dtype``; ``borders`` of :func:`borders_of`, by name."""
+    """A stepper that updates ``members`` by Muon, computed in ``dtype``; ``bounds`` of :func:`bounds_of`, by name."""
 
     def __init__(
         self,
         members: Sequence[Member],
         mesh: Mesh,
-        borders: Mapping[str, tuple[int, list[int]]],
+        bounds: Mapping[str, tuple[int, list[int]]],
         dtype: torch.dtype,
     ) -> None:
         super().__init__(members, mesh)
         self._nothing = torch.empty(0, dtype=dtype, device=mesh.device)
         self._matrices = [
-            list(_matrices_of(member, mesh, *borders[member.planned.name])) for member in members
+            list(_matrices_of(member, mesh, *bounds[member.planned.name])) for member in members
         ]
         every = list(chain(*self._matrices))
         axes = {cut.axis for matrix in every for cut in matrix.cuts}.union(
@@ -272,7 +271,7 @@ def _matrices_of(
     member: Member,
     mesh: Mesh,
     dim: int,
-    borders: Sequence[int],
+    bounds: Sequence[int],
 ) -> Iterator[Matrix]:
     """Yield a parameter's matrix, or those that this rank has some of, in a stack."""
     shape = member.planned.shape
@@ -294,7 +293,7 @@ def _matrices_of(
             cuts,
             free,
             dim,
-            borders,
+            bounds,
         )
 
 

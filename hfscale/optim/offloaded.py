@@ -17,7 +17,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import zip_longest
 from typing import Any
 
-from ..distributed.host_buffers import Form, HostBuffers, buckets, bytes_before, packed, views_of
+from ..distributed.host_buffers import (
+    Form,
+    HostBuffers,
+    buckets,
+    bytes_before,
+    in_one_buffer,
+    views_of,
+)
 from .sharded import Groups, Member, State
 from .stock import Aside, OneByOneStepper, StockOverStandIns
 
@@ -79,7 +86,7 @@ class OffloadedStepper(OneByOneStepper):
         count = len(members)
         size = self._bytes(members)
         if count > 1:
-            tensors = [packed(tensors, 2 * forms)]
+            tensors = [in_one_buffer(tensors, 2 * forms)]
         copied = lanes.copy_out([buffer[: 2 * size]] if count > 1 else copies, tensors)
         yield
         copied.synchronize()

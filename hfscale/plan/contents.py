@@ -106,6 +106,11 @@ class PlanContents:
         """Return the options, in words, by which features add to the model's own loss; empty where none does."""
         return ", ".join(feature.adds_loss for feature in self.features if feature.adds_loss)
 
+    @property
+    def quantized_weights(self) -> tuple[str, ...]:
+        """Names of the parameters that are held in 4 or 8 bits, or as stored."""
+        return () if self.quantized is None else self.quantized.weights
+
     @cached_property
     def by_name(self) -> dict[str, ParameterPlan]:
         """Parameters by name."""

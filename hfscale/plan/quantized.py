@@ -137,8 +137,8 @@ def matrix_blocks_align(
     return True
 
 
-def packed_scale_bytes(blocks: int, double: bool) -> int:
-    """Return the bytes of the scales of a packed 4-bit matrix, a multiple of 4: a float per block; in ``double``
+def bytes_of_scales(blocks: int, double: bool) -> int:
+    """Return the bytes of the scales of a 4-bit matrix, a multiple of 4: a float per block; in ``double``
     quantization a float per block of scales, their mean, and a byte per block.
     """
     return 4 * (ceil(blocks / OUTER_BLOCK) + 1 + ceil(blocks / 4)) if double else 4 * blocks

@@ -113,12 +113,6 @@ def choose(method: str, heads: int, key_heads: int, size: int) -> str:
     return "heads" if fewer and heads_fit(heads, key_heads, size) else "gather"
 
 
-def starts_of(documents: Tensor) -> tuple[tuple[int, ...], ...]:
-    """Return where documents ``[b, s]``, counted in each row, begin, by row or once for all; wait for their device."""
-    starts = tuple(tuple((row.diff().nonzero().flatten() + 1).tolist()) for row in documents.cpu())
-    return starts[:1] if len(set(starts)) == 1 else starts
-
-
 def tokens_of(batch: Mapping[str, Any], first: Sequence[str] = ()) -> tuple[int, int]:
     """Return the number of samples, and of tokens per sample, in the ``first`` inputs or else in token ids or
     embeddings; refuse batches without these.

@@ -1,5 +1,6 @@
 """Run a recipe from its model or base to its results."""
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,10 @@ from transformers import CONFIG_MAPPING, AutoConfig, BitsAndBytesConfig, PreTrai
 import hfscale
 
 from .._compat.transformers.classes import made_or_explained
+from ..config.options import Options
 from ..features.adapters.storage import config_class
 from ..plan.quantized import AS_STORED
-from ..train.guards import check_packed_rows
+from ..train.packed_rows.guard import check_packed_rows
 from .batch_sizes import expect_memory, per_rank
 from .checks import made_of
 from .dataset import END_OF_TEXT_ID, prepare
@@ -117,9 +119,10 @@ def teacher_model(recipe: FinetuneRecipe, layout: hfscale.ParallelConfig) -> Any
 
 def options_of(recipe: Recipe) -> dict[str, Any]:
     """Return the model options in a recipe, other than the layout."""
-    precision = recipe.training.mixed_precision
-    weight = recipe.training.mtp_loss_weight
-    return {"mixed_precision": precision, "mtp_loss_weight": weight, **recipe.sections(precision)}
+    training = recipe.training
+    names = [field.name for field in fields(Options) if hasattr(training, field.name)]
+    options = {name: getattr(training, name) for name in names}
+    return options | recipe.sections(training.mixed_precision)
 
 
 def load(recipe: AnyRecipe, layout: hfscale.ParallelConfig) -> tuple[Any, Any]:
@@ -129,10 +132,6 @@ def load(recipe: AnyRecipe, layout: hfscale.ParallelConfig) -> tuple[Any, Any]:
         "seed": recipe.seed,
         **options_of(recipe),
     }
-    built["use_liger_kernel"], built["compile"] = (
-        recipe.training.use_liger_kernel,
-        recipe.training.compile,
-    )
     if isinstance(recipe, PretrainRecipe):
         return hfscale.from_config(config_of(recipe), **built), None
     if (quantization := quantization_of(recipe)) is not None:

@@ -58,6 +58,6 @@ def balanced_batches(
         return sampler
     rows: Any = ([length] if isinstance(length, Integral) else length for length in lengths)
     costs = [sum(tokens + pair * tokens**2 for tokens in texts) for texts in rows]
-    packed = PackedBatches(costs, *given, **order)  # type: ignore[arg-type]
-    packed.share = share_by_cost
-    return packed
+    batches = PackedBatches(costs, *given, **order)  # type: ignore[arg-type]
+    batches.share = share_by_cost
+    return batches

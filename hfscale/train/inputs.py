@@ -17,19 +17,18 @@ from .._compat.transformers.classes import (
 from .._compat.transformers.computing import uses_flash_attention
 from ..errors import ConfigError
 from ..plan.feature_plans import ROUTES
-from .guards import before_step, check_model, check_packed_rows
+from .guards import before_step, check_model
+from .packed_rows.facts import refuse_lengths_alone, tell_of_numbers, with_document_lengths
+from .packed_rows.guard import check_counted
 from .runtime import Batch, Part, Runtime, StepLoss
 from .runtime.batches import (
-    BORDERS,
     Counts,
     Microbatch,
     agree,
     look_at,
     tell_of_no_labels,
-    tell_of_numbers,
     to_device,
     total_of,
-    with_borders,
 )
 from .runtime.parameter_names import stock_name
 
@@ -97,12 +96,7 @@ def check_microbatch(runtime: Runtime, batch: Mapping[str, Any], loss: StepLoss)
         raise ConfigError(
             "logits_to_keep leaves positions without logits, and the loss is over all of them: leave it out"
         )
-    borders = batch.get(BORDERS[0])
-    if isinstance(borders, Tensor) and len(borders) > 2 and batch.get("position_ids") is None:
-        raise ConfigError(
-            f"{BORDERS[0]} says that a row holds {len(borders) - 1} documents, and without position_ids most models "
-            "count positions on from one to the next: give position_ids too (return_position_ids=True)"
-        )
+    refuse_lengths_alone(batch)
     labels = ("labels", "shift_labels") if loss.ignores else ()  # others may be regression targets
     for name in (*_INDICES, *labels, ROUTES):
         value = batch.get(name)
@@ -236,7 +230,9 @@ def prepare(
         try:
             given, rows = _agreed(runtime, loss, batch, train, routes)
             _refuse_outside(runtime, sum(row.outside for row in rows))
-            _learn_of_documents(runtime, given, rows)
+            for microbatch, counts in zip(given, rows, strict=True):
+                microbatch.learn(counts)
+            check_counted(runtime.model, given)
             microbatches = [runtime.context.shard_batch(each) for each in given]
         except ConfigError as error:  # ranks with other batches must not wait for this one
             refused = error
@@ -254,17 +250,6 @@ def prepare(
     )
 
 
-def _learn_of_documents(
-    runtime: Runtime, given: Sequence[Microbatch], rows: Sequence[Counts]
-) -> None:
-    """Note what was counted of each microbatch, and check those whose rows hold several documents."""
-    for microbatch, counts in zip(given, rows, strict=True):
-        microbatch.learn(counts)
-    packed = [microbatch for microbatch, counts in zip(given, rows, strict=True) if counts.packed]
-    if packed:
-        check_packed_rows(runtime.model, packed)
-
-
 def _tell_what_is_hardly_meant(
     runtime: Runtime, loss: StepLoss, rows: Sequence[Counts], total: int
 ) -> None:
@@ -279,10 +264,11 @@ def _tell_what_is_hardly_meant(
 def _as_the_model_takes(
     model: nn.Module, microbatches: Sequence[Microbatch], device: torch.device
 ) -> list[Microbatch]:
-    """Return microbatches on the device, with borders of documents for flash attention, and without a cache."""
+    """Return microbatches on the device, with what flash attention needs, and without a cache."""
     if uses_flash_attention(model):
         microbatches = [
-            each.like(with_borders(each, model)) if each.restarts else each for each in microbatches
+            each.like(with_document_lengths(each, model)) if each.by_positions else each
+            for each in microbatches
         ]
     moved = to_device(microbatches, device)
     if takes_argument(model, "use_cache"):

@@ -41,7 +41,7 @@ def train_step(
     batch counts by its number of labels, however the step was divided. Models with a loss of their own are weighted by
     rows or by labels, whichever it averages; ``print(plan)`` says which. Losses that :class:`hfscale.RoutingConfig`
     adds are means over the tokens of the step: in the gradients, not in the returned loss; see
-    :func:`hfscale.expert_load`. That of ``mtp_loss_weight`` is in both. Gradients add to ``.grad``.
+    :func:`hfscale.expert_load`. Those of layers beyond the model's own are in both. Gradients add to ``.grad``.
 
     Args:
         batch: the keyword arguments of one forward pass, ``labels`` included, or a list of such (gradient
@@ -168,7 +168,7 @@ def eval_step(
     teacher: ModelTeacher | None = None,
 ) -> Any:
     """Return the loss that :func:`train_step` would return, without gradients, in the model's current mode, and without
-    that of multi-token prediction.
+    those of layers beyond the model's own.
 
     Args:
         loss_fn, label_smoothing, num_items_in_batch, teacher: as for :func:`train_step`.
@@ -278,10 +278,16 @@ def metrics(model: nn.Module) -> dict[str, float]:
     """Return numbers about the training so far, for a log; no communication, the same on every rank.
 
     Under ``mixed_precision="fp16"``: ``loss_scale``; ``steps_since_loss_scale_changed``; ``skipped_steps``, because a
-    gradient overflowed on some rank; ``step_was_skipped``, 1.0 if the last one was. With ``mtp_loss_weight``, of the
-    last training step: ``mtp_loss``, the mean over depths; ``mtp_acceptance``, the share of labels that the first one
-    predicts, ``mtp_acceptance_2`` for the second. With several ranks, from the 13th step on, medians over about a
-    minute: ``step_seconds``, and ``work_seconds/rank_N``, without its waits for other ranks. Empty otherwise.
+    gradient overflowed on some rank; ``step_was_skipped``, 1.0 if the last one was. With several ranks, from the 13th
+    step on, medians over about a minute: ``step_seconds``, and ``work_seconds/rank_N``, without its waits for other
+    ranks. Besides, what features add (:meth:`hfscale.train.runtime.Part.metrics`). Empty otherwise.
     """
     runtime = runtime_of(model)
     return {name: value for part in runtime.parts for name, value in part.metrics(runtime).items()}
+
+
+def logged_metrics(model: nn.Module) -> dict[str, float]:
+    """Return those of :func:`metrics` that a trainer logs beside the loss."""
+    runtime = runtime_of(model)
+    logged = [part for part in runtime.parts if part.is_logged]
+    return {name: value for part in logged for name, value in part.metrics(runtime).items()}

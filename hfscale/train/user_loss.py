@@ -16,14 +16,14 @@ from torch import Tensor, nn
 
 from .._compat.torch import tree_leaves
 from .._compat.transformers.classes import class_name, forward_arguments, stock_class
-from .._compat.transformers.computing import packing
 from ..distributed.ops.token_scores import TokenScores
 from ..errors import ConfigError, check_number
 from ..plan.feature_plans import ROUTES
 from .inputs import prepare
 from .outputs import KeptOutputs, from_last_stage
+from .packed_rows.facts import LENGTHS
 from .runtime import Batch, Objective, Runtime, local_tensor, runtime_of
-from .runtime.batches import BORDERS, Microbatch
+from .runtime.batches import Microbatch
 from .runtime.shards import gradients_aside
 from .runtime.writing import sum_or_raise
 
@@ -250,7 +250,7 @@ class UserLoss:
         self._given: Sequence[Microbatch] = ()
         self._counts: list[Tensor] = []
         forward, takes_more = forward_arguments(stock_class(runtime.model).forward)
-        self._taken = {ROUTES, *forward, *(BORDERS if takes_more else ())} - set(_LABELS)
+        self._taken = {ROUTES, *forward, *(LENGTHS if takes_more else ())} - set(_LABELS)
 
     def run(
         self,
@@ -288,7 +288,7 @@ class UserLoss:
         return (total / count).to(total.dtype)
 
     def _loss(self, called: Any, inputs: Microbatch, index: int) -> Tensor:
-        with packing(inputs.packed, inputs):
+        with inputs.kept_apart():
             output = called(**inputs)
         if self._kept is not None:
             self._kept.keep(output, inputs, index)

@@ -54,10 +54,10 @@ def test_recomputation_leaves_the_cache_alone(recompute: Any) -> None:
 
 
 def test_windows_are_counted_from_where_a_document_begins() -> None:
-    """_compat/transformers/computing.py; transformers 5.24 has another name for the function that did both."""
+    """_compat/transformers/packed_rows.py; transformers 5.24 has another name for the function that did both."""
     from transformers import masking_utils
 
-    from hfscale._compat.transformers.computing import keep_documents_apart
+    from hfscale._compat.transformers.packed_rows import keep_documents_apart
 
     if not hasattr(masking_utils, "remap_positions_for_packed_sequence"):
         pytest.skip("this transformers counts from where a row begins")

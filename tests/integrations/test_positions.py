@@ -194,7 +194,7 @@ def test_prepared_loaders(pools: Pools, tmp_path: Path, kind: str) -> None:
 
 def test_a_shuffle_without_a_seed() -> None:
     """Of which a state would not tell the order of an epoch."""
-    accelerator = hfscale.Accelerator(cpu=True)
+    accelerator = hfscale.Accelerator(cpu=True, mixed_precision="no")
     # Which needs torchdata in its constructor.
     accelerator.dataloader_config.use_stateful_dataloader = True
     accelerator.prepare(model_in({}))

@@ -10,6 +10,7 @@ from torch import Tensor
 import hfscale
 from hfscale import ParallelConfig
 from hfscale.testing import RankPool
+from hfscale.train.packed_rows import facts
 from hfscale.train.runtime import batches
 
 from ..tiny_models import tiny
@@ -17,13 +18,16 @@ from ..tiny_models import tiny
 Pools = Callable[[int], RankPool]
 Batch = dict[str, Tensor]
 IDS = torch.arange(12).view(2, 6) + 3
+TELLING: tuple[Any, ...] = (batches, facts)
 
 
 @pytest.fixture(autouse=True)
 def forget() -> Iterator[None]:
-    batches._tell_once.cache_clear()
+    for module in TELLING:
+        module._tell_once.cache_clear()
     yield
-    batches._tell_once.cache_clear()
+    for module in TELLING:
+        module._tell_once.cache_clear()
 
 
 def given(mask: Any = None, labels: Tensor = IDS, **more: Tensor) -> Batch:
@@ -63,14 +67,14 @@ def test_told_once(batch: Batch, words: str, way: str, caplog: pytest.LogCapture
 def told_on(layout: dict[str, int], batches_of_ranks: list[Batch]) -> list[str]:
     logged: list[str] = []
     model = hfscale.from_config(tiny("llama"), parallel=ParallelConfig(**layout))
-    batches._tell_once.cache_clear()
-    # type: ignore[assignment]
-    kept = batches._tell_once
-    batches._tell_once = logged.append
+    kept = [module._tell_once for module in TELLING]
+    for module in TELLING:
+        module._tell_once = logged.append
     try:
         hfscale.train_step(model, batches_of_ranks[hfscale.batch_rank(model)])
     finally:
-        batches._tell_once = kept
+        for module, tell in zip(TELLING, kept, strict=True):
+            module._tell_once = tell
     return logged
 
 

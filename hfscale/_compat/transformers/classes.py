@@ -20,8 +20,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from ...errors import ConfigError, HFScaleError
 from ..replaced import attribute_replaced
+from .added_layers import added_layers
 from .implementations import name_hosts
-from .prediction import attach_prediction, stored_names
 
 
 def stock_class(model: nn.Module) -> Any:
@@ -78,8 +78,9 @@ def empty_copy(model: Any) -> Any:
     name_hosts(config)
     with torch.device("meta"):
         made = from_config(stock_class(model), config, dtype=model.dtype)
-    if stored_names(model).prefixes:
-        attach_prediction(made)
+    added = added_layers(model)
+    if added is not None:
+        added.add(made)
     return made
 
 

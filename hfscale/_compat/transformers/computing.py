@@ -1,4 +1,4 @@
-"""Attention functions, masks, packed rows and recomputation of stock models.
+"""Attention functions, masks and recomputation of stock models.
 
 Transformers looks attention functions and masks up by the name of the attention implementation in a config. Registered
 names of our own wrap its implementations, so that every case not handled here goes to its function, bit for bit.
@@ -8,8 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,22 +38,8 @@ MakeMask = Callable[..., Any]
 """``(stock function, whether a query with all keys hidden reads all of them, **kwargs)`` -> a mask."""
 _READS_ALL = ("eager",)
 """Implementations that hide a key by a large negative number: if all keys of a query are hidden, none is."""
-within_packing = ContextVar("whether a packing() that knows the documents is active", default=False)
-documents_here: ContextVar[Tensor | None] = ContextVar(
-    "its document of each token, [1 or b, s]", default=None
-)
 encoder_outputs: Callable[[Tensor], Any] = BaseModelOutput
 """Return an encoder's hidden states in the form in which an encoder-decoder takes them instead of running its own."""
-
-
-def keep_documents_apart(
-    function: Callable[..., Tensor], position_ids: Tensor, documents: Tensor
-) -> Callable[..., Tensor]:
-    """Return the mask function for packed rows from ``function``; positions and documents are ``[b, s]``."""
-    # Newer versions count windows and chunks from where an example begins.
-    remapped: Any = getattr(masking_utils, "remap_positions_for_packed_sequence", None)
-    within = function if remapped is None else remapped(function, position_ids)
-    return and_masks(within, masking_utils.packed_sequence_mask_function(documents))
 
 
 def place_by_place(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -120,7 +105,7 @@ def _function_of(host: str, module: nn.Module) -> Callable[..., Any]:
 @contextmanager
 def masks_made_here(kind: type) -> Iterator[None]:
     """Let transformers accept masks of type ``kind`` as ready-made inside the ``with`` block; it then also looks for no
-    packed examples in the positions.
+    examples that begin within the row.
     """
     prepared = masking_utils._preprocess_mask_arguments
 
@@ -144,18 +129,9 @@ def masks_made_here(kind: type) -> Iterator[None]:
 
 
 def uses_flash_attention(model: Any) -> bool:
-    """Return whether attention is a flash kernel of any version, which takes document borders as lengths."""
+    """Return whether attention is a flash kernel of any version, which takes the texts of a row by their lengths."""
     config = model.config.get_text_config()
     return "flash" in implementation_of(config)
-
-
-def text_positions(position_ids: Tensor) -> Tensor | None:
-    """Return the positions ``[1 or b, s]`` in which transformers looks for documents; ``None`` if it has none. Vision
-    models take ``[3, b, s]``, or with the text's positions in front ``[4, b, s]``.
-    """
-    if position_ids.ndim == 2:
-        return position_ids
-    return position_ids[0] if len(position_ids) == 4 else None
 
 
 def position_counter(model: nn.Module) -> Callable[[Mapping[str, Any]], Tensor | None]:
@@ -185,129 +161,6 @@ def position_counter(model: nn.Module) -> Callable[[Mapping[str, Any]], Tensor |
         return positions
 
     return count
-
-
-def begins_anew(position_ids: Tensor, attention_mask: Any = None) -> Tensor:
-    """Return where a document begins within its row: ``[b, s - 1]`` flags for the tokens after the first. As in
-    transformers, that is where a position is not the previous one plus one. With a padding mask, for which transformers
-    assumes one document per row: where the positions of two attended neighbours do not increase.
-    """
-    steps = position_ids.diff(dim=-1)
-    if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2:
-        return steps != 1
-    tokens = position_ids.shape[-1]  # the mask may have more, in front: a cache's, or a prefix
-    attended = attention_mask[:, -tokens:].to(position_ids.device) != 0
-    return (steps <= 0) & attended[:, 1:] & attended[:, :-1]
-
-
-def told_apart_by(batch: Mapping[str, Any]) -> str:
-    """Return which of a batch's arguments may tell documents within a row apart, by shapes alone: ``"positions"`` of a
-    text; ``"axes"``, positions in time, height and width, in which transformers looks for no documents; ``"mask"``, a
-    mask ``[b, h, s, s]`` without positions; or nothing where there is no such argument.
-    """
-    positions = batch.get("position_ids")
-    mask = batch.get("attention_mask")
-    if isinstance(positions, Tensor):
-        tokens = positions.shape[-1]
-        kind = "axes" if text_positions(positions) is None else "positions"
-        return kind if tokens > 1 and positions.ndim in (2, 3) else ""
-    square = isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[-1] == mask.shape[-2] > 1
-    return "mask" if square else ""
-
-
-def holds_documents(batch: Mapping[str, Any]) -> Tensor | None:
-    """Return a flag that says whether some row holds several documents; ``None`` where none can."""
-    kind = told_apart_by(batch)
-    positions = batch.get("position_ids")
-    mask = batch.get("attention_mask")
-    if kind == "mask":
-        mask = cast(Tensor, mask)
-        seen = mask > -1.0 if mask.is_floating_point() else mask != 0
-        itself, before, after = (seen.diagonal(offset, -2, -1) for offset in (0, -1, 1))
-        return (itself[..., 1:] & itself[..., :-1] & ~before & ~after).any()
-    # Time never runs back within a document, and no two of its tokens are at one place.
-    if kind == "axes":
-        positions = cast(Tensor, positions)
-        steps = positions.diff(dim=-1)
-        begins = (steps[0] < 0) | (steps == 0).all(0)
-        if isinstance(mask, Tensor) and mask.ndim == 2:
-            attended = mask[:, -positions.shape[-1] :].to(begins.device) != 0
-            begins = begins & attended[:, 1:] & attended[:, :-1]
-        return begins.any()
-    return (
-        begins_anew(cast(Tensor, text_positions(cast(Tensor, positions))), mask).any()
-        if kind
-        else None
-    )
-
-
-@contextmanager
-def packing(restarts: bool | None, batch: Mapping[str, Any]) -> Iterator[None]:
-    """Keep documents apart in transformers' masks inside the ``with`` block, a forward pass of ``batch``, if its
-    positions restart within rows (``restarts``). With ``None``, transformers looks: at the positions that a model
-    passes to its mask functions, which many do not, and with a synchronization in every pass.
-    """
-    if restarts is None:
-        yield
-        return
-    look = masking_utils.find_packed_sequence_indices
-    masks = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
-    given = batch.get("position_ids") is not None
-
-    def known(position_ids: Tensor) -> Tensor | None:
-        # Transformers' default positions are the same in all rows; a model may make others if it gets none.
-        other = not restarts and not given and len(position_ids) > 1 and position_ids.stride(0)
-        return look(position_ids) if other else None
-
-    made = _DocumentMasks(masks, batch) if restarts else None
-    token = within_packing.set(True)
-    documents = documents_here.set(None if made is None else made.documents)
-    try:
-        with (
-            attribute_replaced(masking_utils, "find_packed_sequence_indices", known),
-            attribute_replaced(masking_utils, "ALL_MASK_ATTENTION_FUNCTIONS", made or masks),
-        ):
-            yield
-    finally:
-        within_packing.reset(token)
-        documents_here.reset(documents)
-
-
-class _DocumentMasks:
-    """Wrap transformers' mask functions so that each also separates the documents of one batch."""
-
-    def __init__(self, masks: Any, batch: Mapping[str, Any]) -> None:
-        self._masks = masks
-        positions = text_positions(batch["position_ids"])
-        assert positions is not None  # documents were found in them
-        begins = begins_anew(positions, batch.get("attention_mask"))
-        self._positions, self.documents = (
-            positions,
-            nn.functional.pad(begins.cumsum(-1), (1, 0)),
-        )
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._masks, name)
-
-    def __getitem__(self, implementation: str) -> Callable[..., Any]:
-        made = self._masks[implementation]
-        tokens = self._positions.shape[-1]
-
-        def by_document(
-            *, batch_size: int, q_length: int, kv_length: int, mask_function: Any, **kwargs: Any
-        ) -> Any:
-            if q_length == kv_length == tokens:
-                mask_function = keep_documents_apart(
-                    mask_function,
-                    self._positions.expand(batch_size, -1),
-                    self.documents.expand(batch_size, -1),
-                )
-                # The mask has to be made.
-                kwargs |= {name: False for name in kwargs if name.endswith("skip")}
-            kwargs |= {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length}
-            return made(mask_function=mask_function, **kwargs)
-
-        return by_document
 
 
 def stays_in_32_bits(model: Any) -> Callable[[str], bool]:

@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from .loading import forget_quantization
 
 _METHOD = "gguf"
-_OF_PACKED = "transformers.integrations.gguf"  # has the modules whose weights stay in blocks
+_OF_BLOCKS = "transformers.integrations.gguf"  # has the modules whose weights stay in blocks
 
 
 def names_in_gguf(model: Any, architecture: str) -> dict[str, str]:
@@ -56,6 +56,6 @@ def forget_gguf(model: Any) -> None:
     """Remove transformers' marks of quantization from a model that it made of a GGUF file, if all weights are plain."""
     described = getattr(getattr(model, "config", None), "quantization_config", None)
     method = getattr(described, "quant_method", None)
-    packed = any(type(module).__module__.startswith(_OF_PACKED) for module in model.modules())
-    if getattr(method, "value", method) == _METHOD and not packed:
+    in_blocks = any(type(module).__module__.startswith(_OF_BLOCKS) for module in model.modules())
+    if getattr(method, "value", method) == _METHOD and not in_blocks:
         forget_quantization(model)

@@ -30,6 +30,8 @@ from .classes import empty_copy
 
 _LOADED = "_is_hf_initialized"
 _READ = (".safetensors", ".bin")
+FILE = "gguf_file"
+"""Argument of ``from_pretrained``: the one file of the directory that has config, tokenizer and weights."""
 HUB_ARGUMENTS = (
     "cache_dir",
     "force_download",

@@ -11,9 +11,8 @@ Here they are a child of the model, ``mtp``, with a layer for each depth. In a c
 
 import inspect
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, TypeVar
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,13 +23,10 @@ from transformers.modeling_utils import local_torch_dtype
 
 from ...errors import ConfigError
 from ..replaced import attribute_replaced
-from ..torch import own_modules
+from .added_layers import AddedLayers, StoredNames
 from .caches import CACHES
 
-PREDICTION = "mtp"  # the name of the layers in a model
-PREDICTION_LOOKUP = f"{PREDICTION}.embed_tokens"
-"""The model's embedding, once more: it may be on another pipeline stage than these layers."""
-
+_NAME = "mtp"
 _Host: Any = MtpModel
 _NO_CACHE = dict.fromkeys(CACHES & inspect.signature(MtpLayer.forward).parameters.keys())
 _BY_NUMBER = {"mtp_block": "", "enorm": "enorm.", "hnorm": "hnorm.", "eh_proj": "eh_proj."}
@@ -39,7 +35,6 @@ _APART = {"mtp_block": "layers.0.", "eh_proj": "fc.", "post_norm": "norm."}
 _APART |= {"enorm": "pre_fc_norm_embedding.", "hnorm": "pre_fc_norm_hidden."}
 _PART = re.compile(rf"(?:.*\.)?layers\.(\d+)\.({'|'.join(_APART)})\.(.+)")
 _COPY = re.compile(r".*\.(embed_tokens|shared_head|shared_head\.head)\.weight")
-_T = TypeVar("_T")
 
 
 class PredictionLayer(MtpLayer):
@@ -59,31 +54,13 @@ class PredictionLayer(MtpLayer):
         return super().forward(embeds, previous, **{**given, **_NO_CACHE})
 
 
-class StoredNames:
-    """Name the layers' tensors as a checkpoint does: ``prefixes`` maps those in the model to those in the checkpoint,
-    and ``copies`` a tensor of the model to its other names there, as ``layers.61.shared_head.head.weight``.
-    """
+class _StoredNames(StoredNames):
+    def __init__(self, prefixes: dict[str, str], renamings: Any) -> None:
+        super().__init__(prefixes)
+        self._renamings = renamings
 
-    def __init__(self, prefixes: dict[str, str], renamings: Any = ()) -> None:
-        self.prefixes, self.copies, self._renamings = prefixes, dict[str, list[str]](), renamings
-
-    def stored_keys(self, tensors: Mapping[str, _T]) -> dict[str, _T]:
-        """Return tensors by their names in the checkpoint."""
-        stored: dict[str, _T] = {}
-        for name, tensor in tensors.items():
-            ours = next((prefix for prefix in self.prefixes if name.startswith(prefix)), "")
-            stored[self.prefixes.get(ours, "") + name.removeprefix(ours)] = tensor
-            stored |= dict.fromkeys(self.copies.get(name, ()), tensor)
-        return stored
-
-    def read(
-        self,
-        model: Any,
-        keys: Iterable[str],
-    ) -> dict[str, str | None]:
-        """Return stored key -> name in the model of a checkpoint's tensors of these layers, before the conversions of
-        experts and the like, or ``None`` for a copy of another tensor; remember the checkpoint's prefixes.
-        """
+    def read(self, model: Any, keys: Iterable[str]) -> dict[str, str | None]:
+        """Read by the numbers behind those of the model's layers, or by the names apart."""
         first = model.config.get_text_config().num_hidden_layers
         count = prediction_depths(model.config)
         numbers = "|".join(str(first + depth) for depth in range(count))
@@ -106,7 +83,7 @@ class StoredNames:
                 )
                 names[key] = None
             elif part is not None and int(part[1]) < count:
-                prefix = f"{PREDICTION}.layers.{part[1]}.{part[2]}."
+                prefix = f"{_NAME}.layers.{part[1]}.{part[2]}."
                 self.prefixes[prefix] = key.removesuffix(part[3])
                 names[key] = prefix + part[3]
         return names
@@ -134,7 +111,7 @@ def prediction_depths(config: Any) -> int:
     return int(depths)
 
 
-def attach_prediction(model: Any) -> None:
+def _add(model: Any) -> None:
     """Add multi-token-prediction layers on the meta device to a new stock model."""
     depths = prediction_depths(model.config)
     decoder = model.get_decoder()
@@ -152,39 +129,21 @@ def attach_prediction(model: Any) -> None:
         )
     added.embed_tokens = nn.Embedding(tokens, width, lookup.padding_idx, device="meta")
     added.embed_tokens.weight = lookup.weight
-    model.add_module(PREDICTION, added)
+    model.add_module(_NAME, added)
     names = {id(module): name for name, module in model.named_modules()}
-    model.all_tied_weights_keys[f"{PREDICTION_LOOKUP}.weight"] = f"{names[id(lookup)]}.weight"
+    model.all_tied_weights_keys[f"{PREDICTION.lookup}.weight"] = f"{names[id(lookup)]}.weight"
     apart = any("mtp" in pattern for pattern in model._keys_to_ignore_on_load_unexpected or ())
     prefixes = {}
     for depth, part in ((depth, part) for depth in range(depths) for part in _APART):
         numbered = f"{names[id(decoder.layers)]}.{len(decoder.layers) + depth}.{_BY_NUMBER[part]}"
-        prefixes[f"{PREDICTION}.layers.{depth}.{part}."] = (
-            f"mtp.{_APART[part]}" if apart else numbered
-        )
-    model._hfscale_stored_names = StoredNames(prefixes, renamings)
+        prefixes[f"{_NAME}.layers.{depth}.{part}."] = f"mtp.{_APART[part]}" if apart else numbered
+    model._hfscale_added = PREDICTION, _StoredNames(prefixes, renamings)
 
 
-def stored_names(model: Any) -> StoredNames:
-    """Return what tensors of a model are called in its checkpoint."""
-    return vars(model).get("_hfscale_stored_names") or StoredNames({})
-
-
-def refuse_adapters_of_prediction(keys: Iterable[str], what: str) -> None:
-    """Refuse adapters of these layers where the model that transformers builds is all there is."""
-    if any(f".{PREDICTION}.layers." in key for key in keys):
-        raise ConfigError(
-            f"{what} is of multi-token-prediction layers too, which transformers leaves out: load both with "
-            "hfscale.from_pretrained(base, peft_config=adapter, mtp_loss_weight=...), and call hfscale.merge_and_unload"
-        )
-
-
-@contextmanager
-def without_prediction(model: Any) -> Iterator[None]:
-    """Take the added layers out of a model inside the ``with`` block, so that it is what its class builds."""
-    added = own_modules(model).pop(PREDICTION, None) if stored_names(model).prefixes else None
-    try:
-        yield
-    finally:
-        if added is not None:
-            model.add_module(PREDICTION, added)
+PREDICTION = AddedLayers(
+    name=_NAME,
+    words="multi-token-prediction layers",
+    option="mtp_loss_weight",
+    decoder="mtp_block",
+    add=_add,
+)

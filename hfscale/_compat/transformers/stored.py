@@ -27,8 +27,8 @@ from transformers.quantizers.auto import AutoHfQuantizer
 
 from ...errors import CheckpointError, ConfigError
 from ..replaced import attribute_replaced
+from .added_layers import stored_names
 from .classes import class_name, empty_copy, stock_class
-from .prediction import stored_names
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,7 @@ def _halves(words: Tensor) -> Tensor:
 
 
 @cache
-def packed_in_bytes(bits: int) -> Along:
+def codes_in_bytes(bits: int) -> Along:
     """Return how bytes hold whole numbers of 2 or 4 bits, stored from 0, the lowest bits first."""
     return Along(8 // bits, 1, partial(_numbers_in_bytes, bits=bits))
 
@@ -116,14 +116,14 @@ def _numbers_in_bytes(words: Tensor, bits: int) -> Tensor:
 
 
 @cache
-def packed_in_int32(bits: int) -> Along:
+def codes_in_int32(bits: int) -> Along:
     """Return how int32 words hold whole numbers of ``bits`` bits, stored from 0, without gaps."""
     words = bits // gcd(bits, 32)
-    return Along(32 * words // bits, words, partial(_unpacked, bits=bits, words=words))
+    return Along(32 * words // bits, words, partial(_codes_of, bits=bits, words=words))
 
 
-def packed(codes: Tensor, along: Along, kind: torch.dtype) -> Tensor:
-    """Return words of dtype ``kind`` that hold ``codes`` along their last dim: the inverse of unpacking them."""
+def words_of(codes: Tensor, along: Along, kind: torch.dtype) -> Tensor:
+    """Return words of dtype ``kind`` that hold ``codes`` along their last dim: the inverse of reading them."""
     if kind != torch.int32:
         return (codes[..., ::2] | codes[..., 1::2] << 4).to(torch.uint8).view(kind)
     bits = 32 * along.words // along.entries
@@ -142,12 +142,12 @@ def packed(codes: Tensor, along: Along, kind: torch.dtype) -> Tensor:
     return torch.where(whole >= 1 << 31, whole - (1 << 32), whole).int()
 
 
-def _unpacked(packed: Tensor, bits: int, words: int) -> Tensor:
-    missing = -packed.shape[-1] % words  # the last unit of a row may be cut short
+def _codes_of(stored: Tensor, bits: int, words: int) -> Tensor:
+    missing = -stored.shape[-1] % words  # the last unit of a row may be cut short
     units = (
-        torch.nn.functional.pad(packed, (0, missing)).unflatten(-1, (-1, words)).long() & 0xFFFFFFFF
+        torch.nn.functional.pad(stored, (0, missing)).unflatten(-1, (-1, words)).long() & 0xFFFFFFFF
     )
-    starts = torch.arange(32 * words // bits, device=packed.device) * bits
+    starts = torch.arange(32 * words // bits, device=stored.device) * bits
     first = starts // 32
     shift = starts % 32
     pairs = units[..., first] | units[..., (first + 1).clamp(max=words - 1)] << 32

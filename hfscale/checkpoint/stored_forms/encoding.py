@@ -21,7 +21,7 @@ from ...distributed.files.sources import open_weights
 from ...distributed.files.writer import Shaped
 from ...errors import CheckpointError, ConfigError
 from ..carried import carried_by
-from .arithmetic import packed, powers_of_two, scaled_twice
+from .arithmetic import powers_of_two, scaled_twice, words_of
 from .forms import as_plain, in_the_file
 from .scheme import ENCODED, StoredForm, form_in
 
@@ -319,4 +319,4 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _words(codes: Tensor, along: Along, kind: torch.dtype) -> Tensor:
-    return codes if along.unpack is None else packed(codes, along, kind)
+    return codes if along.unpack is None else words_of(codes, along, kind)

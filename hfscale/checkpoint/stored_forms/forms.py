@@ -7,7 +7,7 @@ FP8                     ``weight``, ``weight_scale_inv`` (blocks or one)        
   tables                ``weight``, ``weight_scale`` (one)                           Qwen4-Exp (embeddings)
 MXFP4                   ``..._blocks``, ``..._scales``, transposed                   gpt-oss (experts)
 compressed-tensors      ``weight``, ``weight_scale``, ``weight_zero_point``          FP8 and INT8 of llm-compressor
-  packed integers       ``weight_packed``, ``weight_scale``, ``weight_shape``        Kimi (INT4 experts)
+  integers in words     ``weight_packed``, ``weight_scale``, ``weight_shape``        Kimi (INT4 experts)
   NVFP4, MXFP4          ``weight_packed``, ``weight_scale``, ``weight_global_scale`` llm-compressor
 bitsandbytes, 8 bits    ``weight``, ``SCB``                                          transformers
 torchao                 ``_weight_qdata``, ``_weight_scale``, ``_weight_zero_point`` transformers (INT8, FP8, INT4)
@@ -36,7 +36,7 @@ class Form:
     """Describe one form."""
 
     scales: str  # ending of the names of its scales, by which weights are found
-    values: str  # ending of the name of the packed values, in place of that of the scales
+    values: str  # ending of the name of the values, in place of that of the scales
     shown: str  # ending of the name that the weight has in a plain checkpoint
     make: Callable[[str, Found, Scheme], DequantizedOnDisk]  # makes the lazy weight of its tensors
     # endings of further tensors that belong to the weight -> their part in it; ``None``: not needed
@@ -46,8 +46,8 @@ class Form:
 def _fp8(key: str, found: Found, scheme: Scheme) -> DequantizedOnDisk:
     values = found["values"]
     scales = _matrices(found["scales"], found["values"])
-    packed = values.dtype in (torch.int8, torch.uint8)
-    columns = arithmetic.two_per_byte() if packed else Along()
+    in_words = values.dtype in (torch.int8, torch.uint8)
+    columns = arithmetic.two_per_byte() if in_words else Along()
     shape = (*values.shape[:-1], values.shape[-1] * columns.entries)
     parts = {
         "values": StoredPart(values, columns=columns),
@@ -89,7 +89,7 @@ def _plain_codes(key: str, found: Found, scheme: Scheme) -> DequantizedOnDisk:
     return DequantizedOnDisk(values.shape, parts, arithmetic.in_type_of_scales, if_merged=merged)
 
 
-def _packed(key: str, found: Found, scheme: Scheme) -> DequantizedOnDisk:
+def _integers(key: str, found: Found, scheme: Scheme) -> DequantizedOnDisk:
     values = found["values"]
     scales = found["scales"]
     if values.dtype == torch.uint8:
@@ -104,19 +104,19 @@ def _packed(key: str, found: Found, scheme: Scheme) -> DequantizedOnDisk:
     bits = scheme.bits
     length = scheme.group and scales.shape[-1] * scheme.group
     shape = (values.shape[0], length or int(found["shape"][...][-1]))
-    packed = arithmetic.packed_in_int32(bits)
+    words = arithmetic.codes_in_int32(bits)
     if values.shape[1] != -(-shape[1] * bits // 32):
         raise CheckpointError(
             f"{key} has {values.shape[1]} words per row for {shape[1]} numbers of {bits} bits, so its config describes "
             "another weight: download the checkpoint again, or mend quantization_config in its config.json"
         )
     parts = {
-        "values": StoredPart(values, columns=packed),
+        "values": StoredPart(values, columns=words),
         "scales": _grid(key, _matrices(scales, values), shape),
     }
     if "zeros" in found:
         zeros = _matrices(found["zeros"], values)
-        parts["zeros"] = StoredPart(zeros, rows=packed, columns=parts["scales"].columns)
+        parts["zeros"] = StoredPart(zeros, rows=words, columns=parts["scales"].columns)
     return DequantizedOnDisk(shape, parts, arithmetic.in_type_of_scales)
 
 
@@ -154,8 +154,8 @@ def _torchao(key: str, found: Found, scheme: Scheme) -> DequantizedOnDisk:
 
 def _gemma(key: str, found: Found, scheme: Scheme) -> DequantizedOnDisk:
     values = found["values"]
-    packed = values.dtype == torch.uint8
-    columns = arithmetic.packed_in_bytes(scheme.bits) if packed else Along()
+    in_words = values.dtype == torch.uint8
+    columns = arithmetic.codes_in_bytes(scheme.bits) if in_words else Along()
     shape = (values.shape[0], values.shape[1] * columns.entries)
     scales = _grid(key, _matrices(found["scales"], values), shape)
     parts = {"values": StoredPart(values, columns=columns), "scales": scales}
@@ -185,7 +185,7 @@ FORMS: dict[str, tuple[Form, ...]] = {
     ),
     "mxfp4": (Form("_scales", "_blocks", "", _mxfp4, {}),),
     "compressed-tensors": (
-        Form(".weight_scale", ".weight_packed", ".weight", _packed, _COMPRESSED),
+        Form(".weight_scale", ".weight_packed", ".weight", _integers, _COMPRESSED),
         Form(".weight_scale", ".weight", ".weight", _plain_codes, _COMPRESSED),
     ),
 }
@@ -200,7 +200,7 @@ FORMS[GEMMA] = (
 )
 """The host's name of the method -> its forms, of which the first that fits a weight counts."""
 
-_PACKED = (".weight", "_proj", "_packed", "_blocks", "_qdata", "_quantized")
+_ENDINGS = (".weight", "_proj", "_packed", "_blocks", "_qdata", "_quantized")
 _CODES = {torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8, torch.int32}
 
 
@@ -245,7 +245,7 @@ def _dequantized(
             break
     rest = {name: tensor for name, tensor in stored.items() if name not in used}
     lost = next(
-        (name for name, t in rest.items() if t.dtype in _CODES and name.endswith(_PACKED)), None
+        (name for name, t in rest.items() if t.dtype in _CODES and name.endswith(_ENDINGS)), None
     )
     if lost is not None:
         raise CheckpointError(
@@ -257,7 +257,7 @@ def _dequantized(
 
 
 def in_the_file(key: str, tensor: TensorOnDisk) -> dict[str, TensorOnDisk]:
-    """Return the stored tensors that make up a tensor of a plain checkpoint, by name: packed values and scales."""
+    """Return the stored tensors that make up a tensor of a plain checkpoint, by name: values and scales."""
     if not isinstance(tensor, DequantizedOnDisk):
         return {key: tensor}
     return {name: source for name, (_, source) in tensor.stored_as.items()}

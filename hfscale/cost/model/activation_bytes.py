@@ -305,10 +305,7 @@ def around_layers(plan: Plan) -> list[str]:
 def trained_names(plan: Plan) -> frozenset[str]:
     """Return the parameters that train by default: adapters, or all that are not quantized."""
     adapters = frozenset(adapter.name for adapter in plan.adapters)
-    quantized = (
-        frozenset(plan.quantized.weights) if plan.quantized is not None else frozenset[str]()
-    )
-    return adapters or frozenset(p.name for p in plan.owned()) - quantized
+    return adapters or frozenset(p.name for p in plan.owned()) - set(plan.quantized_weights)
 
 
 def has_head(plan: Plan, rank: int) -> bool:

@@ -19,8 +19,8 @@ from .layer_bytes import types_of, widest
 from .llama_bytes import method_of, replicas
 from .situation import Situation
 
-_UNPACKED = {4: 9.0, 8: 10.0}  # by bits: read, written in 16 bits and read again, in both passes
-_PACKED = {4: 0.5 + 4 / 64, 8: 1.0}  # bytes of a weight by bits, with a scale for each block
+_DECODED = {4: 9.0, 8: 10.0}  # by bits: read, written in 16 bits and read again, in both passes
+_STORED = {4: 0.5 + 4 / 64, 8: 1.0}  # bytes of a weight by bits, with a scale for each block
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Job:
     value_bytes: float = 2  # of a value of the stream between the blocks
     gradient_bytes: float = 4  # of a gradient as ranks exchange it
     gathered_bytes: float = 2  # of a weight as data ranks gather it
-    unpacked: float = 0.0  # bytes moved for every weight of a quantized base, to have it in 16 bits in both passes
+    decoded: float = 0.0  # bytes moved for every weight of a quantized base, to have it in 16 bits in both passes
     # Bytes to the host and from it beside a step's passes: activations, or shards.
     offloaded: float = 0.0
     steps_on_host: bool = False  # whether the optimizer steps in the host's memory
@@ -164,7 +164,7 @@ def job_of(
         value_bytes=types_of(plan).size if mixed == "no" else 2,
         gradient_bytes=2 if layout.gradient_compression in ("bf16", "fp16") else widest(plan),
         gathered_bytes=_gathered_bytes(plan, mixed != "no"),
-        unpacked=0.0 if plan.quantized is None else _UNPACKED[plan.quantized.bits],
+        decoded=0.0 if plan.quantized is None else _DECODED[plan.quantized.bits],
     )
 
 
@@ -174,17 +174,16 @@ def matrix_entries(plan: Plan) -> dict[str, int]:
 
 
 def _gathered_bytes(plan: Plan, mixed: bool) -> float:
-    """Return the bytes of a weight as data ranks gather it: in the compute dtype, in 8 bits, or packed."""
-    packed = frozenset[str]()
+    """Return the bytes of a weight as data ranks gather it: in the compute dtype, in 8 bits, or quantized."""
+    quantized = frozenset(plan.quantized_weights)
     size = 0.0
     if plan.quantized is not None:
-        packed = frozenset(plan.quantized.weights)
-        size = plan.quantized.size or _PACKED[plan.quantized.bits]
+        size = plan.quantized.size or _STORED[plan.quantized.bits]
     types = {p.name: 2 if mixed else p.dtype.itemsize for p in plan.owned()}
     types |= dict.fromkeys(gathered_in_8_bits(plan), 1)
     entries = matrix_entries(plan)
     total = sum(
-        count * (size if name in packed else types[name]) for name, count in entries.items()
+        count * (size if name in quantized else types[name]) for name, count in entries.items()
     )
     return total / max(1, sum(entries.values()))
 

@@ -2,7 +2,7 @@
 
 ::
 
-    weights     what the plan leaves of every parameter on the rank; of a quantized one, packed bytes and scales; under
+    weights     what the plan leaves of every parameter on the rank; of a quantized one, bytes and scales; under
                 a schedule without a flush older versions of what trains
     adapters    likewise of adapters
     gradients   of what trains
@@ -27,7 +27,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from math import ceil, prod
-from typing import Any
+from typing import Any, TypeVar
 
 from ...config.schedules import schedule_of
 from ...extensions import provided
@@ -35,7 +35,7 @@ from ...plan import ParameterPlan, Plan
 from ...plan.columns import aligned
 from ...plan.cut import Cut, cut_shape
 from ...plan.feature_plans import gathered_in_8_bits, offloaded, recomputed, weights_in_8_bits
-from ...plan.quantized import BLOCK, OUTER_BLOCK, packed_scale_bytes
+from ...plan.quantized import BLOCK, OUTER_BLOCK, bytes_of_scales
 from ...plan.table import human
 from .activation_bytes import (
     Activations,
@@ -59,6 +59,7 @@ _BESIDE = (
     "apart",
     "notes",
 )
+_Bytes = TypeVar("_Bytes", int, float)
 _CODE = 4 * 16  # bytes of the table of 4-bit values, one per weight
 _OUTER_CODE = 4 * 256
 
@@ -72,7 +73,7 @@ def likely_bytes(needed: float, activations: float) -> float:
 class MemoryEstimate:
     """Hold the bytes of one rank by kind; ``print`` it for one line per kind."""
 
-    weights: int  # of the model's parameters; packed bytes and scales of quantized ones
+    weights: int  # of the model's parameters; bytes and scales of quantized ones
     adapters: int
     gradients: int  # of the parameters that train
     optimizer: int  # its state, once there has been a step
@@ -185,6 +186,15 @@ def estimate_memory(
     )
 
 
+def most_at_once(
+    kept: _Bytes, loss: _Bytes, running: _Bytes, first: _Bytes, gradients: _Bytes
+) -> _Bytes:
+    """Return the bytes of the fullest moment: beside all that is ``kept``, in the loss or while the last layer is
+    ``running``; or in the ``first`` layer, once there are ``gradients`` of those behind it.
+    """
+    return max(kept + max(loss, running), first + gradients)
+
+
 def _bytes_not_at_once(
     plan: Plan,
     situation: Situation,
@@ -204,10 +214,12 @@ def _bytes_not_at_once(
     if recomputed(plan).tile:  # every tile adds to the gradients of its layer
         behind += sum(size for name, size in sizes.items() if name.startswith(last))
     running = found.again + found.passing
-    most = max(
-        found.kept + found.behind + all_kinds.loss,
-        found.kept + max(found.in_norm, running) + behind,
-        found.last + running + sum(size for name, size in sizes.items() if name not in later),
+    most = most_at_once(
+        found.kept,
+        found.behind + all_kinds.loss,
+        max(found.in_norm, running) + behind,
+        found.last + running,
+        sum(size for name, size in sizes.items() if name not in later),
     )
     return all_kinds.activations + all_kinds.backward + all_kinds.loss + sum(sizes.values()) - most
 
@@ -250,7 +262,7 @@ def weight_bytes(
 ) -> int:
     """Return a parameter's bytes on the rank at ``ranks``, unsharded over ``axes``; data shards are padded alike."""
     cuts = [cut for cut in planned.cuts if cut.axis not in axes]
-    if plan.quantized is not None and planned.name in plan.quantized.weights:
+    if planned.name in plan.quantized_weights:
         shards = prod(cut.size for cut in planned.cuts if cut.axis in axes)
         return shards * _quantized_bytes(plan, planned, ranks)
     return prod(_padded(planned.shape, cuts, ranks)) * planned.dtype.itemsize
@@ -269,7 +281,7 @@ def _padded(
 
 
 def _quantized_bytes(plan: Plan, planned: ParameterPlan, ranks: dict[str, int]) -> int:
-    """Return the packed bytes and scales of this rank's shard; data ranks hold rows of equal size."""
+    """Return the bytes and scales of this rank's shard; data ranks hold rows of equal size."""
     assert plan.quantized is not None
     transposed = planned.name in plan.quantized.transposed
     double = plan.quantized.double
@@ -283,7 +295,7 @@ def _quantized_bytes(plan: Plan, planned: ParameterPlan, ranks: dict[str, int]) 
         return values + 4 * local[-1 if transposed else -2]
     blocks = ceil(values / BLOCK)
     if sharded or len(local) == 3:  # bytes that hfscale packs
-        return matrices * (blocks * BLOCK // 2 + packed_scale_bytes(blocks, double))
+        return matrices * (blocks * BLOCK // 2 + bytes_of_scales(blocks, double))
     # scales, their scales, their mean, a table
     outer = blocks + 4 * ceil(blocks / OUTER_BLOCK) + 4 + _OUTER_CODE
     return ceil(values / 2) + (outer if double else 4 * blocks) + _CODE
@@ -293,9 +305,9 @@ def _copied(plan: Plan, held: Sequence[ParameterPlan], situation: Situation) -> 
     """Return the bytes of copies of 32-bit parameters; microbatches with the same weights share one."""
     all_cast = situation.mixed == "bf16_params"
     looked_up = _looked_up(plan, situation.pp_rank)
-    packed = frozenset(plan.quantized.weights) if plan.quantized is not None else frozenset[str]()
+    quantized = frozenset(plan.quantized_weights)
     # Those in 8 bits are made again.
-    left = packed if all_cast else looked_up | packed | weights_in_8_bits(plan)
+    left = quantized if all_cast else looked_up | quantized | weights_in_8_bits(plan)
     copied = [
         p
         for p in held
@@ -332,8 +344,7 @@ def _gathered(plan: Plan, held: Sequence[ParameterPlan], situation: Situation) -
     for planned in held:
         layer = next((name for name in plan.layers if planned.name.startswith(f"{name}.")), "")
         size = weight_bytes(plan, planned, situation.ranks, _DATA)
-        packed = plan.quantized is not None and planned.name in plan.quantized.weights
-        cast = mixed and not packed
+        cast = mixed and planned.name not in plan.quantized_weights
         if _is_read_in_place(plan, planned, cast):
             continue
         if cast:

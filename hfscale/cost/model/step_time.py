@@ -111,7 +111,7 @@ def layer_seconds(shape: ModelShape, job: Job, machine: Machine, constants: Cons
     return Seconds(
         products=tokens * within / tp / _product_rate(machine, constants) * (1 - fewer),
         attention=attention / (constants.attention * machine.flops),
-        elementwise=(constants.elementwise * moved + job.unpacked * own) / bandwidth,
+        elementwise=(constants.elementwise * moved + job.decoded * own) / bandwidth,
         accumulation=12 * job.trained * own / bandwidth,
         exchange=exchange,
         host=constants.layer_host

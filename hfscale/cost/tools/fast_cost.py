@@ -21,7 +21,7 @@ from ...plan import balance
 from ...plan.sequence_split import choose
 from ..model.job import Job, Place
 from ..model.machines_known import Constants, Machine
-from ..model.memory_model import OVERHEAD, likely_bytes
+from ..model.memory_model import OVERHEAD, likely_bytes, most_at_once
 from ..model.step_time import Parts, part_seconds, stage_seconds, step_time
 from .model_summary import ModelSummary
 
@@ -421,15 +421,13 @@ class FastCost:
         exchanged = own * (
             shape.queries if job.method == "heads" else 2 * shape.keys * job.layout.cp
         )
-        most = one * held + max(job.tokens * stream + loss, running)
         gradients = 0.0
         # Gradients are made while activations go.
         if job.microbatches == 1 and "parameters" not in c.offload:
             gradients = (
                 job.gradient_bytes * job.trained * job.shard_of(place.weights, place.expert_weights)
             )
-            most = max(
-                most, one * min(held, 2 if "activations" in c.offload else 1) + running + gradients
-            )
+        first = one * min(held, 2 if "activations" in c.offload else 1) + running
+        most = most_at_once(one * held, job.tokens * stream + loss, running, first, gradients)
         needed = states - gradients + most + gathered + exchanged * (job.layout.cp > 1) + OVERHEAD
         return states, activations, needed

@@ -1,6 +1,6 @@
 """Report the memory of one rank: predicted by the plan, and measured.
 
-The prediction is :mod:`hfscale.cost.model.memory_model`'s, with what only a model or a schedule knows filled in. What
+The estimate is :mod:`hfscale.cost.model.memory_model`'s, with what only a model or a schedule knows filled in. What
 is held is counted by storages, each once: those of parameters, gradients and the optimizer's state. What the forward
 pass keeps for the backward pass is :mod:`hfscale.features.memory.saved`'s.
 """

@@ -1,6 +1,6 @@
 """A weight that is stored quantized, as a lazy tensor of plain values.
 
-Its bytes are spread over several stored tensors: packed values, scales of blocks, zero points. Along each of the last
+Its bytes are spread over several stored tensors: values in words, scales of blocks, zero points. Along each of the last
 two dims, so many entries of the weight belong to so many of such a tensor (:class:`Along`), so a box of the weight
 names a box of each of them, grown to whole blocks. These are read, a few rows at a time, and multiplied out.
 """

@@ -6,30 +6,26 @@ form                       files                                               w
 slices in safetensors      ``shard-00001-model-00001-of-00001.safetensors``    transformers' distributed saving
 distributed checkpoint     ``.metadata``, ``__0_0.distcp``                     FSDP2 in plain loops, torchtitan
   beside others            ``pytorch_model_fsdp_0/``                           Accelerate, Trainer
-partitions of ZeRO         ``latest``, ``zero_pp_rank_0_mp_rank_00_...pt``     DeepSpeed, Trainer
 state dict of FSDP         ``pytorch_model_fsdp.bin``                          Accelerate, Trainer
 plain, without a config    ``model.safetensors``, ``pytorch_model.bin``        Accelerate's ``save_state``
-GGUF                       ``model-Q4_K_M.gguf``                               llama.cpp
 =========================  ==================================================  ==============================
 
-A further form is an entry of :data:`_FORMS`. Plain files (safetensors, ``pytorch_model.bin``) are transformers' own,
-and come first: :mod:`.weight_files`.
+A further form is an entry of :data:`_FORMS`, or an :class:`AddedSource` of an extension. Plain files (safetensors,
+``pytorch_model.bin``) are transformers' own, and come first: :mod:`.weight_files`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...errors import CheckpointError
+from ...extensions import all_provided
 from .dcp import METADATA, open_checkpoint
-from .gguf_file import SUFFIX, GgufFile
-from .gguf_names import as_transformers as gguf_as_transformers
 from .reader import TensorOnDisk
 from .sliced_files import open_slices
-from .titan_names import as_transformers, is_torchtitans
 from .torch_file import TorchFile
 from .weight_files import SLICED, open_tensors, weight_files
-from .zero import LATEST, OPTIMIZER_STATES, open_partitions
 
 _CONFIG = "config.json"
 _OF_MODELS = ("model", "pytorch_model")  # not the shards of a state
@@ -44,6 +40,7 @@ class Source:
     form: str  # in words
     directory: Path  # that has the files
     reader: Callable[[Path], dict[str, TensorOnDisk]]
+    file: Path | None = None  # of one that has its model's config beside the weights
 
     def describe(self) -> str:
         """Return what it is, in words."""
@@ -54,36 +51,56 @@ class Source:
         them.
         """
         tensors = self.reader(self.directory)
-        config = None if model is None else model.config
-        return as_transformers(tensors, config) if is_torchtitans(tensors) else tensors
+        renamed: dict[str, TensorOnDisk] | None = ask_added(
+            "rename", tensors, None if model is None else model.config
+        )
+        return tensors if renamed is None else renamed
+
+    def fitting(self, model: Any, tells: bool = False) -> "Source":
+        """Return the source as it is read for a full ``model`` on the meta device; ``tells`` of what all ranks read."""
+        return self
+
+    def build_model(self) -> Any:
+        """Return the full model that :attr:`file` describes, on the meta device."""
+        raise NotImplementedError
+
+    def write_small_files(self, model: Any, target: Path) -> None:
+        """Write what :attr:`file` has beside weights: the config of the ``model``, a tokenizer."""
+        raise NotImplementedError
 
 
-@dataclass(frozen=True)
-class GgufSource(Source):
-    """Describe a GGUF file."""
+class AddedSource:
+    """What an extension adds to the slot ``sources``; each method returns ``None`` for what it does not know."""
 
-    path: Path
+    def find(self, path: Path) -> Source | None:
+        """Return how the weights in a directory, or a file, are read."""
+        return None
 
-    def describe(self) -> str:
-        """Return what it is, in words; raise :class:`CheckpointError` for a damaged one."""
-        return f"{self.form} ({GgufFile(self.path).describe()})"
+    def find_optimizer(self, directory: Path) -> Any:
+        """Return the :class:`~hfscale.checkpoint.foreign_optimizer.OptimizerSource` in a directory."""
+        return None
 
-    def open(self, model: Any = None) -> dict[str, TensorOnDisk]:
-        """Return lazy tensors by their names in a full ``model``; without one, by the file's own."""
-        if model is None:
-            return self.reader(self.directory)
-        return gguf_as_transformers(GgufFile(self.path), model)
+    def locate(self, path: Any, kwargs: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
+        """Return the directory, and transformers' arguments, of a file that arguments of ``from_pretrained`` name."""
+        return None
+
+    def recognize(self, source: Path) -> str | None:
+        """Return what another program wrote to a file or directory, or just below it, and the tool that converts it."""
+        return None
+
+    def rename(
+        self, tensors: Mapping[str, TensorOnDisk], config: Any
+    ) -> dict[str, TensorOnDisk] | None:
+        """Return tensors of another program by transformers' names, in its order of rows; ``config``: of the model, or
+        ``None`` if only names are asked for.
+        """
+        return None
 
 
-def gguf_source(path: Path) -> GgufSource:
-    """Return how the weights in a GGUF file are read."""
-    return GgufSource("a GGUF file", path.parent, lambda _: GgufFile(path).slices(), path)
-
-
-def gguf_in(directory: Path) -> list[Path]:
-    """Return the GGUF files in a directory that has no other weights."""
-    found = sorted(directory.glob(f"*{SUFFIX}")) if directory.is_dir() else []
-    return [] if found and weight_files(directory) else found
+def ask_added(question: str, *given: Any) -> Any:
+    """Return the first answer of added sources to one of their methods; ``None`` where none has one."""
+    answers = (getattr(source, question)(*given) for source in all_provided("sources"))
+    return next((answer for answer in answers if answer is not None), None)
 
 
 @dataclass(frozen=True)
@@ -99,28 +116,24 @@ _FORMS = (
     _Form(
         "FSDP's shards (DCP) beside a state", "pytorch_model_fsdp_0/" + METADATA, open_checkpoint
     ),
-    _Form("DeepSpeed's ZeRO partitions", LATEST, open_partitions),
-    _Form("DeepSpeed's ZeRO partitions", OPTIMIZER_STATES, open_partitions),
     _Form("FSDP's full state dict", _FULL, lambda directory: TorchFile(directory / _FULL).slices()),
 )
 
 
-def find_source(directory: Path) -> Source | None:
-    """Return how the weights in a directory, or in a GGUF file, are read where transformers does not read them by
-    slices; ``None`` if it does, or has none.
+def find_source(path: Path) -> Source | None:
+    """Return how the weights in a directory, or in a file, are read where transformers does not read them by slices;
+    ``None`` if it does, or has none.
     """
-    if directory.suffix == SUFFIX and directory.is_file():
-        return gguf_source(directory)
-    if not directory.is_dir() or (directory / _OF_MEGATRON).exists():
+    if (path / _OF_MEGATRON).exists():
         return None
-    if plain := weight_files(directory):
-        by_host = (directory / _CONFIG).exists() or not plain[0].name.startswith(_OF_MODELS)
-        return None if by_host else Source("weights alone", directory, _open_plain)
+    if plain := weight_files(path) if path.is_dir() else []:
+        by_host = (path / _CONFIG).exists() or not plain[0].name.startswith(_OF_MODELS)
+        return None if by_host else Source("weights alone", path, _open_plain)
     for form in _FORMS:
-        for found in sorted(directory.glob(form.pattern))[:1]:
+        for found in sorted(path.glob(form.pattern))[:1]:
             return Source(form.words, found.parent, form.reader)
-    files = gguf_in(directory)
-    return gguf_source(files[0]) if len(files) == 1 else None
+    added: Source | None = ask_added("find", path)
+    return added
 
 
 def _open_plain(directory: Path) -> dict[str, TensorOnDisk]:
@@ -145,4 +158,22 @@ def open_weights(directory: Path) -> dict[str, TensorOnDisk]:
     if files := weight_files(directory):
         return open_tensors(files)
     source = find_source(directory)
-    return {} if source is None or isinstance(source, GgufSource) else source.open()
+    return {} if source is None or source.file is not None else source.open()
+
+
+def written_elsewhere(source: Path) -> str | None:
+    """Return what another program wrote to a file or directory, or just below it, and the tool that converts it."""
+    recognized: str | None = ask_added("recognize", source)
+    return recognized
+
+
+def refuse_foreign(source: Path) -> None:
+    """Raise :class:`CheckpointError` if a directory has no weights that are read, but another trainer's."""
+    if (
+        source.is_dir()
+        and not has_weights(source)
+        and (found := written_elsewhere(source)) is not None
+    ):
+        raise CheckpointError(
+            f"{source} must be a Hugging Face directory with safetensors, and it holds {found}"
+        )

@@ -2,8 +2,8 @@
 
 A share is a few boxes of stored matrices, and a box of a stored matrix is a box of each of its parts (values, scales,
 zero points), grown to the blocks that it touches (:mod:`.dequantized`). Their words, one after the other, are a row of
-bytes, one per data rank (:mod:`..ops.packed_weights`). Equal boxes of many matrices - a projection of every expert -
-lie together, and are unpacked together to the values that a plain load reads, by the same functions::
+bytes, one per data rank (:mod:`..ops.quantized_weights`). Equal boxes of many matrices - a projection of every expert -
+lie together, and are decoded together to the values that a plain load reads, by the same functions::
 
     row of a rank with two experts:   [gate values 0, 1 | gate scales 0, 1 | up values 0, 1 | up scales 0, 1]
 """
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ...plan import ParameterPlan
 from ...plan.cut import Cut, Spans, overlaps, share_spans
-from ..ops.packed_weights import Packing, as_bytes
+from ..ops.quantized_weights import Encoding, as_bytes
 from .dequantized import Along, Arithmetic, DequantizedOnDisk, StoredPart, WordsInMemory
 from .reader import Box
 
@@ -66,7 +66,7 @@ class KeptBlock:
         (_, begin, size), (first, last) = self.places()[-1], self.at[0]
         return begin + ceil((last - first) * size / _ALIGNED) * _ALIGNED
 
-    def unpack_into(self, rows: Tensor, out: Tensor, dtype: torch.dtype) -> None:
+    def decode_into(self, rows: Tensor, out: Tensor, dtype: torch.dtype) -> None:
         """Write the values, in ``dtype``, of ``rows [shards, size]`` to ``out [shards, matrices, rows, columns]``."""
         shards, matrices = out.shape[:2]
         parts = {}
@@ -84,7 +84,7 @@ class KeptBlock:
 
 
 @dataclass(frozen=True)
-class StoredPacking(Packing):
+class StoredEncoding(Encoding):
     """How to read a weight in the bytes of its checkpoint."""
 
     dim: int  # the dim of ``shape`` that data ranks shard
@@ -98,8 +98,8 @@ class StoredPacking(Packing):
             sum(block.size for block in blocks) for _, blocks in self.shards
         )
 
-    def unpack(self, rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the values ``[matrices, rows, columns]`` of the gathered bytes; equal shards are unpacked together."""
+    def decode(self, rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the values ``[matrices, rows, columns]`` of the gathered bytes; equal shards are decoded together."""
         plain = as_bytes(rows)
         first = 0
         out = torch.empty(self.shape, dtype=dtype or self.dtype, device=plain.device)
@@ -112,7 +112,7 @@ class StoredPacking(Packing):
             for block in blocks:
                 place = (slice(None), *(slice(*span) for span in block.at))
                 held = plain[first : first + count, begin : begin + block.size]
-                block.unpack_into(held, part.movedim(self.dim, 0)[place], self.dtype)
+                block.decode_into(held, part.movedim(self.dim, 0)[place], self.dtype)
                 begin += block.size
             first += count
         return out
@@ -128,7 +128,7 @@ class _Piece(NamedTuple):
 
 
 class StoredRow:
-    """Row of the rank at ``ranks`` of a weight of two or three dims, read when it is indexed, as ``packing`` says."""
+    """Row of the rank at ``ranks`` of a weight of two or three dims, read when it is indexed, as ``encoding`` says."""
 
     def __init__(
         self, planned: ParameterPlan, sources: Sequence[Source], ranks: Mapping[str, int]
@@ -149,10 +149,10 @@ class StoredRow:
             )
             if rank == ranks.get(cut.axis, 0):
                 self._own = blocks
-        self.packing = StoredPacking(
+        self.encoding = StoredEncoding(
             (matrices, rows, columns), sources[0][0].dtype, None, dim, tuple(shards)
         )
-        self.shape = (1, self.packing.row_shape[1])
+        self.shape = (1, self.encoding.row_shape[1])
 
     def __getitem__(self, index: Any) -> Tensor:
         row = torch.zeros(self.shape, dtype=torch.uint8)

@@ -1,7 +1,7 @@
 """4-bit weights as plain bytes, which data ranks can shard and gather like any other tensor.
 
-bitsandbytes keeps a 4-bit weight (QLoRA, Dettmers et al. 2023) as packed bytes with a state object, which FSDP2 loses
-when it shards parameters. Here packed bytes and scales are a row of bytes per data rank (:mod:`.packed_weights`)::
+bitsandbytes keeps a 4-bit weight (QLoRA, Dettmers et al. 2023) as bytes with a state object, which FSDP2 loses
+when it shards parameters. Here bytes and scales are a row of bytes per data rank (:mod:`.quantized_weights`)::
 
     [matrices * blocks * 32 bytes | matrices * scale_bytes]     32 bytes = one block of 64 values
 
@@ -20,12 +20,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..._compat.bitsandbytes import functional
-from ...plan.quantized import BLOCK, OUTER_BLOCK, packed_scale_bytes
-from .packed_weights import Packing, as_bytes
+from ...plan.quantized import BLOCK, OUTER_BLOCK, bytes_of_scales
+from .quantized_weights import Encoding, as_bytes
 
 
 @dataclass(frozen=True)
-class FourBitPacking(Packing):
+class FourBitEncoding(Encoding):
     """The layout of a 4-bit weight's bytes."""
 
     quant_type: str  # ``nf4`` or ``fp4``
@@ -48,7 +48,7 @@ class FourBitPacking(Packing):
     @property
     def scale_bytes(self) -> int:
         """The bytes of the scales of one matrix of a shard, a multiple of 4."""
-        return packed_scale_bytes(self.blocks, self.double)
+        return bytes_of_scales(self.blocks, self.double)
 
     @property
     def weight_bytes(self) -> int:
@@ -67,20 +67,20 @@ class FourBitPacking(Packing):
             return False
         return self.shards == 1 or (self.dim == 1 and self.chunk[1] * self.chunk[2] % BLOCK == 0)
 
-    def unpack(self, rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    def decode(self, rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Return the values ``[matrices, rows, columns]`` of the gathered bytes."""
         weight, scales = split_row(rows, self)
         if self.is_one_stream:
-            packed, state = unpack_state(weight, scales, self)
+            quantized, state = quantization_state(weight, scales, self)
         else:
-            packed = weight.reshape(-1, 1)
+            quantized = weight.reshape(-1, 1)
             state = _state(
                 read_scales(scales, self).view(-1),
                 self,
                 (self.shards * self.chunk[0], self.blocks * BLOCK),
             )
         state.dtype = dtype or self.dtype
-        values: Tensor = functional().dequantize_4bit(packed, state)
+        values: Tensor = functional().dequantize_4bit(quantized, state)
         if self.is_one_stream:
             return values.view(self.shape)
         matrices, height, width = self.chunk
@@ -97,39 +97,39 @@ class FourBitPacking(Packing):
         return {"quant_type": self.quant_type, "compress_statistics": self.double}
 
 
-def pack(share: Tensor, packing: FourBitPacking) -> Tensor:
-    """Quantize a data rank's shard, ``[matrices, rows, columns]`` in 16 or 32 bits, no larger than ``packing.chunk``,
+def encode(share: Tensor, encoding: FourBitEncoding) -> Tensor:
+    """Quantize a data rank's shard, ``[matrices, rows, columns]`` in 16 or 32 bits, no larger than ``encoding.chunk``,
     to its row of bytes, ``uint8 [1, ...]``.
     """
-    missing = packing.chunk[2] - share.shape[2]
+    missing = encoding.chunk[2] - share.shape[2]
     share = F.pad(share, (0, missing)) if missing else share
     row = torch.zeros(
-        (1, packing.row_shape[1]),
+        (1, encoding.row_shape[1]),
         dtype=torch.uint8,
         device=share.device,
     )
     weight, scales = (
         part.view(
-            packing.chunk[0],
-            part.shape[1] // max(1, packing.chunk[0]),
+            encoding.chunk[0],
+            part.shape[1] // max(1, encoding.chunk[0]),
         )
-        for part in split_row(row, packing)
+        for part in split_row(row, encoding)
     )
     for number, matrix in enumerate(share):
         if not matrix.numel():
             continue
-        packed, state = functional().quantize_4bit(
+        quantized, state = functional().quantize_4bit(
             matrix.contiguous(),
             blocksize=BLOCK,
-            compress_statistics=packing.double,
-            quant_type=packing.quant_type,
+            compress_statistics=encoding.double,
+            quant_type=encoding.quant_type,
             quant_storage=torch.uint8,
         )
-        weight[number, : packed.numel()] = packed.view(-1)
-        if not packing.double:
+        weight[number, : quantized.numel()] = quantized.view(-1)
+        if not encoding.double:
             _write(scales[number], 0, state.absmax)
             continue
-        mean = 4 * ceil(packing.blocks / OUTER_BLOCK)
+        mean = 4 * ceil(encoding.blocks / OUTER_BLOCK)
         _write(scales[number], 0, state.state2.absmax)
         _write(scales[number], mean, state.offset.float().view(1))
         _write(scales[number], mean + 4, state.absmax)
@@ -141,50 +141,52 @@ def _write(row: Tensor, start: int, values: Tensor) -> None:
     row[start : start + stored.numel()] = stored
 
 
-def split_row(rows: Tensor, packing: FourBitPacking) -> tuple[Tensor, Tensor]:
-    """Return the packed bytes and the bytes of the scales, ``[shards, ...]`` each."""
+def split_row(rows: Tensor, encoding: FourBitEncoding) -> tuple[Tensor, Tensor]:
+    """Return the quantized bytes and the bytes of the scales, ``[shards, ...]`` each."""
     plain = as_bytes(rows)
-    return plain[:, : packing.weight_bytes], plain[:, packing.weight_bytes :]
+    return plain[:, : encoding.weight_bytes], plain[:, encoding.weight_bytes :]
 
 
-def unpack_state(weight: Tensor, scales: Tensor, packing: FourBitPacking) -> tuple[Tensor, Any]:
-    """Return packed bytes ``[n, 1]`` and bitsandbytes' ``QuantState`` of a weight that is one contiguous matrix."""
-    _, rows, columns = packing.shape
+def quantization_state(
+    weight: Tensor, scales: Tensor, encoding: FourBitEncoding
+) -> tuple[Tensor, Any]:
+    """Return quantized bytes ``[n, 1]`` and bitsandbytes' ``QuantState`` of a weight that is one contiguous matrix."""
+    _, rows, columns = encoding.shape
     size = rows * columns
     state = _state(
-        read_scales(scales, packing).view(-1)[: ceil(size / BLOCK)],
-        packing,
+        read_scales(scales, encoding).view(-1)[: ceil(size / BLOCK)],
+        encoding,
         (rows, columns),
     )
     return weight.reshape(-1, 1)[: ceil(size / 2)], state
 
 
-def read_scales(scales: Tensor, packing: FourBitPacking) -> Tensor:
+def read_scales(scales: Tensor, encoding: FourBitEncoding) -> Tensor:
     """Return one float32 scale per block, ``[shards * matrices, blocks]``."""
-    rows = scales.contiguous().view(-1, packing.scale_bytes)
-    if not packing.double:
+    rows = scales.contiguous().view(-1, encoding.scale_bytes)
+    if not encoding.double:
         return rows.view(torch.float32)
-    outers = ceil(packing.blocks / OUTER_BLOCK)
+    outers = ceil(encoding.blocks / OUTER_BLOCK)
     mean = 4 * outers
     outer = rows[:, :mean].contiguous().view(torch.float32)
     means = rows[:, mean : mean + 4].contiguous().view(torch.float32)
-    of_blocks = rows[:, mean + 4 : mean + 4 + packing.blocks]
+    of_blocks = rows[:, mean + 4 : mean + 4 + encoding.blocks]
     # Rows of whole outer blocks, so that one call takes all of them.
-    whole = F.pad(of_blocks, (0, outers * OUTER_BLOCK - packing.blocks)).contiguous()
+    whole = F.pad(of_blocks, (0, outers * OUTER_BLOCK - encoding.blocks)).contiguous()
     widened: Tensor = functional().dequantize_blockwise(
         whole.view(-1), absmax=outer.view(-1), code=_code(rows.device), blocksize=OUTER_BLOCK
     )
-    return widened.view(len(rows), -1)[:, : packing.blocks] + means
+    return widened.view(len(rows), -1)[:, : encoding.blocks] + means
 
 
-def _state(absmax: Tensor, packing: FourBitPacking, shape: tuple[int, int]) -> Any:
+def _state(absmax: Tensor, encoding: FourBitEncoding, shape: tuple[int, int]) -> Any:
     return functional().QuantState(
         absmax=absmax,
         shape=torch.Size(shape),
-        code=_code_of_4_bits(packing.quant_type, absmax.device),
+        code=_code_of_4_bits(encoding.quant_type, absmax.device),
         blocksize=BLOCK,
-        quant_type=packing.quant_type,
-        dtype=packing.dtype,
+        quant_type=encoding.quant_type,
+        dtype=encoding.dtype,
     )
 
 

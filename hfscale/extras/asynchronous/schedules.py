@@ -51,9 +51,9 @@ def _check(plan: "Plan", options: "Options") -> None:
             f"mixed_precision='fp16' skips a step whose gradients overflow, and {schedule} has later microbatches in "
             "flight by then: use mixed_precision='bf16', or a schedule with a flush such as '1f1b'"
         )
-    if options.mtp_loss_weight is not None:
+    if plan.adds_loss:
         raise PlanError(
-            f"mtp_loss_weight needs a schedule with a flush, and {schedule} has none: use 1f1b"
+            f"{plan.adds_loss} needs a schedule with a flush, and {schedule} has none: use 1f1b"
         )
     if plan.stages is not None and plan.stages.stacks is not None:
         raise PlanError(

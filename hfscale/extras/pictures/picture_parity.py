@@ -233,7 +233,7 @@ def _patches(
     sides = torch.tensor([[GRID, GRID]])
     width = channels * PATCH**2
     match way:
-        case "image_grid_thw":  # all pictures of a batch are packed into one dim
+        case "image_grid_thw":  # all pictures of a batch lie in one dim
             if vision.model_type == "inkling2_vision":  # squares of all patches of a token
                 side = PATCH * vision.spatial_merge_size
                 tokens = GRID // vision.spatial_merge_size

@@ -14,17 +14,18 @@ import torch
 from torch import Tensor, nn
 
 from ..._compat.transformers.classes import has_causal_loss, loss_replaced, takes_argument
-from ..._compat.transformers.computing import answer, packing
+from ..._compat.transformers.computing import answer
 from ..._compat.transformers.experts import use_eager_experts
 from ..._compat.transformers.implementations import set_implementation
+from ..._compat.transformers.packed_rows import packing
 from ...distributed.ops.segments import keep_states_apart
 from ...models.clone import VOCABULARY, layers_of_every_kind
 from ...models.fields import lengths_of, text_config, with_lengths
 from ...models.precision import keep_float64
 from ...plan.drafting.boundary_modules import PROBED
 from ...plan.feature_plans import OwnLossPlan
-from ...train.guards.packed_rows import PackedRows
-from ...train.runtime.batches import BORDERS, with_borders
+from ...train.packed_rows.facts import LENGTHS, with_document_lengths
+from ...train.packed_rows.guard import PackedRows
 from .probe import (
     Probe,
     apart,
@@ -302,7 +303,7 @@ def _in_one_row(
     positions = torch.cat([torch.arange(length) + start for length in _LENGTHS])[None]
     batch = {"input_ids": ids, "position_ids": positions}
     with packing(True, batch):
-        return _logits(model, with_borders(batch, model) if flash else batch)
+        return _logits(model, with_document_lengths(batch, model) if flash else batch)
 
 
 def _logits(model: Any, batch: Any) -> Tensor:
@@ -319,7 +320,7 @@ def _attend(
     **kwargs: Any,
 ) -> Any:
     """Attend as a flash kernel does, which separates documents by the lengths in ``cu_seq_lens_q`` alone."""
-    starts = kwargs.pop(BORDERS[0], None)
+    starts = kwargs.pop(LENGTHS[0], None)
     if starts is not None:
         documents = torch.bucketize(torch.arange(q.shape[2]), starts, right=True)
         mask = documents[:, None] == documents

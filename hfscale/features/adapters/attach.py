@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..._compat.peft import COPIES, LORA_EMBEDDING_A, TOKEN_ROWS
 from ..._compat.torch import own_buffers
 from ...distributed.mesh import Mesh
-from ...distributed.ops.packed_weights import packings_of, shown_unpacked
+from ...distributed.ops.quantized_weights import encodings_of, shown_decoded
 from ...distributed.process_groups import add_ties
 from ...errors import ConfigError, PlanError
 from ...plan import AdapterParameter, Plan
@@ -122,7 +122,7 @@ def attach_adapters(
     held = [adapter for adapter in planned.adapters if plan.is_local(mesh.pp_rank, adapter.name)]
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
-        with shown_unpacked(model):
+        with shown_decoded(model):
             here = narrowed(config, *targets_of(held))
             for field in ("init_lora_weights", "init_weights", "init_ia3_weights"):
                 # Values come later; some cannot be computed from shards of a weight.
@@ -192,11 +192,11 @@ def _give_local_shapes(
         owner = adapter.tied_to or adapter.name
         if owner not in made:
             module, attribute = owner_of(model, adapter.base)
-            packing = packings_of(module).get(attribute)
+            encoding = encodings_of(module).get(attribute)
             kept = shares[plan.by_name[adapter.base].tied_to or adapter.base]
-            base = kept.dtype if packing is None else packing.dtype
-            # PEFT leaves factors beside packed weights in 32 bits.
-            kind = type_beside(base, adapter.kept_in, autocast or packing is not None)
+            base = kept.dtype if encoding is None else encoding.dtype
+            # PEFT leaves factors beside quantized weights in 32 bits.
+            kind = type_beside(base, adapter.kept_in, autocast or encoding is not None)
             empty = torch.empty(shape, dtype=kind, device="meta")
             made[owner] = nn.Parameter(empty, requires_grad=old.requires_grad)
         holder, attribute = owner_of(model, adapter.name)

@@ -12,7 +12,7 @@ from ..._compat.peft import BEFT_BIAS, COPIES, COPY, TOKEN_ROWS, wrapped
 from ..._compat.torch import own_modules, own_parameters
 from ..._compat.transformers.loading import forget_quantization
 from ...distributed.mesh import Mesh
-from ...distributed.ops.packed_weights import packings_of
+from ...distributed.ops.quantized_weights import encodings_of
 from ...errors import ConfigError
 from ...models.module_kinds import follow_weight
 from ...plan import AdapterParameter, ParameterPlan, Plan
@@ -183,7 +183,7 @@ def put_plain_modules(adapters: Any, runtime: Runtime, shares: dict[str, Tensor]
         module, attribute = owner_of(model, name)
         empty = torch.empty(planned.model_shape(mesh.ranks), dtype=share.dtype, device="meta")
         if len(planned.shape) > 2:  # experts stay transformers' modules even if quantized
-            packings_of(module).pop(attribute, None)
+            encodings_of(module).pop(attribute, None)
         else:
             path = name.rpartition(".")[0]
             bias = own_parameters(module).get("bias")

@@ -89,7 +89,7 @@ _WHY_REFUSED = {
         "PROMPT_TUNING",
     ),
 }
-# They compute with a weight's own values, or were not tried over packed ones.
+# They compute with a weight's own values, or were not tried over quantized ones.
 _OF_PLAIN_WEIGHTS = ("LOHA", "HIRA", "ROAD", "BEFT", *OF_WHOLE_PROJECTIONS)
 # Options of LoRA that are computed from data, or change how often or on which tokens an adapter computes.
 _LORA_REFUSED = (

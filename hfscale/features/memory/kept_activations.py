@@ -82,7 +82,7 @@ class LayerPass:
         """End the layer's forward pass: drop the records that only packing needs."""
         self._known, self._stays, self._rows = {}, set(), set()
 
-    def pack(self, tensor: Tensor) -> "Packed":
+    def pack(self, tensor: Tensor) -> "Kept":
         """Store a saved tensor; autograd calls it for every tensor that an operation saves."""
         local = tensor.detach()
         shape = tensor.shape
@@ -121,7 +121,7 @@ class LayerPass:
         stored.readers += 1
         return self, stored, (shape, stride) if dense else None
 
-    def unpack(self, kept: "Packed") -> Tensor:
+    def unpack(self, kept: "Kept") -> Tensor:
         """Return a saved tensor to the backward pass; the first call prefetches for the layer before."""
         _, saved, view = kept
         if isinstance(saved, Tensor):
@@ -144,12 +144,12 @@ class LayerPass:
 _PAIR = 2
 """Last dims up to this size are not rows: rotary embeddings view numbers as pairs."""
 
-Packed = tuple[LayerPass, Stored | Tensor, tuple[torch.Size, tuple[int, ...]] | None]
+Kept = tuple[LayerPass, Stored | Tensor, tuple[torch.Size, tuple[int, ...]] | None]
 """The forward pass, its stored or unchanged tensor, and the view of a stored one."""
 
 
 def _shape_of(module: nn.Module) -> tuple[int, ...]:
-    """Return the shape of a projection's weight, which may be packed."""
+    """Return the shape of a projection's weight, which may be quantized."""
     sizes = getattr(module, "out_features", None), getattr(module, "in_features", None)
     return sizes if all(isinstance(size, int) for size in sizes) else ()  # type: ignore[return-value]
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..._compat.transformers.computing import begins_anew, text_positions
+from ..._compat.transformers.packed_rows import documents_of, text_positions
 
 IDS = "mtp_input_ids"
 TARGETS = "mtp_labels"
@@ -37,10 +37,7 @@ def look_ahead(
     positions = None if given is None else text_positions(given)
     documents = torch.zeros_like(ids[:1])
     if positions is not None:
-        documents = pad(
-            begins_anew(positions, batch.get("attention_mask")).cumsum(-1),
-            (1, 0),
-        ).to(ids.device)
+        documents = documents_of(positions, batch.get("attention_mask")).to(ids.device)
     of_targets = torch.cat((documents[:, 1:], documents[:, -1:]), 1)
     ids_ahead = []
     targets_ahead = []

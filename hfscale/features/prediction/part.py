@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..._compat.transformers.computing import told_apart_by
 from ..._compat.transformers.hidden_states import other_arguments
-from ..._compat.transformers.prediction import PREDICTION, PREDICTION_LOOKUP
+from ..._compat.transformers.packed_rows import told_apart_by
+from ..._compat.transformers.prediction import PREDICTION
 from ...errors import ConfigError
 from ...parallel.tensor.loss import LossTerm, VocabParallelLoss
 from ...train.runtime import Batch, Part, Runtime
@@ -36,6 +36,7 @@ _LABELS = ("labels", "shift_labels")
 class MultiTokenPrediction(Part):
     """Predict tokens further ahead, and add the loss of that to the model's."""
 
+    is_logged = True
     _planned: PredictionPlan
     _loss: VocabParallelLoss
     _weight: float
@@ -59,7 +60,7 @@ class MultiTokenPrediction(Part):
         model = runtime.model
         assert planned is not None
         self._planned, self._weight = planned, float(runtime.options.mtp_loss_weight or 0)
-        lookups = {f"{name}.weight" for name in (runtime.plan.lookup, PREDICTION_LOOKUP)}
+        lookups = {f"{name}.weight" for name in (runtime.plan.lookup, PREDICTION.lookup)}
         if any(adapter.base in lookups for adapter in runtime.plan.adapters):
             raise ConfigError(
                 "mtp_loss_weight cannot be used with adapters of the embedding: leave one of them out"
@@ -74,7 +75,7 @@ class MultiTokenPrediction(Part):
                 f"mtp_loss_weight: {planned.layers[0]} needs the masks of {away[0]}, which is not on the last stage: "
                 "use stage_layers with more layers there, or a smaller pp_size"
             )
-        if not runtime.is_local(PREDICTION):
+        if not runtime.is_local(PREDICTION.name):
             return
         assert isinstance(runtime.loss, VocabParallelLoss)
         self._loss = runtime.loss
@@ -83,7 +84,7 @@ class MultiTokenPrediction(Part):
                 partial(self._keep_arguments, name), with_kwargs=True
             )
         model.get_submodule(planned.text).register_forward_hook(
-            partial(self._predict, model.get_submodule(PREDICTION))
+            partial(self._predict, model.get_submodule(PREDICTION.name))
         )
         model.register_forward_pre_hook(self._begin, with_kwargs=True)
         model.register_forward_hook(self._end, always_call=True)

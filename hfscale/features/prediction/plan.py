@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..._compat.transformers.prediction import PREDICTION_LOOKUP
+from ..._compat.transformers.prediction import PREDICTION
 from ...models.fields import text_config
 from ...plan.batch_fields import BatchField
 from ...plan.contents import Feature, PlanContents
@@ -54,7 +54,7 @@ class PredictionPlan(Feature):
 
 def plan_prediction(draft: Draft) -> None:
     """Plan the layers that predict tokens further ahead, if a loss of theirs is asked for."""
-    if not draft.predictors:
+    if draft.added != PREDICTION:
         return
     name = type(draft.model).__name__
     config = text_config(draft.config)
@@ -64,9 +64,9 @@ def plan_prediction(draft: Draft) -> None:
             "leave it out"
         )
     if draft.embedding is not None:
-        draft.cut(f"{PREDICTION_LOOKUP}.weight", 0, draft.modules[PREDICTION_LOOKUP].num_embeddings)
+        draft.cut(f"{PREDICTION.lookup}.weight", 0, draft.modules[PREDICTION.lookup].num_embeddings)
     kinds = getattr(config, "layer_types", None) or [""] * len(draft.stack)
-    wanted = getattr(config.get_mtp_config(), "layer_types", None) or [""] * len(draft.predictors)
+    wanted = getattr(config.get_mtp_config(), "layer_types", None) or [""] * len(draft.added_layers)
     last = dict(zip(kinds, draft.stack, strict=True))
     if missing := [kind for kind in wanted if kind not in last]:
         draft.problem(
@@ -77,5 +77,5 @@ def plan_prediction(draft: Draft) -> None:
         name for name, module in draft.modules.items() if module is draft.model.get_decoder()
     )
     draft.features.append(
-        PredictionPlan(tuple(draft.predictors), tuple(last[kind] for kind in wanted), text)
+        PredictionPlan(tuple(draft.added_layers), tuple(last[kind] for kind in wanted), text)
     )

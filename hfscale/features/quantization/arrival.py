@@ -2,7 +2,7 @@
 
 transformers replaces ``nn.Linear`` by bitsandbytes' modules on the meta device and quantizes every weight once it is
 read (QLoRA, Dettmers et al. 2023). Here these modules get this rank's sizes, and transformers quantizes this rank's
-shard; so a projection stays the stock module with local sizes. Two kinds of weights are packed by hfscale instead, as
+shard; so a projection stays the stock module with local sizes. Two kinds of weights are encoded by hfscale instead, as
 plain bytes (:mod:`...distributed.ops.four_bit`): those that data ranks shard, and experts, which transformers leaves.
 """
 
@@ -24,8 +24,8 @@ from ..._compat.bitsandbytes import (
 from ..._compat.torch import own_parameters
 from ...distributed.files.reader import PartOnDisk, TensorOnDisk
 from ...distributed.mesh import Mesh
-from ...distributed.ops.four_bit import FourBitPacking, pack, split_row, unpack_state
-from ...distributed.ops.packed_weights import register_packed
+from ...distributed.ops.four_bit import FourBitEncoding, encode, quantization_state, split_row
+from ...distributed.ops.quantized_weights import register_quantized
 from ...errors import CheckpointError
 from ...models.names import wild_name
 from ...plan import ParameterPlan, Plan
@@ -38,11 +38,11 @@ _STATE = ".quant_state.bitsandbytes__"
 _BESIDE = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
 
 
-class PackedOnDisk:
+class QuantizedOnDisk:
     """Read one weight ``[out, in]`` that bitsandbytes stored in 4 bits, ``nf4`` or ``fp4``, on demand; ``dtype`` is the
     one it was quantized from. Raise :class:`CheckpointError` if its blocks are not of 64 values.
 
-    It is packed bytes, two values in each, with one scale per 64 values. If the blocks of a shard are blocks of the
+    It is bytes, two values in each, with one scale per 64 values. If the blocks of a shard are blocks of the
     full weight (:mod:`hfscale.plan.quantized`), the shard consists of spans of the bytes and of the scales, and nothing
     is quantized again. Scales that are quantized too are read in full, since their blocks and mean belong to the full
     weight, and kept in float32.
@@ -67,7 +67,7 @@ class PackedOnDisk:
     def share(
         self, planned: ParameterPlan, transposed: bool, ranks: dict[str, int]
     ) -> tuple[Tensor, Tensor]:
-        """Return packed bytes ``[n]`` and float32 scales ``[blocks]`` of the shard at ``ranks``, whose blocks align."""
+        """Return bytes ``[n]`` and float32 scales ``[blocks]`` of the shard at ``ranks``, whose blocks align."""
         spans = share_spans(planned.shape, planned.cuts, ranks)
         down, across = spans[::-1] if transposed else spans
         rows, columns = self.shape
@@ -107,15 +107,15 @@ class PackedOnDisk:
         return scales + torch.tensor(float(self._state["nested_offset"]))
 
 
-def split_packed(
+def split_quantized(
     stored: dict[str, TensorOnDisk],
-) -> tuple[dict[str, TensorOnDisk], dict[str, PackedOnDisk]]:
-    """Return the stored tensors without the quantization states, and the packed weights by key."""
+) -> tuple[dict[str, TensorOnDisk], dict[str, QuantizedOnDisk]]:
+    """Return the stored tensors without the quantization states, and the quantized weights by key."""
     keys = [name.rpartition(_STATE)[0] for name in stored if _STATE in name]
-    packed = {key: PackedOnDisk(key, stored) for key in keys}
+    quantized = {key: QuantizedOnDisk(key, stored) for key in keys}
     states = {name for name in stored if _STATE in name}
     beside = {f"{key}.{name}" for key in keys for name in _BESIDE} | states
-    return {name: tensor for name, tensor in stored.items() if name not in beside}, packed
+    return {name: tensor for name, tensor in stored.items() if name not in beside}, quantized
 
 
 class Quantizing:
@@ -134,8 +134,8 @@ class Quantizing:
         self.weights = {name: plan.by_name[name] for name in self.plan.weights if name in here}
         self.originals = {name: here[name] for name in self.weights}
         self.whole: Collection[str] = ()
-        self.packings: dict[str, FourBitPacking] = {}
-        self.stored: dict[str, PackedOnDisk] = {}
+        self.encodings: dict[str, FourBitEncoding] = {}
+        self.stored: dict[str, QuantizedOnDisk] = {}
         self.stock = host.get_quantize_ops()
         for name in self.plan.transposed & self.weights.keys():
             # The plan has the shape as stored; transformers' module has transposed it already.
@@ -144,10 +144,10 @@ class Quantizing:
             )
             put_parameter(model, name, nn.Parameter(turned, requires_grad=False))
 
-    def read_packed(self, name: str, packed: PackedOnDisk, converted: bool) -> None:
+    def read_quantized(self, name: str, quantized: QuantizedOnDisk, converted: bool) -> None:
         """Read a weight from 4-bit data in the checkpoint; raise :class:`CheckpointError` if it cannot be cut."""
         planned = self.weights[name]
-        shape = packed.shape[::-1] if name in self.plan.transposed else packed.shape
+        shape = quantized.shape[::-1] if name in self.plan.transposed else quantized.shape
         why = None
         if not self.plan.aligned(planned):
             why = "the shards do not consist of whole blocks of 64 values"
@@ -160,7 +160,7 @@ class Quantizing:
                 f"{wild_name(name)} is stored in 4 bits and cannot be sharded, since {why}: use smaller tp_size and "
                 "dp_shard_size, or a checkpoint with 16-bit weights and quantization_config="
             )
-        self.stored[name] = packed
+        self.stored[name] = quantized
 
     def shape(self, whole: Collection[str]) -> None:
         """Give the modules their local sizes, once parameters are cut; ``whole`` ones are cut after they are read."""
@@ -180,11 +180,16 @@ class Quantizing:
                     empty, requires_grad=False, **original.__dict__
                 )
             if self.plan.bits == 4 and (self.mesh.data_world > 1 or planned.shape[2:]):
-                self.packings[name] = packing = self._packing(planned, module)
-                if name in self.stored and packing.dim == 2 and packing.shape[2] % packing.shards:
+                self.encodings[name] = encoding = self._encoding(planned, module)
+                if (
+                    name in self.stored
+                    and encoding.dim == 2
+                    and encoding.shape[2] % encoding.shards
+                ):
                     raise CheckpointError(
-                        f"{name} has {packing.shape[2]} columns, which do not divide evenly over {packing.shards} data "
-                        "ranks: use another dp_shard_size, or a checkpoint with 16-bit weights and quantization_config="
+                        f"{name} has {encoding.shape[2]} columns, which do not divide evenly over {encoding.shards} "
+                        "data ranks: use another dp_shard_size, or a checkpoint with 16-bit weights and "
+                        "quantization_config="
                     )
         self.host.param_needs_quantization = lambda model, name, **kwargs: name in self.weights
         self.host.get_quantize_ops = lambda: self
@@ -204,12 +209,12 @@ class Quantizing:
             value = value[0] if isinstance(value, list) else value
             if name in self.whole:
                 value = self.weights[name].take(value, self.mesh.ranks)
-            if name not in self.packings:
+            if name not in self.encodings:
                 result.update(self.stock.convert({name: value}, **kwargs))
                 continue
             matrices = value.T if name in self.plan.transposed else value
             matrices = matrices if matrices.ndim == 3 else matrices.unsqueeze(0)
-            row = pack(matrices.to(self.mesh.device), self.packings[name])
+            row = encode(matrices.to(self.mesh.device), self.encodings[name])
             result[name] = nn.Parameter(row, requires_grad=False)
         return result
 
@@ -237,7 +242,7 @@ class Quantizing:
                 shares.quantized.append((module, "scales", rows))
                 shard_8bit(module)
                 continue
-            if name not in self.packings:
+            if name not in self.encodings:
                 parameter = parameter.to(self.mesh.device)
                 shares.tensors[name] = parameter.data
                 shares.quantized.append((module, attribute, parameter))
@@ -246,32 +251,34 @@ class Quantizing:
             if hasattr(module, "in_features"):
                 from .sharded_linears import shard_4bit  # imports bitsandbytes
 
-                shard_4bit(module, self.packings[name])
+                shard_4bit(module, self.encodings[name])
             else:
-                register_packed(module, attribute, self.packings[name])
+                register_quantized(module, attribute, self.encodings[name])
 
     def _from_stored(self, name: str) -> nn.Parameter:
-        packed = self.stored[name]
+        quantized = self.stored[name]
         planned = self.weights[name]
-        weight, scales = packed.share(planned, name in self.plan.transposed, self.mesh.ranks)
+        weight, scales = quantized.share(planned, name in self.plan.transposed, self.mesh.ranks)
         weight = weight.to(self.mesh.device)
         scales = scales.to(self.mesh.device)
-        if name in self.packings:
-            row = weight.new_zeros((1, self.packings[name].row_shape[1]))
-            packed_row, scales_row = split_row(row, self.packings[name])
-            packed_row[0, : weight.numel()] = weight
+        if name in self.encodings:
+            row = weight.new_zeros((1, self.encodings[name].row_shape[1]))
+            bytes_row, scales_row = split_row(row, self.encodings[name])
+            bytes_row[0, : weight.numel()] = weight
             scales_row[0, : 4 * scales.numel()] = scales.contiguous().view(torch.uint8)
             return nn.Parameter(row, requires_grad=False)
         module, _ = owner_of(self.model, name)
         original: Any = self.originals[name]
-        packing = self._packing(planned, module)
+        encoding = self._encoding(planned, module)
         parameter = type(original)(
             weight.view(original.quant_storage).view(-1, 1), **original.__dict__
         )
-        set_state(module, parameter, unpack_state(weight, scales.view(torch.uint8), packing)[1])
+        set_state(
+            module, parameter, quantization_state(weight, scales.view(torch.uint8), encoding)[1]
+        )
         return parameter
 
-    def _packing(self, planned: ParameterPlan, module: Any) -> FourBitPacking:
+    def _encoding(self, planned: ParameterPlan, module: Any) -> FourBitEncoding:
         data = planned.data_cuts
         shape = planned.model_shape(self.mesh.ranks)
         dim = data[0].dim if data else 0
@@ -282,7 +289,7 @@ class Quantizing:
                 shape = (1, shape[2], shape[1])
                 dim = 3 - dim
         config = self.host.quantization_config
-        return FourBitPacking(
+        return FourBitEncoding(
             shape=(shape[0], shape[1], shape[2]),
             quant_type=config.bnb_4bit_quant_type,
             double=self.plan.double,

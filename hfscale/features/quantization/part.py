@@ -7,7 +7,7 @@ from torch import nn
 
 from ..._compat.bitsandbytes import is_stock_parameter
 from ..._compat.torch import own_parameters
-from ...distributed.ops.packed_weights import mark, packings_of, register_packed
+from ...distributed.ops.quantized_weights import encodings_of, mark, register_quantized
 from ...errors import ConfigError
 from ...plan.quantized import QuantizedPlan
 from ...train.runtime import Part, Runtime, like_sharded, local_tensor
@@ -37,8 +37,8 @@ class Quantization(Part):
     def take_out(self, runtime: Runtime, weights: LocalWeights) -> None:
         """Undo it, once FSDP2 is undone; the additional tensors of quantized weights go into ``weights``."""
         for module in runtime.model.modules():
-            for name, packing in list(packings_of(module).items()):
-                register_packed(module, name, packing)
+            for name, encoding in list(encodings_of(module).items()):
+                register_quantized(module, name, encoding)
             parameter = own_parameters(module).get("weight")
             if type(module).__name__ == ROWS:
                 from .sharded_linears import empty_parameters  # imports bitsandbytes

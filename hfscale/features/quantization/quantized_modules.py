@@ -21,12 +21,12 @@ from ..._compat.torch import own_parameters
 from ..._compat.transformers.classes import class_name
 from ..._compat.transformers.loading import quantizes
 from ...distributed.ops.grouped_linear import frozen_linear
-from ...distributed.ops.packed_weights import (
-    Packing,
+from ...distributed.ops.quantized_weights import (
+    Encoding,
+    encodings_of,
     gathered,
-    packings_of,
-    read_packed,
-    register_packed,
+    read_quantized,
+    register_quantized,
 )
 from ...distributed.ops.shared_casts import autocasted
 from ...errors import ConfigError
@@ -186,7 +186,9 @@ def is_quantized(module: nn.Module, name: str = "weight") -> bool:
     """Return whether a direct parameter of ``module`` is held in 4 or 8 bits."""
     stock = bitsandbytes.is_stock_parameter(own_parameters(module).get(name))
     return (
-        stock or name in packings_of(module) or (name == "weight" and type(module).__name__ == ROWS)
+        stock
+        or name in encodings_of(module)
+        or (name == "weight" and type(module).__name__ == ROWS)
     )
 
 
@@ -198,9 +200,9 @@ def dequantized(module: nn.Module, name: str = "weight") -> Tensor:
     stored transposed), and ``[experts, ...]`` for experts, as their module holds it.
     """
     parameter: Any = own_parameters(module).get(name)
-    packing = packings_of(module).get(name)
-    if packing is not None:
-        whole = packing.unpack(gathered(parameter))
+    encoding = encodings_of(module).get(name)
+    if encoding is not None:
+        whole = encoding.decode(gathered(parameter))
         return whole if name != "weight" else whole[0]
     if not is_quantized(module, name):
         raise ConfigError(
@@ -226,7 +228,7 @@ def beside_quantized(model: nn.Module) -> Iterator[Any]:
 
 
 class StoredLinear(nn.Linear):
-    """Compute an ``nn.Linear`` of packed bytes: ``weight``, ``uint8 [data ranks, bytes]``, is unpacked in each pass."""
+    """Compute an ``nn.Linear`` of stored bytes: ``weight``, ``uint8 [data ranks, bytes]``, is decoded in each pass."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Project ``x [..., in]`` to ``[..., out]``."""
@@ -239,12 +241,12 @@ class StoredLinear(nn.Linear):
         return nn.functional.linear(x, self._read(x.dtype), bias)
 
     def _read(self, dtype: torch.dtype) -> Tensor:
-        return read_packed(self, "weight", dtype)[0]
+        return read_quantized(self, "weight", dtype)[0]
 
 
-def hold_packed(model: nn.Module, name: str, packing: Packing) -> None:
-    """Let the module of the parameter ``name`` compute with packed bytes; the parameter is on the meta device."""
+def hold_quantized(model: nn.Module, name: str, encoding: Encoding) -> None:
+    """Let the module of the parameter ``name`` compute with stored bytes; the parameter is on the meta device."""
     module, attribute = owner_of(model, name)
     if isinstance(module, nn.Linear):
         module.__class__ = StoredLinear
-    register_packed(module, attribute, packing)
+    register_quantized(module, attribute, encoding)

@@ -1,4 +1,4 @@
-"""Projections of bitsandbytes whose packed weights, and scales, are plain parameters, so that FSDP2 can shard them.
+"""Projections of bitsandbytes whose quantized weights, and scales, are plain parameters, so that FSDP2 can shard them.
 
 Imported on use: they derive from classes of bitsandbytes.
 """
@@ -11,9 +11,14 @@ from torch import Tensor, nn
 
 from ..._compat.bitsandbytes import product_in_8_bits
 from ..._compat.torch import own_parameters
-from ...distributed.ops.four_bit import FourBitPacking, split_row, unpack_state
+from ...distributed.ops.four_bit import FourBitEncoding, quantization_state, split_row
 from ...distributed.ops.grouped_linear import frozen_linear
-from ...distributed.ops.packed_weights import as_bytes, packings_of, read_packed, register_packed
+from ...distributed.ops.quantized_weights import (
+    as_bytes,
+    encodings_of,
+    read_quantized,
+    register_quantized,
+)
 
 bnb: Any = bitsandbytes  # its annotations are incomplete
 
@@ -37,22 +42,22 @@ class ShardedLinear4bit(bnb.nn.Linear4bit):
         return frozen_linear(x, bias, self._product, self._read).to(given)
 
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        packing = packings_of(self)["weight"]
-        assert isinstance(packing, FourBitPacking)
-        if not packing.is_one_stream:
-            return nn.functional.linear(x, read_packed(self, "weight", x.dtype)[0], bias)
-        weight, state = unpack_state(*split_row(self.weight, packing), packing)
+        encoding = encodings_of(self)["weight"]
+        assert isinstance(encoding, FourBitEncoding)
+        if not encoding.is_one_stream:
+            return nn.functional.linear(x, read_quantized(self, "weight", x.dtype)[0], bias)
+        weight, state = quantization_state(*split_row(self.weight, encoding), encoding)
         return bnb.matmul_4bit(x, weight, quant_state=state, bias=bias)
 
     def _read(self, dtype: torch.dtype) -> Tensor:
-        return read_packed(self, "weight")[0].to(dtype)
+        return read_quantized(self, "weight")[0].to(dtype)
 
 
-def shard_4bit(module: Any, packing: FourBitPacking) -> None:
+def shard_4bit(module: Any, encoding: FourBitEncoding) -> None:
     """Turn a stock ``Linear4bit`` into a :class:`ShardedLinear4bit` with parameters on the meta device."""
     module.__class__ = ShardedLinear4bit
     module.quant_state = None
-    register_packed(module, "weight", packing)
+    register_quantized(module, "weight", encoding)
 
 
 class ShardedLinear8bitLt(bnb.nn.Linear8bitLt):

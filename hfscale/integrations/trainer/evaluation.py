@@ -183,7 +183,7 @@ def _by_steps(
     logits = convert_to_fp32(torch.cat(of_batches))[:rows]
     if not labelled:
         return None, logits, None
-    # Repeated examples that are packed into one row have no labels.
+    # Repeated examples that are joined into one row have no labels.
     return (
         loss.float(),
         logits,

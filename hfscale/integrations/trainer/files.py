@@ -35,9 +35,8 @@ from ...checkpoint.load import load_weights
 from ...checkpoint.state_format import INDEX as STATE_INDEX
 from ...distributed.files.complete import read_mark, size_problems
 from ...distributed.files.directories import sync
-from ...distributed.files.foreign import written_elsewhere
 from ...distributed.files.reader import SafetensorsFile
-from ...distributed.files.sources import find_source, has_weights
+from ...distributed.files.sources import find_source, has_weights, written_elsewhere
 from ...distributed.files.writer import INDEX, REPLACED
 from ...distributed.mesh import Mesh
 from ...errors import CheckpointError

@@ -35,9 +35,10 @@ from ...api.assemble import compile_layers
 from ...config.environment import started_processes
 from ...config.parallel import ParallelConfig
 from ...errors import ConfigError
-from ...train import Teacher, metrics, train_step
+from ...train import Teacher, train_step
 from ...train.runtime import find_runtime, runtime_of
 from ...train.runtime.handover import check_optimizers
+from ...train.step import logged_metrics
 from . import evaluation
 from .files import Checkpoints, resumed_from
 from .fused_head import step_of_scores
@@ -269,9 +270,7 @@ class TrainerMixin(Checkpoints, DataHooks):
             own = torch.tensor(logs["train_loss"], dtype=torch.float64, device=accelerator.device)
             logs["train_loss"] = accelerator.reduce(own, "mean").item()
         if "loss" in logs:  # of the latest step
-            logs |= {
-                name: value for name, value in metrics(self.model).items() if name.startswith("mtp")
-            }
+            logs |= logged_metrics(self.model)
         super().log(logs, *args, **kwargs)
 
     def get_batch_samples(

@@ -22,7 +22,7 @@ from ...config.parallel import UNCUT_SEQUENCES, ParallelConfig
 from ...errors import ConfigError
 from ...parallel.experts import ExpertRouting
 from ...plan.feature_plans import offloaded, refuse_aside
-from ...train.guards import check_packed_rows
+from ...train.packed_rows.guard import check_packed_rows
 from ...train.runtime import Runtime
 from .seams import compiler_of
 from .trainer_batches import rebalances

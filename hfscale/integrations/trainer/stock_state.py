@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..._compat.transformers.classes import empty_copy
-from ...checkpoint.foreign_optimizer import find_optimizer, restore_optimizer
+from ...checkpoint.foreign_optimizer import find_optimizer, names_here, restore_optimizer
 from ...optim.factory import decays, owners_of
 from ...train.runtime import Runtime, local_tensor
 from ...train.runtime.full_tensors import SavedTensor, full_tensors, tensors_to_save
@@ -89,8 +89,7 @@ def _stock_order(runtime: Runtime, optimizer: torch.optim.Optimizer) -> list[lis
         known = name if name in runtime.plan.by_name else stock_name(name)
         if known in trains:
             groups[0 if decays(known, owners[id(parameter)]) else 1].append(known)
-    held = {id(parameter): planned.name for planned, parameter in runtime.parameters()}
-    mine = [[held[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    mine = names_here(runtime, optimizer)
     fits = len(mine) == 2 and all(
         set(own) <= set(group) for own, group in zip(mine, groups, strict=True)
     )

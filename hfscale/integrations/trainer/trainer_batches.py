@@ -77,20 +77,20 @@ def balanced(loader: Any, runtime: Runtime) -> Any:
 class Marked(dict[str, Any]):
     """A batch with the numbers of the examples in it."""
 
-    # how many tokens each example has, if all are packed into one row; positions cannot tell, since an example may
+    # how many tokens each example has, if all are joined into one row; positions cannot tell, since an example may
     # consist of several texts
     lengths: tuple[int, ...] = ()
     known: tuple[int, int] = (0, 0)  # how many examples there are, and how many of them count
 
 
 class Collator:
-    """A wrapper of ``collate`` whose batches are :class:`Marked` if examples are repeated or packed."""
+    """A wrapper of ``collate`` whose batches are :class:`Marked` if examples are repeated or joined."""
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self._collate = collate
 
     def __call__(self, examples: Any) -> Any:
-        """Collate examples, marking repeated and packed ones."""
+        """Collate examples, marking repeated and joined ones."""
         repeats = sum(isinstance(each, Repeated) for each in examples)
         plain = (
             [each.example if isinstance(each, Repeated) else each for each in examples]

@@ -15,18 +15,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..._compat.transformers.computing import (
-    and_masks,
-    begins_anew,
-    causal_mask_function,
+from ..._compat.transformers.computing import and_masks, causal_mask_function, leave_out_padding
+from ..._compat.transformers.packed_rows import (
+    documents_of,
     keep_documents_apart,
-    leave_out_padding,
+    starts_of,
     text_positions,
 )
 from ...errors import ConfigError
 from ...plan.batch_fields import BatchField
 from ...plan.feature_plans import ROUTES
-from ...plan.sequence_split import Interval, Split, starts_of, tokens_of
+from ...plan.sequence_split import Interval, Split, tokens_of
 
 # Along which dim the tokens of a whole sequence lie; by name, since other inputs may have as many entries by chance.
 _TOKENS_ALONG = {
@@ -127,8 +126,7 @@ def cut_batch(
     of_text = None if positions is None else text_positions(positions)
     documents = starts = None  # every row is one
     if of_text is not None:
-        begins = begins_anew(of_text.expand(samples, -1), batch.get("attention_mask"))
-        documents = F.pad(begins.cumsum(-1), (1, 0))
+        documents = documents_of(of_text.expand(samples, -1), batch.get("attention_mask"))
         # The host waits here, once, for a batch that is on the device.
         starts = starts_of(documents)
         if not any(starts):

@@ -124,7 +124,7 @@ class ContextParallel(Part, ContextAxis):
                 "sequence does not see: pack the examples into rows without padding, or use cp_size=1"
             )
         own = Microbatch({**part, _BATCH: whole})
-        own.shifted = True  # and it restarts nowhere: the host is not to look for examples in positions that jump
+        own.shifted = True  # and nothing begins anew in it: the host is not to look for examples in positions that jump
         own.tokens = whole.split.length(whole.rank)
         own.parts = batch.parts
         labels = part["labels"] if part.get("shift_labels") is None else part["shift_labels"]

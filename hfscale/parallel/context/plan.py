@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from ..._compat.transformers.added_layers import added_decoders
 from ..._compat.transformers.classes import takes_argument
-from ..._compat.transformers.prediction import PredictionLayer
 from ...models.clone import layers_of_every_kind
 from ...models.facts import ask
 from ...models.family_limits import UNWRITABLE
@@ -148,20 +148,18 @@ def _is_tokenwise(draft: Draft, name: str, module: nn.Module) -> bool:
 
 def modules_in_layers(model: nn.Module, text: str) -> dict[str, nn.Module]:
     """Map names to the direct children of all members of module lists in ``text``: of layers, and of lists in them."""
-    listed = [
-        (f"{name}.{index}", member)
+    inside = added_decoders(model)
+    members = (
+        f"{name}.{index}"
         for name, module in model.get_submodule(text).named_modules(prefix=text)
         if isinstance(module, nn.ModuleList)
-        for index, member in enumerate(module)
-    ]
-    listed = [
-        (f"{name}.mtp_block", m.mtp_block) if isinstance(m, PredictionLayer) else (name, m)
-        for name, m in listed
-    ]
+        for index in range(len(module))
+    )
+    listed = [inside.get(name, name) for name in members]
     return {
         f"{name}.{child}": module
-        for name, member in listed
-        for child, module in member.named_children()
+        for name in listed
+        for child, module in model.get_submodule(name).named_children()
     }
 
 

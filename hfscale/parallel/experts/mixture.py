@@ -19,7 +19,7 @@ from ..._compat.transformers.experts import apply_gate, runs_grouped_products
 from ...config.routing import RoutingConfig
 from ...distributed.ops import collectives
 from ...distributed.ops.grouped_linear import ALIGNED, frozen_grouped_linear, grouped_linear
-from ...distributed.ops.packed_weights import packings_of, read_packed
+from ...distributed.ops.quantized_weights import encodings_of, read_quantized
 from ...distributed.ops.shared_casts import cast_weight
 from ...plan.cut import share_evenly
 from ...train.runtime import Runtime, local_tensor
@@ -134,7 +134,7 @@ def install_experts(runtime: Runtime, options: RoutingConfig | None = None) -> R
         if runtime.is_local(e.name)
     ]
     changed = any(
-        unwrapped(module) is not module or packings_of(unwrapped(module)) for module in modules
+        unwrapped(module) is not module or encodings_of(unwrapped(module)) for module in modules
     )
     narrow = mesh.tp_group is not None and any(
         _too_narrow(module, runtime.options.mixed_precision) for module in modules
@@ -227,8 +227,8 @@ def compute_type(experts: Any, x: Tensor) -> torch.dtype:
     # Which it leaves alone.
     if torch.is_autocast_enabled(weight.device.type) and weight.dtype != torch.float64:
         return torch.get_autocast_dtype(weight.device.type)
-    packing = packings_of(experts).get("down_proj")
-    return weight.dtype if packing is None else packing.compute_dtype or x.dtype
+    encoding = encodings_of(experts).get("down_proj")
+    return weight.dtype if encoding is None else encoding.compute_dtype or x.dtype
 
 
 def run_experts(experts: Any, x: Tensor, counts: Sequence[int]) -> Tensor:
@@ -247,11 +247,11 @@ def run_experts(experts: Any, x: Tensor, counts: Sequence[int]) -> Tensor:
 
     def whole_rank(x: Tensor, name: str) -> Tensor:
         bias = local_tensor(getattr(experts, f"{name}_bias")).to(dtype) if biased else None
-        if name in packings_of(experts):
+        if name in encodings_of(experts):
             # dequantized in each of both passes (QLoRA, Dettmers et al. 2023)
             return frozen_grouped_linear(
                 x,
-                lambda dtype: read_packed(experts, name).to(dtype),
+                lambda dtype: read_quantized(experts, name).to(dtype),
                 bias,
                 counts,
                 transposed=transposed,

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ..._compat.replaced import attribute_replaced
 from ..._compat.torch import is_compiled
 from ..._compat.transformers.classes import class_name
-from ..._compat.transformers.computing import encoder_outputs, packing, recomputes
+from ..._compat.transformers.computing import encoder_outputs, recomputes
 from ...config.parallel import ParallelConfig
 from ...errors import ConfigError
 from ...plan import Stage
@@ -261,7 +261,7 @@ class Pipeline(Executor):
                 self._losses.append(loss.detach())
                 loss = loss * self._runtime.loss_factor()
             else:
-                with packing(inputs.packed, inputs):
+                with inputs.kept_apart():
                     self._runtime.model(**inputs)
             leaving = passage.leaving
             missed = arrived is not None and not passage.arrived

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..._compat.transformers.classes import input_embedding
-from ..._compat.transformers.prediction import PREDICTION
 from ...models.facts import ask
 from ...models.fields import first_count, text_config
 from ...models.module_kinds import EXPERT_FIELDS
@@ -88,11 +87,8 @@ def note_obstacles(
 
 def trace(draft: Draft, layer_list: str) -> StageInputs | None:
     """Classify the modules and parameters around one list of layers."""
-    around = (
-        item
-        for item in items_around(draft.model, layer_list)
-        if not draft.predictors or item != PREDICTION
-    )
+    added = [] if draft.added is None else [draft.added.name]
+    around = (item for item in items_around(draft.model, layer_list) if item not in added)
     tensors = {item: set(tensors_of(draft.model, item)) for item in around}
     seen = see_passage(draft, layer_list, tensors)
     if seen is None:
@@ -108,10 +104,7 @@ def trace(draft: Draft, layer_list: str) -> StageInputs | None:
         before=tuple(
             item for item in ordered if "before" in placed[item] and item not in seen.shared
         ),
-        after=(
-            *(item for item in ordered if "after" in placed[item]),
-            *([PREDICTION] if draft.predictors else ()),
-        ),
+        after=(*(item for item in ordered if "after" in placed[item]), *added),
         shared=tuple(item for item in ordered if item in seen.shared),
         everywhere=tuple(item for item, held in tensors.items() if not held),
         returns=seen.returns,

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from ..._compat.replaced import attribute_replaced
 from ..._compat.transformers.classes import class_name
-from ..._compat.transformers.computing import packing
 from ...distributed.mesh import Mesh
 from ...distributed.ops.collectives import gather_from_tp_region
 from ...distributed.ops.divergence import TaughtRows
@@ -153,7 +152,7 @@ class VocabParallelLoss(KeepsOutputs):
                 shifted=batch.shifted,
                 counted=counted,
             ),
-            packing(batch.packed, batch),
+            batch.kept_apart(),
         ):
             output = model(**batch)
         self._keep(output)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..._compat.torch import has_accumulation_hook, has_backward_hook, own_parameters
-from ..._compat.transformers.prediction import PREDICTION_LOOKUP
+from ..._compat.transformers.added_layers import added_layers
 from ...distributed.mesh import Mesh
 from ...errors import ConfigError
 from ...models.fields import partial_output
@@ -110,15 +110,15 @@ class TensorParallel(Part, SequenceAxis):
             model.register_forward_pre_hook(_refuse_partial_outputs, with_kwargs=True)
         if self.regions:
             model.register_forward_pre_hook(_refuse_cut_outputs, with_kwargs=True)
-        for name, regions in ((plan.embedding, self.regions), (PREDICTION_LOOKUP, [])):
-            if (
-                plan.embedding is not None
-                and name
-                and is_local(name)
-                and f"{name}.weight" in plan.by_name
-            ):
-                planned = plan.by_name[f"{name}.weight"]
-                install_vocab_parallel_embedding(model.get_submodule(name), planned, mesh, regions)
+        lookups = {} if plan.embedding is None else {plan.embedding: self.regions}
+        added = added_layers(model)
+        if lookups and added is not None:
+            lookups[added.lookup] = []
+        for name in filter(is_local, lookups):
+            planned = plan.by_name[f"{name}.weight"]
+            install_vocab_parallel_embedding(
+                model.get_submodule(name), planned, mesh, lookups[name]
+            )
 
     def _overlap(self, runtime: Runtime, block: BlockPlan, sums: PartialSums) -> Overlap | None:
         plan = runtime.plan

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..._compat.transformers.added_layers import added_decoders, added_layers
 from ..._compat.transformers.classes import from_config
-from ..._compat.transformers.prediction import PREDICTION
 from ...config.options import NO_OPTIONS, Options
 from ...config.parallel import ParallelConfig
 from ...models.blueprint import Blueprint
@@ -55,13 +55,9 @@ class Draft:
         ] = []  # parameters inside blocks for which the blueprint has no role
         self.blueprint: Blueprint | None = None
         self.layers: list[str] = []
-        added = (
-            self.modules.get(f"{PREDICTION}.layers")
-            if options.mtp_loss_weight is not None
-            else None
-        )
-        # the layers of multi-token prediction; the last of ``layers``
-        self.predictors = [f"{PREDICTION}.layers.{depth}" for depth in range(len(added or ()))]
+        self.added = added_layers(model)  # what a feature has added to the model
+        # The last of ``layers`` -> the module in it of the class of the others.
+        self.added_layers = added_decoders(model)
         self.mixtures: tuple[ExpertsPlan, ...] = ()
         self.experts: tuple[ExpertsPlan, ...] = ()
         self.blocks: list[BlockPlan] = []
@@ -98,12 +94,12 @@ class Draft:
     @property
     def stack(self) -> list[str]:
         """The layers of the stock model."""
-        return self.layers[: len(self.layers) - len(self.predictors)]
+        return self.layers[: len(self.layers) - len(self.added_layers)]
 
     @property
     def decoders(self) -> list[str]:
-        """The modules of the layers' class: the stock model's layers, and those inside of ``predictors``."""
-        return [*self.stack, *(f"{name}.mtp_block" for name in self.predictors)]
+        """The modules of the layers' class: the stock model's layers, and those inside of added ones."""
+        return [*self.stack, *self.added_layers.values()]
 
     @property
     def block_config(self) -> Any:

@@ -1,5 +1,4 @@
 """Check ordinary code around a parallelized model for silently wrong numbers."""
 
-from .packed_rows import check_packed_rows
 from .part import as_built, before_step, check_model
 from .replicas import check_replicas

@@ -5,7 +5,7 @@ stages a tied head. They stay equal only as long as all ranks make the same upda
 its shards, say, ends that, and nothing raises: a checkpoint would hold one rank's values.
 
 The checksum is a sum over a shard's bits, weighted by position, modulo 2**64. It works for every dtype, including NaN
-and packed 4-bit weights, reads each replicated tensor once, and needs no extra memory.
+and weights in 4 bits, reads each replicated tensor once, and needs no extra memory.
 
 On the CPU equal work gives equal bits. GPU kernels may add in another order each time, so replicas may drift apart by
 accumulated rounding: that is a warning, and an error only if the difference is larger than rounding could make it.
@@ -175,7 +175,7 @@ def _pieces(
     fused = next(
         (cut for cut in planned.cuts if cut.most_replicas > 1 and len(cut.parts) > 1), None
     )
-    # Packed weights have no rows and columns.
+    # Quantized weights have no rows and columns.
     if fused is None or share.shape != planned.local_shape(ranks):
         yield tuple(tuple(dim) for dim in spans), share
         return

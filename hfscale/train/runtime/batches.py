@@ -2,41 +2,35 @@
 
 Batches usually come from a loader on the CPU and are checked there, before they are copied, so the host never waits for
 a device. Batches that are already on the device are read back once, whatever their number. The checks of a step and the
-messages between ranks are packed into one tensor and read by the host together::
+messages between ranks are put into one tensor and read by the host together::
 
     per microbatch [valid labels, ids out of the vocabulary, packed, numbered, hash] --+
     per rank: refused?, number, shapes, hashes, pipeline stages' report              --+--gloo--> one read by the host
 """
 
-import inspect
 import logging
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..._compat.torch_device import is_accelerator
-from ..._compat.transformers.computing import holds_documents, told_apart_by
-from ...distributed.host_buffers import packed, views_of
+from ..._compat.transformers.packed_rows import holds_documents, packing, told_apart_by
+from ...distributed.host_buffers import in_one_buffer, views_of
 from ...errors import ConfigError
 from ...plan.feature_plans import ROUTES
+from ..packed_rows.facts import LENGTHS, numbers_documents
 from .writing import sum_or_raise
 
 _tell_once = lru_cache(logging.getLogger(__name__).warning)
 Look = Callable[[Mapping[str, Any]], tuple[Tensor, Tensor]]
 """Count the valid labels of a microbatch, and its labels outside of the vocabulary."""
 
-# Transformers' FlashAttentionKwargs.
-BORDERS = (
-    "cu_seq_lens_q",
-    "cu_seq_lens_k",
-    "max_length_q",
-    "max_length_k",
-)
 _PLAIN = {
     "input_ids",
     "labels",
@@ -46,7 +40,7 @@ _PLAIN = {
     "use_cache",
     "num_items_in_batch",
 }
-_PLAIN |= {*BORDERS, ROUTES}
+_PLAIN |= {*LENGTHS, ROUTES}
 
 
 class Counts(NamedTuple):
@@ -72,7 +66,8 @@ class Microbatch(dict[str, Any]):
     """Hold the keyword arguments of one forward pass, and facts about them on the host."""
 
     valid: int | None = None  # number of valid labels; ``None``: not known
-    restarts: bool = False  # whether positions restart within its rows
+    holds_several: bool = False  # whether its rows hold several documents
+    by_positions: bool = False  # whether positions begin anew within its rows
     # Whether its labels are already shifted: each is the target of the token beside it.
     shifted: bool = False
     # tokens per sample in this rank's hidden states if the sequence is cut; ``None``: all of them
@@ -81,16 +76,23 @@ class Microbatch(dict[str, Any]):
 
     @property
     def packed(self) -> bool | None:
-        """Return whether positions restart within rows; ``None``: unknown without reading the tensors."""
+        """Return whether positions begin anew within rows; ``None``: unknown without reading the tensors."""
         # Models may derive other positions from inputs that are not text.
-        return self.restarts if self.restarts or self.keys() <= _PLAIN or self.shifted else None
+        return (
+            self.by_positions
+            if self.by_positions or self.keys() <= _PLAIN or self.shifted
+            else None
+        )
+
+    def kept_apart(self) -> AbstractContextManager[None]:
+        """Keep the documents of its rows apart in transformers' masks inside the ``with`` block, a pass of it."""
+        return packing(self.packed, self)
 
     def learn(self, counts: Counts) -> None:
         """Take the facts that :func:`agree` returned for it."""
-        self.valid, self.restarts = (
-            counts.valid,
-            bool(counts.packed) and told_apart_by(self) == "positions",
-        )
+        self.valid = counts.valid
+        self.holds_several = bool(counts.packed)
+        self.by_positions = self.holds_several and told_apart_by(self) == "positions"
 
     def like(self, values: Mapping[str, Any]) -> "Microbatch":
         """Return a microbatch of other arguments with the attributes of this one."""
@@ -125,33 +127,10 @@ def look_at(
             valid,
             outside,
             packed,
-            _numbers_documents(batch, zero),
+            numbers_documents(batch, zero),
             _hash(batch, zero) if hashed else zero,
         ]
     return torch.stack(rows).view(-1, len(Counts._fields))
-
-
-def _numbers_documents(batch: Mapping[str, Any], zero: Tensor) -> Tensor:
-    """Return whether a mask of a batch numbers documents, for which no ``position_ids`` speak."""
-    mask = batch.get("attention_mask")
-    if not isinstance(mask, Tensor) or batch.get("position_ids") is not None:
-        return zero
-    if mask.ndim != 2 or mask.dtype == torch.bool or not mask.numel():
-        return zero
-    return (mask.amax() > 1).to(zero.device, zero.dtype)
-
-
-def has_numbered_documents(batch: Mapping[str, Any]) -> bool:
-    """Return whether a batch's mask has numbers of documents and nothing else tells them apart; reads the mask."""
-    return bool(_numbers_documents(batch, torch.zeros((), dtype=torch.int64)))
-
-
-def tell_of_numbers() -> None:
-    """Warn, once per process, of a mask that numbers documents."""
-    _tell_once(
-        "attention_mask has numbers above 1, as if it numbered the documents of a row: transformers takes every number "
-        "but 0 for 1, so that documents see each other; give position_ids that begin anew with each document"
-    )
 
 
 def tell_of_no_labels() -> None:
@@ -303,48 +282,6 @@ def _different(ranks: list[_Shared], names: list[int]) -> str:
     )
 
 
-def with_borders(batch: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
-    """Add the ``cu_seq_lens`` arguments by which flash attention keeps packed examples apart; refuse models that take
-    none. Without them, transformers derives borders from ``position_ids`` by a device sync in every layer if there is
-    one row, and attends across examples if there are several.
-    """
-    if batch.get("attention_mask") is not None or any(
-        batch.get(name) is not None for name in BORDERS
-    ):
-        return dict(batch)
-    rows = max(
-        len(batch[name])
-        for name in ("input_ids", "inputs_embeds", "labels")
-        if batch.get(name) is not None
-    )
-    if all(
-        kind.kind != kind.VAR_KEYWORD
-        for kind in inspect.signature(model.forward).parameters.values()
-    ):
-        if rows == 1:
-            return dict(batch)
-        raise ConfigError(
-            f"{type(model).__name__} does not take the borders of {rows} packed rows, and flash attention would attend "
-            "across their examples: use microbatches of one row, or attn_implementation='sdpa'"
-        )
-    positions = batch["position_ids"].cpu().expand(rows, -1)
-    begins = nn.functional.pad(
-        positions.diff(dim=-1) != 1,
-        (1, 0),
-        value=True,
-    ).flatten()
-    starts = nn.functional.pad(
-        begins.nonzero().squeeze(1),
-        (0, 1),
-        value=begins.numel(),
-    ).to(torch.int32)
-    longest = int(starts.diff().max())
-    return {
-        **batch,
-        **dict(zip(BORDERS, (starts, starts, longest, longest), strict=True)),
-    }
-
-
 def to_device(batches: Sequence[Microbatch], device: torch.device) -> list[Microbatch]:
     """Return the microbatches on ``device``: CPU tensors without gradients by one non-blocking copy of one buffer."""
     moved = [batch.like(batch) for batch in batches]
@@ -363,7 +300,7 @@ def to_device(batches: Sequence[Microbatch], device: torch.device) -> list[Micro
     if together:
         tensors = [value for value, _ in together.values()]
         forms = [(tensor.shape, tensor.dtype) for tensor in tensors]
-        sent = packed(tensors, forms, is_accelerator(device)).to(device, non_blocking=True)
+        sent = in_one_buffer(tensors, forms, is_accelerator(device)).to(device, non_blocking=True)
         for (_, places), value in zip(
             together.values(),
             views_of(sent, forms),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..._compat.torch_device import is_accelerator
 from ..._compat.transformers.stored import never_stored
-from ...distributed.host_buffers import Form, buckets, bytes_before, packed, views_of
+from ...distributed.host_buffers import Form, buckets, bytes_before, in_one_buffer, views_of
 from ...distributed.mesh import Mesh
 from ...plan import ParameterPlan, write_share
 from ...plan.quantized import coordinates
@@ -202,7 +202,7 @@ class _Gathering:
         # An optimizer has no state of empty shards.
         filled = [piece for piece in pieces if prod(_forms([piece])[0][0])]
         held = [share for entry, _ in filled if (share := self.share_of(entry)) is not None]
-        flat = packed(held, _forms(filled))
+        flat = in_one_buffer(held, _forms(filled))
         if not is_accelerator(flat.device):
             return flat
         return torch.empty(flat.shape, dtype=torch.uint8, pin_memory=True).copy_(flat)

@@ -43,6 +43,7 @@ class Part:
     """Implement one feature of a layout in one model. Hooks do nothing by default."""
 
     masks_padding = False  # whether it asks the attention mask which tokens are padding
+    is_logged = False  # whether a trainer logs its :meth:`metrics` beside the loss
     state_key = ""  # the name of its :meth:`state` in saved states, which outlives the class's name
 
     def is_needed(self, runtime: "Runtime") -> bool:

@@ -92,10 +92,8 @@ class LocalWeights:
     plan: Plan | None = None  # the plan that the loaded checkpoint has made exact
 
     def numbers_besides(self, lacking: Collection[str]) -> dict[str, Tensor]:
-        """Return shards without those that are ``lacking`` values still, and without packed ones, whose bytes may lie
-        in a type of floating-point numbers.
+        """Return shards without those that are ``lacking`` values still, and without quantized ones, whose bytes may
+        lie in a type of floating-point numbers.
         """
-        quantized = None if self.plan is None else self.plan.quantized
-        packed = () if quantized is None else quantized.weights
-        skipped = {*lacking, *packed}
+        skipped = {*lacking, *(() if self.plan is None else self.plan.quantized_weights)}
         return {name: tensor for name, tensor in self.tensors.items() if name not in skipped}

@@ -1,4 +1,4 @@
-"""What ``_compat/transformers/computing.py`` relies on: attention functions, masks, and what stays wide."""
+"""What ``computing.py`` and ``packed_rows.py`` rely on: attention functions, masks, and what stays wide."""
 
 import inspect
 from typing import Any
@@ -10,6 +10,7 @@ from ..relied_on import relying
 
 MASKS = "transformers.masking_utils"
 relies_on = relying("transformers/computing.py")
+of_both = relying("transformers/computing.py", "transformers/packed_rows.py")
 
 
 def cache_of(function: Any) -> str:
@@ -18,7 +19,8 @@ def cache_of(function: Any) -> str:
     return "cache" if "cache" in names else "past_key_values"
 
 
-@relies_on(f"{MASKS}._preprocess_mask_arguments", f"{MASKS}.find_packed_sequence_indices")
+@relies_on(f"{MASKS}._preprocess_mask_arguments")
+@of_both(f"{MASKS}.find_packed_sequence_indices")
 def test_mask_arguments_are_prepared_by_one_function(
     config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -51,10 +53,9 @@ def test_mask_arguments_are_prepared_by_one_function(
     assert len(seen) == 1
 
 
-@relies_on(
-    f"{MASKS}.ALL_MASK_ATTENTION_FUNCTIONS",
-    f"{MASKS}.sdpa_mask:skip",
-    f"{MASKS}.packed_sequence_mask_function",
+@of_both(f"{MASKS}.ALL_MASK_ATTENTION_FUNCTIONS")
+@relying("transformers/packed_rows.py")(
+    f"{MASKS}.sdpa_mask:skip", f"{MASKS}.packed_sequence_mask_function"
 )
 def test_mask_functions_are_looked_up_as_they_are_called(
     config: Any, monkeypatch: pytest.MonkeyPatch

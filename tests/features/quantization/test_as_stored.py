@@ -17,8 +17,8 @@ import hfscale
 from hfscale import CheckpointError, ConfigError, ParallelConfig
 from hfscale.cli import main
 from hfscale.distributed.files import dequantized
-from hfscale.distributed.files.stored_rows import StoredPacking
-from hfscale.distributed.ops.packed_weights import packings_of
+from hfscale.distributed.files.stored_rows import StoredEncoding
+from hfscale.distributed.ops.quantized_weights import encodings_of
 from hfscale.features.quantization.quantized_modules import is_quantized
 from hfscale.recipes.run import quantization_of
 from hfscale.recipes.schema import FinetuneRecipe
@@ -397,19 +397,19 @@ def test_it_unpacks_where_the_bytes_are(packed: dict[Pair, Any]) -> None:
     """No table or index stays on the CPU; several equal shards are unpacked at once."""
     for model in packed.values():
         for module in model.modules():
-            for name, packing in packings_of(module).items():
-                assert isinstance(packing, StoredPacking)
+            for name, encoding in encodings_of(module).items():
+                assert isinstance(encoding, StoredEncoding)
                 rows = module._parameters[name]
-                ((_, blocks),) = packing.shards
-                matrices, height, width = packing.shape
-                twice = replace(packing, shape=(matrices, 2 * height, width), dim=1, shards=tuple(
+                ((_, blocks),) = encoding.shards
+                matrices, height, width = encoding.shape
+                twice = replace(encoding, shape=(matrices, 2 * height, width), dim=1, shards=tuple(
                     ((height * rank, height * (rank + 1)), blocks) for rank in range(2)
                 ))  # fmt: skip
                 assert rows is not None
-                found = twice.unpack(torch.cat((rows, rows)))
-                once = packing.unpack(rows)
+                found = twice.decode(torch.cat((rows, rows)))
+                once = encoding.decode(rows)
                 assert torch.equal(found, torch.cat((once, once), 1))
-                away = twice.unpack(torch.empty(twice.row_shape, dtype=torch.uint8, device="meta"))
+                away = twice.decode(torch.empty(twice.row_shape, dtype=torch.uint8, device="meta"))
                 assert (away.device.type, away.shape) == ("meta", found.shape)
 
 

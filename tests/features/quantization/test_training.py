@@ -15,7 +15,7 @@ import hfscale
 from hfscale import ParallelConfig
 from hfscale._compat.transformers.computing import enable_checkpointing
 from hfscale.distributed.files.reader import SafetensorsFile
-from hfscale.distributed.ops.packed_weights import packings_of
+from hfscale.distributed.ops.quantized_weights import encodings_of
 from hfscale.testing import RankPool
 from hfscale.train.runtime import runtime_of
 from hfscale.train.runtime.shards import local_tensor
@@ -50,7 +50,7 @@ def pass_of(
     for _ in range(times):  # weights are gathered and given up anew each time
         found = through(model, 256, torch.float32 if mixed == "no" else torch.bfloat16)
     for module in model.modules():
-        for name in packings_of(module):
+        for name in encodings_of(module):
             assert isinstance(module._parameters[name], DTensor)
     return found
 

@@ -15,11 +15,12 @@ from transformers import AutoModelForCausalLM
 
 import hfscale
 from hfscale import ParallelConfig
+from hfscale._compat.transformers.packed_rows import starts_of
 from hfscale._compat.transformers.recurrences import reads_by_functions
 from hfscale.distributed.ops.segments import Segments, keep_states_apart
 from hfscale.extras.proofs.probe import perturb
 from hfscale.models.precision import keep_float64
-from hfscale.plan.sequence_split import Split, starts_of
+from hfscale.plan.sequence_split import Split
 from hfscale.testing import Case, RankPool, assert_layout_equal, count_traffic
 
 from ...families import config_of

@@ -54,8 +54,8 @@ def plan_sequence(draft: Draft) -> None:
         for owner, members in owners.items()
         if any(name.startswith(f"{owner}.") for name in inside)
     )
-    ahead = (_region_ahead(draft, name) for name in draft.predictors)
-    draft.sequence_regions = (*(region for region in regions if region is not None), *ahead)
+    added = (_added_region(draft, name) for name in draft.added_layers)
+    draft.sequence_regions = (*(region for region in regions if region is not None), *added)
 
 
 def _unfit(draft: Draft, why: str) -> None:
@@ -65,8 +65,8 @@ def _unfit(draft: Draft, why: str) -> None:
     )
 
 
-def _region_ahead(draft: Draft, layer: str) -> SequencePlan:
-    """Plan the region of one layer of multi-token prediction, which gets and returns all tokens."""
+def _added_region(draft: Draft, layer: str) -> SequencePlan:
+    """Plan the region of an added layer, which gets and returns all tokens."""
     gathered = tuple(_gathered(draft, layer))
     partial = tuple(_partial(draft, [layer]))
     return SequencePlan(

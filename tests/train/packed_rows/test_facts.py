@@ -12,7 +12,7 @@ from transformers.masking_utils import AttentionMaskInterface
 import hfscale
 from hfscale import ConfigError, ParallelConfig
 from hfscale.testing import RankPool
-from hfscale.train.runtime.batches import with_borders
+from hfscale.train.packed_rows.facts import with_document_lengths
 
 from ...tiny_models import tiny
 
@@ -72,17 +72,19 @@ def test_flash_attention_stays_within_examples(
 
 def test_borders() -> None:
     model = AutoModelForCausalLM.from_config(tiny("llama"))
-    found = with_borders(BATCH, model)
+    found = with_document_lengths(BATCH, model)
     assert (
         found["cu_seq_lens_q"].tolist() == found["cu_seq_lens_k"].tolist() == [0, 5, 12, 15, 19, 24]
     )
     assert found["max_length_q"] == found["max_length_k"] == 7
-    assert with_borders({**BATCH, "attention_mask": torch.ones_like(IDS)}, model).keys() == {
+    assert with_document_lengths(
+        {**BATCH, "attention_mask": torch.ones_like(IDS)}, model
+    ).keys() == {
         *BATCH,
         "attention_mask",
     }
     # One row of positions for all.
-    shared = with_borders({**BATCH, "position_ids": POSITIONS[:1]}, model)
+    shared = with_document_lengths({**BATCH, "position_ids": POSITIONS[:1]}, model)
     assert shared["cu_seq_lens_q"].tolist() == [0, 5, 12, 17, 24]
 
 
@@ -91,6 +93,6 @@ def test_a_model_that_takes_no_borders_is_refused() -> None:
         def forward(self, input_ids: Any, position_ids: Any) -> None: ...
 
     with pytest.raises(ConfigError, match="microbatches of one row"):
-        with_borders(BATCH, Closed())
+        with_document_lengths(BATCH, Closed())
     one = {name: value[:1] for name, value in BATCH.items()}
-    assert with_borders(one, Closed()).keys() == one.keys()
+    assert with_document_lengths(one, Closed()).keys() == one.keys()

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
+from ...distributed.files.reader import Box, TensorOnDisk
 from ...errors import CheckpointError
-from .reader import Box, TensorOnDisk
 
 _TABLE = "tok_embeddings.weight"
 _NAMES = {

@@ -9,9 +9,8 @@ from fnmatch import fnmatch
 from itertools import islice
 from pathlib import Path
 
-from ...errors import CheckpointError
-from .sources import has_weights
-from .weight_files import SLICED
+from ...distributed.files.sources import AddedSource
+from ...distributed.files.weight_files import SLICED
 
 _DEEP = 2  # levels of directories below the one that is given
 _MOST = 200  # directories that are looked into
@@ -113,7 +112,7 @@ _KINDS = (
 """The first that fits counts, so special ones come before general ones."""
 
 
-def written_elsewhere(source: Path) -> str | None:
+def recognize(source: Path) -> str | None:
     """Return what another trainer wrote to a file or directory, or just below it, and the tool that converts it."""
     if source.is_file():
         return _of({source.name}, source.parent)
@@ -121,18 +120,6 @@ def written_elsewhere(source: Path) -> str | None:
         if (found := _of(_paths(directory), directory)) is not None:
             return found
     return None
-
-
-def refuse_foreign(source: Path) -> None:
-    """Raise :class:`CheckpointError` if a directory has no weights that are read, but another trainer's."""
-    if (
-        source.is_dir()
-        and not has_weights(source)
-        and (found := written_elsewhere(source)) is not None
-    ):
-        raise CheckpointError(
-            f"{source} must be a Hugging Face directory with safetensors, and it holds {found}"
-        )
 
 
 def _of(paths: set[str], directory: Path) -> str | None:
@@ -171,3 +158,11 @@ def _directories(directory: Path, deep: int) -> Iterator[Path]:
             for inner in sorted(each.iterdir())
             if not inner.name.startswith(".")
         ]
+
+
+class _Others(AddedSource):
+    def recognize(self, source: Path) -> str | None:
+        return recognize(source)
+
+
+OTHERS = _Others()

@@ -22,9 +22,9 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
+from ...distributed.files.dequantized import Along, DequantizedOnDisk, StoredPart
+from ...distributed.files.reader import BytesOnDisk, TensorOnDisk
 from ...errors import CheckpointError
-from .dequantized import Along, DequantizedOnDisk, StoredPart
-from .reader import BytesOnDisk, TensorOnDisk
 
 SUFFIX = ".gguf"
 _MAGIC = b"GGUF"
@@ -259,6 +259,12 @@ def _check_places(entries: Mapping[str, _Entry], size: int, alignment: int) -> N
     for (_, end, first), (begin, _, second) in pairwise(placed):
         if begin < end:
             raise ValueError(f"{first} and {second} share bytes")
+
+
+def begins_like_one(path: Path) -> bool:
+    """Return whether a file begins as GGUF files do."""
+    with path.open("rb") as file:
+        return file.read(len(_MAGIC)) == _MAGIC
 
 
 def the_package(path: str | Path) -> Any:

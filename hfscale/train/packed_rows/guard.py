@@ -16,24 +16,25 @@ import torch
 from torch import Tensor, nn
 
 from ..._compat.transformers.classes import stock_class
-from ..._compat.transformers.computing import (
+from ..._compat.transformers.computing import uses_flash_attention
+from ..._compat.transformers.packed_rows import (
     documents_here,
     holds_documents,
     packing,
+    starts_of,
     text_positions,
     told_apart_by,
-    uses_flash_attention,
     within_packing,
 )
 from ...distributed.ops.segments import Segments, keep_states_apart
 from ...errors import ConfigError
 from ...models.facts import ask
 from ...models.fields import lengths_of
-from ...plan.sequence_split import starts_of
 from ..runtime import Part, Runtime
-from ..runtime.batches import has_numbered_documents, tell_of_numbers, with_borders
+from ..runtime.batches import Microbatch
 from ..runtime.forward_passes import ForwardPasses, recomputing
 from ..runtime.shards import LocalWeights
+from .facts import has_numbered_documents, tell_of_numbers, with_document_lengths
 
 _WITHIN_ROW, _WITHIN_DOCUMENT = 8, 5
 """Lengths: the row of the proof is longer, and no document is; its longest document is, and no other."""
@@ -69,6 +70,13 @@ def check_packed_rows(
         _refuse(model, kind, start, longest, given)
 
 
+def check_counted(model: Any, microbatches: Iterable[Microbatch]) -> None:
+    """Check the microbatches of a step that hold several documents in a row."""
+    packed = [microbatch for microbatch in microbatches if microbatch.holds_several]
+    if packed:
+        check_packed_rows(model, packed)
+
+
 def _refuse(
     model: Any,
     kind: str,
@@ -77,12 +85,9 @@ def _refuse(
     given: list[Tensor],
 ) -> None:
     """Refuse documents separated by ``kind``, in rows of up to ``longest`` tokens with the ``given`` positions."""
-    made, flash, masked, config = (
-        stock_class(model),
-        uses_flash_attention(model),
-        kind == "mask",
-        model.config,
-    )
+    made = stock_class(model)
+    flash = uses_flash_attention(model)
+    masked = kind == "mask"
 
     def found(name: str = "", length: int = 0) -> str:
         about = (
@@ -100,7 +105,7 @@ def _refuse(
         why = found()
     if not why:
         why, where = _beyond_lengths(
-            lengths_of(config), found, longest, [positions - start for positions in given]
+            lengths_of(model.config), found, longest, [positions - start for positions in given]
         )
     if why:
         told = (
@@ -181,7 +186,7 @@ class PackedRows(Part):
                 return None
             stack.enter_context(packing(True, batch))
             return (
-                (args, {**kwargs, **with_borders(batch, model)})
+                (args, {**kwargs, **with_document_lengths(batch, model)})
                 if uses_flash_attention(model)
                 else None
             )

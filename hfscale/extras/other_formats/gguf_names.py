@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from ..._compat.transformers.gguf import names_in_gguf
+from ...distributed.files.pieces import Piece, TensorInPieces
+from ...distributed.files.reader import Box, TensorOnDisk
 from .gguf_file import GgufFile
-from .pieces import Piece, TensorInPieces
-from .reader import Box, TensorOnDisk
 from .titan_names import HalvesApart
 
 _log = logging.getLogger(__name__)

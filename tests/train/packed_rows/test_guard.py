@@ -19,7 +19,7 @@ import hfscale
 from hfscale import ConfigError, ParallelConfig
 from hfscale.errors import PlanError
 from hfscale.testing import Case, RankPool, assert_layout_equal
-from hfscale.train.guards import check_packed_rows
+from hfscale.train.packed_rows.guard import check_packed_rows
 
 from ...families import config_of
 from ...sweeps import pairs

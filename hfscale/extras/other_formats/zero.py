@@ -26,10 +26,10 @@ import torch
 from torch import Tensor
 
 from ..._compat.torch_files import PlaceInFile, structure_of_file
+from ...distributed.files.directories import check_inside
+from ...distributed.files.reader import Box, RawFile, TensorOnDisk
+from ...distributed.files.torch_file import TensorInTorchFile
 from ...errors import CheckpointError, first_line
-from .directories import check_inside
-from .reader import Box, RawFile, TensorOnDisk
-from .torch_file import TensorInTorchFile
 
 LATEST = "latest"
 OPTIMIZER_STATES = "*zero_pp_rank_*_mp_rank_*_optim_states.pt"

@@ -14,12 +14,11 @@ from transformers import (
 
 import hfscale
 from hfscale import ConfigError, ParallelConfig
-from hfscale._compat.transformers.computing import packing
 from hfscale._compat.transformers.experts import use_eager_experts
+from hfscale._compat.transformers.packed_rows import packing
 from hfscale.extras.pictures.picture_configs import with_pictures
 from hfscale.models.precision import keep_float64
-from hfscale.train.guards import check_packed_rows
-from hfscale.train.guards.packed_rows import has_packed_rows
+from hfscale.train.packed_rows.guard import check_packed_rows, has_packed_rows
 
 from ...families import config_of
 

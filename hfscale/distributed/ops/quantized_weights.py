@@ -1,8 +1,8 @@
-"""Frozen weights that are held as packed bytes, which data ranks can shard and gather like any other tensor.
+"""Frozen weights that are held as bytes, which data ranks can shard and gather like any other tensor.
 
-A packed parameter is one tensor ``uint8 [shards, bytes]``: row ``s`` was read, or quantized, by data rank ``s`` and
+A quantized parameter is one tensor ``uint8 [shards, bytes]``: row ``s`` was read, or quantized, by data rank ``s`` and
 holds all that is needed to compute the values of its shard. The gathered rows are the weight that all data ranks
-compute with, and a frozen :class:`Packing` beside the parameter says how to read them.
+compute with, and a frozen :class:`Encoding` beside the parameter says how to read them.
 """
 
 from abc import ABC, abstractmethod
@@ -17,12 +17,12 @@ from torch.distributed.tensor import DTensor
 
 from ..._compat.torch import own_parameters
 
-_PACKINGS = "_packings"
+_ENCODINGS = "_encodings"
 
 
 @dataclass(frozen=True)
-class Packing(ABC):
-    """How to read a packed weight."""
+class Encoding(ABC):
+    """How to read a quantized weight."""
 
     # ``[matrices, rows, columns]`` of the gathered weight; a projection is one matrix.
     shape: tuple[int, int, int]
@@ -36,7 +36,7 @@ class Packing(ABC):
         """The shape of the gathered bytes: one row per data rank."""
 
     @abstractmethod
-    def unpack(self, rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    def decode(self, rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Return the values ``[matrices, rows, columns]`` of the gathered bytes, by default in :attr:`dtype`."""
 
     def marks(self) -> Mapping[str, Any]:
@@ -55,47 +55,47 @@ def gathered(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def packings_of(module: nn.Module) -> dict[str, Packing]:
-    """Return the packings of a module's packed parameters, by name."""
-    return module.__dict__.get(_PACKINGS, {})
+def encodings_of(module: nn.Module) -> dict[str, Encoding]:
+    """Return the encodings of a module's quantized parameters, by name."""
+    return module.__dict__.get(_ENCODINGS, {})
 
 
-def register_packed(module: nn.Module, name: str, packing: Packing) -> None:
-    """Give ``module`` a packed parameter ``name``, on the meta device."""
-    module.__dict__.setdefault(_PACKINGS, {})[name] = packing
-    empty = torch.empty(packing.row_shape, dtype=torch.uint8, device="meta")
+def register_quantized(module: nn.Module, name: str, encoding: Encoding) -> None:
+    """Give ``module`` a quantized parameter ``name``, on the meta device."""
+    module.__dict__.setdefault(_ENCODINGS, {})[name] = encoding
+    empty = torch.empty(encoding.row_shape, dtype=torch.uint8, device="meta")
     own_parameters(module)[name] = nn.Parameter(empty, requires_grad=False)
     mark(module)
 
 
 def mark(module: nn.Module) -> None:
-    """Set the attributes of packed weights that PEFT reads from stock ones."""
-    for name, packing in packings_of(module).items():
-        vars(own_parameters(module)[name]).update(packing.marks())
+    """Set the attributes of quantized weights that PEFT reads from stock ones."""
+    for name, encoding in encodings_of(module).items():
+        vars(own_parameters(module)[name]).update(encoding.marks())
 
 
 @contextmanager
-def shown_unpacked(model: nn.Module) -> Iterator[None]:
-    """Replace packed experts inside the `with` block by meta parameters of the unpacked shape, for PEFT."""
+def shown_decoded(model: nn.Module) -> Iterator[None]:
+    """Replace quantized experts inside the `with` block by meta parameters of the decoded shape, for PEFT."""
     kept = []
     for module in model.modules():
-        for name, packing in packings_of(module).items():
+        for name, encoding in encodings_of(module).items():
             if name != "weight":
                 kept.append((module, name, own_parameters(module)[name]))
-                empty = torch.empty(packing.shape, dtype=packing.dtype, device="meta")
+                empty = torch.empty(encoding.shape, dtype=encoding.dtype, device="meta")
                 own_parameters(module)[name] = nn.Parameter(empty, requires_grad=False)
     try:
         yield
     finally:
-        for module, name, packed in kept:
-            own_parameters(module)[name] = packed
+        for module, name, quantized in kept:
+            own_parameters(module)[name] = quantized
 
 
-def read_packed(
+def read_quantized(
     module: nn.Module,
     name: str,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Return the values ``[matrices, rows, columns]`` of a packed parameter, whose bytes must be gathered."""
+    """Return the values ``[matrices, rows, columns]`` of a quantized parameter, whose bytes must be gathered."""
     parameter: Any = own_parameters(module)[name]
-    return packings_of(module)[name].unpack(parameter, dtype)
+    return encodings_of(module)[name].decode(parameter, dtype)

@@ -14,10 +14,10 @@ from gguf import GGMLQuantizationType as Kind
 import hfscale
 from hfscale import CheckpointError
 from hfscale.cli import main
-from hfscale.distributed.files.gguf_file import GgufFile
+from hfscale.extras.other_formats.gguf_file import GgufFile
 
-from ...arrivals import bytes_read
-from ...gguf_files import blocks
+from ..arrivals import bytes_read
+from ..gguf_files import blocks
 
 KINDS = [Kind.F32, Kind.F16, Kind.BF16, Kind.Q4_0, Kind.Q5_1, Kind.Q8_0, Kind.Q4_K, Kind.Q6_K]
 

@@ -1,0 +1,154 @@
+"""Find GGUF files, and choose how their weights are read: by slices, or, of other architectures, by transformers as a
+whole.
+"""
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from transformers.utils import cached_file
+
+from ... import errors
+from ..._compat.transformers.classes import model_of, stock_class
+from ..._compat.transformers.gguf import config_of_gguf, tokenizer_of_gguf, weights_of_gguf
+from ..._compat.transformers.loading import FILE, HUB_ARGUMENTS
+from ...api.located import reachable
+from ...checkpoint.stored_forms.scheme import OF_GGUF, method_of
+from ...distributed.files.dequantized import WordsInMemory
+from ...distributed.files.pieces import Piece, TensorInPieces
+from ...distributed.files.reader import TensorOnDisk
+from ...distributed.files.sources import AddedSource, Source
+from ...distributed.files.weight_files import weight_files
+from .gguf_file import SUFFIX, GgufFile, begins_like_one
+from .gguf_names import BY_SLICES, as_transformers
+
+_log = logging.getLogger(__name__)
+_NOT_OF_FILES = ("subfolder", "trust_remote_code")  # of HUB_ARGUMENTS
+
+
+@dataclass(frozen=True)
+class GgufSource(Source):
+    """Describe a GGUF file."""
+
+    file: Path
+
+    def describe(self) -> str:
+        """Return what it is, in words; raise :class:`CheckpointError` for a damaged one."""
+        return f"{self.form} ({GgufFile(self.file).describe()})"
+
+    def open(self, model: Any = None) -> dict[str, TensorOnDisk]:
+        """Return lazy tensors by their names in a full ``model``; without one, by the file's own."""
+        file = GgufFile(self.file)
+        return file.slices() if model is None else as_transformers(file, model)
+
+    def fitting(self, model: Any, tells: bool = False) -> Source:
+        """Return itself, or, of another architecture, all that transformers reads of the file."""
+        architecture = GgufFile(self.file).architecture
+        if architecture in BY_SLICES:
+            return self
+        if tells:
+            _log.warning(
+                "%s: every rank reads all of this file, since its architecture (%s) is read by slices for %s alone",
+                self.file,
+                architecture,
+                ", ".join(BY_SLICES),
+            )
+        tensors = weights_of_gguf(stock_class(model), self.file, model.config, model.dtype)
+        return Source(self.form, self.directory, lambda _: _in_memory(tensors), self.file)
+
+    def build_model(self) -> Any:
+        """Return the full model of the file's config on the meta device."""
+        return model_of(config_of_gguf(self.file))
+
+    def write_small_files(self, model: Any, target: Path) -> None:
+        """Write the config of a ``model`` that the file describes to ``target``, and the tokenizer that is in it."""
+        model.config.save_pretrained(target)
+        try:
+            tokenizer_of_gguf(self.file).save_pretrained(target)
+        except Exception as error:  # whatever transformers says of tokens that it does not know
+            _log.warning(
+                "%s: transformers makes no tokenizer of what is in this file (%s): copy the model's own beside the "
+                "weights",
+                self.file,
+                errors.first_line(error),
+            )
+
+
+class _Gguf(AddedSource):
+    def find(self, path: Path) -> Source | None:
+        if path.is_file() and (path.suffix == SUFFIX or begins_like_one(path)):
+            return _source(path)
+        files = _files_in(path)
+        return _source(files[0]) if len(files) == 1 else None
+
+    def locate(self, path: Any, kwargs: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
+        """Look for a file given by its path, by ``gguf_file=``, a name in a directory or on the Hub, or a path, or by a
+        directory that holds nothing else. Its header is looked at, before transformers reads it.
+        """
+        file = _named(path, kwargs) if isinstance(path, str | os.PathLike) else None
+        if file is None:
+            return None
+        GgufFile(file)
+        rest = {key: value for key, value in kwargs.items() if key not in ("subfolder", FILE)}
+        # Weights are plain values in any case.
+        if method_of(rest.get("quantization_config")) == OF_GGUF:
+            del rest["quantization_config"]
+        return str(file.parent), {**rest, FILE: file.name}
+
+
+GGUF = _Gguf()
+
+
+def _source(path: Path) -> GgufSource:
+    return GgufSource("a GGUF file", path.parent, lambda _: {}, path)
+
+
+def _files_in(directory: Path) -> list[Path]:
+    """Return the GGUF files in a directory that has no other weights."""
+    found = sorted(directory.glob(f"*{SUFFIX}")) if directory.is_dir() else []
+    return [] if found and weight_files(directory) else found
+
+
+def _in_memory(tensors: Mapping[str, Tensor]) -> dict[str, TensorOnDisk]:
+    found: dict[str, TensorOnDisk] = {}
+    for name, tensor in tensors.items():
+        whole = Piece((0,) * tensor.ndim, WordsInMemory(tensor, ()))
+        found[name] = TensorInPieces(name, tensor.shape, tensor.dtype, [whole])
+    return found
+
+
+def _named(path: str | os.PathLike[str], kwargs: Mapping[str, Any]) -> Path | None:
+    given = Path(path)
+    directory = given / (kwargs.get("subfolder") or "")
+    name = kwargs.get(FILE)
+    if name is None:
+        if given.suffix == SUFFIX and given.is_file():
+            return given
+        return None if (directory / "config.json").exists() else _alone(directory)
+    if Path(name).is_file():  # so it is in transformers
+        return Path(name)
+    if not given.exists() and not errors.written_like_a_path(str(path)):
+        options = {key: value for key, value in kwargs.items() if key in HUB_ARGUMENTS}
+        options = {key: value for key, value in options.items() if key not in _NOT_OF_FILES}
+        within = {"subfolder": kwargs.get("subfolder") or ""}
+        found = cached_file(str(path), name, **reachable(str(path), options), **within)
+        return Path(str(found))
+    if not (directory / name).is_file():
+        raise errors.CheckpointError(
+            f"gguf_file={str(name)!r} must be a file in {directory}, and is none: give the name of one, or its path"
+        )
+    return directory / name
+
+
+def _alone(directory: Path) -> Path | None:
+    files = _files_in(directory)
+    if len(files) > 1:
+        raise errors.CheckpointError(
+            f"{directory} must hold one GGUF file to be read by itself, got {len(files)} ({files[0].name}, for one): "
+            "name one, gguf_file=, or give its path"
+        )
+    return files[0] if files else None

@@ -1,0 +1,1 @@
+"""Packed rows: several documents in one row, which must not affect each other."""

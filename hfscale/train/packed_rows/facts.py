@@ -1,0 +1,96 @@
+"""Say by which numbers documents of a row are told: lengths for flash attention, and a mask that numbers them."""
+
+import inspect
+import logging
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import ConfigError
+
+_tell_once = lru_cache(logging.getLogger(__name__).warning)
+# Transformers' FlashAttentionKwargs.
+LENGTHS = (
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
+)
+
+
+def numbers_documents(batch: Mapping[str, Any], zero: Tensor) -> Tensor:
+    """Return whether a mask of a batch numbers documents, for which no ``position_ids`` speak."""
+    mask = batch.get("attention_mask")
+    if not isinstance(mask, Tensor) or batch.get("position_ids") is not None:
+        return zero
+    if mask.ndim != 2 or mask.dtype == torch.bool or not mask.numel():
+        return zero
+    return (mask.amax() > 1).to(zero.device, zero.dtype)
+
+
+def has_numbered_documents(batch: Mapping[str, Any]) -> bool:
+    """Return whether a batch's mask has numbers of documents and nothing else tells them apart; reads the mask."""
+    return bool(numbers_documents(batch, torch.zeros((), dtype=torch.int64)))
+
+
+def tell_of_numbers() -> None:
+    """Warn, once per process, of a mask that numbers documents."""
+    _tell_once(
+        "attention_mask has numbers above 1, as if it numbered the documents of a row: transformers takes every number "
+        "but 0 for 1, so that documents see each other; give position_ids that begin anew with each document"
+    )
+
+
+def refuse_lengths_alone(batch: Mapping[str, Any]) -> None:
+    """Raise :class:`ConfigError` for several documents in a row that lengths alone tell."""
+    lengths = batch.get(LENGTHS[0])
+    if isinstance(lengths, Tensor) and len(lengths) > 2 and batch.get("position_ids") is None:
+        raise ConfigError(
+            f"{LENGTHS[0]} says that a row holds {len(lengths) - 1} documents, and without position_ids most models "
+            "count positions on from one to the next: give position_ids too (return_position_ids=True)"
+        )
+
+
+def with_document_lengths(batch: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
+    """Add the ``cu_seq_lens`` arguments by which flash attention keeps packed examples apart; refuse models that take
+    none. Without them, transformers derives borders from ``position_ids`` by a device sync in every layer if there is
+    one row, and attends across examples if there are several.
+    """
+    if batch.get("attention_mask") is not None or any(
+        batch.get(name) is not None for name in LENGTHS
+    ):
+        return dict(batch)
+    rows = max(
+        len(batch[name])
+        for name in ("input_ids", "inputs_embeds", "labels")
+        if batch.get(name) is not None
+    )
+    if all(
+        kind.kind != kind.VAR_KEYWORD
+        for kind in inspect.signature(model.forward).parameters.values()
+    ):
+        if rows == 1:
+            return dict(batch)
+        raise ConfigError(
+            f"{type(model).__name__} does not take the borders of {rows} packed rows, and flash attention would attend "
+            "across their examples: use microbatches of one row, or attn_implementation='sdpa'"
+        )
+    positions = batch["position_ids"].cpu().expand(rows, -1)
+    begins = nn.functional.pad(
+        positions.diff(dim=-1) != 1,
+        (1, 0),
+        value=True,
+    ).flatten()
+    starts = nn.functional.pad(
+        begins.nonzero().squeeze(1),
+        (0, 1),
+        value=begins.numel(),
+    ).to(torch.int32)
+    longest = int(starts.diff().max())
+    return {
+        **batch,
+        **dict(zip(LENGTHS, (starts, starts, longest, longest), strict=True)),
+    }
