@@ -126,6 +126,13 @@ class AdapterFiles:
     card: bool = False  # write PEFT's model card
 
 
+def directories_of(names: Sequence[str], target: Path) -> dict[str, Path]:
+    """Return where each adapter of a model is written: a model's only one in ``target``, others as PEFT does."""
+    if len(names) == 1:
+        return {names[0]: target}
+    return {name: target if name == "default" else target / name for name in names}
+
+
 def weights_file(directory: Path) -> Path:
     """Return the file with an adapter's weights: safetensors, or that of older versions of PEFT if it is alone."""
     old = directory / _OLD_WEIGHTS
@@ -389,7 +396,12 @@ def _read_adapter(
             raise CheckpointError(
                 f"{path}: {first} and {key} are the same parameter of the model, and differ: save the adapter again"
             )
-    own = {adapter.name for adapter in plan.adapters if adapter.tied_to is None}
+    of_file = set(keys.values())
+    own = {
+        adapter.name
+        for adapter in plan.adapters
+        if adapter.tied_to is None and adapter.name in of_file
+    }
     lacking = own - tensors.keys()
     missing = sorted(key for key, parameter in keys.items() if parameter in lacking)
     extra = sorted(stored.keys() - keys.keys())
