@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from .lasting import check_first
 from .replaced import attribute_replaced
@@ -165,6 +166,13 @@ def adapted_model(model: Any) -> Any:
     from peft import PeftModel
 
     return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
+def is_a_hosts(model: Any) -> bool:
+    """Return whether ``model`` is one of transformers, or PEFT's around one, and no module around such a model."""
+    if isinstance(model, PreTrainedModel):
+        return True
+    return wrapped_by_peft(model) and isinstance(adapted_model(model), PreTrainedModel)
 
 
 def puts_tokens_in_front(model: nn.Module) -> bool:
