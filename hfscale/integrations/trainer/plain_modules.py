@@ -6,12 +6,11 @@ gets a class that looks methods up past the mixins: the stock Trainer's, and tho
 
 from typing import Any
 
-import transformers
 from torch import nn
 
 from ..._compat.peft import is_a_hosts
 from ..._compat.transformers.classes import is_distributed_by_host
-from ..._compat.transformers.trainer import TrainerHooks
+from ..._compat.transformers.trainer import StockTrainer, TrainerHooks
 from ..._compat.trl import DataHooks
 from ...config.environment import started_processes
 from ...config.parallel import ParallelConfig
@@ -29,7 +28,7 @@ class _PastMixins(type):
 
 def _is_mixin(kind: type) -> bool:
     ours = issubclass(kind, TrainerHooks | DataHooks)
-    return ours and not issubclass(kind, transformers.Trainer)
+    return ours and not issubclass(kind, StockTrainer)
 
 
 def is_of_stock(model: Any, parallel: ParallelConfig | None) -> bool:
