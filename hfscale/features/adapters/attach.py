@@ -8,7 +8,7 @@ depend on the adapted weight (PiSSA, Meng et al. 2024; OLoRA, Buyukakyuz 2024; D
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..._compat.peft import COPIES, LORA_EMBEDDING_A, TOKEN_ROWS, delete_adapter
+from ..._compat.replaced import attribute_replaced
 from ..._compat.torch import own_buffers
 from ...distributed.mesh import Mesh
 from ...distributed.ops.quantized_weights import encodings_of, shown_decoded
@@ -191,8 +192,15 @@ def _around_local(
         # Values come later; some cannot be computed from shards of a weight.
         if hasattr(here, option):
             setattr(here, option, False)
-    with shown_decoded(model):
-        known = model if beside is None else beside.peft_model
+    with ExitStack() as stack:
+        stack.enter_context(shown_decoded(model))
+        known: Any = model
+        if beside is not None:
+            known = beside.peft_model
+            # PEFT compares which parameters of experts adapters name, and these are named in full here.
+            for other in known.peft_config.values():
+                named = getattr(here, "target_parameters", None)
+                stack.enter_context(attribute_replaced(other, "target_parameters", named))
         local = quietly(known, here, name, beside is not None)
         wrap_local(model, held)
     return local

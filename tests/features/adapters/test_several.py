@@ -16,6 +16,7 @@ from hfscale import ConfigError, ParallelConfig
 from hfscale.models.precision import keep_float64
 from hfscale.testing import RankPool
 
+from ...mixtures import qwen3_moe
 from ...tiny_models import tiny
 
 pytestmark = [
@@ -54,6 +55,10 @@ KINDS: dict[str, tuple[Any, Any]] = {
             task_type="CAUSAL_LM",
         ),
     ),
+    "experts": (
+        _lora(["q_proj"], target_parameters=["mlp.experts.down_proj"]),
+        _lora(["v_proj"], target_parameters=["mlp.experts.down_proj"]),
+    ),
     "oft": (
         peft.OFTConfig(oft_block_size=4, target_modules=["q_proj"], task_type="CAUSAL_LM"),
         peft.OFTConfig(
@@ -91,13 +96,18 @@ def _life(start: str, kind: str, out: str, sizes: dict[str, Any] | None) -> list
     with keep_float64():
         if sizes is not None:
             base = hfscale.from_pretrained(
-                start, parallel=ParallelConfig(**sizes), dtype=torch.float64
+                start,
+                parallel=ParallelConfig(**sizes),
+                dtype=torch.float64,
+                experts_implementation="eager",
             )
             torch.manual_seed(1)
             model = hfscale.get_peft_model(base, first, "a")
         else:
             torch.manual_seed(1)
-            base = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float64)
+            base = AutoModelForCausalLM.from_pretrained(
+                start, dtype=torch.float64, experts_implementation="eager"
+            )
             torch.manual_seed(1)
             model = peft.get_peft_model(base, first, "a")
         told = _three_steps(model, "a", ours)
@@ -131,10 +141,17 @@ def start(tmp_path: Path) -> str:
     return str(tmp_path / "start")
 
 
-@pytest.mark.daily("tp2-copies", "shard2-lora", "pp2-embedding", "tp2-shard2-dora", "regather-lora")
+DAILY = ("tp2-copies", "shard2-lora", "pp2-embedding", "tp2-shard2-dora", "regather-lora")
+
+
+@pytest.mark.daily(*DAILY, "tp2-experts")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_life_of_two(pools: Pools, start: str, tmp_path: Path, kind: str, layout: str) -> None:
+    if kind == "experts":
+        start = str(tmp_path / "experts")
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(qwen3_moe()).save_pretrained(start)
     expected = _life(start, kind, str(tmp_path / "stock"), None)
     sizes = LAYOUTS[layout]
     ranks = ParallelConfig(**sizes).total_size
