@@ -29,6 +29,10 @@ WRAPPED = (BASE, ORIGINAL, TOKEN_LAYER)
 COPY = "modules_to_save"  # trained copies of a module
 NORM_COPY = "ln_tuning_layers"  # the same, of LN tuning
 COPIES = (COPY, NORM_COPY)
+HEADS = (
+    "classifier",
+    "score",
+)  # of classifiers, which PEFT adds to what their configs copy, both of them
 # the factors of LoRA
 LORA_A = "lora_A"
 LORA_B = "lora_B"

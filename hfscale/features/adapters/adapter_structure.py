@@ -178,7 +178,9 @@ def check_matches(
             left_out = bool(getattr(asked, "exclude_modules", None)) and any(
                 _matches_target(name, target) for name in known
             )
-            if target in left and not is_matched and not left_out:
+            # A config that PEFT has completed around another classifier may be given again.
+            by_peft = field == "modules_to_save" and target in peft.HEADS
+            if target in left and not (is_matched or left_out or by_peft):
                 names = ", ".join(target_names(plan))
                 raise ConfigError(
                     f"{field} names {target!r}, which matches nothing in the model: it has {names}"

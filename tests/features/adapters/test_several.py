@@ -9,7 +9,7 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import hfscale
 from hfscale import ConfigError, ParallelConfig
@@ -210,6 +210,30 @@ def test_what_cannot_be_had_is_refused_and_the_model_goes_on(pools: Pools, start
         "combine them in one process",
     ):
         assert words in told, told
+
+
+def _classifiers(start: str) -> list[list[str]]:
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="SEQ_CLS")
+    names = []
+    for _ in range(2):
+        model = hfscale.from_pretrained(
+            start,
+            parallel=ParallelConfig(tp_size=2),
+            auto_class=AutoModelForSequenceClassification,
+        )
+        model = hfscale.get_peft_model(model, config)
+        model.add_adapter("b", model.peft_config["default"])
+        model.set_adapter("b")
+        trained = (name for name, each in model.named_parameters() if each.requires_grad)
+        names.append([name for name in trained if "modules_to_save" in name])
+    return names
+
+
+@pytest.mark.filterwarnings("ignore:.*score.weight")
+def test_a_classifiers_config_may_be_given_again(pools: Pools, start: str) -> None:
+    """PEFT completes it by both names that heads of classifiers have, of which a model has one."""
+    first, second = pools(2).run(_classifiers, start)[0]
+    assert first == second == ["base_model.model.score.modules_to_save.b.weight"]
 
 
 def _resumed(start: str, directory: str, sizes: list[dict[str, Any]]) -> list[float]:
