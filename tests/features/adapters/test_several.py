@@ -128,6 +128,8 @@ def _life(start: str, kind: str, out: str, sizes: dict[str, Any] | None) -> list
         model.load_adapter(f"{out}/a", "c")
         assert model.active_adapters == ["b"]
         told += _three_steps(model, "c", ours)
+        model.load_adapter(f"{out}/b", "b")  # over the one that has trained since
+        told += _three_steps(model, "b", ours)
         merged = model.merge_and_unload()
         loss = hfscale.eval_step(merged, BATCH) if ours else merged(**BATCH).loss
         told.append(float(loss.detach()))
