@@ -20,7 +20,8 @@ from ..distributed.files.reader import TensorOnDisk
 from ..distributed.files.writer import STALE, CheckpointWriter
 from ..errors import ConfigError
 from ..features.adapters import by_peft
-from ..features.adapters.storage import AdapterFiles, directories_of, save_adapter
+from ..features.adapters.several import directories_of
+from ..features.adapters.storage import AdapterFiles, save_adapter
 from ..features.quantization.part import refuse_quantized
 from ..train import guards
 from ..train.around import refuse_without_around

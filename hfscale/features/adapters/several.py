@@ -5,6 +5,8 @@ the wrappers; a parameter trains while its adapter is active. So nothing is cut 
 switched: every parameter is planned, and read, as it would be alone. Adding or deleting one takes the model apart.
 """
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -54,3 +56,10 @@ def let_all_train(model: nn.Module, plan: Plan, pp_rank: int) -> list[str]:
             parameter.requires_grad_(True)
             frozen.append(adapter.name)
     return frozen
+
+
+def directories_of(names: Sequence[str], target: Path) -> dict[str, Path]:
+    """Return where each adapter of a model is written: a model's only one in ``target``, others as PEFT does."""
+    if len(names) == 1:
+        return {names[0]: target}
+    return {name: target if name == "default" else target / name for name in names}

@@ -130,13 +130,6 @@ class AdapterFiles:
     card: bool = False  # write PEFT's model card
 
 
-def directories_of(names: Sequence[str], target: Path) -> dict[str, Path]:
-    """Return where each adapter of a model is written: a model's only one in ``target``, others as PEFT does."""
-    if len(names) == 1:
-        return {names[0]: target}
-    return {name: target if name == "default" else target / name for name in names}
-
-
 def weights_file(directory: Path) -> Path:
     """Return the file with an adapter's weights: safetensors, or that of older versions of PEFT if it is alone."""
     old = directory / _OLD_WEIGHTS
