@@ -130,7 +130,8 @@ test-weights: setup
 # A part of them: make test-peers PEERS="--peer trl --layout one --sample 20".
 test-peers: setup
 	$(BIN)/python -m pip install --quiet --upgrade --target build/peers/packages --no-deps attrs==26.1.0 diffusers==0.42.1 \
-	    evaluate==0.4.6 importlib_metadata==10.2.0 jmespath==1.1.0 parameterized==0.9.0 pytest-mock==3.17.0 scipy==1.17.1 zipp==4.1.2
+	    evaluate==0.4.6 importlib_metadata==10.2.0 jmespath==1.1.0 parameterized==0.9.0 pytest-mock==3.17.0 scipy==1.17.1 \
+	    sentencepiece==0.2.3 zipp==4.1.2
 	$(BIN)/python scripts/peers/run.py --out docs/peers.md $(PEERS)
 
 # Runs with the torch and transformers of $(PYTHON), which see the GPU.

@@ -282,14 +282,12 @@ def test_a_report_beside_the_model(saved: str) -> None:
 
 
 def test_distributed_by_the_host_before(model: Any) -> None:
-    model.hf_device_map = {"": 0}
-    _says(
-        ConfigError,
-        lambda: hfscale.parallelize(model),
-        "LlamaForCausalLM",
-        "device_map",
-        "hfscale.from_pretrained",
-    )
+    words = ("LlamaForCausalLM", "device_map", "hfscale.from_pretrained")
+    model.hf_device_map = {"model": 0, "lm_head": 1}
+    _says(ConfigError, lambda: hfscale.parallelize(model), *words)
+    model.hf_device_map = {"": "cpu"}
+    tp2 = hfscale.ParallelConfig(tp_size=2)
+    _says(ConfigError, lambda: hfscale.parallelize(model, tp2), *words)
 
 
 def test_adapters_of_pefts_own(model: Any) -> None:

@@ -123,11 +123,9 @@ class Prepared:
             held.clear()
 
     def of_one_run(
-        self, accelerator: Any, directory: Any, orders: list[Any]
+        self, accelerator: Any, orders: list[Any]
     ) -> tuple[nn.Module, Any, dict[str, Any]]:
         """Return the model, its optimizer if any, and other objects with a state, ``orders`` too, by name."""
-        if directory is None:
-            raise ConfigError("say where: save_state(directory), load_state(directory)")
         if len(self.models) != 1 or len(self.optimizers) > 1:
             raise ConfigError(
                 f"a state must have one model and at most one optimizer, got {len(self.models)} and "
@@ -148,6 +146,16 @@ class Prepared:
             for index, batch in enumerate(held)
         }
         return self.models[0], optimizer, others
+
+
+def save_hooks(accelerator: Any) -> list[Callable[..., Any]]:
+    """Return what a script wants called, with models, their weights and a directory, before a state is saved."""
+    return list(accelerator._save_model_state_pre_hook.values())
+
+
+def load_hooks(accelerator: Any) -> list[Callable[..., Any]]:
+    """Return what a script wants called, with models and a directory, before a state is loaded."""
+    return list(accelerator._load_model_state_pre_hook.values())
 
 
 def schedulers_made_by(make: Callable[[Any, Any], BatchScheduler]) -> AbstractContextManager[None]:

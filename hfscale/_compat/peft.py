@@ -8,11 +8,12 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from .lasting import check_first
 from .peft_shared import fixed_values_stay
@@ -29,6 +30,10 @@ WRAPPED = (BASE, ORIGINAL, TOKEN_LAYER)
 COPY = "modules_to_save"  # trained copies of a module
 NORM_COPY = "ln_tuning_layers"  # the same, of LN tuning
 COPIES = (COPY, NORM_COPY)
+HEADS = (
+    "classifier",
+    "score",
+)  # of classifiers, which PEFT adds to what their configs copy, both of them
 # the factors of LoRA
 LORA_A = "lora_A"
 LORA_B = "lora_B"
@@ -177,6 +182,13 @@ def adapted_model(model: Any) -> Any:
     return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
+def is_a_hosts(model: Any) -> bool:
+    """Return whether ``model`` is one of transformers, or PEFT's around one, and no module around such a model."""
+    if isinstance(model, PreTrainedModel):
+        return True
+    return wrapped_by_peft(model) and isinstance(adapted_model(model), PreTrainedModel)
+
+
 def puts_tokens_in_front(model: nn.Module) -> bool:
     """Return whether ``model`` is PEFT's, and puts tokens of a trained prompt in front of each row's; prefixes of keys
     and values are none.
@@ -213,12 +225,43 @@ def wrapped_model(model: nn.Module, config: Any, name: str, autocast: bool = Tru
             autocast_adapter_dtype=autocast,
             low_cpu_mem_usage=True,
         )
-    for path in getattr(config, "modules_to_tie", None) or ():
-        # PEFT 0.21 loses the tie of copies that are made without memory.
-        embedding: Any = adapted_model(made).get_input_embeddings()
-        tied: Any = model.get_submodule(path)
-        tied.modules_to_save[name].weight = embedding.modules_to_save[name].weight
+    _tie_copies(made, config, name)
     return made
+
+
+def _tie_copies(peft_model: Any, config: Any, name: str) -> None:
+    """Tie the copies of an adapter ``name``: PEFT 0.21 loses the tie of those that are made without memory."""
+    stock = adapted_model(peft_model)
+    for path in getattr(config, "modules_to_tie", None) or ():
+        embedding: Any = stock.get_input_embeddings()
+        tied: Any = stock.get_submodule(path)
+        tied.modules_to_save[name].weight = embedding.modules_to_save[name].weight
+
+
+def add_adapter(peft_model: Any, config: Any, name: str, autocast: bool = True) -> None:
+    """Put an adapter beside those of PEFT's model, inactive and frozen; its factors are as :func:`wrapped_model`'s."""
+    with torch.random.fork_rng(devices=[]):
+        type(peft_model).add_adapter(
+            peft_model,
+            name,
+            config,
+            autocast_adapter_dtype=autocast,
+            low_cpu_mem_usage=True,
+        )
+    _tie_copies(peft_model, config, name)
+
+
+def delete_adapter(peft_model: Any, name: str) -> None:
+    """Take an adapter out of PEFT's model, by PEFT's own functions, whatever stands in their places."""
+    base = peft_model.base_model
+    with attribute_replaced(base, "delete_adapter", partial(type(base).delete_adapter, base)):
+        type(peft_model).delete_adapter(peft_model, name)
+
+
+def set_adapters(peft_model: Any, names: Any, *args: Any, **kwargs: Any) -> None:
+    """Activate adapters of PEFT's model by its own function, whatever stands in its place."""
+    base = peft_model.base_model
+    type(base).set_adapter(base, names, *args, **kwargs)
 
 
 def is_feedforward(config: Any, name: str) -> bool:

@@ -2,6 +2,7 @@
 
 import sys
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,11 +32,11 @@ from ..plan.feature_plans import OwnLossPlan
 from ..train import eval_step
 from ..train.distillation import evaluating
 from ..train.runtime import Runtime, runtime_of
-from ..train.runtime.handover import Replaced
 from ..train.runtime.shards import LocalWeights
 from .assemble import assemble, take_apart
 from .peft_methods import put_methods
 from .samples import answer_to, reads_tokens
+from .several_adapters import change_adapters, replaced_by
 
 _SAMPLE = (2, 16)  # rows and tokens of the batch that measures the change by merging
 
@@ -99,33 +100,24 @@ def get_peft_model(
         complete_config(peft_config, around.peft_config[adapter_name])
         return around
     template = empty_copy(runtime.model)
-    plan = runtime.plan
-    mesh = runtime.mesh
-    options = runtime.options
-    training = runtime.model.training
-    replaced = _replaced(runtime, "hfscale.get_peft_model")
-    shares = take_apart(runtime)
-    before = LocalWeights(dict(shares.tensors), list(shares.quantized))
-    try:
-        adapters, planned = attach_adapters(
+    adapters = change_adapters(
+        runtime,
+        "hfscale.get_peft_model",
+        lambda shares: attach_adapters(
             runtime.model,
             template,
             config,
-            plan,
-            mesh,
+            runtime.plan,
+            runtime.mesh,
             shares.tensors,
             source=source,
             name=adapter_name,
             seed=seed,
             autocast=autocast_adapter_dtype,
-            fused=options.fused_adapters,
-        )
-    except Exception:  # the model goes on without
-        replaced.hand_over(assemble(runtime.model, plan, mesh, options, before))
-        raise
-    replaced.hand_over(assemble(runtime.model, planned, mesh, options, shares, adapters))
-    adapters.peft_model.train(training)
-    if mesh.layout.total_size > 1:
+            fused=runtime.options.fused_adapters,
+        ),
+    )
+    if runtime.mesh.layout.total_size > 1:
         put_methods(adapters.peft_model, runtime.model, merge_and_unload, _unload)
     complete_config(peft_config, adapters.peft_model.peft_config[adapter_name])
     return adapters.peft_model
@@ -154,18 +146,18 @@ def _is_left_to_peft(runtime: Runtime, config: Any, mixed: bool, empty: bool) ->
         )
     if (existing := runtime.adapters) is not None:
         raise ConfigError(
-            f"{class_name(runtime.model)} has the adapter {existing.name!r} already: merge it first "
-            "(hfscale.merge_and_unload), or load the model again"
+            f"{class_name(runtime.model)} has the adapter {existing.name!r} already: add another by "
+            "peft_model.add_adapter(name, config), merge it first (hfscale.merge_and_unload), or load the model again"
         )
     return False
 
 
-def _replaced(runtime: Runtime, by: str) -> Replaced:
-    return Replaced([(planned.name, parameter) for planned, parameter in runtime.parameters()], by)
-
-
 def merge_and_unload(
-    model: nn.Module, *, dtype: torch.dtype | None = None, quiet: bool = False
+    model: nn.Module,
+    *,
+    dtype: torch.dtype | None = None,
+    quiet: bool = False,
+    adapter_names: Sequence[str] | None = None,
 ) -> Any:
     """Merge adapters into the weights that they adapt, each rank into its shards, and remove them; collective.
 
@@ -175,6 +167,7 @@ def merge_and_unload(
     Args:
         dtype: the type of weights that were quantized, including those without adapters; required if there are any.
         quiet: measure and print nothing.
+        adapter_names: which of several adapters to merge; by default the active ones. The others are dropped.
 
     Returns:
         the stock model.
@@ -185,7 +178,7 @@ def merge_and_unload(
     """
     runtime = runtime_of(model)
     if (stock := by_peft.found_around(runtime, model)) is not None:
-        return stock.merge_and_unload()
+        return stock.merge_and_unload(adapter_names=adapter_names)
     adapters = runtime.adapters
     if not isinstance(adapters, Adapters):
         raise ConfigError(
@@ -202,16 +195,18 @@ def merge_and_unload(
     refuse_not_finite(runtime)
     before = _sample_output(runtime) if not quiet and reads_tokens(runtime.model) else None
     training = runtime.model.training
-    merged = len({adapter.base for adapter in runtime.plan.adapters})
+    names = _names_to_merge(adapters, adapter_names)
+    wanted = [adapter for adapter in runtime.plan.adapters if adapter.adapter in names]
+    merged = len({adapter.base for adapter in wanted})
     plan = adapters.stock_plan
     plain = {} if dtype is None else dequantized_weights(runtime, dtype)
-    replaced = _replaced(runtime, "hfscale.merge_and_unload")
+    replaced = replaced_by(runtime, "hfscale.merge_and_unload")
     shares = take_apart(runtime)
     tensors = {**shares.tensors, **plain}
     if quantized is not None:
         plan = put_plain_modules(adapters, runtime, plain)
     try:
-        stock, tensors = merge_local_weights(adapters, runtime, tensors)
+        stock, tensors = merge_local_weights(adapters, runtime, tensors, names)
     except CheckpointError:
         # Of every rank; over quantized weights, stock modules hold rounded values by now.
         if quantized is None:
@@ -237,6 +232,15 @@ def merge_and_unload(
     return stock
 
 
+def _names_to_merge(adapters: Adapters, asked: Sequence[str] | None) -> list[str]:
+    names = list(asked or adapters.active)
+    if unknown := [name for name in names if name not in adapters.names]:
+        raise ConfigError(
+            f"adapter_names must be of the model's, {', '.join(adapters.names)}, got {unknown[0]!r}"
+        )
+    return names
+
+
 def _unload(model: nn.Module) -> Any:
     """Remove adapters without merging them, and return the stock model; collective. Trained copies of modules stay."""
     runtime = runtime_of(model)
@@ -247,7 +251,7 @@ def _unload(model: nn.Module) -> Any:
         )
     refuse_tied(adapters, runtime.plan, kinds=(COPY,))
     training = runtime.model.training
-    replaced = _replaced(runtime, "unload")
+    replaced = replaced_by(runtime, "unload")
     shares = take_apart(runtime)
     stock, tensors = unload_local_weights(adapters, runtime, shares.tensors)
     kept = LocalWeights(tensors, shares.quantized)

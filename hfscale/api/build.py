@@ -9,7 +9,7 @@ from typing import Any
 
 from accelerate import GradScalerKwargs
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from .._compat.peft import adapted_model
 from .._compat.transformers.classes import class_name, is_distributed_by_host, model_class
@@ -25,6 +25,7 @@ from ..errors import ConfigError, check_count, check_path
 from ..features.adapters import (
     attach_adapters,
     by_peft,
+    is_a_hosts,
     is_known,
     plan_with_adapters,
     read_config,
@@ -276,9 +277,11 @@ def parallelize(
             f"parallelize takes a model of transformers, and got {_shown(model)}: load it first"
         )
     reason = (
-        "hfscale already parallelized it" if find_runtime(model) else is_distributed_by_host(model)
+        "hfscale already parallelized it"
+        if find_runtime(model)
+        else is_distributed_by_host(model, layout.total_size > 1)
     )
-    if not reason and not isinstance(model, PreTrainedModel) and not wrapped_by_peft(model):
+    if not reason and not is_a_hosts(model):
         raise ConfigError(
             f"parallelize takes a model of transformers (a PreTrainedModel), and got {class_name(model)}: train other "
             "modules with accelerate, or parallelize the model of transformers inside it before it is wrapped"

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from ..errors import ConfigError
 from ..features.adapters.storage import AdapterFiles
 from ..train.runtime import runtime_of
 from ..train.runtime.writing import everyone_arrives
+from .several_adapters import put_several
 
 
 def put_methods(
@@ -22,20 +24,19 @@ def put_methods(
     merge: Callable[..., Any],
     unload: Callable[[nn.Module], Any],
 ) -> None:
-    """Set ``merge_and_unload`` and ``unload``, which call the given functions of ``model``, and ``save_pretrained``."""
+    """Set ``merge_and_unload`` and ``unload``, which call the given functions of ``model``, ``save_pretrained``, and
+    those that add and delete adapters.
+    """
 
     def merge_and_unload(*_: Any, dtype: torch.dtype | None = None, **asked: Any) -> Any:
         """Merge as PEFT's own does; merged weights are always checked (``safe_merge``)."""
-        if asked.get("adapter_names") is not None:
-            raise ConfigError(
-                "adapter_names=... is not supported, since a model has one adapter: leave it out"
-            )
-        return merge(model, dtype=dtype)
+        return merge(model, dtype=dtype, adapter_names=asked.get("adapter_names"))
 
     for part in (peft_model, peft_model.base_model):
         part.merge_and_unload = merge_and_unload
         part.unload = lambda *_, **__: unload(model)
     peft_model.save_pretrained = _saving(peft_model)
+    put_several(peft_model, partial(put_methods, peft_model, model, merge, unload))
 
 
 def _saving(peft_model: Any) -> Callable[..., None]:
@@ -56,11 +57,11 @@ def _saving(peft_model: Any) -> Callable[..., None]:
         call = f"PEFT's save_pretrained({str(save_directory)!r})"
         converts = path_initial_model_for_weight_conversion is not None
         _refuse_arguments(call, converts, others)
-        name = next(iter(peft_model.peft_config))
-        wanted = [name] if selected_adapters is None else list(selected_adapters)
-        if unknown := [each for each in wanted if each != name]:
+        names = list(peft_model.peft_config)
+        wanted = names if selected_adapters is None else list(selected_adapters)
+        if unknown := [each for each in wanted if each not in names]:
             raise ConfigError(
-                f"selected_adapters must name {name!r}, the adapter of the model, got {unknown[0]!r}: leave it out"
+                f"selected_adapters must name adapters of the model, {', '.join(names)}, got {unknown[0]!r}"
             )
         if os.path.isfile(save_directory):
             raise ConfigError(f"{call} needs a directory, got a file: give another path")
@@ -68,12 +69,10 @@ def _saving(peft_model: Any) -> Callable[..., None]:
         # Scripts say on which rank they write; where it is none, stock code writes nothing.
         if any(runtime.mesh.all_gather_object(is_main_process and bool(wanted))):
             target = Path(save_directory)
-            save_adapter_files(
-                runtime,
-                target if name == "default" else target / name,
-                AdapterFiles(save_embedding_layers, safe_serialization, card=True),
-                call=call,
-            )
+            files = AdapterFiles(save_embedding_layers, safe_serialization, card=True)
+            for name in wanted:
+                directory = target if name == "default" else target / name
+                save_adapter_files(runtime, name, directory, files, call=call)
 
     return save_pretrained
 

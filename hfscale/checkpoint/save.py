@@ -20,6 +20,7 @@ from ..distributed.files.reader import TensorOnDisk
 from ..distributed.files.writer import STALE, CheckpointWriter
 from ..errors import ConfigError
 from ..features.adapters import by_peft
+from ..features.adapters.several import directories_of
 from ..features.adapters.storage import AdapterFiles, save_adapter
 from ..features.quantization.part import refuse_quantized
 from ..train import guards
@@ -45,7 +46,8 @@ def save_pretrained(
 
     Call it on every rank. Earlier weights in ``directory`` are replaced at the very end, all at once; other files in it
     stay. What the model was loaded with and does not train is copied: tensors that its class ignores, files
-    of a tokenizer or processor. For a model with adapters, only the adapter is written, in PEFT's format.
+    of a tokenizer or processor. For a model with adapters, only the adapter is written, in PEFT's format; of several,
+    all but the one called "default" go into a directory of their name, as PEFT writes them.
 
     Args:
         max_shard_size: the maximum size of one file, as for transformers' ``save_pretrained``.
@@ -71,7 +73,8 @@ def save_pretrained(
     with _together(runtime, target, call, timeout, check_replicas):
         again = QuantizedAgain() if quantization is None else _again(runtime, quantization)
         if (adapters := runtime.adapters) is not None:
-            save_adapter(runtime, adapters.whole, adapters.name, target)
+            for name, directory in directories_of(adapters.names, target).items():
+                save_adapter(runtime, adapters.whole, name, directory)
         else:
             refuse_quantized(runtime.plan.quantized, target)
             _write(runtime, target, max_shard_size, again)
@@ -80,14 +83,16 @@ def save_pretrained(
 @writing.saving()
 def save_adapter_files(
     runtime: Runtime,
+    name: str,
     directory: str | Path,
     files: AdapterFiles,
     *,
     call: str,
     timeout: timedelta = timedelta(minutes=2),
 ) -> None:
-    """Write the adapter alone, as PEFT's own ``save_pretrained`` is asked to, of which ``call`` are the words; on every
-    rank. Raise :class:`CheckpointError`, with ``directory`` unchanged, if a rank did not call it or writing failed.
+    """Write the adapter ``name`` alone, as PEFT's own ``save_pretrained`` is asked to, of which ``call`` are the words;
+    on every rank. Raise :class:`CheckpointError`, with ``directory`` unchanged, if a rank did not call it or writing
+    failed.
     """
     adapters = runtime.adapters
     if adapters is None:
@@ -97,7 +102,7 @@ def save_adapter_files(
         )
     target = target_of(directory)
     with _together(runtime, target, call, timeout, check_replicas=True):
-        save_adapter(runtime, adapters.whole, adapters.name, target, files)
+        save_adapter(runtime, adapters.whole, name, target, files)
 
 
 @contextmanager

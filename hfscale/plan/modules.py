@@ -70,3 +70,4 @@ class AdapterParameter:
     experts: int = 0
     tied_to: str | None = None  # the name of the parameter that it shares its tensor with
     tokens: tuple[int, ...] = ()  # the rows of ``base`` that it replaces, one by one
+    adapter: str = "default"  # PEFT's name of the adapter that it is of

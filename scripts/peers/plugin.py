@@ -128,7 +128,8 @@ class _Runs:
         """Run the test in this process, a forked one."""
         if self._ranks > 1:
             share(self._config, self._config.rootpath, directory / "tests")
-        self._replacement.beside = item.name not in ALONE
+        # In one process the class alone is another: its models are what the tests prepare.
+        self._replacement.beside = self._ranks > 1 and item.name not in ALONE
         reports = runtestprotocol(item, nextitem=None, log=False)
         for report in reports:
             report.user_properties.append(("reached", sorted(self._replacement.reached)))

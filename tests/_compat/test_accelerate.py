@@ -32,6 +32,23 @@ def test_trainer_prepares_a_model_where_none_is_listed() -> None:
     assert "_models" in Trainer.evaluation_loop.__code__.co_names
 
 
+@relies_on(
+    "accelerate.Accelerator:_save_model_state_pre_hook",
+    "accelerate.Accelerator:_load_model_state_pre_hook",
+)
+def test_hooks_of_states_are_listed_by_number() -> None:
+    """Both have a script's hooks in their order; what registers them is public, and what calls them is the save."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    hooks = [lambda *_: None, lambda *_: None]
+    for hook in hooks:
+        accelerator.register_save_state_pre_hook(hook)
+        accelerator.register_load_state_pre_hook(hook)
+    assert list(accelerator._save_model_state_pre_hook.values()) == hooks
+    assert list(accelerator._load_model_state_pre_hook.values()) == hooks
+
+
 @relies_on("accelerate.accelerator.AcceleratedScheduler")
 def test_a_schedule_is_made_by_name_and_listed(
     optimizer: Any, monkeypatch: Any, tmp_path: Any

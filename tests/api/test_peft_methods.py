@@ -135,7 +135,10 @@ def _refused(start: str, asked: dict[str, Any], words: str) -> None:
     [
         ({"state_dict": {}}, "gathers the adapter itself"),
         ({"path_initial_model_for_weight_conversion": "."}, "cannot convert"),
-        ({"selected_adapters": ["two"]}, "selected_adapters must name 'default'"),
+        (
+            {"selected_adapters": ["two"]},
+            "selected_adapters must name adapters of the model, default, got .two.",
+        ),
     ],
 )
 def test_what_a_save_cannot_do_is_told(

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from accelerate.utils import ProjectConfiguration
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from transformers import AutoModelForCausalLM, get_scheduler
 
@@ -322,6 +323,58 @@ def test_state(pools: Pools, layout: dict[str, int], tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(tiny("llama")).save_pretrained(tmp_path / "model")
     world = ParallelConfig(**layout).total_size
     pools(world).run(stop_and_go, str(tmp_path / "model"), layout, str(tmp_path / "state"))
+
+
+def _named(path: str, layout: dict[str, int], project: str) -> tuple[list[str], list[Any]]:
+    AcceleratorState._reset_state()
+    configuration = ProjectConfiguration(
+        project_dir=project, automatic_checkpoint_naming=True, total_limit=2
+    )
+    accelerator = hfscale.Accelerator(project_config=configuration)
+    model = accelerator.prepare(hfscale.from_pretrained(path, parallel=ParallelConfig(**layout)))
+    called: list[Any] = []
+    accelerator.register_save_state_pre_hook(
+        lambda models, weights, directory: called.append(
+            (models == [model], weights, Path(directory).is_dir())
+        )
+    )
+    accelerator.register_load_state_pre_hook(
+        lambda models, directory: called.append((models == [model], Path(directory).name))
+    )
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    saved = []
+    for number in range(3):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1.0)
+        saved.append(Path(accelerator.save_state()).name)
+        assert accelerator.save_iteration == number + 1
+    accelerator.load_state(str(Path(project) / "checkpoints" / "checkpoint_1"))
+    for parameter, first in zip(model.parameters(), before, strict=True):
+        assert torch.equal(parameter, first + 1.0 + 1.0)
+    accelerator.load_state()
+    for parameter, first in zip(model.parameters(), before, strict=True):
+        assert torch.equal(parameter, first + 1.0 + 1.0 + 1.0)
+    configuration.iteration = 2
+    with pytest.raises(ConfigError, match="checkpoint_2 exists already"):
+        accelerator.save_state()
+    return saved, called
+
+
+@pytest.mark.parametrize("layout", [{}, {"tp_size": 2}])
+def test_states_that_the_project_names(
+    pools: Pools, layout: dict[str, int], tmp_path: Path
+) -> None:
+    """As in Accelerate, and its hooks are called: once the directory is there, without weights, as over FSDP."""
+    AutoModelForCausalLM.from_config(tiny("llama")).save_pretrained(tmp_path / "model")
+    given = (str(tmp_path / "model"), layout, str(tmp_path))
+    found = pools(2).run(_named, *given) if layout else [_named(*given)]
+    for saved, called in found:
+        assert saved == ["checkpoint_0", "checkpoint_1", "checkpoint_2"]
+        assert called[:3] == [(True, [], True)] * 3
+        assert called[3:] == [(True, "checkpoint_1"), (True, "checkpoint_2")]
+    left = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert left == ["checkpoint_1", "checkpoint_2"]
 
 
 def refusals(path: str) -> list[str]:

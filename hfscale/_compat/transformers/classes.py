@@ -108,11 +108,13 @@ def model_of(config: Any, trusted: bool = False) -> Any:
         return from_config(kind, config, **extra)
 
 
-def is_distributed_by_host(model: nn.Module) -> str | None:
-    """Return why ``model`` is distributed already, or ``None``."""
+def is_distributed_by_host(model: nn.Module, spread: bool) -> str | None:
+    """Return why ``model`` is distributed already, or ``None``; ``spread``: it is to be, over several processes."""
     if isinstance(model, PreTrainedModel) and model.tp_size is not None:
         return "transformers already distributed it (distributed_config or tp_plan)"
-    if getattr(model, "hf_device_map", None):
+    placed = set((getattr(model, "hf_device_map", None) or {}).values())
+    # A map of one device, which scripts give to load on it, leaves an ordinary model there.
+    if placed and (spread or len(placed) > 1 or "disk" in placed):
         return "it was loaded with a device_map"
     return None
 

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
-from transformers import trainer as _module
+from transformers import (
+    Trainer as StockTrainer,  # scripts may put ours in its place
+    trainer as _module,
+)
 
 from .. import liger
 from ..replaced import attribute_replaced
@@ -179,7 +181,7 @@ def read_random_states(checkpoint: Path) -> dict[str, Any] | None:
 def has_stock_loss(trainer: Any) -> bool:
     """Return whether the loss is the model's own, computed as ``transformers.Trainer`` does."""
     return (
-        type(trainer).compute_loss is transformers.Trainer.compute_loss
+        type(trainer).compute_loss is StockTrainer.compute_loss
         and trainer.compute_loss_func is None
     )
 
@@ -187,22 +189,20 @@ def has_stock_loss(trainer: Any) -> bool:
 def has_own_prediction_step(trainer: Any) -> bool:
     """Return whether a class other than ``transformers.Trainer`` has a prediction step, as ``Seq2SeqTrainer``."""
     kinds = [kind for kind in type(trainer).__mro__ if "prediction_step" in vars(kind)]
-    return any(
-        kind is not transformers.Trainer and not issubclass(kind, TrainerHooks) for kind in kinds
-    )
+    return any(kind is not StockTrainer and not issubclass(kind, TrainerHooks) for kind in kinds)
 
 
 def labels_of_step(trainer: Any, batches: Any) -> Any:
     """Return the number of labels, over all distinct batches, by which a Trainer divides these microbatches' loss: the
     predicted ones; for classes that it does not list as causal (``GPT2LMHeadModel``), also the first of each row.
     """
-    stock = transformers.Trainer.get_batch_samples
+    stock = StockTrainer.get_batch_samples
     return stock(trainer, iter(batches), len(batches), trainer.args.device)[1]
 
 
 def prepared(trainer: Any, inputs: Any) -> Any:
     """Return a batch as a subclass prepares it; otherwise as the loader gave it, on the CPU."""
-    known = (TrainerHooks, transformers.Trainer)
+    known = (TrainerHooks, StockTrainer)
     own = any(
         "_prepare_inputs" in vars(kind) for kind in type(trainer).__mro__ if kind not in known
     )

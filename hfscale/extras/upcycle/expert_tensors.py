@@ -81,7 +81,8 @@ def _in_memory(model: Any) -> WholeModel:
             "is merged first (merge_and_unload())"
         )
     tensors = dict(model.named_parameters())
-    reason = "hfscale parallelized it" if find_runtime(model) else is_distributed_by_host(model)
+    spread = is_distributed_by_host(model, spread=False)
+    reason = "hfscale parallelized it" if find_runtime(model) else spread
     if any(isinstance(tensor, DTensor) for tensor in tensors.values()):
         reason = "its parameters are sharded"
     if any(tensor.is_meta for tensor in tensors.values()):

@@ -7,7 +7,7 @@ PEFT's initial values (:mod:`.attach`) or of a saved adapter (:mod:`.storage`). 
 afterwards, around the wrappers.
 """
 
-from ..._compat.peft import wrapped_by_peft
+from ..._compat.peft import is_a_hosts, wrapped_by_peft
 from . import by_peft
 from .attach import Adapters, attach_adapters
 from .fused_lora import FusedAdapters

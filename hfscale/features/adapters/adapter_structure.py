@@ -18,13 +18,19 @@ from ...train.runtime import find_runtime
 from ...train.runtime.parameter_names import stock_name, unwrapped
 
 
-def wrap(model: nn.Module, config: Any, name: str, autocast: bool = True) -> Any:
-    """Return PEFT's model around ``model``, with factors on the meta device; :class:`ConfigError` in PEFT's words."""
+def wrap(model: Any, config: Any, name: str, autocast: bool = True, beside: bool = False) -> Any:
+    """Return PEFT's model around ``model``, with factors on the meta device; ``beside`` others, ``model`` is PEFT's
+    around them, and returned. Raise :class:`ConfigError` in PEFT's words.
+    """
     try:
+        if beside:
+            peft.add_adapter(model, config, name, autocast)
+            return model
         return peft.wrapped_model(model, config, name, autocast)
     except (ValueError, TypeError, NotImplementedError) as error:
+        around = class_name(peft.adapted_model(model))
         raise ConfigError(
-            f"PEFT cannot put {type(config).__name__} around {class_name(model)}: {error}"
+            f"PEFT cannot put {type(config).__name__} around {around}: {error}"
         ) from error
 
 
@@ -95,6 +101,7 @@ def adapter_parameters(whole: Any, plan: Plan) -> list[AdapterParameter]:
                 experts=experts,
                 tied_to=None if owner == name else owner,
                 tokens=peft.tokens_of(wrapper, rest[-1]),
+                adapter=rest[0],
             )
         )
     return parameters
@@ -174,7 +181,9 @@ def check_matches(
             left_out = bool(getattr(asked, "exclude_modules", None)) and any(
                 _matches_target(name, target) for name in known
             )
-            if target in left and not is_matched and not left_out:
+            # A config that PEFT has completed around another classifier may be given again.
+            by_peft = field == "modules_to_save" and target in peft.HEADS
+            if target in left and not (is_matched or left_out or by_peft):
                 names = ", ".join(target_names(plan))
                 raise ConfigError(
                     f"{field} names {target!r}, which matches nothing in the model: it has {names}"
@@ -196,30 +205,33 @@ def target_names(plan: Plan) -> list[str]:
     return sorted(names)[:40]
 
 
-def quietly(model: nn.Module, config: Any, name: str) -> Any:
+def quietly(model: Any, config: Any, name: str, beside: bool = False) -> Any:
     """Call :func:`wrap` without the warnings that wrapping the full model has already given."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return wrap(model, config, name)
+        return wrap(model, config, name, beside=beside)
 
 
 _MERGE = "call hfscale.merge_and_unload(model), on every rank"
-_ONE = "a model has one adapter: merge it with hfscale.merge_and_unload(model), or load the model again"
+_OTHERS = "call it on the model that hfscale.get_peft_model returned, on every rank"
+_WEIGHTED = "save the adapters by hfscale.save_pretrained, and combine them in one process"
 _REFUSED = {
     "merge_and_unload": _MERGE,
     "merge_adapter": _MERGE,
     "unmerge_adapter": _MERGE,
-    "add_adapter": _ONE,
-    "load_adapter": _ONE,
-    "delete_adapter": _ONE,
-    "add_weighted_adapter": _ONE,
+    "add_adapter": _OTHERS,
+    "load_adapter": _OTHERS,
+    "delete_adapter": _OTHERS,
+    "add_weighted_adapter": _WEIGHTED,
 }
 _OF_STOCK = ("add_adapter", "load_adapter", "delete_adapter")  # methods of transformers' models too
 _CONVERT = "save the adapter by hfscale.save_pretrained, and convert it in one process"
 
 
 def guard_methods(peft_model: Any, whole: Any) -> None:
-    """Replace methods that would bypass the plan by errors, and let PEFT count the parameters of the full model."""
+    """Replace methods that would bypass the plan by errors, and let PEFT count the parameters of the full model, whose
+    adapters are switched with those of this rank's.
+    """
     stock = peft_model.get_base_model()
     for name, instead in _REFUSED.items():
         for holder in (peft_model, peft_model.base_model, *([stock] if name in _OF_STOCK else ())):
@@ -229,6 +241,12 @@ def guard_methods(peft_model: Any, whole: Any) -> None:
     for layer in peft.convertible_layers(peft_model):  # asked by convert_to_lora and save_as_lora
         setattr(layer, peft.CONVERTS, _refusing("conversion to LoRA", _CONVERT))
     peft_model.get_nb_trainable_parameters = whole.get_nb_trainable_parameters
+
+    def set_adapter(names: Any, *args: Any, **kwargs: Any) -> None:
+        for each in (peft_model, whole):
+            peft.set_adapters(each, names, *args, **kwargs)
+
+    peft_model.base_model.set_adapter = set_adapter
 
 
 def _refuse_parts(model: Any) -> None:

@@ -7,16 +7,17 @@ depend on the adapted weight (PiSSA, Meng et al. 2024; OLoRA, Buyukakyuz 2024; D
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..._compat.peft import COPIES, LORA_EMBEDDING_A, TOKEN_ROWS
+from ..._compat.peft import COPIES, LORA_EMBEDDING_A, TOKEN_ROWS, delete_adapter
+from ..._compat.replaced import attribute_replaced
 from ..._compat.torch import own_buffers
 from ...distributed.mesh import Mesh
 from ...distributed.ops.quantized_weights import encodings_of, shown_decoded
@@ -49,12 +50,27 @@ class Adapters(Part):
 
     peft_model: Any  # PEFT's model around this rank's model
     whole: Any  # PEFT's model around the full model, on the meta device
-    name: str  # the adapter's name in PEFT
+    first: str  # PEFT's name of the adapter that was attached first
     stock_plan: Plan  # the plan without adapters
     # The path or Hub id of the saved adapter they were loaded from, if any.
     source: str | None = None
     # wrappers whose first factor keeps a shard of its input
     apart: set[nn.Module] = field(default_factory=set)
+
+    @property
+    def active(self) -> list[str]:
+        """PEFT's names of the adapters that compute; of a file's, the one in it."""
+        return [self.first] if self.peft_model is None else list(self.peft_model.active_adapters)
+
+    @property
+    def name(self) -> str:
+        """PEFT's name of the active adapter, of several the first."""
+        return self.active[0]
+
+    @property
+    def names(self) -> list[str]:
+        """PEFT's names of all adapters."""
+        return list(self.whole.peft_config)
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
         """Make adapters compute with those of the other tensor ranks. Installed after the edges of blocks."""
@@ -100,83 +116,127 @@ def attach_adapters(
     seed: int | None = 0,
     autocast: bool = True,
     fused: bool = True,
+    beside: Adapters | None = None,
 ) -> tuple[Adapters, Plan]:
     """Wrap the modules that ``config`` targets, and add the adapters' values to ``shares``; return the adapters, and
     the plan with their parameters. The ``model`` has local sizes, and is on the meta device if ``shares``, this rank's
     final shards by name, hold the values; ``template``, the full stock model on the meta device, is wrapped too. New
     adapters are drawn by ``seed`` (``None``: torch's current RNG state), others loaded from ``source``. With
-    ``autocast`` factors of 16-bit weights are in 32 bits.
+    ``autocast`` factors of 16-bit weights are in 32 bits. ``beside`` other adapters, which the ``plan`` has, the new
+    one is inactive and frozen.
     """
-    if (
-        getattr(config, "init_lora_weights", True) == "loftq"
-        and source is None
-        and mesh.device.type == "cpu"
-    ):
-        raise ConfigError(
-            "LoraConfig(init_lora_weights='loftq') is computed by bitsandbytes on an accelerator, got a CPU: use "
-            "'pissa', or make the adapter on a machine with a GPU and give its directory as peft_config"
-        )
     new = source is None
-    whole, planned = wrap_and_plan(template, config, plan, new, fused, name, autocast)
+    if new:
+        _refuse_loftq(config, mesh)
+    stock_plan = plan if beside is None else beside.stock_plan
+    around = template if beside is None else copy.deepcopy(beside.whole)
+    whole, planned = wrap_and_plan(
+        around, config, stock_plan, new, fused, name, autocast, beside is not None
+    )
     add_ties(mesh, planned.ties)
-    held = [adapter for adapter in planned.adapters if plan.is_local(mesh.pp_rank, adapter.name)]
+    added = [adapter for adapter in planned.adapters if adapter.adapter == name]
+    held = [adapter for adapter in added if plan.is_local(mesh.pp_rank, adapter.name)]
+    loaded: dict[str, Tensor] = {}
+    if source is not None:
+        with all_or_none(mesh, f"{source} could not be loaded"):
+            loaded = load_adapter(source, whole, name, planned, mesh)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
-        with shown_decoded(model):
-            here = narrowed(config, *targets_of(held))
-            for field in ("init_lora_weights", "init_weights", "init_ia3_weights"):
-                # Values come later; some cannot be computed from shards of a weight.
-                if hasattr(here, field):
-                    setattr(here, field, False)
-            with shown_whole(model, planned, partial(plan.is_local, mesh.pp_rank)):
-                local = quietly(model, here, name)
-            wrap_local(model, held)
+        with shown_whole(model, planned, partial(plan.is_local, mesh.pp_rank)):
+            local = _around_local(model, config, name, held, beside)
         local.base_model.peft_config[name] = whole.peft_config[name]
-        _give_local_shapes(model, planned, mesh, shares, autocast)
+        _give_local_shapes(model, planned, held, mesh, shares, autocast)
         share_fixed(whole, local, name, mesh.device)
         _place_buffers(model, mesh.device)
         read = partial(dequantized_share, model, planned)
         drawn = _NewAdapters(config, name, planned, mesh, shares, read)
-        made = drawn.values(whole.get_base_model(), seed)
+        made = drawn.values(whole.get_base_model(), added, seed)
         rows = first_rows(planned, mesh, shares)
         keep_first_rows(model, planned, mesh, rows)
         made |= {
             owner: planned.by_name[owner].take(whole_rows, mesh.ranks).clone()
             for owner, whole_rows in rows.items()
         }
-        if source is not None:
-            with all_or_none(mesh, f"{source} could not be loaded"):
-                made.update(load_adapter(source, whole, name, planned, mesh))
-            share_fixed(whole, local, name, mesh.device)
-    except Exception:  # leave the model as it was, without adapters
-        put_back(model)
+        made.update(loaded)
+    except Exception:  # leave the model as it was, without the adapter
+        if beside is None:
+            put_back(model)
+        elif name in beside.peft_model.peft_config:
+            delete_adapter(beside.peft_model, name)
         for weight in trained:
             weight.requires_grad_(True)
         raise
     if mesh.layout.total_size > 1:
         guard_methods(local, whole)
-    names = planned.local_names(mesh.pp_rank)
+    _keep(made, shares, model, planned.local_names(mesh.pp_rank))
+    if beside is not None:
+        return replace(beside, whole=whole, apart=set()), planned
+    return Adapters(local, whole, name, plan, source), planned
+
+
+def _refuse_loftq(config: Any, mesh: Mesh) -> None:
+    if getattr(config, "init_lora_weights", True) == "loftq" and mesh.device.type == "cpu":
+        raise ConfigError(
+            "LoraConfig(init_lora_weights='loftq') is computed by bitsandbytes on an accelerator, got a CPU: use "
+            "'pissa', or make the adapter on a machine with a GPU and give its directory as peft_config"
+        )
+
+
+def _keep(
+    made: Mapping[str, Tensor],
+    shares: dict[str, Tensor],
+    model: nn.Module,
+    names: Mapping[str, str],
+) -> None:
+    """Put values into ``shares``, in the types of what they replace there, or of the ``model``'s parameters."""
     for parameter, share in made.items():
         kept: Any = shares.get(parameter)  # a trained weight of the model; may be on another stage
         if kept is None:
             kept = parameter_at(model, names[parameter])
         shares[parameter] = share.to(kept.dtype)
-    return Adapters(local, whole, name, plan, source), planned
+
+
+def _around_local(
+    model: nn.Module,
+    config: Any,
+    name: str,
+    held: Sequence[AdapterParameter],
+    beside: Adapters | None,
+) -> Any:
+    """Return PEFT's model around a rank's ``model``, with the adapters of its modules, ``held``."""
+    here = narrowed(config, *targets_of(held))
+    for option in ("init_lora_weights", "init_weights", "init_ia3_weights"):
+        # Values come later; some cannot be computed from shards of a weight.
+        if hasattr(here, option):
+            setattr(here, option, False)
+    with ExitStack() as stack:
+        stack.enter_context(shown_decoded(model))
+        known: Any = model
+        if beside is not None:
+            known = beside.peft_model
+            # PEFT compares which parameters of experts adapters name, and these are named in full here.
+            for other in known.peft_config.values():
+                named = getattr(here, "target_parameters", None)
+                stack.enter_context(attribute_replaced(other, "target_parameters", named))
+        local = quietly(known, here, name, beside is not None)
+        wrap_local(model, held)
+    return local
 
 
 def _give_local_shapes(
     model: nn.Module,
     plan: Plan,
+    adapters: Sequence[AdapterParameter],
     mesh: Mesh,
     shares: dict[str, Tensor],
     autocast: bool,
 ) -> None:
-    """Give every adapter parameter the plan's local shape, and the dtype that PEFT gives parameters with memory."""
+    """Give every parameter of ``adapters``, this rank's, the plan's local shape, and the dtype that PEFT gives
+    parameters with memory.
+    """
     here = dict(model.named_parameters(remove_duplicate=False))
     made: dict[str, nn.Parameter] = {}
-    for adapter in plan.adapters:
-        if not plan.is_local(mesh.pp_rank, adapter.name):
-            continue
+    for adapter in adapters:
         if adapter.name not in here:
             raise PlanError(
                 f"PEFT did not create {adapter.name}, which the plan has on this rank: report it with the peft_config"
@@ -226,8 +286,10 @@ class _NewAdapters:
     shares: dict[str, Tensor]
     dequantized: Callable[[str], Tensor]
 
-    def values(self, stock: nn.Module, seed: int | None) -> dict[str, Tensor]:
-        """Return this rank's shards of all of its adapters, and of weights that their initialization has changed;
+    def values(
+        self, stock: nn.Module, adapters: Sequence[AdapterParameter], seed: int | None
+    ) -> dict[str, Tensor]:
+        """Return this rank's shards of ``adapters``, and of weights that their initialization has changed;
         ``stock`` is the full model on the meta device; without a ``seed`` torch's current RNG state is used.
         """
         plan = self.plan
@@ -235,7 +297,7 @@ class _NewAdapters:
         here = plan.local_names(mesh.pp_rank)
         made: dict[str, Tensor] = {}
         by_module: dict[str, list[AdapterParameter]] = {}
-        for adapter in plan.adapters:
+        for adapter in adapters:
             if adapter.kept_in not in (*COPIES, TOKEN_ROWS):
                 by_module.setdefault(adapter.base.rpartition(".")[0], []).append(adapter)
             elif adapter.kept_in in COPIES and plan.is_local(mesh.pp_rank, adapter.name):

@@ -1,7 +1,7 @@
 """Merge adapters into the weights they adapt: every rank its shards, one module at a time."""
 
 import copy
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -87,17 +87,17 @@ def refuse_not_finite(runtime: Runtime) -> None:
 
 
 def merge_local_weights(
-    adapters: Any, runtime: Runtime, shares: dict[str, Tensor]
+    adapters: Any, runtime: Runtime, shares: dict[str, Tensor], names: Sequence[str] | None = None
 ) -> tuple[nn.Module, dict[str, Tensor]]:
-    """Merge every adapter of a model that has been taken apart into its weight in ``shares``, this rank's final shards
-    with those of the adapters, changed in place; put the stock modules back, and return the stock model, on the meta
-    device, and its shards. Raise :class:`CheckpointError` on
-    every rank, with the wrappers in place, if that fails on one.
+    """Merge the adapters ``names`` (``None``: the active ones) of a model that has been taken apart into its weights in
+    ``shares``, this rank's final shards with those of the adapters, changed in place; put the stock modules back, and
+    return the stock model, on the meta device, and its shards. Raise :class:`CheckpointError` on every rank, with the
+    wrappers in place, if that fails on one.
     """
     plan = runtime.plan
     mesh = runtime.mesh
     model = runtime.model
-    merge = WholeMerge(adapters, plan, model, mesh)
+    merge = WholeMerge(adapters, plan, model, mesh, names)
     here = plan.local_names(mesh.pp_rank)
     done = set[str]()
     failure: Exception | None = None
@@ -144,7 +144,7 @@ def unload_local_weights(
     for adapter in plan.adapters:
         planned = plan.by_name[adapter.base]
         base = planned.tied_to or planned.name
-        if adapter.kept_in == COPY and base in here:
+        if adapter.kept_in == COPY and base in here and adapter.adapter in adapters.active:
             copied = plan.by_name[adapter.tied_to or adapter.name]
             share = shares[copied.name].contiguous()
             whole = gather_full(share, copied.model_shape(mesh.ranks), copied.data_cuts, mesh)
@@ -209,12 +209,12 @@ def _cut_over_data(planned: ParameterPlan, local: Tensor, ranks: dict[str, int])
     return own.clone(memory_format=torch.contiguous_format)
 
 
-def merge_wrapper(wrapper: Any) -> None:
-    """Call PEFT's merge of every wrapper around one module, the inner ones first."""
+def merge_wrapper(wrapper: Any, names: Sequence[str]) -> None:
+    """Call PEFT's merge of adapters in every wrapper around one module, the inner ones first."""
     inner = wrapped(wrapper)
     if inner is not None and wrapped(inner) is not None:
-        merge_wrapper(inner)
-    wrapper.merge(safe_merge=True)
+        merge_wrapper(inner, names)
+    wrapper.merge(safe_merge=True, adapter_names=list(names))
 
 
 def put_back(model: nn.Module) -> None:
@@ -227,8 +227,9 @@ def put_back(model: nn.Module) -> None:
 
 
 class WholeMerge:
-    """Merge all adapters of a module at once, into full tensors; or into a rank's, by the wrappers of its ``model``,
-    of which it has the shard of its place in ``mesh``. Raise :class:`ConfigError` as :func:`refuse_tied` does.
+    """Merge the adapters ``names`` (``None``: the active ones) of a module at once, into full tensors; or into a
+    rank's, by the wrappers of its ``model``, of which it has the shard of its place in ``mesh``. Raise
+    :class:`ConfigError` as :func:`refuse_tied` does.
     """
 
     def __init__(
@@ -237,10 +238,12 @@ class WholeMerge:
         plan: Plan,
         model: nn.Module | None = None,
         mesh: Mesh | None = None,
+        names: Sequence[str] | None = None,
     ) -> None:
         if plan.adapters:
             refuse_tied(adapters, plan)
         self._adapters = adapters
+        self._names = list(names or (adapters.active if plan.adapters else ()))
         self._plan = plan
         self._model = model
         self._mesh = mesh
@@ -254,7 +257,11 @@ class WholeMerge:
         self._copies: dict[str, str] = {}  # owned name of a weight -> that of its trained copy
         self._around: dict[str, list[AdapterParameter]] = {}  # path of a module -> its adapters
         self._path_of: dict[str, str] = {}  # owned name of a weight -> path of its wrapped module
-        for adapter in plan.adapters:
+        self._note(adapter for adapter in plan.adapters if adapter.adapter in self._names)
+
+    def _note(self, adapters: Iterable[AdapterParameter]) -> None:
+        plan = self._plan
+        for adapter in adapters:
             base = plan.by_name[adapter.base]
             if adapter.kept_in in COPIES:
                 self._copies[base.tied_to or base.name] = adapter.tied_to or adapter.name
@@ -346,7 +353,7 @@ class WholeMerge:
         for adapter in self._around[path]:
             factor = nn.Parameter(parts[adapter.tied_to or adapter.name], requires_grad=False)
             put_parameter(wrapper, adapter.name.removeprefix(f"{path}."), factor)
-        merge_wrapper(wrapper)
+        merge_wrapper(wrapper, self._names)
         weights = {
             base: parameter_at(wrapper, self._name_inside(base, path)).detach() for base in bases
         }

@@ -2,6 +2,7 @@
 
 import copy
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,12 +11,13 @@ from torch import nn
 
 from ..._compat.peft import COPIES, DORA_MAGNITUDES, LORA_A, ROTATIONS
 from ...errors import ConfigError
-from ...plan import ParameterPlan, Plan
+from ...plan import AdapterParameter, ParameterPlan, Plan
 from ...plan.feature_plans import FusedAdaptersPlan, recomputed
 from ...train.runtime.parameter_names import module_at
 from .adapter_structure import adapter_parameters, check_matches, target_names, wrap
 from .fused_lora import why_unfused
 from .plan import plan_adapters
+from .several import refuse_beside
 from .storage import (
     OF_WHOLE_PROJECTIONS,
     check_config,
@@ -68,12 +70,15 @@ def wrap_and_plan(
     fused: bool = True,
     name: str = "default",
     autocast: bool = True,
+    beside: bool = False,
 ) -> tuple[Any, Plan]:
-    """Return PEFT's model around ``template``, and the plan with its parameters; PEFT completes ``config``."""
+    """Return PEFT's model around ``template``, and the stock ``plan`` with its parameters; PEFT completes ``config``.
+    With ``beside`` ``template`` is PEFT's model with other adapters, which the plan gets as well.
+    """
     _check(config, plan)
     asked = copy.deepcopy(config)
     try:
-        whole = wrap(template, config, name, autocast)
+        whole = wrap(template, config, name, autocast, beside)
     except ConfigError as error:
         hint = (
             f"; the model has {', '.join(target_names(plan))}"
@@ -83,16 +88,27 @@ def wrap_and_plan(
         raise ConfigError(f"{error}{hint}") from error
     adapters = adapter_parameters(whole, plan)
     if new:  # saved configs may list names that this model lacks; there the tensors decide
-        check_matches(asked, config, plan, adapters)
-    planned = plan_adapters(plan, adapters)
+        own = [adapter for adapter in adapters if adapter.adapter == name]
+        check_matches(asked, config, plan, own)
+    planned = plan_with(whole, adapters, plan, fused)
     _check_places(planned)
     refuse_unfit(planned)
     refuse_other_modules(planned)
     refuse_cut_groups(config, planned)
+    if beside:
+        refuse_beside(whole, planned)
+    return whole, planned
+
+
+def plan_with(
+    whole: Any, adapters: Sequence[AdapterParameter], plan: Plan, fused: bool = True
+) -> Plan:
+    """Return the stock ``plan`` with the ``adapters`` of PEFT's model ``whole``."""
+    planned = plan_adapters(plan, adapters)
     if fused and any(adapter.kept_in == LORA_A for adapter in adapters):
         own = _plan_fused(whole, planned)
         planned = replace(planned, features=(*planned.features, own))
-    return whole, planned
+    return planned
 
 
 def _plan_fused(whole: Any, plan: Plan) -> FusedAdaptersPlan:

@@ -91,14 +91,18 @@ _WHY_REFUSED = {
 }
 # They compute with a weight's own values, or were not tried over quantized ones.
 _OF_PLAIN_WEIGHTS = ("LOHA", "HIRA", "ROAD", "BEFT", *OF_WHOLE_PROJECTIONS)
-# Options of LoRA that are computed from data, or change how often or on which tokens an adapter computes.
-_LORA_REFUSED = (
-    "layer_replication",
-    "megatron_config",
-    "lora_ga_config",
-    "corda_config",
-    "eva_config",
-)
+# Options of LoRA that are refused over ranks, and why; variants that are added later have no reason here.
+_LORA_REFUSED = {
+    "layer_replication": "it runs layers several times, which a plan has once",
+    "megatron_config": "it is of another library's projections",
+    "lora_ga_config": "it starts from gradients of data, which each rank has a part of",
+    "corda_config": "it starts from activations of data, which each rank has a part of",
+    "eva_config": "it starts from activations of data, which each rank has a part of",
+    "alora_invocation_tokens": (
+        "PEFT's model counts where it computes from the end of a call's input_ids, which stages and context ranks have "
+        "parts of, and a stock class does not do"
+    ),
+}
 _INITS = ("gaussian", "olora", "orthogonal", "loftq")
 DECOMPOSING = ("pissa", "olora")
 """Starts that take the factors' product out of the weight, which PEFT repeats when it loads the adapter."""
@@ -251,9 +255,12 @@ def check_config(config: Any) -> None:
             f"LoraConfig(init_lora_weights={init!r}) is not known to hfscale: use True, False, "
             f"{', '.join(map(repr, _INITS))}, or 'pissa'"
         )
-    for name in (*_LORA_REFUSED, *variants):
+    for name in dict.fromkeys((*_LORA_REFUSED, *variants)):
         if name != "use_dora" and getattr(config, name, None):
-            raise ConfigError(f"LoraConfig({name}=...) is not known to hfscale: leave it out")
+            reason = _LORA_REFUSED.get(name, "it is not known to hfscale")
+            raise ConfigError(
+                f"LoraConfig({name}=...) is not supported over ranks: {reason}. Leave it out, or use one process"
+            )
 
 
 def check_over_quantized(config: Any, quantized: QuantizedPlan, batch_world: int) -> None:
@@ -380,7 +387,12 @@ def _by_parameter(
             raise CheckpointError(
                 f"{path}: {first} and {key} are the same parameter of the model, and differ: save the adapter again"
             )
-    own = {adapter.name for adapter in plan.adapters if adapter.tied_to is None}
+    of_file = set(keys.values())
+    own = {
+        adapter.name
+        for adapter in plan.adapters
+        if adapter.tied_to is None and adapter.name in of_file
+    }
     lacking = own - tensors.keys()
     missing = sorted(key for key, parameter in keys.items() if parameter in lacking)
     extra = sorted(stored.keys() - keys.keys())

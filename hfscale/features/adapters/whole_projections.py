@@ -79,7 +79,8 @@ def shown_whole(model: nn.Module, plan: Plan, holds: Callable[[str], bool]) -> I
                 name: nn.Parameter(
                     torch.empty(
                         plan.by_name[f"{path}.{name}"].shape, dtype=leaf.dtype, device="meta"
-                    )
+                    ),
+                    requires_grad=leaf.requires_grad,
                 )
                 for name, leaf in held.items()
                 if leaf is not None

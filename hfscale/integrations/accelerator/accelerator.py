@@ -8,7 +8,6 @@ leaves the model, which hfscale has wrapped already, alone.
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import accelerate
@@ -27,7 +26,9 @@ from ..._compat.accelerate import (
     count_last_batch,
     is_prepared,
     list_model,
+    load_hooks,
     note,
+    save_hooks,
     schedulers_made_by,
 )
 from ..._compat.torch_device import accelerators
@@ -44,6 +45,7 @@ from ...train.runtime.handover import check_optimizers
 from .foreign_state import is_accelerates, load_accelerates
 from .gathering import gather_batches, gather_objects, holds_tensors_alone, reduce_batches
 from .loaders import CollateLast, OneOrder, dealt, is_stream, seed_workers_alike
+from .named_states import directory_to_load, directory_to_save
 from .whole_models import agree_on_weights, check_beside, is_plain, parameter_ids
 
 _TOO_LATE = (
@@ -374,24 +376,34 @@ class Accelerator(accelerate.Accelerator):
     def save_state(
         self, output_dir: Any = None, safe_serialization: bool = True, **more: Any
     ) -> str:
-        """Write the training state, for any layout (:func:`hfscale.save_state`); call it on every rank."""
+        """Write the training state, for any layout (:func:`hfscale.save_state`), where it says or as the project names
+        it; then call what :meth:`register_save_state_pre_hook` was given. Call it on every rank.
+        """
         if self._is_stock:
             return str(super().save_state(output_dir, safe_serialization, **more))
-        model, optimizer, others = self._prepared.of_one_run(self, output_dir, self._orders)
-        save_state(model, output_dir, optimizer=optimizer, **others)
-        return str(output_dir)
+        model, optimizer, others = self._prepared.of_one_run(self, self._orders)
+        directory = directory_to_save(self, output_dir, runtime_of(model).mesh)
+        save_state(model, directory, optimizer=optimizer, **others)
+        # Now they find the directory; weights are none that a hook could write, as over FSDP.
+        for hook in save_hooks(self):
+            hook([model], [], str(directory))
+        self.project_configuration.iteration += 1
+        return str(directory)
 
     def load_state(self, input_dir: Any = None, load_kwargs: Any = None, **more: Any) -> None:
         """Restore the prepared model, optimizer and schedulers from :meth:`save_state`, or Accelerate's own."""
         if self._is_stock:
             super().load_state(input_dir, load_kwargs, **more)
             return
-        model, optimizer, others = self._prepared.of_one_run(self, input_dir, self._orders)
-        if is_accelerates(Path(input_dir)):
+        model, optimizer, others = self._prepared.of_one_run(self, self._orders)
+        directory = directory_to_load(self, input_dir)
+        for hook in load_hooks(self):
+            hook([model], str(directory))
+        if is_accelerates(directory):
             schedulers = [scheduler.scheduler for scheduler in self._prepared.schedulers]
-            load_accelerates(model, Path(input_dir), optimizer, schedulers)
+            load_accelerates(model, directory, optimizer, schedulers)
             return
-        load_state(model, input_dir, optimizer=optimizer, **others)
+        load_state(model, directory, optimizer=optimizer, **others)
         for order in self._orders:
             order.leave_off()
 

@@ -333,7 +333,8 @@ def _listed(problems: dict[Path, str]) -> str:
 def _whole(checkpoint: Path) -> str:
     if not checkpoint.is_dir():
         raise CheckpointError(
-            f"resume_from_checkpoint={str(checkpoint)!r} must be a directory, and there is none"
+            f"Can't find a valid checkpoint at {checkpoint}: resume_from_checkpoint must be a directory, and there is "
+            "none"
         )
     problem = problem_of(checkpoint)
     if problem is None:

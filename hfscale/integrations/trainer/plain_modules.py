@@ -6,12 +6,11 @@ gets a class that looks methods up past the mixins: the stock Trainer's, and tho
 
 from typing import Any
 
-import transformers
 from torch import nn
-from transformers import PreTrainedModel
 
-from ..._compat.peft import wrapped_by_peft
-from ..._compat.transformers.trainer import TrainerHooks
+from ..._compat.peft import is_a_hosts
+from ..._compat.transformers.classes import is_distributed_by_host
+from ..._compat.transformers.trainer import StockTrainer, TrainerHooks
 from ..._compat.trl import DataHooks
 from ...config.environment import started_processes
 from ...config.parallel import ParallelConfig
@@ -29,15 +28,17 @@ class _PastMixins(type):
 
 def _is_mixin(kind: type) -> bool:
     ours = issubclass(kind, TrainerHooks | DataHooks)
-    return ours and not issubclass(kind, transformers.Trainer)
+    return ours and not issubclass(kind, StockTrainer)
 
 
 def is_of_stock(model: Any, parallel: ParallelConfig | None) -> bool:
-    """Return whether ``model`` is a module that only the stock Trainer knows how to train, in one process."""
+    """Return whether only the stock Trainer knows how to train ``model``, in one process: a module that is none of
+    transformers, or holds one (a compiled model), or a model that is spread over devices by a ``device_map``.
+    """
     layout = parallel or ParallelConfig()
     if not isinstance(model, nn.Module) or max(layout.total_size, started_processes()) > 1:
         return False
-    known = isinstance(model, PreTrainedModel) or wrapped_by_peft(model)
+    known = is_a_hosts(model) and is_distributed_by_host(model, spread=False) is None
     return not known and find_runtime(model) is None
 
 

@@ -5,9 +5,9 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-import transformers
 from torch import nn
 
+from ..._compat.transformers.trainer import StockTrainer
 from ...config.environment import started_processes
 from ...cost.model.optimizer_bytes import BITSANDBYTES, WIDE_EMBEDDINGS
 from ...optim import create_optimizer
@@ -45,7 +45,7 @@ def named_optimizer(trainer: Any, model: nn.Module) -> Any:
     """Return the optimizer of ``args.optim``, or ``None`` if the script chooses another, which Trainer creates."""
     args = trainer.args
     kind = type(trainer)
-    stock = transformers.Trainer
+    stock = StockTrainer
     overridden = kind.get_optimizer_cls_and_kwargs is not stock.get_optimizer_cls_and_kwargs
     name = optimizer_name(args)
     if trainer.optimizer_cls_and_kwargs is not None or overridden or left_to_host(name):
@@ -104,7 +104,7 @@ def _unheard_options(arguments: Any, given: Mapping[str, Any]) -> list[str]:
     def made(options: str | None) -> Any:
         asked = copy.copy(arguments)
         asked.optim_args = options
-        return transformers.Trainer.get_optimizer_cls_and_kwargs(asked)
+        return StockTrainer.get_optimizer_cls_and_kwargs(asked)
 
     usual = made(None) if given else None
     return [name for name, value in given.items() if made(f"{name}={value}") == usual]

@@ -248,9 +248,18 @@ class AdapterAxis(Protocol):
 
     peft_model: Any  # PEFT's model around this rank's model
     whole: Any  # PEFT's model around the full model, on the meta device
-    name: str  # the adapter's name in PEFT
     stock_plan: Plan  # the plan without adapters
     source: str | None  # the path or Hub id of the saved adapter they were loaded from, if any
+
+    @property
+    def name(self) -> str:
+        """PEFT's name of the active adapter, of several the first."""
+        ...
+
+    @property
+    def names(self) -> list[str]:
+        """PEFT's names of all adapters."""
+        ...
 
     def stored_names(self, runtime: "Runtime") -> dict[str, str]:
         """Return the keys of PEFT's file, and those of what they hold in a state."""

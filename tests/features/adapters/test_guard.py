@@ -52,9 +52,8 @@ def _own_methods(start: str) -> tuple[list[str], tuple[int, int], str]:
         _message(call)
         for call in (
             model.merge_adapter,
-            lambda: model.add_adapter("two", _lora()),
             lambda: model.get_base_model().add_adapter(_lora()),
-            lambda: model.delete_adapter("default"),
+            lambda: model.base_model.delete_adapter("default"),
         )
     ]
     merged = model.merge_and_unload(safe_merge=True)

@@ -231,6 +231,7 @@ def _refusals(start: str) -> list[str]:
         VBLoRAConfig(target_modules=["q_proj"]),
         PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
         _lora(layer_replication=[(0, 2), (1, 2)]),
+        _lora(alora_invocation_tokens=[3]),
         _lora(init_lora_weights="eva"),
         _lora(init_lora_weights="pissa_niter_4"),
         _lora(trainable_token_indices=[1, 1]),
@@ -248,7 +249,8 @@ def test_what_cannot_be_sharded_is_refused_over_ranks(pools: Pools, start: str) 
     expected = [
         "peft_type VBLORA",
         "PREFIX_TUNING",
-        "layer_replication",
+        "it runs layers several times",
+        "PEFT's model counts where it computes",
         "init_lora_weights='eva'",
         "'pissa_niter_4'",
         "trainable_token_indices",

@@ -4,15 +4,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import Seq2SeqTrainingArguments, TrainingArguments
+from transformers import AutoModelForCausalLM, Seq2SeqTrainingArguments, TrainingArguments
 
 import hfscale
 from hfscale import ConfigError, ParallelConfig
 from hfscale.testing import RankPool
+
+from ...tiny_models import tiny
 
 Pools = Callable[[int], RankPool]
 TIMES = ("runtime", "per_second", "flos")
@@ -87,6 +90,59 @@ def test_it_trains_as_in_stock_code(tmp_path: Path, name: str, by: str) -> None:
         assert Own.calls == 14  # 8 batches, 2 of an evaluation, and 4 once resumed
     assert found[0][0] == found[1][0]
     assert torch.equal(found[0][1], found[1][1])
+
+
+class Around(nn.Module):
+    """A module around PEFT's model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(tiny("llama"))
+        self.inside = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
+
+    def forward(self, **batch: Tensor) -> Any:
+        return self.inside(**batch)
+
+
+def _on_devices(devices: dict[str, Any]) -> Any:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny("llama"))
+    model.hf_device_map = devices  # type: ignore[assignment]
+    return model
+
+
+HOLDING = {
+    "around": (Around, False),
+    "compiled": (lambda: torch.compile(Around().inside, backend="eager"), False),
+    "one device": (lambda: _on_devices({"": "cpu"}), True),
+    "several devices": (lambda: _on_devices({"model": "cpu", "lm_head": "meta"}), False),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*`past_key_values`:FutureWarning")
+@pytest.mark.parametrize("kind", HOLDING)
+def test_what_holds_a_model_trains_as_in_stock_code(tmp_path: Path, kind: str) -> None:
+    """As do models that lie on several devices; a ``device_map`` of one is of an ordinary model."""
+    make, ours = HOLDING[kind]
+    ids = torch.arange(24).reshape(4, 6)
+    rows = [{"input_ids": row, "labels": row} for row in ids]
+    logged = []
+    for library in (transformers, hfscale):
+        arguments = TrainingArguments(
+            output_dir=str(tmp_path),
+            max_steps=3,
+            logging_steps=1,
+            save_strategy="no",
+            remove_unused_columns=False,
+            report_to="none",
+            use_cpu=True,
+        )
+        trainer = library.Trainer(make(), arguments, train_dataset=rows)
+        assert hasattr(trainer, "runtime") == (ours and library is hfscale)
+        trainer.train()
+        logged.append([row["loss"] for row in trainer.state.log_history[:3]])
+    assert logged[0] == pytest.approx(logged[1], rel=1e-6)
 
 
 def _over_ranks(directory: str) -> None:
