@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from ..._compat.peft_shared import fixed_values
 from ...errors import ConfigError
 from ...plan import Plan
 from ...train.runtime.parameter_names import parameter_at
@@ -26,6 +27,13 @@ def refuse_beside(whole: Any, plan: Plan) -> None:
         raise ConfigError(
             f"several adapters over {layout} must have no trainable_token_indices, got {rows.adapter!r} with rows of "
             f"{rows.base}: {remedy}"
+        )
+    fixed = next((name for name in whole.peft_config if fixed_values(whole, name)), None)
+    if fixed is not None:
+        raise ConfigError(
+            f"several adapters over {layout} must compute with their own parameters alone, got {fixed!r} of "
+            f"{type(whole.peft_config[fixed]).__name__}, whose matrices or tables PEFT makes of all its modules: "
+            f"{remedy}"
         )
     inits = {
         name: getattr(config, "init_lora_weights", True)

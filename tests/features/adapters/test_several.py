@@ -197,6 +197,23 @@ def _refused(start: str) -> list[str]:
     return told
 
 
+def _of_shared_values(start: str) -> str:
+    model = hfscale.from_pretrained(start, parallel=ParallelConfig(tp_size=2))
+    config = peft.VeraConfig(r=8, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    model = hfscale.get_peft_model(model, config)
+    before = float(hfscale.eval_step(model, BATCH))
+    with pytest.raises(ConfigError) as error:
+        model.add_adapter("b", config)
+    assert list(model.peft_config) == ["default"]
+    assert float(hfscale.eval_step(model, BATCH)) == before
+    return str(error.value)
+
+
+def test_adapters_of_shared_values_stand_alone(pools: Pools, start: str) -> None:
+    for told in pools(2).run(_of_shared_values, start):
+        assert "their own parameters alone, got 'default' of VeraConfig" in told
+
+
 def test_what_cannot_be_had_is_refused_and_the_model_goes_on(pools: Pools, start: str) -> None:
     told = "\n".join(pools(2).run(_refused, start)[0])
     for words in (
