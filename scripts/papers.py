@@ -148,6 +148,7 @@ PAPERS: dict[str, dict[str, tuple[str, str, str]]] = {
     "Adapters and quantization": {
         r"Hu et al\. 2021": ("Hu et al. 2021", "LoRA", "2106.09685"),
         r"Liu et al\. 2024": ("Liu et al. 2024", "DoRA", "2402.09353"),
+        r"Kopiczko et al\. 2023": ("Kopiczko et al. 2023", "VeRA", "2310.11454"),
         r"Liu et al\. 2022": (
             "Liu et al. 2022",
             "IA3, in few-shot parameter-efficient fine-tuning",
