@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -18,11 +19,10 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 from torch.distributed.fsdp import StateDictType, fully_shard
 from torch.distributed.tensor import distribute_tensor
 from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
 
-try:
-    from transformers.distributed import DistributedConfig
-except ImportError:  # releases before its distributed saving
-    DistributedConfig = None
+WRITES_SLICES = find_spec("transformers.distributed.checkpoint") is not None
+"""Whether transformers' distributed saving leaves slices, as it does since 5.20; it joined them before."""
 
 KINDS = ("state dict", "nested", "compiled", "accelerate", "full", "slices")
 """Ways to write weights."""
