@@ -3,7 +3,7 @@
 python scripts/support_table.py [--check]
 
 docs/families.md and docs/adapters.md count, docs/families.md also by part; the tests' versions are those of
-constraints.txt and constraints-oldest.txt.
+constraints-oldest.txt, constraints.txt and constraints-newest.txt.
 """
 
 import argparse
@@ -27,7 +27,7 @@ TABLE = """
 | context parallel | {context} families ({handing} pass states, {whole} gather in mixers); all-gather, ring, Ulysses |
 | other classes | pictures, rewards, classifiers: [docs/other-classes.md](docs/other-classes.md) |
 | families nobody described | blueprint inferred and used only if proved: [docs/inference.md](docs/inference.md) |
-| adapters (PEFT) | LoRA, IA3, LoHa, HiRA, RoAd, tokens; LoRA on all linear layers of {lora} of {lora_all} families |
+| adapters (PEFT) | LoRA, IA3, OFT, VeRA, ... (23 types), several at once; LoRA on all linear layers of {lora} of {lora_all} families |
 | 4-bit and 8-bit weights | bitsandbytes in every layout, experts too; stored FP8, MXFP4, INT4, NVFP4 read or kept |
 | optimizers | HF Trainer's names, 8-bit, Adafactor, Muon; equal to one process in every layout |
 | precision | float32, bfloat16, `mixed_precision="bf16"`, `"fp16"`, `"fp8"`, scaled over all ranks; Liger's kernels |
@@ -52,9 +52,8 @@ def counts() -> dict[str, str]:
     experts, _, others = rest.partition("\n## Sequences cut over context ranks\n")
     others = rest.partition("\n## Other classes\n")[2]
     adapters = (ROOT / "docs" / "adapters.md").read_text()
-    pins = _pins("constraints.txt")
-    oldest = _pins("constraints-oldest.txt")
-    also = {name: f"{oldest[name]}/" for name in pins if oldest[name] != pins[name]}
+    lanes = [_pins(f"constraints{lane}.txt") for lane in ("-oldest", "", "-newest")]
+    versions = {name: "/".join(dict.fromkeys(pins[name] for pins in lanes)) for name in lanes[1]}
     found = {
         "tensor": _first(r"^(\d+) equal, .* of \d+;", before),
         "families": _first(r"^\d+ equal, .* of (\d+);", before),
@@ -67,7 +66,7 @@ def counts() -> dict[str, str]:
         "lora": _first(r"^(\d+) equal, .* of \d+;", adapters),
         "lora_all": _first(r"^\d+ equal, .* of (\d+);", adapters),
         "schedules": str(len(schedule_names())),
-        "versions": ", ".join(f"{name} {also.get(name, '')}{pin}" for name, pin in pins.items()),
+        "versions": ", ".join(f"{name} {pins}" for name, pins in versions.items()),
     }
     sequences = families.partition("\n## Sequences cut over context ranks\n")[2].partition("\n## ")[
         0
