@@ -30,10 +30,9 @@ WRAPPED = (BASE, ORIGINAL, TOKEN_LAYER)
 COPY = "modules_to_save"  # trained copies of a module
 NORM_COPY = "ln_tuning_layers"  # the same, of LN tuning
 COPIES = (COPY, NORM_COPY)
-HEADS = (
-    "classifier",
-    "score",
-)  # of classifiers, which PEFT adds to what their configs copy, both of them
+# Of these tasks, PEFT adds both heads to what a config copies.
+CLASSIFYING = ("SEQ_CLS", "TOKEN_CLS")
+HEADS = ("classifier", "score")
 # the factors of LoRA
 LORA_A = "lora_A"
 LORA_B = "lora_B"

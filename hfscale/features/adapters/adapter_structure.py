@@ -182,7 +182,8 @@ def check_matches(
                 _matches_target(name, target) for name in known
             )
             # A config that PEFT has completed around another classifier may be given again.
-            by_peft = field == "modules_to_save" and target in peft.HEADS
+            classifies = getattr(asked, "task_type", None) in peft.CLASSIFYING
+            by_peft = field == "modules_to_save" and classifies and target in peft.HEADS
             if target in left and not (is_matched or left_out or by_peft):
                 names = ", ".join(target_names(plan))
                 raise ConfigError(
