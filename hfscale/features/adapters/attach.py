@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from ..._compat.peft import COPIES, LORA_EMBEDDING_A, TOKEN_ROWS, delete_adapter
 from ..._compat.replaced import attribute_replaced
 from ..._compat.torch import own_buffers
+from ...distributed.files.sources import refuse_foreign
 from ...distributed.mesh import Mesh
 from ...distributed.ops.quantized_weights import encodings_of, shown_decoded
 from ...distributed.process_groups import add_ties
@@ -32,6 +34,7 @@ from .adapter_edges import install_adapter_edges
 from .adapter_structure import guard_methods, inject_alone, narrowed, quietly, targets_of
 from .merge_adapters import dequantized_share, put_back
 from .planned import type_beside, wrap_and_plan
+from .several import saved_directories
 from .shared_values import buffer_names, share_fixed, stored_buffers
 from .storage import (
     DECOMPOSING,
@@ -83,9 +86,15 @@ class Adapters(Part):
         return self.stock_plan if gone else None
 
     def read_saved(self, directory: str, runtime: Runtime) -> dict[str, Tensor]:
-        """Return this rank's shards of a saved adapter; raise :class:`CheckpointError` for other names or shapes."""
-        shares = load_adapter(directory, self.whole, self.name, runtime.plan, runtime.mesh)
-        share_fixed(self.whole, self.peft_model, self.name, runtime.mesh.device)
+        """Return this rank's shards of the saved adapter, or of all that a model of several has written there; raise
+        :class:`CheckpointError` for other names or shapes.
+        """
+        shares: dict[str, Tensor] = {}
+        found = saved_directories(self.names, self.name, Path(directory))
+        for name, path in found.items():
+            refuse_foreign(path)
+            shares |= load_adapter(str(path), self.whole, name, runtime.plan, runtime.mesh)
+            share_fixed(self.whole, self.peft_model, name, runtime.mesh.device)
         return shares
 
     def stored_names(self, runtime: Runtime) -> dict[str, str]:

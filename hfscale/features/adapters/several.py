@@ -54,7 +54,7 @@ def refuse_beside(whole: Any, plan: Plan) -> None:
 
 def let_all_train(model: nn.Module, plan: Plan, pp_rank: int) -> list[str]:
     """Let the parameters of all adapters of a model that is apart train, as what installs a layout groups them, and
-    return the names of those of inactive ones, to be frozen again.
+    return this rank's names of those of inactive ones, to be frozen again.
     """
     names = plan.local_names(pp_rank)
     frozen: list[str] = []
@@ -62,7 +62,7 @@ def let_all_train(model: nn.Module, plan: Plan, pp_rank: int) -> list[str]:
         parameter = parameter_at(model, names[adapter.name]) if adapter.name in names else None
         if parameter is not None and not parameter.requires_grad:
             parameter.requires_grad_(True)
-            frozen.append(adapter.name)
+            frozen.append(names[adapter.name])
     return frozen
 
 
@@ -71,3 +71,15 @@ def directories_of(names: Sequence[str], target: Path) -> dict[str, Path]:
     if len(names) == 1:
         return {names[0]: target}
     return {name: target if name == "default" else target / name for name in names}
+
+
+def saved_directories(names: Sequence[str], active: str, source: Path) -> dict[str, Path]:
+    """Return where each adapter is read again: all of them, if ``source`` has them all as a model of several writes
+    them, and otherwise the active one, from ``source`` itself.
+    """
+    written = directories_of(names, source)
+    if len(names) > 1 and all(
+        (path / "adapter_config.json").is_file() for path in written.values()
+    ):
+        return written
+    return {active: source}

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import hfscale
 from hfscale import ConfigError, ParallelConfig
+from hfscale.checkpoint.load import load_weights
 from hfscale.models.precision import keep_float64
 from hfscale.testing import RankPool
 
@@ -45,6 +46,10 @@ KINDS: dict[str, tuple[Any, Any]] = {
     "copies": (
         _lora(["q_proj"], modules_to_save=["lm_head"]),
         _lora(["v_proj"], modules_to_save=["lm_head", "norm"]),
+    ),
+    "tied copies": (
+        _lora(["q_proj"]),
+        _lora(["v_proj"], modules_to_save=["embed_tokens"], ensure_weight_tying=True),
     ),
     "embedding": (_lora(["embed_tokens", "lm_head"]), _lora(["embed_tokens", "k_proj"])),
     "ia3": (
@@ -116,7 +121,7 @@ def _life(start: str, kind: str, out: str, sizes: dict[str, Any] | None) -> list
         assert model.active_adapters == ["a"]
         told += _three_steps(model, "b", ours)
         told += _three_steps(model, "a", ours)
-        if kind != "copies":  # PEFT computes with one copy at a time
+        if "copies" not in kind:  # PEFT computes with one copy at a time
             told += _three_steps(model, ["a", "b"], ours)
         model.set_adapter("b")
         with model.disable_adapter(), torch.no_grad():
@@ -143,7 +148,14 @@ def start(tmp_path: Path) -> str:
     return str(tmp_path / "start")
 
 
-DAILY = ("tp2-copies", "shard2-lora", "pp2-embedding", "tp2-shard2-dora", "regather-lora")
+DAILY = (
+    "tp2-copies",
+    "pp2-tied copies",
+    "shard2-lora",
+    "pp2-embedding",
+    "tp2-shard2-dora",
+    "regather-lora",
+)
 
 
 @pytest.mark.daily(*DAILY, "tp2-experts")
@@ -154,6 +166,11 @@ def test_a_life_of_two(pools: Pools, start: str, tmp_path: Path, kind: str, layo
         start = str(tmp_path / "experts")
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(qwen3_moe()).save_pretrained(start)
+    if kind == "tied copies":
+        start = str(tmp_path / "tied")
+        torch.manual_seed(0)
+        config = tiny("llama", tie_word_embeddings=True)
+        AutoModelForCausalLM.from_config(config).save_pretrained(start)
     expected = _life(start, kind, str(tmp_path / "stock"), None)
     sizes = LAYOUTS[layout]
     ranks = ParallelConfig(**sizes).total_size
@@ -283,6 +300,38 @@ def test_a_state_has_all_adapters_in_any_layout(pools: Pools, start: str, tmp_pa
     told = pools(2).run(_resumed, start, str(tmp_path / "state"), sizes)[0]
     assert told[2:] == pytest.approx(told[:2], rel=1e-6)
     assert told[0] != told[1]
+
+
+def _read_again(start: str, out: str, first: str) -> list[float]:
+    """Write both adapters, train both, and read them again while the second is active."""
+    model = hfscale.from_pretrained(start, parallel=ParallelConfig(tp_size=2), dtype=torch.float64)
+    model = hfscale.get_peft_model(model, _lora(["q_proj"], init_lora_weights=False), first)
+    model.add_adapter("b", _lora(["q_proj"], init_lora_weights=False))
+
+    def losses() -> list[float]:
+        found = []
+        for name in (first, "b"):
+            model.set_adapter(name)
+            found.append(float(hfscale.eval_step(model, BATCH)))
+        return found
+
+    told = losses()
+    hfscale.save_pretrained(model, out)
+    for name in (first, "b"):
+        _three_steps(model, name, ours=True)
+    told += losses()
+    load_weights(model, out)
+    return told + losses()
+
+
+@pytest.mark.parametrize("first", ["a", "default"])
+def test_weights_are_read_into_the_adapters_they_are_of(
+    pools: Pools, start: str, tmp_path: Path, first: str
+) -> None:
+    """A Trainer reads its best checkpoint so: the file at the top, if there is one, is not the active adapter's."""
+    told = pools(2).run(_read_again, start, str(tmp_path / "out"), first)[0]
+    assert told[4:] == pytest.approx(told[:2], rel=1e-7)
+    assert told[2:4] != pytest.approx(told[:2], rel=1e-6)
 
 
 def _mixed_batch(start: str, sizes: dict[str, Any] | None) -> torch.Tensor:
