@@ -61,17 +61,27 @@ def convert_state(
         )
     with atomic_directory(target, stale=REPLACED) as staging:
         if index.adapter:
-            save_file(
-                {name: reader.whole(key) for name, key in index.stored.items()},
-                staging.path / _ADAPTER[1],
-                metadata={"format": "pt"},
-            )
-            shutil.copyfile(directory / _ADAPTER[0], staging.path / _ADAPTER[0])
+            _write_adapters(directory, reader, staging.path)
         else:
             _write_model(
                 directory, reader, staging.path, max_shard_size, trust_remote_code, as_stored
             )
     return index
+
+
+def _write_adapters(directory: Path, reader: StateReader, target: Path) -> None:
+    """Write each adapter of a state where the model would have: ``default``, or an only one, in ``target`` itself."""
+    places: dict[str, dict[str, str]] = {}
+    for stored, key in reader.index.stored.items():
+        place, _, name = stored.rpartition("/")
+        places.setdefault(place, {})[name] = key
+    for place, keys in places.items():
+        below = target / place
+        below.mkdir(exist_ok=True)
+        tensors = {name: reader.whole(key) for name, key in keys.items()}
+        save_file(tensors, below / _ADAPTER[1], metadata={"format": "pt"})
+        config = f"{place}.{_ADAPTER[0]}" if place else _ADAPTER[0]
+        shutil.copyfile(directory / config, below / _ADAPTER[0])
 
 
 def _write_model(

@@ -52,7 +52,7 @@ class StateIndex:
     optimizer: list[Any] | None = None
     # Name of another object -> whether all ranks had one state.
     others: dict[str, bool] = field(default_factory=dict)
-    # Name in a checkpoint, or adapter's file -> key here.
+    # Name in a checkpoint, or adapter's file -> key here; of several adapters ``DIRECTORY/NAME``.
     stored: dict[str, str] = field(default_factory=dict)
     adapter: bool = False  # whether ``stored`` names an adapter's tensors, as PEFT does
     # The checkpoint that was loaded, and names of what its class does not load there.

@@ -34,7 +34,7 @@ from .adapter_edges import install_adapter_edges
 from .adapter_structure import guard_methods, inject_alone, narrowed, quietly, targets_of
 from .merge_adapters import dequantized_share, put_back
 from .planned import type_beside, wrap_and_plan
-from .several import saved_directories
+from .several import directories_of, saved_directories
 from .shared_values import buffer_names, share_fixed, stored_buffers
 from .storage import (
     DECOMPOSING,
@@ -98,13 +98,24 @@ class Adapters(Part):
         return shares
 
     def stored_names(self, runtime: Runtime) -> dict[str, str]:
-        """Return the keys of PEFT's file, and those of what they hold in a state."""
+        """Return the keys of PEFT's files, and those of what they hold in a state; before a key is the directory of its
+        file, ``b/KEY``, where a model of several adapters writes one.
+        """
+        names: dict[str, str] = {}
+        for name, directory in directories_of(self.names, Path()).items():
+            prefix = f"{directory}/" if directory.name else ""
+            names |= {
+                f"{prefix}{key}": held for key, held in self._stored_in(name, runtime).items()
+            }
+        return names
+
+    def _stored_in(self, adapter: str, runtime: Runtime) -> dict[str, str]:
         plan = runtime.plan
-        parameters = stored_names(self.whole, self.name, plan, "auto")
+        parameters = stored_names(self.whole, adapter, plan, "auto")
         keys = {
             key: f"weights/{plan.by_name[name].tied_to or name}" for name, key in parameters.items()
         }
-        fixed = stored_buffers(self.whole, self.name)
+        fixed = stored_buffers(self.whole, adapter)
         return keys | {key: f"buffers/{name}" for key, name in fixed.items()}
 
     def buffer_names(self) -> dict[str, str]:

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 import hfscale
 from hfscale import ConfigError, ParallelConfig
 from hfscale.checkpoint.load import load_weights
+from hfscale.cli import main
 from hfscale.models.precision import keep_float64
 from hfscale.testing import RankPool
 
@@ -283,6 +284,7 @@ def _resumed(start: str, directory: str, sizes: list[dict[str, Any]]) -> list[fl
             _three_steps(model, name, ours=True)
         if number == 0:
             hfscale.save_state(model, directory)
+            hfscale.save_pretrained(model, f"{directory}-adapters")
         else:
             hfscale.load_state(model, directory)
         for name in ("b", "default"):
@@ -300,6 +302,12 @@ def test_a_state_has_all_adapters_in_any_layout(pools: Pools, start: str, tmp_pa
     told = pools(2).run(_resumed, start, str(tmp_path / "state"), sizes)[0]
     assert told[2:] == pytest.approx(told[:2], rel=1e-6)
     assert told[0] != told[1]
+    assert main(["convert", str(tmp_path / "state"), str(tmp_path / "converted")]) == 0
+    for place in (".", "b"):
+        mine = tmp_path / "converted" / place
+        model = tmp_path / "state-adapters" / place
+        for file in ("adapter_config.json", "adapter_model.safetensors"):
+            assert (mine / file).read_bytes() == (model / file).read_bytes()
 
 
 def _read_again(start: str, out: str, first: str) -> list[float]:
