@@ -166,7 +166,7 @@ def merge_and_unload(
 
     Args:
         dtype: the type of weights that were quantized, including those without adapters; required if there are any.
-        quiet: measure and print nothing.
+        quiet: measure and print nothing; so it is where others than the active adapters are merged.
         adapter_names: which of several adapters to merge; by default the active ones. The others are dropped.
 
     Returns:
@@ -193,9 +193,9 @@ def merge_and_unload(
         )
     refuse_tied(adapters, runtime.plan)
     refuse_not_finite(runtime)
-    before = _sample_output(runtime) if not quiet and reads_tokens(runtime.model) else None
-    training = runtime.model.training
     names = _names_to_merge(adapters, adapter_names)
+    before = None if quiet else _output_before(runtime, adapters, names)
+    training = runtime.model.training
     wanted = [adapter for adapter in runtime.plan.adapters if adapter.adapter in names]
     merged = len({adapter.base for adapter in wanted})
     plan = adapters.stock_plan
@@ -261,6 +261,14 @@ def _unload(model: nn.Module) -> Any:
 
 
 @torch.no_grad()
+def _output_before(
+    runtime: Runtime, adapters: Adapters, merged: Sequence[str]
+) -> tuple[str, Tensor] | None:
+    """Return what the model computes with the adapters to be ``merged``; ``None`` where others are active."""
+    computes = set(merged) == set(adapters.active) and reads_tokens(runtime.model)
+    return _sample_output(runtime) if computes else None
+
+
 def _sample_output(runtime: Runtime) -> tuple[str, Tensor]:
     """Return the model's logits, or its loss, on a few random tokens in evaluation mode, with its name."""
     model = runtime.model

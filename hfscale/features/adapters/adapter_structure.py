@@ -181,14 +181,17 @@ def check_matches(
             left_out = bool(getattr(asked, "exclude_modules", None)) and any(
                 _matches_target(name, target) for name in known
             )
-            # A config that PEFT has completed around another classifier may be given again.
-            classifies = getattr(asked, "task_type", None) in peft.CLASSIFYING
-            by_peft = field == "modules_to_save" and classifies and target in peft.HEADS
+            by_peft = field == "modules_to_save" and _is_added_by_peft(asked, target)
             if target in left and not (is_matched or left_out or by_peft):
                 names = ", ".join(target_names(plan))
                 raise ConfigError(
                     f"{field} names {target!r}, which matches nothing in the model: it has {names}"
                 )
+
+
+def _is_added_by_peft(config: Any, target: str) -> bool:
+    """Return whether PEFT adds the head ``target`` to what a classifier's config copies, in another model, too."""
+    return target in peft.HEADS and getattr(config, "task_type", None) in peft.CLASSIFYING
 
 
 def _matches_target(name: str, target: str) -> bool:

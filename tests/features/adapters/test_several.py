@@ -1,6 +1,8 @@
 """Several adapters of one model over ranks: added, switched, active together, saved, deleted and merged as in PEFT."""
 
+import contextlib
 import copy
+import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -213,6 +215,22 @@ def _refused(start: str) -> list[str]:
         assert list(model.peft_config) == ["default"]
         assert float(hfscale.eval_step(model, BATCH)) == before
     return told
+
+
+def _words_of_a_merge(start: str, merged: str) -> str:
+    """Return what the first rank prints as it merges one of two adapters, of which "a" is active."""
+    model = hfscale.from_pretrained(start, parallel=ParallelConfig(tp_size=2))
+    model = hfscale.get_peft_model(model, _lora(["q_proj"], init_lora_weights=False), "a")
+    model.add_adapter("b", _lora(["o_proj"], init_lora_weights=False))
+    printed = io.StringIO()
+    with contextlib.redirect_stderr(printed):
+        hfscale.merge_and_unload(model, adapter_names=[merged])
+    return printed.getvalue()
+
+
+def test_a_merge_is_compared_with_the_adapters_that_it_merges(pools: Pools, start: str) -> None:
+    assert "largest difference" in pools(2).run(_words_of_a_merge, start, "a")[0]
+    assert "largest difference" not in pools(2).run(_words_of_a_merge, start, "b")[0]
 
 
 def _of_shared_values(start: str) -> str:
