@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from .._compat.peft import adapted_model
 from .._compat.transformers.classes import class_name, is_distributed_by_host, model_class
 from .._compat.transformers.gguf import forget_gguf
+from .._compat.transformers.loading import FILE
 from ..checkpoint.stored_forms.scheme import check_asked_form
 from ..config.float8 import Float8Config
 from ..config.memory import MemoryConfig
@@ -178,7 +179,7 @@ def from_pretrained(
         )
     source = FromCheckpoint(outline, seed, str(path), hf_kwargs, resized)
     # Of a file on the Hub, read from a cache that other machines do not have.
-    if "gguf_file" in hf_kwargs and not Path(given).exists():
+    if FILE in hf_kwargs and not Path(given).exists():
         source.call(given)
     return build(source, layout, options, adapter, seed)
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from ..checkpoint.save import save_adapter_files
 from ..errors import ConfigError
+from ..features.adapters.several import directory_by_peft
 from ..features.adapters.storage import AdapterFiles
 from ..train.runtime import runtime_of
 from ..train.runtime.writing import everyone_arrives
@@ -71,7 +72,7 @@ def _saving(peft_model: Any) -> Callable[..., None]:
             target = Path(save_directory)
             files = AdapterFiles(save_embedding_layers, safe_serialization, card=True)
             for name in wanted:
-                directory = target if name == "default" else target / name
+                directory = directory_by_peft(name, target)
                 save_adapter_files(runtime, name, directory, files, call=call)
 
     return save_pretrained

@@ -48,9 +48,10 @@ class StoredNames:
 
     def read(self, model: Any, keys: Iterable[str]) -> dict[str, str | None]:
         """Return stored key -> name in the model of a checkpoint's tensors of added layers, before the conversions of
-        experts and the like, or ``None`` for a copy of another tensor; remember the checkpoint's prefixes.
+        experts and the like, or ``None`` for a copy of another tensor; remember the checkpoint's prefixes. Without
+        added layers there are none.
         """
-        raise NotImplementedError
+        return {}
 
 
 def added_layers(model: Any) -> AddedLayers | None:

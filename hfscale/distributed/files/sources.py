@@ -70,7 +70,9 @@ class Source:
 
 
 class AddedSource:
-    """What an extension adds to the slot ``sources``; each method returns ``None`` for what it does not know."""
+    """Find and read weights of another program, as an entry of the slot ``sources`` of an extension: each method
+    returns ``None`` for what it does not know.
+    """
 
     def find(self, path: Path) -> Source | None:
         """Return how the weights in a directory, or a file, are read."""

@@ -66,11 +66,16 @@ def let_all_train(model: nn.Module, plan: Plan, pp_rank: int) -> list[str]:
     return frozen
 
 
+def directory_by_peft(name: str, target: Path) -> Path:
+    """Return where PEFT writes an adapter of the name ``name``."""
+    return target if name == "default" else target / name
+
+
 def directories_of(names: Sequence[str], target: Path) -> dict[str, Path]:
     """Return where each adapter of a model is written: a model's only one in ``target``, others as PEFT does."""
     if len(names) == 1:
         return {names[0]: target}
-    return {name: target if name == "default" else target / name for name in names}
+    return {name: directory_by_peft(name, target) for name in names}
 
 
 def saved_directories(names: Sequence[str], active: str, source: Path) -> dict[str, Path]:

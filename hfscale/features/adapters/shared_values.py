@@ -1,4 +1,4 @@
-"""What adapters compute with and nobody trains, and how their files name it: VeRA's matrices, UniLoRA's tables.
+"""Hold what adapters compute with and nobody trains, as their files name it: VeRA's matrices, UniLoRA's tables.
 
 PEFT makes such values from all modules that it wraps, so the model of full sizes, without memory otherwise, keeps
 them, and a rank's wrappers, which compute whole projections, share them. A file of another machine may hold others.
