@@ -44,7 +44,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import hfscale
 from hfscale.models.clone import tiny_clone
-from hfscale.plan.feature_plans import ContextPlan, OwnLossPlan
+from hfscale.plan.context_plan import ContextPlan
+from hfscale.plan.feature_plans import OwnLossPlan
 from hfscale.testing import Case, RankPool, measure_parity, plain
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

@@ -162,11 +162,14 @@ class Options:
     def check_fits(self, layout: ParallelConfig) -> None:
         """Raise :class:`ConfigError` if the layout cannot run these options."""
         routing = self.routing
-        size = layout.cp
-        if size > 1 and routing is not None and (routing.capacity is not None or routing.draws):
+        if (
+            layout.cuts_sequences
+            and routing is not None
+            and (routing.capacity is not None or routing.draws)
+        ):
             raise ConfigError(
                 f"routing={routing} needs the tokens of full sequences (for capacity, or random draws), and each "
-                f"of cp_size={size} ranks routes a part: use router='model' without capacity_factor, or cp_size=1"
+                f"of cp_size={layout.cp} ranks routes a part: use router='model' without capacity_factor, or cp_size=1"
             )
 
 

@@ -3,7 +3,7 @@
 import os
 from dataclasses import dataclass, fields
 from functools import cached_property
-from math import lcm, prod
+from math import ceil, lcm, prod
 from pathlib import Path
 from typing import Any
 
@@ -203,6 +203,15 @@ class ParallelConfig(Spelled, LayoutFields, ParallelismConfig):
     def data_world(self) -> int:
         """The number of data-parallel ranks: those that compute different tokens."""
         return self.batch_world * self.asked("cp")
+
+    @property
+    def cuts_sequences(self) -> bool:
+        """Return whether each rank has a part of every sequence."""
+        return self.cp > 1
+
+    def own_tokens(self, tokens: int) -> int:
+        """Return how many of the ``tokens`` of a microbatch a rank has at the most."""
+        return ceil(tokens / self.cp)
 
     def microbatches_of(self, accumulated: int) -> int:
         """Return the number of microbatches in a step that accumulates ``accumulated`` ones."""

@@ -46,6 +46,11 @@ class Feature:
         return ()
 
     @property
+    def run_whole(self) -> tuple[str, ...]:
+        """Return the modules that run on full sequences, though each rank has a part of them."""
+        return ()
+
+    @property
     def adds_loss(self) -> str:
         """Return the option, in words, by which this feature adds to the model's own loss; empty where it does not."""
         return ""
@@ -100,6 +105,11 @@ class PlanContents:
     def optional_layers(self) -> tuple[str, ...]:
         """Return the layers that evaluation leaves out, the last ones of the model."""
         return tuple(layer for feature in self.features for layer in feature.optional_layers)
+
+    @property
+    def run_whole(self) -> tuple[str, ...]:
+        """Return the modules that run on full sequences, though each rank has a part of them."""
+        return tuple(name for feature in self.features for name in feature.run_whole)
 
     @property
     def adds_loss(self) -> str:

@@ -46,7 +46,7 @@ class RecomputePlan(Feature):
                 f"as few layers as bring what layers keep below {self.budget:,} bytes on a rank"
             )
         tiles = f", in tiles of {self.tile:,} tokens" if self.tile else ""
-        again += [f"{_counted(self.modules)}{tiles}"] if self.modules else []
+        again += [f"{counted(self.modules)}{tiles}"] if self.modules else []
         kept = f"; results of {', '.join(self.keep)} are kept" if self.keep else ""
         return [f"computed again in the backward pass: {', '.join(again)}{kept}"]
 
@@ -124,7 +124,7 @@ class ScoresPlan(Feature):
 def heads_with_scores(plan: PlanContents) -> int:
     """Return how many heads keep scores; 0 for fused attention, and if sequences are cut over context ranks."""
     planned = plan.feature(ScoresPlan)
-    return 0 if planned is None or plan.layout.cp > 1 else planned.heads
+    return 0 if planned is None or plan.layout.cuts_sequences else planned.heads
 
 
 _READS = "lora_magnitude_vector"  # DoRA's, of the norms of the weight's rows
@@ -143,7 +143,7 @@ class ProductsPlan(Feature):
 
     def describe(self, plan: PlanContents) -> list[str]:
         what = "rows" if self.rowwise else "tensors"
-        lines = [f"products in 8 bits, scaled by {what}: {_counted(self.modules)}"]
+        lines = [f"products in 8 bits, scaled by {what}: {counted(self.modules)}"]
         if gathered := gathered_in_8_bits(plan):
             others = (
                 ", but for those whose adapters read the weight"
@@ -153,12 +153,13 @@ class ProductsPlan(Feature):
             lines.append(f"data ranks gather their weights in 8 bits{others}")
         for why in dict.fromkeys(why for _, why in self.left_out):
             lines.append(
-                f"not in 8 bits ({why}): {_counted([name for name, one in self.left_out if one == why])}"
+                f"not in 8 bits ({why}): {counted([name for name, one in self.left_out if one == why])}"
             )
         return lines
 
 
-def _counted(names: Sequence[str]) -> str:
+def counted(names: Sequence[str]) -> str:
+    """Return the kinds of modules among ``names``, each with how many there are."""
     wild = [wild_name(name) for name in names]
     return ", ".join(f"{name} x{wild.count(name)}" for name in dict.fromkeys(wild))
 
@@ -179,44 +180,6 @@ def gathered_in_8_bits(plan: PlanContents) -> frozenset[str]:
     return weights_in_8_bits(plan) - {
         adapter.base for adapter in plan.adapters if adapter.kept_in == _READS
     }
-
-
-@dataclass(frozen=True)
-class ContextPlan(Feature):
-    """Plan of sequences cut over context ranks."""
-
-    method: str  # one of :data:`hfscale.names.CP_METHODS`
-    pads: bool  # whether rows may have padding; some families count positions, or chunks, from where it ends
-    # modules that mix tokens, besides attention by transformers' interface; every rank runs them on full sequences
-    whole: tuple[str, ...] = ()
-    reads_masks: tuple[
-        str, ...
-    ] = ()  # and of those, attention in code of their own, which needs masks as tensors
-    # Whether the model makes biases for them of the attention_mask of all tokens.
-    whole_mask: bool = False
-    # likewise, but each rank runs them on its own tokens, and hands their states on to the rank of the next ones
-    handing: tuple[str, ...] = ()
-    # for ``heads_ring``, size of the groups of ranks that exchange tokens for heads; 1 for other methods
-    together: int = 1
-    # name of the text model of a multimodal model, at whose input sequences are cut; empty: batches are cut
-    text: str = ""
-    heads: int = 0  # query heads on one tensor rank; 0 where the config does not say
-    key_heads: int = 0  # key/value heads on one tensor rank, likewise
-
-    def describe(self, plan: PlanContents) -> list[str]:
-        mixers = (
-            f"; states handed from rank to rank: {_counted(self.handing)}" if self.handing else ""
-        )
-        if self.whole:
-            mixers += (
-                f"; run on whole sequences by each, in code of their own: {_counted(self.whole)}"
-            )
-        padding = "" if self.pads else "; rows without padding only"
-        inside = f"; cut where {self.text} begins, which each makes whole" if self.text else ""
-        return [
-            f"sequences: each of {plan.layout.cp} ranks has an early and a late piece of every sequence, and "
-            f"attention reads the others' ({self.method}){inside}{mixers}{padding}"
-        ]
 
 
 @dataclass(frozen=True)
@@ -273,7 +236,7 @@ class FusedAdaptersPlan(Feature):
         reasons: dict[str, list[str]] = {}
         for name, reason in self.others:
             reasons.setdefault(reason, []).append(name)
-        kept = [f"{_counted(tuple(names))} ({reason})" for reason, names in reasons.items()]
+        kept = [f"{counted(tuple(names))} ({reason})" for reason, names in reasons.items()]
         return [f"{line}; by PEFT's own code: {', '.join(kept)}" if kept else line]
 
 

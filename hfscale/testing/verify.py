@@ -130,7 +130,7 @@ def case_for(clone: PreTrainedConfig, auto_class: Any, planned: Plan) -> Case:
     given: dict[str, Any] = {"auto_class": auto_class, "make_batch": _MAKERS[auto_class.__name__]}
     own = planned.feature(OwnLossPlan)
     # Which train_step alone cuts.
-    if own is not None and (planned.stages is not None or planned.layout.cp > 1):
+    if own is not None and (planned.stages is not None or planned.layout.cuts_sequences):
         return plain.OwnLossCase(clone, over=own.over, **given)
     return plain.PlainCase(clone, **given)
 

@@ -115,7 +115,7 @@ class ModelTeacher:
         their number or ``divisor``; the sum of the entropies of the student's distributions; and the number of labels.
         """
         device = self._student.mesh.device
-        if self._student.plan.stages is not None or self._student.mesh.layout.cp > 1:
+        if self._student.plan.stages is not None or self._student.mesh.layout.cuts_sequences:
             raise ConfigError(
                 "pipeline stages and context ranks need hfscale.train_step(model, batch, teacher=...)"
             )

@@ -9,7 +9,7 @@ import hfscale
 from hfscale import ParallelConfig
 from hfscale.plan import to_json
 from hfscale.plan.contents import Feature, PlanContents
-from hfscale.plan.feature_plans import ContextPlan
+from hfscale.plan.context_plan import ContextPlan
 
 CONFIG = LlamaConfig(
     hidden_size=16,

@@ -18,7 +18,6 @@ from ...errors import ConfigError
 from ...plan import Plan
 from ...plan.feature_plans import (
     BYTES,
-    ContextPlan,
     compressed,
     heads_with_scores,
     offloaded,
@@ -290,9 +289,8 @@ def _layer(plan: Plan, layer: str, types: Types, situation: Situation) -> LayerB
         )
         first = not any(name in situation.trained for name in looked_up)
     size = layer_bytes(plan, layer, situation, types, first=first)
-    context = plan.feature(ContextPlan)
-    if context is not None and any(name.startswith(f"{layer}.") for name in context.whole):
-        return replace(size, kept=size.kept * plan.layout.cp, as_input=0.0)
+    if any(name.startswith(f"{layer}.") for name in plan.run_whole):
+        return replace(size, kept=size.kept * plan.layout.size("cp"), as_input=0.0)
     return size
 
 

@@ -7,8 +7,8 @@ from math import prod
 from ..._compat.peft import LORA_A
 from ...config.parallel import ParallelConfig
 from ...plan import Plan
+from ...plan.context_plan import NO_EXCHANGE, Exchange, exchange_of
 from ...plan.feature_plans import (
-    ContextPlan,
     gathered_in_8_bits,
     offloaded,
     recomputed,
@@ -16,7 +16,6 @@ from ...plan.feature_plans import (
 )
 from .activation_bytes import has_head, is_matrix, layers_held, trained_names
 from .layer_bytes import types_of, widest
-from .llama_bytes import method_of, replicas
 from .situation import Situation
 
 _DECODED = {4: 9.0, 8: 10.0}  # by bits: read, written in 16 bits and read again, in both passes
@@ -44,8 +43,7 @@ class Job:
     attention_again: bool = False
     tile: int = 0  # tokens of a tile, in which norms and MLPs run once more; 0: they run whole
     eight: float = 0.0  # fraction of the layers' weights whose products are in 8 bits
-    method: str = "gather"  # how context ranks exchange keys and values
-    replicas: float = 1.0  # context ranks that have each key head, where they exchange heads
+    exchange: Exchange = NO_EXCHANGE  # how ranks that share sequences read one another's keys
     causal: bool = True  # whether attention leaves out what comes later
     adapted: float = 0.0  # values per token and layer that products with adapters read and give
     # Fraction of the weights that train; the others have no gradient of their own.
@@ -59,9 +57,9 @@ class Job:
     steps_on_host: bool = False  # whether the optimizer steps in the host's memory
 
     @property
-    def tokens(self) -> float:
-        """Tokens of a microbatch on one context rank."""
-        return self.sequence * self.batch / self.layout.cp
+    def tokens(self) -> int:
+        """The most tokens of a microbatch that a rank has."""
+        return self.layout.own_tokens(self.sequence * self.batch)
 
     @property
     def step_tokens(self) -> int:
@@ -135,7 +133,6 @@ def job_of(
     in_layers = tuple(f"{layer}." for layer in plan.layers)
     fraction = len(again.layers) / count if again.budget is None else 0.5
     entries = matrix_entries(plan)
-    context = plan.feature(ContextPlan)
     inside = {name: size for name, size in entries.items() if name.startswith(in_layers)}
     trains = sum(entries.get(name, 0) for name in trained_names(plan)) / max(
         1, sum(entries.values())
@@ -154,8 +151,7 @@ def job_of(
         tile=again.tile,
         eight=sum(inside[name] for name in weights_in_8_bits(plan) & inside.keys())
         / max(1, sum(inside.values())),
-        method="gather" if context is None else method_of(context, layout.cp),
-        replicas=replicas(plan),
+        exchange=exchange_of(plan),
         adapted=sum(
             sum(plan.by_name[a.base].shape[-2:]) for a in plan.adapters if a.kept_in == LORA_A
         )

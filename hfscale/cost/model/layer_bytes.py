@@ -38,8 +38,8 @@ from math import prod
 
 from ..._compat.peft import LORA_A
 from ...plan import ParameterPlan, Plan
-from ...plan.feature_plans import ContextPlan, heads_with_scores, is_fused
-from .llama_bytes import ATTENTION, MLP, Llama, method_of, replicas, score_bytes
+from ...plan.feature_plans import heads_with_scores, is_fused
+from .llama_bytes import ATTENTION, MLP, Llama, score_bytes
 from .situation import LayerBytes, Situation, Types, own_parameters
 
 
@@ -164,30 +164,3 @@ def _of_adapters(plan: Plan, layer: str, situation: Situation, types: Types) -> 
             if types.adapters != types.size and not is_fused(plan, adapter.base):
                 kept += plan.by_name[adapter.base].model_shape(situation.ranks)[-1]
     return kept
-
-
-def cp_buffer_bytes(
-    plan: Plan,
-    kv: float,
-    q: float,
-    tokens: int,
-    own: int,
-) -> float:
-    """Return the peak bytes of other ranks' keys and values that one layer's attention buffers under context
-    parallelism, of ``s`` tokens of which ``own`` are this rank's, with ``kv`` bytes of a token's keys and values and
-    ``q`` of its queries::
-
-        gather       2 kv s        all keys and values, and the gradients that this rank adds to them
-        ring         4 kv own      a block and the next one under way, and the same of their gradients
-        heads        2 q own       what is sent of queries, and what comes for it
-        heads_ring   as the ring, with key heads replicated where there are fewer of them than ranks that share them out
-
-    What collectives copy in order to send it comes on top: as much again at most, over gloo.
-    """
-    context = plan.feature(ContextPlan)
-    if context is None:
-        return 0.0
-    method = method_of(context, plan.layout.cp)
-    if method == "heads":
-        return 2 * q * own
-    return 2 * kv * tokens if method == "gather" else 4 * kv * replicas(plan) * own

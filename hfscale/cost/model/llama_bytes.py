@@ -6,15 +6,14 @@ from functools import cached_property
 
 from ..._compat.peft import LORA_A
 from ...plan import ParameterPlan, Plan
+from ...plan.context_plan import Exchange, exchange_of
 from ...plan.feature_plans import (
     FEW,
-    ContextPlan,
     RecomputePlan,
     heads_with_scores,
     is_fused,
     recomputed,
 )
-from ...plan.sequence_split import choose
 from .situation import Situation, Types
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -104,10 +103,10 @@ class Llama:
         inner = self._out("gate_proj")
         queries = self._out("q_proj")
         keys = self._out("k_proj")
-        total = 2 * self._kept(queries, size) + 2 * self._kept(keys * replicas(self.plan), size)
+        total = 2 * self._kept(queries, size) + 2 * self._kept(keys * self.exchange.replicas, size)
         total += self._kept(self.scores, size) + 2 * self._kept(inner, size) * (not self.again.tile)
         total += max(4, size) * self._heads(queries) * (not self.scores)
-        if shares_heads(self.plan):
+        if self.exchange.moves_heads:
             total += self._kept(queries, size)
         inputs = ATTENTION if self.again.tile else (*ATTENTION, *MLP)
         for readers in (ATTENTION[:3], MLP[:2]):
@@ -138,7 +137,7 @@ class Llama:
             sizes.append(2 * self._kept(self._out("gate_proj"), size))
         if not self.again.attention and not self._is_alone("o_proj"):
             queries = self._out("q_proj")
-            keys = self._out("k_proj") * replicas(self.plan)
+            keys = self._out("k_proj") * self.exchange.replicas
             sizes.append(2 * self._kept(queries, size) + 2 * self._kept(keys, size))
             sizes.append(self._kept(self.scores, size) + self._kept(queries, size))
         return max(sizes)
@@ -153,6 +152,11 @@ class Llama:
     def _tile(self) -> float:
         """Return the fraction of the tokens that the MLP runs on at once."""
         return min(1.0, self.again.tile / self.situation.tokens) if self.again.tile else 1.0
+
+    @cached_property
+    def exchange(self) -> Exchange:
+        """Return how attention reads what other ranks have of a sequence."""
+        return exchange_of(self.plan)
 
     @cached_property
     def again(self) -> RecomputePlan:
@@ -178,7 +182,7 @@ class Llama:
         queries = self._out("q_proj")
         keys = self._out("k_proj")
         # Eager attention repeats keys and values.
-        read = queries if self.scores else keys * replicas(self.plan)
+        read = queries if self.scores else keys * self.exchange.replicas
         total = self._kept(queries, size) + 2 * self._kept(read, size)
         total += self._kept(self.scores, score_bytes(self.types))
         total += (
@@ -194,7 +198,7 @@ class Llama:
             total += self._read(queries, ("o_proj",))
         else:  # SDPA keeps its result anyway, and an adapter's copy of it comes on top
             total += self._kept(queries, size) + self._read(
-                queries, ("o_proj",), kept=not shares_heads(self.plan)
+                queries, ("o_proj",), kept=not self.exchange.moves_heads
             )
         return total + self._read_stream(ATTENTION[:3])
 
@@ -205,8 +209,7 @@ class Llama:
         )
 
     def _heads(self, queries: int) -> float:
-        context = self.plan.feature(ContextPlan)
-        return queries / _HEAD_SIZE if context is None or not context.heads else context.heads
+        return self.exchange.heads or queries / _HEAD_SIZE
 
     def _out(self, name: str) -> int:
         return self.roles[name].model_shape(self.situation.ranks)[0]
@@ -244,26 +247,3 @@ class Llama:
 def score_bytes(types: Types) -> int:
     """Return the bytes per score of eager attention, whose softmax is in 32 bits."""
     return 4 + (types.size if types.size != 4 else 0)
-
-
-def method_of(context: ContextPlan, size: int) -> str:
-    """Return the context-parallel method of a layer's attention."""
-    if not context.heads:
-        return "gather" if context.method == "auto" else context.method
-    return choose(context.method, context.heads, context.key_heads, size)
-
-
-def replicas(plan: Plan) -> float:
-    """Return how many ranks hold each key head when there are more ranks than key heads."""
-    context = plan.feature(ContextPlan)
-    size = plan.layout.cp
-    if context is None or not context.key_heads or not shares_heads(plan):
-        return 1.0
-    together = size if method_of(context, size) == "heads" else context.together
-    return max(1.0, together / context.key_heads)
-
-
-def shares_heads(plan: Plan) -> bool:
-    """Return whether context ranks exchange heads (Ulysses) instead of passing keys."""
-    context = plan.feature(ContextPlan)
-    return context is not None and method_of(context, plan.layout.cp) in ("heads", "heads_ring")

@@ -10,7 +10,7 @@
     activations what layers and final norm keep for backward passes, of all microbatches alive: :mod:`.activation_bytes`
     backward    gradients of activations, of one layer at a time
     gathered    whole weights while the data axes have them gathered, or copies in the type of mixed precision
-    exchanged   what context ranks hold of one another's keys and values: ``cp_buffer_bytes``
+    exchanged   what ranks that share sequences hold of one another's keys and values: :meth:`.Exchange.held`
     loss        one chunk of logits with its gradient, and the head's gradient on its way
 
 Not all of it is there at once: what a rank needs is the most of these moments::
@@ -33,6 +33,7 @@ from ...config.schedules import schedule_of
 from ...extensions import provided
 from ...plan import ParameterPlan, Plan
 from ...plan.columns import aligned
+from ...plan.context_plan import exchange_of
 from ...plan.cut import Cut, cut_shape
 from ...plan.feature_plans import gathered_in_8_bits, offloaded, recomputed, weights_in_8_bits
 from ...plan.quantized import BLOCK, OUTER_BLOCK, bytes_of_scales
@@ -45,7 +46,7 @@ from .activation_bytes import (
     is_matrix,
     trained_names,
 )
-from .layer_bytes import cp_buffer_bytes, stream_width, types_of
+from .layer_bytes import stream_width, types_of
 from .optimizer_bytes import optimizer_bytes
 from .situation import Situation
 
@@ -139,7 +140,7 @@ def estimate_memory(
     chosen = frozenset(trained_names(plan) if trained is None else trained)
     training = [planned for planned in held if planned.name in chosen]
     further |= {"mixed": mixed_precision, "trained": chosen}
-    situation = Situation(ceil(tokens / plan.layout.cp), pp_rank, here, **further)
+    situation = Situation(plan.layout.own_tokens(tokens), pp_rank, here, **further)
     of_activations = activation_bytes(plan, situation)
     kept = of_activations.kept
     notes = of_activations.notes
@@ -358,7 +359,7 @@ def _gathered(plan: Plan, held: Sequence[ParameterPlan], situation: Situation) -
 
 def _exchanged(plan: Plan, situation: Situation, tokens: int) -> int:
     """Return the context-parallel buffers of a layer with LLaMA's names or projections as wide as hidden states."""
-    if not plan.layers or plan.layout.cp == 1:
+    if not plan.layers:
         return 0
     size = types_of(plan, situation.mixed).size
     layer = next(
@@ -373,15 +374,7 @@ def _exchanged(plan: Plan, situation: Situation, tokens: int) -> int:
         wide if projection is None else projection.model_shape(situation.ranks)[0]
         for projection in projections.values()
     )
-    return ceil(
-        cp_buffer_bytes(
-            plan,
-            size * (k + v),
-            size * q,
-            tokens,
-            situation.tokens,
-        )
-    )
+    return ceil(exchange_of(plan).held(size * (k + v), size * q, tokens, situation.tokens))
 
 
 def _loss(plan: Plan, situation: Situation, chunk_rows: int, fused: bool) -> int:

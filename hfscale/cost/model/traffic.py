@@ -65,8 +65,9 @@ def layer_traffic(shape: ModelShape, job: Job) -> Traffic:
     # Of what context ranks exchange each sends all but its own.
     own = job.value_bytes * job.tokens / layout.tp
     exchanged = (3 + job.recompute) * 2 * own * layout.cp * shape.keys
-    if job.method.startswith("heads"):
-        exchanged = (4 + 2 * job.recompute) * own * (shape.queries + job.replicas * shape.keys)
+    if job.exchange.moves_heads:
+        heads = shape.queries + job.exchange.replicas * shape.keys
+        exchanged = (4 + 2 * job.recompute) * own * heads
     return Traffic(
         tp=often * sent(layout.tp) * stream,
         ep=experts,

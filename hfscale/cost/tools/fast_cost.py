@@ -18,7 +18,7 @@ from ...distributed.ops.head_cross_entropy import rows_per_chunk
 from ...parallel.pipeline.microbatches import in_flight_of_ranks
 from ...parallel.pipeline.stage_costs import Cost
 from ...plan import balance
-from ...plan.sequence_split import choose
+from ...plan.context_plan import exchange_over
 from ..model.job import Job, Place
 from ..model.machines_known import Constants, Machine
 from ..model.memory_model import OVERHEAD, likely_bytes, most_at_once
@@ -222,17 +222,18 @@ def step_of(
         "recompute": float(recompute == "full"),
         "elementwise": recompute == "elementwise" or tile > 0,
     }
-    sizes |= {"tile": tile, "method": "gather", "replicas": 1.0}
-    if layout.cp > 1:
-        keys = max(
-            1,
-            round(summary.heads * summary.shape.keys / max(1, summary.shape.queries) / layout.tp),
-        )
-        sizes["method"] = choose("auto", summary.heads // layout.tp, keys, layout.cp)
-        sizes["replicas"] = max(1.0, layout.cp / keys)
+    heads = summary.heads // layout.tp
+    key_heads = summary.heads * summary.shape.keys / max(1, summary.shape.queries) / layout.tp
+    exchange = exchange_over(layout.cp, "auto", heads, max(1, round(key_heads)))
     gathers = layout.dp_shard > 1 and layout.pp == 1
     return replace(
-        summary.job, layout=layout, gathers=gathers, sequence_parallel=layout.tp > 1, **sizes
+        summary.job,
+        layout=layout,
+        gathers=gathers,
+        sequence_parallel=layout.tp > 1,
+        exchange=exchange,
+        tile=tile,
+        **sizes,
     )
 
 
@@ -330,12 +331,9 @@ class FastCost:
                 * (1 / job.tokens - 1 / job.sequence)
             )
         # Attention's result once more, of this rank's tokens, and shared key heads.
-        if job.method == "heads":
-            whole += (
-                job.value_bytes
-                * (summary.shape.queries + 2 * (job.replicas - 1) * summary.shape.keys)
-                / layout.tp
-            )
+        if job.exchange.moves_heads:
+            more = summary.shape.queries + 2 * (job.exchange.replicas - 1) * summary.shape.keys
+            whole += job.value_bytes * more / layout.tp
         again = whole * (job.recompute > 0) + (kept.again + 2 * tiles) / layout.tp
         return whole, again, (kept.passing + tiles) / layout.tp, summary.stream / layout.tp
 
@@ -417,9 +415,9 @@ class FastCost:
                 summary.head * shape.table_weights / tp
                 + job.value_bytes * rows * shape.vocabulary / tp
             )
-        own = 2 * job.value_bytes * job.tokens / tp  # what a layer's attention exchanges, at once
-        exchanged = own * (
-            shape.queries if job.method == "heads" else 2 * shape.keys * job.layout.cp
+        values = job.value_bytes / tp  # bytes of a value of each head of a token
+        exchanged = job.exchange.held(
+            2 * values * shape.keys, values * shape.queries, job.sequence * job.batch, job.tokens
         )
         gradients = 0.0
         # Gradients are made while activations go.
@@ -429,5 +427,5 @@ class FastCost:
             )
         first = one * min(held, 2 if "activations" in c.offload else 1) + running
         most = most_at_once(one * held, job.tokens * stream + loss, running, first, gradients)
-        needed = states - gradients + most + gathered + exchanged * (job.layout.cp > 1) + OVERHEAD
+        needed = states - gradients + most + gathered + exchanged + OVERHEAD
         return states, activations, needed

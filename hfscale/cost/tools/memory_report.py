@@ -6,7 +6,6 @@ pass keeps for the backward pass is :mod:`hfscale.features.memory.saved`'s.
 """
 
 from collections.abc import Iterable, Mapping
-from math import ceil
 from typing import Any
 
 import torch
@@ -121,7 +120,7 @@ def _memory_of_rank(
     rows = 0
     if plan.head is not None:
         width = plan.by_name[f"{plan.head}.weight"].model_shape({})[0]
-        rows = rows_per_chunk(ceil(tokens / plan.layout.cp), width, device)
+        rows = rows_per_chunk(plan.layout.own_tokens(tokens), width, device)
     in_flight = in_flight_together(plan, num_microbatches)
     given |= {
         "in_flight": in_flight,

@@ -10,7 +10,7 @@ from ...errors import did_you_mean
 from ...models.module_kinds import PROJECTIONS, weight_dims
 from ...models.names import wild_name
 from ...plan.drafting.draft import Draft
-from ...plan.feature_plans import ContextPlan, ProductsPlan
+from ...plan.feature_plans import ProductsPlan
 
 _MULTIPLE = 16  # of both sizes of a weight, for tensor cores
 
@@ -70,8 +70,7 @@ def _reason(draft: Draft, name: str, module: Any, leave_out: Any) -> str:
 def _refuse_parts(draft: Draft, chosen: tuple[str, ...]) -> None:
     """Refuse projections whose weight gradient is a sum over ranks: each term would be rounded, not the sum."""
     parts = dict[str, str]()
-    context = draft.feature(ContextPlan)
-    whole = tuple(f"{name}." for name in context.whole) if context is not None else ()
+    whole = tuple(f"{name}." for feature in draft.features for name in feature.run_whole)
     for name in chosen:
         cut, partial = draft.rules.get(f"{name}.weight", (None, ()))
         if "tp" in partial or (cut is not None and cut.most_replicas > 1):

@@ -168,8 +168,8 @@ def _modules(draft: Draft, given: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _refuse_other_attention(draft: Draft) -> None:
-    """Report ``cp_size``, and models whose attention selective recomputation cannot find."""
-    if draft.layout.cp > 1:
+    """Report sequences that are cut, and models whose attention selective recomputation cannot find."""
+    if draft.layout.cuts_sequences:
         draft.problem(
             f"recompute='selective' with cp_size={draft.layout.cp}: attention over sharded sequences keeps no scores "
             "that could be recomputed: use recompute='none', 'full', or names of modules such as ['mlp']"

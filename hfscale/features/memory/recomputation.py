@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from math import ceil
 from typing import Any
 
 import torch
@@ -53,7 +52,7 @@ class Recomputation(Part):
         if planned.budget is None:
             self.chosen = frozenset(planned.layers)
         elif planned.tokens is not None:
-            self._choose(runtime, ceil(planned.tokens / runtime.mesh.layout.cp), 0, None)
+            self._choose(runtime, runtime.mesh.layout.own_tokens(planned.tokens), 0, None)
         for name in filter(runtime.is_local, planned.modules):
             recompute(model.get_submodule(name), Wanted(True), tile=planned.tile)
         for name in filter(runtime.is_local, runtime.plan.layers if planned.elementwise else ()):

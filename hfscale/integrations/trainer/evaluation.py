@@ -222,7 +222,7 @@ def check_predictions(trainer: Any) -> None:
             f"predict_with_generate=True must be given to a trainer that generates, and {type(trainer).__name__} "
             "evaluates logits: use hfscale.Seq2SeqTrainer"
         )
-    if runtime.mesh.layout.cp > 1:
+    if runtime.mesh.layout.cuts_sequences:
         raise ConfigError(
             f"{layout}: predict_with_generate=True needs full sequences, and each context rank has a part of them: use "
             f"{UNCUT_SEQUENCES}, or predict_with_generate=False"

@@ -191,10 +191,7 @@ def check_trainer(trainer: Any, scores_tokens: bool) -> None:
         )
     if hasattr(trainer, "reward_funcs"):
         _check_generation(trainer, runtime)
-    elif (
-        hasattr(trainer, "generation_config")
-        and runtime.mesh.layout.pp * runtime.mesh.layout.cp > 1
-    ):
+    elif hasattr(trainer, "generation_config") and _is_partial(runtime.mesh.layout):
         raise ConfigError(
             f"{runtime.mesh.layout.describe()}: {name} generates with the model that it trains, and reads its full "
             f"head, and a rank has some layers, or a part of the sequences: use pp_size=1 and {UNCUT_SEQUENCES}"
@@ -209,12 +206,17 @@ def check_trainer(trainer: Any, scores_tokens: bool) -> None:
     _check_step(trainer, runtime)
 
 
+def _is_partial(layout: ParallelConfig) -> bool:
+    """Return whether a rank has some layers only, or a part of the sequences."""
+    return layout.pp > 1 or layout.cuts_sequences
+
+
 def _check_generation(trainer: Any, runtime: Runtime) -> None:
     """Refuse generation by a model that no rank can run alone, and losses that look at a whole step at once."""
     args = trainer.args
     layout = runtime.mesh.layout
     own = not getattr(args, "use_vllm", False) and getattr(trainer, "rollout_func", None) is None
-    if own and layout.pp * layout.cp > 1:
+    if own and _is_partial(layout):
         raise ConfigError(
             f"{layout.describe()}: {type(trainer).__name__} generates with the model that it trains, of which a rank "
             "has some layers, or a part of the sequences: set use_vllm=True, pass a rollout_func, or use tp_size or "

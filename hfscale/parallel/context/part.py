@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..._compat.transformers.computing import position_counter
 from ...distributed.ops.segments import RankChain, Segments, keep_states_apart
 from ...errors import ConfigError
-from ...plan.feature_plans import ContextPlan
+from ...plan.context_plan import ContextPlan
 from ...train.runtime import Batch, Part, Runtime, recomputing
 from ...train.runtime.batches import Microbatch
 from ...train.runtime.forward_passes import ForwardPasses

@@ -13,9 +13,9 @@ from ...models.family_limits import UNWRITABLE
 from ...models.fields import HEAD_FIELDS, first_count, text_config
 from ...models.module_kinds import is_tokenwise
 from ...models.names import wild_name
+from ...plan.context_plan import ContextPlan
 from ...plan.drafting.draft import Draft
 from ...plan.drafting.text_model import find_text_model, other_inputs
-from ...plan.feature_plans import ContextPlan
 from ...plan.sequence_split import heads_fit
 from .cut_batch import CUT_INSIDE
 

@@ -71,7 +71,7 @@ class Draft:
         self.stages: StagePlan | None = None
 
     def feature(self, kind: type[FeatureT]) -> FeatureT | None:
-        """Return the plan of one feature (``ContextPlan``, for example), if its part has made one."""
+        """Return the plan of one feature (``RecomputePlan``, for example), if its part has made one."""
         return next((feature for feature in self.features if isinstance(feature, kind)), None)
 
     def problem(self, problem: str) -> None:

@@ -1,0 +1,117 @@
+"""Hold what was decided about sequences cut over context ranks, and what attention over these ranks exchanges."""
+
+from dataclasses import dataclass, replace
+
+from .contents import Feature, PlanContents
+from .feature_plans import counted
+from .sequence_split import choose
+
+
+@dataclass(frozen=True)
+class ContextPlan(Feature):
+    """Plan of sequences cut over context ranks."""
+
+    method: str  # one of :data:`hfscale.names.CP_METHODS`
+    pads: bool  # whether rows may have padding; some families count positions, or chunks, from where it ends
+    # modules that mix tokens, besides attention by transformers' interface; every rank runs them on full sequences
+    whole: tuple[str, ...] = ()
+    reads_masks: tuple[
+        str, ...
+    ] = ()  # and of those, attention in code of their own, which needs masks as tensors
+    # Whether the model makes biases for them of the attention_mask of all tokens.
+    whole_mask: bool = False
+    # likewise, but each rank runs them on its own tokens, and hands their states on to the rank of the next ones
+    handing: tuple[str, ...] = ()
+    # for ``heads_ring``, size of the groups of ranks that exchange tokens for heads; 1 for other methods
+    together: int = 1
+    # name of the text model of a multimodal model, at whose input sequences are cut; empty: batches are cut
+    text: str = ""
+    heads: int = 0  # query heads on one tensor rank; 0 where the config does not say
+    key_heads: int = 0  # key/value heads on one tensor rank, likewise
+
+    def describe(self, plan: PlanContents) -> list[str]:
+        mixers = (
+            f"; states handed from rank to rank: {counted(self.handing)}" if self.handing else ""
+        )
+        if self.whole:
+            mixers += (
+                f"; run on whole sequences by each, in code of their own: {counted(self.whole)}"
+            )
+        padding = "" if self.pads else "; rows without padding only"
+        inside = f"; cut where {self.text} begins, which each makes whole" if self.text else ""
+        return [
+            f"sequences: each of {plan.layout.cp} ranks has an early and a late piece of every sequence, and "
+            f"attention reads the others' ({self.method}){inside}{mixers}{padding}"
+        ]
+
+    @property
+    def run_whole(self) -> tuple[str, ...]:
+        return self.whole
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Describe how ranks that share each sequence read one another's keys and values in a layer's attention."""
+
+    method: str = "gather"  # of :data:`hfscale.names.CP_METHODS`, but for ``auto``
+    heads: int = 0  # query heads of a rank; 0 where nobody knows
+    replicas: float = (
+        1.0  # ranks that have each key head, where there are more of them than key heads
+    )
+    between: bool = False  # whether there is anybody to exchange with
+
+    @property
+    def moves_heads(self) -> bool:
+        """Return whether ranks exchange heads for tokens (Ulysses) instead of passing keys."""
+        return self.between and self.method in ("heads", "heads_ring")
+
+    def held(self, keys_values: float, queries: float, tokens: int, own: int) -> float:
+        """Return the most bytes that a rank holds of others' keys and values while a layer's attention runs.
+
+        A token has ``keys_values`` and ``queries`` bytes of each; ``own`` of the ``tokens`` are this rank's::
+
+            gather       2 kv tokens   all keys and values, and the gradients that this rank adds to them
+            ring         4 kv own      a block and the next one under way, and the same of their gradients
+            heads        2 q own       what is sent of queries, and what comes for it
+            heads_ring   as the ring, with key heads replicated where there are fewer of them than ranks that share
+                         them out
+
+        What collectives copy in order to send it comes on top: as much again at most, over gloo.
+        """
+        if not self.between:
+            return 0.0
+        if self.method == "heads":
+            return 2 * queries * own
+        if self.method == "gather":
+            return 2 * keys_values * tokens
+        return 4 * keys_values * self.replicas * own
+
+
+NO_EXCHANGE = Exchange()  # every rank has full sequences
+
+
+def exchange_of(plan: PlanContents) -> Exchange:
+    """Return how a plan's attention reads what other ranks have of a sequence."""
+    planned = plan.feature(ContextPlan)
+    if planned is None:
+        return NO_EXCHANGE
+    return exchange_over(
+        plan.layout.cp, planned.method, planned.heads, planned.key_heads, planned.together
+    )
+
+
+def exchange_over(
+    size: int, method: str, heads: int, key_heads: int, together: int = 1
+) -> Exchange:
+    """Return how ``size`` ranks exchange, each with as many ``heads``; ``heads_ring`` in groups of ``together``."""
+    if size == 1:
+        return NO_EXCHANGE
+    if heads:
+        method = choose(method, heads, key_heads, size)
+    elif method == "auto":
+        method = "gather"
+    found = Exchange(method, heads, between=True)
+    if not key_heads or not found.moves_heads:
+        return found
+    sharing = size if method == "heads" else together
+    return replace(found, replicas=max(1.0, sharing / key_heads))
