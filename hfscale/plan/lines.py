@@ -75,35 +75,6 @@ def describe_experts(plan: PlanContents) -> list[str]:
     ]
 
 
-def describe_quantization(plan: PlanContents) -> list[str]:
-    """Return how the arithmetic of a quantized model can differ from one process."""
-    quantized = plan.quantized
-    if quantized is None:
-        return []
-    weights = [plan.by_name[name] for name in quantized.weights]
-    if quantized.as_stored:
-        size = f"{quantized.size:.3g} bytes of a value"
-        return [
-            f"quantized: {len(weights)} weights in the bytes of their checkpoint ({quantized.kind}, {size})"
-        ]
-    lines = [f"quantized: {len(weights)} weights in {quantized.bits} bits ({quantized.kind})"]
-    cut_through = sum(not quantized.aligned(planned) for planned in weights)
-    if cut_through and quantized.stored:
-        lines.append(
-            f"4-bit blocks of {cut_through} weights do not align with their shards: they cannot be loaded"
-        )
-    elif cut_through:
-        unit = "4-bit blocks" if quantized.bits == 4 else "8-bit rows"
-        lines.append(
-            f"{unit} of {cut_through} weights do not align with their shards: close to unsharded, not equal"
-        )
-    if quantized.double and any(planned.cuts for planned in weights):
-        lines.append(
-            "double quantization takes blocks and a mean over the scales of a shard: close to unsharded, not equal"
-        )
-    return lines
-
-
 def describe_parts(plan: PlanContents) -> list[str]:
     """Return the lines of all that the plan has, and those of its stages, with an empty line behind both."""
     features = [line for feature in plan.features for line in feature.describe(plan)]
@@ -112,6 +83,7 @@ def describe_parts(plan: PlanContents) -> list[str]:
         parts += [
             f"data axes: {len(plan.layers)} layers, each gathered and reduced as one, and the rest of the model"
         ]
-    parts += describe_quantization(plan)
+    if plan.quantized is not None:
+        parts += plan.quantized.lines(plan.by_name)
     stages = str(plan.stages).splitlines() if plan.stages else []
     return [line for lines in (parts, stages) if lines for line in (*lines, "")]

@@ -10,7 +10,7 @@ if a cut goes through blocks, scales differ::
     row of 96 values, cut in two       |---- block 0 -----|-- block 1 ...        48 | 48: the blocks are other ones
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
@@ -22,6 +22,8 @@ from .parameter import ParameterPlan
 AS_STORED = "as_stored"  # the quantization config that keeps weights in the bytes that their checkpoint stores
 BLOCK = 64  # values per scale in 4 bits
 OUTER_BLOCK = 256  # scales per scale of their own, in double quantization
+_CODE = 4 * 16  # bytes of the table of 4-bit values, one per weight
+_OUTER_CODE = 4 * 256
 
 
 @cache
@@ -100,9 +102,56 @@ class QuantizedPlan:
         return self.size > 0
 
     @property
+    def by_bitsandbytes(self) -> bool:
+        """Return whether bitsandbytes' modules, which PEFT and engines know, hold the weights."""
+        return not self.as_stored
+
+    @property
     def described(self) -> str:
         """How its weights are held, in words."""
         return f"held as stored ({self.kind})" if self.as_stored else f"in {self.bits} bits"
+
+    def lines(self, by_name: Mapping[str, ParameterPlan]) -> list[str]:
+        """Return how the weights are held, and how their arithmetic can differ from one process, a line each."""
+        weights = [by_name[name] for name in self.weights]
+        if self.as_stored:
+            size = f"{self.size:.3g} bytes of a value"
+            return [
+                f"quantized: {len(weights)} weights in the bytes of their checkpoint ({self.kind}, {size})"
+            ]
+        lines = [f"quantized: {len(weights)} weights in {self.bits} bits ({self.kind})"]
+        cut_through = sum(not self.aligned(planned) for planned in weights)
+        if cut_through and self.stored:
+            lines.append(
+                f"4-bit blocks of {cut_through} weights do not align with their shards: they cannot be loaded"
+            )
+        elif cut_through:
+            unit = "4-bit blocks" if self.bits == 4 else "8-bit rows"
+            lines.append(
+                f"{unit} of {cut_through} weights do not align with their shards: close to unsharded, not equal"
+            )
+        if self.double and any(planned.cuts for planned in weights):
+            lines.append(
+                "double quantization takes blocks and a mean over the scales of a shard: close to unsharded, not equal"
+            )
+        return lines
+
+    def bytes_of(self, name: str, local: Sequence[int], sharded: bool) -> int:
+        """Return the bytes and scales of a rank's shard of a weight, whose shape is ``local``; ``sharded`` over data
+        ranks, which hold rows of equal size that hfscale packs.
+        """
+        matrices = prod(local[:-2])
+        values = prod(local[-2:])
+        if self.as_stored:
+            return ceil(matrices * values * self.size)
+        if self.bits == 8:
+            return values + 4 * local[-1 if name in self.transposed else -2]
+        blocks = ceil(values / BLOCK)
+        if sharded or len(local) == 3:
+            return matrices * (blocks * BLOCK // 2 + bytes_of_scales(blocks, self.double))
+        # scales, their scales, their mean, a table
+        outer = blocks + 4 * ceil(blocks / OUTER_BLOCK) + 4 + _OUTER_CODE
+        return ceil(values / 2) + (outer if self.double else 4 * blocks) + _CODE
 
     def aligned(self, planned: ParameterPlan) -> bool:
         """Return whether every rank's shard of a weight is quantized as in one process, double quantization aside."""

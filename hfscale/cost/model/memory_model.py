@@ -36,7 +36,6 @@ from ...plan.columns import aligned
 from ...plan.context_plan import exchange_of
 from ...plan.cut import Cut, cut_shape
 from ...plan.feature_plans import gathered_in_8_bits, offloaded, recomputed, weights_in_8_bits
-from ...plan.quantized import BLOCK, OUTER_BLOCK, bytes_of_scales
 from ...plan.table import human
 from .activation_bytes import (
     Activations,
@@ -61,8 +60,6 @@ _BESIDE = (
     "notes",
 )
 _Bytes = TypeVar("_Bytes", int, float)
-_CODE = 4 * 16  # bytes of the table of 4-bit values, one per weight
-_OUTER_CODE = 4 * 256
 
 
 def likely_bytes(needed: float, activations: float) -> float:
@@ -263,9 +260,12 @@ def weight_bytes(
 ) -> int:
     """Return a parameter's bytes on the rank at ``ranks``, unsharded over ``axes``; data shards are padded alike."""
     cuts = [cut for cut in planned.cuts if cut.axis not in axes]
-    if planned.name in plan.quantized_weights:
+    quantized = plan.quantized
+    if quantized is not None and planned.name in quantized.weights:
         shards = prod(cut.size for cut in planned.cuts if cut.axis in axes)
-        return shards * _quantized_bytes(plan, planned, ranks)
+        sharded = plan.layout.data_world > 1
+        own = _padded(planned.shape, planned.cuts, ranks) if sharded else planned.local_shape(ranks)
+        return shards * quantized.bytes_of(planned.name, own, sharded)
     return prod(_padded(planned.shape, cuts, ranks)) * planned.dtype.itemsize
 
 
@@ -279,27 +279,6 @@ def _padded(
         cuts,
         {axis: rank for axis, rank in ranks.items() if axis not in _DATA},
     )
-
-
-def _quantized_bytes(plan: Plan, planned: ParameterPlan, ranks: dict[str, int]) -> int:
-    """Return the bytes and scales of this rank's shard; data ranks hold rows of equal size."""
-    assert plan.quantized is not None
-    transposed = planned.name in plan.quantized.transposed
-    double = plan.quantized.double
-    sharded = plan.layout.data_world > 1
-    local = _padded(planned.shape, planned.cuts, ranks) if sharded else planned.local_shape(ranks)
-    matrices = prod(local[:-2])
-    values = prod(local[-2:])
-    if plan.quantized.as_stored:
-        return ceil(matrices * values * plan.quantized.size)
-    if plan.quantized.bits == 8:
-        return values + 4 * local[-1 if transposed else -2]
-    blocks = ceil(values / BLOCK)
-    if sharded or len(local) == 3:  # bytes that hfscale packs
-        return matrices * (blocks * BLOCK // 2 + bytes_of_scales(blocks, double))
-    # scales, their scales, their mean, a table
-    outer = blocks + 4 * ceil(blocks / OUTER_BLOCK) + 4 + _OUTER_CODE
-    return ceil(values / 2) + (outer if double else 4 * blocks) + _CODE
 
 
 def _copied(plan: Plan, held: Sequence[ParameterPlan], situation: Situation) -> int:

@@ -56,7 +56,7 @@ def is_known(config: Any, plan: Plan) -> bool:
         _check(config, plan)
     except ConfigError:
         # PEFT does not know modules that hold such weights.
-        if plan.quantized is not None and plan.quantized.as_stored:
+        if plan.quantized is not None and not plan.quantized.by_bitsandbytes:
             raise
         return False
     return True
@@ -232,7 +232,7 @@ def _refuse_quantized_copies(config: Any, plan: Plan) -> None:
             instead = (
                 f"leave it out of quantization, BitsAndBytesConfig(llm_int8_skip_modules={skipped})"
             )
-            if quantized.as_stored:
+            if not quantized.by_bitsandbytes:
                 instead = "adapt it instead, by target_modules"
             raise ConfigError(
                 f"modules_to_save={wanted!r} trains all weights, and {inside[0]} is {quantized.described}, which have "

@@ -277,7 +277,8 @@ def check_over_quantized(config: Any, quantized: QuantizedPlan, batch_world: int
             f"LoraConfig(init_lora_weights={init!r}) changes the weights, which would be rounded to {bits} bits once "
             "more: use True or 'gaussian', or load the weights in 16 or 32 bits"
         )
-    if getattr(config, "use_dora", False) and (bits != 4 or batch_world > 1 or quantized.as_stored):
+    alone = bits == 4 and batch_world == 1 and quantized.by_bitsandbytes
+    if getattr(config, "use_dora", False) and not alone:
         raise ConfigError(
             f"LoraConfig(use_dora=True) needs the norms of {bits}-bit weights, which hfscale computes only for 4-bit "
             "weights without data ranks: use LoRA without it, or tp_size and pp_size alone with load_in_4bit=True"

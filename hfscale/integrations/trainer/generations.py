@@ -69,7 +69,7 @@ class LayoutEngine(EngineHooks):
         quantized = runtime_of(self.model).plan.quantized
         if (
             quantized is not None
-            and not quantized.as_stored
+            and quantized.by_bitsandbytes
             and quantized.kind != "nf4"
             and self.mode == "colocate"
         ):

@@ -18,7 +18,6 @@ from ..._compat.replaced import attribute_replaced
 from ..._compat.transformers.classes import class_name, empty_copy
 from ...config.parallel import ParallelConfig
 from ...errors import ConfigError
-from ...plan.lines import describe_quantization
 from ...plan.quantized import BLOCK
 from ..runtime import Batch, Part, Runtime
 from ..runtime.batches import agree, look_at
@@ -263,7 +262,8 @@ def before_step(runtime: Runtime) -> None:
 
 def _warn_of_rounding(runtime: Runtime) -> None:
     """Warn of weights that are quantized, and of a launcher's precision that differs from the model's."""
-    for line in describe_quantization(runtime.plan)[1:]:
+    quantized = runtime.plan.quantized
+    for line in [] if quantized is None else quantized.lines(runtime.plan.by_name)[1:]:
         _log.warning(
             "%s (losses differ from those of one process by the rounding of these weights)", line
         )
@@ -284,7 +284,7 @@ def _warn_of_misread_rows(runtime: Runtime) -> None:
     quantized = runtime.plan.quantized
     if (
         quantized is None
-        or quantized.as_stored
+        or not quantized.by_bitsandbytes
         or quantized.bits != 4
         or runtime.mesh.device.type != "cpu"
     ):
