@@ -1,7 +1,8 @@
-"""A marker file for complete directories, written once all files are on disk, with their sizes and checksums.
+"""Write and read the marker file of a complete directory, with the sizes and checksums of its files.
 
-The marker comes last, by a rename, so a process that is killed at any moment leaves a directory with a correct marker
-or with none. Checksums are CRC-32: one flipped bit, or a run of up to 32, is always detected.
+The marker is written after all other files are on disk, and gets its name by a rename. A process that is killed at any
+moment therefore leaves a directory with a correct marker or without one. Checksums are CRC-32: they always detect one
+flipped bit, or a run of up to 32 flipped bits.
 """
 
 import json
@@ -21,10 +22,10 @@ _BLOCK = 1 << 20  # bytes; fits into a core's cache
 
 @dataclass(frozen=True)
 class FileSum:
-    """Size and checksum of one file."""
+    """Hold the size and checksum of one file."""
 
-    size: int
-    crc: int
+    size: int  # bytes
+    crc: int  # CRC-32
 
     @classmethod
     def of_file(cls, path: Path) -> "FileSum":
@@ -41,7 +42,7 @@ class FileSum:
 
 @dataclass(frozen=True)
 class Mark:
-    """The content of a directory's marker file."""
+    """Hold the content of a directory's marker file."""
 
     written: float  # time of writing, in seconds since 1970
     files: dict[str, FileSum]  # sizes and checksums by file name
@@ -78,7 +79,11 @@ def mark_complete(
 
 
 def read_mark(directory: Path) -> Mark:
-    """Return a directory's marker; raise :class:`CheckpointError` in words that continue a sentence after its name."""
+    """Return a directory's marker.
+
+    Raises:
+        CheckpointError: the marker is missing or damaged; the text continues a sentence that begins with the directory.
+    """
     try:
         told: Any = json.loads((directory / MARK).read_bytes())
         files = {
@@ -99,7 +104,7 @@ def read_mark(directory: Path) -> Mark:
 
 
 def size_problems(directory: Path, mark: Mark) -> list[str]:
-    """Return problems with the presence and sizes of the files, in words, without reading them."""
+    """Return texts about files that are missing or have another size than in the marker; reads no file contents."""
     found = []
     for name, file in mark.files.items():
         try:
@@ -113,7 +118,7 @@ def size_problems(directory: Path, mark: Mark) -> list[str]:
 
 
 def content_problems(directory: Path, mark: Mark, names: Iterable[str]) -> list[str]:
-    """Return problems with the checksums of the files ``names``, in words; reads all of them."""
+    """Return texts about files, of those in ``names``, whose checksum differs or that cannot be read."""
     found = []
     for name in names:
         try:
