@@ -112,7 +112,7 @@ def _complete(order: Order, path: Path) -> None:
     for (stage, index), counted in counts.items():
         if counted not in ((1, 1, 0, 0), (1, 0, 1, 1)):
             raise ConfigError(
-                f"{path}: stage {stage} has F, B, I, W of microbatch {index} {counted} times: write one F and either "
+                f"{path}: stage {stage} has F, B, I, W of microbatch {index} {counted} times: give one F and either "
                 "one B, or one I and one W"
             )
     if seen:

@@ -252,8 +252,7 @@ def order(
         )
         if (len(rows), stages, passes) != (pp_size, pp_size * virtual_stages, num_microbatches):
             raise ConfigError(
-                f"{schedule} is a schedule of {len(rows)} ranks, {stages} stages and {passes} microbatches, which does "
-                "not fit this layout: use "
+                f"{schedule} is a schedule of {len(rows)} ranks, {stages} stages and {passes} microbatches: use "
                 f"pp_size={len(rows)}, virtual_stages={stages // len(rows)}, num_microbatches={passes}"
             )
         return rows

@@ -30,7 +30,7 @@ def plan_pipeline(draft: Draft) -> None:
         stage_problem(
             draft,
             "train_step does not run its loss (only that of causal language models with a Linear head), and nothing "
-            f"else runs pipeline stages: {draft.no_step}",
+            f"else runs stages: {draft.no_step}",
         )
     virtual = int(layout.virtual_stages or 1)
     count = layout.pp * virtual

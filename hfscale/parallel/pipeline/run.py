@@ -329,5 +329,5 @@ class Pipeline(Executor):
         if self._objective is None:
             raise ConfigError(
                 f"{self._layout.describe()}: a rank holds {len(self.workers)} of {len(self._stages.stages)} stages, so "
-                "its model cannot be called by itself: use hfscale.train_step or hfscale.eval_step"
+                "its model cannot be called by itself: use hfscale.train_step and hfscale.eval_step"
             )

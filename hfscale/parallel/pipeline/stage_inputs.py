@@ -62,7 +62,7 @@ class LayersSeen:
 
 
 def see_passage(draft: Draft, layer_list: str, items: Iterable[str]) -> LayersSeen | None:
-    """Trace a run of the model, or of a tiny clone if the model's code reads values; ``None`` if neither is traceable."""
+    """Trace a run of the model, or of a tiny clone if its code reads values; ``None`` if neither can be traced."""
     facts = ask("passage", draft.model, layer_list, layer_list=layer_list, items=list(items))
     if failure := facts["failure"]:
         stage_problem(
