@@ -35,7 +35,7 @@ from ..config.environment import guards_are_on
 from ..extensions import provided
 from .user_code import user_line_of
 
-CODE = 75  # EX_TEMPFAIL: start the process again
+CODE = 75  # the exit code EX_TEMPFAIL, which asks a launcher to start the process again
 SWITCH = "HFSCALE_FAILURES"
 _TRACEBACK = "HFSCALE_TRACEBACK"
 _GRACE = 0.3  # seconds in which another rank may turn out to have failed first
@@ -67,7 +67,7 @@ class Process(NamedTuple):
         """Return the identity of the current process."""
         try:
             return cls(f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}", os.getpid())
-        except OSError:  # no Linux
+        except OSError:  # not on Linux
             return cls("", os.getpid())
 
     def how_it_ended(self, seconds: float = _ENDING) -> str | None:
@@ -143,12 +143,13 @@ class Reporter(threading.Thread):
         self._connection = connection
         self._listener = listener
         self._failing, self._stopped, self._heard = False, False, threading.Event()
-        self.first: Failure | None = None  # of all ranks, once it is known
+        self.first: Failure | None = None  # the first failure of any rank, once it is known
         connection.sendall(_line({"rank": rank, "token": token}))
         at_an_uncaught_error(self.report)
         _connected[:] = [self]
         atexit.register(self.stop)
-        os.register_at_fork(after_in_child=connection.close)  # a forked process would keep it open
+        # A forked process would keep the connection open after this process has ended.
+        os.register_at_fork(after_in_child=connection.close)
         self.start()
 
     def report(self, error: BaseException) -> bool:
@@ -217,7 +218,7 @@ def explained(error: BaseException) -> str:
     try:
         explain = provided("explanations", "memory")
         return "" if explain is None else str(explain(error))
-    except Exception as another:  # memory has run out
+    except Exception as another:  # the explanation itself may fail, because memory has run out
         return f"the memory in use could not be listed ({another})"
 
 
@@ -308,7 +309,7 @@ class _Listener(threading.Thread):
                 Failure(**json.loads(line)) if line else _failure_of_lost_rank(rank, self.processes)
             )
         self._left.append(rank)
-        with suppress(OSError, AttributeError):  # it has ended, or this is no Linux
+        with suppress(OSError, AttributeError):  # the process has ended, or this is not Linux
             if self.processes[rank].machine == Process.own().machine:
                 selector.register(
                     os.pidfd_open(self.processes[rank].pid), selectors.EVENT_READ, rank

@@ -1,4 +1,4 @@
-"""The device mesh: the ranks of each axis and their process groups, as one rank sees them."""
+"""Hold the device mesh: the ranks of each axis and the process groups of one rank."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -30,7 +30,7 @@ class Mesh:
     device_mesh: DeviceMesh | None = None
     # A gloo group over all ranks for barriers and small objects.
     control: dist.ProcessGroup | None = None
-    # number of consecutive tensor ranks that hold the same shard -> their group, through this rank
+    # number of consecutive tensor ranks that hold the same shard -> the group of those ranks that includes this rank
     replicas: dict[int, dist.ProcessGroup] = field(default_factory=dict)
     # pipeline ranks that hold one tied tensor -> their group, if this rank is one of them
     ties: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
@@ -73,11 +73,11 @@ class Mesh:
 
     @property
     def tp_group(self) -> dist.ProcessGroup | None:
-        """The group of the tensor ranks; ``None`` for one rank."""
+        """The group of the tensor ranks; ``None`` if there is one tensor rank."""
         return self.group("tp")
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
-        """Return the process group of ``axis`` through this rank; ``None`` where the axis has one rank."""
+        """Return the process group of this rank along ``axis``; ``None`` if the axis has size 1."""
         if self.layout.size(axis) == 1 or self.device_mesh is None:
             return None
         if axis == "cp":
@@ -98,7 +98,7 @@ class Mesh:
         return self.expert_mesh, ranks if self.layout.expert_tp > 1 else {**ranks, "tp": 0}
 
     def free_axes(self, cuts: Sequence[Cut]) -> list[str]:
-        """Return the axes of a stage along which ranks hold replicas of a parameter with these ``cuts``."""
+        """Return the axes within a stage along which ranks hold replicas of a parameter with these ``cuts``."""
         cut = {"pp", *(cut.axis for cut in cuts)}
         return [axis for axis in self.view(cuts)[1] if axis not in cut]
 
@@ -108,7 +108,13 @@ class Mesh:
         ranks: dict[str, int],
         stage: int,
     ) -> int:
-        """Return the first global rank that holds the shard at ``ranks`` of a parameter, on pipeline rank ``stage``."""
+        """Return the first global rank, on pipeline rank ``stage``, that holds a parameter's shard at ``ranks``.
+
+        Args:
+            cuts: the parameter's cuts.
+            ranks: the shard's coordinate on each cut axis.
+            stage: the pipeline rank.
+        """
         device_mesh, _ = self.view(cuts)
         assert device_mesh is not None
         names: Any = device_mesh.mesh_dim_names

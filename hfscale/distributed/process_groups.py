@@ -241,7 +241,7 @@ def _consecutive_ranks(
 
 
 def _columns(device_mesh: DeviceMesh, members: Sequence[int]) -> list[list[int]]:
-    """Return the global ranks of the pipeline ranks ``members``, one list for each position within a stage."""
+    """Return, for each position within a stage, the global ranks at this position on pipeline ranks ``members``."""
     return [
         [column[member] for member in members] for column in device_mesh.mesh.flatten(1).T.tolist()
     ]
@@ -256,7 +256,7 @@ def _ranks_of_one_batch(mesh: Mesh, made: "Groups") -> dist.ProcessGroup | None:
         return mesh.reports
     if layout.pp == cp == 1 and mesh.device.type == "cpu":
         return mesh.tp_group
-    # pp, replicate, shard x cp, tp -> replicate, shard; pp, cp, tp
+    # Reorder the mesh (pp, replicate, shard x cp, tp) to (replicate, shard; pp, cp, tp): one row of ranks per batch.
     lines = device_mesh.mesh.unflatten(2, (-1, cp)).movedim(0, 2).flatten(2).flatten(0, 1).tolist()
     shape = tuple(layout.size(axis) for axis in MESH_AXES)
     return made.once(

@@ -135,7 +135,7 @@ def met_before() -> bool:
 
 
 def has_agent_store() -> bool:
-    """Return whether the launcher has a store, which outlives the ranks."""
+    """Return whether the launcher has a store of its own, which outlives the ranks."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
@@ -191,7 +191,7 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
     """
     try:
         return str(backend_for(group, device).name())
-    except RuntimeError:  # no backend for that kind of device
+    except RuntimeError:  # the group has no backend for this kind of device
         return ""
 
 
@@ -315,13 +315,13 @@ def _patience(device: torch.device) -> timedelta:
     world: Any = dist.group.WORLD
     try:
         patience = patience_of(backend_for(world, device))
-    except RuntimeError:  # not the world's kind of device
+    except RuntimeError:  # torch's process group has no backend for this kind of device
         patience = None
     return patience or TIMEOUT
 
 
 def _splits(world: dist.ProcessGroup, device: torch.device) -> bool:
-    """Return whether groups can be split off the default group's communicator, once it is bound and connected."""
+    """Return whether groups can be split off the default group's communicator after it is bound and connected."""
     backend = backend_of(world, device)
     if device.type == "cpu" or backend == "gloo" or dist.get_backend(world) != backend:
         return False

@@ -17,7 +17,7 @@ from ...errors import CheckpointError
 from .directories import sync
 
 MARK = "complete.json"
-_BLOCK = 1 << 20  # bytes; fits into a core's cache
+_BLOCK = 1 << 20  # bytes read at a time, which fit into a core's cache
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,12 @@ class FileSum:
 class Mark:
     """Hold the content of a directory's marker file."""
 
-    written: float  # time of writing, in seconds since 1970
+    written: float  # time at which the marker was written, in seconds since 1970
     files: dict[str, FileSum]  # sizes and checksums by file name
-    step: int | None = None  # training step of the run
-    run: str | None = None  # the run's id; ``None`` if an earlier hfscale wrote it
+    step: int | None = None  # the training step at which the directory was saved
+    run: str | None = (
+        None  # the run's id; ``None`` if an earlier version of hfscale wrote the marker
+    )
 
 
 def write_synced(path: Path, content: bytes) -> FileSum:
@@ -63,7 +65,7 @@ def mark_complete(
     step: int | None = None,
     run: str | None = None,
 ) -> None:
-    """Write the marker of ``directory``, whose ``files`` are on disk."""
+    """Write the marker of ``directory``; all ``files`` must be on disk already."""
     sums = {
         name: [
             file.size,

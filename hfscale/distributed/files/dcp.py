@@ -29,7 +29,7 @@ from .torch_file import TensorInTorchFile
 
 METADATA = ".metadata"
 _OF_OPTIMIZERS = "optim"
-# Wrappers that put themselves into the names of parameters.
+# Parts that wrappers (``torch.compile``, FSDP, activation checkpointing) add to the names of parameters.
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 _ADAPTERS = ".base_layer."
 

@@ -121,7 +121,9 @@ def make_staging(target: Path, staging: Path) -> DirectoryLock:
         discard(staging, target)
         lock.release()
     staging.mkdir()
-    if target.is_dir():  # new files get the group and rights that they would get in the target
+    if (
+        target.is_dir()
+    ):  # new files should get the group and permissions that they would get in the target
         with suppress(OSError):
             os.chown(staging, -1, target.stat().st_gid)
         shutil.copystat(target, staging)
@@ -137,7 +139,7 @@ def discard(path: Path, target: Path) -> None:
 
 
 def discarded_of(path: Path, target: Path) -> Path:
-    """Return a hidden name beside ``target`` for a ``path`` that is to be removed."""
+    """Return a new hidden path, in the directory of ``path``, to which ``path`` is renamed before it is removed."""
     return path.with_name(f".{target.name}.{secrets.token_hex(4)}.discarded")
 
 

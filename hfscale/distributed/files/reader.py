@@ -25,7 +25,7 @@ from ...plan.cut import Spans, share_spans
 from .directories import check_inside, leads_out
 
 Box = tuple[tuple[int, int], ...]
-"""``(start, stop)`` per dim."""
+"""A box in a tensor: one ``(start, stop)`` per dim."""
 
 _FLOATS = (torch.float64, torch.float32, torch.float16)
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)

@@ -42,7 +42,7 @@ _DOORS = (
     "config.json",
     "adapter_config.json",
 )  # without these files no library loads the directory
-_MOST_LINKS = 20_000  # hard links: about a second
+_MOST_LINKS = 20_000  # making so many hard links takes about a second
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
 _log = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ class NewFiles:
             )
             return False
         self._placed = True
-        with suppress(OSError):  # the save is done, whatever happens to the old directory
+        with suppress(OSError):  # the save is complete, even if removing the old directory fails
             directories.sync(self.target.parent)
             old = directories.discarded_of(self.path, self.target)
             self.path.rename(old)
@@ -131,7 +131,9 @@ class NewFiles:
             shutil.rmtree(inside, ignore_errors=True)
             inside.mkdir()
             for name in new:
-                shutil.move(self.path / name, inside / name)  # copies between file systems
+                shutil.move(
+                    self.path / name, inside / name
+                )  # a copy if the two are on different file systems
                 directories.sync(inside / name)
         (inside / _LIST).write_text(json.dumps({"new": new, "old": old}))
         directories.sync(inside / _LIST)
@@ -161,7 +163,7 @@ def finish_move(directory: str | Path) -> None:
         for name in told["old"]:
             (target / name).unlink(missing_ok=True)
         for name in sorted(told["new"], key=lambda name: name in _DOORS):
-            with suppress(FileNotFoundError):  # moved already
+            with suppress(FileNotFoundError):  # the file was moved already
                 (source / name).replace(target / name)
         directories.sync(target)
     except FileNotFoundError:
@@ -192,7 +194,10 @@ def _link(
     left_out: Collection[str],
     linked: dict[str, int],
 ) -> None:
-    """Hard-link the entries of ``source`` into ``target``, recording their inodes; owner, mode and times are kept."""
+    """Hard-link the entries of ``source`` into ``target``, and record their inodes in ``linked``.
+
+    Entries in ``left_out`` are skipped. Owner, mode and times of directories are copied.
+    """
     with os.scandir(source) as found:
         entries = list(found)
     for entry in entries:

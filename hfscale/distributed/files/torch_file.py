@@ -40,7 +40,7 @@ class TorchFile(BytesOnDisk):
 
 
 class TensorInTorchFile(TensorOnDisk):
-    """One tensor of a file of ``torch.save``."""
+    """Read one tensor of a file of ``torch.save`` lazily."""
 
     def __init__(self, file: BytesOnDisk, name: str, place: PlaceInFile) -> None:
         if place.dtype not in NAMES:

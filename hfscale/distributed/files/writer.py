@@ -172,7 +172,7 @@ def in_order(contents: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Return the bytes of a tensor, on the CPU."""
+    """Return the bytes of a tensor, copied to the CPU if necessary."""
     data: Any = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
     return memoryview(data)
 

@@ -49,12 +49,12 @@ class FourBitEncoding(Encoding):
 
     @property
     def scale_bytes(self) -> int:
-        """The bytes of the scales of one matrix of a shard, a multiple of 4."""
+        """The number of bytes of the scales of one matrix of a shard, a multiple of 4."""
         return bytes_of_scales(self.blocks, self.double)
 
     @property
     def weight_bytes(self) -> int:
-        """The bytes of a row before its scales."""
+        """The number of bytes of a row before its scales: those of the 4-bit values."""
         return self.chunk[0] * self.blocks * BLOCK // 2
 
     @property
@@ -100,8 +100,9 @@ class FourBitEncoding(Encoding):
 
 
 def encode(share: Tensor, encoding: FourBitEncoding) -> Tensor:
-    """Quantize a data rank's shard, ``[matrices, rows, columns]`` in 16 or 32 bits, no larger than ``encoding.chunk``,
-    to its row of bytes, ``uint8 [1, ...]``.
+    """Quantize a data rank's shard to its row of bytes, ``uint8 [1, ...]``.
+
+    ``share`` is ``[matrices, rows, columns]`` in 16 or 32 bits, and no larger than ``encoding.chunk``.
     """
     missing = encoding.chunk[2] - share.shape[2]
     share = F.pad(share, (0, missing)) if missing else share

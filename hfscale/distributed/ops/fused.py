@@ -37,7 +37,7 @@ def fused(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if torch.compiler.is_compiling() or not is_fused(first.device):
             return function(first, *rest)
         if compiled is None:
-            allow_recompiles()  # for row- and column-major matrices, dtypes, scales
+            allow_recompiles()  # one compilation each for row- and column-major matrices, dtypes and scales
             compiled = torch.compile(function, dynamic=True)
         try:
             result: Tensor = compiled(first, *rest)

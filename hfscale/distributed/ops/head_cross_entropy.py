@@ -37,7 +37,7 @@ _SLICE_ELEMENTS = (
 _CHUNK_ELEMENTS = 1 << 23  # logits of a chunk
 # Larger chunks on a GPU: in each chunk, the product that adds to the weight's gradient reads and writes all of it.
 _CHUNK_ELEMENTS_GPU = 1 << 28
-# Fewer rows make the products slow: each chunk also reads the head's weight twice and its gradient once.
+# Least rows of a chunk: each chunk also reads the head's weight twice and its gradient once, which few rows make slow.
 _FEWEST_ROWS = 128
 _SMALL_ELEMENTS = 1 << 20  # fewer logits than these are not worth a chunk
 _once: list[
@@ -274,7 +274,7 @@ def _loss_and_gradients(
             if by_hidden is not None and by_rows is not None:
                 by_hidden.index_copy_(0, rows, by_rows)
             del gradient
-        del logits, terms  # before the next ones are made
+        del logits, terms  # free the memory before the next chunk
     total = torch.cat(losses).sum() * scale if losses else scale.new_zeros(())
     return total, by_hidden, tuple(head.sums()) if gradients else ()
 

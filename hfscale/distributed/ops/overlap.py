@@ -103,7 +103,7 @@ class Regather:
             self._know(whole, as_it_is)
         self._started: Started | None = None
         self._whole: Tensor | None = None
-        self._pass = -1  # the backward pass it was gathered for
+        self._pass = -1  # the number of the backward pass for which the tensor was gathered
 
     def gives(self, x: Tensor) -> Derive | None:
         """Return how ``x`` is derived from the gathered tensor; ``None`` if ``x`` is not, or one of the two changed."""
@@ -290,7 +290,7 @@ def enter_overlapped(
         agrees: whether the products exchange values with other ranks for the gradient of the input; the exchange is
             then made once for all projections.
     """
-    # The collective between its launch and its wait.
+    # flight: the started collective, between its launch and its wait
     entry, flight = (
         Entry() if agrees else None,
         list[Started](),

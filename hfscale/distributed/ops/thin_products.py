@@ -116,7 +116,7 @@ def _pieces(factor: Tensor) -> list[Tensor]:
     for _ in range(3):
         piece = factor.to(torch.bfloat16)
         pieces.append(piece)
-        factor = factor - piece  # exact
+        factor = factor - piece  # this difference is exact
     return pieces
 
 
@@ -177,7 +177,7 @@ def _thin_gradient(thin: Tensor, wide: Tensor, transposed: bool) -> Tensor:
         for start in blocks:
             rows = slice(start, start + blocks.step)
             total.addmm_(thin[rows].t(), wide[rows].to(thin.dtype))
-    # The other order of the product takes up to eight times as long.
+    # Transposed at the end: computing the product in transposed order takes up to eight times as long.
     return total.t().contiguous() if transposed else total
 
 

@@ -308,7 +308,7 @@ def _shard_experts(
         for attribute, p in module.named_parameters():
             name = f"{experts.name}.{attribute}"
             planned = plan.by_name[name if name in plan.by_name else stock_name(name)]
-            # Quantized weights are [data ranks, bytes].
+            # Quantized weights are [data ranks, bytes], so they are sharded along dim 0.
             dims[p] = 0 if p.dtype == torch.uint8 else planned.cuts[-1].dim
         shard_by_type(
             module,

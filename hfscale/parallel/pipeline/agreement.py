@@ -57,7 +57,8 @@ class StageAgreement:
         assert runtime.plan.stages is not None
         self._runtime = runtime
         self._stages = runtime.plan.stages
-        self._held = runtime.plan.local_names(runtime.mesh.pp_rank)  # owned name -> name here
+        # name of an owned parameter -> the parameter's name on this rank
+        self._held = runtime.plan.local_names(runtime.mesh.pp_rank)
         owned = [planned.name for planned in runtime.plan.owned()]
         self._tied = [name for name in owned if len(runtime.plan.holders(name)) > 1]
         live = runtime.live_parameters()
@@ -139,7 +140,7 @@ class StageAgreement:
                 report.ties[index] for report in self._reports if report.ties[index] != _ABSENT
             ]
             states = [state for state in states if state > _TRAINS] or states
-            if not states:  # an evaluation
+            if not states:  # in an evaluation, ranks report no states
                 continue
             trains = all(state in (_TRAINS, _TRAINS + _CHANGED) for state in states)
             if name in self._held:
@@ -215,7 +216,7 @@ class TiedGradients:
 
     def _sum(self, copies: list[Tensor], holders: tuple[int, ...]) -> None:
         key = tuple(map(id, copies))
-        if key not in self._known:  # exchanged once, since it depends only on the model
+        if key not in self._known:  # exchanged once, because it depends only on the model
             here = torch.tensor([copy.grad is not None for copy in copies], dtype=torch.int64)
             dist.all_reduce(
                 here, op=dist.ReduceOp.MAX, group=self._runtime.mesh.tie_reports[holders]

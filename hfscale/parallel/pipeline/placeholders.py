@@ -128,7 +128,7 @@ class _Placeholder(nn.Module):
         if isinstance(attribute, nn.Module) and not (
             passage.arriving is None and passage.leaving is None
         ):
-            # Stock code may call a submodule without its parent.
+            # Stock code may call a submodule of the replaced module directly.
             return PlaceholderModule(attribute, passage, None)
         return attribute
 

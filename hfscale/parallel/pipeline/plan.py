@@ -189,7 +189,7 @@ def _stages(
             )
         )
         start += count
-    names: dict[int, list[str]] = {}  # in the model's order
+    names: dict[int, list[str]] = {}  # id of a tensor -> all its names, in the model's order
     for name, parameter in draft.named():
         names.setdefault(id(parameter), []).append(name)
     return StagePlan(

@@ -17,7 +17,7 @@ class Record:
     origin: (
         int  # time on the machine's clock when :meth:`Recorder.start` was called, in nanoseconds
     )
-    # actions, each with its first and last nanosecond
+    # actions, each with its start and end in nanoseconds
     events: list[tuple[Action, int, int]] = field(default_factory=list)
 
 

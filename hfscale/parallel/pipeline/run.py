@@ -232,7 +232,7 @@ class Pipeline(Executor):
         self._agreement.compare_numbers(told)
 
     def _set_training_stages(self) -> None:
-        """Set which stages train, before anything is sent."""
+        """Set, before the first transfer of a step, which stages train."""
         trains = self._agreement.training_stages()
         for worker in self.workers:
             worker.trains = trains[worker.index]

@@ -52,7 +52,7 @@ def stage_problem(draft: Draft, what: str, instead: str = "pp_size=1") -> None:
 
 @dataclass(frozen=True)
 class LayersSeen:
-    """Hold the trace of a run through a list of layers: the attributes of a probe in :mod:`hfscale.extras.proofs`."""
+    """Hold the trace of a run through a list of layers; fields are those of a probe in :mod:`hfscale.extras.proofs`."""
 
     phases: Mapping[str, set[str]]
     returns: int | None

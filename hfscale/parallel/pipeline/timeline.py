@@ -63,22 +63,22 @@ class Timeline:
 
     @property
     def num_ranks(self) -> int:
-        """Number of ranks."""
+        """The number of ranks."""
         return len(self.ranks)
 
     @property
     def num_stages(self) -> int:
-        """Number of stages over all ranks."""
+        """The number of stages over all ranks."""
         return 1 + max((span.action.stage for _, span in self.spans()), default=-1)
 
     @property
     def virtual_stages(self) -> int:
-        """Stages per rank."""
+        """The number of stages per rank."""
         return self.num_stages // max(self.num_ranks, 1)
 
     @property
     def num_microbatches(self) -> int:
-        """Microbatches in one step."""
+        """The number of microbatches in one step."""
         counted = 1 + max(
             (span.action.microbatch for _, span in self.spans() if span.action.kind == "forward"),
             default=-1,

@@ -57,7 +57,9 @@ def rank_programs(order: Order, name: str = "this order") -> list[list[Step]]:
         )
     homes = stage_ranks(order)
     programs: list[list[Step]] = [[] for _ in order]
-    there: list[set[Result]] = [set() for _ in order]  # what each rank has computed or received
+    there: list[set[Result]] = [
+        set() for _ in order
+    ]  # the results that each rank has computed or received
 
     def run(rank: int, piece: list[Action]) -> bool:
         inputs = [(action, need) for action in piece for need in needs(action, len(homes) - 1)]
@@ -89,7 +91,9 @@ def run_program(program: Sequence[Step], workers: Mapping[int, "StageWorker"]) -
             output = worker.forward(microbatch)
             if stage + 1 in workers:
                 workers[stage + 1].take_input(output, microbatch)
-            del output  # else the last stage's graph would live until the next forward pass
+            del (
+                output
+            )  # otherwise the last stage's graph would stay alive until the next forward pass
         elif kind in GRADIENT:
             worker.backward(microbatch, full=kind == "backward")
             if stage - 1 in workers:
@@ -99,7 +103,7 @@ def run_program(program: Sequence[Step], workers: Mapping[int, "StageWorker"]) -
 
 
 def _steps(piece: Sequence[Action], homes: Mapping[int, int]) -> Iterator[tuple[int, Step]]:
-    """Yield (rank, step): the actions of a piece, then the sends of their results and the receives of other ranks."""
+    """Yield (rank, step) for the actions of a piece, then for the sends of results and the matching receives."""
     for action in piece:
         yield homes[action.stage], (action.kind, action.stage, action.microbatch)
     for action in piece:

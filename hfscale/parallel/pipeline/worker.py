@@ -124,7 +124,7 @@ class StageWorker:
         """Run the forward pass; keep its output until the backward pass or, without one, until the output is sent."""
         arrived = None if self.is_first else _there(self._arriving.pop(microbatch))
         if arrived is not None and self.has_backward:
-            # Reentrant recomputation gives no gradients to layers whose input has none.
+            # Reentrant recomputation computes no gradients for layers whose input requires none.
             arrived.requires_grad_(self.trains_before or (self.recomputes and self.trains))
         with self._recorded("forward", microbatch), torch.set_grad_enabled(self.has_backward):
             output = self._compute(arrived, microbatch)

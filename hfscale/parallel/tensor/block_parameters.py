@@ -23,9 +23,9 @@ class PlacedBlock:
     """Describe one block of a model."""
 
     draft: Draft  # the model's plan so far
-    name: str  # the block's module
-    role: Block  # its entry in the blueprint
-    replicas: int  # how many consecutive ranks hold each of its key/value heads
+    name: str  # the name of the block's module
+    role: Block  # the block's entry in the blueprint
+    replicas: int  # how many consecutive ranks hold each of the block's key/value heads
 
     def path(self, child: str) -> str:
         """Return the full name of ``child``, a path inside the block."""
@@ -36,7 +36,7 @@ class PlacedBlock:
         return tuple(path for child in children if (path := self.path(child)) in self.draft.modules)
 
     def parameter(self, path: str) -> Tensor | None:
-        """Return a parameter inside the block, or ``None``."""
+        """Return the parameter at ``path`` inside the block; ``None`` if there is none."""
         owner, _, attribute = self.path(path).rpartition(".")
         modules = self.draft.modules
         return own_parameters(modules[owner]).get(attribute) if owner in modules else None

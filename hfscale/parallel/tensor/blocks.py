@@ -25,7 +25,7 @@ _KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 
 
 def plan_blocks(draft: Draft, blueprint: Blueprint, layers: list[str]) -> list[BlockPlan]:
-    """Return the blocks of every layer; add the rules of their parameters to ``draft``."""
+    """Return the blocks of all layers; add the rules of the blocks' parameters to ``draft``."""
     blocks: list[BlockPlan] = []
     matched: set[str] = set()  # the blueprint's paths that exist in a layer
     unfit = blueprint.unfit(draft.block_config)

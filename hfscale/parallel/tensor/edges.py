@@ -67,7 +67,7 @@ class Overlap:
         self.gathered = None
         if self._waiting:  # left by a pass that failed, or that did not run every projection
             self._waiting = {}
-        # The compiler overlaps collectives itself, and cannot keep this state.
+        # torch's compiler overlaps collectives by itself, and cannot trace the state that is kept here.
         if torch.compiler.is_compiling():
             return _entered(x, self.group, stream)
         gather, reduce, entries = (

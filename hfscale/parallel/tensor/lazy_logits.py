@@ -91,7 +91,7 @@ class LazyLogits(Tensor):
     reusable: bool  # whether the memory of the logits may be overwritten: the last operation does not save its result
     sample: Tensor  # logits of zero rows, from which the dtype after each operation is read
     graph: bool  # whether the real logits require a gradient
-    value: Tensor | None  # the real logits, once something needed them
+    value: Tensor | None  # the real logits, once they were computed
 
     @staticmethod
     def __new__(cls, hidden: Tensor, head: Pointwise, sample: Tensor, graph: bool) -> "LazyLogits":
@@ -127,7 +127,7 @@ class LazyLogits(Tensor):
         return parts
 
     def materialize(self) -> Tensor:
-        """Compute the logits, with their usual autograd graph, once."""
+        """Return the real logits, with their autograd graph; the first call computes them."""
         if self.value is None:
             with torch.set_grad_enabled(self.graph):
                 self.value = self.logits(self.hidden)
@@ -210,7 +210,7 @@ def _record(
         lazy = LazyLogits(lazy.hidden, lazy.head, sample, lazy.graph)
     elif sample.dtype != lazy.dtype:  # an in-place operation keeps the dtype
         return None
-    # tanh saves its result for its gradient.
+    # tanh saves its result for its gradient, so that the result's memory must not be overwritten.
     lazy.sample = sample
     lazy.finish = step
     lazy.reusable = name != "tanh"

@@ -390,7 +390,7 @@ class VocabParallelLoss(KeepsOutputs):
             return tuple(
                 value.materialize() if isinstance(value, LazyLogits) else value for value in output
             )
-        # A replaced forward may return no logits.
+        # A model whose forward method was replaced may return no logits.
         if isinstance(getattr(output, "logits", None), LazyLogits):
             output.logits = output.logits.materialize()
         return output
@@ -399,7 +399,7 @@ class VocabParallelLoss(KeepsOutputs):
 def _rows_of(head: nn.Module, lazy: LazyLogits) -> HeadRows:
     """Return the object that runs the head on rows: by matrix products for a stock linear layer, else by autograd."""
     needed = lazy.hidden.requires_grad
-    # Read now: FSDP2 replaces parameters between steps.
+    # Listed in each pass, because FSDP2 replaces parameters between steps.
     parameters = list(head.parameters())
     by_hand = (
         getattr(inspect.unwrap(lazy.head), "__func__", None) is nn.Linear.forward

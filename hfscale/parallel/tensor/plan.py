@@ -64,7 +64,7 @@ def plan_own_loss(draft: Draft) -> None:
 def _find_head(draft: Draft) -> tuple[str | None, str | None, str]:
     """Return the head's name, its loss and ``""``; or twice ``None``, and why hfscale cannot run the loss."""
     kind = type(draft.model).__name__
-    loss = getattr(draft.model, "loss_type", None) or "ForCausalLM"  # the host's own default
+    loss = getattr(draft.model, "loss_type", None) or "ForCausalLM"  # transformers' default
     head = (
         draft.model.get_output_embeddings()
         if hasattr(draft.model, "get_output_embeddings")

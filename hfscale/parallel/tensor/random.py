@@ -95,7 +95,7 @@ class LayerRandom:
         self._generator: torch.Generator | None = None
 
     def reset(self) -> None:
-        """Restore the replicated stream after a layer that raised, and drop the state of a recomputed one."""
+        """Restore the replicated stream if a layer has raised, and drop the state of a recomputed layer."""
         if self._after is not None and self._generator is not None:
             self._generator.set_state(self._after)
         self._after = self._cut = None
@@ -194,7 +194,7 @@ def agree_on_replicated_stream(mesh: Mesh) -> None:
     keep the state, so they draw the same masks as a single process.
     """
     group = mesh.tp_group
-    # Some models draw from the CPU generator on a GPU too (LayerDrop).
+    # Some models also draw from the CPU generator when they run on a GPU (LayerDrop).
     for device in dict.fromkeys((torch.device("cpu"), mesh.device)):
         generator = default_generator(device)
         state = (

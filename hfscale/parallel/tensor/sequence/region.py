@@ -92,7 +92,7 @@ class SequencePasses:
         """Begin a pass over samples of ``total`` tokens; ``share`` has this rank's tokens."""
         self.latest = begun = ForwardPass(total, share.shape[0])
         self._begun.append(weakref.ref(begun))
-        # The backward pass is done when the gradient of the first layer's local input arrives.
+        # The backward pass is done when the gradient of the first layer's sharded input is computed.
         if share.requires_grad:
             share.register_hook(lambda grad: setattr(begun, "done", True))
         keep_with_graph(share, begun)
@@ -177,7 +177,7 @@ class SequenceRegion:
         self.random = LayerRandom(self.rank)
         self.feeds_head = False  # whether a vocabulary-parallel head reads this stack's output
         self._passes = SequencePasses(self.rank, self.size)
-        self._open = False  # inside a forward pass of the owner that saves activations
+        self._open = False  # whether a forward pass of the owner is running that saves activations
         # the number of tokens per sample in the pass, once its hidden states are sharded
         self._total: int | None = None
         self._first: nn.Module | None = (
