@@ -95,7 +95,7 @@ def fitting_layout(layouts: Sequence[ParallelConfig]) -> ParallelConfig:
     wanted = ", ".join(f"{layout.describe()} ({layout.total_size})" for layout in layouts)
     raise MeshError(
         f"{world} process(es) were started, and the layouts are for others: {wanted or 'the list is empty'}: add a "
-        f"layout of {world}, or start as many processes as one of the layouts needs"
+        f"layout of {world} process(es), or start as many processes as one of the layouts needs"
     )
 
 

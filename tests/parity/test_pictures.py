@@ -71,7 +71,7 @@ def test_layers_that_another_model_reads_by_a_cache(pools: Pools) -> None:
 def test_what_all_layers_read_pictures_included_is_on_one_stage() -> None:
     with pytest.raises(
         PlanError,
-        match=r"all of its layers read what goes into the first, pictures included.*: use",
+        match=r"all of its layers read the input of the first layer, images included.*: use",
     ):
         hfscale.plan(
             with_pictures("inkling2"),

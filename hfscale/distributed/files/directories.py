@@ -61,7 +61,7 @@ def target_of(directory: Any) -> Path:
     target = Path(os.path.realpath(directory))
     if target == target.parent:
         raise ConfigError(
-            f"the directory to write must not be the root of the file system, got {str(directory)!r}: use another one"
+            f"the directory to write must not be the root of the file system, got {str(directory)!r}: use another path"
         )
     return target
 

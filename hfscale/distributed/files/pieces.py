@@ -93,6 +93,6 @@ class TensorInPieces(TensorOnDisk):
         if filled != out.numel():
             raise CheckpointError(
                 f"the shards of {self.name} must cover the tensor exactly once, and miss or overlap by "
-                f"{out.numel() - filled:,} entries: save the checkpoint again"
+                f"{abs(out.numel() - filled):,} entries: save the checkpoint again"
             )
         return out

@@ -111,7 +111,9 @@ class CheckpointWriter:
             CheckpointError: the contents have no such tensor, it has another shape or dtype, or was written already.
         """
         if name not in self._missing:
-            raise CheckpointError(f"{name} was written already, or is not part of this checkpoint")
+            raise CheckpointError(
+                f"{name} was written already, or is not part of this checkpoint: add each announced tensor once"
+            )
         expected = self._missing[name]
         if (tensor.shape, tensor.dtype) != (expected.shape, expected.dtype):
             raise CheckpointError(

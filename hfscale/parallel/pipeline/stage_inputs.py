@@ -66,7 +66,7 @@ def see_passage(draft: Draft, layer_list: str, items: Iterable[str]) -> LayersSe
     facts = ask("passage", draft.model, layer_list, layer_list=layer_list, items=list(items))
     if failure := facts["failure"]:
         stage_problem(
-            draft, f"it cannot be traced, so what comes before its layers is unknown ({failure})"
+            draft, f"it cannot be traced, so the modules before its layers are unknown ({failure})"
         )
         return None
     phases = {item: set(names) for item, names in facts["phases"].items()}
@@ -129,7 +129,7 @@ def _refuse_shared_pictures(draft: Draft, shared: set[str]) -> None:
         draft.modules.get(item) is embedding for item in shared
     ):
         stage_problem(
-            draft, f"all of its layers read what goes into the first, pictures included{ALONE}"
+            draft, f"all of its layers read the input of the first layer, images included{ALONE}"
         )
 
 
@@ -175,12 +175,12 @@ def find_stacks(draft: Draft, lists: list[str]) -> TwoStacks | None:
     elif not (lists[0].startswith(f"{encoder}.") and lists[1].startswith(f"{decoder}.")):
         stage_problem(
             draft,
-            f"its lists of layers ({', '.join(lists)}) are not those of its encoder and its decoder",
+            f"its lists of layers ({', '.join(lists)}) are not inside its encoder and its decoder, in this order",
         )
     elif getattr(model, "main_input_name", "input_ids") != "input_ids":
         stage_problem(
             draft,
-            f"its encoder reads {model.main_input_name}, and stages of encoder-decoders read tokens",
+            f"its encoder reads {model.main_input_name}, but stages of encoder-decoders can only read tokens",
         )
     elif first_count(text_config(draft.config), EXPERT_FIELDS):
         stage_problem(

@@ -275,8 +275,8 @@ class Scoring:
         if self._read is not None:
             if not isinstance(logits, LazyLogits) or logits.value is not None:
                 raise ConfigError(
-                    "the teacher's class applies an operation to its logits that is not pointwise (like a scale or a "
-                    "softcap), so its head cannot be copied for distillation: use a teacher of another class"
+                    "the teacher's class applies an operation to its logits that is not pointwise, unlike a scale or a "
+                    "softcap, so its head cannot be copied for distillation: use a teacher of another class"
                 )
             self.made = self._read(logits, vocabulary)
             return logits.hidden.new_zeros((), dtype=compute_dtype(logits.dtype))

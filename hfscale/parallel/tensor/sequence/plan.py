@@ -156,7 +156,7 @@ def _partial(draft: Draft, roots: list[str]) -> Iterator[str]:
             elif free:
                 draft.problem(
                     f"sequence_parallel=True: {wild_name(name)} holds both sharded and replicated parameters, which "
-                    "it does not support: use sequence_parallel=False"
+                    "sequence parallelism does not support: use sequence_parallel=False"
                 )
 
 
