@@ -120,7 +120,7 @@ def size_problems(directory: Path, mark: Mark) -> list[str]:
 
 
 def content_problems(directory: Path, mark: Mark, names: Iterable[str]) -> list[str]:
-    """Return texts about files, of those in ``names``, whose checksum differs or that cannot be read."""
+    """Return texts about the files in ``names`` that have another checksum than in the marker, or cannot be read."""
     found = []
     for name in names:
         try:

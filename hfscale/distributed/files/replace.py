@@ -3,8 +3,8 @@
 A checkpoint consists of several files, and a process may be killed between any two system calls. A save therefore has
 three phases:
 
-1. *Write.* New files are written to ``.NAME.incomplete`` beside the directory. If killed here, NAME is unchanged; the
-   next save removes the rest. A first save ends with one rename to NAME.
+1. *Write.* New files are written to ``.NAME.incomplete``, in the parent directory of NAME. If killed here, NAME is
+   unchanged; the next save removes the incomplete directory. A first save ends with one rename to NAME.
 2. *Exchange.* The files of NAME that stay are hard-linked into the new directory, together with their sub-directories.
    Everything is synced to disk, and the two directories exchange names in one system call (``renameat2`` of Linux).
    If killed here, NAME is either the complete old directory or the complete new one.

@@ -5,7 +5,7 @@ form                       files                                               w
 =========================  ==================================================  ==============================
 slices in safetensors      ``shard-00001-model-00001-of-00001.safetensors``    transformers' distributed saving
 distributed checkpoint     ``.metadata``, ``__0_0.distcp``                     FSDP2 in plain loops, torchtitan
-  beside others            ``pytorch_model_fsdp_0/``                           Accelerate, Trainer
+  in a subdirectory        ``pytorch_model_fsdp_0/``                           Accelerate, Trainer
 state dict of FSDP         ``pytorch_model_fsdp.bin``                          Accelerate, Trainer
 plain, without a config    ``model.safetensors``, ``pytorch_model.bin``        Accelerate's ``save_state``
 =========================  ==================================================  ==============================

@@ -5,8 +5,8 @@ one document in one piece. The state of a scan is zero at the start of a documen
 document it is the state at the end of the piece before, which a :class:`RankChain` sends between ranks::
 
     row     [a a a b b b|b b c c c c]        rank 0 has the piece before the bar, rank 1 the piece after it
-    scan     a: from a zero state            b b: from the state that rank 0 sends
-             b: from a zero state --state--> c: from a zero state
+    scan     a: from a zero state
+             b: from a zero state --state--> b: from the state that rank 0 sends;  c: from a zero state
     conv     as if each document had zeros before its first token
 
 The pieces of a sequence, ``0`` to ``2n - 1`` for ``n`` ranks, are scanned in order: first the early piece of every rank

@@ -323,9 +323,9 @@ def _shard_experts(
 
 
 def _data_mesh(device_mesh: DeviceMesh, mesh: Mesh, shards_alone: bool, spread: bool) -> DeviceMesh:
-    """Return the device mesh over which FSDP2 reduces gradients; ``spread``: of experts, over the expert data axes.
+    """Return the device mesh over which FSDP2 reduces gradients.
 
-    With ``shards_alone``, leave out the replicas.
+    With ``spread``, return the mesh of the experts' data axes. With ``shards_alone``, leave out the replicas.
     """
     replicate, shard = data_axes(spread)
     return device_mesh[

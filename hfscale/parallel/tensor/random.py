@@ -2,8 +2,9 @@
 
 Each rank has two streams of random numbers. The *replicated* stream is torch's default generator. Replicated
 activations must get the same dropout mask on every tensor rank, so all ranks of a tensor group draw the same numbers
-from this stream, and ranks with different batches draw different numbers. The *cut* stream is for sharded activations
-(attention weights; under sequence parallelism everything between the blocks): each rank draws different numbers.
+from this stream, and ranks with different batches draw different numbers. The *cut* stream (the model-parallel state in
+Megatron-LM) is for sharded activations (attention weights; under sequence parallelism everything between the blocks):
+each rank draws different numbers.
 
 The cut stream is not stored. On entering a cut region, its seed is derived from the state of the replicated stream and
 from the tensor rank; on leaving the region, the replicated stream continues at its earlier state. Code that restores
