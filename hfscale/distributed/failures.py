@@ -284,9 +284,8 @@ class _Listener(threading.Thread):
         with suppress(OSError):
             connection = _kept_alive(self._server.accept()[0])
             connection.settimeout(2)
-            with suppress(
-                OSError, ValueError, KeyError, TypeError
-            ):  # any program may have connected
+            # any program may have connected
+            with suppress(OSError, ValueError, KeyError, TypeError):
                 hello = json.loads(_first_line(connection))
                 if secrets.compare_digest(hello["token"], self.place[2]):
                     self._ranks[connection] = int(hello["rank"])

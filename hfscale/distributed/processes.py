@@ -197,10 +197,8 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
 
 def keep_patience(group: dist.ProcessGroup, device: torch.device) -> None:
     """Give a group that hfscale did not create the timeout of torch's process group."""
-    if backend_of(group, device) in (
-        "nccl",
-        "gloo",
-    ):  # torch can set the timeout of these backends only
+    # torch can set the timeout of these backends only
+    if backend_of(group, device) in ("nccl", "gloo"):
         set_timeout(_patience(device), group)
 
 

@@ -47,9 +47,8 @@ class Mark:
     written: float  # time at which the marker was written, in seconds since 1970
     files: dict[str, FileSum]  # sizes and checksums by file name
     step: int | None = None  # the training step at which the directory was saved
-    run: str | None = (
-        None  # the run's id; ``None`` if an earlier version of hfscale wrote the marker
-    )
+    # the run's id; ``None`` if an earlier version of hfscale wrote the marker
+    run: str | None = None
 
 
 def write_synced(path: Path, content: bytes) -> FileSum:

@@ -118,7 +118,7 @@ class DistributedCheckpoint:
             unknown = {each.dtype for each in self._contents.tensors.values()} - NAMES.keys()
             if unknown:
                 raise ValueError(f"hfscale does not read its dtype {unknown.pop()}")
-        except Exception as error:  # unpickling a damaged file, or a file of another format, raises errors of many classes
+        except Exception as error:  # unpickling raises errors of many classes
             raise CheckpointError(
                 f"{metadata} must be the metadata of a torch distributed checkpoint, but cannot be read "
                 f"({first_line(error)}): copy the checkpoint again, or merge it where it was written (python -m "

@@ -25,9 +25,8 @@ _MORE = 32  # factor of ``_ENTRIES`` on a GPU, where each step has the cost of a
 class Along:
     """Describe how the words of a stored tensor correspond to the entries of the weight along one dim."""
 
-    entries: int = (
-        1  # this number of entries of the weight belongs to ``words`` words of the stored tensor
-    )
+    # this number of entries of the weight belongs to ``words`` words of the stored tensor
+    entries: int = 1
     words: int = 1  # 1 unless words are unpacked
     # unpacks ``[..., n x words]`` to ``[..., n x entries]``; ``None``: each word holds for all of its ``entries``
     unpack: Callable[[Tensor], Tensor] | None = None
@@ -65,12 +64,10 @@ class StoredPart:
     """Describe one stored tensor of a weight, with as many dims as the weight."""
 
     source: TensorOnDisk  # the tensor
-    rows: Along = (
-        Along()
-    )  # how words correspond to entries along the weight's second to last dim, as stored
-    columns: Along = (
-        Along()
-    )  # how words correspond to entries along the weight's last dim, as stored
+    # how words correspond to entries along the weight's second to last dim, as stored
+    rows: Along = Along()
+    # how words correspond to entries along the weight's last dim, as stored
+    columns: Along = Along()
 
     def box(self, spans: Box) -> Box:
         """Return the box of words in the stored tensor for the box ``spans`` of the weight, as stored."""

@@ -121,9 +121,8 @@ def make_staging(target: Path, staging: Path) -> DirectoryLock:
         discard(staging, target)
         lock.release()
     staging.mkdir()
-    if (
-        target.is_dir()
-    ):  # new files should get the group and permissions that they would get in the target
+    # new files should get the group and permissions that they would get in the target
+    if target.is_dir():
         with suppress(OSError):
             os.chown(staging, -1, target.stat().st_gid)
         shutil.copystat(target, staging)

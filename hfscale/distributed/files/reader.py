@@ -68,9 +68,8 @@ class BytesOnDisk:
             CheckpointError: the file does not exist.
             ValueError: the path is not a regular file.
         """
-        if (
-            self.path.exists() and not self.path.is_file()
-        ):  # opening a pipe would wait for its writer
+        # opening a pipe would wait for its writer
+        if self.path.exists() and not self.path.is_file():
             raise ValueError("it is no regular file")
         try:
             self._file = self.path.open("rb", buffering=0)

@@ -38,10 +38,8 @@ from . import directories
 _INSIDE = ".incomplete"
 _COMPLETE = ".complete"
 _LIST = ".files"
-_DOORS = (
-    "config.json",
-    "adapter_config.json",
-)  # without these files no library loads the directory
+# without these files no library loads the directory
+_DOORS = ("config.json", "adapter_config.json")
 _MOST_LINKS = 20_000  # making so many hard links takes about a second
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
@@ -131,9 +129,8 @@ class NewFiles:
             shutil.rmtree(inside, ignore_errors=True)
             inside.mkdir()
             for name in new:
-                shutil.move(
-                    self.path / name, inside / name
-                )  # a copy if the two are on different file systems
+                # a copy if the two are on different file systems
+                shutil.move(self.path / name, inside / name)
                 directories.sync(inside / name)
         (inside / _LIST).write_text(json.dumps({"new": new, "old": old}))
         directories.sync(inside / _LIST)

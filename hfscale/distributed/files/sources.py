@@ -28,10 +28,8 @@ from .torch_file import TorchFile
 from .weight_files import SLICED, open_tensors, weight_files
 
 _CONFIG = "config.json"
-_OF_MODELS = (
-    "model",
-    "pytorch_model",
-)  # names of weight files begin so; names of a saved state's shards do not
+# names of weight files begin so; names of a saved state's shards do not
+_OF_MODELS = ("model", "pytorch_model")
 _FULL = "pytorch_model_fsdp.bin"
 _OF_MEGATRON = "common.pt"  # a file of Megatron's distributed checkpoints, which stack layers under other names
 

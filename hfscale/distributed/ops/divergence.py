@@ -149,9 +149,8 @@ def _columns(tokens: Tensor, z: Tensor, vocabulary: VocabularySlice) -> Tensor:
 
 def _with_columns(z: Tensor, columns: Tensor, values: Tensor | float) -> Tensor:
     """Return a copy of ``z`` with ``values`` written into the ``columns`` of each row."""
-    wide = F.pad(
-        z, (0, 1)
-    )  # values of tokens outside of the slice go to an extra column, which is removed
+    # values of tokens outside of the slice go to an extra column, which is removed
+    wide = F.pad(z, (0, 1))
     return wide.scatter_(1, columns, values)[:, :-1]  # type: ignore[arg-type]  # a number or a tensor
 
 

@@ -17,9 +17,8 @@ from torch import Tensor
 from ..._compat.torch import allow_recompiles
 from ..._compat.torch_device import is_accelerator, makes_triton_kernels
 
-_broken: list[
-    bool
-] = []  # not empty after compiling has failed: callers then process rows in blocks, unfused
+# not empty after compiling has failed: callers then process rows in blocks, unfused
+_broken: list[bool] = []
 
 
 def fused(function: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -22,9 +22,8 @@ from ..._compat.torch import gradients_asked
 from ..._compat.torch_device import capability_of, is_accelerator
 from .collectives import apply_mapping
 
-ALIGNED = (
-    16  # alignment, in bytes, that torch's grouped product requires of the rows of its operands
-)
+# alignment, in bytes, that torch's grouped product requires of the rows of its operands
+ALIGNED = 16
 # The kernel supports Hopper and datacenter Blackwell GPUs; elsewhere torch loops over groups and waits for the device.
 _KERNEL_CAPABILITIES = (9, 10)
 Read = Callable[[torch.dtype], Tensor]  # returns the weight, dequantized to a dtype

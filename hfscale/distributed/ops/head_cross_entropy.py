@@ -31,18 +31,16 @@ from .vocab_cross_entropy import RowTerms, Targets, VocabularySlice, compute_dty
 
 Pointwise = Callable[[Tensor], Tensor]
 
-_SLICE_ELEMENTS = (
-    1 << 24
-)  # entries of a low-precision product that are added to a float32 sum at once
+# entries of a low-precision product that are added to a float32 sum at once
+_SLICE_ELEMENTS = 1 << 24
 _CHUNK_ELEMENTS = 1 << 23  # logits of a chunk
 # Larger chunks on a GPU: in each chunk, the product that adds to the weight's gradient reads and writes all of it.
 _CHUNK_ELEMENTS_GPU = 1 << 28
 # Least rows of a chunk: each chunk also reads the head's weight twice and its gradient once, which few rows make slow.
 _FEWEST_ROWS = 128
 _SMALL_ELEMENTS = 1 << 20  # fewer logits than these are not worth a chunk
-_once: list[
-    bool
-] = []  # not empty inside each_gradient_once; a list, because autograd's threads read it too
+# not empty inside each_gradient_once; a list, because autograd's threads read it too
+_once: list[bool] = []
 _CHUNKS = 4  # chunks even if all rows fit into one; two if four chunks would have too few rows
 
 
@@ -300,9 +298,8 @@ def _times(saved: Tensor | None, factor: Tensor) -> Tensor | None:
     # after this call, and the returned tensor becomes `.grad` without a copy.
     if backward_keeps_graph() and not _once:
         return saved * factor.to(saved.dtype)
-    if (
-        factor.device.type == "cpu" and factor == 1
-    ):  # reading a number from a GPU would wait for the GPU
+    # reading a number from a GPU would wait for the GPU
+    if factor.device.type == "cpu" and factor == 1:
         return saved
     return saved.mul_(factor)
 

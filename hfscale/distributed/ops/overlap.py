@@ -50,9 +50,8 @@ class Products:
     Subclasses compute the products in other ways, and may keep operands between the calls.
     """
 
-    agrees = (
-        False  # whether ``to_input`` needs values from other ranks, which :meth:`agree` exchanges
-    )
+    # whether ``to_input`` needs values from other ranks, which :meth:`agree` exchanges
+    agrees = False
 
     @staticmethod
     def agree(asked: Sequence[tuple[Any, Tensor]]) -> None:
@@ -202,12 +201,10 @@ class DeferredWeightGrad:
         self.regather: Regather | None = None
         # the shard in the autocast dtype, and the object that gathers this narrow shard
         self.narrow: tuple[Tensor, Regather] | None = None
-        self.derive: Derive = (
-            as_it_is  # how the projection's input is derived from the gathered tensor
-        )
-        self.entry: Entry | None = (
-            None  # the block's entry, if the projection reads the block's input
-        )
+        # how the projection's input is derived from the gathered tensor
+        self.derive: Derive = as_it_is
+        # the block's entry, if the projection reads the block's input
+        self.entry: Entry | None = None
         # input [n, in] (``None`` if it is gathered again), and gradient of the output [n, out]
         self.operands: tuple[Tensor | None, Tensor] | None = None
         # the weight in the form that :func:`column_parallel_linear` must use, exactly once

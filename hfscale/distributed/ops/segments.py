@@ -178,9 +178,8 @@ def _receive(x: Tensor, rank: int, group: dist.ProcessGroup) -> Tensor:
 class Segments:
     """Describe where the tokens ``[b, s, ...]`` of a pass are in their sequences, and where documents begin."""
 
-    pieces: tuple[
-        Interval, ...
-    ]  # (start, stop) in the sequence of each piece of this rank, in the order of the tokens
+    # (start, stop) in the sequence of each piece of this rank, in the order of the tokens
+    pieces: tuple[Interval, ...]
     # first tokens of the documents in the sequence: one tuple per row, or one tuple for all rows
     starts: tuple[tuple[int, ...], ...] | None = None
     chain: RankChain | None = None  # ``None`` if this rank has the full sequence as a single piece

@@ -38,9 +38,8 @@ def to_thin(wide: Tensor, factor: Tensor, scale: float) -> Tensor:
         return wide.to(factor.dtype).mm(factor) * scale
     if wide.dtype == factor.dtype:
         out = factor.new_empty((len(wide), factor.shape[1]))
-        return out.addmm_(
-            wide, factor, beta=0, alpha=scale
-        )  # beta=0: uninitialized memory is not read
+        # beta=0: uninitialized memory is not read
+        return out.addmm_(wide, factor, beta=0, alpha=scale)
     if splits(wide, factor):
         return _scaled_sum(wide_product(wide, in_three(factor, 1)), 1, scale)
     if wide.numel() < _TINY:

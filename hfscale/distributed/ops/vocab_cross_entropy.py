@@ -49,9 +49,8 @@ class Targets:
     """Hold, for some rows, the columns of their targets in this rank's logits, ``[n, 1]``."""
 
     places: Tensor  # column in this rank's slice; 0 for a target outside of it
-    missed: (
-        Tensor | None
-    )  # whether the target is outside of the slice; ``None`` if all targets are inside
+    # whether the target is outside of the slice; ``None`` if all targets are inside
+    missed: Tensor | None
 
     @classmethod
     def of_slice(

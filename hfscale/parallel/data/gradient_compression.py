@@ -40,9 +40,8 @@ class Compressor:
         unit: returns the loss scale.
     """
 
-    default_rank: int | None = (
-        None  # default rank of the factors; ``None`` if the compressor has no factors
-    )
+    # default rank of the factors; ``None`` if the compressor has no factors
+    default_rank: int | None = None
 
     def __init__(
         self,

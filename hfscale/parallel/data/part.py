@@ -43,9 +43,8 @@ class DataParallel(Part, DataAxes):
         self._wrapped = shard.wrapped_modules(model)
         if weights is not None:
             shard.install_local_weights(model, weights.tensors, plan, mesh)
-        if (
-            plan.stages is None
-        ):  # with stages, placeholders refuse, and hfscale itself calls the base model for targets
+        # with stages, placeholders refuse, and hfscale itself calls the base model for targets
+        if plan.stages is None:
             shard.refuse_calls_past_the_model(model)
         if compresses(plan):
             self._compressing = install_compression(model, plan, mesh, runtime.loss_factor)

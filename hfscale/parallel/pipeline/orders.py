@@ -81,9 +81,8 @@ class _Row:
         self.actions: list[Action] = []
         # (stage, microbatch) of deferred weight gradients, the oldest first
         self.waiting: deque[tuple[int, int]] = deque()
-        self.done = Counter[
-            tuple[int, Kind]
-        ]()  # (stage, kind) -> number of microbatches with this action
+        # (stage, kind) -> number of microbatches with this action
+        self.done = Counter[tuple[int, Kind]]()
 
     def forward(self, stage: int, paired: bool = False) -> None:
         self.actions.append(Action(stage, "forward", self._next(stage, "forward"), paired))

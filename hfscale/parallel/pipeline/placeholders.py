@@ -38,10 +38,8 @@ class StageForward:
     """Hold the state of one stage's current forward pass."""
 
     first: int = 0  # index of the stage's first layer; placeholders of earlier layers return the received hidden states
-    shape: tuple[int, int] = (
-        0,
-        0,
-    )  # samples and tokens of the batch (of the encoder's input in encoder-decoders)
+    # samples and tokens of the batch (of the encoder's input in encoder-decoders)
+    shape: tuple[int, int] = (0, 0)
     under_way: bool = False  # whether a forward pass of the stage is running
     # hidden states from the previous stage; ``None`` on the first stage
     arriving: Tensor | None = None
@@ -287,9 +285,8 @@ def _boundary(
     returns = dict(stages.module_returns)
     places = stages.places
     stacks = stages.stacks
-    lent = {
-        loan.name for loan in stages.loans
-    }  # these modules are inside a layer, whose placeholder keeps them
+    # these modules are inside a layer, whose placeholder keeps them
+    lent = {loan.name for loan in stages.loans}
     made: dict[str, Callable[[nn.Module], _Placeholder]] = {}
     for stage in stages.stages:
         for name in stage.layers:

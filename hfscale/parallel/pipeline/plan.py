@@ -24,9 +24,8 @@ def plan_pipeline(draft: Draft) -> None:
     if layout.pp == 1:
         _check_stage_layers(draft)
         return
-    if (
-        draft.no_step
-    ):  # a rank has only some layers, so the model cannot be called without train_step
+    # a rank has only some layers, so the model cannot be called without train_step
+    if draft.no_step:
         stage_problem(
             draft,
             "train_step does not run its loss (only that of causal language models with a Linear head), and nothing "

@@ -14,9 +14,8 @@ class Record:
     """Hold the recorded actions of one rank as plain data, to send to the rank that builds the timeline."""
 
     host: str  # name of the machine; ranks on one machine share a clock
-    origin: (
-        int  # time on the machine's clock when :meth:`Recorder.start` was called, in nanoseconds
-    )
+    # time on the machine's clock when :meth:`Recorder.start` was called, in nanoseconds
+    origin: int
     # actions, each with its start and end in nanoseconds
     events: list[tuple[Action, int, int]] = field(default_factory=list)
 

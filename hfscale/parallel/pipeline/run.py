@@ -247,9 +247,8 @@ class Pipeline(Executor):
         # per weight. They are not split if weights are resharded either, because weights that are gathered again
         # between the halves are different tensors.
         regathers = self._layout.weights_regather and self._mesh.data_world > 1
-        compiled = bool(
-            self._runtime.compiled
-        )  # a compiled layer is one node of the graph, which cannot be split
+        # a compiled layer is one node of the graph, which cannot be split
+        compiled = bool(self._runtime.compiled)
         splits = backward and not (again or regathers or compiled) and splits_exactly()
         for worker in self.workers:
             worker.has_backward = backward

@@ -29,9 +29,8 @@ class Costs:
     communication: float = 0.0  # transfer from one rank to the next; stages on one rank need none
     # a paired forward and backward pass; ``None`` for the sum of the two durations, as without overlap
     pair: float | None = None
-    stages: tuple[
-        float, ...
-    ] = ()  # a factor of the durations per stage; empty if all stages take the same time
+    # a factor of the durations per stage; empty if all stages take the same time
+    stages: tuple[float, ...] = ()
 
     def duration(self, kind: Kind, stage: int = 0) -> float:
         """Return the duration of one action."""
@@ -113,7 +112,6 @@ def _run(
                 "activation" if action.kind == "forward" else "gradient",
                 action.microbatch,
             ] = now
-    ready.update(
-        dict.fromkeys(own, now)
-    )  # the results of a pair are sent after both actions are done
+    # the results of a pair are sent after both actions are done
+    ready.update(dict.fromkeys(own, now))
     return spans

@@ -11,18 +11,16 @@ from ...models.fields import HEAD_FIELDS, first_count, text_config
 from ...models.module_kinds import EXPERT_FIELDS, experts_per_token, has_one_per_expert
 from ...plan.stages import balance
 
-_BATCH_TOKENS = (
-    1 << 15
-)  # assumed tokens of one optimizer step in one pipeline: eight microbatches of 4096 tokens
+# assumed tokens of one optimizer step in one pipeline: eight microbatches of 4096 tokens
+_BATCH_TOKENS = 1 << 15
 _SEQUENCE = 2048  # assumed length of the sequences over which attention is computed
 
 # The optimizer's cost of a parameter, in FLOPs. AdamW in 32 bits reads the weight, the gradient and two moments, and
 # writes the weight and the moments: 28 bytes. While an accelerator moves one byte it computes about 300 FLOPs (H100:
 # 989 TFLOP/s in bf16, 3.35 TB/s).
 _UPDATE = 28 * 300
-_BACKWARD = (
-    3  # a step has three times the FLOPs of a forward pass: the backward pass has twice as many
-)
+# a step has three times the FLOPs of a forward pass: the backward pass has twice as many
+_BACKWARD = 3
 
 
 @dataclass(frozen=True)

@@ -152,9 +152,8 @@ def _phases(
         stage_problem(draft, f"{item} has no part in a pass over tokens, so it belongs to no stage")
     elif seen.item_returns.get(item) == 0:
         stage_problem(draft, f"{item} returns neither a tensor nor a tuple that begins with one")
-    elif (
-        not phases
-    ):  # the item is a second name of a module or parameter that is used under another name
+    # the item is a second name of a module or parameter that is used under another name
+    elif not phases:
         twin = next(other for other in seen.phases if held & tensors.get(other, set()))
         return seen.phases[twin]
     return phases

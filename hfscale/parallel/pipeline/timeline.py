@@ -52,9 +52,8 @@ class Timeline:
 
     ranks: tuple[tuple[Span, ...], ...]  # per rank, its spans in the order of their start times
     name: str = ""
-    unit: str = (
-        "forwards"  # the unit of all times: ``"s"`` for seconds, or the name of an arbitrary unit
-    )
+    # the unit of all times: ``"s"`` for seconds, or the name of an arbitrary unit
+    unit: str = "forwards"
     microbatches: int = 0  # number of microbatches in one step; 0 if unknown: they are then counted
 
     def spans(self) -> Iterator[tuple[int, Span]]:

@@ -57,9 +57,8 @@ def rank_programs(order: Order, name: str = "this order") -> list[list[Step]]:
         )
     homes = stage_ranks(order)
     programs: list[list[Step]] = [[] for _ in order]
-    there: list[set[Result]] = [
-        set() for _ in order
-    ]  # the results that each rank has computed or received
+    # the results that each rank has computed or received
+    there: list[set[Result]] = [set() for _ in order]
 
     def run(rank: int, piece: list[Action]) -> bool:
         inputs = [(action, need) for action in piece for need in needs(action, len(homes) - 1)]
@@ -91,9 +90,8 @@ def run_program(program: Sequence[Step], workers: Mapping[int, "StageWorker"]) -
             output = worker.forward(microbatch)
             if stage + 1 in workers:
                 workers[stage + 1].take_input(output, microbatch)
-            del (
-                output
-            )  # otherwise the last stage's graph would stay alive until the next forward pass
+            # otherwise the last stage's graph would stay alive until the next forward pass
+            del output
         elif kind in GRADIENT:
             worker.backward(microbatch, full=kind == "backward")
             if stage - 1 in workers:

@@ -128,9 +128,8 @@ class StageWorker:
             arrived.requires_grad_(self.trains_before or (self.recomputes and self.trains))
         with self._recorded("forward", microbatch), torch.set_grad_enabled(self.has_backward):
             output = self._compute(arrived, microbatch)
-            if (
-                self.splits and base_of(output) is not None
-            ):  # torch detaches it in place, which a view does not allow
+            # torch detaches it in place, which a view does not allow
+            if self.splits and base_of(output) is not None:
                 output = output.clone()
         self._kept[microbatch] = _Kept(arrived, output)
         return output
@@ -141,9 +140,8 @@ class StageWorker:
         gradient = None
         if microbatch in self._gradients:
             gradient = _there(self._gradients.pop(microbatch))
-            if (
-                microbatch in self._leaving
-            ):  # the gradient came back, so the sent output has arrived
+            # the gradient came back, so the sent output has arrived
+            if microbatch in self._leaving:
                 self._leaving.pop(microbatch).wait()
         wants = kept.arrived is not None and self.trains_before
         with self._recorded("backward" if full else "backward_input", microbatch):
@@ -191,9 +189,8 @@ class StageWorker:
             if self.has_backward
             else self._kept.pop(microbatch).output
         )
-        if (
-            not self.has_backward
-        ):  # without gradients that come back, wait here for all sends but the latest
+        # without gradients that come back, wait here for all sends but the latest
+        if not self.has_backward:
             for index in list(self._leaving)[:-1]:
                 self._leaving.pop(index).wait()
         self._leaving[microbatch] = self._move(dist.isend, output.detach(), +1)

@@ -39,9 +39,8 @@ class VocabParallelEmbedding(nn.Embedding):
         local = input - self._hfscale_start
         missing = (local < 0) | (local >= weight.shape[0])
         rows = F.embedding(local.masked_fill(missing, 0), weight)
-        if (
-            self.padding_idx is not None
-        ):  # the padding token's embedding is used but gets no gradient
+        # the padding token's embedding is used but gets no gradient
+        if self.padding_idx is not None:
             rows = rows.where((input != self.padding_idx)[..., None], rows.detach())
         return rows.masked_fill(missing[..., None], 0)
 

@@ -200,9 +200,8 @@ def _record(
     )
     step = _Step(lazy.finish, replayed, positions[0], kept, kwargs)
     sample = step.alone(lazy.sample)
-    if (
-        sample is lazy.sample
-    ):  # the operation changes nothing, like .to() with the dtype that the logits have
+    # the operation changes nothing, like .to() with the dtype that the logits have
+    if sample is lazy.sample:
         return lazy
     if sample.shape != lazy.sample.shape or sample.device != lazy.sample.device:
         return None
@@ -261,9 +260,8 @@ class Scoring:
     ) -> None:
         self.temperature = temperature
         self._read = read
-        self.made: Any = (
-            None  # the result of ``read``, which is called while the head's weights are gathered
-        )
+        # the result of ``read``, which is called while the head's weights are gathered
+        self.made: Any = None
         self.scores: TokenScores | None = None  # the scores ``[b, s]`` of the last pass
 
     def take(self, logits: Tensor, targets: Tensor, vocabulary: VocabularySlice) -> Tensor:

@@ -49,17 +49,15 @@ _IGNORED = -100
 class LossPass:
     """Hold settings for the loss of one forward pass, which the stock model could not pass on to its loss function."""
 
-    count: Tensor | None = (
-        None  # the loss's divisor; ``None``: the divisor that the model passes, or the pass's number of labels
-    )
+    # the loss's divisor; ``None``: the divisor that the model passes, or the pass's number of labels
+    count: Tensor | None = None
     label_smoothing: float = 0.0
     shifted: bool = False  # whether labels are shifted already: the label at a position is the position's target
     # labels that were counted before the pass, and the number of valid ones
     counted: tuple[Any, int] | None = None
     scoring: Scoring | None = None  # computes per-token scores in place of the loss
-    teacher: TaughtRows | None = (
-        None  # replaces the cross entropy by the divergence from this teacher
-    )
+    # replaces the cross entropy by the divergence from this teacher
+    teacher: TaughtRows | None = None
     terms: list["LossTerm"] = field(default_factory=list)  # further terms, which features add
 
     def valid_of(self, labels: Any, ignore_index: int) -> int | None:

@@ -165,9 +165,8 @@ def read_through(
 def as_read(module: nn.Module, name: str) -> Tensor | None:
     """Return a parameter of ``module`` in the form that its forward pass reads, for code that replaces this pass."""
     value: Tensor | None = own_parameters(module).get(name)
-    for reads in reversed(
-        vars(module).get(_READS, ())
-    ):  # the last replacement wraps the earlier ones
+    # the last replacement wraps the earlier ones
+    for reads in reversed(vars(module).get(_READS, ())):
         if value is not None and name in reads:
             value = reads[name](value)
     return value

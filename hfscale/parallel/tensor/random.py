@@ -38,9 +38,8 @@ from ...distributed.ops.collectives import apply_mapping
 from ...distributed.ops.overlap import Derive
 from ...train.runtime import recomputing
 
-_RANKS = (
-    1 << 16
-)  # the seeds of a region's cut streams are a common multiple of this number plus the rank
+# the seeds of a region's cut streams are a common multiple of this number plus the rank
+_RANKS = 1 << 16
 
 
 def cut_region(
@@ -54,16 +53,14 @@ def cut_region(
     Return a function that restores the replicated stream after a pass that was interrupted.
     """
     saved: list[torch.Tensor] = []
-    passing = [
-        False
-    ]  # whether the saved state is from a recomputation, which restores the generator itself
+    # whether the saved state is from a recomputation, which restores the generator itself
+    passing = [False]
 
     def into(module: nn.Module, args: tuple[Any, ...]) -> None:
         if module.training and wanted():
             passing[0] = recomputing()
-            saved[:] = [
-                _switch(_generator_of(exits[0]), rank)
-            ]  # `module` may be a dropout, without parameters
+            # `module` may be a dropout, without parameters
+            saved[:] = [_switch(_generator_of(exits[0]), rank)]
 
     def back(module: nn.Module, args: tuple[Any, ...]) -> None:
         if saved:

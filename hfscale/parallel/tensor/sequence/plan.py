@@ -29,9 +29,8 @@ def plan_sequence(draft: Draft) -> None:
     for layer in draft.stack:
         lists.setdefault(layer.rpartition(".")[0], []).append(layer)
     owners = {path.rpartition(".")[0]: members for path, members in lists.items()}
-    if len(owners) < len(
-        lists
-    ):  # XLM has its attention modules in one list and its MLPs in another
+    # XLM has its attention modules in one list and its MLPs in another
+    if len(owners) < len(lists):
         _unfit(
             draft,
             f"one module runs several lists of layers ({', '.join(lists)}), and computes between them",

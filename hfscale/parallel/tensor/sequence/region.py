@@ -180,16 +180,14 @@ class SequenceRegion:
         self._open = False  # whether a forward pass of the owner is running that saves activations
         # the number of tokens per sample in the pass, once its hidden states are sharded
         self._total: int | None = None
-        self._first: nn.Module | None = (
-            None  # the layer before which the hidden states were scattered
-        )
+        # the layer before which the hidden states were scattered
+        self._first: nn.Module | None = None
         # the number of tokens per sample, if a pipeline stage receives hidden states that are sharded already
         self._arrives: int | None = None
         # whether hidden states stay sharded at the end of the pass, for the next pipeline stage
         self._leaves = False
-        self._partial = (
-            False  # whether the embedding has left its sum over ranks to the first layer
-        )
+        # whether the embedding has left its sum over ranks to the first layer
+        self._partial = False
         # the stack's output for the head: this rank's tokens, and all tokens
         self._left: tuple[Tensor, Tensor] | None = None
 
@@ -286,9 +284,8 @@ class SequenceRegion:
     def sum_later(self, embedding: nn.Module) -> bool:
         """Return whether the embedding may leave the sum over the ranks to the first layer."""
         # A user's hook may add something to the embedding's output (noise, for example), which must be added only once.
-        hooked = (
-            counts_forward_hooks(embedding) > 1
-        )  # one hook is hfscale's own, which calls this method
+        # one hook is hfscale's own, which calls this method
+        hooked = counts_forward_hooks(embedding) > 1
         self._partial = self._open and self._total is None and self.plan.direct and not hooked
         return self._partial
 
