@@ -1,1 +1,1 @@
-"""Processes, the device mesh and its groups, differentiable collectives, and files."""
+"""Set up processes and the device mesh, run differentiable collectives, and read and write files."""

@@ -1,13 +1,14 @@
-"""Tell every rank of a run when one of them fails: which one, where and why.
+"""Report to every rank of a run when one rank fails: which rank, where and why.
 
-Every rank keeps a connection to rank 0. A rank that raises says so there before it ends. Of one that is killed the
-system closes the connection, and that of a machine that is gone ends by its keepalive within seconds. Rank 0 tells the
-first failure to all others, and each says it in one line and ends with a code on which launchers restart::
+Every rank keeps a connection to rank 0. A rank that raises an error sends a report to rank 0 before it ends. If a rank
+is killed, the system closes its connection; if a machine is lost, TCP keepalive ends its connections within seconds.
+Rank 0 sends the first failure to all other ranks. Each of these prints it in one line and ends with an exit code on
+which launchers restart::
 
     rank 2  raises ----> rank 0 ----> ranks 1, 3: "[rank1]: hfscale: rank 2 failed: ValueError: ..., at train.py:31"
 
-Threads wait for sockets and do nothing else. A rank that loads, compiles, saves or stands in a debugger keeps its
-connection, so it never counts as gone. ``HFSCALE_FAILURES=0`` turns it off.
+The threads only wait for sockets. A rank that loads, compiles, saves or is stopped in a debugger keeps its connection,
+so it is never taken for a lost rank. ``HFSCALE_FAILURES=0`` turns these reports off.
 """
 
 import atexit
@@ -34,11 +35,11 @@ from ..config.environment import guards_are_on
 from ..extensions import provided
 from .user_code import user_line_of
 
-CODE = 75  # EX_TEMPFAIL: start the process again
+CODE = 75  # the exit code EX_TEMPFAIL, which asks a launcher to start the process again
 SWITCH = "HFSCALE_FAILURES"
 _TRACEBACK = "HFSCALE_TRACEBACK"
 _GRACE = 0.3  # seconds in which another rank may turn out to have failed first
-_NO_MEMORY = "can't allocate memory"  # says torch's allocator of host memory
+_NO_MEMORY = "can't allocate memory"  # in the error of torch's allocator of host memory
 _BYE = b"\n"
 _KNOWN_TO_LAUNCHER = "its launcher knows how"
 _ENDING = 5.0  # seconds that a process may take to end once its connections are closed
@@ -46,38 +47,40 @@ _ENDING = 5.0  # seconds that a process may take to end once its connections are
 
 @dataclass(frozen=True)
 class Failure:
-    """Describe how a rank failed; ``kind`` is ``error``, ``gone``, or ``echo``: it lost a rank that failed before."""
+    """Describe how a rank failed."""
 
     rank: int
+    # ``"error"``: the rank raised an error; ``"gone"``: its process ended or its machine was lost; ``"echo"``: its
+    # error is that it lost the connection to a rank that had failed before
     kind: str
-    words: str
+    words: str  # continues a sentence that begins with the rank
 
 
 class Process(NamedTuple):
-    """Identify a rank's process; ``machine`` is equal for processes that see each other under ``/proc``."""
+    """Identify a rank's process; ``machine`` is equal for processes that can see one another under ``/proc``."""
 
     machine: str
     pid: int
 
     @classmethod
     def own(cls) -> "Process":
-        """Return this process."""
+        """Return the identity of the current process."""
         try:
             return cls(f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}", os.getpid())
-        except OSError:  # no Linux
+        except OSError:  # not on Linux
             return cls("", os.getpid())
 
     def how_it_ended(self, seconds: float = _ENDING) -> str | None:
-        """Return the signal or exit code with which it ended, ``""`` if that is not known; ``None``: it still lives."""
+        """Return the signal or exit code with which the process ended, ``""`` if unknown, ``None`` if it still runs."""
         if not self.machine or self.machine != Process.own().machine:
             return ""
         end = time.monotonic() + seconds
-        while time.monotonic() < end:  # connections are closed before a process has ended
+        while time.monotonic() < end:  # the system closes connections before the process has ended
             try:
                 state, *_, last = (
                     Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
                 )
-            except OSError:  # its launcher has asked how already
+            except OSError:  # the launcher has already collected the exit status
                 return _KNOWN_TO_LAUNCHER
             if state in ("Z", "X"):
                 code = os.waitstatus_to_exitcode(int(last))
@@ -87,12 +90,15 @@ class Process(NamedTuple):
 
 
 def is_wanted() -> bool:
-    """Return whether ranks watch each other: where a launcher started them, unless it is switched off."""
+    """Return whether ranks report failures to each other: by default if a launcher started them."""
     return os.environ.get(SWITCH, "1" if "RANK" in os.environ else "0") != "0"
 
 
 def share_failures(group: dist.ProcessGroup | None) -> "Reporter | None":
-    """Let this rank report its failure, and end when another fails; collective over ``group``, of all ranks."""
+    """Let this rank report its failure, and end when another rank fails; collective over ``group`` (all ranks).
+
+    Return the reporter, or ``None`` if reports are off or rank 0 could not be reached.
+    """
     rank = dist.get_rank()
     wanted = is_wanted() and guards_are_on()
     listener = _Listener() if wanted and rank == 0 else None
@@ -112,7 +118,8 @@ def share_failures(group: dist.ProcessGroup | None) -> "Reporter | None":
         connection = socket.create_connection((host, port), timeout=10)
     except OSError as error:
         print(
-            f"[rank{rank}]: hfscale: no connection to rank 0 for failures ({error})",
+            f"[rank{rank}]: hfscale: could not connect to rank 0 to report failures ({error}); the run goes on "
+            "without these reports",
             file=sys.stderr,
         )
         return None
@@ -120,7 +127,7 @@ def share_failures(group: dist.ProcessGroup | None) -> "Reporter | None":
 
 
 class Reporter(threading.Thread):
-    """A thread that hears of the first failure of all ranks, and tells that of this one as an error ends it."""
+    """Wait in a thread for the first failure of any rank, and report the error that ends this rank."""
 
     def __init__(
         self,
@@ -136,19 +143,23 @@ class Reporter(threading.Thread):
         self._connection = connection
         self._listener = listener
         self._failing, self._stopped, self._heard = False, False, threading.Event()
-        self.first: Failure | None = None  # of all ranks, once it is known
+        self.first: Failure | None = None  # the first failure of any rank, once it is known
         connection.sendall(_line({"rank": rank, "token": token}))
         at_an_uncaught_error(self.report)
         _connected[:] = [self]
         atexit.register(self.stop)
-        os.register_at_fork(after_in_child=connection.close)  # a forked process would keep it open
+        # A forked process would keep the connection open after this process has ended.
+        os.register_at_fork(after_in_child=connection.close)
         self.start()
 
     def report(self, error: BaseException) -> bool:
-        """Tell the others what ends this process; return whether it failed first. One that lost a rank ends here."""
+        """Report the error that ends this process; return whether this rank failed first.
+
+        If the error is only a lost connection to another rank, this process may end inside the call.
+        """
         lost = is_connection_lost(error)
         self._failing = not lost
-        if not isinstance(error, KeyboardInterrupt):  # which launchers send to all
+        if not isinstance(error, KeyboardInterrupt):  # launchers send an interrupt to every rank
             words = str(error).strip().partition("\n")[0]
             text = (
                 f"failed: {type(error).__name__}: {words}, at {user_line_of(error.__traceback__)}"
@@ -183,7 +194,7 @@ class Reporter(threading.Thread):
         self._heard.set()
 
     def stop(self) -> None:
-        """Say that this rank ends well, unless it said otherwise, and that of rank 0, that it hears no more."""
+        """Report that this rank ends well, unless it reported a failure; rank 0 also stops listening."""
         self._stopped = True
         with suppress(OSError):
             self._connection.sendall(_BYE)
@@ -196,24 +207,24 @@ _connected: list[Reporter] = []
 
 
 def tell_others(error: BaseException) -> bool | None:
-    """Report an error that a program catches, as :meth:`Reporter.report`; ``None``: ranks are not connected."""
+    """Report an error that the program catches: see :meth:`Reporter.report`. Return ``None`` if reports are off."""
     return _connected[0].report(error) if _connected else None
 
 
 def explained(error: BaseException) -> str:
-    """Return what held memory where an error is that it ran out, else ``""``; as an extension explains it."""
+    """Return an extension's explanation of what held memory if ``error`` is an out-of-memory error, else ``""``."""
     if not (isinstance(error, MemoryError | torch.OutOfMemoryError) or _NO_MEMORY in str(error)):
         return ""
     try:
         explain = provided("explanations", "memory")
         return "" if explain is None else str(explain(error))
-    except Exception as another:  # memory has run out
-        return f"what held memory cannot be said ({another})"
+    except Exception as another:  # the explanation itself may fail, because memory has run out
+        return f"the memory in use could not be listed ({another})"
 
 
 def explain_memory_errors() -> None:
-    """Let an error that ends this process because memory ran out say what held it, behind its traceback."""
-    # Found out before other ranks hear of the error, upon which the launcher ends this one.
+    """Print what held memory after the traceback of an out-of-memory error that ends this process."""
+    # The explanation is made before other ranks receive the failure: after that the launcher ends this process.
     at_an_uncaught_error(explained, _print_behind)
 
 
@@ -223,7 +234,7 @@ def _print_behind(text: str) -> None:
 
 
 class _Listener(threading.Thread):
-    """Hear of failures on rank 0, at ``place``, wait a moment for earlier ones, and tell the first to all."""
+    """Receive failures on rank 0, at ``place``, wait a moment for earlier failures, and send the first to all ranks."""
 
     processes: list[Process]
 
@@ -240,7 +251,7 @@ class _Listener(threading.Thread):
         os.register_at_fork(after_in_child=self._close)
 
     def run(self) -> None:
-        """Hear of failures until the first is known."""
+        """Receive failures until the first one is known."""
         failures: list[Failure] = []
         with selectors.DefaultSelector() as selector:
             selector.register(self._server, selectors.EVENT_READ)
@@ -250,7 +261,7 @@ class _Listener(threading.Thread):
                     if key.fileobj is self._server:
                         self._accept(selector)
                     elif (failure := self._read(key, selector)) is not None:
-                        # How that rank ends may be known soon.
+                        # An echo after a rank has said good-bye: the exit code of that rank may be known soon.
                         lost = failure.kind == "echo" and self._left
                         now = time.monotonic()
                         until = min(until or math.inf, now + (_ENDING / 2 if lost else _GRACE))
@@ -260,11 +271,11 @@ class _Listener(threading.Thread):
             key=lambda each: ("error", "gone", "echo").index(each.kind),
         )
         if first.kind == "echo" and self._left:
-            first = Failure(self._left[0], "gone", "ended, and others wait for it")
+            first = Failure(self._left[0], "gone", "ended while other ranks still wait for it")
         self.send_line(_line(asdict(first)))
 
     def send_line(self, line: bytes) -> None:
-        """Send a line to all ranks; to rank 0 last, which may end this process."""
+        """Send a line to all ranks. Rank 0 is the last, because its own reporter may end this process."""
         for connection in sorted(self._ranks, key=self._ranks.__getitem__, reverse=True):
             with suppress(OSError):
                 connection.sendall(line)
@@ -273,7 +284,8 @@ class _Listener(threading.Thread):
         with suppress(OSError):
             connection = _kept_alive(self._server.accept()[0])
             connection.settimeout(2)
-            with suppress(OSError, ValueError, KeyError, TypeError):  # it comes from anywhere
+            # any program may have connected
+            with suppress(OSError, ValueError, KeyError, TypeError):
                 hello = json.loads(_first_line(connection))
                 if secrets.compare_digest(hello["token"], self.place[2]):
                     self._ranks[connection] = int(hello["rank"])
@@ -296,7 +308,7 @@ class _Listener(threading.Thread):
                 Failure(**json.loads(line)) if line else _failure_of_lost_rank(rank, self.processes)
             )
         self._left.append(rank)
-        with suppress(OSError, AttributeError):  # it has ended, or this is no Linux
+        with suppress(OSError, AttributeError):  # the process has ended, or this is not Linux
             if self.processes[rank].machine == Process.own().machine:
                 selector.register(
                     os.pidfd_open(self.processes[rank].pid), selectors.EVENT_READ, rank
@@ -311,7 +323,9 @@ class _Listener(threading.Thread):
 def _failure_of_lost_rank(
     rank: int, processes: list[Process], said_bye: bool = False
 ) -> Failure | None:
-    """Return the failure of a rank whose connection has ended; ``None`` if it lives, ended well, or said good-bye."""
+    """Return the failure of a rank whose connection has ended; ``None`` if the rank still runs, ended well, or said
+    good-bye.
+    """
     how = processes[rank].how_it_ended(math.inf if said_bye else _ENDING)
     if (
         how is None
@@ -319,7 +333,7 @@ def _failure_of_lost_rank(
         or (said_bye and how in ("", _KNOWN_TO_LAUNCHER, f"exit code {CODE}"))
     ):
         return None
-    return Failure(rank, "gone", f"ended ({how})" if how else "is gone, or its machine is")
+    return Failure(rank, "gone", f"ended ({how})" if how else "was lost, or its machine was")
 
 
 def _line(values: dict[str, Any]) -> bytes:
@@ -327,7 +341,7 @@ def _line(values: dict[str, Any]) -> bytes:
 
 
 def _first_line(connection: socket.socket) -> bytes:
-    """Return what one message holds, and read no further; empty if the connection has ended."""
+    """Return the first line of a connection and read no byte after it; empty if the connection has ended."""
     line = b""
     # No makefile(), which would keep the connection open in forked processes.
     while not line.endswith(b"\n"):
@@ -338,7 +352,7 @@ def _first_line(connection: socket.socket) -> bytes:
 
 
 def _kept_alive(connection: socket.socket) -> socket.socket:
-    """Let the system notice within seconds that the other machine is gone."""
+    """Set keepalive options, so that the system notices within seconds that the other machine is gone."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (
         ("TCP_KEEPIDLE", 2),

@@ -1,7 +1,7 @@
-"""Pinned buffers in the host's memory that are used again, streams for copies both ways, and many tensors in one.
+"""Reuse pinned host buffers, copy on streams in both directions, and pack many tensors into one buffer.
 
-A copy into a buffer waits, by an event, for the copy that read it last; whoever reads a buffer waits for the copy that
-filled it. On a CPU the same copies are made at once, in plain memory: its streams do nothing.
+A copy into a buffer waits on the event of the last copy that read the buffer, and a reader waits for the copy that
+filled it. On a CPU device the copies run synchronously in plain memory, and the streams do nothing.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,18 +15,19 @@ from torch import Tensor
 
 from .._compat.torch_device import device_module, pinned_bytes
 
-_SPARE = 1.25  # a tensor takes a buffer that is larger by this at most, and all buffers are of what was needed
+# A tensor reuses a buffer of at most this times its size; all buffers together have at most this times the peak use.
+_SPARE = 1.25
 _ALIGNED = 256  # bytes
 
-Form = tuple[Sequence[int], torch.dtype]  # of a tensor: shape and dtype
+Form = tuple[Sequence[int], torch.dtype]  # the shape and dtype of a tensor
 Item = TypeVar("Item")
 
 
 class HostBuffers:
-    """Hold pinned buffers for copies from a device, and its streams outward and inward.
+    """Hold pinned buffers for copies from a device, and the device's streams outward (to the host) and inward.
 
-    A buffer is as large as its first tensor, not rounded up to a power of two as torch's own pinned memory is; free
-    ones go, the oldest first, while all together are more than a quarter larger than the most that was needed at once.
+    A buffer is as large as its first tensor, while torch's own pinned memory rounds up to a power of two. When the
+    buffers together exceed the peak use by more than a quarter, free buffers are released, the oldest first.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -34,10 +35,10 @@ class HostBuffers:
         self.outward, self.inward = self.module.Stream(device), self.module.Stream(device)
         self._free: list[
             tuple[Tensor, Any]
-        ] = []  # and the event of the copy that read it last; the oldest first
+        ] = []  # each with the event of the last copy that read it; the oldest first
 
     def take(self, size: int) -> Tensor:
-        """Return a buffer of at least ``size`` bytes; what is written to it outward waits for its last reader."""
+        """Return a buffer of at least ``size`` bytes; copies on the outward stream wait for its last reader."""
         sizes = [(len(each), place) for place, (each, _) in enumerate(self._free)]
         if fitting := [each for each in sizes if size <= each[0] <= _SPARE * size]:
             buffer, read = self._free.pop(min(fitting)[1])
@@ -56,11 +57,11 @@ class HostBuffers:
         return buffer
 
     def give(self, buffer: Tensor, read: Any) -> None:
-        """Take back a buffer that the copy before the event ``read`` reads last; on any thread."""
+        """Take back a buffer whose last reader is the copy before the event ``read``; callable on any thread."""
         self._free.append((buffer, read))
 
     def copy_out(self, targets: Sequence[Tensor], tensors: Sequence[Tensor]) -> Any:
-        """Begin to copy tensors of the device into memory of the host; return the event of its end."""
+        """Start copying device ``tensors`` into the host ``targets``; return an event recorded after the copies."""
         self.outward.wait_stream(self.module.current_stream(self.device))
         with self.module.stream(self.outward):
             for target, tensor in zip(targets, tensors, strict=True):
@@ -68,7 +69,7 @@ class HostBuffers:
             return self.mark(self.outward)
 
     def mark(self, stream: Any) -> Any:
-        """Return an event behind what was asked of a stream so far."""
+        """Return an event recorded after the work queued on a stream so far."""
         event = self.module.Event()
         event.record(stream)
         return event
@@ -81,13 +82,13 @@ def buffers_of(device: torch.device) -> HostBuffers:
 
 
 def bytes_before(forms: Sequence[Form]) -> list[int]:
-    """Return where each of several tensors begins in one buffer, and at last the size of the buffer."""
+    """Return the byte offset of each tensor in one buffer and, as the last entry, the buffer's size."""
     sizes = [prod(shape) * dtype.itemsize for shape, dtype in forms]
     return list(accumulate((-(-size // _ALIGNED) * _ALIGNED for size in sizes), initial=0))
 
 
 def views_of(flat: Tensor, forms: Sequence[Form]) -> list[Tensor]:
-    """Return the tensors that lie in a buffer of bytes, one after the other."""
+    """Return views, one per form, of the tensors that are stored one after the other in a buffer of bytes."""
     return [
         flat[start : start + prod(shape) * dtype.itemsize].view(dtype).view(torch.Size(shape))
         for start, (shape, dtype) in zip(bytes_before(forms), forms, strict=False)
@@ -99,7 +100,7 @@ def in_one_buffer(
     forms: Sequence[Form],
     pin_memory: bool = False,
 ) -> Tensor:
-    """Return the bytes of tensors, all of one device, in one buffer there; cast to the dtypes of ``forms``."""
+    """Return one buffer of bytes on the tensors' device that holds the tensors, cast to the dtypes of ``forms``."""
     size = bytes_before(forms)[-1]
     device = tensors[0].device
     flat = torch.empty(size, dtype=torch.uint8, device=device, pin_memory=pin_memory)
@@ -111,7 +112,7 @@ def in_one_buffer(
 def buckets(
     items: Iterable[Item], size_of: Callable[[Item], int], most: int
 ) -> Iterator[list[Item]]:
-    """Split items into runs of consecutive ones, of at most ``most`` bytes together, or of one that is larger."""
+    """Split items into runs of consecutive items with at most ``most`` bytes; a larger item is a run of its own."""
     bucket = list[Item]()
     filled = 0
     for item in items:

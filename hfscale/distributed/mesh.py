@@ -1,4 +1,4 @@
-"""The device mesh: the ranks of each axis and their process groups, as one rank sees them."""
+"""Hold the device mesh: the ranks of each axis and the process groups of one rank."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,39 +16,39 @@ from .processes import Pair
 
 MESH_AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 EXPERT_AXES = ("pp", "edp_replicate", "edp_shard", "ep", "tp")
-"""The same ranks in the same order, divided for experts; ``tp`` has one rank where experts are not cut over it."""
+"""Axes of the expert mesh: the same ranks in the same order; ``tp`` has size 1 if experts are not sharded over it."""
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """The live counterpart of a layout, as this rank sees it."""
+    """Hold a layout's device mesh and process groups, and this rank's coordinates on the axes."""
 
-    layout: ParallelConfig  # the sizes
+    layout: ParallelConfig  # the size of each axis
     device: torch.device  # this rank's device
     ranks: dict[str, int]  # this rank's coordinate on each axis
-    # Over :data:`MESH_AXES`; ``None`` in a single process, like all groups.
+    # The device mesh over :data:`MESH_AXES`. In a single process this and all groups are ``None``.
     device_mesh: DeviceMesh | None = None
     # A gloo group over all ranks for barriers and small objects.
     control: dist.ProcessGroup | None = None
-    # number of consecutive tensor ranks that hold the same shard -> their group, through this rank
+    # number of consecutive tensor ranks that hold the same shard -> the group of those ranks that includes this rank
     replicas: dict[int, dist.ProcessGroup] = field(default_factory=dict)
     # pipeline ranks that hold one tied tensor -> their group, if this rank is one of them
     ties: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
-    # Theirs over gloo.
+    # The same keys as ``ties`` -> gloo groups of these pipeline ranks, for small messages.
     tie_reports: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
-    # (from, to), neighbouring pipeline ranks, this one among them -> their group for transfers that way: a backend may
-    # serialize the transfers of one group
+    # (sender, receiver), neighbouring pipeline ranks of which one is this rank -> the group for transfers in that
+    # direction. There is a group per direction because a backend may serialize the transfers of one group.
     streams: dict[Pair, dist.ProcessGroup] = field(default_factory=dict)
     # The gloo group of this rank's pipeline, for small messages.
     reports: dist.ProcessGroup | None = None
     expert_reports: dist.ProcessGroup | None = None  # the gloo group of the expert ranks
-    # The gloo group of the ranks that are given the same batch.
+    # The gloo group of the ranks that receive the same batch.
     sharing: dist.ProcessGroup | None = None
-    # Over :data:`EXPERT_AXES`; ``None`` where experts are not spread.
+    # The device mesh over :data:`EXPERT_AXES`; ``None`` without expert parallelism.
     expert_mesh: DeviceMesh | None = None
-    # The group of the context ranks, with pieces of the same sequences.
+    # The group of the context ranks, which hold different tokens of the same sequences; ``None`` without ``cp``.
     context: dist.ProcessGroup | None = None
-    # With ``cp``: the group of shard ranks with different ones.
+    # With ``cp``: the group of the ``dp_shard`` ranks that hold different sequences.
     whole_sequences: dist.ProcessGroup | None = None
 
     @property
@@ -73,11 +73,11 @@ class Mesh:
 
     @property
     def tp_group(self) -> dist.ProcessGroup | None:
-        """The group of the tensor ranks; ``None`` for one rank."""
+        """The group of the tensor ranks; ``None`` if there is one tensor rank."""
         return self.group("tp")
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
-        """Return the process group of ``axis`` through this rank; ``None`` where the axis has one rank."""
+        """Return the process group of this rank along ``axis``; ``None`` if the axis has size 1."""
         if self.layout.size(axis) == 1 or self.device_mesh is None:
             return None
         if axis == "cp":
@@ -98,7 +98,7 @@ class Mesh:
         return self.expert_mesh, ranks if self.layout.expert_tp > 1 else {**ranks, "tp": 0}
 
     def free_axes(self, cuts: Sequence[Cut]) -> list[str]:
-        """Return the axes of a stage along which ranks hold replicas of a parameter with these ``cuts``."""
+        """Return the axes within a stage along which ranks hold replicas of a parameter with these ``cuts``."""
         cut = {"pp", *(cut.axis for cut in cuts)}
         return [axis for axis in self.view(cuts)[1] if axis not in cut]
 
@@ -108,7 +108,13 @@ class Mesh:
         ranks: dict[str, int],
         stage: int,
     ) -> int:
-        """Return the first global rank that holds the shard at ``ranks`` of a parameter, on pipeline rank ``stage``."""
+        """Return the first global rank, on pipeline rank ``stage``, that holds a parameter's shard at ``ranks``.
+
+        Args:
+            cuts: the parameter's cuts.
+            ranks: the shard's coordinate on each cut axis.
+            stage: the pipeline rank.
+        """
         device_mesh, _ = self.view(cuts)
         assert device_mesh is not None
         names: Any = device_mesh.mesh_dim_names
@@ -126,14 +132,16 @@ class Mesh:
         }
 
     def largest(self, *numbers: float) -> list[Any]:
-        """Return the largest value of each number on any rank, over gloo; collective."""
+        """Return, for each of ``numbers``, its maximum over all ranks; a collective over gloo."""
         largest = torch.tensor(numbers)
         if self.control is not None:
             dist.all_reduce(largest, dist.ReduceOp.MAX, self.control)
         return largest.tolist()
 
     def all_gather_object(self, value: Any, failure: str = "") -> list[Any]:
-        """Return every rank's ``value``; collective. All raise :class:`RankFailedError` if a rank has a ``failure``."""
+        """Return every rank's ``value``; collective. If any rank passes a ``failure``, all ranks raise
+        :class:`RankFailedError`.
+        """
         every: list[Any] = [(value, failure)]
         if self.control is not None:
             every = [None] * self.layout.total_size
@@ -146,14 +154,14 @@ class Mesh:
 
     @property
     def batch_groups(self) -> list[dist.ProcessGroup]:
-        """Groups to reduce over, one after the other, to sum over all distinct batches."""
+        """The groups whose all-reduces, run one after the other, sum over all distinct batches."""
         if self.context is None:
             return self.loss_groups
         return [*filter(None, [self.whole_sequences]), *self.groups("dp_replicate")]
 
     @property
     def loss_groups(self) -> list[dist.ProcessGroup]:
-        """Groups to reduce losses and numbers of labels and tokens over: all ranks with different tokens."""
+        """The groups over which losses and counts of labels and tokens are summed: all ranks with different tokens."""
         return self.groups("dp_shard", "dp_replicate")
 
     @property
@@ -163,12 +171,14 @@ class Mesh:
 
     @property
     def speaks_for_batch(self) -> bool:
-        """Return whether this is the first of the ranks that are given the same batch."""
+        """Return whether this is the first of the ranks that receive the same batch."""
         return self.pp_rank == self.tp_rank == self.cp_rank == 0
 
     @property
     def rank_in_stage(self) -> int:
-        """This rank's index among those of its stage that are given the same batch; they hold different shards."""
+        """This rank's index among the ranks of its stage that receive the same batch; these ranks hold different
+        shards.
+        """
         return self.cp_rank * self.layout.tp + self.ranks["tp"]
 
     @property

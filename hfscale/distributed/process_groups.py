@@ -1,4 +1,4 @@
-"""Build the device mesh and its process groups. The only caller of ``init_device_mesh``."""
+"""Build the device mesh and its process groups; this module is the only caller of ``init_device_mesh``."""
 
 import sys
 from collections.abc import Sequence
@@ -38,9 +38,15 @@ def build_mesh(
     ties: Sequence[tuple[int, ...]] = (),
     neighbours: Sequence[Pair] = (),
 ) -> Mesh:
-    """Build the mesh of a layout, and start torch's process group if there is none. There may be further groups, the
-    same on every rank and in the same order: of consecutive tensor ranks, of the sizes ``replicas``; of pipeline ranks
-    that hold one tied tensor (``ties``), or consecutive stages (``neighbours``).
+    """Build the mesh of a layout, and start torch's process group if there is none.
+
+    Args:
+        layout: the size of each axis.
+        replicas: sizes of additional groups of consecutive tensor-parallel ranks.
+        ties: pipeline ranks that hold one tied tensor; each entry gets a group.
+        neighbours: pairs of pipeline ranks that hold consecutive stages; each pair gets a group per direction.
+
+    All arguments must be the same on every rank, in the same order.
     """
     world = dist.get_world_size() if dist.is_initialized() else started_processes()
     if world != layout.total_size:
@@ -86,7 +92,7 @@ def build_mesh(
 
 
 def add_ties(mesh: Mesh, ties: Sequence[tuple[int, ...]]) -> None:
-    """Give a mesh the groups of pipeline ranks that hold one tensor of its adapters; collective."""
+    """Add to a mesh the groups of pipeline ranks that hold the same adapter tensor; collective."""
     if mesh.layout.pp > 1:
         more = _with_ties(mesh, made_out_of(dist.group.WORLD), ties)
         mesh.ties.update(more.ties)
@@ -94,7 +100,7 @@ def add_ties(mesh: Mesh, ties: Sequence[tuple[int, ...]]) -> None:
 
 
 def latest_mesh() -> Mesh | None:
-    """Return the mesh of the model that was built last; ``None`` before the first one, and in a single process."""
+    """Return the mesh that was built last; ``None`` if none was built yet, and in a single process."""
     return made_out_of(dist.group.WORLD).latest if dist.is_initialized() else None
 
 
@@ -106,7 +112,7 @@ def _divided(
     world: Any = dist.group.WORLD
     options: dict[str, Any] = {}
     if ":" in dist.get_backend(world) and (own := backend_of(world, device)):
-        # The user's process group serves several kinds of devices: its subgroups need only one.
+        # The user's process group has backends for several kinds of devices; its subgroups need only one of them.
         options["backend_override"] = dict.fromkeys(axes, own)
     with bound(device):
         device_mesh = init_device_mesh(device.type, shape, mesh_dim_names=axes, **options)
@@ -119,7 +125,10 @@ def _divided(
 
 
 def context_groups(mesh: Mesh, every: int, size: int) -> tuple[Any, Any]:
-    """Split each ``every`` shard ranks into ``size`` neighbours; return this rank's group, and that across."""
+    """Divide each run of ``every`` consecutive ``dp_shard`` ranks into groups of ``size`` neighbours.
+
+    Return this rank's group of neighbours, and the group of the ranks at the same position in the other groups.
+    """
     made: Groups = made_out_of(dist.group.WORLD)
     assert mesh.device_mesh is not None
     key = (mesh.device.type, tuple(mesh.device_mesh.shape), "context", every, size)
@@ -199,7 +208,7 @@ def _with_stages(mesh: Mesh, made: "Groups", neighbours: Sequence[Pair]) -> Mesh
     ways = [way for a, b in neighbours for way in ((a, b), (b, a))]
     fresh = dict[
         Any, Any
-    ]()  # without a flush, gradients are in flight between calls: a group for each model
+    ]()  # without a flush, gradients stay in flight between calls, so each model needs groups of its own
 
     def kept(way: Pair) -> dict[Any, Any]:
         return made.made if layout.flushes or way[0] < way[1] else fresh
@@ -223,7 +232,7 @@ def _with_stages(mesh: Mesh, made: "Groups", neighbours: Sequence[Pair]) -> Mesh
 def _consecutive_ranks(
     device_mesh: DeviceMesh, device: torch.device, count: int
 ) -> dist.ProcessGroup:
-    """Return this rank's group of ``count`` consecutive tensor ranks; tp4 in twos: ``{0, 1}``, ``{2, 3}``."""
+    """Return this rank's group of ``count`` consecutive tensor ranks: for 2 with tp4, ``{0, 1}`` or ``{2, 3}``."""
     if count == device_mesh.size(len(MESH_AXES) - 1):
         return device_mesh.get_group("tp")
     group = device_group(device_mesh.mesh.view(-1, count).tolist(), device)
@@ -232,14 +241,14 @@ def _consecutive_ranks(
 
 
 def _columns(device_mesh: DeviceMesh, members: Sequence[int]) -> list[list[int]]:
-    """Return the global ranks of the pipeline ranks ``members``, one list for each position within a stage."""
+    """Return, for each position within a stage, the global ranks at this position on pipeline ranks ``members``."""
     return [
         [column[member] for member in members] for column in device_mesh.mesh.flatten(1).T.tolist()
     ]
 
 
 def _ranks_of_one_batch(mesh: Mesh, made: "Groups") -> dist.ProcessGroup | None:
-    """Return the gloo group of the pipeline, context and tensor ranks that are given the same batch as this rank."""
+    """Return the gloo group of the pipeline, context and tensor ranks that receive the same batch as this rank."""
     layout = mesh.layout
     device_mesh = mesh.device_mesh
     cp = mesh.layout.cp
@@ -247,7 +256,7 @@ def _ranks_of_one_batch(mesh: Mesh, made: "Groups") -> dist.ProcessGroup | None:
         return mesh.reports
     if layout.pp == cp == 1 and mesh.device.type == "cpu":
         return mesh.tp_group
-    # pp, replicate, shard x cp, tp -> replicate, shard; pp, cp, tp
+    # Reorder the mesh (pp, replicate, shard x cp, tp) to (replicate, shard; pp, cp, tp): one row of ranks per batch.
     lines = device_mesh.mesh.unflatten(2, (-1, cp)).movedim(0, 2).flatten(2).flatten(0, 1).tolist()
     shape = tuple(layout.size(axis) for axis in MESH_AXES)
     return made.once(

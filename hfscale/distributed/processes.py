@@ -1,8 +1,8 @@
-"""The processes of one run: each one's device, torch's process group, and subgroups of it.
+"""Choose each process's device, start torch's process group, and make subgroups of it.
 
-On GPUs torch's process group and all groups that carry tensors are NCCL's alone and bound to the device, so that they
-are split off the first one's communicator. Python objects and small messages go over gloo, in one group of all ranks
-and small ones besides. A group made as ``"cpu:gloo,cuda:nccl"`` would connect its ranks twice.
+On GPUs torch's process group and all groups that carry tensors use only NCCL and are bound to the device, so that new
+groups are split off the first group's communicator. Python objects and small messages go over gloo, in one group of all
+ranks and a few smaller groups. A group made with ``"cpu:gloo,cuda:nccl"`` would connect its ranks twice.
 """
 
 import atexit
@@ -28,18 +28,18 @@ from ..config.parallel import ParallelConfig
 from ..errors import ConfigError, MeshError
 
 TIMEOUT = timedelta(minutes=10)
-"""Timeout of torch's process group where hfscale starts it. For another one start the group first:
-``torch.distributed.init_process_group(timeout=)``, or Accelerate's ``InitProcessGroupKwargs``.
+"""Timeout of torch's process group if hfscale starts it. To use another timeout, start the process group before hfscale
+does: ``torch.distributed.init_process_group(timeout=)``, or Accelerate's ``InitProcessGroupKwargs``.
 """
 
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
-_LOOK = 0.02  # seconds between looks
+_LOOK = 0.02  # seconds between two reads of the store
 
 Pair = tuple[int, int]
 
 
 def own_device() -> torch.device:
-    """Return this process's device, and make it the current one."""
+    """Return this process's device; if it is a GPU, make it the current device."""
     devices = accelerators()
     if cpu_requested() or not devices.is_available():
         return torch.device("cpu")
@@ -55,16 +55,19 @@ def choose_device(
     local_rank: str | None,
     current: Callable[[], int],
 ) -> int:
-    """Return this process's GPU: its local rank, modulo those ``visible`` (one, under Slurm), or the user's choice."""
+    """Return the index of this process's GPU: the local rank modulo the number of ``visible`` GPUs (one under Slurm).
+
+    Without a local rank, keep the GPU that the user has made ``current``.
+    """
     return current() if local_rank is None else int(local_rank) % visible
 
 
 def renew_thread_pool() -> None:
-    """Make torch's pool of threads anew in a process that was forked, before several threads ask for it at once.
+    """Recreate torch's thread pool in a forked process, before several threads ask for the pool at once.
 
-    A fork leaves the parent's pool without threads, and the first to ask replaces it. Autograd has a thread per device,
-    which all ask as they start: one that comes in between finds no pool, and torch ends the process ("Invalid thread
-    pool!").
+    A forked process inherits the parent's pool without its threads, and the first thread that asks replaces the pool.
+    Autograd's threads, one per device, all ask when they start. A thread that asks during the replacement finds no
+    pool, and torch then ends the process ("Invalid thread pool!").
     """
     torch.set_num_threads(torch.get_num_threads())
 
@@ -72,18 +75,18 @@ def renew_thread_pool() -> None:
 def fitting_layout(layouts: Sequence[ParallelConfig]) -> ParallelConfig:
     """Return the first of ``layouts`` that fits the number of started processes.
 
-    For jobs that restart with fewer processes when a machine is lost (``torchrun --nnodes 1:2 --rdzv_backend c10d``): a
-    state can be loaded in any layout.
+    Jobs that restart with fewer processes after a machine is lost (``torchrun --nnodes 1:2 --rdzv_backend c10d``) use
+    this, because a saved state can be loaded in any layout.
 
     Raises:
-        ConfigError: ``layouts`` is no list of layouts.
-        MeshError: none is for that many.
+        ConfigError: ``layouts`` is not a list of layouts.
+        MeshError: no layout is for the number of started processes.
     """
     if not isinstance(layouts, Sequence) or not all(
         isinstance(each, ParallelConfig) for each in layouts
     ):
         raise ConfigError(
-            f"layouts={layouts!r} is invalid: pass a list, as [hfscale.ParallelConfig(tp_size=2), ...]"
+            f"layouts={layouts!r} is invalid: pass a list, for example [hfscale.ParallelConfig(tp_size=2), ...]"
         )
     world = dist.get_world_size() if dist.is_initialized() else started_processes()
     for layout in layouts:
@@ -91,19 +94,20 @@ def fitting_layout(layouts: Sequence[ParallelConfig]) -> ParallelConfig:
             return layout
     wanted = ", ".join(f"{layout.describe()} ({layout.total_size})" for layout in layouts)
     raise MeshError(
-        f"{world} process(es) were started, and the layouts are for others: {wanted or 'none is given'}"
+        f"{world} process(es) were started, and the layouts are for others: {wanted or 'the list is empty'}: add a "
+        f"layout of {world} process(es), or start as many processes as one of the layouts needs"
     )
 
 
 def stay_on_this_machine() -> None:
-    """Let gloo listen on the loopback where a launcher says that all ranks are here, and no interface was chosen."""
+    """Let gloo use the loopback interface if all ranks run on this machine and the user chose no interface."""
     here = os.environ.get("LOCAL_WORLD_SIZE", "") == os.environ.get("WORLD_SIZE")
     if here and "lo" in (name for _, name in socket.if_nameindex()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
 def start(device: torch.device, timeout: timedelta = TIMEOUT) -> None:
-    """Start torch's process group, and end it when the process does."""
+    """Start torch's process group, and destroy it when the process ends."""
     _end_quietly()
     options: dict[str, Any] = {"timeout": timeout}
     if met_before():
@@ -119,25 +123,28 @@ def start(device: torch.device, timeout: timedelta = TIMEOUT) -> None:
 
 
 def restarted() -> bool:
-    """Return whether the launcher has restarted the ranks (``--max_restarts``), which meet through its store."""
+    """Return whether the launcher has restarted the ranks (``--max_restarts``) and has a store for their rendezvous."""
     return has_agent_store() and os.environ.get(RESTARTS, "0") != "0"
 
 
 def met_before() -> bool:
-    """Return whether the launcher's store may have what ranks before these wrote: restarted here, or on other hosts."""
+    """Return whether the launcher's store may hold entries of earlier ranks: ranks were restarted on this host, or may
+    have been on another host.
+    """
     return has_agent_store() and (restarted() or os.environ.get("GROUP_WORLD_SIZE", "1") != "1")
 
 
 def has_agent_store() -> bool:
-    """Return whether the launcher has a store, which outlives the ranks."""
+    """Return whether the launcher has a store of its own, which outlives the ranks."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def store_of_ranks(name: str) -> dist.Store:
-    """Return a part of the launcher's store that is these ranks' alone; collective over all that were started.
+    """Return a view of the launcher's store under a prefix that only these ranks use; collective over all ranks.
 
-    The store has what dead ranks wrote, and launchers count restarts each for itself: one of a host that came back
-    begins anew. So the first rank draws a prefix, and tells it to each rank under how often that rank has come::
+    The store still holds entries of ranks that have ended. The restart count cannot tell them apart, because each
+    launcher counts its own restarts, and the launcher of a host that came back starts from zero. Therefore the first
+    rank draws a random prefix, and writes it for each rank under a key with the number of times that rank has come::
 
         rank 3: come-3 += 1 (is 5 now)    rank 0: told-3-5 = prefix    rank 3: heard-3-prefix
     """
@@ -158,7 +165,8 @@ def store_of_ranks(name: str) -> dist.Store:
         waiting = {other for other in waiting if not store.check([f"heard-{other}-{prefix}"])}
         if time.monotonic() > end:
             raise MeshError(
-                f"ranks {sorted(waiting)} did not come within {TIMEOUT}: look at what they wait for"
+                f"ranks {sorted(waiting)} did not come within {TIMEOUT}: check in their logs that they were started, "
+                "and what they wait for"
             )
         time.sleep(_LOOK * bool(waiting))
     return dist.PrefixStore(prefix, store)
@@ -166,32 +174,36 @@ def store_of_ranks(name: str) -> dist.Store:
 
 @cache
 def _end_quietly() -> None:
-    """Wait for gloo's threads before Python ends, after :func:`_stop`, even if the user started the process group."""
+    """Wait for gloo's threads when Python ends, after :func:`_stop`, even if the user started the process group."""
     atexit.register(wait_for_gloo_threads)
 
 
 def _stop(started: object) -> None:
-    # After an error the other ranks may never come to what this one still waits for: the launcher ends them.
+    # After an error the other ranks may never reach the collectives that this rank waits for: the launcher ends them.
     if dist.is_initialized() and dist.group.WORLD is started and not hasattr(sys, "last_value"):
         dist.destroy_process_group()
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Return the backend of a group for tensors on ``device``; ``dist.get_backend`` may name several. ``""``: none."""
+    """Return the backend that a group uses for tensors on ``device``, or ``""`` if it has none.
+
+    ``dist.get_backend`` may name several backends at once.
+    """
     try:
         return str(backend_for(group, device).name())
-    except RuntimeError:  # no backend for that kind of device
+    except RuntimeError:  # the group has no backend for this kind of device
         return ""
 
 
 def keep_patience(group: dist.ProcessGroup, device: torch.device) -> None:
     """Give a group that hfscale did not create the timeout of torch's process group."""
-    if backend_of(group, device) in ("nccl", "gloo"):  # torch knows how for these
+    # torch can set the timeout of these backends only
+    if backend_of(group, device) in ("nccl", "gloo"):
         set_timeout(_patience(device), group)
 
 
 def device_group(parts: Sequence[Sequence[int]], device: torch.device) -> dist.ProcessGroup | None:
-    """Make a group of each of these disjoint sets of ranks for tensors on ``device``; return this rank's."""
+    """Make a group for tensors on ``device`` of each of these disjoint sets of ranks; return this rank's group."""
     _end_quietly()
     world: Any = dist.group.WORLD
     with bound(device) as splits:
@@ -199,7 +211,7 @@ def device_group(parts: Sequence[Sequence[int]], device: torch.device) -> dist.P
             made: Any = dist.split_group(
                 world, [list(ranks) for ranks in parts], timeout=_patience(device)
             )
-            # Other ranks get None, and since torch 2.14 a number, as `new_group` returns.
+            # Ranks in no set get None or, since torch 2.14, a number like the one that `new_group` returns.
             mine = made if any(dist.get_rank() in ranks for ranks in parts) else None
         else:
             mine = _one_by_one(parts, backend_of(world, device), _patience(device))
@@ -210,8 +222,10 @@ def device_group(parts: Sequence[Sequence[int]], device: torch.device) -> dist.P
 
 @contextmanager
 def bound(device: torch.device) -> Iterator[bool]:
-    """Bind torch's process group to ``device`` inside the ``with`` block, and connect it; yield whether groups can be
-    split off it. Not for longer: gloo groups of a user's own might then wait forever (see :func:`host_group`).
+    """Bind torch's process group to ``device`` inside the ``with`` block, and connect its ranks.
+
+    Yield whether groups can be split off the process group. The binding ends with the block because gloo groups that
+    the user makes later might otherwise wait forever (see :func:`host_group`).
     """
     world: Any = dist.group.WORLD
     before = world.bound_device_id
@@ -226,17 +240,20 @@ def bound(device: torch.device) -> Iterator[bool]:
 
 
 def connect(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Connect the ranks of the group now, rather than within a step: NCCL connects at the first call."""
+    """Connect the ranks of the group now: NCCL would otherwise connect at the first collective, within a step."""
     dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
 def host_group(parts: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
-    """Make a gloo group of each of these disjoint sets of ranks, for objects and small messages; return this rank's."""
+    """Make a gloo group of each of these disjoint sets of ranks, for objects and small messages.
+
+    Return the group that contains this rank.
+    """
     _end_quietly()
     world: Any = dist.group.WORLD
-    # Where torch's process group is bound to a device, ranks outside of a new group wait in a split of its
-    # communicator, which the members of a gloo group never join (pytorch#145376). A group that its members make alone
-    # is no way out: its name has the number of groups that a rank is in, which differs.
+    # If torch's process group is bound to a device, ranks outside of a new group wait in a split of the communicator.
+    # The members of a gloo group never join that split (pytorch#145376). Letting only the members make the group does
+    # not help: its name contains the number of groups that a rank is in, and this number differs between ranks.
     bound = world.bound_device_id
     world.bound_device_id = None
     try:
@@ -256,27 +273,27 @@ def _one_by_one(
 
 
 class Groups:
-    """Cache of groups and meshes made from torch's process group, for all models: a group holds threads and sockets."""
+    """Cache groups and meshes made from torch's process group for all models: each group has threads and sockets."""
 
     def __init__(self) -> None:
         self.made = dict[Any, Any]()
         self.latest: Any = None  # mesh
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
-        """Return what ``make`` returned for ``key``, calling it the first time; all ranks call in the same order."""
+        """Return the result of ``make`` for ``key``, run by the first call only; all ranks call in the same order."""
         if key not in self.made:
             self.made[key] = make()
         return self.made[key]
 
 
-@lru_cache(maxsize=1)  # the latest process group's: groups of a destroyed one are of no use
+@lru_cache(maxsize=1)  # only for the current process group: groups of a destroyed one are of no use
 def made_out_of(world: dist.ProcessGroup | None) -> Groups:
-    """Return the cache of groups that lives as long as torch's process group is this one."""
+    """Return the cache of groups of this process group; another process group gets a new cache."""
     return Groups()
 
 
 def rounds(pairs: Sequence[Pair]) -> list[list[Pair]]:
-    """Partition pairs of ranks into few lists of disjoint ones: of a chain, the even pairs and then the odd ones."""
+    """Partition pairs of ranks into few lists of disjoint pairs; for a chain, the even pairs and then the odd pairs."""
     made: list[list[Pair]] = []
     for pair in sorted(pairs):
         free = (
@@ -296,16 +313,17 @@ def _patience(device: torch.device) -> timedelta:
     world: Any = dist.group.WORLD
     try:
         patience = patience_of(backend_for(world, device))
-    except RuntimeError:  # not the world's kind of device
+    except RuntimeError:  # torch's process group has no backend for this kind of device
         patience = None
     return patience or TIMEOUT
 
 
 def _splits(world: dist.ProcessGroup, device: torch.device) -> bool:
-    """Return whether groups can be split off the default group's communicator, once it is bound and connected."""
+    """Return whether groups can be split off the default group's communicator after it is bound and connected."""
     backend = backend_of(world, device)
     if device.type == "cpu" or backend == "gloo" or dist.get_backend(world) != backend:
         return False
-    # torch has a rank outside of a new group call the second; its fake backend has the first alone since torch 2.14.
+    # torch calls `perform_nocolor_split` on ranks outside of a new group; since torch 2.14 its fake backend has only
+    # `supports_splitting`.
     kind = backend_for(world, device)
     return getattr(kind, "supports_splitting", False) and hasattr(kind, "perform_nocolor_split")

@@ -11,7 +11,7 @@ from typing import Any
 
 _PACKAGE = str(Path(__file__).parents[1])
 _PLACES = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
-# Libraries may lie elsewhere too: beside their sources, or where PYTHONPATH finds another version.
+# Libraries may also be elsewhere: in their source tree (editable installs), or in a directory of PYTHONPATH.
 _SPECS = [find_spec(name) for name in ("torch", "transformers", "accelerate", "peft", "trl")]
 _FOLDERS = [os.path.dirname(spec.origin) for spec in _SPECS if spec is not None and spec.origin]
 _LIBRARIES = tuple({os.path.join(folder, "") for folder in (*_PLACES, *_FOLDERS)})
@@ -25,7 +25,10 @@ def user_line_of(trace: TracebackType | None) -> str:
 
 
 def innermost_lines(frames: Iterable[tuple[FrameType, int]]) -> tuple[str, str]:
-    """Return the innermost lines of the user's code and of hfscale's, of ``frames`` with lines, innermost first."""
+    """Return the innermost line of the user's code, and the innermost line of hfscale's code.
+
+    Each of ``frames`` comes with its line number, the innermost frame first.
+    """
     place = ""
     inside = ""
     for frame, line in frames:

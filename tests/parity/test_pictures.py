@@ -71,7 +71,7 @@ def test_layers_that_another_model_reads_by_a_cache(pools: Pools) -> None:
 def test_what_all_layers_read_pictures_included_is_on_one_stage() -> None:
     with pytest.raises(
         PlanError,
-        match=r"all of its layers read what goes into the first, pictures included.*: use",
+        match=r"all of its layers read the input of the first layer, images included.*: use",
     ):
         hfscale.plan(
             with_pictures("inkling2"),
@@ -123,10 +123,10 @@ def test_pictures_that_are_added_behind_the_first_layers(pools: Pools, schedule:
 @pytest.mark.parametrize(
     ("layout", "words"),
     [
-        ({"pp_size": 4}, r"first of 4 stages, and it has 4 layers: use at most 3 stages"),
+        ({"pp_size": 4}, r"first of 4 stages, but it has only 4 layers: use at most 3 stages"),
         (
             {"pp_size": 2, "stage_layers": [1, 3]},
-            r"stage_layers=\[1, 3\] has 1 there: use at least 2 as the first",
+            r"stage_layers=\[1, 3\] has 1 on that stage: use at least 2 as the first",
         ),
     ],
     ids=str,

@@ -1,1 +1,1 @@
-"""File formats and file systems: safetensors read in slices and written tensor by tensor, and atomic directories."""
+"""Read safetensors files in slices, write them tensor by tensor, and replace directories atomically."""

@@ -1,7 +1,8 @@
-"""A marker file for complete directories, written once all files are on disk, with their sizes and checksums.
+"""Write and read the marker file of a complete directory, with the sizes and checksums of its files.
 
-The marker comes last, by a rename, so a process that is killed at any moment leaves a directory with a correct marker
-or with none. Checksums are CRC-32: one flipped bit, or a run of up to 32, is always detected.
+The marker is written after all other files are on disk, and gets its name by a rename. A process that is killed at any
+moment therefore leaves a directory with a correct marker or without one. Checksums are CRC-32: they always detect one
+flipped bit, or a run of up to 32 flipped bits.
 """
 
 import json
@@ -16,15 +17,15 @@ from ...errors import CheckpointError
 from .directories import sync
 
 MARK = "complete.json"
-_BLOCK = 1 << 20  # bytes; fits into a core's cache
+_BLOCK = 1 << 20  # bytes read at a time, which fit into a core's cache
 
 
 @dataclass(frozen=True)
 class FileSum:
-    """Size and checksum of one file."""
+    """Hold the size and checksum of one file."""
 
-    size: int
-    crc: int
+    size: int  # bytes
+    crc: int  # CRC-32
 
     @classmethod
     def of_file(cls, path: Path) -> "FileSum":
@@ -41,12 +42,13 @@ class FileSum:
 
 @dataclass(frozen=True)
 class Mark:
-    """The content of a directory's marker file."""
+    """Hold the content of a directory's marker file."""
 
-    written: float  # time of writing, in seconds since 1970
+    written: float  # time at which the marker was written, in seconds since 1970
     files: dict[str, FileSum]  # sizes and checksums by file name
-    step: int | None = None  # training step of the run
-    run: str | None = None  # the run's id; ``None`` if an earlier hfscale wrote it
+    step: int | None = None  # the training step at which the directory was saved
+    # the run's id; ``None`` if an earlier version of hfscale wrote the marker
+    run: str | None = None
 
 
 def write_synced(path: Path, content: bytes) -> FileSum:
@@ -62,7 +64,7 @@ def mark_complete(
     step: int | None = None,
     run: str | None = None,
 ) -> None:
-    """Write the marker of ``directory``, whose ``files`` are on disk."""
+    """Write the marker of ``directory``; all ``files`` must be on disk already."""
     sums = {
         name: [
             file.size,
@@ -78,7 +80,11 @@ def mark_complete(
 
 
 def read_mark(directory: Path) -> Mark:
-    """Return a directory's marker; raise :class:`CheckpointError` in words that continue a sentence after its name."""
+    """Return a directory's marker.
+
+    Raises:
+        CheckpointError: the marker is missing or damaged; the text continues a sentence that begins with the directory.
+    """
     try:
         told: Any = json.loads((directory / MARK).read_bytes())
         files = {
@@ -99,7 +105,7 @@ def read_mark(directory: Path) -> Mark:
 
 
 def size_problems(directory: Path, mark: Mark) -> list[str]:
-    """Return problems with the presence and sizes of the files, in words, without reading them."""
+    """Return texts about files that are missing or have another size than in the marker; reads no file contents."""
     found = []
     for name, file in mark.files.items():
         try:
@@ -113,7 +119,7 @@ def size_problems(directory: Path, mark: Mark) -> list[str]:
 
 
 def content_problems(directory: Path, mark: Mark, names: Iterable[str]) -> list[str]:
-    """Return problems with the checksums of the files ``names``, in words; reads all of them."""
+    """Return texts about the files in ``names`` that have another checksum than in the marker, or cannot be read."""
     found = []
     for name in names:
         try:

@@ -1,7 +1,7 @@
-"""Read torch's distributed checkpoints (DCP), as FSDP2 in plain loops, Accelerate and Trainer write them.
+"""Read torch's distributed checkpoints (DCP), which plain FSDP2 training loops, Accelerate and Trainer write.
 
-``.metadata`` lists the pieces of every tensor; each lies in a file of the rank that wrote it, as ``torch.save`` would
-write it to a file of its own, and is found there without reading it::
+``.metadata`` lists the chunks of every tensor. A chunk is in a file of the rank that wrote it, in the format in which
+``torch.save`` writes one tensor, and its bytes are located without reading the rest of the file::
 
     .metadata            model.lm_head.weight: rows 0-15 in __0_0.distcp, bytes 5929-9554; rows 16-31 in __1_0.distcp
     __RANK_N.distcp      one archive of torch.save after the other
@@ -29,13 +29,13 @@ from .torch_file import TensorInTorchFile
 
 METADATA = ".metadata"
 _OF_OPTIMIZERS = "optim"
-# Wrappers that put themselves into the names of parameters.
+# Parts that wrappers (``torch.compile``, FSDP, activation checkpointing) add to the names of parameters.
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 _ADAPTERS = ".base_layer."
 
 
 class _File(RawFile):
-    """Read a file of several archives."""
+    """Read a file that holds several archives of ``torch.save``."""
 
     def archive(self, place: Place) -> "_Window":
         """Return the bytes of one archive as a file."""
@@ -43,7 +43,7 @@ class _File(RawFile):
 
 
 class _Window(io.RawIOBase):
-    """Read a part of an open file as if it were all of it."""
+    """Present the bytes of one archive in an open file as a file of its own."""
 
     def __init__(self, descriptor: int, place: Place) -> None:
         self._descriptor = descriptor
@@ -74,7 +74,7 @@ class _Window(io.RawIOBase):
 
 
 class _ChunkOnDisk:
-    """Read one piece of a tensor, whose place is looked up when it is first read."""
+    """Read one chunk of a tensor; its place in the file is looked up at the first read."""
 
     def __init__(self, file: _File, name: str, chunk: Chunk, dtype: torch.dtype) -> None:
         self.shape = chunk.sizes
@@ -94,16 +94,20 @@ class _ChunkOnDisk:
             place = place_of_tensor(archive, self._place.begin)
             if (place.dtype, place.shape) != (self._dtype, self.shape):
                 raise ValueError(f"{place.dtype} {list(place.shape)} is stored")
-        except Exception as error:  # whatever torch says of a damaged archive
+        except Exception as error:  # torch raises errors of many classes for a damaged archive
             raise CheckpointError(
-                f"{self._file.path} must hold {self._name} of type {self._dtype} and shape {list(self.shape)} at byte "
-                f"{self._place.begin}, and does not ({first_line(error)}): copy the checkpoint again"
+                f"{self._file.path} must hold {self._name} with dtype {self._dtype} and shape {list(self.shape)} at "
+                f"byte {self._place.begin}, but does not ({first_line(error)}): copy the checkpoint again"
             ) from error
         return TensorInTorchFile(self._file, self._name, place)
 
 
 class DistributedCheckpoint:
-    """Hold what torch's distributed checkpoint lists; raise :class:`CheckpointError` if it cannot be read."""
+    """Read the tensors and objects of a distributed checkpoint.
+
+    Raises:
+        CheckpointError: the metadata cannot be read, or list a dtype that hfscale does not read.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -113,25 +117,25 @@ class DistributedCheckpoint:
             self._contents = contents_of(metadata)
             unknown = {each.dtype for each in self._contents.tensors.values()} - NAMES.keys()
             if unknown:
-                raise ValueError(f"it holds tensors of the type {unknown.pop()}")
-        except Exception as error:  # of a damaged pickle, or another kind of file
+                raise ValueError(f"hfscale does not read its dtype {unknown.pop()}")
+        except Exception as error:  # unpickling raises errors of many classes
             raise CheckpointError(
-                f"{metadata} must be the metadata of a distributed checkpoint of torch's, and cannot be read "
-                f"({first_line(error)}): copy it again, or merge it once where it was written (python -m "
+                f"{metadata} must be the metadata of a torch distributed checkpoint, but cannot be read "
+                f"({first_line(error)}): copy the checkpoint again, or merge it where it was written (python -m "
                 f"torch.distributed.checkpoint.format_utils dcp_to_torch {directory} OUT.pt)"
             ) from error
 
     @property
     def paths(self) -> list[Keys]:
-        """Return where each tensor was in the dictionaries that were saved."""
+        """Return the path of each tensor: its keys in the nested dictionaries that were saved."""
         return list(self._contents.tensors)
 
     def size(self, path: Keys) -> int:
-        """Return the number of values of a tensor."""
+        """Return the number of entries of a tensor."""
         return prod(self._contents.tensors[path].shape)
 
     def tensor(self, path: Keys) -> TensorOnDisk:
-        """Return a lazy tensor."""
+        """Return the lazy tensor at ``path``."""
         found = self._contents.tensors[path]
         name = ".".join(map(str, path))
         for each in found.chunks:
@@ -143,7 +147,10 @@ class DistributedCheckpoint:
         return TensorInPieces(name, found.shape, found.dtype, pieces)
 
     def objects(self) -> dict[Keys, Any]:
-        """Read all that is no tensor, of the types that ``torch.load(weights_only=True)`` makes; leave out others."""
+        """Return the saved values that are not tensors, by path.
+
+        Values of classes that ``torch.load(weights_only=True)`` refuses are left out.
+        """
         found = {}
         for path, place in self._contents.objects.items():
             with suppress(pickle.UnpicklingError):
@@ -152,14 +159,14 @@ class DistributedCheckpoint:
         return found
 
     def _check(self, name: str, chunk: Chunk, dtype: torch.dtype) -> None:
-        """Refuse a piece of more bytes than there are at its place, before memory is taken for it."""
+        """Refuse, before allocating memory, a chunk that needs more bytes than the file has for it."""
         place = chunk.place
         size = prod(chunk.sizes) * dtype.itemsize
         file = self._file(place)
         if min(chunk.sizes, default=0) < 0 or size > place.length or place.begin < 0:
             raise CheckpointError(
-                f"{self.directory / METADATA} must list pieces as they are in its files, got {name} of shape "
-                f"{list(chunk.sizes)} in {place.length:,} bytes: copy the checkpoint again"
+                f"{self.directory / METADATA} must list each chunk with the size that it has in its file, got {name} "
+                f"of shape {list(chunk.sizes)} in {place.length:,} bytes: copy the checkpoint again"
             )
         if place.begin + place.length > file.size:
             raise CheckpointError(
@@ -175,32 +182,36 @@ class DistributedCheckpoint:
 
 
 def open_checkpoint(directory: Path) -> dict[str, TensorOnDisk]:
-    """Return lazy tensors of the weights in a checkpoint, by their names in the model; raise :class:`CheckpointError`
-    for one that cannot be read, or holds no weights of a model by itself.
+    """Return lazy tensors of the model's weights in a checkpoint, by their names in the model.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be read, has no model weights, or has those of a model in PEFT's wrapper.
     """
     checkpoint = DistributedCheckpoint(directory)
     tensors = {plain(str(path[-1])): checkpoint.tensor(path) for path in _weights(checkpoint)}
     if not tensors:
         raise CheckpointError(
-            f"{directory} must hold the weights of a model, and holds {len(checkpoint.paths)} tensors of other kinds: "
-            "give the directory that has them"
+            f"{directory} must hold the weights of a model, but holds only {len(checkpoint.paths)} other tensors: "
+            "pass the directory that has the weights"
         )
     adapted = next((name for name in tensors if _ADAPTERS in name), None)
     if adapted is not None:
         raise CheckpointError(
-            f"{directory} must hold a model's weights by its own names, got {adapted}, of a model in PEFT's wrapper: "
-            "load it there (accelerate's load_state), and save the adapter (model.save_pretrained) beside its base"
+            f"{directory} must hold weights under the names of a plain model, got {adapted}, a name in a model that "
+            "PEFT has wrapped: load the checkpoint into the wrapped model (accelerate's load_state), save the adapter "
+            "alone (model.save_pretrained), and load the base model with that adapter"
         )
     return tensors
 
 
 def optimizer_of(directory: Path) -> dict[str, Any] | None:
-    """Return the state of an optimizer as its ``state_dict`` has it, with lazy tensors, and names of parameters in
-    place of numbers: ``{"state": {name: {"exp_avg": ...}}, "param_groups": [{"params": [names], "lr": ...}]}``; or
-    ``None`` if the checkpoint has weights alone.
+    """Return an optimizer's state dict, with lazy tensors, and with parameter names in place of numbers.
+
+    The form is that of FSDP2's ``get_optimizer_state_dict``: ``{"state": {name: {"exp_avg": ...}}, "param_groups":
+    [{"params": [names], "lr": ...}]}``. Return ``None`` if the checkpoint has only weights.
 
     Raises:
-        CheckpointError: the checkpoint holds none in this form, which FSDP2's ``get_optimizer_state_dict`` makes.
+        CheckpointError: the checkpoint has no optimizer state in this form.
     """
     checkpoint = DistributedCheckpoint(directory)
     if _weights(checkpoint) and not any(map(_of_optimizer, checkpoint.paths)):
@@ -226,20 +237,20 @@ def optimizer_of(directory: Path) -> dict[str, Any] | None:
         found["param_groups"].append({**group, "params": names})
     if not found["param_groups"]:
         raise CheckpointError(
-            f"{directory} must hold an optimizer's state by names of parameters, as FSDP2's get_optimizer_state_dict "
-            "makes it, and holds none: train on from the weights alone"
+            f"{directory} must hold an optimizer's state under parameter names, in the form of FSDP2's "
+            "get_optimizer_state_dict, but holds none: continue training from the weights alone"
         )
     return found
 
 
 def _of_optimizer(path: Keys) -> Keys:
-    """Return the part of a path within an optimizer's state dict, wherever that was saved."""
+    """Return the last keys of a path, from ``"state"`` or ``"param_groups"`` on; empty if it has neither."""
     parts = [number for number, each in enumerate(path) if each in ("state", "param_groups")]
     return path[parts[0] :] if parts and len(path) > 2 else ()
 
 
 def _weights(checkpoint: DistributedCheckpoint) -> list[Keys]:
-    """Return the paths of the model's tensors: of the largest dictionary that is no optimizer's."""
+    """Return the paths of the model's tensors: those in the largest dictionary that is not an optimizer's."""
     groups: dict[Keys, list[Keys]] = {}
     for path in checkpoint.paths:
         if not any(_OF_OPTIMIZERS in str(each) for each in path[:-1]):
@@ -248,6 +259,6 @@ def _weights(checkpoint: DistributedCheckpoint) -> list[Keys]:
 
 
 def plain(name: str) -> str:
-    """Return a parameter's name without the wrappers that it was saved in."""
+    """Return a parameter's name without the parts that wrappers (``torch.compile``, FSDP, DDP) have added."""
     parts = [part for part in name.split(".") if part not in _WRAPPERS]
     return ".".join(parts[1:] if parts[0] == "module" else parts)

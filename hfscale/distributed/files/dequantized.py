@@ -1,8 +1,9 @@
-"""A weight that is stored quantized, as a lazy tensor of plain values.
+"""Read a weight that is stored quantized as a lazy tensor of dequantized values.
 
-Its bytes are spread over several stored tensors: values in words, scales of blocks, zero points. Along each of the last
-two dims, so many entries of the weight belong to so many of such a tensor (:class:`Along`), so a box of the weight
-names a box of each of them, grown to whole blocks. These are read, a few rows at a time, and multiplied out.
+A quantized weight consists of several stored tensors: packed values, scales of blocks, zero points. Along each of the
+last two dims, a fixed number of entries of the weight belongs to a fixed number of words of a stored tensor
+(:class:`Along`). A box of the weight therefore corresponds to a box of each stored tensor, enlarged to whole blocks.
+These boxes are read and dequantized a few rows at a time.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,18 +16,19 @@ from torch import Tensor
 from .reader import Box, TensorOnDisk
 
 Arithmetic = Callable[[Mapping[str, Tensor], torch.dtype], Tensor]
-"""Values of a dtype, from the tensors that make up a weight, by their part in it; their shapes broadcast."""
-_ENTRIES = 1 << 19  # multiplied out at a time
-_MORE = 32  # times as many on a device, where every step waits for its launch
+"""Computes a weight's values, in a given dtype, from its stored tensors by name, whose shapes broadcast."""
+_ENTRIES = 1 << 19  # entries that are dequantized at a time
+_MORE = 32  # factor of ``_ENTRIES`` on a GPU, where each step has the cost of a kernel launch
 
 
 @dataclass(frozen=True)
 class Along:
-    """How a stored tensor runs along one dim of the weight."""
+    """Describe how the words of a stored tensor correspond to the entries of the weight along one dim."""
 
-    entries: int = 1  # how many entries of the weight belong to ``words`` of the stored tensor
-    words: int = 1  # how many of its own; 1 unless they are unpacked
-    # turns ``[..., n x words]`` into ``[..., n x entries]``; ``None``: each word counts for all ``entries``
+    # this number of entries of the weight belongs to ``words`` words of the stored tensor
+    entries: int = 1
+    words: int = 1  # 1 unless words are unpacked
+    # unpacks ``[..., n x words]`` to ``[..., n x entries]``; ``None``: each word holds for all of its ``entries``
     unpack: Callable[[Tensor], Tensor] | None = None
 
     def words_of(
@@ -34,14 +36,14 @@ class Along:
         span: tuple[int, int],
         length: int,
     ) -> tuple[int, int]:
-        """Return the span of the stored tensor, of ``length`` along this dim, that holds a ``span`` of the weight."""
+        """Return the span of words that holds a ``span`` of the weight; the stored tensor has ``length`` words here."""
         start, stop = span
         return start // self.entries * self.words, min(
             -(-stop // self.entries) * self.words, length
         )
 
     def spread(self, words: Tensor, span: tuple[int, int], dim: int) -> Tensor:
-        """Return ``words``, read for ``span``, as one entry for each of ``span``, or one that stands for all."""
+        """Expand ``words``, read for ``span``, to one value per entry of ``span``, or to one value for all entries."""
         start, stop = span
         offset = start % self.entries
         if self.unpack is not None:
@@ -59,14 +61,16 @@ class Along:
 
 @dataclass(frozen=True)
 class StoredPart:
-    """One stored tensor of a weight, with as many dims as the weight."""
+    """Describe one stored tensor of a weight, with as many dims as the weight."""
 
     source: TensorOnDisk  # the tensor
-    rows: Along = Along()  # how it runs along the weight's second to last dim, as stored
-    columns: Along = Along()  # and along its last dim
+    # how words correspond to entries along the weight's second to last dim, as stored
+    rows: Along = Along()
+    # how words correspond to entries along the weight's last dim, as stored
+    columns: Along = Along()
 
     def box(self, spans: Box) -> Box:
-        """Return the box of the stored tensor that holds a box of the weight, as stored."""
+        """Return the box of words in the stored tensor for the box ``spans`` of the weight, as stored."""
         shape = self.source.shape
         lead = [
             span if size > 1 else (0, 1) for span, size in zip(spans[:-2], shape[:-2], strict=True)
@@ -78,7 +82,7 @@ class StoredPart:
         )
 
     def read(self, spans: Box) -> Tensor:
-        """Return the entries for a box of the weight, as stored; size 1 along a dim stands for all of it."""
+        """Return this tensor's values for the box ``spans`` of the weight, as stored; they broadcast to the box."""
         words = self.source.read(self.box(spans))
         return self.columns.spread(
             self.rows.spread(words, spans[-2], -2),
@@ -88,7 +92,7 @@ class StoredPart:
 
 
 class WordsInMemory(TensorOnDisk):
-    """A box of a stored tensor that has been read; ``origin`` is where it begins along the last dims."""
+    """Hold a box of a stored tensor in memory; the box begins at index ``origin`` along the last dims."""
 
     def __init__(self, words: Tensor, origin: Sequence[int]) -> None:
         lead = len(words.shape) - len(origin)
@@ -105,8 +109,10 @@ class WordsInMemory(TensorOnDisk):
 
 
 class DequantizedOnDisk(TensorOnDisk):
-    """A weight as its plain values, which ``arithmetic`` makes of the stored ``parts`` when they are read: the weight's
-    matrices, or ``transposed``. For a weight that the host merges with others into one parameter it is ``if_merged``.
+    """Read a quantized weight as plain values, which ``arithmetic`` computes from the stored ``parts``.
+
+    ``transposed`` weights are stored as the transpose of the model's matrices. ``if_merged`` replaces ``arithmetic``
+    for a weight that transformers merges with other weights into one parameter.
     """
 
     def __init__(
@@ -123,12 +129,12 @@ class DequantizedOnDisk(TensorOnDisk):
         self.arithmetic = arithmetic
         self.transposed = transposed
         self.if_merged = if_merged
-        self.arithmetic_now = arithmetic  # of the values that the host loads
-        # the stored tensors by name, each with its part in the weight, if it has one
+        self.arithmetic_now = arithmetic  # the arithmetic in use: see :meth:`load_as`
+        # stored tensors by name, each with its name in ``parts`` (``None`` if it is not in ``parts``)
         self.stored_as: dict[str, tuple[str | None, TensorOnDisk]] = {}
 
     def load_as(self, dtype: torch.dtype, merged: bool) -> None:
-        """Set the dtype of the values, and whether the host merges the weight with others."""
+        """Set the dtype of the values, and whether transformers merges the weight with others into one parameter."""
         self.dtype = dtype
         self.arithmetic_now = (
             self.if_merged if merged and self.if_merged is not None else self.arithmetic
@@ -147,7 +153,7 @@ class DequantizedOnDisk(TensorOnDisk):
         return out
 
     def read_stored(self, spans: Box, out: Tensor) -> None:
-        """Write a box of the weight, as stored, into ``out``, of any dtype, a few entries at a time."""
+        """Write the box ``spans`` of the weight, as stored, into ``out`` (of any dtype), a few entries at a time."""
         most = _ENTRIES * (1 if out.device.type == "cpu" else _MORE)
         for box in _steps(spans, most) if out.numel() else ():
             found = {name: part.read(box) for name, part in self.parts.items()}
@@ -164,7 +170,7 @@ def _slices(spans: Box, origin: Sequence[int]) -> tuple[slice, ...]:
 
 
 def _steps(spans: Box, most: int) -> Iterator[Box]:
-    """Yield boxes of at most ``most`` entries, or of one row, that make up ``spans``: rows, or whole matrices."""
+    """Divide ``spans`` into boxes of whole matrices or whole rows with at most ``most`` entries, or of one row."""
     (start, stop), *inner = spans
     size = prod(high - low for low, high in inner)
     if len(inner) > 1 and size > most:

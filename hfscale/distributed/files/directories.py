@@ -1,11 +1,12 @@
-"""Staging directories: their hidden names, the lock of the job that writes one, and their removal.
+"""Name, lock and remove staging directories, in which a job writes files before they get their final place.
 
 ::
 
-    .NAME.incomplete            where a new NAME is written, locked by the process that does
+    .NAME.incomplete            the directory in which a new NAME is written; the writing process holds its lock
     .NAME.XXXXXXXX.discarded    a directory that is being removed (8 random digits)
 
-Nothing here follows a symbolic link at one of these names: whoever can write the parent directory could plant one.
+The functions of this module follow no symbolic link with one of these names, because any user who can write to the
+parent directory could plant such a link.
 """
 
 import fcntl
@@ -24,11 +25,11 @@ _log = logging.getLogger(__name__)
 
 
 class DirectoryLock:
-    """A lock on a directory that a living process writes; the system releases it when the process ends."""
+    """Lock a directory while this process writes it; the system releases the lock when the process ends."""
 
     def __init__(self, path: Path) -> None:
         self._handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        self.held = True
+        self.held = True  # ``False`` if the file system does not support such locks
         try:
             fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -36,9 +37,9 @@ class DirectoryLock:
             raise CheckpointError(
                 f"another job is writing {path} at this moment: give each job a directory of its own"
             ) from error
-        except OSError:  # NFS, for one
-            self.held = False  # whether the file system supports such locks
-            _log.info("%s cannot be locked", path)
+        except OSError:  # for example on NFS
+            self.held = False
+            _log.info("%s cannot be locked: its file system does not support such locks", path)
 
     def release(self) -> None:
         """Release the lock; a second call does nothing."""
@@ -48,31 +49,39 @@ class DirectoryLock:
 
 
 def target_of(directory: Any) -> Path:
-    """Return the absolute path of a directory to write, symbolic links followed; refuse an empty path and the root."""
+    """Return the absolute path of a directory to write, with symbolic links resolved.
+
+    Raises:
+        ConfigError: ``directory`` is no path, is empty, or is the root of the file system.
+    """
     if not isinstance(directory, str | os.PathLike) or not os.fspath(directory):
         raise ConfigError(
-            f"the directory to write must be a path, got {directory!r}: name one, 'out' say"
+            f"the directory to write must be a path, got {directory!r}: pass a path, for example 'out'"
         )
     target = Path(os.path.realpath(directory))
     if target == target.parent:
         raise ConfigError(
-            f"the directory to write must not be {str(directory)!r}, the root of the file system"
+            f"the directory to write must not be the root of the file system, got {str(directory)!r}: use another path"
         )
     return target
 
 
 def check_inside(name: object, source: str | Path) -> None:
-    """Raise CheckpointError if a file name, read from the file ``source``, leads out of its directory."""
+    """Raise CheckpointError if ``name``, a file name read from the file ``source``, leads out of its directory."""
     path = Path(name) if isinstance(name, str) else Path()
     if not path.parts or path.is_absolute() or ".." in path.parts:
         raise CheckpointError(
-            f"{source} names the file {name!r}, which is not in its directory: the names must be of files beside it"
+            f"{source} names the file {name!r}, which is not in its directory: download or save the checkpoint again, "
+            "so that all files that it names are in one directory"
         )
 
 
 def leads_out(path: Path, beside: Path) -> bool:
-    """Return whether links lead from ``path`` to a file that is neither in the directory of the file ``beside`` nor
-    where links lead from that: the Hub's cache has all files of a checkpoint behind links, in one directory.
+    """Return whether ``path``, with symbolic links resolved, is outside of two directories: the directory of the file
+    ``beside``, and the directory of ``beside`` with its links resolved.
+
+    The second directory is allowed because the Hub's cache stores the files of a checkpoint in one directory, and links
+    to them from another.
     """
     real = path.resolve()
     return not any(
@@ -81,10 +90,13 @@ def leads_out(path: Path, beside: Path) -> bool:
 
 
 def holds_current_directory(path: Path) -> bool:
-    """Return whether the current directory is ``path`` or inside it: if replaced, it would be lost for this process."""
+    """Return whether the current directory is ``path`` or inside ``path``.
+
+    Replacing such a directory would leave this process in a directory that no longer exists.
+    """
     try:
         return Path.cwd().is_relative_to(path)
-    except OSError:  # it is gone already
+    except OSError:  # the current directory was removed already
         return False
 
 
@@ -97,19 +109,20 @@ def make_staging(target: Path, staging: Path) -> DirectoryLock:
     """Make and lock an empty directory ``staging`` for a new ``target``; remove leftovers of killed processes."""
     if target.exists() and not target.is_dir():
         raise CheckpointError(
-            f"{target} is a file, and a directory is to be written there: name another"
+            f"{target} is a file, and a directory is to be written there: use another path"
         )
     staging.parent.mkdir(parents=True, exist_ok=True)
     for left in staging.parent.glob(f".{escape(target.name)}.????????.discarded"):
         shutil.rmtree(left, ignore_errors=True)
     if staging.is_symlink():
-        staging.unlink()  # the link alone
+        staging.unlink()  # removes the link only, not the directory that it leads to
     if staging.is_dir():
         lock = DirectoryLock(staging)
         discard(staging, target)
         lock.release()
     staging.mkdir()
-    if target.is_dir():  # new files get the group and rights that they would get in the target
+    # new files should get the group and permissions that they would get in the target
+    if target.is_dir():
         with suppress(OSError):
             os.chown(staging, -1, target.stat().st_gid)
         shutil.copystat(target, staging)
@@ -125,12 +138,12 @@ def discard(path: Path, target: Path) -> None:
 
 
 def discarded_of(path: Path, target: Path) -> Path:
-    """Return a hidden name beside ``target`` for a ``path`` that is to be removed."""
+    """Return a new hidden path, in the directory of ``path``, to which ``path`` is renamed before it is removed."""
     return path.with_name(f".{target.name}.{secrets.token_hex(4)}.discarded")
 
 
 def sync(path: Path) -> None:
-    """Fsync a file, or a directory, so that its renamed, new and removed entries are on disk."""
+    """Fsync a file, or a directory so that its new, renamed and removed entries are on disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,4 +1,4 @@
-"""Read tensors that several files hold in pieces, each a box of the full tensor, as trainers that shard write them."""
+"""Read tensors whose shards are in several files, as sharded trainers write them; each shard is a box of the tensor."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from .reader import Box, TensorOnDisk
 
 
 class Readable(Protocol):
-    """Read boxes of a stored tensor."""
+    """Have a shape, and read boxes of a stored tensor."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -21,19 +21,19 @@ class Readable(Protocol):
         ...
 
     def read(self, spans: Box) -> Tensor:
-        """Return a copy of the box ``spans``, a ``(start, stop)`` per dim."""
+        """Return a copy of the box ``spans``, one ``(start, stop)`` per dim."""
         ...
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Hold one box of a tensor."""
+    """Hold one stored box of a tensor."""
 
-    offsets: tuple[int, ...]  # where it begins in the full tensor
-    tensor: Readable
+    offsets: tuple[int, ...]  # the first index of the box in the full tensor, per dim
+    tensor: Readable  # the box's values
 
     def overlap(self, spans: Box) -> Box | None:
-        """Return the part of ``spans`` that lies in this piece, in the full tensor's indices; ``None`` if none does."""
+        """Return the intersection of ``spans`` and this piece, in indices of the full tensor; ``None`` if empty."""
         box = tuple(
             (max(start, offset), min(stop, offset + size))
             for (start, stop), offset, size in zip(
@@ -44,7 +44,11 @@ class Piece:
 
 
 class TensorInPieces(TensorOnDisk):
-    """Read one tensor of which files hold pieces; raise :class:`CheckpointError` if these do not make all of it."""
+    """Read one tensor from its pieces in several files.
+
+    Raises:
+        CheckpointError: the pieces do not make up the full tensor.
+    """
 
     def __init__(
         self, name: str, shape: Sequence[int], dtype: torch.dtype, pieces: Iterable[Piece]
@@ -52,18 +56,18 @@ class TensorInPieces(TensorOnDisk):
         self.name = name
         self.shape = self._stored = tuple(shape)
         self.dtype = dtype
-        # Replicas may each have written the same piece.
+        # Several replicas may have written the same piece.
         self._pieces = list({piece.offsets: piece for piece in pieces}.values())
         sizes = [prod(piece.tensor.shape) for piece in self._pieces]
         if sum(sizes) != prod(self.shape):
             raise CheckpointError(
-                f"{name} of shape {list(self.shape)} must be in pieces of {prod(self.shape):,} values together, got "
-                f"{sum(sizes):,} in {len(sizes)} pieces: copy the files of all ranks that wrote the checkpoint"
+                f"the shards of {name}, of shape {list(self.shape)}, must have {prod(self.shape):,} entries together, "
+                f"got {sum(sizes):,} in {len(sizes)} shards: copy the files of all ranks that wrote the checkpoint"
             )
 
     def read(self, spans: Box) -> Tensor:
-        """Return a copy of the box ``spans``; of each piece, only what lies in the box is read."""
-        if self.shape != self._stored:  # seen as a tensor of another shape
+        """Return a copy of the box ``spans``; of each piece only its intersection with the box is read."""
+        if self.shape != self._stored:  # a view with another shape
             whole = self._assembled(tuple((0, size) for size in self._stored))
             box = tuple(slice(start, stop) for start, stop in spans)
             return whole.view(self.shape)[box].clone()
@@ -88,7 +92,7 @@ class TensorInPieces(TensorOnDisk):
             filled += prod(stop - start for start, stop in box)
         if filled != out.numel():
             raise CheckpointError(
-                f"{self.name} must be in pieces side by side, and {out.numel() - filled:,} values of it are in none, "
-                "or in several: save the checkpoint again"
+                f"the shards of {self.name} must cover the tensor exactly once, and miss or overlap by "
+                f"{abs(out.numel() - filled):,} entries: save the checkpoint again"
             )
         return out

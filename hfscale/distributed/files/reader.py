@@ -1,9 +1,9 @@
-"""Read slices of safetensors files, and this rank's shards, which lazy tensors read when they are indexed, without
-mapping the file or reading full tensors.
+"""Read slices of safetensors files, and this rank's shards, as lazy tensors that read the file when they are indexed.
 
-``safetensors.safe_open`` either maps the file, so that every page a slice touches counts towards the process until the
-kernel takes it back, or (``backend="pread"``) reads a full tensor to return a slice of it. Here a slice along the first
-dim is one ``pread`` of just its bytes, and another slice is read in row blocks of a few MiB.
+The file is not mapped, and full tensors are not read. ``safetensors.safe_open`` either maps the file, so that every
+page that a slice touches counts as memory of the process until the kernel reclaims it, or (``backend="pread"``) reads
+the full tensor to return a slice. Here a slice along the first dim is one ``pread`` of exactly its bytes, and any other
+slice is read in row blocks of a few MiB.
 """
 
 import json
@@ -25,7 +25,7 @@ from ...plan.cut import Spans, share_spans
 from .directories import check_inside, leads_out
 
 Box = tuple[tuple[int, int], ...]
-"""``(start, stop)`` per dim."""
+"""A box in a tensor: one ``(start, stop)`` per dim."""
 
 _FLOATS = (torch.float64, torch.float32, torch.float16)
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
@@ -42,17 +42,17 @@ _DTYPES |= {
 }
 NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _BLOCK_BYTES = 8 << 20
-# safetensors' own limit, and torch's
+# the largest header that safetensors accepts, and a limit on sizes that torch can represent
 _MOST_HEADER = 100_000_000
 _MOST_ROWS = 1 << 62
 _SUM_BYTES = 64 << 20
 
 
 class BytesOnDisk:
-    """Read bytes of a file by their place, without mapping it."""
+    """Read bytes of a file by their offset, without mapping the file."""
 
     _file: FileIO
-    _start = 0  # where places are counted from
+    _start = 0  # byte of the file at which offsets begin
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -62,8 +62,14 @@ class BytesOnDisk:
             self._file.close()
 
     def _open(self) -> None:
-        """Open the file; raise :class:`CheckpointError` if it is not there, ValueError if it is no regular one."""
-        if self.path.exists() and not self.path.is_file():  # a pipe, which would be waited for
+        """Open the file.
+
+        Raises:
+            CheckpointError: the file does not exist.
+            ValueError: the path is not a regular file.
+        """
+        # opening a pipe would wait for its writer
+        if self.path.exists() and not self.path.is_file():
             raise ValueError("it is no regular file")
         try:
             self._file = self.path.open("rb", buffering=0)
@@ -74,7 +80,7 @@ class BytesOnDisk:
 
     @property
     def size(self) -> int:
-        """Return the bytes of the file."""
+        """Return the size of the file in bytes."""
         return os.fstat(self._file.fileno()).st_size
 
     def read(self, offset: int, buffer: Tensor) -> None:
@@ -96,7 +102,7 @@ class BytesOnDisk:
 
 
 class RawFile(BytesOnDisk):
-    """Read bytes of a file whose contents something else describes."""
+    """Read bytes of a file without a header, whose contents another file describes."""
 
     def __init__(self, path: str | Path) -> None:
         super().__init__(path)
@@ -104,7 +110,11 @@ class RawFile(BytesOnDisk):
 
 
 class SafetensorsFile(BytesOnDisk):
-    """Read tensors of a safetensors file on demand; raise :class:`CheckpointError` if it is not a complete one."""
+    """Read tensors of a safetensors file on demand.
+
+    Raises:
+        CheckpointError: the file does not exist, or is not a complete safetensors file.
+    """
 
     def __init__(self, path: str | Path) -> None:
         super().__init__(path)
@@ -130,7 +140,11 @@ class SafetensorsFile(BytesOnDisk):
 
 
 def named_files(index: Path) -> list[Path]:
-    """Return the files of a checkpoint's index; raise :class:`CheckpointError` for a damaged one, or paths outside."""
+    """Return the files that a checkpoint's index names.
+
+    Raises:
+        CheckpointError: the index is damaged, or names a file outside of its directory.
+    """
     try:
         names = set(json.loads(index.read_bytes())["weight_map"].values())
     except (ValueError, LookupError, AttributeError, TypeError) as error:
@@ -139,13 +153,14 @@ def named_files(index: Path) -> list[Path]:
         check_inside(name, index)
         if leads_out(index.parent / name, index):
             raise CheckpointError(
-                f"{index} names {name}, a link to a file elsewhere: put that file, or a hard link, in its place"
+                f"{index} names {name}, a link to a file elsewhere: replace the link by a copy of the file, or by a "
+                "hard link"
             )
     return [index.parent / name for name in sorted(names)]
 
 
 def _header(file: FileIO) -> tuple[dict[str, Any], int]:
-    """Return the header's entry for each tensor and the offset of the data, checked against the file's size."""
+    """Return the header (tensor name -> entry) and the offset of the data, both checked against the file's size."""
     size = os.fstat(file.fileno()).st_size
     length = int.from_bytes(os.pread(file.fileno(), 8, 0), "little")
     if not 2 <= length <= min(size - 8, _MOST_HEADER):
@@ -164,31 +179,33 @@ def _header(file: FileIO) -> tuple[dict[str, Any], int]:
             or type(stop) is not int
             or not {"dtype", "shape"} <= entry.keys()
         ):
-            raise ValueError(f"bytes {start} to {stop} after byte {end}")
+            raise ValueError(
+                f"a tensor has bytes {start} to {stop}, and the one before ends at byte {end}"
+            )
         shape = entry["shape"]
         if not isinstance(entry["dtype"], str) or not all(
             type(n) is int and 0 <= n < _MOST_ROWS for n in shape
         ):
-            raise ValueError(f"a tensor of shape {shape!r} and type {entry['dtype']!r}")
+            raise ValueError(f"a tensor has the shape {shape!r} and dtype {entry['dtype']!r}")
         end = stop
     if 8 + length + end != size:
-        raise ValueError(f"{8 + length + end} bytes expected, {size} found")
+        raise ValueError(f"its header describes {8 + length + end} bytes, and it has {size}")
     return header, 8 + length
 
 
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object's content; refuse a name that comes twice, of which readers would take one or the other."""
+    """Return a JSON object's content; refuse a name that occurs twice: parsers differ in which they keep."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
         raise ValueError(
-            f"two entries of the name {next(name for name in names if names.count(name) > 1)!r}"
+            f"two entries have the name {next(name for name in names if names.count(name) > 1)!r}"
         )
     return found
 
 
 class _OnDisk:
-    """The interface of safetensors' lazy slices: index one to read."""
+    """Have the interface of safetensors' lazy slices: indexing reads from the file."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -203,14 +220,14 @@ class _OnDisk:
 
 
 class TensorOnDisk(_OnDisk):
-    """One tensor of a file."""
+    """Read one tensor of a file lazily."""
 
     def __init__(self, file: SafetensorsFile, name: str) -> None:
         entry = file.header[name]
         if entry["dtype"] not in _DTYPES:
             raise CheckpointError(
-                f"{file.path}: {name} has the type {entry['dtype']}, which hfscale does not read: convert it to one of "
-                f"{', '.join(_DTYPES)}"
+                f"{file.path}: {name} has the dtype {entry['dtype']}, which hfscale does not read: convert it to one "
+                f"of {', '.join(_DTYPES)}"
             )
         self._file: BytesOnDisk = file
         self.shape = tuple(entry["shape"])
@@ -218,7 +235,7 @@ class TensorOnDisk(_OnDisk):
         self._begin, end = entry["data_offsets"]
         if end - self._begin != prod(self.shape) * self.dtype.itemsize:
             raise CheckpointError(
-                f"{file.path}: {name} of shape {self.shape} and type {entry['dtype']} has {end - self._begin} bytes, "
+                f"{file.path}: {name} of shape {self.shape} and dtype {entry['dtype']} has {end - self._begin} bytes, "
                 "so the file is damaged: download or save it again"
             )
 
@@ -227,13 +244,13 @@ class TensorOnDisk(_OnDisk):
         return self.read(whole) if index is Ellipsis else self.read(whole)[index]
 
     def viewed(self, shape: Sequence[int]) -> "TensorOnDisk":
-        """Return the same bytes as a tensor of another ``shape``."""
+        """Return a lazy tensor of another ``shape`` over the same bytes."""
         view = copy(self)
         view.shape = tuple(shape)
         return view
 
     def read(self, spans: Box) -> Tensor:
-        """Return a copy of the box ``spans``, a ``(start, stop)`` per dim; only the rows needed are read."""
+        """Return a copy of the box ``spans``, one ``(start, stop)`` per dim; only rows of the box are read."""
         if not self.shape:
             out = torch.empty((), dtype=self.dtype)
             self._file.read(self._begin, out)
@@ -270,7 +287,7 @@ class TensorOnDisk(_OnDisk):
 
 
 def is_elsewhere(plan: Plan, rank: int, name: str) -> bool:
-    """Return whether a parameter, buffer or module is only on other stages than those of pipeline rank ``rank``."""
+    """Return whether a parameter, buffer or module is on no stage of pipeline rank ``rank`` but on another stage."""
     return (
         plan.stages is not None
         and not plan.is_local(rank, name)
@@ -279,7 +296,7 @@ def is_elsewhere(plan: Plan, rank: int, name: str) -> bool:
 
 
 class PartOnDisk(_OnDisk):
-    """Select ``spans`` of each dim of a stored tensor, concatenated."""
+    """Select and concatenate the intervals ``spans`` along each dim of a stored tensor."""
 
     def __init__(self, source: TensorOnDisk, spans: Sequence[Spans]) -> None:
         self.source = source
@@ -316,8 +333,10 @@ class ShareOnDisk(PartOnDisk):
 
 
 class ResizedOnDisk(TensorOnDisk):
-    """The first ``rows`` of ``source``, or all followed by copies of the mean of its rows: a token that was never seen
-    scores as the average of all (Hewitt, "Initializing new word embeddings for pretrained language models", 2021).
+    """Resize ``source`` to ``rows`` rows: drop its last rows, or append copies of the mean of its rows.
+
+    With the mean, a new token gets the average logit of all tokens (Hewitt, "Initializing new word embeddings for
+    pretrained language models", 2021).
     """
 
     def __init__(self, source: TensorOnDisk, rows: int) -> None:

@@ -1,23 +1,25 @@
-"""Replace the files of a directory all at once, and keep the other files in it.
+"""Replace some files of a directory all at once, and keep its other files.
 
-A checkpoint is several files, and a process may be killed between any two system calls. A save has three phases:
+A checkpoint consists of several files, and a process may be killed between any two system calls. A save therefore has
+three phases:
 
-1. *Write.* New files are written to ``.NAME.incomplete`` beside the directory. If killed here, NAME is unchanged; the
-   next save removes the rest. A first save ends with one rename to NAME.
-2. *Exchange.* Other files of NAME are linked into the new directory (hard links; sub-directories as trees of them),
-   everything is synced to disk, and the two directories exchange names in one system call (``renameat2`` of Linux).
+1. *Write.* New files are written to ``.NAME.incomplete``, in the parent directory of NAME. If killed here, NAME is
+   unchanged; the next save removes the incomplete directory. A first save ends with one rename to NAME.
+2. *Exchange.* The files of NAME that stay are hard-linked into the new directory, together with their sub-directories.
+   Everything is synced to disk, and the two directories exchange names in one system call (``renameat2`` of Linux).
    If killed here, NAME is either the complete old directory or the complete new one.
-3. *Remove.* Files that others wrote into the old directory meanwhile are moved over, and the rest is removed. If
-   killed here, NAME is the new directory; the next save removes the rest.
+3. *Remove.* Files that other processes wrote into the old directory meanwhile are moved to the new one, and the old
+   directory is removed. If killed here, NAME is the new directory; the next save removes the old one.
 
 Directories are not exchanged on NFS, on systems other than Linux, if NAME is a mount point or the current directory or
 contains a mount point, or if there are very many files. Then phases 2 and 3 are:
 
-2. *Complete.* New files, and the names of those that they replace, are synced to disk in ``NAME/.complete``, which
-   gets this name by one rename. If killed before, NAME is unchanged.
-3. *Move.* ``config.json`` is removed, so that nobody loads a mixture; obsolete files are removed; the new ones are
-   renamed one by one, ``config.json`` last. If killed here, the next call of hfscale that reads or writes NAME finishes
-   the move (:func:`finish_move`); until then transformers reports that there is no ``config.json``.
+2. *Complete.* The new files, and a list of the files to remove, are synced to disk in a directory inside NAME. One
+   rename then gives this directory its name ``NAME/.complete``. If killed before the rename, NAME is unchanged.
+3. *Move.* ``config.json`` is removed, so that nobody loads a mixture of old and new files. Obsolete files are removed,
+   and the new files are renamed one by one, ``config.json`` last. If killed here, the next call of hfscale that reads
+   or writes NAME finishes the move (:func:`finish_move`); until that call, transformers reports a missing
+   ``config.json``.
 """
 
 import ctypes
@@ -36,20 +38,21 @@ from . import directories
 _INSIDE = ".incomplete"
 _COMPLETE = ".complete"
 _LIST = ".files"
-_DOORS = ("config.json", "adapter_config.json")  # without them nothing can be loaded
-_MOST_LINKS = 20_000  # hard links: about a second
+# without these files no library loads the directory
+_DOORS = ("config.json", "adapter_config.json")
+_MOST_LINKS = 20_000  # making so many hard links takes about a second
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
 _log = logging.getLogger(__name__)
 
 
 class NewFiles:
-    """New files of a directory that is being written."""
+    """Hold the new files of a directory until :meth:`commit` moves all of them into the directory."""
 
     def __init__(self, target: Path) -> None:
         self.target = target
         finish_move(target)
-        # Where to write them.
+        # The directory in which the caller writes the new files.
         self.path = target / _INSIDE if _stays(target) else directories.staging_of(target)
         self._lock = directories.make_staging(target, self.path)
         self._placed = False
@@ -59,8 +62,8 @@ class NewFiles:
         new = sorted(path.name for path in self.path.iterdir())
         if blocked := [name for name in new if (self.target / name).is_dir()]:
             raise CheckpointError(
-                f"{self.target / blocked[0]} is a directory, and a file is to be written there: remove it, or "
-                "write elsewhere"
+                f"{self.target / blocked[0]} is a directory, and a file is to be written there: remove the directory, "
+                "or save to another directory"
             )
         for name in new:
             directories.sync(self.path / name)
@@ -96,18 +99,23 @@ class NewFiles:
             self._lock.release()
 
     def _exchange(self, replaced: Collection[str]) -> bool:
-        """Exchange the new directory and the target if possible; files named in ``replaced`` are not kept."""
+        """Exchange the new directory and the target; return whether this was possible.
+
+        Files of the target that are named in ``replaced`` are not kept.
+        """
         linked: dict[str, int] = {}
         try:
             _link(self.target, self.path, "", replaced, linked)
             _trade_names(self.path, self.target)
         except OSError as error:
             _log.info(
-                "%s cannot be exchanged (%s): its files are moved one by one", self.target, error
+                "%s cannot be exchanged with the new directory (%s), so its files are moved one by one",
+                self.target,
+                error,
             )
             return False
         self._placed = True
-        with suppress(OSError):  # the save is done, whatever happens to the old directory
+        with suppress(OSError):  # the save is complete, even if removing the old directory fails
             directories.sync(self.target.parent)
             old = directories.discarded_of(self.path, self.target)
             self.path.rename(old)
@@ -121,7 +129,8 @@ class NewFiles:
             shutil.rmtree(inside, ignore_errors=True)
             inside.mkdir()
             for name in new:
-                shutil.move(self.path / name, inside / name)  # copies between file systems
+                # a copy if the two are on different file systems
+                shutil.move(self.path / name, inside / name)
                 directories.sync(inside / name)
         (inside / _LIST).write_text(json.dumps({"new": new, "old": old}))
         directories.sync(inside / _LIST)
@@ -136,7 +145,7 @@ class NewFiles:
 
 
 def finish_move(directory: str | Path) -> None:
-    """Finish the move of a save that was killed in its last phase; several processes may do so at once."""
+    """Finish the move of a save that was killed in its last phase; several processes may call this at once."""
     target = Path(directory)
     source = target / _COMPLETE
     if not (source / _LIST).is_file() or source.is_symlink():
@@ -145,13 +154,13 @@ def finish_move(directory: str | Path) -> None:
         told = json.loads((source / _LIST).read_text())
         doors = {*_DOORS} & {*told["new"]}
         if doors and all((target / name).exists() for name in doors):
-            return  # the move has not begun, or is over, or another save came since
+            return  # the move has not begun, has ended, or was followed by another save
         for name in [*told["old"], *told["new"]]:
             directories.check_inside(name, source / _LIST)
         for name in told["old"]:
             (target / name).unlink(missing_ok=True)
         for name in sorted(told["new"], key=lambda name: name in _DOORS):
-            with suppress(FileNotFoundError):  # moved already
+            with suppress(FileNotFoundError):  # the file was moved already
                 (source / name).replace(target / name)
         directories.sync(target)
     except FileNotFoundError:
@@ -159,16 +168,16 @@ def finish_move(directory: str | Path) -> None:
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise CheckpointError(
             f"{target} holds an interrupted save, which could not be finished ({error}): run 'hfscale inspect "
-            f"{target}' as a user who may write it"
+            f"{target}' as a user who may write to the directory"
         ) from error
     shutil.rmtree(source, ignore_errors=True)
 
 
 def _stays(target: Path) -> bool:
-    """Return whether a directory is known not to be exchangeable, or should not be."""
+    """Return whether a directory cannot or should not be exchanged for another one."""
     if not target.is_dir():
         return False
-    with suppress(OSError):  # not a mount point, nor a directory that contains one
+    with suppress(OSError):  # mount points, and directories that contain one, cannot be exchanged
         place = str(target).replace(" ", "\\040")
         if re.search(f" {re.escape(place)}[ /]", Path("/proc/self/mountinfo").read_text()):
             return True
@@ -182,7 +191,10 @@ def _link(
     left_out: Collection[str],
     linked: dict[str, int],
 ) -> None:
-    """Hard-link the entries of ``source`` into ``target``, recording their inodes; owner, mode and times are kept."""
+    """Hard-link the entries of ``source`` into ``target``, and record their inodes in ``linked``.
+
+    Entries in ``left_out`` are skipped. Owner, mode and times of directories are copied.
+    """
     with os.scandir(source) as found:
         entries = list(found)
     for entry in entries:
@@ -221,7 +233,7 @@ def _hand_over(
     left_out: Collection[str],
     linked: dict[str, int],
 ) -> None:
-    """Move entries that were created or replaced in ``old`` after the links were made to ``new``."""
+    """Move to ``new`` the entries that were created or replaced in ``old`` after its files were linked into ``new``."""
     for folder, folders, files in os.walk(old):
         within = os.path.relpath(folder, old)
         folders[:] = [

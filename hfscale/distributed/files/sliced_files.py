@@ -1,5 +1,7 @@
-"""Read what transformers' ``save_pretrained(distributed_checkpoint=True)`` writes: safetensors files of each rank, with
-its slices of all tensors under the same names in each; headers say where a slice begins.
+"""Read the files that transformers' ``save_pretrained(distributed_checkpoint=True)`` writes.
+
+Each rank writes safetensors files with its slice of every tensor. A tensor has the same name in the files of all ranks,
+and the header of each file has the offsets at which its slices begin in the full tensors.
 """
 
 import json
@@ -24,7 +26,8 @@ def open_slices(directory: Path) -> dict[str, TensorOnDisk]:
             begin = offsets.get(name, (0,) * len(tensor.shape))
             if len(begin) != len(tensor.shape) or min(begin, default=0) < 0:
                 raise _damaged(
-                    file, f"offsets {list(begin)} of {name}, whose slice is {list(tensor.shape)}"
+                    file,
+                    f"offsets {list(begin)} of {name}, whose slice has the shape {list(tensor.shape)}",
                 )
             pieces.setdefault(name, []).append((begin, tensor))
     return {name: _whole(directory, name, each) for name, each in pieces.items()}
@@ -40,7 +43,8 @@ def _offsets(file: SafetensorsFile) -> dict[str, tuple[int, ...]]:
 
 def _damaged(file: SafetensorsFile, found: str) -> CheckpointError:
     return CheckpointError(
-        f"{file.path} must say in its header where its slices begin ({_INFO}), got {found}: save it again"
+        f"{file.path} must have valid offsets of its slices in its header ({_INFO}), got {found}: save the checkpoint "
+        "again"
     )
 
 
@@ -55,7 +59,7 @@ def _whole(
     dtypes = {tensor.dtype for _, tensor in pieces}
     if len(dtypes) > 1 or len({len(end) for end in ends}) > 1:
         raise CheckpointError(
-            f"{directory} must hold slices of {name} of one type and rank, got {sorted(map(str, dtypes))}: save "
-            "it again"
+            f"{directory} must hold slices of {name} of one dtype and with the same number of dims, got "
+            f"{sorted(map(str, dtypes))} with {sorted({len(end) for end in ends})} dims: save the checkpoint again"
         )
     return TensorInPieces(name, shape, dtypes.pop(), (Piece(*each) for each in pieces))

@@ -1,17 +1,17 @@
-"""Find the weights of a model in a directory that another trainer has written, in a form that is read by its slices.
+"""Find model weights in a directory that another trainer has written, in a format that can be read in slices.
 
 =========================  ==================================================  ==============================
 form                       files                                               who writes it
 =========================  ==================================================  ==============================
 slices in safetensors      ``shard-00001-model-00001-of-00001.safetensors``    transformers' distributed saving
 distributed checkpoint     ``.metadata``, ``__0_0.distcp``                     FSDP2 in plain loops, torchtitan
-  beside others            ``pytorch_model_fsdp_0/``                           Accelerate, Trainer
+  in a subdirectory        ``pytorch_model_fsdp_0/``                           Accelerate, Trainer
 state dict of FSDP         ``pytorch_model_fsdp.bin``                          Accelerate, Trainer
 plain, without a config    ``model.safetensors``, ``pytorch_model.bin``        Accelerate's ``save_state``
 =========================  ==================================================  ==============================
 
-A further form is an entry of :data:`_FORMS`, or an :class:`AddedSource` of an extension. Plain files (safetensors,
-``pytorch_model.bin``) are transformers' own, and come first: :mod:`.weight_files`.
+To add a form, add an entry to :data:`_FORMS`, or an :class:`AddedSource` in an extension. Before these forms are tried,
+:mod:`.weight_files` looks for transformers' own plain files (safetensors, ``pytorch_model.bin``).
 """
 
 from collections.abc import Callable, Mapping
@@ -28,27 +28,29 @@ from .torch_file import TorchFile
 from .weight_files import SLICED, open_tensors, weight_files
 
 _CONFIG = "config.json"
-_OF_MODELS = ("model", "pytorch_model")  # not the shards of a state
+# names of weight files begin so; names of a saved state's shards do not
+_OF_MODELS = ("model", "pytorch_model")
 _FULL = "pytorch_model_fsdp.bin"
-_OF_MEGATRON = "common.pt"  # whose distributed checkpoints have layers stacked, under other names
+_OF_MEGATRON = "common.pt"  # a file of Megatron's distributed checkpoints, which stack layers under other names
 
 
 @dataclass(frozen=True)
 class Source:
-    """Describe where weights lie."""
+    """Describe the place and format of a model's weights."""
 
-    form: str  # in words
-    directory: Path  # that has the files
-    reader: Callable[[Path], dict[str, TensorOnDisk]]
-    file: Path | None = None  # of one that has its model's config beside the weights
+    form: str  # the format, in words
+    directory: Path  # the directory of the weight files
+    reader: Callable[[Path], dict[str, TensorOnDisk]]  # opens the weights in the directory
+    file: Path | None = None  # the file, if one file holds both the weights and the model's config
 
     def describe(self) -> str:
-        """Return what it is, in words."""
+        """Return a description of the source, in words."""
         return self.form
 
     def open(self, model: Any = None) -> dict[str, TensorOnDisk]:
-        """Return lazy tensors by their names in a full ``model``, and in its order of rows; without one, to describe
-        them.
+        """Return lazy tensors under their names in a full ``model``, with rows in the model's order.
+
+        Without a ``model`` the tensors serve only to describe the weights.
         """
         tensors = self.reader(self.directory)
         renamed: dict[str, TensorOnDisk] | None = ask_added(
@@ -57,7 +59,10 @@ class Source:
         return tensors if renamed is None else renamed
 
     def fitting(self, model: Any, tells: bool = False) -> "Source":
-        """Return the source as it is read for a full ``model`` on the meta device; ``tells`` of what all ranks read."""
+        """Return the source adapted to a full ``model`` on the meta device.
+
+        With ``tells``, the source logs a warning if every rank has to read the full file.
+        """
         return self
 
     def build_model(self) -> Any:
@@ -65,42 +70,48 @@ class Source:
         raise NotImplementedError
 
     def write_small_files(self, model: Any, target: Path) -> None:
-        """Write what :attr:`file` has beside weights: the config of the ``model``, a tokenizer."""
+        """Write the contents of :attr:`file` other than weights: the config of the ``model``, and a tokenizer."""
         raise NotImplementedError
 
 
 class AddedSource:
-    """Find and read weights of another program, as an entry of the slot ``sources`` of an extension: each method
-    returns ``None`` for what it does not know.
+    """Find and read weights of another program; an extension adds one in its slot ``sources``.
+
+    Each method returns ``None`` for an input that it does not recognize.
     """
 
     def find(self, path: Path) -> Source | None:
-        """Return how the weights in a directory, or a file, are read."""
+        """Return the source of the weights in a directory or in a file."""
         return None
 
     def find_optimizer(self, directory: Path) -> Any:
-        """Return the :class:`~hfscale.checkpoint.foreign_optimizer.OptimizerSource` in a directory."""
+        """Return the :class:`~hfscale.checkpoint.foreign_optimizer.OptimizerSource` of a directory."""
         return None
 
     def locate(self, path: Any, kwargs: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
-        """Return the directory, and transformers' arguments, of a file that arguments of ``from_pretrained`` name."""
+        """Return the directory of the file that these arguments of ``from_pretrained`` name, and the arguments to pass
+        to transformers.
+        """
         return None
 
     def recognize(self, source: Path) -> str | None:
-        """Return what another program wrote to a file or directory, or just below it, and the tool that converts it."""
+        """Return a text that names another program's format, found in ``source`` or one level below it, and the tool
+        that converts it.
+        """
         return None
 
     def rename(
         self, tensors: Mapping[str, TensorOnDisk], config: Any
     ) -> dict[str, TensorOnDisk] | None:
-        """Return tensors of another program by transformers' names, in its order of rows; ``config``: of the model, or
-        ``None`` if only names are asked for.
+        """Return tensors of another program under transformers' names, with rows in transformers' order.
+
+        ``config`` is the model's config, or ``None`` if the caller needs only the names.
         """
         return None
 
 
 def ask_added(question: str, *given: Any) -> Any:
-    """Return the first answer of added sources to one of their methods; ``None`` where none has one."""
+    """Call the method ``question`` of each added source; return the first result that is not ``None``, if any."""
     answers = (getattr(source, question)(*given) for source in all_provided("sources"))
     return next((answer for answer in answers if answer is not None), None)
 
@@ -108,7 +119,7 @@ def ask_added(question: str, *given: Any) -> Any:
 @dataclass(frozen=True)
 class _Form:
     words: str
-    pattern: str  # of a file that such a directory has
+    pattern: str  # matches a file that every directory of this form has
     reader: Callable[[Path], dict[str, TensorOnDisk]]
 
 
@@ -123,8 +134,9 @@ _FORMS = (
 
 
 def find_source(path: Path) -> Source | None:
-    """Return how the weights in a directory, or in a file, are read where transformers does not read them by slices;
-    ``None`` if it does, or has none.
+    """Return the source of weights in a directory or file, in a form that transformers does not load in slices.
+
+    Return ``None`` for transformers' own checkpoints, and if there are no weights.
     """
     if (path / _OF_MEGATRON).exists():
         return None
@@ -143,7 +155,7 @@ def _open_plain(directory: Path) -> dict[str, TensorOnDisk]:
 
 
 def form_of(directory: Path) -> str | None:
-    """Return in words the form of the weights in a directory that are read; ``None`` if it has none."""
+    """Return, in words, the format of the weights in a directory; ``None`` if it has no weights that hfscale reads."""
     if files := weight_files(directory):
         return "pytorch_model.bin" if files[0].suffix == ".bin" else "safetensors"
     source = find_source(directory)
@@ -151,12 +163,12 @@ def form_of(directory: Path) -> str | None:
 
 
 def has_weights(directory: Path) -> bool:
-    """Return whether a directory holds weights that are read: plain ones, or another trainer's."""
+    """Return whether a directory holds weights that hfscale reads: plain files, or those of another trainer."""
     return form_of(directory) is not None
 
 
 def open_weights(directory: Path) -> dict[str, TensorOnDisk]:
-    """Return a lazy tensor for every weight in a directory, by the model's names; none if it has none."""
+    """Return lazy tensors of all weights in a directory, under the model's names; empty if it has no weights."""
     if files := weight_files(directory):
         return open_tensors(files)
     source = find_source(directory)
@@ -164,18 +176,20 @@ def open_weights(directory: Path) -> dict[str, TensorOnDisk]:
 
 
 def written_elsewhere(source: Path) -> str | None:
-    """Return what another program wrote to a file or directory, or just below it, and the tool that converts it."""
+    """Return a text that names another program's format, found in ``source`` or one level below it, and the tool that
+    converts it.
+    """
     recognized: str | None = ask_added("recognize", source)
     return recognized
 
 
 def refuse_foreign(source: Path) -> None:
-    """Raise :class:`CheckpointError` if a directory has no weights that are read, but another trainer's."""
+    """Raise :class:`CheckpointError` if a directory only has weights of another program that hfscale does not read."""
     if (
         source.is_dir()
         and not has_weights(source)
         and (found := written_elsewhere(source)) is not None
     ):
         raise CheckpointError(
-            f"{source} must be a Hugging Face directory with safetensors, and it holds {found}"
+            f"{source} must be a Hugging Face directory with safetensors, but it holds {found}"
         )

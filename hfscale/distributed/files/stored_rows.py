@@ -1,9 +1,10 @@
-"""Keep this rank's share of a weight in the bytes that its checkpoint stores: nothing is quantized again.
+"""Keep this rank's shard of a quantized weight as the bytes that its checkpoint stores: nothing is quantized again.
 
-A share is a few boxes of stored matrices, and a box of a stored matrix is a box of each of its parts (values, scales,
-zero points), grown to the blocks that it touches (:mod:`.dequantized`). Their words, one after the other, are a row of
-bytes, one per data rank (:mod:`..ops.quantized_weights`). Equal boxes of many matrices - a projection of every expert -
-lie together, and are decoded together to the values that a plain load reads, by the same functions::
+A shard consists of a few boxes of stored matrices. A box of a stored matrix is read from each stored tensor of the
+matrix (values, scales, zero points), enlarged to the quantization blocks that it touches (:mod:`.dequantized`). The
+stored words of these boxes, one after the other, form a row of bytes, one row per data rank
+(:mod:`..ops.quantized_weights`). Boxes that are equal in many matrices, such as one projection of every expert, are
+stored together and decoded together. The functions of a plain load decode them, so the values are the same::
 
     row of a rank with two experts:   [gate values 0, 1 | gate scales 0, 1 | up values 0, 1 | up scales 0, 1]
 """
@@ -25,34 +26,34 @@ from .reader import Box
 
 _ALIGNED = 8  # bytes; the words of a part begin at a multiple
 
-# A stored weight, and its box in the parameter: ``(start, stop)`` per dim.
+# A stored weight, and the box of the parameter that the weight fills: ``(start, stop)`` per dim.
 Source = tuple[DequantizedOnDisk, Spans]
 
 
 @dataclass(frozen=True)
 class KeptPart:
-    """The words of one stored tensor for a box of a matrix: their dtype, the first one's place, and their shape."""
+    """Describe the words of one stored tensor that belong to a box of a matrix."""
 
-    name: str  # in the arithmetic
-    dtype: torch.dtype
-    origin: tuple[int, ...]
-    shape: tuple[int, ...]
-    rows: Along
-    columns: Along
+    name: str  # the tensor's name as an argument of the arithmetic
+    dtype: torch.dtype  # of the words
+    origin: tuple[int, ...]  # the index of the first word, with the blocks before the box left out
+    shape: tuple[int, ...]  # of the words
+    rows: Along  # how words belong to the rows of the weight
+    columns: Along  # how words belong to the columns of the weight
 
 
 @dataclass(frozen=True)
 class KeptBlock:
-    """Equal boxes of several matrices, of which the words of each part lie one after the other."""
+    """Describe equal boxes of several matrices; for each stored tensor, the words of all matrices are contiguous."""
 
-    parts: tuple[KeptPart, ...]
-    arithmetic: Arithmetic
-    transposed: bool  # whether the stored matrices are the weight's transposed
-    spans: Box  # rows and columns of the boxes, as stored; of what is in front of them, whole blocks are left out
-    at: Box  # matrices, rows and columns in the shard
+    parts: tuple[KeptPart, ...]  # one per stored tensor
+    arithmetic: Arithmetic  # computes values from the words
+    transposed: bool  # whether the stored matrices are transposes of the weight's matrices
+    spans: Box  # rows and columns of the boxes, as stored, counted from the first kept quantization block
+    at: Box  # the matrices, rows and columns of the shard that the boxes fill
 
     def places(self) -> list[tuple[KeptPart, int, int]]:
-        """Return each part, its first byte in the block, and its bytes of one matrix."""
+        """Return each part, the offset of its first byte in the block, and its number of bytes per matrix."""
         (first, last), begin, found = self.at[0], 0, []
         for part in self.parts:
             size = prod(part.shape) * part.dtype.itemsize
@@ -62,7 +63,7 @@ class KeptBlock:
 
     @property
     def size(self) -> int:
-        """The bytes of the block."""
+        """The number of bytes of the block."""
         (_, begin, size), (first, last) = self.places()[-1], self.at[0]
         return begin + ceil((last - first) * size / _ALIGNED) * _ALIGNED
 
@@ -85,15 +86,15 @@ class KeptBlock:
 
 @dataclass(frozen=True)
 class StoredEncoding(Encoding):
-    """How to read a weight in the bytes of its checkpoint."""
+    """Describe how to decode a weight from the bytes of its checkpoint."""
 
-    dim: int  # the dim of ``shape`` that data ranks shard
-    # of each data rank its ``(start, stop)`` along ``dim``, and its blocks
+    dim: int  # the dim of ``shape`` that is sharded over data ranks
+    # for each data rank the ``(start, stop)`` of its shard along ``dim``, and the blocks of its row
     shards: tuple[tuple[tuple[int, int], tuple[KeptBlock, ...]], ...]
 
     @property
     def row_shape(self) -> tuple[int, int]:
-        """The shape of the gathered bytes; the row of a smaller shard is filled up."""
+        """The shape of the gathered bytes, one row per data rank; the rows of smaller shards are padded."""
         return len(self.shards), max(
             sum(block.size for block in blocks) for _, blocks in self.shards
         )
@@ -119,16 +120,16 @@ class StoredEncoding(Encoding):
 
 
 class _Piece(NamedTuple):
-    """A box of one stored matrix, ``spans`` as stored, and its place in the shard: the matrix, and ``at`` in it."""
+    """Describe a box of one stored matrix and its place in the shard."""
 
     weight: DequantizedOnDisk
-    spans: Box
-    matrix: int
-    at: Box
+    spans: Box  # the box in the weight, as stored
+    matrix: int  # index of the shard's matrix that the box belongs to
+    at: Box  # rows and columns of that matrix
 
 
 class StoredRow:
-    """Row of the rank at ``ranks`` of a weight of two or three dims, read when it is indexed, as ``encoding`` says."""
+    """Read lazily the row of bytes, of a weight of two or three dims, of the rank at ``ranks``; see ``encoding``."""
 
     def __init__(
         self, planned: ParameterPlan, sources: Sequence[Source], ranks: Mapping[str, int]
@@ -169,7 +170,7 @@ class StoredRow:
 
 
 def _pieces(sources: Sequence[Source], spans: Sequence[Spans]) -> Iterator[_Piece]:
-    """Yield the pieces of ``sources`` in the shard ``spans`` of a parameter, of three dims."""
+    """Yield the boxes of ``sources`` that lie in the shard ``spans`` of a parameter (three dims)."""
     for weight, box in sources:
         edges = [(0, 1)] * (3 - len(box)) + list(box)
         hits = [overlaps([edge], within) for edge, within in zip(edges, spans, strict=True)]
@@ -184,7 +185,7 @@ def _pieces(sources: Sequence[Source], spans: Sequence[Spans]) -> Iterator[_Piec
 
 
 def _grouped(pieces: Iterator[_Piece]) -> list[tuple[KeptBlock, list[_Piece]]]:
-    """Return the blocks of a shard, each with its pieces: consecutive matrices with equal boxes."""
+    """Group the boxes of consecutive matrices with equal descriptions; return each block with its boxes."""
     found = list[tuple[KeptBlock, list[_Piece]]]()
     for piece in sorted(pieces, key=lambda piece: (piece.at, piece.matrix)):
         alone = _block(piece)
@@ -205,7 +206,7 @@ def _grouped(pieces: Iterator[_Piece]) -> list[tuple[KeptBlock, list[_Piece]]]:
 
 
 def _block(piece: _Piece) -> KeptBlock:
-    """Return the description of a piece alone, which equal pieces of other matrices share."""
+    """Return the block of one box alone; equal boxes of other matrices have an equal block."""
     weight = piece.weight
     inside = piece.spans[-2:]
     alongs = {name: (part.rows, part.columns) for name, part in weight.parts.items()}

@@ -1,7 +1,7 @@
-"""Read slices of files of ``torch.save``, as transformers wrote checkpoints before safetensors (``pytorch_model.bin``).
+"""Read slices of files of ``torch.save`` (``pytorch_model.bin``, transformers' checkpoint format before safetensors).
 
-Such a file is a zip archive whose entries are not compressed, so that a tensor's bytes lie in it as they lie in memory:
-they are read as those of a safetensors file are, by their place alone.
+Such a file is a zip archive whose entries are not compressed. A tensor's bytes have the same order in the file as in
+memory, so slices are read by their byte offsets, like those of a safetensors file.
 """
 
 from math import prod
@@ -16,21 +16,22 @@ from .reader import NAMES, Box, BytesOnDisk, TensorOnDisk
 
 
 class TorchFile(BytesOnDisk):
-    """Read tensors of a file of ``torch.save`` on demand; raise :class:`CheckpointError` if that cannot be."""
+    """Read tensors of a file of ``torch.save`` on demand; raise :class:`CheckpointError` if the file is unreadable."""
 
     def __init__(self, path: str | Path) -> None:
         super().__init__(path)
         try:
             self._open()
             self.places = places_in_file(self.path)
-        except CheckpointError:  # it is not there
+        except CheckpointError:  # the file does not exist
             raise
         except Exception as error:
-            # Whatever torch says of a damaged file, or of types that it does not make.
+            # torch raises errors of many classes for damaged files and for objects that it refuses to load.
             reason = _reason(error)
             raise CheckpointError(
-                f"{self.path} must hold tensors by name, as torch.save writes them since 1.6 ({reason}): download it "
-                "again, or convert it once with AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
+                f"{self.path} must hold tensors by name, in the format of torch.save since 1.6, but cannot be read "
+                f"({reason}): download the file again, or convert it once with "
+                "AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
             ) from error
 
     def slices(self) -> dict[str, TensorOnDisk]:
@@ -39,13 +40,13 @@ class TorchFile(BytesOnDisk):
 
 
 class TensorInTorchFile(TensorOnDisk):
-    """One tensor of a file of ``torch.save``."""
+    """Read one tensor of a file of ``torch.save`` lazily."""
 
     def __init__(self, file: BytesOnDisk, name: str, place: PlaceInFile) -> None:
         if place.dtype not in NAMES:
             known = ", ".join(sorted(NAMES.values()))
             raise CheckpointError(
-                f"{file.path}: {name} has the type {place.dtype}, which hfscale does not read: convert it to one of "
+                f"{file.path}: {name} has the dtype {place.dtype}, which hfscale does not read: convert it to one of "
                 f"{known}"
             )
         self._file = file
@@ -55,7 +56,7 @@ class TensorInTorchFile(TensorOnDisk):
         self._begin = place.begin
 
     def read(self, spans: Box) -> Tensor:
-        """Return a copy of the box ``spans``; of a tensor that is not contiguous, all that its strides span is read."""
+        """Return a copy of the box ``spans``; for a tensor that is not contiguous, read the full tensor first."""
         if self.shape != self._place.shape or _is_contiguous(self._place):
             return super().read(spans)
         sizes = zip(self._place.shape, self._place.stride, strict=True)
@@ -69,7 +70,7 @@ class TensorInTorchFile(TensorOnDisk):
 
 
 def _reason(error: Exception) -> str:
-    """Return the line of an error that says what is wrong; torch's first ones say how to load it all the same."""
+    """Return the line of an error that gives the cause: torch's first lines explain how to load the file anyway."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return next((line.strip() for line in lines if "Unsupported" in line), lines[0])
 

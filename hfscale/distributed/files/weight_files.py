@@ -1,4 +1,4 @@
-"""Find the files with a checkpoint's weights, in the forms that are read: safetensors, else files of ``torch.save``."""
+"""Find the weight files of a checkpoint directory: safetensors files or, without them, files of ``torch.save``."""
 
 import re
 from collections.abc import Iterable
@@ -10,13 +10,14 @@ from .torch_file import TorchFile
 
 _OF_TORCH = re.compile(r"pytorch_model(-\d+-of-\d+)?\.bin")
 SLICED = "shard-?????-model-?????-of-?????.safetensors"
-"""Files that hold a slice of each tensor: :mod:`.sliced_files`."""
+"""Pattern of files that hold one slice of every tensor: see :mod:`.sliced_files`."""
 TORCH_INDEX = "pytorch_model.bin.index.json"
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Return the files with full tensors in a directory: safetensors, as transformers prefers, or ``pytorch_model.bin``
-    and its parts; none if there are none.
+    """Return the files of a directory that hold full tensors; an empty list if it has none.
+
+    Like transformers, prefer safetensors files to ``pytorch_model.bin`` and ``pytorch_model-*-of-*.bin``.
     """
     found = [
         path for path in sorted(directory.glob("*.safetensors")) if not fnmatch(path.name, SLICED)

@@ -1,7 +1,7 @@
 """Write safetensors files one tensor at a time, in any order.
 
-safetensors' own writer needs every tensor in memory at once. The format is simple: eight bytes with the length of a
-JSON header that gives each tensor's dtype, shape and offsets, then the data.
+safetensors' own writer needs all tensors in memory at once. The format is simple: eight bytes with the length of a
+JSON header, the header with each tensor's dtype, shape and offsets, and the data.
 """
 
 import json
@@ -21,7 +21,7 @@ from .complete import FileSum
 from .directories import sync
 from .reader import NAMES, TensorOnDisk
 
-Shaped = Tensor | TensorOnDisk  # of which shape and dtype are read
+Shaped = Tensor | TensorOnDisk  # used for its shape and dtype
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -34,10 +34,10 @@ STALE = (
     f"pytorch_model{_SHARDS}.bin",
     "pytorch_model.bin.index.json",
 )
-"""Patterns of earlier weights, which transformers might load in place of a :class:`CheckpointWriter`'s."""
+"""Patterns of earlier weight files, which transformers might load instead of those of a :class:`CheckpointWriter`."""
 
-# Names of types in the order in which safetensors' own serializer writes them: the largest first, so that every offset
-# is a multiple of its tensor's type, which readers that map files to a GPU rely on.
+# safetensors' names of dtypes in the order in which its own serializer writes tensors: the largest dtype first. Every
+# tensor then begins at a multiple of its itemsize, which readers that map files to a GPU rely on.
 _ORDER = (
     "U64",
     "I64",
@@ -58,12 +58,13 @@ _ORDER = (
     "BOOL",
 )
 REPLACED = (*STALE, "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
-"""The same and earlier adapters, which transformers would load on top of the weights."""
+"""Patterns of earlier weight files, and of earlier adapters, which transformers would load on top of the weights."""
 
 
 class CheckpointWriter:
-    """A writer of ``contents`` (stored name -> shape and dtype) to safetensors files in ``directory``; the index says
-    how many ``parameters`` the model has, by default as many as there are entries.
+    """Write ``contents`` (stored name -> shape and dtype) to safetensors files in ``directory``, in any order.
+
+    The index records the number of ``parameters`` of the model, by default the number of entries of all tensors.
     """
 
     def __init__(
@@ -104,9 +105,15 @@ class CheckpointWriter:
             self._places |= {name: (directory / file, place) for name, place in places.items()}
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Write a tensor as announced; raise :class:`CheckpointError` if it was not, or is written already."""
+        """Write one tensor of the contents.
+
+        Raises:
+            CheckpointError: the contents have no such tensor, it has another shape or dtype, or was written already.
+        """
         if name not in self._missing:
-            raise CheckpointError(f"{name} was written already, or is not part of this checkpoint")
+            raise CheckpointError(
+                f"{name} was written already, or is not part of this checkpoint: add each announced tensor once"
+            )
         expected = self._missing[name]
         if (tensor.shape, tensor.dtype) != (expected.shape, expected.dtype):
             raise CheckpointError(
@@ -115,7 +122,7 @@ class CheckpointWriter:
         path, place = self._places[name]
         with path.open(
             "r+b"
-        ) as file:  # open no longer than that, so that a save that fails leaves none open
+        ) as file:  # opened anew for each tensor, so that a save that fails leaves no file open
             file.seek(place)
             file.write(bytes_of(tensor))
         del self._missing[name]
@@ -153,11 +160,11 @@ def safetensors_header(contents: Mapping[str, Shaped]) -> tuple[bytes, dict[str,
 
 
 def in_order(contents: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Return names and tensors in the order in which safetensors' own serializer writes them: by type, then name."""
+    """Return names and tensors in the order of safetensors' own serializer: by dtype, then by name."""
     for name, tensor in contents.items():
         if tensor.dtype not in NAMES:
             raise CheckpointError(
-                f"{name} has the type {tensor.dtype}, which safetensors files cannot hold"
+                f"{name} has the dtype {tensor.dtype}, which safetensors files cannot hold: convert it to another dtype"
             )
     places = {name: place for place, name in enumerate(_ORDER)}
     return sorted(
@@ -167,7 +174,7 @@ def in_order(contents: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Return the bytes of a tensor, on the CPU."""
+    """Return the bytes of a tensor, copied to the CPU if necessary."""
     data: Any = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
     return memoryview(data)
 

@@ -1,1 +1,1 @@
-"""Collectives and operators over ranks, differentiable where training needs it."""
+"""Run collectives and operators over ranks; those that training needs are differentiable."""

@@ -1,7 +1,8 @@
-"""Collectives of the model axes, plain and differentiable, in Megatron-LM's words.
+"""Run the collectives of the model axes, plain and differentiable, under Megatron-LM's names.
 
-The differentiable ones stand at the edges of regions that several ranks compute together (``f`` and ``g`` in Shoeybi et
-al. 2019, section 3; ``g`` bar and its counterpart in Korthikanti et al. 2022, section 4.2.2)::
+The differentiable collectives are used at the edges of regions that several ranks compute together (``f`` and ``g`` in
+Shoeybi et al. 2019, section 3; ``g`` bar and its counterpart in Korthikanti et al. 2022, section 4.2.2). Here ``x0`` is
+the input of rank 0, ``g`` the gradient of the output, ``[a]`` a shard, and ``[a b]`` the full tensor::
 
     function                            forward                         backward
     copy_to_tp_region                   x -> x                          g0 + g1 on every rank
@@ -11,12 +12,14 @@ al. 2019, section 3; ``g`` bar and its counterpart in Korthikanti et al. 2022, s
     gather_from_sequence_region         [a], [b] -> [a b]               this rank's slice of g0 + g1
     reduce_scatter_to_sequence_region   x0, x1 -> slice of x0 + x1      [ga], [gb] -> [ga gb]
 
-Slices may differ in length (a vocabulary or a sequence that does not divide). Where all ranks compute alike with a
-tensor, its gradient is equal on all of them; where each computes something else, each has a partial one.
+Slices may differ in length if the number of ranks does not divide the vocabulary or the sequence. If all ranks compute
+the same with a tensor, its gradient is equal on all ranks. If each rank computes something else, each rank has a
+partial gradient.
 
-All-gather and reduce-scatter are each half of an all-reduce: every rank sends ``(n - 1) / n`` of the full tensor. Each
-can be *started*, so that its caller computes before it takes the result. While ``torch.compile`` traces, they are
-torch's functional collectives: it takes no others without breaking its graph, and decides itself when to wait.
+An all-gather and a reduce-scatter each move half as much as an all-reduce: every rank sends ``(n - 1) / n`` of the full
+tensor. A collective can be *started*, so that the caller computes before it takes the result. While ``torch.compile``
+traces, torch's functional collectives are used: any other collective would break the graph, and the compiler decides
+when to wait.
 """
 
 import time
@@ -38,32 +41,32 @@ from ..processes import backend_of
 
 Map = Callable[[Tensor], Tensor]
 
-# torch 2.13 has given them new names and warns about the old ones.
+# torch 2.13 has renamed these functions, and warns about the old names.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-# From here on gloo's own gathers take longer than an all-to-all of the same bytes: of two ranks 1.1 against 0.9 ms for
-# 1 MiB, 0.40 against 0.27 ms for 256 KiB. Its all-reduces do not: 0.6 against 1.5 ms for 1 MiB.
+# From this size on, gloo's all-gather takes longer than an all-to-all of the same bytes: over two ranks 1.1 against 0.9
+# ms for 1 MiB, and 0.40 against 0.27 ms for 256 KiB. Its all-reduce does not: 0.6 against 1.5 ms for 1 MiB.
 _LARGE = 64 << 10
 _waits: "list[Waiting]" = []
 _past: deque[tuple[float, float]] = deque(maxlen=10_000)
 
 
 class Started:
-    """A collective in flight: ``result()`` waits for it."""
+    """Hold a collective in flight; :meth:`result` waits for it."""
 
     def __init__(self, work: Any, finish: Callable[[], Tensor]) -> None:
         self._work = work
         self._finish = finish
 
     def result(self) -> Tensor:
-        """Wait for the collective and return its result; to be called once."""
+        """Wait for the collective and return its result; call this only once."""
         if self._work is not None:
             self._work.wait()
         return self._finish()
 
 
 def start_all_reduce(x: Tensor, group: dist.ProcessGroup) -> Started:
-    """Start summing ``x``, contiguous, over the ranks, in place unless ``torch.compile`` traces."""
+    """Start an all-reduce (sum) of ``x``, which must be contiguous; in place unless ``torch.compile`` traces."""
     if torch.compiler.is_compiling():
         total = functional.all_reduce(x, "sum", group)
         return Started(None, lambda: total)
@@ -73,7 +76,9 @@ def start_all_reduce(x: Tensor, group: dist.ProcessGroup) -> Started:
 def start_all_gather(
     x: Tensor, lengths: Sequence[int], dim: int, group: dist.ProcessGroup
 ) -> Started:
-    """Start gathering ``x``, ``lengths[rank]`` entries along ``dim`` on each rank, to the full tensor in rank order."""
+    """Start an all-gather to the full tensor, in rank order, of ``x``, which has ``lengths[rank]`` entries along
+    ``dim``.
+    """
     dim, size = dim % x.ndim, len(lengths)
     even = max(lengths) == min(lengths)
     x = _padded(x, max(lengths), dim).contiguous()
@@ -115,7 +120,9 @@ def start_all_gather(
 def start_reduce_scatter(
     x: Tensor, lengths: Sequence[int], dim: int, group: dist.ProcessGroup
 ) -> Started:
-    """Start summing partial ``x``, full along ``dim``, over ranks; each gets ``lengths[rank]`` entries of the sum."""
+    """Start a reduce-scatter of the partial sums ``x``: each rank gets ``lengths[rank]`` entries of the sum along
+    ``dim``. ``x`` has all entries along ``dim``.
+    """
     dim, size, length = dim % x.ndim, len(lengths), lengths[dist.get_rank(group)]
     if max(lengths) == min(lengths) and _leads(x.shape, dim):
         pieces = x.contiguous().view(
@@ -135,14 +142,14 @@ def start_reduce_scatter(
         summed = pieces.new_empty(pieces.shape[1:])
         work = _reduce_scatter(summed, pieces.flatten(0, 1), group=group, async_op=True)
         return Started(work, lambda: _cropped(summed, length, dim))
-    # gloo would reduce everything everywhere and throw the rest away: 6.2 ms for 4 MiB, and this 2.0 ms
+    # gloo would reduce the full tensor on every rank and drop the rest: 6.2 ms for 4 MiB, against 2.0 ms here.
     parts = torch.empty_like(pieces)
     work = dist.all_to_all_single(parts, pieces, group=group, async_op=True)
     return Started(work, lambda: _cropped(parts.sum(0), length, dim))
 
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Sum ``x``, contiguous, over the ranks, in place unless ``torch.compile`` traces."""
+    """All-reduce (sum) ``x``, which must be contiguous; in place unless ``torch.compile`` traces."""
     if torch.compiler.is_compiling():
         return start_all_reduce(x, group).result()
     dist.all_reduce(x, group=group)
@@ -152,10 +159,10 @@ def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 def all_reduce_together(
     pieces: Sequence[Tensor], group: dist.ProcessGroup, divisor: int = 1
 ) -> None:
-    """Sum tensors over the ranks, in place, with one all-reduce in their widest type, and divide the sums."""
+    """Sum tensors over the ranks in place, with one all-reduce in their widest dtype; divide sums by ``divisor``."""
     flat = torch.cat([piece.reshape(-1) for piece in pieces])
     dist.all_reduce(flat, group=group)
-    if divisor != 1:  # before sums are rounded to a narrower type
+    if divisor != 1:  # before the sums are rounded to a narrower dtype
         flat.div_(divisor)
     sums = flat.split([piece.numel() for piece in pieces])
     totals = [total.view_as(piece) for piece, total in zip(pieces, sums, strict=True)]
@@ -168,7 +175,7 @@ def all_gather(
     dim: int,
     group: dist.ProcessGroup,
 ) -> Tensor:
-    """Gather ``x``: see :func:`start_all_gather`."""
+    """All-gather ``x`` along ``dim``: see :func:`start_all_gather`."""
     return start_all_gather(x, lengths, dim, group).result()
 
 
@@ -178,14 +185,17 @@ def reduce_scatter(
     dim: int,
     group: dist.ProcessGroup,
 ) -> Tensor:
-    """Sum and cut ``x``: see :func:`start_reduce_scatter`."""
+    """Reduce-scatter ``x`` along ``dim``: see :func:`start_reduce_scatter`."""
     return start_reduce_scatter(x, lengths, dim, group).result()
 
 
 def all_to_all(
     x: Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup | None
 ) -> Tensor:
-    """Send rows of ``x [sum(send), ...]``, rank 0's first; return ``[sum(receive), ...]``; without a group ``x``."""
+    """Exchange rows between ranks: send ``send[r]`` rows of ``x [sum(send), ...]`` to each rank ``r``, in rank order.
+
+    Return the received rows ``[sum(receive), ...]``, those of rank 0 first. Without a group, return ``x``.
+    """
     if group is None:
         return x
     received = x.new_empty((sum(receive), *x.shape[1:]))
@@ -221,8 +231,9 @@ class _Mapping(torch.autograd.Function):
 def apply_mapping(
     x: Tensor, forward: Map, backward: Callable[[Any], Tensor], undefined: bool = False
 ) -> Tensor:
-    """Return ``forward(x)``, a new tensor or a view; its gradient goes through ``backward``, which gets ``None`` if
-    none has come and it takes ``undefined`` ones. Saves no tensor.
+    """Return ``forward(x)``, a new tensor or a view, with ``backward`` as the function of its gradient; save no tensor.
+
+    With ``undefined``, ``backward`` receives ``None`` for a missing gradient; otherwise it receives zeros.
     """
     return _Mapping.apply(x, forward, backward, undefined)
 
@@ -239,13 +250,16 @@ class _Tied(torch.autograd.Function):
 
 
 def tied(y: Tensor, others: Sequence[Tensor]) -> Tensor:
-    """Return ``y``, whose backward pass runs that of ``others`` too: other ranks wait for what this one did not use."""
+    """Return ``y``, whose backward pass also runs the backward passes of ``others``.
+
+    Other ranks wait for communication in these backward passes, even if this rank did not use ``others``.
+    """
     waited_for = [each for each in others if each.requires_grad]
     return _Tied.apply(y, *waited_for) if waited_for else y
 
 
 def copy_to_tp_region(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Return ``x``, activation or replicated parameter, equal on all ranks of ``group``; all-reduce its gradient."""
+    """Return ``x``, an activation or parameter that is equal on all ranks of ``group``; all-reduce its gradient."""
     return (
         x
         if group is None
@@ -254,7 +268,7 @@ def copy_to_tp_region(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def reduce_from_tp_region(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """All-reduce the partial results ``x``, any shape, over the ranks of ``group``."""
+    """All-reduce the partial sums ``x``, of any shape, over the ranks of ``group``; pass the gradient on unchanged."""
     return (
         x
         if group is None
@@ -265,7 +279,7 @@ def reduce_from_tp_region(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 def gather_from_tp_region(
     x: Tensor, lengths: Sequence[int], group: dist.ProcessGroup | None, dim: int = -1
 ) -> Tensor:
-    """All-gather ``x``, ``lengths[rank]`` entries along ``dim`` on each rank of ``group``."""
+    """All-gather ``x``, which has ``lengths[rank]`` entries along ``dim``, over ``group``; slice the gradient."""
     if group is None:
         return x
     return apply_mapping(
@@ -276,9 +290,12 @@ def gather_from_tp_region(
 def scatter_to_tp_region(
     x: Tensor, lengths: Sequence[int], group: dist.ProcessGroup, dim: int = 1
 ) -> Tensor:
-    """Return a copy of this rank's ``lengths[rank]`` entries along ``dim`` of ``x``, which is equal on all ranks."""
+    """Return a copy of this rank's ``lengths[rank]`` entries along ``dim`` of ``x``, which is equal on all ranks.
+
+    The gradient is all-gathered.
+    """
     own = _on(_own_slice, lengths, dim, group)
-    # A copy, also where the slice is contiguous (one sample), so that the full tensor can be freed.
+    # A copy even if the slice is contiguous (one sample), so that the full tensor can be freed.
     return apply_mapping(
         x,
         lambda x: own(x).clone(memory_format=torch.contiguous_format),
@@ -293,7 +310,10 @@ def gather_from_sequence_region(
     dim: int = 1,
     known: Tensor | None = None,
 ) -> Tensor:
-    """All-gather ``x``, ``lengths[rank]`` entries along ``dim``, unless ``known``; reduce-scatter its gradient."""
+    """All-gather ``x``, which has ``lengths[rank]`` entries along ``dim``; reduce-scatter its gradient.
+
+    If the full tensor is ``known`` already, it is returned instead of gathering.
+    """
     back = _on(reduce_scatter, lengths, dim, group)
     if known is None:
         return apply_mapping(x, _on(all_gather, lengths, dim, group), back)
@@ -304,7 +324,10 @@ def gather_from_sequence_region(
 def reduce_scatter_to_sequence_region(
     x: Tensor, lengths: Sequence[int], group: dist.ProcessGroup, dim: int = 1
 ) -> Tensor:
-    """Reduce-scatter partial sums ``x`` over the ranks of ``group``, ``lengths[rank]`` entries of ``dim`` to each."""
+    """Reduce-scatter the partial sums ``x``: each rank gets ``lengths[rank]`` entries along ``dim``.
+
+    The gradient is all-gathered.
+    """
     return apply_mapping(
         x, _on(reduce_scatter, lengths, dim, group), _on(all_gather, lengths, dim, group)
     )
@@ -317,7 +340,7 @@ def _on(
 
 
 def _summed_copy(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    # A copy, since autograd may hand the same gradient tensor to another branch.
+    # A copy, because autograd may pass the same gradient tensor to another branch.
     return all_reduce(x.clone(memory_format=torch.contiguous_format), group)
 
 
@@ -332,12 +355,12 @@ def _own_slice(
 
 
 def _leads(shape: Sequence[int], dim: int) -> bool:
-    """Return whether ``dim`` is outermost in memory (as with a batch of 1): shards then lie in order, uncopied."""
+    """Return whether ``dim`` is outermost in memory (as in a batch of 1): shards in rank order then need no copy."""
     return all(size == 1 for size in shape[:dim])
 
 
 def _cropped(x: Tensor, length: int, dim: int) -> Tensor:
-    # A copy and not a view, which stock code could not change in place.
+    # A copy, because stock code may change the result in place, which a view of this kind does not allow.
     return x if x.shape[dim] == length else x.narrow(dim, 0, length).clone()
 
 
@@ -355,17 +378,17 @@ def _padded(x: Tensor, length: int, dim: int) -> Tensor:
 
 @dataclass(eq=False)
 class Waiting:
-    """A send or receive that a thread waits for."""
+    """Describe a send or receive that a thread is waiting for."""
 
-    call: str
-    peer: int
+    call: str  # ``"send"`` or ``"recv"``
+    peer: int  # the other rank, as a global rank
     group: dist.ProcessGroup | None
     since: float = field(default_factory=time.monotonic)
 
 
 @contextmanager
 def waiting(call: str, peer: int, group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Register inside the ``with`` block that this process waits for ``peer`` to send or receive."""
+    """Record, for the duration of the ``with`` block, that this process waits for ``peer`` to send or receive."""
     one = Waiting(call, peer, group)
     _waits.append(one)
     try:
@@ -376,10 +399,10 @@ def waiting(call: str, peer: int, group: dist.ProcessGroup | None) -> Iterator[N
 
 
 def waits() -> list[Waiting]:
-    """Return all pending waits, the oldest first."""
+    """Return the sends and receives that are being waited for, the oldest first."""
     return list(_waits)
 
 
 def past_waits() -> list[tuple[float, float]]:
-    """Return when the latest waits began and ended, in seconds since 1970."""
+    """Return (start, end) of the latest completed waits, in seconds since 1970."""
     return list(_past)

@@ -1,4 +1,4 @@
-"""Divergence of a student's rows of logits from a teacher's, over a vocabulary that is cut over ranks.
+"""Compute the divergence of a student's logits from a teacher's, row by row, over a vocabulary sharded over ranks.
 
 The generalized Jensen-Shannon divergence (Agarwal et al. 2024, "On-policy distillation of language models", section 2)
 of the distributions ``p`` (student) and ``q`` (teacher), softmax of logits ``z`` over a temperature ``T``::
@@ -8,16 +8,18 @@ of the distributions ``p`` (student) and ``q`` (teacher), softmax of logits ``z`
                     with m = (1 - beta) p + beta q
     beta = 1    D = KL(p | q), reverse                        T dD/dz = p (log p - log q - KL(p | q))
 
-A stored teacher (:class:`StoredRows`) has its ``k`` most probable tokens of a row, the set ``K``, and the probability
-``r`` of all others together. The divergence is then that of ``k + 1`` events: the tokens of ``K``, and any other token,
-whose probability is ``p_rest = sum of p outside of K`` for the student. It equals the above with the teacher ::
+For a stored teacher (:class:`StoredRows`) each row has the ``k`` most probable tokens, the set ``K``, with their
+probabilities, and the total probability ``r`` of all other tokens. The divergence is then computed over ``k + 1``
+events: each token of ``K``, and "any other token", which has the probability ``p_rest = sum of p outside of K`` for the
+student. Value and gradient equal those of the formulas above with the teacher ::
 
-    q_i as stored for i in K        q_j = r p_j / p_rest for others, as the student spreads them
+    q_i as stored for i in K        q_j = r p_j / p_rest for other tokens, in proportion to the student's p_j
 
-also in its gradient, and is at most the divergence over all tokens (the log sum inequality), which it is at ``k = V``.
+This divergence is at most the divergence over all tokens (by the log sum inequality), and equal to it at ``k = V``.
 
-Ranks exchange the log-sum-exp of both slices of a row, then its slices' sums: two all-gathers of a few numbers per row.
-The gradient needs no communication, as in :mod:`hfscale.distributed.ops.vocab_cross_entropy`.
+Ranks communicate in two all-gathers of a few numbers per row: first the log-sum-exps of their slices of student and
+teacher, then the sums over their slices. As in :mod:`hfscale.distributed.ops.vocab_cross_entropy`, the gradient needs
+no communication.
 """
 
 import math
@@ -33,20 +35,20 @@ from .vocab_cross_entropy import VocabularySlice, compute_dtype, gathered
 
 @dataclass(frozen=True, kw_only=True)
 class TaughtRows:
-    """Hold the divergence of a student from a teacher's rows, which are equal on all tensor ranks."""
+    """Hold a teacher's rows and compute a student's divergence from them; rows are equal on all tensor ranks."""
 
     beta: float
     temperature: float
-    entropy: Tensor | None = None  # [N], where the entropies of the student's rows are written
+    entropy: Tensor | None = None  # [N], an output: receives the entropies of the student's rows
 
     def log_probs(
         self, logits: Tensor, rows: Tensor, vocabulary: VocabularySlice
     ) -> tuple[Tensor, Tensor]:
-        """Return the log-probabilities ``[n, V/t]`` of the student, whose ``logits`` these are, and of the teacher."""
+        """Return the log-probabilities ``[n, V/t]`` of the student, from its ``logits``, and of the teacher."""
         raise NotImplementedError
 
     def terms(self, logits: Tensor, rows: Tensor, vocabulary: VocabularySlice) -> "DivergenceTerms":
-        """Return the divergences of the student's ``logits [n, V/t]`` of ``rows [n]``."""
+        """Return the divergences of the student's ``logits [n, V/t]`` from the teacher's rows at ``rows [n]``."""
         log_p, log_q = self.log_probs(logits, rows, vocabulary)
         made = DivergenceTerms(log_p, log_q, vocabulary, self.beta, self.temperature)
         if self.entropy is not None:
@@ -56,7 +58,7 @@ class TaughtRows:
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherRows(TaughtRows):
-    """Hold the teacher's rows, and its head over this rank's slice of the vocabulary."""
+    """Hold the teacher's hidden rows, and its head over this rank's slice of the vocabulary."""
 
     hidden: Tensor  # [N, h]
     weight: Tensor  # [V/t, h]
@@ -77,16 +79,19 @@ class TeacherRows(TaughtRows):
 
 @dataclass(frozen=True, kw_only=True)
 class StoredRows(TaughtRows):
-    """Hold what is stored of the teacher's rows."""
+    """Hold the stored log-probabilities of the teacher's ``k`` most probable tokens per row."""
 
-    stored: Tensor  # [N, k] log-probabilities
-    tokens: Tensor  # [N, k] their global ids
-    rest: Tensor  # [N] log-probability of all others
+    stored: Tensor  # [N, k] log-probabilities of the tokens
+    tokens: Tensor  # [N, k] global ids of the tokens
+    rest: Tensor  # [N] log of the total probability of all other tokens
 
     def log_probs(
         self, logits: Tensor, rows: Tensor, vocabulary: VocabularySlice
     ) -> tuple[Tensor, Tensor]:
-        """Return the log-probabilities of both, the teacher's outside of ``tokens`` in proportion to the student's."""
+        """Return the log-probabilities of both; see :class:`TaughtRows`.
+
+        Outside of ``tokens`` the teacher's probabilities are proportional to the student's.
+        """
         z = logits.to(compute_dtype(logits.dtype)) / self.temperature
         stored, tokens, rest = (
             each.index_select(0, rows) for each in (self.stored, self.tokens, self.rest)
@@ -102,8 +107,11 @@ class StoredRows(TaughtRows):
 def top_tokens(
     logits: Tensor, k: int, temperature: float, vocabulary: VocabularySlice
 ) -> tuple[Tensor, ...]:
-    """Return the log-probabilities of the ``k`` most probable tokens ``[n, k]``, their global ids, and the
-    log-probability of all others together ``[n]``, of ``logits [n, V/t]``; equal on all ranks.
+    """Return the ``k`` most probable tokens of each row of ``logits [n, V/t]``; equal on all ranks.
+
+    Returns:
+        The tokens' log-probabilities ``[n, k]``, their global ids ``[n, k]``, and the log of the total probability of
+        all other tokens ``[n]``.
     """
     z = logits.to(compute_dtype(logits.dtype)) / temperature
     most = min(k, vocabulary.widest)
@@ -127,26 +135,30 @@ def top_tokens(
 
 
 def log_sum_exps(rows: Sequence[Tensor], vocabulary: VocabularySlice) -> Tensor:
-    """Return the log-sum-exps of rows over all slices, ``[rows, n, 1]``."""
+    """Return the log-sum-exps of several logits ``[n, V/t]`` over the full vocabulary, ``[len(rows), n, 1]``."""
     lse = torch.stack([row.logsumexp(-1, keepdim=True) for row in rows])
     return lse if vocabulary.group is None else gathered(lse, vocabulary.group).logsumexp(0)
 
 
 def _columns(tokens: Tensor, z: Tensor, vocabulary: VocabularySlice) -> Tensor:
-    """Return the columns of tokens in this rank's slice ``z [n, V/t]``; ``V/t`` for those outside of it."""
+    """Return the columns of ``tokens`` in this rank's slice ``z [n, V/t]``; ``V/t`` for tokens outside of the slice."""
     places = tokens - vocabulary.start
     width = z.shape[1]
     return torch.where((places >= 0) & (places < width), places, width)
 
 
 def _with_columns(z: Tensor, columns: Tensor, values: Tensor | float) -> Tensor:
-    """Return a copy of ``z`` with values in some columns of each row."""
-    wide = F.pad(z, (0, 1))  # tokens outside of the slice meet in a column that is cut off
+    """Return a copy of ``z`` with ``values`` written into the ``columns`` of each row."""
+    # values of tokens outside of the slice go to an extra column, which is removed
+    wide = F.pad(z, (0, 1))
     return wide.scatter_(1, columns, values)[:, :-1]  # type: ignore[arg-type]  # a number or a tensor
 
 
 class DivergenceTerms:
-    """Divergences of rows, and, once, their gradients by the student's ``logits [n, V/t]``."""
+    """Compute the divergences of rows and their gradients by the student's ``logits [n, V/t]``.
+
+    :meth:`gradient` may be called once, because it overwrites the log-probabilities.
+    """
 
     def __init__(
         self,
@@ -184,7 +196,10 @@ class DivergenceTerms:
         return (self._beta or 1) * self._from_teacher + (1 - self._beta or 1) * self._from_student
 
     def gradient(self, logits: Tensor, scale: Tensor, reuse: bool = False) -> Tensor:
-        """Return ``scale`` (``[]`` or ``[n, 1]``) ``* d losses / d logits``; with ``reuse``, in ``logits``."""
+        """Return ``scale * d losses / d logits``; ``scale`` is ``[]`` or ``[n, 1]``.
+
+        With ``reuse``, the result is written into ``logits``.
+        """
         p = self._log_p.exp_()
         if self._beta == 0:
             p.sub_(self._log_q.exp_())
@@ -195,5 +210,5 @@ class DivergenceTerms:
 
 
 def _expected(log_p: Tensor, log_m: Tensor) -> Tensor:
-    """Return ``p (log p - log m)``, entry by entry; 0 for an impossible token, whose logit is ``-inf``."""
+    """Return ``p (log p - log m)`` elementwise, and 0 for tokens with probability 0 (a logit of ``-inf``)."""
     return (log_p.exp() * (log_p - log_m)).masked_fill_(log_p == -torch.inf, 0)

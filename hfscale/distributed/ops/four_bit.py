@@ -1,12 +1,14 @@
-"""4-bit weights as plain bytes, which data ranks can shard and gather like any other tensor.
+"""Hold 4-bit weights as plain bytes, which data ranks can shard and all-gather like any other tensor.
 
-bitsandbytes keeps a 4-bit weight (QLoRA, Dettmers et al. 2023) as bytes with a state object, which FSDP2 loses
-when it shards parameters. Here bytes and scales are a row of bytes per data rank (:mod:`.quantized_weights`)::
+bitsandbytes keeps a 4-bit weight (QLoRA, Dettmers et al. 2023) as bytes with a state object, and FSDP2 loses the
+object when it shards parameters. Here each data rank has one row of bytes with its values and scales
+(:mod:`.quantized_weights`)::
 
     [matrices * blocks * 32 bytes | matrices * scale_bytes]     32 bytes = one block of 64 values
 
-Scales are a float32 per block; with double quantization ``[float32 per 256 blocks | float32 mean | byte per block]``.
-Row ``s`` was read and quantized by data rank ``s``: rows, columns or full matrices of the weight.
+There is one float32 scale per block. With double quantization the scales are stored as ``[float32 per 256 blocks |
+float32 mean | byte per block]``. Row ``s`` holds the rows, columns or full matrices of the weight that data rank ``s``
+read and quantized.
 """
 
 from collections.abc import Mapping
@@ -26,12 +28,12 @@ from .quantized_weights import Encoding, as_bytes
 
 @dataclass(frozen=True)
 class FourBitEncoding(Encoding):
-    """The layout of a 4-bit weight's bytes."""
+    """Describe the layout of a 4-bit weight's bytes."""
 
     quant_type: str  # ``nf4`` or ``fp4``
     double: bool  # whether the scales are quantized too
-    shards: int = 1  # number of data ranks that shard it
-    dim: int = 1  # the dim of ``shape`` that they shard
+    shards: int = 1  # number of data ranks over which the weight is sharded
+    dim: int = 1  # the sharded dim of ``shape``
 
     @property
     def chunk(self) -> tuple[int, int, int]:
@@ -47,12 +49,12 @@ class FourBitEncoding(Encoding):
 
     @property
     def scale_bytes(self) -> int:
-        """The bytes of the scales of one matrix of a shard, a multiple of 4."""
+        """The number of bytes of the scales of one matrix of a shard, a multiple of 4."""
         return bytes_of_scales(self.blocks, self.double)
 
     @property
     def weight_bytes(self) -> int:
-        """The bytes of a row before its scales."""
+        """The number of bytes of a row before its scales: those of the 4-bit values."""
         return self.chunk[0] * self.blocks * BLOCK // 2
 
     @property
@@ -62,7 +64,7 @@ class FourBitEncoding(Encoding):
 
     @property
     def is_one_stream(self) -> bool:
-        """Return whether the gathered bytes are those of one matrix, quantized as one sequence of blocks."""
+        """Return whether the gathered bytes are one matrix that was quantized as a single sequence of blocks."""
         if self.shape[0] != 1:
             return False
         return self.shards == 1 or (self.dim == 1 and self.chunk[1] * self.chunk[2] % BLOCK == 0)
@@ -93,13 +95,14 @@ class FourBitEncoding(Encoding):
         return joined.narrow(self.dim, 0, self.shape[self.dim])
 
     def marks(self) -> Mapping[str, Any]:
-        """Return the attributes of the parameter that PEFT reads from stock ones."""
+        """Return the attributes that PEFT reads from bitsandbytes' own 4-bit parameters."""
         return {"quant_type": self.quant_type, "compress_statistics": self.double}
 
 
 def encode(share: Tensor, encoding: FourBitEncoding) -> Tensor:
-    """Quantize a data rank's shard, ``[matrices, rows, columns]`` in 16 or 32 bits, no larger than ``encoding.chunk``,
-    to its row of bytes, ``uint8 [1, ...]``.
+    """Quantize a data rank's shard to its row of bytes, ``uint8 [1, ...]``.
+
+    ``share`` is ``[matrices, rows, columns]`` in 16 or 32 bits, and no larger than ``encoding.chunk``.
     """
     missing = encoding.chunk[2] - share.shape[2]
     share = F.pad(share, (0, missing)) if missing else share
@@ -150,7 +153,7 @@ def split_row(rows: Tensor, encoding: FourBitEncoding) -> tuple[Tensor, Tensor]:
 def quantization_state(
     weight: Tensor, scales: Tensor, encoding: FourBitEncoding
 ) -> tuple[Tensor, Any]:
-    """Return quantized bytes ``[n, 1]`` and bitsandbytes' ``QuantState`` of a weight that is one contiguous matrix."""
+    """Return the quantized bytes ``[n, 1]`` and bitsandbytes' ``QuantState`` of a weight (one contiguous matrix)."""
     _, rows, columns = encoding.shape
     size = rows * columns
     state = _state(
@@ -171,7 +174,7 @@ def read_scales(scales: Tensor, encoding: FourBitEncoding) -> Tensor:
     outer = rows[:, :mean].contiguous().view(torch.float32)
     means = rows[:, mean : mean + 4].contiguous().view(torch.float32)
     of_blocks = rows[:, mean + 4 : mean + 4 + encoding.blocks]
-    # Rows of whole outer blocks, so that one call takes all of them.
+    # Rows are padded to whole outer blocks, so that one call dequantizes all rows.
     whole = F.pad(of_blocks, (0, outers * OUTER_BLOCK - encoding.blocks)).contiguous()
     widened: Tensor = functional().dequantize_blockwise(
         whole.view(-1), absmax=outer.view(-1), code=_code(rows.device), blocksize=OUTER_BLOCK
@@ -190,13 +193,13 @@ def _state(absmax: Tensor, encoding: FourBitEncoding, shape: tuple[int, int]) ->
     )
 
 
-@cache  # it is copied from a list, which syncs with the device, and every product needs it
+@cache  # copying the values from a list synchronizes with the device, and every product needs them
 def _code_of_4_bits(quant_type: str, device: torch.device) -> Tensor:
-    """Return the values of the 4-bit codes."""
+    """Return bitsandbytes' values of the 4-bit codes."""
     return functional().get_4bit_type(quant_type, device=device)
 
 
 @cache
 def _code(device: torch.device) -> Tensor:
-    """Return bitsandbytes' values of 8-bit codes, for quantized scales."""
+    """Return bitsandbytes' values of the 8-bit codes, in which scales are stored under double quantization."""
     return functional().create_dynamic_map().to(device)

@@ -1,7 +1,8 @@
 """Fuse chains of pointwise operations and reductions into one kernel on a GPU.
 
-Run one by one, each operation reads and writes all its entries; torch's compiler (Ansel et al. 2024) makes of a chain
-one Triton kernel, which reads and writes them once. ``TORCH_COMPILE_DISABLE=1`` turns it off.
+Without fusion, each operation of a chain reads and writes the full tensor. torch's compiler (Ansel et al. 2024)
+compiles the chain to one Triton kernel, which reads and writes the tensor once. ``TORCH_COMPILE_DISABLE=1`` turns
+fusion off.
 """
 
 import warnings
@@ -16,13 +17,15 @@ from torch import Tensor
 from ..._compat.torch import allow_recompiles
 from ..._compat.torch_device import is_accelerator, makes_triton_kernels
 
-_broken: list[bool] = []  # not empty once compiling has failed: callers then work in blocks again
+# not empty after compiling has failed: callers then process rows in blocks, unfused
+_broken: list[bool] = []
 
 
 def fused(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return ``function(tensor, ...)``, compiled where the tensor is on a GPU for which Triton makes kernels.
+    """Return a version of ``function(tensor, ...)`` that is compiled if the tensor is on a GPU that Triton supports.
 
-    It may write only into what it returns. Where compiling it fails (no C compiler), a warning says so, and it runs.
+    ``function`` may write only into the tensor that it returns. If compiling fails (for example without a C compiler),
+    a warning is issued once, and ``function`` runs uncompiled.
     """
     compiled: Any = None
     ran = False
@@ -33,7 +36,7 @@ def fused(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if torch.compiler.is_compiling() or not is_fused(first.device):
             return function(first, *rest)
         if compiled is None:
-            allow_recompiles()  # for row- and column-major matrices, dtypes, scales
+            allow_recompiles()  # one compilation each for row- and column-major matrices, dtypes and scales
             compiled = torch.compile(function, dynamic=True)
         try:
             result: Tensor = compiled(first, *rest)
@@ -44,7 +47,7 @@ def fused(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
                 raise
             _broken.append(True)
             warnings.warn(
-                f"{function.__name__} runs unfused, and slower: it could not be compiled ({error})",
+                f"{function.__name__} runs unfused, so it is slower: it could not be compiled ({error})",
                 stacklevel=2,
             )
             return function(first, *rest)
@@ -55,7 +58,7 @@ def fused(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def is_fused(device: torch.device) -> bool:
-    """Return whether functions are fused for tensors on ``device``."""
+    """Return whether :func:`fused` functions run compiled for tensors on ``device``."""
     return (
         is_accelerator(device)
         and makes_triton_kernels(device)

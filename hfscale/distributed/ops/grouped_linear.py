@@ -1,11 +1,11 @@
-"""One linear layer per group of rows: ``out[r] = x[r] @ weight[g].T + bias[g]`` for the rows ``r`` of group ``g``.
+"""Apply one linear layer per group of rows: ``out[r] = x[r] @ weight[g].T + bias[g]`` for row ``r`` of group ``g``.
 
-Rows of a group are contiguous. torch's grouped matrix product is used where it supports the device and type; else there
-is one matrix product per group, which on a CPU is what torch's own does, and which supports every type. A group without
-rows takes part all the same: its gradient is zero, and not missing.
+The rows of a group are contiguous. torch's grouped matrix product is used if it supports the device and dtype.
+Otherwise there is one matrix product per group, which supports every dtype; on a CPU, torch's own function does the
+same. A group without rows still gets a gradient of zeros.
 
-Linear layers with frozen weights, grouped or not, dequantize them for the forward pass and again for the backward pass.
-Autograd keeps no weight in between: its bytes may be resharded and gathered again, as FSDP does (ZeRO stage 3).
+Linear layers with frozen quantized weights, grouped or not, dequantize the weights in the forward pass and again in the
+backward pass. Autograd saves no weight in between, so FSDP may reshard and gather the bytes again (ZeRO stage 3).
 """
 
 from collections.abc import Callable, Sequence
@@ -22,14 +22,18 @@ from ..._compat.torch import gradients_asked
 from ..._compat.torch_device import capability_of, is_accelerator
 from .collectives import apply_mapping
 
-ALIGNED = 16  # alignment in bytes of the rows of a grouped product's operands
-# The kernel is written for Hopper and datacenter Blackwell; elsewhere it is a loop that waits for the device.
+# alignment, in bytes, that torch's grouped product requires of the rows of its operands
+ALIGNED = 16
+# The kernel supports Hopper and datacenter Blackwell GPUs; elsewhere torch loops over groups and waits for the device.
 _KERNEL_CAPABILITIES = (9, 10)
 Read = Callable[[torch.dtype], Tensor]  # returns the weight, dequantized to a dtype
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """One product per group: ``weight [g, n, k]``, or ``[g, k, n]`` if ``transposed``; ``x [r, k]`` -> ``[r, n]``."""
+    """Compute one product per group, ``x [r, k]`` -> ``[r, n]``.
+
+    ``weight`` is ``[g, n, k]``, or ``[g, k, n]`` if ``transposed``.
+    """
 
     @staticmethod
     def forward(
@@ -85,8 +89,14 @@ def grouped_linear(
     *,
     transposed: bool = False,
 ) -> Tensor:
-    """Apply to each row of ``x [rows, k]`` the linear layer of its group, ``counts`` rows in each: the ``weight`` is
-    ``[groups, n, k]``, or ``[groups, k, n]`` where ``transposed``.
+    """Apply to each row of ``x [rows, k]`` the linear layer of its group; return ``[rows, n]``.
+
+    Args:
+        x: the rows, sorted by group.
+        weight: ``[groups, n, k]``, or ``[groups, k, n]`` if ``transposed``.
+        bias: ``[groups, n]``, if any.
+        counts: the number of rows of each group.
+        transposed: whether the weight's last two dims are swapped.
     """
     if _has_kernel(x, weight):
         out: Tensor = F.grouped_mm(
@@ -100,7 +110,7 @@ def grouped_linear(
 
 
 def rows_of_groups(values: Tensor, counts: Sequence[int], rows: int) -> Tensor:
-    """Return ``[rows, n]``: for each row the entry of its group in ``values [groups, n]``."""
+    """Return ``[rows, n]``: for each row, the entry of ``values [groups, n]`` for the row's group."""
     groups = torch.arange(rows, dtype=torch.int32, device=values.device)
     return values.index_select(
         0,
@@ -126,7 +136,10 @@ def _has_kernel(x: Tensor, weight: Tensor) -> bool:
 
 
 def kernel_takes(x: Tensor, weight: Tensor) -> bool:
-    """Return whether torch's grouped product takes these: in both passes, rows begin at multiples of 16 bytes."""
+    """Return whether torch's grouped product supports these operands, in the forward and backward pass.
+
+    Rows must begin at multiples of 16 bytes.
+    """
     sizes = (x.shape[1], *weight.shape[1:])
     return (
         x.dtype == weight.dtype == torch.bfloat16
@@ -173,7 +186,10 @@ def frozen_linear(
     ],
     read: Read,
 ) -> Tensor:
-    """Return ``product(x, bias)``, of the weight ``[out, in]`` that ``read`` returns in a dtype for its gradient."""
+    """Return ``product(x, bias)``, the product with a frozen weight ``[out, in]``.
+
+    The backward pass calls ``read`` with a dtype to get the weight again.
+    """
     return _FrozenLinear.apply(x, bias, product, read)
 
 
@@ -185,7 +201,7 @@ def frozen_grouped_linear(
     *,
     transposed: bool = False,
 ) -> Tensor:
-    """Compute :func:`grouped_linear` with a frozen weight, which ``read`` returns in a dtype, in both passes."""
+    """Compute :func:`grouped_linear` with a frozen weight; both passes call ``read`` to get the weight in a dtype."""
 
     def product(x: Tensor, turned: bool) -> Tensor:
         return grouped_linear(x, read(x.dtype), None, counts, transposed=turned)

@@ -1,18 +1,19 @@
-"""Head and cross entropy in one operator, over chunks of rows: the logits of all rows never exist at once.
+"""Compute head and cross entropy in one operator, chunk by chunk, so that the logits of all rows never exist at once.
 
 ::
 
-    rows with a target --> chunk --> head --> logits [n, V/t] --> loss terms (one all-gather of [2, n])
+    rows with a target --> chunk --> head --> logits [n, V/t] --> loss terms (one all-gather of [2, n] numbers)
                                                     |
-       gradient of the hidden rows <-- head <-- gradient, written into the logits
+       gradient of the hidden rows <-- head <-- gradient, in the memory of the logits
        sums of the head's gradients <----+
 
-The forward pass takes each chunk's gradients right after its loss, so that its logits are computed once and can be
-dropped (Liger Kernel, Hsu et al. 2024); the backward pass multiplies the saved gradients by that of the loss. Memory:
-one chunk of logits and the gradients themselves. Rows without a target are neither projected nor sent.
+The forward pass computes each chunk's gradients right after its loss, so the chunk's logits are computed once and can
+be dropped (Liger Kernel, Hsu et al. 2024). The backward pass multiplies the saved gradients by the gradient of the
+loss. The operator needs memory for one chunk of logits and for the gradients. Rows without a target are neither
+projected nor sent.
 
-A head is anything that maps ``[n, h]`` to ``[n, V/t]`` row by row (:class:`HeadRows`). Gradients of its parameters are
-sums over the rows, kept in one buffer each; gradients by the rows are returned chunk by chunk.
+A head is anything that maps ``[n, h]`` to ``[n, V/t]`` row by row (:class:`HeadRows`). The gradient of each head
+parameter is a sum over rows, in one buffer; the gradients of the rows are returned chunk by chunk.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -30,27 +31,29 @@ from .vocab_cross_entropy import RowTerms, Targets, VocabularySlice, compute_dty
 
 Pointwise = Callable[[Tensor], Tensor]
 
-_SLICE_ELEMENTS = 1 << 24  # of a low-precision product on its way into a float32 sum
+# entries of a low-precision product that are added to a float32 sum at once
+_SLICE_ELEMENTS = 1 << 24
 _CHUNK_ELEMENTS = 1 << 23  # logits of a chunk
-# The product that adds to the weight's gradient reads and writes it in each chunk.
+# Larger chunks on a GPU: in each chunk, the product that adds to the weight's gradient reads and writes all of it.
 _CHUNK_ELEMENTS_GPU = 1 << 28
-# Fewer rows make the products slow: each chunk also reads the head's weight twice and its gradient once.
+# Least rows of a chunk: each chunk also reads the head's weight twice and its gradient once, which few rows make slow.
 _FEWEST_ROWS = 128
 _SMALL_ELEMENTS = 1 << 20  # fewer logits than these are not worth a chunk
-_once: list[bool] = []  # not empty inside each_gradient_once; autograd's threads read it too
-_CHUNKS = 4  # also where everything would fit, unless they had fewer rows; then two
+# not empty inside each_gradient_once; a list, because autograd's threads read it too
+_once: list[bool] = []
+_CHUNKS = 4  # chunks even if all rows fit into one; two if four chunks would have too few rows
 
 
 class HeadRows:
-    """A head as :func:`hfscale.distributed.ops.head_cross_entropy` runs it."""
+    """Run a head on rows, forward and backward, for :func:`hfscale.distributed.ops.head_cross_entropy`."""
 
-    reusable = False  # whether the gradient may be written into the last logits, which nothing reads any more
+    reusable = False  # whether the gradient may be written into the memory of the last logits
 
     def __init__(
         self, parameters: Sequence[Tensor], finish: Pointwise | None, needed: bool
     ) -> None:
-        # finish: pointwise operations of the model on the logits (a softcap, a scale); ``None`` for none
-        # needed: whether the rows' gradients are asked for
+        # finish: the model's pointwise operations on the logits (a softcap, a scale); ``None`` if it has none
+        # needed: whether the gradient of the rows is needed
         self.parameters = parameters
         self.finish = finish
         self.needed = needed
@@ -58,20 +61,29 @@ class HeadRows:
         self._kept: tuple[Any, ...] = ()
 
     def logits(self, rows: Tensor, gradients: bool) -> Tensor:
-        """Compute logits ``[n, V/t]`` of rows ``[n, h]`` without a graph; ``gradients``: :meth:`backward` follows."""
+        """Return logits ``[n, V/t]`` of rows ``[n, h]``, without a graph.
+
+        With ``gradients``, keep what :meth:`backward` needs.
+        """
         raise NotImplementedError
 
     def backward(self, gradient: Tensor) -> Tensor | None:
-        """Return the rows' gradient ``[n, h]``, given that of the last logits; accumulate the parameters' gradients."""
+        """Return the gradient of the rows ``[n, h]``, given the ``gradient`` of the last logits ``[n, V/t]``.
+
+        The gradients of the parameters are added to their sums.
+        """
         raise NotImplementedError
 
     def sums(self) -> list[Tensor | None]:
-        """Return the gradient of every parameter, ``None`` where it does not train."""
+        """Return the gradient of every parameter, or ``None`` for a parameter that does not train."""
         return [running.total() for running in self._sums]
 
 
 class LinearRows(HeadRows):
-    """A plain ``nn.Linear``: two matrix products; ``reusable`` if ``finish`` keeps no result for its own gradient."""
+    """Run a plain ``nn.Linear`` head by matrix products.
+
+    ``reusable`` must be false if ``finish`` saves its result for its own gradient.
+    """
 
     def __init__(
         self,
@@ -109,7 +121,10 @@ class LinearRows(HeadRows):
 
 
 class AnyRows(HeadRows):
-    """Run any other head (adapters, quantized, autocast) with autograd's gradients; it may keep what it returned."""
+    """Run any other head (with adapters, quantized, under autocast) with gradients from autograd.
+
+    Such a head may save its logits for the backward pass, so their memory is not reused.
+    """
 
     def __init__(
         self, head: Pointwise, parameters: Sequence[Tensor], finish: Pointwise | None, needed: bool
@@ -140,7 +155,7 @@ class AnyRows(HeadRows):
 
 
 class _Sum:
-    """Sum the gradient of one parameter in float32 at least: 16-bit sums would round once per chunk."""
+    """Sum the gradient of one parameter in float32 or float64: a 16-bit sum would be rounded after each chunk."""
 
     def __init__(self, parameter: Tensor) -> None:
         self.parameter = parameter
@@ -161,10 +176,10 @@ class _Sum:
         if self._total is None:
             self._total = self._buffer()
         if self._total.dtype == rows.dtype:
-            # 0: the empty buffer is not read.
+            # beta=0: the uninitialized buffer is not read.
             self._total.addmm_(gradient.T, rows, beta=0 if first else 1)
             return
-        # The kernel adds in float32; CPUs have none.
+        # GPUs have a kernel that adds 16-bit products to a float32 sum; CPUs have none.
         if rows.is_cuda and self._total.dtype == torch.float32:
             torch.addmm(
                 self._total, gradient.T, rows, out_dtype=torch.float32, beta=0 if first else 1, out=self._total
@@ -190,7 +205,7 @@ class _Sum:
 
 
 class _WithGradients(torch.autograd.Function):
-    """Return a loss whose gradients are known already."""
+    """Return a loss whose gradients were computed in the forward pass."""
 
     @staticmethod
     def forward(
@@ -215,7 +230,7 @@ class _WithGradients(torch.autograd.Function):
 def _loss_and_gradients(
     hidden: Tensor,  # [N, h]
     targets: Tensor,  # [N] global ids, or ignore_index
-    scale: Tensor,  # scalar, of the type that sums are made in
+    scale: Tensor,  # scalar, in the dtype of the sums
     ignore_index: int,
     vocabulary: VocabularySlice,
     head: HeadRows,
@@ -225,8 +240,11 @@ def _loss_and_gradients(
     hits: Tensor | None,
     teacher: TaughtRows | None,
 ) -> tuple[Tensor, Tensor | None, tuple[Tensor | None, ...]]:
-    """Return the loss, its gradient by ``hidden`` and those by the head's parameters, both times ``expected``."""
-    # Equal on all tensor ranks, and so are the chunks.
+    """Return the loss, its gradient by ``hidden``, and its gradients by the head's parameters.
+
+    The gradients are multiplied by ``expected``.
+    """
+    # The rows with a target are equal on all tensor ranks, and so are the chunks.
     valid = targets != ignore_index
     chosen = (valid.nonzero() if known is None else valid.nonzero_static(size=known)).squeeze(1)
     losses: list[Tensor] = []
@@ -254,14 +272,17 @@ def _loss_and_gradients(
             if by_hidden is not None and by_rows is not None:
                 by_hidden.index_copy_(0, rows, by_rows)
             del gradient
-        del logits, terms  # before the next ones are made
+        del logits, terms  # free the memory before the next chunk
     total = torch.cat(losses).sum() * scale if losses else scale.new_zeros(())
     return total, by_hidden, tuple(head.sums()) if gradients else ()
 
 
 @contextmanager
 def each_gradient_once() -> Iterator[None]:
-    """Promise, in the ``with`` block, that no loss has two backward passes: one may overwrite the saved gradients."""
+    """Declare that no loss has two backward passes inside the ``with`` block.
+
+    The backward pass then may overwrite the saved gradients.
+    """
     _once.append(True)
     try:
         yield
@@ -270,27 +291,28 @@ def each_gradient_once() -> Iterator[None]:
 
 
 def _times(saved: Tensor | None, factor: Tensor) -> Tensor | None:
-    """Return ``saved * factor``, in place where no second backward pass will read the saved tensor."""
+    """Return ``saved * factor``, computed in place if no second backward pass will read the saved tensor."""
     if saved is None:
         return None
-    # Where the graph is not kept (or for other parts of it only), autograd lets go of what is saved right after this,
-    # and makes it `.grad` as it is.
+    # Unless the graph is kept for a second backward pass through this node, autograd frees the saved tensors right
+    # after this call, and the returned tensor becomes `.grad` without a copy.
     if backward_keeps_graph() and not _once:
         return saved * factor.to(saved.dtype)
-    if factor.device.type == "cpu" and factor == 1:  # asking a GPU would wait for it
+    # reading a number from a GPU would wait for the GPU
+    if factor.device.type == "cpu" and factor == 1:
         return saved
     return saved.mul_(factor)
 
 
 def rows_per_chunk(rows: int, width: int, device: torch.device) -> int:
-    """Return how many of ``rows`` a chunk holds, where a row has ``width`` logits."""
+    """Return the number of rows per chunk, given the number of ``rows`` and the ``width`` (logits) of a row."""
     budget = _CHUNK_ELEMENTS if device.type == "cpu" else _CHUNK_ELEMENTS_GPU
     most = max(_FEWEST_ROWS, budget // width)
     even = max(
         -(-rows // _CHUNKS),
         min(max(_FEWEST_ROWS, _SMALL_ELEMENTS // width), -(-rows // 2)),
     )
-    # Few different sizes: an allocator's pieces fit again, and products have even shapes.
+    # Rounded to few different sizes, so that the allocator can reuse its blocks and products have even shapes.
     if device.type != "cpu":
         even = -(-even // _FEWEST_ROWS) * _FEWEST_ROWS
         most -= most % _FEWEST_ROWS
@@ -315,14 +337,16 @@ def head_cross_entropy(
     scalar, float32 (float64 for float64 logits), equal on all ranks.
 
     Args:
-        hidden: ``[N, h]``, equal on all tensor ranks; its gradient is partial: each rank has its slice's term.
+        hidden: ``[N, h]``, equal on all tensor ranks. Its gradient is partial: each rank has the term of its slice of
+            the vocabulary.
         targets: ``[N]``, global token ids, equal on all ranks.
-        divisor: a scalar; by default the number of such rows, which makes it their mean.
-        valid: how many rows have a target, where the host knows; otherwise it asks the device.
-        expected: the gradient of the loss with which the backward pass will begin (a loss scale): gradients in 16 bits
-            are taken of the loss times this.
-        hits: ``[N]`` of bool, set where a row has a target and no logit above its own.
-        teacher: makes the loss of a row its divergence from this teacher's, whatever the target; excludes ``hits``.
+        divisor: a scalar; by default the number of rows with a target, so that the result is their mean.
+        valid: number of rows with a target, if the CPU knows it; otherwise it is read from the device.
+        expected: the gradient of the loss with which the backward pass will begin (a loss scale). Gradients in 16 bits
+            are computed for the loss multiplied by this number.
+        hits: ``[N]`` of bool, set for rows that have a target and no logit above the target's.
+        teacher: replaces the loss of each row with a target by the divergence from this teacher's row; cannot be used
+            with ``hits``.
     """
     compute = compute_dtype(dtype or hidden.dtype)
     count = (targets != ignore_index).sum() if divisor is None else divisor
@@ -354,7 +378,7 @@ def head_cross_entropy(
     )
     if not trains:
         return loss
-    # Apart, so that a backward pass for one of them leaves the other's alone (a stage's, in two halves).
+    # Two nodes, so that a backward pass for one of the two gradients leaves the other alone (a stage's split backward).
     result = _WithGradients.apply(loss, (by_hidden,), expected, hidden)
     if head.parameters:
         result = result + _WithGradients.apply(

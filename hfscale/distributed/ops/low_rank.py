@@ -1,4 +1,4 @@
-"""Add an adapter's low-rank product to a projection's output, with a backward pass by hand (LoRA, Hu et al. 2021).
+"""Add an adapter's low-rank product to a projection's output, with a hand-written backward pass (LoRA, Hu et al. 2021).
 
 ::
 
@@ -7,12 +7,14 @@
                +--> h = s x A^T  [n, r] ---------------------^
     backward   da = s g B       dA = da^T x       dB = g^T h       dx = (the projection's) + da A, in place
 
-Kept for the backward pass are ``x``, the tensor that all projections of a block read, and ``h``; autograd would keep a
-copy of ``x`` in the factors' type for each of them. The term of ``dx`` is added where the projection's own has just
-come out of its backward pass: :func:`enter` stands in front of the projection and is told ``da`` by the adapter, whose
-backward pass comes first, since the output's gradient goes through it.
+Here ``g`` is the gradient of ``y`` and ``s`` the adapter's scale. ``x`` and ``h`` are saved for the backward pass.
+``x`` is the tensor that all projections of a block read, while autograd would save a copy of ``x`` in the factors'
+dtype for each projection. The adapter's backward pass runs before the projection's, because the adapter comes later in
+the forward pass. It passes ``da`` to :func:`enter`, a node before the projection, which adds ``da A`` to the ``dx``
+that the projection's backward pass has just returned.
 
-A backward pass in halves (zero-bubble schedules) comes by twice, and each time computes what is asked for.
+A backward pass in two halves (zero-bubble schedules) runs this node twice; each time only the requested gradients are
+computed.
 """
 
 import weakref
@@ -28,15 +30,18 @@ from .thin_products import add_from_thin, from_thin, thin_gradient, to_thin
 
 
 class Term:
-    """Hold what an adapter adds to the gradient of a projection's input: ``da [n, r]`` and ``A [r, in]``."""
+    """Hold the term ``da A`` that an adapter adds to the gradient of its projection's input.
+
+    ``da`` is ``[n, r]`` and ``A`` is ``[r, in]``.
+    """
 
     def __init__(self, in_place: bool = True) -> None:
-        # in_place: whether the gradient that the projection returns may be written into
+        # in_place: whether the term may be added to the projection's gradient in place
         self.in_place = in_place
         self.factors: tuple[Tensor, Tensor] | None = None
 
     def added_to(self, grad: Tensor) -> Tensor:
-        """Return the gradient ``[..., in]`` with the term; a pass that is to be differentiated again writes nowhere."""
+        """Return the gradient ``[..., in]`` with the term added; out of place if this pass is differentiated again."""
         if self.factors is None:
             return grad
         thin, factor = self.factors
@@ -60,25 +65,26 @@ class _Enter(torch.autograd.Function):
 
 
 def enter(x: Tensor, term: Term) -> Tensor:
-    """Return ``x [..., in]`` for one projection alone, to whose gradient the ``term`` is added."""
+    """Return ``x [..., in]`` as the input of a single projection; add the ``term`` to the gradient of this input."""
     return _Enter.apply(x, term)
 
 
 @dataclass(frozen=True)
 class Factors:
-    """The factors of one adapter as they are read now: ``a [r, in]``, ``b [out, r]``, and a bias ``[out]`` of ``b``."""
+    """Hold the factors of one adapter in the form that this pass computes with."""
 
-    a: Tensor
-    b: Tensor
-    bias: Tensor | None
+    a: Tensor  # [r, in]
+    b: Tensor  # [out, r]
+    bias: Tensor | None  # [out], added after ``b``
     scale: float
 
 
 def add_low_rank(y: Tensor, x: Tensor, factors: Factors, term: Term | None) -> Tensor:
-    """Return ``y + scale (x a^T b^T + bias)`` of ``x [..., in]``, written into ``y [..., out]``, which is contiguous
-    and held by nothing else.
+    """Return ``y + scale (x a^T b^T + bias)`` for ``x [..., in]``, written into ``y [..., out]``.
 
-    Products are in the type of the factors, or in autocast's. With a ``term`` the gradient of ``x`` goes there.
+    ``y`` must be contiguous, and no other code may hold a reference to it. Products are computed in the dtype of the
+    factors or, under autocast, in the autocast dtype. With a ``term``, the gradient of ``x`` is stored in the term
+    instead of being returned to autograd.
     """
     read = factors.a, factors.b, factors.bias
     return _AddLowRank.apply(y, x, *read, factors.scale, term)
@@ -121,7 +127,7 @@ class _AddLowRank(torch.autograd.Function):
             return by_y.view_as(grads[0]), None if by_x is None else by_x.view(shape), *others
         y_asked, x_asked, a_asked, b_asked, *bias_asked = gradients_asked(ctx)
         by_x = by_a = by_b = by_bias = None
-        # The input's gradient comes by way of the projection's where that waits for the term.
+        # With a term, the gradient of the input is needed whenever the projection runs its backward pass.
         goes_on = x_asked if ctx.term is None else y_asked
         if goes_on or a_asked:
             down = to_thin(grad, b, ctx.scale)
@@ -150,12 +156,12 @@ def _added(ctx: Any, y: Tensor, x: Tensor, a: Tensor, b: Tensor, bias: Tensor | 
 
 
 def _differentiable(ctx: Any, grad: Tensor, x: Tensor, a: Tensor, b: Tensor) -> Any:
-    """Return the gradients for a pass with ``create_graph``, from what has a graph: the inputs, and no ``h``."""
+    """Return the gradients for a pass with ``create_graph``, from the inputs: ``h`` was saved without a graph."""
     given, own = ctx.types
     without_graph = ctx.term is not None and not x.requires_grad
     if without_graph or x.dtype != given or a.dtype != own:
         raise RuntimeError(
-            "gradients of fused adapters under autocast must not be differentiated again, got create_graph=True: build "
+            "gradients of fused adapters under autocast cannot be differentiated again, got create_graph=True: build "
             "the model with fused_adapters=False"
         )
     wide = grad.to(own)
@@ -169,13 +175,16 @@ def _differentiable(ctx: Any, grad: Tensor, x: Tensor, a: Tensor, b: Tensor) -> 
 
 
 class LastCast:
-    """Give projections that read one tensor in a row one copy of it in autocast's type, as long as the tensor lives."""
+    """Share one copy in the autocast dtype between consecutive projections that read the same tensor.
+
+    The copy is kept while the tensor is alive, and replaced when a projection reads another tensor.
+    """
 
     def __init__(self) -> None:
         self._known: tuple[weakref.ref[Tensor], int, Tensor] | None = None
 
     def of(self, x: Tensor) -> Tensor:
-        """Return ``x`` as autocast passes it to a product: itself, or a copy without a graph."""
+        """Return ``x`` as autocast would pass it to a matrix product: ``x`` itself, or a copy without a graph."""
         dtype = autocast_dtype(x)
         if x.dtype == dtype:
             return x

@@ -1,21 +1,21 @@
-"""Enter a tensor-parallel region with the backward collective overlapped by its projections' weight gradients.
+"""Enter a tensor-parallel region and overlap its backward collective with the projections' weight gradients.
 
-Backward through a projection makes two products: the gradient of its input, which the other ranks wait for, and that of
-its weight, which nobody waits for. The stock graph has both in one node. Here they are two, and autograd, which runs
-the youngest of the nodes that are ready, finds them in this order::
+The backward pass of a projection computes two products: the gradient of its input, which enters a collective, and the
+gradient of its weight, for which no other rank waits. Stock PyTorch computes both in one node of the graph. Here they
+are two nodes. Of the nodes that are ready, autograd runs the one created last, which gives this order::
 
     forward    await ---> weights W1 W2 ---> launch ---> projections 1, 2 ---> ...
     backward   projections 2, 1 (input gradients) -> launch: the collective starts -> W2, W1 -> await: it has ended
 
-The products are the same, on the same operands, so results are equal bit by bit. The idea is Megatron-LM's
-(``gradient_accumulation_fusion`` and asynchronous all-reduce in its column-parallel layer; Shoeybi et al. 2019), put
-into the graph instead of one node, so that the projections stay modules of their own. A backward pass in two halves
-(zero-bubble schedules) comes to a projection in both: to the node of its input behind it in the first, of its weight in
-the second.
+The products and their operands are the same as without overlap, so results are bitwise equal. The idea is Megatron-LM's
+(``gradient_accumulation_fusion`` and the asynchronous all-reduce in its column-parallel layer; Shoeybi et al. 2019).
+Megatron-LM overlaps inside one autograd node; here separate nodes overlap, so the projections stay modules of their
+own. A backward pass in two halves (zero-bubble schedules) reaches each projection twice: its first half computes the
+gradient of the input, its second half the gradient of the weight.
 
-A projection with products other than torch's own (in 8 bits, say) registers them by :func:`multiply_by`. Where those
-ask other ranks for scales of gradients, ``launch`` makes the gradient of the input for all projections that read it,
-after one question for all.
+A projection whose products are not torch's own (8-bit products, for example) registers them with :func:`multiply_by`.
+If these products exchange scales of gradients between ranks, ``launch`` computes the gradient of the input for all
+projections that read it, after a single exchange for all of them.
 """
 
 import weakref
@@ -35,28 +35,33 @@ from .shared_casts import autocasted, autocasted_weight
 _ATTRIBUTE = "_hfscale_products"
 _ENTRY = "_hfscale_entry"
 
-# Bytes of a block's input with all tokens. Taking projections apart costs the host 0.4 ms a block, and to hide is less:
-# GPUs sum 1 MiB in 0.01 to 0.2 ms, while a layer of so few tokens is computed faster than it is launched.
+# Least size, in bytes, of a block's input with all tokens at which the collective is overlapped. Splitting projections
+# into two nodes costs the CPU 0.4 ms per block. For smaller inputs there is less time to hide: GPUs sum 1 MiB in 0.01
+# to 0.2 ms, and a layer with so few tokens is computed faster than its kernels are launched.
 OVERLAPPED_FROM = 1 << 20
 Start = Callable[[Tensor], Started]
 Derive = Callable[[Tensor], Tensor]
-"""Derives from a gathered tensor ``[n, h]`` what the forward pass made of it: another type, or with entries dropped."""
+"""Repeats on a gathered tensor ``[n, h]`` what the forward pass did to it: a cast to another dtype, or a dropout."""
 
 
 class Products:
-    """Compute a projection's products with torch, for one pass, keeping operands; weights are ``[out, in]``."""
+    """Compute the matrix products of one projection in one pass, here with torch; weights are ``[out, in]``.
 
-    agrees = False  # whether ``to_input`` needs what other ranks know
+    Subclasses compute the products in other ways, and may keep operands between the calls.
+    """
+
+    # whether ``to_input`` needs values from other ranks, which :meth:`agree` exchanges
+    agrees = False
 
     @staticmethod
     def agree(asked: Sequence[tuple[Any, Tensor]]) -> None:
-        """Ask other ranks what the products of several ``(products, grad [n, out])`` need, before ``to_input``."""
+        """Exchange with other ranks the values that ``to_input`` of several ``(products, grad [n, out])`` needs."""
 
     def reads(self, x: Tensor, dtype: torch.dtype) -> None:
-        """Take note of the input, which other projections may read too, before it is cast to ``dtype``."""
+        """Record the input before its cast to ``dtype``; other projections may read the same input."""
 
     def kept(self, weight: Tensor) -> Tensor:
-        """Return the form of the weight to save for the backward pass."""
+        """Return the form of the weight that is saved for the backward pass."""
         return autocasted_weight(weight)
 
     def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -64,26 +69,29 @@ class Products:
         return F.linear(x, weight, bias)
 
     def to_input(self, grad: Tensor, weight: Tensor) -> Tensor:
-        """Return the input's gradient ``[n, in]``, given that of the output, ``grad [n, out]``."""
+        """Return the gradient of the input ``[n, in]``, given the gradient of the output, ``grad [n, out]``."""
         return grad.mm(weight)
 
     def to_weight(self, grad: Tensor, x: Tensor, transposed: bool) -> Tensor:
-        """Return the weight's gradient ``[out, in]``, or ``[in, out]``, of ``grad [n, out]`` and ``x [n, in]``."""
+        """Return the gradient of the weight, ``[out, in]`` or, if ``transposed``, ``[in, out]``.
+
+        ``grad [n, out]`` is the gradient of the output, ``x [n, in]`` the input.
+        """
         return x.t().mm(grad) if transposed else grad.t().mm(x)
 
 
 def multiply_by(module: nn.Module, products: Callable[[], Products]) -> None:
-    """Set what computes a projection's products in each pass, which deep copies of the module may share."""
+    """Set the constructor of the :class:`Products` of a projection, called in each pass; deep copies share it."""
     setattr(module, _ATTRIBUTE, products)
 
 
 def multiplied_by(module: Any) -> Callable[[], Products]:
-    """Return what :func:`multiply_by` set, or torch's own."""
+    """Return the constructor that :func:`multiply_by` has set, by default :class:`Products`."""
     return module.__dict__.get(_ATTRIBUTE, Products)
 
 
 class Regather:
-    """Gather a tensor again in the backward pass, for projections that read it or a tensor derived from it."""
+    """All-gather a tensor again in the backward pass, for projections that read it or a tensor derived from it."""
 
     def __init__(self, gather: Start, whole: Tensor | None = None) -> None:
         self.gather = gather
@@ -94,17 +102,17 @@ class Regather:
             self._know(whole, as_it_is)
         self._started: Started | None = None
         self._whole: Tensor | None = None
-        self._pass = -1  # the backward pass it was gathered for
+        self._pass = -1  # the number of the backward pass for which the tensor was gathered
 
     def gives(self, x: Tensor) -> Derive | None:
-        """Return how ``x`` is derived from the gathered tensor; ``None`` if it is not, or was changed since."""
+        """Return how ``x`` is derived from the gathered tensor; ``None`` if ``x`` is not, or one of the two changed."""
         return next(
             (derive for known, version, derive in self._known if _is_still(x, known(), version)),
             None,
         )
 
     def made(self, x: Tensor, found: Tensor, derive: Derive) -> None:
-        """Record that ``found`` was derived from ``x``: a projection that reads ``found`` need not keep it either."""
+        """Record that ``found`` was derived from ``x``, so that a projection that reads ``found`` need not save it."""
         before = self.gives(x)
         if before is not None:
             self._know(found, lambda whole: derive(before(whole)))
@@ -113,13 +121,13 @@ class Regather:
         self._known.append((weakref.ref(x), version_of(x), derive))
 
     def start(self, x: Tensor) -> None:
-        """Start the gather, unless another reader in this backward pass has started it."""
+        """Start the all-gather unless another reader has started it in this backward pass."""
         current = backward_pass()
         if self._pass != current:
             self._pass, self._started, self._whole = current, self.gather(x), None
 
     def take(self) -> Tensor:
-        """Return the gathered tensor as ``[n, h]``, and drop it with the last reader."""
+        """Return the gathered tensor as ``[n, h]``; the last reader's call drops the reference to it."""
         if self._started is not None:
             gathered = self._started.result()
             self._whole = gathered.reshape(-1, gathered.shape[-1])
@@ -152,18 +160,21 @@ def _is_still(x: Tensor, known: Tensor | None, version: int) -> bool:
 
 
 class Entry:
-    """Compute the gradient of a block's input for all projections that read that very tensor, which carries this."""
+    """Compute the gradient of a block's input for all projections that read it.
+
+    The input tensor carries this object as an attribute, by which projections recognize the input.
+    """
 
     shape: torch.Size  # of the input
-    kind: dict[str, Any]  # its dtype and device
+    kind: dict[str, Any]  # dtype and device of the input
 
     def __init__(self) -> None:
         self.left: dict[
             Products, tuple[Tensor, Tensor]
-        ] = {}  # d output [n, out] and weight [out, in]
+        ] = {}  # per projection that has run backward: gradient of its output [n, out], weight [out, in]
 
     def to_input(self, total: Tensor | None) -> Tensor:
-        """Return the gradient of the input: ``total`` by other readers, and by the projections as they came."""
+        """Return the gradient of the input: ``total``, from its other readers, plus the terms of all projections."""
         left = self.left
         self.left = {}
         if asked := [(products, grad) for products, (grad, _) in left.items() if products.agrees]:
@@ -175,29 +186,33 @@ class Entry:
 
 
 class DeferredWeightGrad:
-    """A weight whose gradient is computed apart from its projection's: see :func:`enter_overlapped`."""
+    """Compute a weight's gradient in an autograd node of its own: see :func:`enter_overlapped`."""
 
     def __init__(
         self, weight: Tensor, transposed: bool, products: Products, own: Tensor | None = None
     ) -> None:
+        # transposed: whether the weight is stored as ``[in, out]``
         # products: computes the projection's matrix products
+        # own: this rank's shard of the input, from which the input can be gathered again
         self.transposed = transposed
         self.products = products
         self.own = own
-        # gathers ``own``, this rank's shard of the input, again; ``None`` where the input is kept
+        # gathers ``own`` again in the backward pass; ``None`` if the input is saved instead
         self.regather: Regather | None = None
-        # The shard in autocast's type, and the gather of it.
+        # the shard in the autocast dtype, and the object that gathers this narrow shard
         self.narrow: tuple[Tensor, Regather] | None = None
+        # how the projection's input is derived from the gathered tensor
         self.derive: Derive = as_it_is
-        self.entry: Entry | None = None  # of the block, if its input is what the projection reads
-        # Input [n, in] (None: regathered), d output [n, out].
+        # the block's entry, if the projection reads the block's input
+        self.entry: Entry | None = None
+        # input [n, in] (``None`` if it is gathered again), and gradient of the output [n, out]
         self.operands: tuple[Tensor | None, Tensor] | None = None
-        # the weight, as the projection must use it: by :func:`column_parallel_linear`, once
+        # the weight in the form that :func:`column_parallel_linear` must use, exactly once
         to_weight = partial(self._gradient, dtype=weight.dtype)
         self.token = apply_mapping(weight, lambda weight: weight.view_as(weight), to_weight)
 
     def _gradient(self, _: Tensor, dtype: torch.dtype) -> Tensor:
-        assert self.operands is not None  # the projection's backward pass comes first
+        assert self.operands is not None  # the projection's own backward node runs before this one
         (x, grad), self.operands = self.operands, None
         if x is None:
             assert self.regather is not None
@@ -239,7 +254,7 @@ class _ColumnParallelLinear(torch.autograd.Function):
                 None if later.regather else kept.reshape(-1, kept.shape[-1]),
                 grad,
             )
-            # Autograd needs something of the right shape to get to the weight's own node.
+            # A placeholder of the right shape, so that autograd goes on to the weight's own node.
             to_weight = grad.new_zeros((), dtype=ctx.dtype).expand(weight.shape)
         weight = weight.t() if later.transposed else weight
         if input_asked and later.entry is not None:
@@ -259,16 +274,20 @@ def enter_overlapped(
     regather: bool = False,
     agrees: bool = False,
 ) -> tuple[Tensor, list[DeferredWeightGrad]]:
-    """Return ``x`` inside the region, and the weights of the projections that read it.
+    """Return the input inside the region, and one :class:`DeferredWeightGrad` per weight that is multiplied with it.
 
     Args:
-        weights: each with whether it is stored transposed, ``[in, out]``, and its products.
-        reduce: starts the backward collective, on the gradient of the tensor inside.
-        gather: starts the collective that makes the tensor inside from ``x``; ``None`` where it is ``x``.
-        regather: gather once more in backward, for the weights' gradients, instead of keeping the result.
-        agrees: whether products ask other ranks for what the gradient of the input needs: then once for all.
+        x: the tensor that enters the region.
+        weights: the weights of the projections that read the input; each with a flag whether it is stored transposed
+            (``[in, out]``), and with the projection's products.
+        reduce: starts the backward collective on the gradient of the input inside the region.
+        gather: starts the collective that makes the input inside the region from ``x``; ``None`` if that is ``x``.
+        regather: whether to gather again in the backward pass, for the gradients of the weights, instead of saving the
+            gathered tensor.
+        agrees: whether the products exchange values with other ranks for the gradient of the input; the exchange is
+            then made once for all projections.
     """
-    # The collective between its launch and its wait.
+    # flight: the started collective, between its launch and its wait
     entry, flight = (
         Entry() if agrees else None,
         list[Started](),
@@ -277,7 +296,7 @@ def enter_overlapped(
     def launch(by_others: Any) -> Tensor:
         grad = by_others if entry is None else entry.to_input(by_others)
         flight.append(reduce(grad))
-        # The gradient itself comes out of `await`; autograd only needs something of the right shape to get there.
+        # The `await` node returns the gradient; this placeholder of the right shape only lets autograd reach it.
         return grad.new_zeros(()).expand(shape)
 
     x, shape = (
@@ -289,7 +308,7 @@ def enter_overlapped(
         x.shape,
     )
     own = x.detach() if regather and gather is not None else None
-    # Made before the launch, so that autograd, which runs the youngest ready node, comes to them after it.
+    # Made before the launch node: autograd runs the ready node that was created last, so these run after the launch.
     later = [DeferredWeightGrad(*each, own) for each in weights]
     whole = apply_mapping(
         x, lambda x: x.view_as(x) if gather is None else gather(x).result(), launch, agrees
@@ -309,14 +328,15 @@ def enter_overlapped(
 
 
 def column_parallel_linear(x: Tensor, later: DeferredWeightGrad, bias: Tensor | None) -> Tensor:
-    """Return ``x @ weight.T + bias`` (``x @ weight`` if it is stored transposed), ``[..., in]`` -> ``[..., out]``.
+    """Return ``x @ weight.T + bias`` (``x @ weight`` if the weight is stored transposed), ``[..., in]`` ->
+    ``[..., out]``.
 
-    ``x`` is kept for the gradient of the weight, unless it is the gathered tensor, which can be gathered again, or
-    known to be derived from it: a block may compute something else first (a norm, a low-rank projection). Under
-    autocast the product and the tensors kept for the backward pass are in its type, as in stock code; so is the second
-    gather, unless something was derived from the first.
+    ``x`` is saved for the gradient of the weight, except if ``x`` is the gathered tensor, which can be gathered again,
+    or is known to be derived from the gathered tensor. Other inputs exist because a block may first compute something
+    else (a norm, a low-rank projection). Under autocast, as in stock code, the product and the saved tensors are in the
+    autocast dtype. The second gather is in this dtype too, unless ``x`` was derived from the gathered tensor.
     """
-    # autograd's saved tensors keep it
+    # autograd's saved tensors hold the shard from here on
     own = later.own
     narrow = later.narrow
     later.own = None
@@ -339,23 +359,23 @@ def column_parallel_linear(x: Tensor, later: DeferredWeightGrad, bias: Tensor | 
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """Return ``x [..., in]`` as ``[n, in]``, with all that projections have noted of it, or will note."""
+    """Return ``x [..., in]`` as ``[n, in]``, sharing the attributes that projections set on ``x``."""
     return with_notes_of(x, x.reshape(-1, x.shape[-1]))
 
 
 def with_notes_of(x: Tensor, view: Tensor) -> Tensor:
-    """Return a view of ``x`` that has, and shares, the attributes of ``x``."""
+    """Return ``view``, a view of ``x``, after making it share the attributes of ``x``."""
     view.__dict__ = x.__dict__
     return view
 
 
 def leaves_gradient(x: Tensor) -> bool:
-    """Return whether the gradient of ``x`` is computed where the block begins, for all projections that read it."""
+    """Return whether the block's entry computes the gradient of ``x`` for all projections that read ``x``."""
     return hasattr(x, _ENTRY)
 
 
 def narrowed(reduce: Start, dtype: torch.dtype) -> Start:
-    """Return ``reduce`` that sends 32-bit tensors in ``dtype``, with results in 32 bits again."""
+    """Return a version of ``reduce`` that sends float32 tensors in ``dtype``, and returns results in float32."""
 
     def start(grad: Tensor) -> Started:
         if grad.dtype != torch.float32:

@@ -1,8 +1,8 @@
-"""Frozen weights that are held as bytes, which data ranks can shard and gather like any other tensor.
+"""Hold frozen weights as bytes, which data ranks can shard and all-gather like any other tensor.
 
-A quantized parameter is one tensor ``uint8 [shards, bytes]``: row ``s`` was read, or quantized, by data rank ``s`` and
-holds all that is needed to compute the values of its shard. The gathered rows are the weight that all data ranks
-compute with, and a frozen :class:`Encoding` beside the parameter says how to read them.
+A quantized parameter is one tensor ``uint8 [shards, bytes]``. Data rank ``s`` read or quantized row ``s``, which holds
+everything needed to compute the values of its shard. All data ranks compute with the gathered rows, which an immutable
+:class:`Encoding`, kept in the module next to the parameter, decodes.
 """
 
 from abc import ABC, abstractmethod
@@ -22,12 +22,12 @@ _ENCODINGS = "_encodings"
 
 @dataclass(frozen=True)
 class Encoding(ABC):
-    """How to read a quantized weight."""
+    """Describe how to decode a quantized weight."""
 
     # ``[matrices, rows, columns]`` of the gathered weight; a projection is one matrix.
     shape: tuple[int, int, int]
     dtype: torch.dtype  # the dtype of its values
-    # That experts compute in; ``None``: their input's. A projection knows its own.
+    # dtype in which experts compute; ``None`` for the dtype of their input. Projections have their own setting instead.
     compute_dtype: torch.dtype | None
 
     @property
@@ -40,18 +40,21 @@ class Encoding(ABC):
         """Return the values ``[matrices, rows, columns]`` of the gathered bytes, by default in :attr:`dtype`."""
 
     def marks(self) -> Mapping[str, Any]:
-        """Return the attributes of the parameter that PEFT reads."""
+        """Return the attributes, name -> value, that PEFT reads from the parameter."""
         return {}
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """Return plain bytes; mixed precision may have cast them to floats (0 to 255 are exact in bfloat16)."""
+    """Return the local bytes of a parameter as plain uint8.
+
+    Mixed precision may have cast them to floats, which is exact: bfloat16 represents 0 to 255.
+    """
     plain = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
     return plain if plain.dtype == torch.uint8 else plain.to(torch.uint8)
 
 
 def gathered(tensor: Tensor) -> Tensor:
-    """Return the bytes of all data ranks, gathered if necessary; every data rank calls it."""
+    """Return the rows of all data ranks, all-gathered if necessary; every data rank must call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
 
 
@@ -61,7 +64,7 @@ def encodings_of(module: nn.Module) -> dict[str, Encoding]:
 
 
 def register_quantized(module: nn.Module, name: str, encoding: Encoding) -> None:
-    """Give ``module`` a quantized parameter ``name``, on the meta device."""
+    """Register in ``module`` a quantized parameter ``name`` on the meta device."""
     module.__dict__.setdefault(_ENCODINGS, {})[name] = encoding
     empty = torch.empty(encoding.row_shape, dtype=torch.uint8, device="meta")
     own_parameters(module)[name] = nn.Parameter(empty, requires_grad=False)
@@ -69,14 +72,14 @@ def register_quantized(module: nn.Module, name: str, encoding: Encoding) -> None
 
 
 def mark(module: nn.Module) -> None:
-    """Set the attributes of quantized weights that PEFT reads from stock ones."""
+    """Set on quantized parameters the attributes that PEFT reads from the stock library's parameters."""
     for name, encoding in encodings_of(module).items():
         vars(own_parameters(module)[name]).update(encoding.marks())
 
 
 @contextmanager
 def shown_decoded(model: nn.Module) -> Iterator[None]:
-    """Replace quantized experts inside the `with` block by meta parameters of the decoded shape, for PEFT."""
+    """Replace quantized experts by meta parameters of the decoded shape inside the ``with`` block, for PEFT to read."""
     kept = []
     for module in model.modules():
         for name, encoding in encodings_of(module).items():

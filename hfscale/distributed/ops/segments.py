@@ -1,17 +1,18 @@
-"""Run the convolutions and scans of stock mixers segment by segment, with a state from one to the next.
+"""Run the convolutions and scans of stock mixers (state-space layers, recurrences) segment by segment.
 
-A segment is what one document has of one piece of a sequence. States begin as zeros where a document does, and go on
-from piece to piece, which a :class:`RankChain` carries between ranks that each have some of the pieces::
+With context parallelism a sequence is divided into pieces, and each rank holds some of them. A segment is the part of
+one document in one piece. The state of a scan is zero at the start of a document. At the start of a later piece of the
+document it is the state at the end of the piece before, which a :class:`RankChain` sends between ranks::
 
-    row     [a a a b b b|b b c c c c]        rank 0 has the piece before the bar, rank 1 the other
-    scan     a: from 0                       y of [b b]: from the state that rank 0 sends
-             b: from 0, state --------------> c: from 0
+    row     [a a a b b b|b b c c c c]        rank 0 has the piece before the bar, rank 1 the piece after it
+    scan     a: from a zero state
+             b: from a zero state --state--> b: from the state that rank 0 sends;  c: from a zero state
     conv     as if each document had zeros before its first token
 
-The pieces of a sequence, ``0`` to ``2n - 1``, are scanned in order: up through the ranks' early pieces, and down
-through their late ones. A rank of ``n`` computes its own tokens alone, and waits while others compute theirs; it sends
-two states forward, and two gradients back. A convolution needs the last inputs before a piece and no state: the ends of
-all pieces are gathered at once.
+The pieces of a sequence, ``0`` to ``2n - 1`` for ``n`` ranks, are scanned in order: first the early piece of every rank
+in rank order, then the late pieces in reverse rank order. A rank computes only its own tokens, and waits while other
+ranks compute theirs; it sends two states forward and two gradients back. A convolution has no state. It only needs the
+last inputs before a piece, so one all-gather collects the ends of all pieces.
 """
 
 import inspect
@@ -45,16 +46,22 @@ Interval = tuple[int, int]
 
 @dataclass(frozen=True)
 class RankChain:
-    """Carry states between the pieces of sequences, whose ``index`` counts those of this rank."""
+    """Send the states of scans between ranks that hold consecutive pieces of sequences.
 
-    split: Split
-    rank: int
-    starts: tuple[tuple[int, ...], ...] | None  # where documents begin, by row or once for all
+    The ``index`` of a piece counts the pieces of this rank: 0 for the early piece, 1 for the late one.
+    """
+
+    split: Split  # how sequences are divided over the context ranks
+    rank: int  # this rank's index among them
+    # first tokens of the documents in the sequence: one tuple per row, or one tuple for all rows
+    starts: tuple[tuple[int, ...], ...] | None
     group: dist.ProcessGroup
 
     def tails(self, x: Tensor, width: int) -> list[Tensor]:
-        """All-gather the last ``width`` inputs of every piece, of ``x [b, d, own tokens]``; return for each piece here
-        those before it, ``[b, d, width]``, zeros where they are another document's.
+        """Return, for each piece of this rank, the ``width`` inputs before the piece: ``[b, d, width]``.
+
+        ``x [b, d, own tokens]`` has this rank's inputs; the last ``width`` inputs of every piece are all-gathered.
+        Inputs that belong to another document than the piece's first token are replaced by zeros.
         """
         split = self.split
         rank = self.rank
@@ -101,7 +108,10 @@ class RankChain:
         return there.masked_fill(other[:, None], 0.0)
 
     def receive(self, index: int, state: Tensor, anchor: Tensor) -> Tensor:
-        """Return the state before a piece, with a gradient if ``anchor`` has one; ``state``: that before it here."""
+        """Return the state before a piece, received from the rank of the piece before.
+
+        If this rank has the piece before, return ``state``. A received state requires a gradient if ``anchor`` does.
+        """
         number = self._number(index)
         if number == 0 or self._owner(number - 1) == self.rank:
             return state
@@ -116,8 +126,10 @@ class RankChain:
         return apply_mapping(anchor, lambda _: _receive(empty, owner, self.group), backward)
 
     def send(self, index: int, state: Tensor) -> Tensor | None:
-        """Send the state after a piece to the rank of the next one, if that is another; the output must depend on what
-        is returned (:func:`.collectives.tied`) for the gradient to be received.
+        """Send the state after a piece to the rank of the next piece; return ``None`` if that is this rank.
+
+        Otherwise return a scalar. The output must be made to depend on the scalar (:func:`.collectives.tied`), so that
+        the backward pass receives the gradient of the state.
         """
         number = self._number(index) + 1
         if number == 2 * self.split.size or self._owner(number) == self.rank:
@@ -142,7 +154,7 @@ class RankChain:
         return apply_mapping(state, forward, backward)
 
     def _number(self, index: int) -> int:
-        """Return the place among all pieces of this rank's early (0) or late (1) one."""
+        """Return the number, among all pieces of a sequence, of this rank's early (0) or late (1) piece."""
         return self.rank if index == 0 else 2 * self.split.size - 1 - self.rank
 
     def _owner(self, number: int) -> int:
@@ -164,15 +176,19 @@ def _receive(x: Tensor, rank: int, group: dist.ProcessGroup) -> Tensor:
 
 @dataclass(frozen=True)
 class Segments:
-    """Say where the tokens of a pass, ``[b, s, ...]``, are in their sequences, and where documents begin."""
+    """Describe where the tokens ``[b, s, ...]`` of a pass are in their sequences, and where documents begin."""
 
-    pieces: tuple[Interval, ...]  # of the sequence: the tokens here, one piece after the other
-    # Where documents begin, by row or once for all.
+    # (start, stop) in the sequence of each piece of this rank, in the order of the tokens
+    pieces: tuple[Interval, ...]
+    # first tokens of the documents in the sequence: one tuple per row, or one tuple for all rows
     starts: tuple[tuple[int, ...], ...] | None = None
-    chain: RankChain | None = None  # ``None``: there is one piece, all of the sequence
+    chain: RankChain | None = None  # ``None`` if this rank has the full sequence as a single piece
 
     def of_rows(self, index: int) -> Iterator[tuple[slice, list[tuple[int, int, bool]]]]:
-        """Yield the segments of the piece at ``index``, by row or for all: first token, end, whether it goes on."""
+        """Yield rows (one row, or all) and their segments in the piece at ``index``.
+
+        A segment is (first token, end, whether it continues a document of the piece before).
+        """
         start, stop = self.pieces[index]
         offset = sum(b - a for a, b in self.pieces[:index]) - start
         for row, begins in enumerate(self.starts or ((),)):
@@ -190,25 +206,28 @@ class Segments:
         name: str,
         function: Callable[..., Any],
     ) -> Callable[..., Any]:
-        """Return the convolution or the scan of this name, segment by segment."""
+        """Return a version of the convolution or scan ``function`` that runs segment by segment."""
         if name == CONVOLUTION:
             return partial(_convolved, function, self)
         return partial(_scanned, function, SCANS[name], self)
 
 
 class Replacing(Protocol):
-    """Replace the functions by which mixers read other tokens: :class:`Segments`."""
+    """Replace the functions through which mixers combine tokens; :class:`Segments` implements this protocol."""
 
     def replacement(
         self,
         name: str,
         function: Callable[..., Any],
     ) -> Callable[..., Any]:
-        """Return what a mixer calls instead of the ``function`` of this name."""
+        """Return the function that a mixer calls in place of ``function``, which has this ``name``."""
 
 
 def keep_states_apart(model: nn.Module, segments: Callable[[], Replacing | None]) -> None:
-    """Let the mixers in a model that are known compute the :class:`Segments` of each pass; ``None``: as they are."""
+    """Make the supported mixers of a model run by the segments of each pass, which ``segments`` returns.
+
+    In a pass for which ``segments`` returns ``None``, mixers run unchanged.
+    """
     for module in filter(reads_by_functions, model.modules()):
         _wrap(module, segments)
 
@@ -230,7 +249,8 @@ def _wrap(module: nn.Module, segments: Callable[[], Replacing | None]) -> None:
         with functions_replaced(kind, known.replacement):
             return host(self, *args, **kwargs)
 
-    # Not compiled, which would trace the stock functions. Bound, so that a deep copy's is bound to the copy.
+    # Not compiled, because the compiler would trace the stock functions. A bound method, so that the method of a deep
+    # copy is bound to the copy.
     module.forward = MethodType(torch.compiler.disable(forward), module)  # type: ignore[method-assign]
 
 
@@ -242,7 +262,7 @@ def _convolved(
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:
-    """Convolve each segment of ``x [b, d, s]`` with what is before it in its document."""
+    """Convolve each segment of ``x [b, d, s]`` together with the inputs before it in its document."""
     width = weight.shape[-1] - 1
     tails = segments.chain.tails(x, width) if segments.chain is not None and width else []
 
@@ -275,7 +295,7 @@ def _scanned(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Scan each segment from the state before it; a chain's other pieces wait for this one."""
+    """Scan each segment from the state before it; ranks with later pieces of the chain wait for the result."""
     by_place = dict(zip(inspect.signature(host).parameters, args, strict=False))
     given = {**by_place, **kwargs}
     x = given[scan.output]
@@ -299,7 +319,7 @@ def _scanned(
             scan.initial: state,
             scan.final: chain is not None and scan.makes is None,
         }
-        named.pop("", None)  # of a function that takes no initial state
+        named.pop("", None)  # a function without an initial state has "" as its argument's name
         result = host(*[named.pop(name) for name in by_place], **named)
         y, after = result if isinstance(result, tuple) else (result, None)
         y, after = _with_state(scan, part, state, y, after, chain is not None)
@@ -328,7 +348,10 @@ def _with_state(
     after: Tensor | None,
     final: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Complete the output and the ``final`` state of a scan by what its function neither takes nor gives."""
+    """Add the initial state's contribution to a scan's output and final state if its function does not support states.
+
+    If a ``final`` state is needed and the function does not return it, compute it.
+    """
     if final and scan.makes is not None:
         after = scan.makes(given)
     if state is not None and scan.adds is not None:
@@ -354,10 +377,13 @@ def _by_segments(
     before: Callable[[int, Tensor | None], Tensor | None],
     after: Callable[[int, Tensor | None], None],
 ) -> Tensor:
-    """Return the outputs of ``run`` for all segments along ``dim``; ``before`` and ``after`` take states of pieces."""
+    """Return the concatenated outputs of ``run`` for all segments along ``dim``.
+
+    ``before`` returns the state before a piece, and ``after`` receives the state after the piece.
+    """
     if x.shape[dim] != (length := sum(stop - start for start, stop in segments.pieces)):
         raise ConfigError(
-            f"a recurrence is given {x.shape[dim]} tokens where this rank has {length}: use sequence_parallel=False"
+            f"a recurrence must get the {length} tokens of this rank, got {x.shape[dim]}: use sequence_parallel=False"
         )
     state = None
     pieces = list[Tensor]()

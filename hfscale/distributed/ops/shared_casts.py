@@ -1,8 +1,9 @@
-"""One mixed-precision copy of each weight, for all microbatches that compute with it.
+"""Share one mixed-precision copy of each weight between all microbatches that compute with the weight.
 
-Autocast makes its copies anew in every forward pass, and each microbatch keeps its own until its backward pass: a
-pipeline stage with eight in flight holds every weight eight times more. The weights are the same for all of them, so
-one copy serves; each microbatch's gradient is made in 16 bits and added to the weight's in 32, as ever.
+Autocast makes new copies in every forward pass, and each microbatch keeps its copies until its backward pass. A
+pipeline stage with eight microbatches in flight would hold eight copies of every weight. The weights are the same for
+all microbatches, so one copy is enough. As without sharing, each microbatch's gradient is computed in 16 bits and added
+to the weight's gradient in 32 bits.
 """
 
 from collections.abc import Iterator
@@ -16,24 +17,24 @@ from ..._compat.torch import storage_key
 from .collectives import apply_mapping
 
 _Key = tuple[int, int, torch.Size, tuple[int, ...], torch.dtype]
-# Not by thread: backward passes, which recompute, may have one of their own.
+# Not thread-local: a backward pass, which may recompute layers, may run in another thread.
 _current: "Casts | None" = None
 
 
 @dataclass
 class Casts:
-    """Copies of weights as they are now."""
+    """Hold copies of weights, valid while the weights do not change."""
 
     memory: set[int] = field(default_factory=set)  # the storages of the copies
-    # Copies by place and form of the weight.
+    # copies without a graph, by the weight's storage, offset, shape and strides, and the copy's dtype
     plain: dict[_Key, Tensor] = field(default_factory=dict)
-    # With autograd graphs, of weights that train.
+    # views of these copies with an autograd graph, for weights that train
     in_graph: dict[_Key, Tensor] = field(default_factory=dict)
 
 
 @contextmanager
 def sharing(casts: Casts | None) -> Iterator[None]:
-    """Share ``casts`` between all passes inside the ``with`` block, in which weights must not change."""
+    """Share ``casts`` between all passes inside the ``with`` block; weights must not change inside the block."""
     global _current
     before = _current
     _current = casts
@@ -44,12 +45,12 @@ def sharing(casts: Casts | None) -> Iterator[None]:
 
 
 def is_sharing() -> bool:
-    """Return whether passes share copies now."""
+    """Return whether passes currently share copies."""
     return _current is not None
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype:
-    """Return the type in which autocast would pass ``x`` to a matrix product; its own where autocast is off."""
+    """Return the dtype in which autocast would pass ``x`` to a matrix product; ``x.dtype`` if autocast is off."""
     kind = x.device.type
     casts = x.dtype != torch.float64 and torch.is_autocast_enabled(kind)
     return torch.get_autocast_dtype(kind) if casts else x.dtype
@@ -82,7 +83,7 @@ def cast_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
     if not (weight.requires_grad and torch.is_grad_enabled()):
         return plain
     if key not in _current.in_graph:
-        # Saves nothing, so that the backward passes of several microbatches may go through it.
+        # The node saves no tensor, so the backward passes of several microbatches may go through it.
         own = weight.dtype
         _current.in_graph[key] = apply_mapping(
             weight, lambda _: plain.view_as(plain), lambda grad: grad.to(own)

@@ -1,16 +1,16 @@
-"""Products of activations in 16 bits with an adapter's thin factors in 32 bits, with sums in 32 bits.
+"""Multiply 16-bit activations with an adapter's thin 32-bit factors, and sum the products in 32 bits.
 
-PEFT keeps factors in float32 beside a base in bfloat16, and casts activations up for products without tensor cores. No
-copy of activations in 32 bits is made here. On a GPU a float32 factor is split into three bfloat16 numbers, whose sum
-has all its 24 bits, and products of pieces are summed in float32 by the tensor cores::
+PEFT keeps adapter factors in float32 next to a base model in bfloat16. It casts activations to float32 and multiplies
+them without tensor cores. Here no float32 copy of the activations is made. On a GPU, each entry of a float32 factor is
+split into three bfloat16 numbers whose sum has all 24 bits, and the tensor cores sum their products in float32::
 
     x f = x f1 + x f2 + x f3                            one product with [f1 f2 f3]; x is in bfloat16 already
     t f = t1 (f1 + f2 + f3) + t2 (f1 + f2) + t3 f1      one product of width 6r; the rest is below float32's bits
 
-On other devices rows are cast block by block, in operators of their own, so that a block stays in the caches. Tensors
-of one type are multiplied as they are.
+On other devices, custom operators cast the activations in blocks of rows that fit into the caches. Tensors of equal
+dtypes are multiplied directly.
 
-Shapes: ``wide [n, m]`` are activations or their gradients, ``thin [n, r]`` their products with a factor.
+Shapes: ``wide [n, m]`` is an activation or its gradient, and ``thin [n, r]`` its product with a factor of rank ``r``.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from ..._compat.torch_device import widens_products
 from .fused import fused
 
 _BLOCK = 1 << 20  # entries of ``wide`` that are cast at once
-_TINY = 1 << 14  # entries below which calling an operator takes longer than its work
+_TINY = 1 << 14  # with fewer entries, calling a custom operator takes longer than its computation
 _SCHEMAS = {
     "to_thin": "(Tensor wide, Tensor factor, float scale) -> Tensor",
     "add_from_thin": "(Tensor(a!) wide, Tensor thin, Tensor factor) -> ()",
@@ -33,12 +33,13 @@ _SCHEMAS = {
 
 
 def to_thin(wide: Tensor, factor: Tensor, scale: float) -> Tensor:
-    """Return ``scale wide @ factor``, ``[n, r]`` in the type of ``factor [m, r]``."""
+    """Return ``scale * wide @ factor``, ``[n, r]``, in the dtype of ``factor [m, r]``."""
     if torch.compiler.is_compiling():
         return wide.to(factor.dtype).mm(factor) * scale
     if wide.dtype == factor.dtype:
         out = factor.new_empty((len(wide), factor.shape[1]))
-        return out.addmm_(wide, factor, beta=0, alpha=scale)  # 0: the empty memory is not read
+        # beta=0: uninitialized memory is not read
+        return out.addmm_(wide, factor, beta=0, alpha=scale)
     if splits(wide, factor):
         return _scaled_sum(wide_product(wide, in_three(factor, 1)), 1, scale)
     if wide.numel() < _TINY:
@@ -48,7 +49,7 @@ def to_thin(wide: Tensor, factor: Tensor, scale: float) -> Tensor:
 
 
 def add_from_thin(wide: Tensor, thin: Tensor, factor: Tensor) -> Tensor:
-    """Add ``thin @ factor`` to ``wide`` in place, rounded once; ``thin`` and ``factor [r, m]`` are of one type."""
+    """Add ``thin @ factor`` to ``wide`` in place, rounding once; ``thin`` and ``factor [r, m]`` have the same dtype."""
     if wide.dtype == thin.dtype:
         return wide.addmm_(thin, factor)
     if splits(wide, thin):
@@ -70,7 +71,7 @@ def from_thin(thin: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def thin_gradient(thin: Tensor, wide: Tensor, transposed: bool = False) -> Tensor:
-    """Return a factor's gradient ``thin.T @ wide [r, m]``, or ``[m, r]`` if ``transposed``, in the type of ``thin``."""
+    """Return a factor's gradient ``thin.T @ wide [r, m]`` (``[m, r]`` if ``transposed``) in the dtype of ``thin``."""
     if wide.dtype == thin.dtype:
         return wide.t().mm(thin) if transposed else thin.t().mm(wide)
     if splits(wide, thin):
@@ -87,19 +88,19 @@ def thin_gradient(thin: Tensor, wide: Tensor, transposed: bool = False) -> Tenso
 
 
 def splits(wide: Tensor, factor: Tensor) -> bool:
-    """Return whether float32 factors are split into pieces for ``wide``."""
+    """Return whether a float32 ``factor`` is split into bfloat16 numbers to be multiplied with ``wide``."""
     types = wide.dtype, factor.dtype
     return widens_products(wide.device) and types == (torch.bfloat16, torch.float32)
 
 
 _OF_THIN = (0, 0, 0, 1, 1, 2)
 _OF_FACTOR = (0, 1, 2, 0, 1, 0)
-"""The pieces of both operands in the six products that float32 can tell from zero."""
+"""Which of the three numbers of each operand the six products combine; the other three products are below float32."""
 
 
 @fused
 def in_three(factor: Tensor, dim: int) -> Tensor:
-    """Return three bfloat16 pieces of a float32 matrix, the largest first, side by side along ``dim``."""
+    """Split a float32 matrix into three bfloat16 matrices, the largest first, concatenated along ``dim``."""
     return torch.cat(_pieces(factor), dim)
 
 
@@ -114,18 +115,21 @@ def _pieces(factor: Tensor) -> list[Tensor]:
     for _ in range(3):
         piece = factor.to(torch.bfloat16)
         pieces.append(piece)
-        factor = factor - piece  # exact
+        factor = factor - piece  # this difference is exact
     return pieces
 
 
 @fused
 def _scaled_sum(products: Tensor, dim: int, scale: float) -> Tensor:
-    """Add the three products that stand side by side along ``dim``."""
+    """Return ``scale`` times the sum of the three products that are concatenated along ``dim``."""
     return products.unflatten(dim, (3, -1)).sum(dim) * scale
 
 
 def wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """Return ``a @ b`` of bfloat16 matrices in float32, as it is summed; CPUs have no such kernel."""
+    """Return ``a @ b`` of bfloat16 matrices in float32, without rounding the sums to bfloat16.
+
+    CPUs have no kernel for such a product, so there the matrices are cast to float32.
+    """
     if widens_products(a.device):
         return torch.mm(a, b, out_dtype=torch.float32)
     return a.float().mm(b.float())
@@ -172,7 +176,7 @@ def _thin_gradient(thin: Tensor, wide: Tensor, transposed: bool) -> Tensor:
         for start in blocks:
             rows = slice(start, start + blocks.step)
             total.addmm_(thin[rows].t(), wide[rows].to(thin.dtype))
-    # The other order of the product takes up to eight times as long.
+    # Transposed at the end: computing the product in transposed order takes up to eight times as long.
     return total.t().contiguous() if transposed else total
 
 
@@ -181,7 +185,7 @@ def _empty_thin(wide: Tensor, factor: Tensor, scale: float) -> Tensor:
 
 
 def _added(*_: Any) -> None:
-    """Add nothing: tensors on the meta device have no values."""
+    """Do nothing, as the kernel for the meta device, whose tensors have no values."""
 
 
 def _empty_gradient(thin: Tensor, wide: Tensor, transposed: bool) -> Tensor:
@@ -191,7 +195,7 @@ def _empty_gradient(thin: Tensor, wide: Tensor, transposed: bool) -> Tensor:
 
 @cache
 def _by_blocks() -> Any:
-    """Return the operators that cast blocks of rows; they are registered with torch when they are first needed."""
+    """Return the custom operators that cast blocks of rows; the first call registers them with torch."""
     kernels: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
         "to_thin": (_to_thin, _empty_thin),
         "add_from_thin": (_add_from_thin, _added),
@@ -207,4 +211,4 @@ def _by_blocks() -> Any:
 
 _registered: list[
     torch.library.Library
-] = []  # torch forgets the operators of a library that nobody holds
+] = []  # keeps the library alive: torch removes the operators of a library that is garbage-collected

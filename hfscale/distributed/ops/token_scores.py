@@ -1,11 +1,11 @@
-"""Per-token statistics for preference and reinforcement losses, over a vocabulary that is cut over ranks.
+"""Compute per-token statistics for preference and reinforcement losses, over a vocabulary sharded over ranks.
 
-Each rank reduces its logits ``[N, V/t]`` to a few numbers per row, and one all-gather of those completes them::
+Each rank reduces its logits ``[N, V/t]`` to a few numbers per row, and one all-gather combines these numbers::
 
-    log p(target)  = z_target - lse              lse  = logsumexp over ranks of their slices' lse_r
+    log p(target)  = z_target - lse              lse  = logsumexp over ranks r of lse_r, that of the rank's slice
     entropy        = lse - E[z]                  E[z] = sum over ranks of exp(lse_r - lse) E_r[z]
     log sum of p^2 = logsumexp(2 z) - 2 lse
-    mean of z; whether the target is the first of the largest
+    mean of z; whether the target is the token with the largest z (the first one if several are equal)
 
 The backward pass needs no communication: ``d log p = onehot - p``, ``d entropy = -p (log p + entropy)``.
 """
@@ -22,16 +22,17 @@ from .vocab_cross_entropy import Targets, VocabularySlice, compute_dtype, gather
 
 @dataclass
 class TokenScores:
-    """Statistics ``[b, s]`` of each position's logits for the token that it predicts; 0 where it predicts none.
+    """Hold statistics ``[b, s]`` of the logits at each position and of the token that the position predicts.
 
-    Position ``i`` predicts the label at ``i + 1``, as in the model's own loss, so the last one predicts none.
+    As in the model's own loss, position ``i`` predicts the label at ``i + 1``. Entries are 0 at positions without a
+    label to predict, such as the last position.
 
     Attributes:
-        log_probs: log-probability of that token; has gradients.
-        entropy: of the distribution, in nats; has gradients.
+        log_probs: log-probability of the predicted token; has gradients.
+        entropy: entropy of the distribution, in nats; has gradients.
         log_sum_sq_probs: log of the sum of squared probabilities.
         mean_logits: mean logit over the vocabulary.
-        is_top1: whether the token is the most probable, the first of several.
+        is_top1: whether the predicted token is the most probable one; of equally probable tokens, only the first.
     """
 
     log_probs: Tensor
@@ -41,7 +42,7 @@ class TokenScores:
     is_top1: Tensor
 
     def each(self) -> tuple[Tensor, ...]:
-        """Return all five, in order."""
+        """Return all five statistics, in the order of the attributes."""
         return self.log_probs, self.entropy, self.log_sum_sq_probs, self.mean_logits, self.is_top1
 
 
@@ -104,8 +105,8 @@ class _Scores(torch.autograd.Function):
 
 
 def token_scores(logits: Tensor, targets: Tensor, vocabulary: VocabularySlice) -> TokenScores:
-    """Return scores ``[N]`` of ``logits [N, V/t]``, this rank's slice, for ``targets [N]``; equal on all ranks.
+    """Return the scores ``[N]`` of ``targets [N]`` (global ids) under ``logits [N, V/t]``; equal on all ranks.
 
-    Each rank's gradient of ``logits`` is that of its own slice.
+    ``logits`` is this rank's slice of the vocabulary, and the backward pass computes its gradient on each rank.
     """
     return TokenScores(*_Scores.apply(logits, targets, vocabulary))

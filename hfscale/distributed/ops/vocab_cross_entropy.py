@@ -1,18 +1,19 @@
-"""Cross entropy over a vocabulary that is cut over ranks; full logits never exist.
+"""Compute cross entropy over a vocabulary that is sharded over ranks; full logits never exist.
 
 Each rank holds ``logits [N, V/t]`` for its slice of the vocabulary and reduces them to two numbers per token: the
-log-sum-exp of its slice and the logit of the target, where the target lies in its slice. One all-gather of those ``2
-N`` numbers gives the loss everywhere. (Megatron-LM, Shoeybi et al. 2019, section 3, reduces twice: a maximum, then the
-sums.) Label smoothing (Szegedy et al. 2016) takes a third number, the slice's sum. The backward pass sends nothing.
+log-sum-exp of its slice, and the logit of the target if the target is in its slice (else 0). After one all-gather of
+these ``2 N`` numbers every rank computes the loss. (Megatron-LM, Shoeybi et al. 2019, section 3, has two reductions:
+a maximum, then sums.) Label smoothing (Szegedy et al. 2016) needs a third number, the sum of the slice. The backward
+pass needs no communication.
 
 ::
 
     rank 0: logits[:, :V/2] -> lse0, target0 --+ all-gather   lse = logaddexp(lse0, lse1)
     rank 1: logits[:, V/2:] -> lse1, target1 --+              loss = sum(lse - (target0 + target1))
 
-Rows are worked in blocks, in float32 (float64 for float64 logits), so that no second ``[N, V/t]`` buffer in that type
-is needed. :class:`RowTerms` is that arithmetic, for this operator and for the one that runs the head itself
-(:mod:`hfscale.distributed.ops.head_cross_entropy`).
+Rows are processed in blocks, in float32 (float64 for float64 logits), so that no second ``[N, V/t]`` buffer in that
+dtype is needed. :class:`RowTerms` implements the arithmetic, both for this operator and for the one that also runs the
+head (:mod:`hfscale.distributed.ops.head_cross_entropy`).
 """
 
 from dataclasses import dataclass
@@ -25,19 +26,19 @@ from torch.autograd.function import once_differentiable
 
 from .fused import fused, is_fused
 
-# Per block of rows: small enough to stay in cache on a CPU, large enough to fill a GPU.
+# Entries of a block of rows: few enough to stay in a CPU's cache, enough to use all of a GPU.
 _BLOCK_ELEMENTS = 1 << 20
 _BLOCK_ELEMENTS_GPU = 1 << 26
 
 
 @dataclass(frozen=True)
 class VocabularySlice:
-    """This rank's slice of the vocabulary."""
+    """Describe this rank's slice of the vocabulary."""
 
     start: int  # the first token id of this rank's slice
     size: int  # token ids in the full vocabulary
     widest: int  # token ids in the longest slice, equal on all ranks
-    # The tensor ranks; ``None`` for one rank, which holds the full vocabulary.
+    # The group of the tensor-parallel ranks; ``None`` if this rank holds the full vocabulary.
     group: dist.ProcessGroup | None = None
     # Fraction of the target's probability that is spread evenly over the full vocabulary.
     smoothing: float = 0.0
@@ -45,17 +46,19 @@ class VocabularySlice:
 
 @dataclass(frozen=True)
 class Targets:
-    """Columns of the targets of some rows in this rank's logits, ``[n, 1]``."""
+    """Hold, for some rows, the columns of their targets in this rank's logits, ``[n, 1]``."""
 
     places: Tensor  # column in this rank's slice; 0 for a target outside of it
-    missed: Tensor | None  # whether the target is outside; ``None`` where all are inside
+    # whether the target is outside of the slice; ``None`` if all targets are inside
+    missed: Tensor | None
 
     @classmethod
     def of_slice(
         cls, targets: Tensor, vocabulary: VocabularySlice, width: int, known: bool = False
     ) -> "Targets":
-        """Locate ``targets [n]``, equal on all ranks, in a slice of ``width``; a target outside hits no logit.
-        ``known`` targets have been checked to be in the vocabulary.
+        """Locate ``targets [n]``, equal on all ranks, in a slice of ``width`` columns; targets outside hit no logit.
+
+        ``known`` targets have been checked to be in the vocabulary, so a slice of the full vocabulary has all of them.
         """
         if known and vocabulary.group is None:
             return cls(targets.unsqueeze(1), None)
@@ -70,14 +73,14 @@ class Targets:
         return [Targets(*pair) for pair in zip(places, missed, strict=True)]
 
     def kept(self, values: Tensor) -> Tensor:
-        """Return ``values [n, 1]``, or one value for all rows, with 0 where a target is outside of the slice."""
+        """Return ``values``, ``[n, 1]`` or one for all rows, with 0 for rows whose target is outside of the slice."""
         if self.missed is None:
             return values if values.ndim else values.expand(self.places.shape)
         return values.masked_fill(self.missed, 0)
 
 
 class RowTerms:
-    """Losses of some rows, and their gradients by ``logits [n, V/t]``, this rank's slice."""
+    """Compute the losses of some rows, and their gradients by this rank's slice of the logits, ``[n, V/t]``."""
 
     def __init__(self, logits: Tensor, targets: Targets, vocabulary: VocabularySlice) -> None:
         self.vocabulary = vocabulary
@@ -103,14 +106,17 @@ class RowTerms:
         return self.lse - (1 - eps) * self._sums[0] - eps / self.vocabulary.size * self._sums[1]
 
     def hits(self, logits: Tensor) -> Tensor:
-        """Return for each row, ``[n]``, whether no logit is above the target's; equal on all ranks."""
+        """Return for each row whether no logit is above the target's logit, ``[n]``; equal on all ranks."""
         top = logits.amax(-1).to(self.lse.dtype)
         if self.vocabulary.group is not None:
             dist.all_reduce(top, dist.ReduceOp.MAX, group=self.vocabulary.group)
         return self._sums[0].squeeze(1) >= top
 
     def gradient(self, logits: Tensor, scale: Tensor, reuse: bool = False) -> Tensor:
-        """Return ``scale`` (``[]`` or ``[n, 1]``) ``* d losses / d logits``; with ``reuse``, possibly in ``logits``."""
+        """Return ``scale * d losses / d logits``; ``scale`` is ``[]`` or ``[n, 1]``.
+
+        With ``reuse``, the result is written into ``logits``.
+        """
         hit = self.targets.kept((self.vocabulary.smoothing - 1) * scale)
         if is_fused(logits.device) and logits.numel():
             spread = self.vocabulary.smoothing / self.vocabulary.size
@@ -119,7 +125,7 @@ class RowTerms:
             )
         out = logits if reuse else torch.empty_like(logits)
         for rows in self._blocks:
-            # d loss / d logits = softmax - one_hot(target); the buffer is reused only where it has the right type
+            # d loss / d logits = softmax - one_hot(target); computed in the output buffer only if the dtype matches
             wide = logits[rows].to(self.lse.dtype)
             into = out[rows]
             each = scale if scale.ndim == 0 else scale[rows]
@@ -136,12 +142,12 @@ class RowTerms:
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the type in which sums over the vocabulary are made."""
+    """Return the dtype in which sums over the vocabulary are computed: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def gathered(terms: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All-gather this rank's ``terms`` of any shape into ``[t, ...]``."""
+    """All-gather ``terms``, of any shape, over the ``t`` ranks of ``group`` into ``[t, ...]``."""
     pieces = [torch.empty_like(terms) for _ in range(dist.get_world_size(group))]
     dist.all_gather(pieces, terms, group=group)
     return torch.stack(pieces)
@@ -170,9 +176,9 @@ def _gradient(
 
 
 def _blocks(logits: Tensor) -> list[slice]:
-    """Return the blocks of rows that are worked one after the other."""
+    """Return the blocks of rows that are processed one after the other."""
     count = len(logits)
-    if is_fused(logits.device):  # nothing is kept in float32
+    if is_fused(logits.device):  # one block: the fused kernel needs no float32 buffer
         return [slice(0, count)]
     budget = _BLOCK_ELEMENTS if logits.device.type == "cpu" else _BLOCK_ELEMENTS_GPU
     step = max(1, budget // max(1, logits.shape[1]))
@@ -219,8 +225,13 @@ def vocab_cross_entropy(
     ignore_index: int = -100,
     vocabulary: VocabularySlice | None = None,
 ) -> Tensor:
-    """Return the sum, in float32 or more, of the cross entropies of the rows whose target is not ``ignore_index``:
-    ``logits [N, V/t]`` are this rank's slice of the ``vocabulary``, by default all of it; ``targets [N]`` global ids.
+    """Return the sum of the cross entropies of the rows whose target is not ``ignore_index``, in float32 or float64.
+
+    Args:
+        logits: ``[N, V/t]``, this rank's slice.
+        targets: ``[N]``, global token ids, equal on all ranks.
+        ignore_index: the target of rows that do not count.
+        vocabulary: this rank's slice of the vocabulary; by default the full vocabulary.
     """
     vocabulary = vocabulary or VocabularySlice(0, logits.shape[1], logits.shape[1])
     return _VocabCrossEntropy.apply(logits, targets, ignore_index, vocabulary)

@@ -1,7 +1,8 @@
-"""Compress the gradients that replicas exchange: to 16 bits, or as an extension does.
+"""Compress the gradients that replicas exchange: to 16 bits, or by an extension's method.
 
-FSDP2 shards over ``dp_shard`` alone then, and what it has reduced there, one flat buffer for each layer, is averaged
-over ``dp_replicate`` here: ``buffer / n -> 16 bits -> sum over replicas -> buffer``, or by a :class:`Compressor`.
+With compression, FSDP2 handles only ``dp_shard``: it reduces the gradients of each layer in one flat buffer. This
+module then averages each buffer over ``dp_replicate``: ``buffer / n -> 16 bits -> sum over replicas -> buffer``, or by
+a :class:`Compressor`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,20 +23,25 @@ NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def narrow_mean(flat: Tensor, group: dist.ProcessGroup, dtype: torch.dtype) -> None:
-    """Average gradients over the replicas in place, sent in ``dtype``."""
+    """Average gradients over the replicas in place, and send them in ``dtype``."""
     sent = (flat / dist.get_world_size(group)).to(dtype)
     dist.all_reduce(sent, group=group)
     flat.copy_(sent)
 
 
 class Compressor:
-    """Average the gradients of one flat buffer over replicas in place, when called with it; subclasses compress them.
+    """Average the gradients of one flat buffer over replicas in place; subclasses compress the gradients.
 
-    ``group`` has the replicas, ``sizes`` are those of the buffer's parameters, ``rank`` is the layout's
-    ``powersgd_rank``, ``seed`` differs between buffers, and ``unit`` returns the loss scale.
+    Args:
+        group: the process group of the replicas.
+        sizes: the shapes of the buffer's parameters, in order.
+        rank: rank of low-rank factors, the layout's ``powersgd_rank``.
+        seed: a number that differs between buffers.
+        unit: returns the loss scale.
     """
 
-    default_rank: int | None = None  # of the factors; None: it has none
+    # default rank of the factors; ``None`` if the compressor has no factors
+    default_rank: int | None = None
 
     def __init__(
         self,
@@ -52,31 +58,31 @@ class Compressor:
         raise NotImplementedError
 
     def tensors(self) -> list[Tensor]:
-        """Return the tensors that it keeps between steps."""
+        """Return the tensors that the compressor keeps between steps."""
         return []
 
     def state(self) -> dict[str, Any]:
-        """Return what a saved state has of it."""
+        """Return the compressor's state for a saved training state."""
         return {}
 
     def put_state(self, state: Mapping[str, Any], device: torch.device) -> None:
-        """Load what :meth:`state` returned."""
+        """Load the state that :meth:`state` returned."""
 
     @staticmethod
     def entries_kept(shape: Sequence[int], rank: int) -> int:
-        """Return how many numbers it keeps for a gradient of this shape."""
+        """Return how many numbers the compressor keeps between steps for a gradient of this shape."""
         return 0
 
 
 def compresses(plan: Plan) -> bool:
-    """Return whether gradients are compressed between replicas."""
+    """Return whether the plan's layout compresses the gradients that replicas exchange."""
     return plan.layout.gradient_compression != "no"
 
 
 def install_compression(
     model: nn.Module, plan: Plan, mesh: Mesh, unit: Callable[[], float]
 ) -> list[Compressor]:
-    """Replace FSDP2's average over replicas by a compressed one; return the hooks that have a state to save."""
+    """Replace FSDP2's average over replicas by a compressed one; return the compressors, which have a state to save."""
     kept = list[Compressor]()
     asked = str(plan.layout.gradient_compression)
     compressor = provided("gradient_compressions", asked)

@@ -1,4 +1,4 @@
-"""Install the data axes."""
+"""Install the data axes in a model as one part of its runtime."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -43,7 +43,8 @@ class DataParallel(Part, DataAxes):
         self._wrapped = shard.wrapped_modules(model)
         if weights is not None:
             shard.install_local_weights(model, weights.tensors, plan, mesh)
-        if plan.stages is None:  # stages say it themselves, and look for targets past the model
+        # with stages, placeholders refuse, and hfscale itself calls the base model for targets
+        if plan.stages is None:
             shard.refuse_calls_past_the_model(model)
         if compresses(plan):
             self._compressing = install_compression(model, plan, mesh, runtime.loss_factor)
@@ -51,7 +52,7 @@ class DataParallel(Part, DataAxes):
     def check_step(
         self, runtime: Runtime, batches: Sequence[Batch], user_loss: bool = False
     ) -> None:
-        """Refuse hooks on gradients, which FSDP2 would not run."""
+        """Refuse gradient hooks on parameters, which FSDP2 would not run."""
         if runtime.mesh.data_world == 1:
             return
         hooked = next(
@@ -64,23 +65,23 @@ class DataParallel(Part, DataAxes):
         )
         if hooked is not None:
             raise ConfigError(
-                f"{hooked} has a hook on its gradient (register_hook), which would never run: over "
-                f"{runtime.mesh.layout.describe()} FSDP2 reduces gradients by itself. Change parameter.grad between "
+                f"{hooked} has a hook on its gradient (register_hook), which would never run, because over "
+                f"{runtime.mesh.layout.describe()} FSDP2 reduces gradients by itself: change parameter.grad between "
                 "train_step and the optimizer's step, or use register_post_accumulate_grad_hook"
             )
 
     def around_step(
         self, runtime: Runtime, microbatches: Sequence[Microbatch], train: bool
     ) -> AbstractContextManager[None]:
-        """Leave nothing of a step that raises, a microbatch's gradients for one, to the next."""
+        """Drop what FSDP2 holds of a step that raises, such as a microbatch's gradients, before the next step."""
         return shard.forgotten_if_it_raises(self._model) if self._wrapped else nullcontext()
 
     def left_out(self) -> list[Tensor]:
-        """Return the tensors that compression keeps: error feedback and low-rank factors."""
+        """Return the tensors that gradient compression keeps between steps: error feedback and low-rank factors."""
         return [tensor for compressor in self._compressing for tensor in compressor.tensors()]
 
     def state(self, runtime: Runtime) -> dict[str, Any]:
-        """Return the error feedback of gradient compression, which only the same layout can load."""
+        """Return the state of gradient compression (error feedback), which only the same layout can load."""
         if not self._compressing:
             return {}
         return {
@@ -89,13 +90,13 @@ class DataParallel(Part, DataAxes):
         }
 
     def put_state(self, runtime: Runtime, state: dict[str, Any]) -> None:
-        """Load the error feedback of gradient compression; another layout starts without."""
+        """Load the state of gradient compression; if the layout has changed, start without error feedback."""
         if state.get("layout") == repr(runtime.mesh.layout):
             for compressor, saved in zip(self._compressing, state["compression"], strict=True):
                 compressor.put_state(saved, runtime.mesh.device)
 
     def around_interleaved(self, runtime: Runtime, backward: bool) -> AbstractContextManager[None]:
-        """Reduce gradients once, after the with block; weights are gathered once, or for every pass."""
+        """Reduce gradients once, after the ``with`` block; gather weights once or (``weights_regather``) per pass."""
         regather = bool(runtime.mesh.layout.weights_regather)
         return shard.one_reduction(runtime.model, backward=backward, regather=regather)
 

@@ -1,4 +1,4 @@
-"""Plan the data axes: check for models that FSDP2 cannot hold."""
+"""Plan the data axes: check for models that FSDP2 cannot wrap."""
 
 from ...models.names import wild_name
 from ...plan.drafting.draft import Draft
@@ -15,9 +15,9 @@ def plan_data(draft: Draft) -> None:
                 "dp_shard_size=1 and dp_replicate_size=1"
             )
     for name in draft.layer_drops():
-        # A rank that skips a layer would miss an all-gather of FSDP2, in which the others wait.
+        # A rank that skips a layer would miss an all-gather of FSDP2, in which all other ranks wait.
         draft.problem(
             f"{draft.layout.describe()}: {name}={getattr(draft.config, name)} skips layers at random, different ones "
-            f"on every rank, and data ranks gather each layer's weights together: use config.{name} = 0, or one data "
-            "rank"
+            "on every rank, but all data ranks must take part in gathering each layer's weights: use "
+            f"config.{name} = 0, or one data rank"
         )

@@ -1,7 +1,8 @@
-"""Shard (``dp_shard``) and replicate (``dp_replicate``) over the data mesh with torch's FSDP2.
+"""Shard (``dp_shard``) and replicate (``dp_replicate``) a model over the data mesh with torch's FSDP2.
 
-FSDP2 wraps the plain local tensors that the other axes left (ZeRO stage 3, Rajbhandari et al. 2020; Zhao et al. 2023).
-One mechanism serves both axes: replicas are the outer dim of a two-dim mesh (HSDP), also where nothing is sharded.
+FSDP2 wraps the plain local tensors that remain after the model axes are applied (ZeRO stage 3, Rajbhandari et al. 2020;
+Zhao et al. 2023). Both axes use this mechanism: replicas are the outer dim of a two-dim mesh (HSDP), even if nothing is
+sharded.
 """
 
 import functools
@@ -52,7 +53,7 @@ from .gradient_compression import compresses
 
 
 def wrapped_modules(model: nn.Module) -> list[FSDPModule]:
-    """Return the modules that FSDP2 wraps, ``model`` first."""
+    """Return the modules that FSDP2 wraps, ``model`` first; empty if the model is not wrapped."""
     return (
         [module for module in model.modules() if isinstance(module, FSDPModule)]
         if isinstance(model, FSDPModule)
@@ -61,7 +62,7 @@ def wrapped_modules(model: nn.Module) -> list[FSDPModule]:
 
 
 def reshard(wrapped: Sequence[FSDPModule]) -> None:
-    """Free all weights that modules have gathered, also those that a forward pass without a backward pass has kept."""
+    """Free all gathered weights, including those that a forward pass without a backward pass has left gathered."""
     for module in wrapped:
         module.reshard()
 
@@ -75,7 +76,10 @@ def _gathered(wrapped: Sequence[FSDPModule]) -> list[FSDPModule]:
 
 @contextmanager
 def as_shards(wrapped: Sequence[FSDPModule]) -> Iterator[None]:
-    """Reshard for the with block, whose new values then are in what modules have gathered for a backward pass."""
+    """Reshard the weights for the ``with`` block, and gather again afterwards those that were gathered before.
+
+    Values that are set inside the block are therefore part of the weights gathered for a pending backward pass.
+    """
     gathered = _gathered(wrapped)
     reshard(wrapped)
     try:
@@ -86,7 +90,7 @@ def as_shards(wrapped: Sequence[FSDPModule]) -> Iterator[None]:
 
 
 def refuse_calls_past_the_model(model: Any) -> None:
-    """Refuse calls of the base model alone: FSDP2 gathers weights around the layers only when the model is called."""
+    """Refuse direct calls of the base model: FSDP2 gathers weights around the layers only if the model is called."""
     inside = getattr(model, "base_model", model)
     if inside is model:
         return
@@ -101,7 +105,7 @@ def refuse_calls_past_the_model(model: Any) -> None:
         if not around.is_gathered():
             raise ConfigError(
                 f"{type(inside).__name__} was called directly, but FSDP2 gathers the weights around the layers "
-                f"({around.name} of {type(around.module).__name__}, for one) only if {class_name(model)} is called: "
+                f"(for example {around.name} of {type(around.module).__name__}) only if {class_name(model)} is called: "
                 "call the model itself (output_hidden_states=True returns its layers' outputs), or load the class "
                 "without a head"
             )
@@ -110,9 +114,11 @@ def refuse_calls_past_the_model(model: Any) -> None:
 
 
 def give_up_whole_weights(model: Any) -> None:
-    """Reshard the parameters after a pass without gradients: FSDP2 leaves gathered weights registered for a backward
-    pass, and an optimizer made then would update them in vain, and ``zero_grad`` miss every gradient. Those that an
-    earlier pass has left for its backward pass stay.
+    """Make the model reshard its parameters after a pass without gradients.
+
+    FSDP2 leaves gathered weights registered as parameters, for a backward pass. An optimizer that is made at that time
+    would update these temporary weights in vain, and ``zero_grad`` would miss every gradient. Weights that an earlier
+    pass has left gathered for its own backward pass are not resharded.
     """
     generating: list[bool] = []
     awaited: list[FSDPModule] = []
@@ -134,9 +140,9 @@ def give_up_whole_weights(model: Any) -> None:
     @functools.wraps(generate)
     def generate_then_reshard(*args: Any, **kwargs: Any) -> Any:
         generating.append(True)
-        gather_root(model)  # an encoder is called by itself
+        gather_root(model)  # generate calls an encoder by itself, without the model's hooks
         try:
-            # For as many steps on all ranks: the host knows FSDP2's models.
+            # transformers recognizes FSDP2 models, and runs the same number of steps on all ranks.
             return generate(*args, **kwargs)
         finally:
             generating.pop()
@@ -146,7 +152,7 @@ def give_up_whole_weights(model: Any) -> None:
 
 
 def _policy(plan: Plan, options: Options) -> MixedPrecisionPolicy:
-    # As autocast does, it leaves 64 bits alone.
+    # Like autocast, mixed precision leaves float64 parameters unchanged.
     as_it_is = plan.family in WIDENS_INSIDE or any(p.dtype == torch.float64 for p in plan.owned())
     dtype = MIXED_PRECISIONS["no" if as_it_is else options.mixed_precision]
     return (
@@ -157,16 +163,20 @@ def _policy(plan: Plan, options: Options) -> MixedPrecisionPolicy:
 
 
 def apply_data_axes(model: nn.Module, plan: Plan, mesh: Mesh, options: Options) -> None:
-    """Wrap every layer with FSDP2, then the rest of the model. Do nothing where all ranks have the same batch. The
-    ``mixed_precision`` ``"bf16"`` computes in bfloat16 over master weights, reduced gradients and optimizer state in
-    the parameters' own type; ``"no"`` leaves types alone, as for families that autocast computes; ``"bf16_params"``
-    casts no inputs of layers, and no parameters that transformers keeps in 32 bits.
+    """Wrap every layer with FSDP2, then the rest of the model; do nothing if all ranks have the same batch.
+
+    The option ``mixed_precision`` has these effects:
+
+    - ``"bf16"``: FSDP2 computes in bfloat16; master weights, reduced gradients and optimizer state keep the parameters'
+      own dtype.
+    - ``"no"``: dtypes are unchanged. Families for which autocast is used instead are treated the same way.
+    - ``"bf16_params"``: FSDP2 casts neither the inputs of layers nor the parameters that transformers keeps in float32.
     """
     if mesh.data_world == 1 or mesh.device_mesh is None:
         return
     data_mesh = _data_mesh(mesh.device_mesh, mesh, compresses(plan), spread=False)
     policy = _policy(plan, options)
-    # Resharding after the forward pass saves memory only where weights are sharded.
+    # Resharding after the forward pass saves memory only if weights are sharded.
     reshard = mesh.layout.dp_shard > 1 and plan.family not in READ_BY_CACHE
     on_host = offloaded(plan).parameters
     offload = (
@@ -192,7 +202,7 @@ def apply_data_axes(model: nn.Module, plan: Plan, mesh: Mesh, options: Options) 
     for module in (*lent, *layers):
         shard_by_type(module, reshard_after_forward=reshard, **of_layers)
     always = len(layers) - sum(plan.is_local(mesh.pp_rank, each) for each in plan.optional_layers)
-    # The host waits for routes first.
+    # In MoE layers the CPU waits for routes before it reaches the next layer, which is therefore prefetched explicitly.
     for layer, following in pairwise(layers[:always] if plan.mixtures else []):
         layer.set_modules_to_forward_prefetch(
             [m for m in following.modules() if isinstance(m, FSDPModule)]
@@ -201,7 +211,7 @@ def apply_data_axes(model: nn.Module, plan: Plan, mesh: Mesh, options: Options) 
         shard_by_type(model, reshard_after_forward=False, **how)
     read_whole_shards(model)
     give_up_whole_weights(model)
-    if towers is not None:  # a rank's batch may have no images, so that its towers get no gradient
+    if towers is not None:  # if a rank's batch has no images, its towers get no gradient
         inside = {
             module for name, module in model.named_modules() if towers.holds(stock_name(name))
         }
@@ -212,7 +222,7 @@ def apply_data_axes(model: nn.Module, plan: Plan, mesh: Mesh, options: Options) 
 def _of_several_layers(
     model: nn.Module, plan: Plan, mesh: Mesh, layers: Sequence[nn.Module]
 ) -> dict[nn.Parameter, nn.Module]:
-    """Return the parameters of adapters that several layers compute with, with the modules that hold them."""
+    """Return the adapter parameters that several layers compute with, each with the module that holds it."""
     held: dict[nn.Parameter, int] = {}
     for layer in layers:
         for parameter in layer.parameters():
@@ -229,7 +239,10 @@ def _of_several_layers(
 
 @contextmanager
 def _shown_beside(model: nn.Module, holders: Sequence[nn.Module]) -> Iterator[None]:
-    """Let FSDP2 find ``holders``, which are inside of layers, beside the layers, inside the ``with`` block."""
+    """Register ``holders``, modules inside of layers, as children of the model for the duration of the ``with`` block.
+
+    FSDP2 then wraps their parameters with the model and not with a layer.
+    """
     children = own_modules(model)
     names = [f"held_{number}" for number in range(len(holders))]
     children.update(zip(names, holders, strict=True))
@@ -245,7 +258,7 @@ def _layers(
     plan: Plan,
     mesh: Mesh,
 ) -> tuple[list[Any], list[Any]]:
-    """Return this rank's layers outside of towers, and the modules that they borrow from a layer of another stage."""
+    """Return this rank's layers outside of towers, and the modules borrowed from a layer of another stage."""
     towers = plan.feature(TowersPlan)
     loans = plan.stages.loans if plan.stages is not None else ()
     local = [layer for layer in plan.layers if plan.is_local(mesh.pp_rank, layer)]
@@ -268,10 +281,14 @@ def _found_by_any(mesh: Mesh, here: list[bool]) -> list[bool]:
 def _shard_experts(
     model: nn.Module, plan: Plan, mesh: Mesh, policy: MixedPrecisionPolicy, offload: OffloadPolicy
 ) -> set[nn.Parameter]:
-    """Wrap experts with FSDP2 over ranks that hold the same; return those of one rank, made DTensors for optimizers."""
+    """Wrap experts with FSDP2 over the ranks that hold the same experts.
+
+    Experts that are on one rank only are not wrapped; their parameters are made DTensors, which optimizers expect, and
+    are returned.
+    """
     layout = mesh.layout
     alone = set[nn.Parameter]()
-    # Weights of routes stay exact; tokens come in the right type.
+    # Inputs are not cast: weights of routes stay exact, and tokens arrive in the right dtype.
     policy = replace(policy, cast_forward_inputs=False)
     shards = layout.size("edp_shard")
     for experts in (e for e in plan.experts if plan.is_local(mesh.pp_rank, e.name)):
@@ -291,7 +308,7 @@ def _shard_experts(
         for attribute, p in module.named_parameters():
             name = f"{experts.name}.{attribute}"
             planned = plan.by_name[name if name in plan.by_name else stock_name(name)]
-            # Quantized weights are [data ranks, bytes].
+            # Quantized weights are [data ranks, bytes], so they are sharded along dim 0.
             dims[p] = 0 if p.dtype == torch.uint8 else planned.cuts[-1].dim
         shard_by_type(
             module,
@@ -306,7 +323,10 @@ def _shard_experts(
 
 
 def _data_mesh(device_mesh: DeviceMesh, mesh: Mesh, shards_alone: bool, spread: bool) -> DeviceMesh:
-    """Return the device mesh over which FSDP2 reduces gradients, with the expert axis where ``spread``."""
+    """Return the device mesh over which FSDP2 reduces gradients.
+
+    With ``spread``, return the mesh of the experts' data axes. With ``shards_alone``, leave out the replicas.
+    """
     replicate, shard = data_axes(spread)
     return device_mesh[
         (replicate, shard) if mesh.layout.size(replicate) > 1 and not shards_alone else (shard,)
@@ -316,7 +336,7 @@ def _data_mesh(device_mesh: DeviceMesh, mesh: Mesh, shards_alone: bool, spread: 
 def install_local_weights(
     model: nn.Module, shares: dict[str, Tensor], plan: Plan, mesh: Mesh
 ) -> None:
-    """Fill a model on the meta device, FSDP2-wrapped or not, with this rank's weights (``shares``, by name)."""
+    """Fill a model on the meta device, wrapped by FSDP2 or not, with this rank's shards (``shares``, by name)."""
     made: dict[str, nn.Parameter] = {}
     for planned in plan.parameters:
         if not plan.is_local(mesh.pp_rank, planned.name):
@@ -326,8 +346,8 @@ def install_local_weights(
             empty = parameter_at(model, planned.name)
             if empty is None:
                 raise ConfigError(
-                    "a parameter of the plan was removed from the model before its weights were loaded: do not change "
-                    "it meanwhile"
+                    f"the parameter {planned.name} was removed from the model before its weights were loaded: do not "
+                    "change the model during loading"
                 )
             placed = like_sharded(shares[owner], empty)
             if offloaded(plan).parameters and isinstance(placed, DTensor):
@@ -337,7 +357,7 @@ def install_local_weights(
 
 
 def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
-    """Set whether the next backward pass reduces gradients over the data axes (off while accumulating)."""
+    """Set whether the next backward pass reduces gradients over the data axes; disable this while accumulating."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(enabled)
 
@@ -352,7 +372,10 @@ def reduce_microbatch(model: nn.Module) -> None:
 
 @contextmanager
 def forgotten_if_it_raises(model: nn.Module) -> Iterator[None]:
-    """Drop what FSDP2 holds of the step inside the with block if that raises: it may be tried again, on fewer rows."""
+    """If the step inside the ``with`` block raises, drop what FSDP2 holds of the step.
+
+    The caller can then try the step again, for example with fewer rows.
+    """
     try:
         yield
     except BaseException:
@@ -362,8 +385,9 @@ def forgotten_if_it_raises(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def one_reduction(model: nn.Module, *, backward: bool, regather: bool) -> Iterator[None]:
-    """Gather weights once for all passes inside the with block, and reduce gradients over the data axes once at its
-    end. With ``regather``, layers are resharded after every pass instead; weights around the layers are kept.
+    """Gather weights once for all passes inside the ``with`` block, and reduce gradients once at the end of the block.
+
+    With ``regather``, layers are resharded after every pass; weights around the layers stay gathered.
     """
     if not isinstance(model, FSDPModule):
         yield

@@ -1,1 +1,1 @@
-"""Run and simulate pipeline parallelism: schedules as data, their simulation, and their recorded runs."""
+"""Run and simulate pipeline parallelism: schedules as data, simulations of schedules, and recorded runs."""

@@ -1,13 +1,14 @@
-"""Agree between pipeline stages, before a step, on which stages train and on the state of tied tensors.
+"""Let pipeline stages agree, before a step, on which stages train and on the state of tied tensors.
 
-Every rank reports a list of integers in the one exchange that a step begins with::
+Each step begins with one exchange of integers between ranks, in which every rank reports this list::
 
     [rank in stage | per stage: does it train here? | per tied tensor: its state | per tied tensor: sum of its bits]
 
-The last part is computed on the device; the exchange appends it to the others.
+The sums are computed on the device, and the exchange appends them to the numbers from the CPU.
 
-Tied tensors (an embedding on the first stage, the head tied to it on the last) get the sum of the gradients that stages
-have for their own uses, and copies that start equal stay equal under any optimizer that works by entry or by tensor.
+A tied tensor (an embedding on the first stage and the head tied to it on the last) gets, on every stage that holds it,
+the sum of the gradients of all these stages. Copies that start equal therefore stay equal under any optimizer that
+works elementwise or tensor by tensor.
 """
 
 from collections.abc import Iterator
@@ -29,7 +30,7 @@ _FROZEN = 1
 _TRAINS = 2
 _CHANGED = 2
 
-# As wide as an entry.
+# bytes of an entry -> the integer dtype of the same width
 _INTEGERS = {
     1: torch.int8,
     2: torch.int16,
@@ -40,7 +41,7 @@ _INTEGERS = {
 
 @dataclass(frozen=True)
 class _Report:
-    # Ranks of different stages with the same one hold the same shards of tied tensors.
+    # ranks of different stages with the same number hold the same shards of tied tensors
     rank_in_stage: int
     trains: list[int]  # per stage, whether an untied parameter of this rank trains in it
     # per tied tensor, :data:`_ABSENT`, :data:`_FROZEN` or :data:`_TRAINS`, plus :data:`_CHANGED` if it changed since
@@ -50,13 +51,14 @@ class _Report:
 
 
 class StageAgreement:
-    """Exchange with the other stages which of them train, and the state of tied tensors."""
+    """Exchange with all other stages which stages train, and the state of tied tensors."""
 
     def __init__(self, runtime: Runtime) -> None:
         assert runtime.plan.stages is not None
         self._runtime = runtime
         self._stages = runtime.plan.stages
-        self._held = runtime.plan.local_names(runtime.mesh.pp_rank)  # owned name -> name here
+        # name of an owned parameter -> the parameter's name on this rank
+        self._held = runtime.plan.local_names(runtime.mesh.pp_rank)
         owned = [planned.name for planned in runtime.plan.owned()]
         self._tied = [name for name in owned if len(runtime.plan.holders(name)) > 1]
         live = runtime.live_parameters()
@@ -66,13 +68,17 @@ class StageAgreement:
         self._own_stages: dict[str, list[int]] = {}
         self._reports: list[_Report] = []
         self._thawed: set[int] = set()  # stages with a tied tensor that trains
-        # alone: whether this rank runs without the others; all stages are then assumed to train
+        # alone: whether this rank runs without the other ranks; all stages are then assumed to train
         # loss_type: the dtype of the loss, which only ranks with the last stage compute
         self.loss_type = torch.float32
         self.alone = False
 
     def numbers_to_compare(self, train: bool) -> tuple[list[int], list[Tensor]]:
-        """Return this rank's integers on host and device; refuse hooks that would see a part of a gradient."""
+        """Return this rank's integers on the CPU, and those on the device.
+
+        Raises:
+            ConfigError: a parameter has a hook that would run on an incomplete gradient.
+        """
         live = self._runtime.live_parameters()
         wide = any(parameter.dtype == torch.float64 for parameter in live.values())
         self.loss_type = torch.float64 if wide else torch.float32
@@ -92,7 +98,7 @@ class StageAgreement:
         return [self._runtime.mesh.rank_in_stage, *trains, *states], sums
 
     def _training_stages(self, live: dict[str, nn.Parameter]) -> set[int]:
-        """Return the stages in which a parameter of this rank trains, tied tensors not counted."""
+        """Return the stages in which a parameter of this rank trains; tied tensors do not count."""
         tied = {id(live[self._held[name]]) for name in self._tied if name in self._held}
         stages = set()
         for name, parameter in live.items():
@@ -100,8 +106,9 @@ class StageAgreement:
                 continue
             if has_accumulation_hook(parameter):
                 raise ConfigError(
-                    f"{name} has a hook that runs when its gradient is accumulated, and with pipeline stages gradients "
-                    "are complete only when train_step returns: remove the hook, and step the optimizer after it"
+                    f"{name} has a hook that runs when its gradient is accumulated, but with pipeline stages gradients "
+                    "are complete only when train_step returns: remove the hook, and step the optimizer after "
+                    "train_step"
                 )
             if id(parameter) not in tied:
                 if name not in self._own_stages:
@@ -111,7 +118,10 @@ class StageAgreement:
         return stages
 
     def compare_numbers(self, told: list[list[int]]) -> None:
-        """Take all ranks' reports; freeze or train a tie alike on all stages, as those say that changed it."""
+        """Read the reports of all ranks, and make a tied tensor train, or be frozen, on all of its stages.
+
+        If ``requires_grad`` of the tensor was changed on some stages, their setting is used.
+        """
         ties = 1 + len(self._stages.stages)
         sums = ties + len(self._tied)
         self._reports = [
@@ -130,7 +140,7 @@ class StageAgreement:
                 report.ties[index] for report in self._reports if report.ties[index] != _ABSENT
             ]
             states = [state for state in states if state > _TRAINS] or states
-            if not states:  # an evaluation
+            if not states:  # in an evaluation, ranks report no states
                 continue
             trains = all(state in (_TRAINS, _TRAINS + _CHANGED) for state in states)
             if name in self._held:
@@ -140,7 +150,11 @@ class StageAgreement:
                 self._thawed.update(*(tie.stages for tie in self._stages.ties if name in tie.names))
 
     def training_stages(self) -> list[bool]:
-        """Return whether each stage or an earlier one trains; raise :class:`ConfigError` if copies of a tie differ."""
+        """Return, per stage, whether this stage or an earlier one trains.
+
+        Raises:
+            ConfigError: the copies of a tied tensor differ.
+        """
         if self.alone:
             return [True] * len(self._stages.stages)
         mine = self._runtime.mesh.rank_in_stage
@@ -152,9 +166,9 @@ class StageAgreement:
                     next(tie.names for tie in self._stages.ties if name in tie.names)
                 )
                 raise ConfigError(
-                    f"{names} is one tied tensor on several stages, and its copies differ since the last update: give "
-                    "it the same optimizer options under all of its names (a parameter group chosen by name may have "
-                    "only some), or load the model again if its weights were changed by hand on one stage"
+                    f"{names} is one tied tensor on several stages, and its copies differ since the last update: use "
+                    "the same optimizer options under all of its names (a parameter group chosen by name may have only "
+                    "some of them), or load the model again if its weights were changed by hand on one stage"
                 )
         return [
             any(any(report.trains[: stage + 1]) for report in self._reports)
@@ -164,7 +178,7 @@ class StageAgreement:
 
 
 def _sum_of_bits(parameter: Tensor) -> Tensor:
-    """Return the sum of the entries' bits as integers, ``[1]``: exact in any order, which a GPU may change."""
+    """Return the sum of the entries' bits, read as integers, ``[1]``: exact in any order of summation."""
     share = local_tensor(parameter.detach())
     return share.view(_INTEGERS[share.element_size()]).sum(dtype=torch.int64).view(1)
 
@@ -176,11 +190,14 @@ class TiedGradients:
         self._runtime = runtime
         self._known: dict[
             tuple[int, ...], list[bool]
-        ] = {}  # which get a gradient, once a step has shown it
+        ] = {}  # for each group of copies, which of them get a gradient; known after the first step
 
     @contextmanager
     def summed(self) -> Iterator[None]:
-        """Sum the gradients of tied tensors over their stages after the with block, and add them to earlier ones."""
+        """After the ``with`` block, sum the block's gradients of tied tensors over the tensors' stages.
+
+        The sums are added to the gradients from before the block.
+        """
         plan = self._runtime.plan
         copies = (
             [(p, plan.holders(planned.name)) for planned, p in self._runtime.parameters()]
@@ -193,13 +210,13 @@ class TiedGradients:
         ]
         with gradients_aside([parameter for parameter, _ in tied]):
             yield
-            # The plan's order, equal on all ranks.
+            # in the plan's order, which is equal on all ranks
             for holders in dict.fromkeys(tie for _, tie in tied):
                 self._sum([parameter for parameter, tie in tied if tie == holders], holders)
 
     def _sum(self, copies: list[Tensor], holders: tuple[int, ...]) -> None:
         key = tuple(map(id, copies))
-        if key not in self._known:  # exchanged once, since it depends only on the model
+        if key not in self._known:  # exchanged once, because it depends only on the model
             here = torch.tensor([copy.grad is not None for copy in copies], dtype=torch.int64)
             dist.all_reduce(
                 here, op=dist.ReduceOp.MAX, group=self._runtime.mesh.tie_reports[holders]
@@ -208,17 +225,20 @@ class TiedGradients:
         for copy, used in zip(copies, self._known[key], strict=True):
             if copy.grad is not None and not used:
                 raise ConfigError(
-                    "a tied tensor had no gradient in the first step and has one now: build the "
-                    "model again for batches of another kind"
+                    "a tied tensor had no gradient in the first step but has one now, while other stages expect none: "
+                    "load the model again before training on batches of another kind"
                 )
             if used:
-                if copy.grad is None:  # the other stage has one
+                if copy.grad is None:  # another stage has a gradient
                     copy.grad = torch.zeros_like(copy)
                 dist.all_reduce(local_tensor(copy.grad), group=self._runtime.mesh.ties[holders])
 
 
 def list_under_first_names(runtime: Runtime) -> None:
-    """List tied tensors under the stock model's names on every stage, by which code may choose parameters."""
+    """Make ``named_parameters`` list tied tensors under the stock model's names on every stage.
+
+    Code that chooses parameters by name then chooses the same tensors on all stages.
+    """
     held = runtime.plan.local_names(runtime.mesh.pp_rank)
     first = {here: owned for owned, here in held.items() if here != owned}
     if not first:

@@ -1,8 +1,9 @@
-"""Schedules as CSV files, in the format that ``torch.distributed.pipelining`` reads and writes.
+"""Read and write schedules as CSV files, in the format of ``torch.distributed.pipelining``.
 
-One row per rank, one cell per action: stage, letter, microbatch, as in ``0F3``. ``F`` forward, ``B`` whole backward,
-``I`` backward of the input, ``W`` backward of the weights; ``(0F3;3B1)OVERLAP_F_B`` is a pair; an empty cell waits.
-``U`` is an update of the weights, which only the asynchronous schedules have and torch's engine does not read.
+The file has one row per rank and one cell per action: stage, letter and microbatch, for example ``0F3``. ``F`` is a
+forward pass, ``B`` a full backward pass, ``I`` a backward pass for the input, and ``W`` one for the weights.
+``(0F3;3B1)OVERLAP_F_B`` is a pair, and in an empty cell the rank waits. ``U`` is an update of the weights: only
+asynchronous schedules have updates, and torch's engine does not read them.
 """
 
 import csv
@@ -19,7 +20,7 @@ _PAIR = re.compile(r"\((.*)\)OVERLAP_F_B")
 
 
 def write_csv(order: Order, path: Path) -> None:
-    """Write ``order`` to ``path``."""
+    """Write ``order`` to the CSV file ``path``."""
     with open(path, "w", newline="") as file:
         for actions in order:
             pieces = [
@@ -33,8 +34,13 @@ def write_csv(order: Order, path: Path) -> None:
 
 
 def read_csv(path: Path) -> Order:
-    """Read an order; refuse cells that are no actions, missing or double actions, spread stages, and deadlocks."""
-    from .simulation import simulate  # which reads nothing from files
+    """Read an order from a CSV file.
+
+    Raises:
+        ConfigError: a cell is not an action, an action is missing or occurs twice, a stage is on several ranks, or the
+            order would deadlock.
+    """
+    from .simulation import simulate  # imported here, because only this function needs it
 
     try:
         with open(path, newline="") as file:
@@ -43,7 +49,7 @@ def read_csv(path: Path) -> Order:
         raise ConfigError(f"no schedule could be read from {path}: {error}") from error
     if not rows:
         raise ConfigError(
-            f"{path} has no rows: a schedule has one row of actions such as 0F0, 0B0 per rank"
+            f"{path} has no rows: write one row per rank, with actions such as 0F0 and 0B0"
         )
     order = tuple(
         tuple(a for cell in row for a in _parse(cell, path, number))
@@ -81,7 +87,7 @@ def _complete(order: Order, path: Path) -> None:
         for action in actions:
             if home.setdefault(action.stage, rank) != rank:
                 raise ConfigError(
-                    f"{path}: stage {action.stage} is on rank {home[action.stage]} and on rank {rank}: give it to one"
+                    f"{path}: stage {action.stage} is on rank {home[action.stage]} and on rank {rank}: use one rank"
                 )
             if action.kind != "update":
                 seen[action[:3]] += 1
@@ -89,11 +95,12 @@ def _complete(order: Order, path: Path) -> None:
     microbatches = sorted({microbatch for _, kind, microbatch in seen if kind == "forward"})
     if stages != list(range(len(stages))) or microbatches != list(range(len(microbatches))):
         raise ConfigError(
-            f"{path}: stages {stages} and microbatches {microbatches} of the forwards are not numbered 0, 1, 2 ..."
+            f"{path}: the stages {stages}, and the microbatches {microbatches} of the forward passes, must be numbered "
+            "0, 1, 2 ... without gaps: renumber them"
         )
     if len(stages) % len(order):
         raise ConfigError(
-            f"{path}: {len(stages)} stages do not divide evenly over {len(order)} ranks: give each rank as many"
+            f"{path}: {len(stages)} stages do not divide evenly over {len(order)} ranks: give all ranks the same number"
         )
     counts: dict[tuple[int, int], tuple[int, ...]] = {
         (stage, index): tuple(

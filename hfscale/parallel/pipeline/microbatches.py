@@ -1,4 +1,4 @@
-"""Split a batch into the microbatches of a pipelined step, with decoder inputs for stages that have no labels."""
+"""Split a batch into the microbatches of a pipelined step, and make decoder inputs for stages without labels."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
@@ -19,7 +19,7 @@ from .timeline import Order, fullest_live, peak_live
 
 Batch = Mapping[str, Any]
 
-_PER_STAGE = 4  # microbatches per stage where the user named no number: a bubble of a quarter at most, (p - 1) / 4p
+_PER_STAGE = 4  # default number of microbatches per stage: the bubble, (p - 1) / 4p, is then less than a quarter
 _GIVEN = ("decoder_input_ids", "decoder_inputs_embeds")
 
 
@@ -32,10 +32,13 @@ def share_out(
 ) -> list[dict[str, Any]]:
     """Split the given batches into the microbatches of one step.
 
-    Several batches, in a number that the schedule accepts, are the microbatches. Otherwise each batch is split along
-    its first dim into ``wanted`` equal microbatches (by default the most that rows and schedule allow without going
-    beyond what a bubble of a quarter needs): tensors with as many rows as ``input_ids``; others go to every microbatch.
-    Raise :class:`ConfigError` if the rows cannot be split evenly, or images or sounds of ``towers`` not at all.
+    If several batches are given, in a number that the schedule accepts, they are the microbatches. Otherwise each batch
+    is split along its first dim into ``wanted`` equal microbatches. By default this is the largest number that rows and
+    schedule allow, up to four microbatches per stage. Tensors with as many rows as ``input_ids`` are split; all other
+    values go to every microbatch.
+
+    Raises:
+        ConfigError: the rows cannot be split evenly, or a batch that must be split has images or sounds for ``towers``.
     """
     count = len(given)
     if wanted == count or (wanted is None and count > 1 and accepts(count)):
@@ -60,18 +63,18 @@ def share_out(
 def _refuse_pictures(given: Sequence[Batch], parts: int) -> None:
     if any(is_of_towers(value) for batch in given for value in batch.values()):
         raise ConfigError(
-            f"the schedule splits {len(given)} batches into {parts} microbatches, and images cannot be assigned to "
-            "their rows: pass train_step a list of that many microbatches, each with the images of its texts"
+            f"the schedule splits {len(given)} batches into {parts} microbatches, but images cannot be assigned to "
+            f"their rows: pass train_step a list of {parts} microbatches, each with the images of its texts"
         )
 
 
 def is_of_towers(value: Any) -> bool:
-    """Return whether only a model's vision or audio towers read an input: floating point tensors, such as pictures."""
+    """Return whether only a model's vision or audio towers read an input: true for floating point tensors (images)."""
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def hidden_shape(batch: Microbatch) -> tuple[int, int]:
-    """Return samples and tokens of this rank's hidden states, before sequence parallelism cuts them."""
+    """Return the numbers of samples and tokens of this rank's hidden states, without sequence parallelism."""
     samples, tokens = tokens_of(batch)
     return samples, tokens if batch.tokens is None else batch.tokens
 
@@ -107,7 +110,7 @@ def _part(
     if value.shape[0] == 1:  # the same for every sample
         return value
     raise ConfigError(
-        f"{name} of shape {tuple(value.shape)} cannot be split into microbatches with the batch's {rows} rows: pass "
+        f"{name} of shape {tuple(value.shape)} cannot be split into microbatches like the batch's {rows} rows: pass "
         "train_step a list of microbatches"
     )
 
@@ -144,16 +147,20 @@ def _listed(numbers: Sequence[int]) -> str:
 
 
 class _Seen(Exception):
-    """Signal that the decoder was called."""
+    """Signal that the decoder was called, to end the forward pass."""
 
 
 def targets_of(batch: Batch) -> tuple[int, int]:
-    """Return samples, and tokens per sample, of the decoder's input; those of the encoder if it has no other."""
+    """Return the numbers of samples and of tokens per sample of the decoder's input, by default of the encoder's."""
     return tokens_of(batch, first=_GIVEN)
 
 
 def with_targets(model: nn.Module, decoder: nn.Module, batch: Batch) -> Batch:
-    """Return the batch with the decoder's input, made from labels; refuse a decoder that is not called with tokens."""
+    """Return the batch with the decoder's input, which the model's code makes from the labels.
+
+    Raises:
+        ConfigError: the model does not call its decoder with tokens made from labels.
+    """
     labels = batch.get("labels")
     if (
         any(batch.get(name) is not None for name in _GIVEN)
@@ -173,10 +180,10 @@ def with_targets(model: nn.Module, decoder: nn.Module, batch: Batch) -> Batch:
 
     handle = decoder.register_forward_pre_hook(note, with_kwargs=True, prepend=True)
     try:
-        # The class's forward, since the instance's is a stage's, and without the model's hooks.
+        # The class's forward method: the instance's runs a stage. Called without the model's hooks.
         with torch.no_grad():
             made = encoder_outputs(torch.zeros(*tokens_of(batch), 1, device=labels.device))
-            # Classifiers make them of these.
+            # Classifiers make the decoder's input from the encoder's tokens.
             inputs = {name: batch[name] for name in ("input_ids",) if name in batch}
             if takes_argument(model, "use_cache"):
                 inputs["use_cache"] = False
@@ -194,12 +201,15 @@ def with_targets(model: nn.Module, decoder: nn.Module, batch: Batch) -> Batch:
 
 
 def most_in_flight(plan: Plan, num_microbatches: int | None) -> tuple[int, ...]:
-    """Return, per stage, the most microbatches that it holds at once; empty where one rank holds all layers."""
+    """Return, per stage, the largest number of microbatches that it holds at once; empty without pipeline stages."""
     return () if plan.stages is None else peak_live(_order(plan, num_microbatches))
 
 
 def in_flight_together(plan: Plan, num_microbatches: int | None) -> tuple[int, ...]:
-    """Return, per stage, microbatches in flight when its rank's stages together keep most (one alone may keep more)."""
+    """Return, per stage, the microbatches in flight at the time when all stages of its rank together hold the most.
+
+    A single stage may hold more microbatches at another time.
+    """
     if plan.stages is None:
         return ()
     return fullest_live(
@@ -212,7 +222,10 @@ def in_flight_together(plan: Plan, num_microbatches: int | None) -> tuple[int, .
 def in_flight_of_ranks(
     schedule: str, pp_size: int, num_microbatches: int, virtual_stages: int
 ) -> tuple[int, ...]:
-    """Return, per rank, the most microbatches that its stages, of equal size, hold; of a step, ``2 pp_size`` count."""
+    """Return, per rank, the largest number of microbatches that its stages, assumed to be of equal size, hold together.
+
+    At most ``2 pp_size`` microbatches of a step are played, because more do not change the result.
+    """
     played = order(schedule, pp_size, min(num_microbatches, 2 * pp_size), virtual_stages)
     live = fullest_live(played, [1] * (pp_size * virtual_stages))
     return tuple(
@@ -224,6 +237,6 @@ def _order(plan: Plan, num_microbatches: int | None) -> Order:
     layout = plan.layout
     count = num_microbatches or layout.num_microbatches or layout.pp
     schedule = str(layout.pipeline_schedule)
-    # Those of earlier steps are still under way.
+    # Without a flush, microbatches of earlier steps are still in flight.
     steps = 1 if layout.flushes else layout.pp
     return order(schedule, layout.pp, count, layout.virtual_stages or 1, steps)

@@ -1,8 +1,8 @@
-"""Order the actions of each rank, for every schedule; imports no torch, so that the CLI draws them at once.
+"""Order the actions of each rank for every schedule; this module imports no torch, so that the CLI draws quickly.
 
-Stage ``s`` lives on rank ``s % p``; in the V-shaped schedules (``zbv``, ``dualpipev``) rank ``r`` has stages ``r`` and
-``2 p - 1 - r``. Those with several stages on a rank are the orders of ``torch.distributed.pipelining``'s schedule
-classes, action for action.
+Stage ``s`` is on rank ``s % p`` of ``p`` ranks; in the V-shaped schedules (``zbv``, ``dualpipev``) rank ``r`` has
+stages ``r`` and ``2 p - 1 - r``. Schedules with several stages per rank have the same orders, action for action, as the
+schedule classes of ``torch.distributed.pipelining``.
 """
 
 from collections import Counter, deque
@@ -21,7 +21,7 @@ from .timeline import Action, Kind, Order
 def _breadth_first(
     rank: int, pp_size: int, num_microbatches: int, virtual_stages: int
 ) -> list[Action]:
-    """Return the actions that run all microbatches stage by stage, backward in reverse (Lamy-Poirier 2023)."""
+    """Run all microbatches stage by stage, and the backward passes in reverse order (Lamy-Poirier 2023)."""
     stages = range(rank, pp_size * virtual_stages, pp_size)
     forward = [
         Action(stage, "forward", index) for stage in stages for index in range(num_microbatches)
@@ -32,18 +32,21 @@ def _breadth_first(
 def _interleaved(
     rank: int, pp_size: int, num_microbatches: int, virtual_stages: int, halves: bool = False
 ) -> list[Action]:
-    """Run interleaved 1F1B (Narayanan et al. 2021b); with ``halves``, weights come later (ZB-H1, Qi et al. 2023)."""
+    """Run interleaved 1F1B (Narayanan et al. 2021b).
+
+    With ``halves``, backward passes are split, and weight gradients come later (ZB-H1, Qi et al. 2023).
+    """
     forward = _in_rounds("forward", rank, pp_size, num_microbatches, virtual_stages)
     backward = _in_rounds(
         "backward_input" if halves else "backward", rank, pp_size, num_microbatches, virtual_stages
     )
     weights = [action._replace(kind="backward_weight") for action in backward] if halves else []
-    # forwards before the first backward, which is so many hops after the last rank's
+    # warmup: forward passes before the first backward pass, which starts ``hops`` actions later than on the last rank
     hops = (1 if halves else 2) * (pp_size - 1 - rank)
     rounds = (virtual_stages - 1) * _round_size(pp_size, num_microbatches)
     warmup = min(rounds + hops, num_microbatches * virtual_stages)
     later: list[Action | None] = [None] * min(rank, len(backward)) + weights
-    # One of each, until there are none.
+    # one of each kind in turn, until all lists are used up
     turns = chain(*zip_longest(forward[warmup:], backward, later))
     return [*forward[:warmup], *filter(None, turns)]
 
@@ -51,7 +54,7 @@ def _interleaved(
 def _in_rounds(
     kind: Kind, rank: int, pp_size: int, num_microbatches: int, virtual_stages: int
 ) -> list[Action]:
-    """List one action per stage of the rank and microbatch, in rounds; backward from the last stage to the first."""
+    """List one action per stage of the rank and microbatch, in rounds; backward passes begin with the last stage."""
     size = _round_size(pp_size, num_microbatches)
     stages = [rank + place * pp_size for place in range(virtual_stages)]
     return [
@@ -67,15 +70,19 @@ def _round_size(pp_size: int, num_microbatches: int) -> int:
 
 
 class _Row:
-    """Build the action list of one rank; per stage and kind, microbatches are numbered in order."""
+    """Build the action list of one rank of a V-shaped schedule, with stage ``down`` and stage ``up``.
+
+    The actions of a stage and kind have consecutive microbatches.
+    """
 
     def __init__(self, rank: int, pp_size: int) -> None:
         self.down = rank
         self.up = 2 * pp_size - 1 - rank
         self.actions: list[Action] = []
-        # (stage, microbatch) whose weight gradients are queued.
+        # (stage, microbatch) of deferred weight gradients, the oldest first
         self.waiting: deque[tuple[int, int]] = deque()
-        self.done = Counter[tuple[int, Kind]]()  # (stage, kind) -> microbatches that have had it
+        # (stage, kind) -> number of microbatches with this action
+        self.done = Counter[tuple[int, Kind]]()
 
     def forward(self, stage: int, paired: bool = False) -> None:
         self.actions.append(Action(stage, "forward", self._next(stage, "forward"), paired))
@@ -84,13 +91,13 @@ class _Row:
         self.actions.append(Action(stage, "backward", self._next(stage, "backward")))
 
     def inputs(self, stage: int) -> None:
-        """Append a backward of the input, and defer that of the weights."""
+        """Append the backward pass for the input, and defer the one for the weights."""
         index = self._next(stage, "backward")
         self.actions.append(Action(stage, "backward_input", index))
         self.waiting.append((stage, index))
 
     def weights(self, stage: int | None = None) -> None:
-        """Append the oldest deferred backward of the weights, of ``stage`` or of any; nothing if none is deferred."""
+        """Append the oldest deferred backward pass for weights, of ``stage`` or of any stage, if there is one."""
         waiting = next((entry for entry in self.waiting if stage in (None, entry[0])), None)
         if waiting:
             self.waiting.remove(waiting)
@@ -102,8 +109,11 @@ class _Row:
 
 
 def _zbv(rank: int, pp_size: int, num_microbatches: int, _: int) -> list[Action]:
-    """Fill the V, then run one forward, input and weight gradient each; fill gaps with the rest (Qi et al. 2023)."""
-    # fewer would not fill it: left out below
+    """Fill the V, then alternate forward pass, input gradient and weight gradient (Qi et al. 2023).
+
+    The remaining weight gradients fill gaps.
+    """
+    # Too few microbatches would not fill the V: more are scheduled, and the extra ones removed at the end.
     row = _Row(rank, pp_size)
     total = max(2 * pp_size - 1, num_microbatches)
     for _i in range(2 * (pp_size - rank) - 1):
@@ -133,10 +143,9 @@ def _zbv(rank: int, pp_size: int, num_microbatches: int, _: int) -> list[Action]
 
 
 def _dualpipev(rank: int, pp_size: int, num_microbatches: int, _: int) -> list[Action]:
-    """Fill the V, then pair forwards with backwards of the other stage (DeepSeek 2025)."""
-    # ranks behind this one
+    """Fill the V, then pair forward passes with backward passes of the rank's other stage (DeepSeek 2025)."""
     row = _Row(rank, pp_size)
-    behind = pp_size - rank - 1
+    behind = pp_size - rank - 1  # number of ranks after this one
     for _i in range(2 * behind):
         row.forward(row.down)
     for _i in range(rank + 1):
@@ -147,7 +156,7 @@ def _dualpipev(rank: int, pp_size: int, num_microbatches: int, _: int) -> list[A
         row.weights()
         row.forward(row.up)
     for step in range(num_microbatches - 2 * pp_size + rank + 1):
-        # The last rank's first would make the others wait.
+        # Not on the last rank in the first step, where pairing would make all other ranks wait.
         row.forward(row.down, paired=step > 0 or behind > 0)
         row.backward(row.up)
         row.forward(row.up, paired=True)
@@ -156,7 +165,7 @@ def _dualpipev(rank: int, pp_size: int, num_microbatches: int, _: int) -> list[A
         row.backward(row.up)
         row.forward(row.up, paired=True)
         row.backward(row.down)
-    # The rest in halves from its middle on, so that the ranks before this one have their gradients sooner.
+    # From the middle of the remaining backward passes on, run halves, so that earlier ranks get their gradients sooner.
     for step in range(2 * (rank + 1)):
         halves = step > 2 * ((rank + 1) // 2) - rank % 2
         (row.inputs if halves else row.backward)(row.down if step % 2 else row.up)
@@ -179,7 +188,7 @@ def one_forward_one_backward(
     total: int,
     _: int = 1,
 ) -> list[Action]:
-    """Return the 1F1B order of one stage over ``total`` microbatches: at most ``pp_size - stage`` in flight."""
+    """Return the 1F1B order of one stage over ``total`` microbatches, at most ``pp_size - stage`` of them in flight."""
     warmup = min(pp_size - stage, total)
     actions = [Action(stage, "forward", index) for index in range(warmup)]
     for index in range(total):
@@ -202,7 +211,7 @@ _ROWS: dict[
     ],
 ] = {
     "gpipe": _gpipe,
-    "1f1b": one_forward_one_backward,  # torch's own listing starts the last stage at microbatch 1; it runs this one
+    "1f1b": one_forward_one_backward,  # torch's own listing starts the last stage at microbatch 1, but runs this order
     "interleaved1f1b": _interleaved,
     "looped_bfs": _breadth_first,
     "interleaved_zero_bubble": partial(_interleaved, halves=True),
@@ -222,13 +231,16 @@ def order(
 
     ``gpipe`` (Huang et al. 2019), ``1f1b`` (PipeDream-Flush, Narayanan et al. 2021a), ``interleaved1f1b`` (PTD-P,
     Narayanan et al. 2021b), ``looped_bfs`` (breadth-first, Lamy-Poirier 2023), ``interleaved_zero_bubble`` (ZB-H1 over
-    virtual stages) and ``zbv`` (Qi et al. 2023), ``dualpipev`` (DeepSeek 2025), what extensions add, or the path of a
-    CSV in torch's format (see :func:`read_csv`).
+    virtual stages) and ``zbv`` (Qi et al. 2023), ``dualpipev`` (DeepSeek 2025), the schedules of extensions, or the
+    path of a CSV file in torch's format (see :func:`read_csv`).
 
     Args:
-        virtual_stages: stages per rank. Stage ``s`` lives on rank ``s % pp_size``; for ``zbv`` and ``dualpipev``, which
-            take exactly two, on ranks ``0 .. p-1, p-1 .. 0``.
-        steps: steps in a row; more than one only without a flush between them .
+        schedule: one of these names.
+        pp_size: number of pipeline ranks ``p``.
+        num_microbatches: number of microbatches per step.
+        virtual_stages: stages per rank. Stage ``s`` is on rank ``s % pp_size``. For ``zbv`` and ``dualpipev``, which
+            need exactly two, the stages are on ranks ``0 .. p-1, p-1 .. 0``.
+        steps: number of consecutive steps; more than one only for schedules without a flush between steps.
     """
     check(schedule, pp_size, num_microbatches, virtual_stages, steps)
     if schedule.endswith(".csv"):
@@ -256,7 +268,7 @@ def order(
 def check(
     schedule: str, pp_size: int, num_microbatches: int, virtual_stages: int = 1, steps: int = 1
 ) -> None:
-    """Refuse numbers that ``schedule`` cannot run, naming those that it can."""
+    """Raise :class:`ConfigError` if ``schedule`` cannot run these numbers; the error names numbers that it can run."""
     for name, value in (
         ("pp_size", pp_size),
         ("num_microbatches", num_microbatches),
@@ -286,16 +298,19 @@ def check(
         above = next(m for m in count(num_microbatches + 1) if _whole_rounds(m, pp_size))
         raise ConfigError(
             f"num_microbatches={num_microbatches} does not divide into the {num_microbatches // pp_size} rounds of "
-            f"{schedule} over pp_size={pp_size}: use {below} or {above} (any multiple of pp_size will do)"
+            f"{schedule} over pp_size={pp_size}: use {below} or {above} (any multiple of pp_size is valid)"
         )
     if steps > 1 and described.flushes:
         raise ConfigError(
-            f"steps={steps}: {schedule} ends every step with a flush, so its steps look alike: use 1"
+            f"steps={steps}: {schedule} ends every step with a flush, so all steps are the same: use steps=1"
         )
 
 
 def check_layout(layout: "ParallelConfig") -> None:
-    """Refuse a layout whose schedule cannot run its stages and microbatches; a file is checked where it is read."""
+    """Raise :class:`ConfigError` if a layout's schedule cannot run its stages and microbatches.
+
+    A CSV file is checked later, when it is read.
+    """
     schedule = str(layout.pipeline_schedule)
     ranks = layout.pp
     if ranks > 1 and not schedule.endswith(".csv"):
@@ -306,9 +321,9 @@ def check_layout(layout: "ParallelConfig") -> None:
 
 def _why_virtual(schedule: Schedule) -> str:
     if schedule.v_shaped:
-        return " (the model goes down the ranks and up again)"
+        return " (the stages run down the ranks and up again)"
     if len(schedule.stages_per_rank) == 1:
-        return " (it keeps one stage per rank; interleaved1f1b and looped_bfs take several)"
+        return " (it keeps one stage per rank; interleaved1f1b and looped_bfs can have several)"
     return f" (with one stage per rank it is {schedule.with_one_stage})"
 
 

@@ -1,4 +1,4 @@
-"""Install pipeline stages as a part with an executor of its own."""
+"""Install pipeline parallelism: a part that replaces the runtime's executor."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from .run import Pipeline
 
 
 class PipelineStages(Part):
-    """Install pipeline parallelism as a part."""
+    """Run a model's pipeline stages by an executor of their own."""
 
     def is_needed(self, runtime: Runtime) -> bool:
         """Return whether the layers are divided into stages."""
@@ -31,6 +31,6 @@ class PipelineStages(Part):
         given = (batch.get("output_router_logits") for batch in batches)
         if any(asked if value is None else value for value in given):
             raise ConfigError(
-                "output_router_logits=True makes a loss of the router logits of all stages: leave it out, and "
-                "load the model with routing=hfscale.RoutingConfig(balance_loss=...), or use pp_size=1"
+                "output_router_logits=True makes a loss of the router logits of all stages, which no rank has: leave "
+                "it out, and load the model with routing=hfscale.RoutingConfig(balance_loss=...), or use pp_size=1"
             )

@@ -1,15 +1,16 @@
-"""Make a pipeline stage out of a stock model: replace modules of other stages by placeholders.
+"""Make a pipeline stage out of a stock model: replace the modules of other stages by placeholders.
 
-A stage runs the stock model's full forward pass on the full batch's ids, masks and positions, so that masks, rotary
-tables and all else around the layers are as always. Only the hidden states come from the previous stage::
+A stage runs the stock model's full forward pass on the ids, masks and positions of the full batch, so that masks,
+rotary tables and everything else around the layers are computed as in the stock model. Only the hidden states come from
+the previous stage::
 
     stage 1 of 3, layers 2 and 3 of 6
 
     ids --embedding--> nothing --layer 0--> --layer 1--> --layer 2--> --layer 3--> --layer 4--> ... norm, head
     (placeholder)        (placeholders return the input)  (its own)  (placeholders take the output)  (placeholders)
 
-Modules that no stage of a rank holds are replaced for good, before weights are loaded; a rank with several stages also
-replaces those of its other stages during one stage's forward pass.
+Modules that no stage of a rank holds are replaced permanently, before weights are loaded. A rank with several stages
+also replaces the modules of its other stages, but only during the forward pass of one stage.
 """
 
 import copy
@@ -37,18 +38,22 @@ class StageForward:
     """Hold the state of one stage's current forward pass."""
 
     first: int = 0  # index of the stage's first layer; placeholders of earlier layers return the received hidden states
+    # samples and tokens of the batch (of the encoder's input in encoder-decoders)
     shape: tuple[int, int] = (0, 0)
-    under_way: bool = False
-    # Hidden states from the previous stage; ``None`` on the first stage.
+    under_way: bool = False  # whether a forward pass of the stage is running
+    # hidden states from the previous stage; ``None`` on the first stage
     arriving: Tensor | None = None
-    arrived: bool = False  # whether they were used
+    arrived: bool = False  # whether the received hidden states were used
     leaving: Tensor | None = None  # hidden states after the stage's last layer, once computed
-    border: int | None = None
-    target: tuple[int, int] = (0, 0)
-    memory: Tensor | None = None
+    border: int | None = None  # in encoder-decoders, the index of the decoder's first layer
+    target: tuple[int, int] = (0, 0)  # samples and tokens of the decoder's input
+    memory: Tensor | None = None  # the encoder's output
 
     def blank(self, target: bool, width: int | None = None) -> Tensor:
-        """Return zeros ``[b, s, h]`` for all tokens, in memory of their own, since stock code scales them in place."""
+        """Return zeros ``[b, s, h]`` for all tokens, of the decoder if ``target``.
+
+        The zeros are a new tensor, because stock code may scale them in place.
+        """
         stream = next(
             tensor for tensor in (self.arriving, self.leaving, self.memory) if tensor is not None
         )
@@ -60,7 +65,13 @@ class StageForward:
     def arrive(
         self, arrived: Tensor | None, source: tuple[int, int], target: tuple[int, int]
     ) -> None:
-        """Begin with the received hidden states; ``source``, ``target``: samples and tokens of encoder and decoder."""
+        """Begin a pass with the received hidden states.
+
+        Args:
+            arrived: the hidden states from the previous stage; ``None`` on the first stage.
+            source: samples and tokens of the encoder's input, or of a decoder-only model's input.
+            target: samples and tokens of the decoder's input.
+        """
         self.shape = source
         self.target = target
         self.arriving = arrived
@@ -71,7 +82,7 @@ class StageForward:
         self.arrived = self.first == self.border
 
     def leave(self, stream: Tensor | None, index: int) -> None:
-        """Record the output to send: the input of the first layer after the stage."""
+        """Record the stage's output, which is the input of the first layer after the stage."""
         if self.leaving is not None:
             return
         if self.border is not None and index >= self.border:
@@ -84,7 +95,7 @@ class StageForward:
 
 
 class _Placeholder(nn.Module):
-    """Replace a module of another stage without its parameters; other attributes are read from the original."""
+    """Replace a module of another stage, without its parameters; other attributes are read from the original module."""
 
     def __init__(self, absent: nn.Module, passage: StageForward) -> None:
         super().__init__()
@@ -92,17 +103,21 @@ class _Placeholder(nn.Module):
         self.training = absent.training
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call ``forward`` without hooks, which run on the module's own stage; refuse calls outside a stage's pass."""
+        """Call ``forward`` without hooks, which run on the stage that holds the module.
+
+        Raises:
+            ConfigError: the call is outside of a stage's pass.
+        """
         if not self._passage.under_way:
             raise ConfigError(
-                f"the {type(self._absent).__name__} is on another pipeline stage: modules of the model (model.model, "
-                "for example) cannot be called by themselves here. Use hfscale.train_step(model, batch, loss_fn=...), "
+                f"the {type(self._absent).__name__} is on another pipeline stage, so modules of the model (for example "
+                "model.model) cannot be called by themselves: use hfscale.train_step(model, batch, loss_fn=...), "
                 "hfscale.eval_step or hfscale.token_scores, which run all stages"
             )
         return self.forward(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("_absent", "_passage"):  # asked for by copy, before there is anything here
+        if name in ("_absent", "_passage"):  # copy reads them before any attribute is set
             raise AttributeError(name)
         if name in own_modules(self):
             return own_modules(self)[name]
@@ -111,12 +126,12 @@ class _Placeholder(nn.Module):
         if isinstance(attribute, nn.Module) and not (
             passage.arriving is None and passage.leaving is None
         ):
-            # Stock code may call a submodule without its parent.
+            # Stock code may call a submodule of the replaced module directly.
             return PlaceholderModule(attribute, passage, None)
         return attribute
 
     def keep(self, path: str) -> None:
-        """Keep the module at ``path`` of the absent one, under its name."""
+        """Keep the submodule at ``path`` of the absent module, under the same name."""
         child, _, rest = path.partition(".")
         module = getattr(self._absent, child)
         if rest:
@@ -127,7 +142,7 @@ class _Placeholder(nn.Module):
             own_modules(self)[child] = module
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Placeholder":
-        """Copy the placeholder with the same absent module and passage: PEFT copies heads trained in full."""
+        """Copy the placeholder, for PEFT, which copies heads trained in full; share the absent module and passage."""
         made = type(self).__new__(type(self))
         memo[id(self)] = made
         shared = {name: self.__dict__[name] for name in ("_absent", "_passage")}
@@ -138,7 +153,7 @@ class _Placeholder(nn.Module):
 
 
 class PlaceholderLayer(_Placeholder):
-    """Replace a layer of another stage; ``returns`` as in :class:`hfscale.plan.stages.StagePlan`."""
+    """Replace a layer of another stage; for ``returns`` see :class:`hfscale.plan.stages.StagePlan`."""
 
     def __init__(
         self, absent: nn.Module, passage: StageForward, index: int, returns: int | None
@@ -147,7 +162,7 @@ class PlaceholderLayer(_Placeholder):
         self.__dict__.update(_index=index, _returns=returns)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the received hidden states before the stage's own layers; after them, record the input to send on."""
+        """Return the received hidden states, if the layer is before the stage; otherwise record the stage's output."""
         passage: StageForward = self._passage
         stream: Tensor | None = hidden_states_of(args, kwargs)
         if self._index < passage.first:
@@ -159,7 +174,7 @@ class PlaceholderLayer(_Placeholder):
 
 
 class PlaceholderModule(_Placeholder):
-    """Replace a module around the layers of another stage: an embedding, the last norm, the head."""
+    """Replace a module around the layers that another stage holds: an embedding, the last norm, or the head."""
 
     def __init__(
         self, absent: nn.Module, passage: StageForward, returns: int | None, target: bool = False
@@ -168,9 +183,9 @@ class PlaceholderModule(_Placeholder):
         self.__dict__.update(_returns=returns, _target=target)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return zeros, which nothing reads."""
+        """Return zeros, whose values no result depends on."""
         passage: StageForward = self._passage
-        # Heads of encoder-decoders: stock code adds a bias to what they return.
+        # Stock code of encoder-decoders adds a bias to the head's output, so this output needs the right width.
         wide = passage.border is not None and isinstance(self._absent, nn.Linear)
         return _in_shape(
             passage.blank(self._target, self._absent.out_features if wide else None), self._returns
@@ -182,7 +197,7 @@ def _in_shape(x: Tensor | None, returns: int | None) -> Any:
 
 
 def drop_other_stages(model: nn.Module, plan: Plan, rank: int) -> None:
-    """Replace the modules that no stage of pipeline rank ``rank`` holds by placeholders. Do nothing for one rank."""
+    """Replace the modules that no stage of pipeline rank ``rank`` holds by placeholders; do nothing without stages."""
     if plan.stages is None:
         return
     passage = StageForward()
@@ -196,7 +211,7 @@ def drop_other_stages(model: nn.Module, plan: Plan, rank: int) -> None:
             for loan in plan.stages.loans:
                 if loan.lender == name and plan.is_local(rank, loan.name):
                     placeholder.keep(loan.name.removeprefix(f"{name}."))
-        else:  # a parameter of the model's own
+        else:  # a parameter, not a module
             absent = holder.get_parameter(child)
             del own_parameters(holder)[child]
             setattr(holder, child, torch.zeros((), device="meta").expand(absent.shape))
@@ -205,7 +220,10 @@ def drop_other_stages(model: nn.Module, plan: Plan, rank: int) -> None:
 def run_stages_apart(
     model: nn.Module, stages: StagePlan, own: tuple[Stage, ...]
 ) -> Callable[[Stage], Any]:
-    """Prepare a model that holds the stages ``own``; return a context manager in which it runs the given one alone."""
+    """Prepare a model that holds the stages ``own`` to run one stage at a time.
+
+    Return a function that takes a stage and returns a context manager, inside which the model runs this stage only.
+    """
     passage = next(
         module._passage for module in model.modules() if isinstance(module, _Placeholder)
     )
@@ -222,7 +240,7 @@ def run_stages_apart(
             for stage in own:
                 if stage not in holders:
                     swaps[stage.index].append((children, child, placeholder))
-    # To the first layer of its list, unless that is the lender.
+    # Lend to the stage's first layer of the list, unless this layer is the lender.
     for loan, stage in product(stages.loans, own):
         layers = [layer for layer in stage.layers if layer.rpartition(".")[0] == loan.layer_list]
         if layers and layers[0] != loan.lender:
@@ -232,7 +250,7 @@ def run_stages_apart(
 
     @functools.wraps(forward)
     def stage_forward(*args: Any, **kwargs: Any) -> Any:
-        # Inside forward, so that hooks on the model (FSDP's) see all modules of the rank.
+        # Replaced inside forward, so that hooks on the model (FSDP's) find all modules of the rank.
         with entries_replaced(swaps[active[0].index]):
             return forward(*args, **kwargs)
 
@@ -267,7 +285,8 @@ def _boundary(
     returns = dict(stages.module_returns)
     places = stages.places
     stacks = stages.stacks
-    lent = {loan.name for loan in stages.loans}  # part of a layer
+    # these modules are inside a layer, whose placeholder keeps them
+    lent = {loan.name for loan in stages.loans}
     made: dict[str, Callable[[nn.Module], _Placeholder]] = {}
     for stage in stages.stages:
         for name in stage.layers:

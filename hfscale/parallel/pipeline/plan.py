@@ -1,5 +1,7 @@
-"""Split a model into pipeline stages, by the FLOPs and parameters of its parts: which layers and which other modules
-each stage holds. All from shapes on the meta device: no weights, no run.
+"""Split a model into pipeline stages: plan which layers and which other modules each stage holds.
+
+Stages are balanced by the FLOPs and parameters of the model's parts, which are counted from shapes on the meta device,
+without weights or a run.
 """
 
 from collections.abc import Sequence
@@ -16,13 +18,14 @@ from .stage_inputs import StageInputs, find_stacks, stage_problem, trace, trace_
 
 
 def plan_pipeline(draft: Draft) -> None:
-    """Split the draft's layers into the stages of its layout; where that fails, note problems."""
+    """Split the draft's layers into the stages of its layout; record problems if this is not possible."""
     layout = draft.layout
     layers = draft.stack
     if layout.pp == 1:
         _check_stage_layers(draft)
         return
-    if draft.no_step:  # and nobody can call the model: a rank has but a part of it
+    # a rank has only some layers, so the model cannot be called without train_step
+    if draft.no_step:
         stage_problem(
             draft,
             "train_step does not run its loss (only that of causal language models with a Linear head), and nothing "
@@ -40,7 +43,7 @@ def plan_pipeline(draft: Draft) -> None:
         stage_problem(
             draft,
             f"the schedule has {len(ranks)} stages, and the layout {count}",
-            "a schedule that fits",
+            f"a schedule of {count} stages",
         )
         return
     stacks = find_stacks(draft, lists) if len(lists) > 1 else None
@@ -63,7 +66,7 @@ def plan_pipeline(draft: Draft) -> None:
 
 
 def _check_stage_layers(draft: Draft) -> bool:
-    """Return whether ``stage_layers`` adds up to the number of layers; note a problem if not."""
+    """Return whether ``stage_layers`` adds up to the number of layers; record a problem if not."""
     asked = draft.layout.stage_layers
     layers = draft.stack
     if asked is None or sum(asked) == len(layers):
@@ -80,7 +83,7 @@ def _lists(
     layers: list[str],
     count: int,
 ) -> list[str] | None:
-    """Return the names of the layer lists (one, or an encoder's and a decoder's); ``None`` if they cannot be split."""
+    """Return the names of the layer lists (one list, or those of encoder and decoder); ``None`` on problems."""
     lists = list(dict.fromkeys(layer.rpartition(".")[0] for layer in layers))
     if len(lists) > 1 and not getattr(draft.config, "is_encoder_decoder", False):
         stage_problem(
@@ -103,7 +106,7 @@ def _lists(
 
 
 def _crosses_borders(draft: Draft) -> tuple[str, str] | None:
-    """Return the first obstacle and advice if layers need more than hidden states from other stages; else ``None``."""
+    """Return the first obstacle and advice if layers need more from other stages than hidden states; else ``None``."""
     towers = draft.feature(TowersPlan)
     if towers is not None and towers.read_inside and not towers.first_layers:
         inputs = ", ".join(towers.read_inside)
@@ -118,15 +121,15 @@ def _crosses_borders(draft: Draft) -> tuple[str, str] | None:
 
 
 def _layers_with_pictures(draft: Draft, layers: int, stages: int) -> int:
-    """Return how many layers the first stage needs, because images are added after them."""
+    """Return the least number of layers of the first stage: images are added after each of these layers."""
     towers = draft.feature(TowersPlan)
     asked = draft.layout.stage_layers
     first = 0 if towers is None else towers.first_layers
     if asked is not None and asked[0] < first:
         stage_problem(
             draft,
-            f"images are added after each of its first {first} layers, which must be on the first stage, and "
-            f"stage_layers={list(asked)} has {asked[0]} there",
+            f"images are added after each of its first {first} layers, which must be on the first stage, but "
+            f"stage_layers={list(asked)} has {asked[0]} on that stage",
             f"at least {first} as the first of stage_layers",
         )
     elif asked is None and first + stages - 1 > layers:
@@ -134,7 +137,7 @@ def _layers_with_pictures(draft: Draft, layers: int, stages: int) -> int:
         stage_problem(
             draft,
             f"images are added after each of its first {first} layers, which must be on the first of {stages} stages, "
-            f"and it has {layers} layers",
+            f"but it has only {layers} layers",
             f"at most {most} stages (pp_size x virtual_stages)" if most > 1 else "pp_size=1",
         )
     return first
@@ -185,7 +188,7 @@ def _stages(
             )
         )
         start += count
-    names: dict[int, list[str]] = {}  # in the model's order
+    names: dict[int, list[str]] = {}  # id of a tensor -> all its names, in the model's order
     for name, parameter in draft.named():
         names.setdefault(id(parameter), []).append(name)
     return StagePlan(

@@ -1,4 +1,4 @@
-"""Note what a rank does while a schedule runs, and when."""
+"""Record the actions of a rank while a schedule runs, with their times."""
 
 import platform
 import time
@@ -11,19 +11,21 @@ from .timeline import Action
 
 @dataclass
 class Record:
-    """Hold the recorded actions of one rank, as plain data to send to the rank that builds the timeline."""
+    """Hold the recorded actions of one rank as plain data, to send to the rank that builds the timeline."""
 
-    host: str  # name of the machine; ranks of one machine share a clock
-    origin: int  # nanoseconds of that clock when :meth:`Recorder.start` was called
-    # actions, each with its first and last nanosecond
+    host: str  # name of the machine; ranks on one machine share a clock
+    # time on the machine's clock when :meth:`Recorder.start` was called, in nanoseconds
+    origin: int
+    # actions, each with its start and end in nanoseconds
     events: list[tuple[Action, int, int]] = field(default_factory=list)
 
 
 class Recorder:
-    """Record what this rank does while a schedule runs; about a microsecond per action.
+    """Record this rank's actions while a schedule runs; costs about a microsecond per action.
 
-    Call :meth:`start` on every rank right after a barrier, where clocks of different machines are aligned, and read
-    :attr:`record` afterwards. Before the clock is read, ``wait`` synchronizes with the accelerator.
+    Call :meth:`start` on every rank right after a barrier, which is the time by which clocks of different machines are
+    aligned, and read :attr:`record` after the run. ``wait`` synchronizes with the accelerator and is called before each
+    reading of the clock.
     """
 
     def __init__(self, wait: Callable[[], None] | None = None) -> None:
@@ -36,17 +38,17 @@ class Recorder:
 
     @contextmanager
     def run(self, action: Action) -> Iterator[None]:
-        """Record ``action`` over the with block; nothing is recorded if the block raises."""
+        """Record ``action`` for the duration of the ``with`` block; record nothing if the block raises."""
         begin = self.now()
         yield
         self.note(action, begin)
 
     def now(self) -> int:
-        """Return nanoseconds on this machine's clock, after waiting for launched work."""
+        """Return the time on this machine's clock in nanoseconds, after waiting for launched GPU work."""
         if self._wait is not None:
             self._wait()
         return time.perf_counter_ns()
 
     def note(self, action: Action, begin: int) -> None:
-        """Record ``action`` from ``begin``, a time returned by :meth:`now`, to now."""
+        """Record that ``action`` ran from ``begin``, a time returned by :meth:`now`, until this call."""
         self.record.events.append((action, begin, self.now()))

@@ -3,11 +3,11 @@
 Data flow of one step::
 
     batch --share_out--> microbatches, the same on all stages
-    order of the schedule --rank programs--> per microbatch and stage: receive, forward or backward, send
+    order of the schedule --rank programs--> per microbatch and stage: receive, forward or backward pass, send
     last stage: loss of every microbatch, a term of the step's mean over tokens
 
-Every stage gets the full batch (ids, masks, positions) and computes masks and rotary tables from it; only hidden states
-are sent between stages, and their gradients back.
+Every stage gets the full batch (ids, masks, positions) and computes masks and rotary tables from the batch. Stages only
+send hidden states to the next stage, and gradients of the hidden states back.
 """
 
 from collections.abc import Sequence
@@ -45,7 +45,11 @@ _LABELS = ("labels", "shift_labels", "num_items_in_batch")
 
 
 def stage_places(layout: ParallelConfig) -> dict[int, int] | None:
-    """Return the pipeline rank of each stage where the schedule is a CSV file; else ``None``."""
+    """Return the pipeline rank of each stage if the schedule is a CSV file, else ``None``.
+
+    Raises:
+        ConfigError: the schedule cannot run the layout's stages and microbatches.
+    """
     schedule = str(layout.pipeline_schedule)
     pp_size = layout.pp
     count = layout.num_microbatches
@@ -54,10 +58,10 @@ def stage_places(layout: ParallelConfig) -> dict[int, int] | None:
         return None
     if schedule.endswith(".csv"):
         actions_of = read_csv(Path(schedule))
-        rank_programs(actions_of, schedule)  # refuses what cannot be run
+        rank_programs(actions_of, schedule)  # raises if the order cannot be run
         given = 1 + max(action.microbatch for actions in actions_of for action in actions)
         return stage_ranks(order(schedule, pp_size, count or given, virtual))
-    # The default is a number that all schedules accept.
+    # 2 * pp_size microbatches are the default here, because all schedules accept this number.
     check(schedule, pp_size, count or 2 * pp_size, virtual)
     return None
 
@@ -83,7 +87,7 @@ class Pipeline(Executor):
         self._ties = TiedGradients(runtime)
         self.workers = [self._worker(stage) for stage in own]
         self._agreement = StageAgreement(runtime)
-        # Asked at every step.
+        # cached, because every step calls both
         self._accepts, self._program = (
             cache(self._can_run),
             cache(self._program_of),
@@ -123,22 +127,22 @@ class Pipeline(Executor):
         return share_out(given, wanted, self._layout.pp, accepts, towers)
 
     def uncut(self) -> AbstractContextManager[None]:
-        """Leave batches uncut inside the with block, where the schedule can run so few microbatches."""
+        """Do not split batches inside the ``with`` block if the schedule accepts their number as microbatches."""
         return attribute_replaced(self, "_uncut", True)
 
     def fewest_rows(self) -> int:
-        """Return the fewest rows of a batch: one per microbatch."""
-        # Which every schedule can run.
+        """Return the smallest number of rows of a batch: one per microbatch."""
+        # Every schedule can run 2 * pp_size microbatches.
         return int(self._layout.num_microbatches or 2 * self._layout.pp)
 
     def passes_together(self, microbatches: int) -> int:
-        """Return the passes that gather weights, reduce gradients or exchange tokens; 0: once a step."""
+        """Return the number of passes that gather weights, reduce gradients or exchange tokens; 0 if once per step."""
         layout = self._layout
         each = layout.weights_regather or layout.reduce_each_microbatch or layout.expert_batches > 1
         return microbatches if each else 0
 
     def check_plain_call(self, call: str) -> None:
-        """Refuse ``loss.backward()``: backward passes run between the stages."""
+        """Refuse ``loss.backward()``: backward passes run inside the pipeline's schedule."""
         raise ConfigError(
             f"{self._layout.describe()}: {call} cannot run backward through pipeline stages: use loss "
             "= hfscale.train_step(model, batch), which leaves the gradients in .grad"
@@ -147,12 +151,16 @@ class Pipeline(Executor):
     def run(
         self, model: nn.Module, batches: Sequence[Microbatch], objective: Objective, backward: bool
     ) -> Tensor:
-        """See :meth:`hfscale.train.runtime.Executor.run`; a stage runs the stock model, without its wrappers."""
+        """Run the passes of one step: see :meth:`hfscale.train.runtime.Executor.run`.
+
+        A stage runs the stock model without wrappers such as ``torch.compile``.
+        """
         runtime = self._runtime
         if is_compiled(model):
             raise ConfigError(
                 f"{self._layout.describe()}: torch.compile(model) compiles a forward pass that stages do not call: "
-                "leave it out, or compile each layer in place (for layer in model.model.layers: layer.compile())"
+                "leave torch.compile out, or compile each layer in place (for layer in model.model.layers: "
+                "layer.compile())"
             )
         if not backward:
             return runtime.sum_of_shares(self._all_passes(batches, objective, backward=False))
@@ -163,7 +171,7 @@ class Pipeline(Executor):
     def _all_passes(
         self, batches: Sequence[Microbatch], objective: Objective, backward: bool
     ) -> Tensor:
-        """Run all passes in the schedule's order; return the loss of this batch rank on the last stage, elsewhere 0."""
+        """Run all passes in the schedule's order; return the loss of this rank's batch on the last stage, else 0."""
         runtime = self._runtime
         with runtime.around(Part.around_interleaved, backward):
             self._set_training_stages()
@@ -208,20 +216,23 @@ class Pipeline(Executor):
         return rank_programs(actions)[self._rank]
 
     def numbers_to_compare(self, train: bool) -> tuple[list[int], list[Tensor]]:
-        """Return this rank's report; see :mod:`.agreement`."""
+        """Return this rank's report for the exchange at the beginning of a step; see :mod:`.agreement`."""
         return self._agreement.numbers_to_compare(train)
 
     def expect(self, trailing: tuple[int, ...], dtype: torch.dtype) -> None:
-        """Run this rank without the others: assume the kind of hidden states it receives, and that all stages train."""
+        """Prepare to run this rank without the other ranks, with an assumed shape and dtype of received hidden states.
+
+        All stages are assumed to train.
+        """
         self._types.expect(trailing, dtype)
         self._agreement.alone = True
 
     def compare_numbers(self, told: list[list[int]]) -> None:
-        """Take the reports of all ranks with this batch for the coming step."""
+        """Read, before a step, the reports of all ranks that receive the same batch."""
         self._agreement.compare_numbers(told)
 
     def _set_training_stages(self) -> None:
-        """Set which stages train, before anything is sent."""
+        """Set, before the first transfer of a step, which stages train."""
         trains = self._agreement.training_stages()
         for worker in self.workers:
             worker.trains = trains[worker.index]
@@ -232,10 +243,12 @@ class Pipeline(Executor):
         planned = recomputed(self._runtime.plan)
         again = reenters or bool(planned.layers or planned.modules)
         again = again or (self._objective is not None and self._objective.recomputes)
-        # The second half of a backward pass would recompute a layer once per weight; and weights that were given up
-        # between the halves are other tensors when they come back.
+        # Backward passes are not split if layers are recomputed, because the second half would recompute a layer once
+        # per weight. They are not split if weights are resharded either, because weights that are gathered again
+        # between the halves are different tensors.
         regathers = self._layout.weights_regather and self._mesh.data_world > 1
-        compiled = bool(self._runtime.compiled)  # one node of the graph, whose halves are not apart
+        # a compiled layer is one node of the graph, which cannot be split
+        compiled = bool(self._runtime.compiled)
         splits = backward and not (again or regathers or compiled) and splits_exactly()
         for worker in self.workers:
             worker.has_backward = backward
@@ -268,7 +281,7 @@ class Pipeline(Executor):
         if missed or (leaving is None and not last):
             raise ConfigError(
                 f"{class_name(self._runtime.model)} skipped layers at the ends of stage {stage.index} in this "
-                "pass, so no hidden states reached it: switch off LayerDrop, or use pp_size=1"
+                "pass, so no hidden states entered or left the stage: switch off LayerDrop, or use pp_size=1"
             )
         if last:
             return loss
@@ -280,7 +293,7 @@ class Pipeline(Executor):
         return leaving
 
     def _reads(self, stage: Stage, name: str, value: Any) -> bool:
-        """Return whether a stage reads an input: the last stage labels, the first one the inputs of towers."""
+        """Return whether a stage reads an input: labels only on the last stage, inputs of towers only on the first."""
         added = self._runtime.plan.batch_fields.get(name)
         if name in _LABELS or (added is not None and added.is_target):
             return stage.index == len(self._stages.stages) - 1
@@ -292,7 +305,7 @@ class Pipeline(Executor):
         return torch.Size((*leading, *tail)), dtype
 
     def _leading(self, stage: int, batch: Microbatch) -> tuple[int, int]:
-        """Return samples and tokens of a stage's input; this rank's tokens where the sequence is cut."""
+        """Return the numbers of samples and tokens of a stage's input; of this rank's tokens if they are sharded."""
         samples, tokens = hidden_shape(batch)
         if self._stages.stacks is not None:
             return samples, tokens + targets_of(batch)[1] * self._stages.arrives(stage)[1]
@@ -305,8 +318,8 @@ class Pipeline(Executor):
 
     def _refuse_generate(self, *_: Any, **__: Any) -> None:
         raise ConfigError(
-            f"{self._layout.describe()}: generate needs all layers for every token, and a rank has only some. Save it "
-            "(hfscale.save_pretrained(model, directory), on every rank), and generate with "
+            f"{self._layout.describe()}: generate needs all layers for every token, but a rank has only some: save the "
+            "model (hfscale.save_pretrained(model, directory), on every rank), and generate with "
             "hfscale.from_pretrained(directory, parallel=hfscale.ParallelConfig(tp_size=...)), or with stock "
             "transformers"
         )

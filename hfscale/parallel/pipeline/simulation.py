@@ -1,4 +1,4 @@
-"""Simulate an order of actions with given durations, before anything runs."""
+"""Simulate a schedule's order of actions with given durations, without running the model."""
 
 from dataclasses import dataclass
 
@@ -19,17 +19,18 @@ from .timeline import (
 
 @dataclass(frozen=True)
 class Costs:
-    """Hold the durations of one stage's actions, in any one unit."""
+    """Hold the durations of a stage's actions, all in the same unit."""
 
-    forward: float = 1.0  # of one microbatch
-    backward: float = 2.0  # gradients of inputs and weights
-    backward_input: float = 1.0  # gradient of the input alone
-    backward_weight: float = 1.0  # gradients of the weights alone
-    update: float = 0.0
-    communication: float = 0.0  # from one rank to the next; 0 between stages of one rank
-    # A paired forward and backward; None is the sum of the two, as without overlap.
+    forward: float = 1.0  # forward pass of one microbatch
+    backward: float = 2.0  # backward pass: gradients of inputs and weights
+    backward_input: float = 1.0  # first half of a backward pass: the gradient of the input
+    backward_weight: float = 1.0  # second half of a backward pass: the gradients of the weights
+    update: float = 0.0  # optimizer step of a stage
+    communication: float = 0.0  # transfer from one rank to the next; stages on one rank need none
+    # a paired forward and backward pass; ``None`` for the sum of the two durations, as without overlap
     pair: float | None = None
-    stages: tuple[float, ...] = ()  # a factor per stage; empty if all take the same time
+    # a factor of the durations per stage; empty if all stages take the same time
+    stages: tuple[float, ...] = ()
 
     def duration(self, kind: Kind, stage: int = 0) -> float:
         """Return the duration of one action."""
@@ -44,9 +45,13 @@ def simulate(
 ) -> Timeline:
     """Return the timeline of an order in which every action starts as soon as its rank and its inputs are ready.
 
-    A forward needs the forward of the stage before; a backward (of the input) its own forward and the gradient of
-    the stage after; a backward of the weights the backward of the input. Sending takes no rank's time. Raise
-    :class:`ConfigError` if the ranks would wait for each other forever. ``microbatches`` of a step are counted if 0.
+    A forward pass needs the forward pass of the stage before. A backward pass (or its first half, for the input) needs
+    the forward pass of its own stage and the gradient from the stage after. The second half, for the weights, needs the
+    first half. A transfer delays its receiver but keeps no rank busy. ``microbatches`` is the number per step, and is
+    counted if 0.
+
+    Raises:
+        ConfigError: the ranks would wait for each other forever.
     """
     home = stage_ranks(order)
     last = max(home)
@@ -69,7 +74,8 @@ def simulate(
     ]
     if stuck:
         raise ConfigError(
-            f"{name or 'this order'} would deadlock, each rank waits for another: {', '.join(stuck)}; reorder them"
+            f"{name or 'this order'} would deadlock, because each rank waits for another: {', '.join(stuck)}: reorder "
+            "these actions"
         )
     return Timeline(tuple(map(tuple, spans)), name=name, microbatches=microbatches)
 
@@ -82,13 +88,13 @@ def _run(
     last: int,
     ready: dict[Result, float],
 ) -> list[Span] | None:
-    """Return the spans of a piece's actions, or ``None`` if an input does not exist yet."""
+    """Return the spans of the actions of ``piece``, one action or a pair; ``None`` if an input does not exist yet."""
     durations = [costs.duration(action.kind, action.stage) for action in piece]
     if len(piece) > 1 and costs.pair is not None:
         scale = costs.pair / sum(durations)
         durations = [duration * scale for duration in durations]
     spans: list[Span] = []
-    own: dict[Result, float] = {}  # results of the pair so far
+    own: dict[Result, float] = {}  # results of this piece so far
     for action, duration in zip(piece, durations, strict=True):
         for need in needs(action, last):
             made = own.get(need, ready.get(need))
@@ -106,5 +112,6 @@ def _run(
                 "activation" if action.kind == "forward" else "gradient",
                 action.microbatch,
             ] = now
-    ready.update(dict.fromkeys(own, now))  # results of a pair are sent when both actions are done
+    # the results of a pair are sent after both actions are done
+    ready.update(dict.fromkeys(own, now))
     return spans

@@ -1,10 +1,10 @@
-"""Split a backward pass into two halves: the gradient of a stage's input first, those of weights later (Qi et al.
+"""Split a backward pass into two halves: first the gradient of a stage's input, later those of the weights (Qi et al.
 2023).
 
-Torch's functions for it are private and have been wrong: where a weight is used twice, and one use depends on the
-other, some versions count a part of its gradient twice (pytorch#180952). They are tried on such a case before they are
-used. Two errors of torch 2.13 are corrected here: a weight listed in two groups would be counted twice, and a hook on
-an activation's gradient would run twice for the weights next to it.
+torch's functions for this split are private, and some versions have a bug: if a weight is used twice, and one use
+depends on the other, a part of the weight's gradient is counted twice (pytorch#180952). Therefore the functions are
+tested on such a case before they are used. Two bugs of torch 2.13 are corrected here: a weight in two groups would be
+counted twice, and a hook on an activation's gradient would run twice for the weights next to the activation.
 """
 
 from collections.abc import Iterable
@@ -19,27 +19,31 @@ from ..._compat.torch_pipelining import stage_backward_input, stage_backward_wei
 from ...distributed.ops.head_cross_entropy import each_gradient_once
 
 Split = list[dict[str, Any]]
-"""What the second half needs: groups of weights, each with the graph's nodes next to them and the gradients there."""
+"""State for the second half: groups of weights, each with the graph nodes next to them and the nodes' gradients."""
 
 
 def backward_of_input(
     output: Tensor, gradient: Tensor | None, given: Tensor, weights: Iterable[Any]
 ) -> Split:
-    """Run the first half: add to ``given.grad``; ``gradient`` is that of ``output``, ``None`` for a scalar."""
+    """Run the first half, which adds the gradient of the input to ``given.grad``.
+
+    ``gradient`` is the gradient of ``output``; ``None`` if the output is a scalar.
+    """
     gradients: Any = None if gradient is None else [gradient]
     with each_gradient_once():
         return _merged(stage_backward_input([output], gradients, [given], iter(weights))[1])
 
 
 def backward_of_weights(split: Split, weights: Iterable[Any]) -> None:
-    """Run the second half: add to the ``.grad`` of the same weights."""
+    """Run the second half, which adds the gradients of the weights to their ``.grad``."""
     with ExitStack() as hooks, each_gradient_once():
         for group in split:
             for node, gradients in zip(group["intermediates"], group["grads"], strict=True):
-                # The recorded gradient has passed the activation's hooks already; they run again: replace the result.
+                # The recorded gradient has already passed the activation's hooks. They run again here, so their result
+                # is replaced by the recorded gradient.
                 handle = node.register_prehook(lambda _, noted=gradients: noted)
                 hooks.callback(handle.remove)
-        # Where a module is used twice, groups go through the same part of the graph one after the other.
+        # retain_graph: if a module is used twice, several groups run through the same part of the graph.
         stage_backward_weight(iter(weights), split, retain_graph=True)
 
 
@@ -63,7 +67,7 @@ def _merged(groups: Split) -> Split:
 
 @cache
 def splits_exactly() -> bool:
-    """Return whether the two halves give the gradients of a full backward pass in this torch version."""
+    """Return whether, in this version of torch, the two halves give the gradients of a full backward pass."""
     names = ("given", "twice", "shared", "first", "second")
     leaves = {
         name: torch.linspace(0.5, 1.5 + index, 4, requires_grad=True)
@@ -83,7 +87,7 @@ def splits_exactly() -> bool:
         wanted = torch.autograd.grad(use(), list(leaves.values()))
         try:
             backward_of_weights(backward_of_input(use(), None, leaves["given"], weights), weights)
-        except Exception:  # another torch may have other private functions
+        except Exception:  # another version of torch may have other private functions
             return False
     gradients = [leaf.grad for leaf in leaves.values()]
     return all(

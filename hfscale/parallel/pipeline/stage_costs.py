@@ -1,4 +1,4 @@
-"""Count the FLOPs and parameters of a model's parts, from shapes on the meta device: no weights, no run."""
+"""Count the FLOPs and parameters of a model's parts from shapes on the meta device, without weights or a run."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,41 +11,47 @@ from ...models.fields import HEAD_FIELDS, first_count, text_config
 from ...models.module_kinds import EXPERT_FIELDS, experts_per_token, has_one_per_expert
 from ...plan.stages import balance
 
-_BATCH_TOKENS = 1 << 15  # of one optimizer step in one pipeline: eight microbatches of 4096
-_SEQUENCE = 2048  # tokens that attention looks at
+# assumed tokens of one optimizer step in one pipeline: eight microbatches of 4096 tokens
+_BATCH_TOKENS = 1 << 15
+_SEQUENCE = 2048  # assumed length of the sequences over which attention is computed
 
-# AdamW in 32 bits reads weight, gradient and two moments and writes weight and moments: 28 bytes. In the time in which
-# an accelerator moves a byte it computes about 300 FLOPs (H100: 989 TFLOP/s in bf16, 3.35 TB/s).
+# The optimizer's cost of a parameter, in FLOPs. AdamW in 32 bits reads the weight, the gradient and two moments, and
+# writes the weight and the moments: 28 bytes. While an accelerator moves one byte it computes about 300 FLOPs (H100:
+# 989 TFLOP/s in bf16, 3.35 TB/s).
 _UPDATE = 28 * 300
-_BACKWARD = 3  # a step is a forward pass and a backward pass of twice its FLOPs
+# a step has three times the FLOPs of a forward pass: the backward pass has twice as many
+_BACKWARD = 3
 
 
 @dataclass(frozen=True)
 class Cost:
     """Hold the cost of a part of a model."""
 
-    flops: int = 0  # FLOPs of its forward pass per token; a multiply and an add are two
-    parameters: int = 0  # the number of its parameters
+    flops: int = 0  # FLOPs of the part's forward pass per token; a multiplication and an addition count as two
+    parameters: int = 0  # the number of the part's parameters
 
     def __add__(self, other: "Cost") -> "Cost":
         return Cost(self.flops + other.flops, self.parameters + other.parameters)
 
     def work(self, batch_tokens: int = _BATCH_TOKENS) -> int:
-        """Return the FLOPs of a training step, as an integer; the optimizer's time counts as FLOPs that fit into it."""
+        """Return the FLOPs of a training step, plus the FLOPs that would take as long as the optimizer's update."""
         return _BACKWARD * self.flops * batch_tokens + _UPDATE * self.parameters
 
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """Hold the costs of a model: before its first layer, of each layer, after the last, and shared by every stage."""
+    """Hold the costs of a model's parts."""
 
-    before: Cost
-    layers: tuple[Cost, ...]
-    after: Cost
-    shared: Cost = Cost()
+    before: Cost  # modules before the first layer
+    layers: tuple[Cost, ...]  # each layer
+    after: Cost  # modules after the last layer
+    shared: Cost = Cost()  # modules that every stage holds
 
     def balanced(self, stages: int, first: int = 0) -> tuple[int, ...]:
-        """Balance layers over ``stages`` (:func:`hfscale.plan.stages.balance`); the first gets at least ``first``."""
+        """Return the number of layers of each stage, balanced by work (:func:`hfscale.plan.stages.balance`).
+
+        The first stage gets at least ``first`` layers.
+        """
         works = [layer.work() for layer in self.layers]
         before = self.before.work()
         after = self.after.work()
@@ -60,7 +66,7 @@ class LayerCosts:
         )
 
     def of_stages(self, counts: Sequence[int]) -> tuple[Cost, ...]:
-        """Return the cost of each stage, given its number of layers."""
+        """Return the cost of each stage, given the stages' numbers of layers."""
         ends = [0, *accumulate(counts)]
         costs = [sum(self.layers[start:stop], self.shared) for start, stop in pairwise(ends)]
         costs[0] += self.before
@@ -78,8 +84,16 @@ def layer_costs(
     sequence: int = _SEQUENCE,
     beside: Mapping[str, Sequence[str]] | None = None,
 ) -> LayerCosts:
-    """Return the costs of a stock model's layers, and of modules (or parameters) around them; all are names.
-    Attention's FLOPs grow with the length of a ``sequence``; ``beside`` maps a layer to what else is on its stage.
+    """Return the costs of a stock model's layers, and of the modules or parameters around the layers.
+
+    Args:
+        model: the stock model.
+        layers: names of the layers.
+        before: names of modules and parameters before the first layer.
+        after: names of modules and parameters after the last layer.
+        shared: names of modules and parameters that every stage holds.
+        sequence: length of a sequence, with which attention's FLOPs grow.
+        beside: layer -> names of modules and parameters that are on the layer's stage.
     """
     around = beside or {}
 
@@ -101,10 +115,13 @@ def layer_costs(
 def _named_cost(model: Any, name: str, sequence: int) -> Cost:
     """Return the cost of one module, with its submodules, or of one parameter.
 
-    Projections (Linear, Conv1D, matrices of experts, routers, short convolutions): 2 FLOPs per parameter and token, for
-    experts times the fraction of them that a token is sent to. Lookups: none. Attention scores and values: ``2 s (d_qk
-    + d_v)`` per head, over a sequence (or window) of ``s`` tokens, the causal half not deducted. Elementwise operations
-    and the recurrences of state-space layers are left out: they are small beside the projections.
+    - Projections (Linear, Conv1D, matrices of experts, routers, short convolutions) count 2 FLOPs per parameter and
+      token. For experts this is multiplied by the fraction of the experts that a token is sent to.
+    - Embedding lookups count 0.
+    - Attention scores and values count ``2 s (d_qk + d_v)`` per head and token over a sequence, or window, of ``s``
+      tokens; the half that a causal mask removes is not deducted.
+    - Elementwise operations and the recurrences of state-space layers are left out: compared with the projections they
+      are small.
     """
     owner, _, child = name.rpartition(".")
     holder = getattr(model.get_submodule(owner), child) if name else model
@@ -133,7 +150,7 @@ def _flops(
         flops = sum(
             2 * parameter.numel() * share[0] // share[1] for parameter in own if parameter.ndim > 1
         )
-    # The innermost module whose class is named so computes attention itself.
+    # The innermost module with "Attention" in its class name computes attention.
     if [inner for inner in module.modules() if "Attention" in type(inner).__name__] == [module]:
         flops += _attention(module, config, sequence)
     return flops + sum(_flops(child, config, sequence, share) for child in module.children())

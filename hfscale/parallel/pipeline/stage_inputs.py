@@ -1,4 +1,4 @@
-"""Find the modules around the layers of a model: before the first, after the last, and read by all."""
+"""Find the modules around the layers of a model: before the first layer, after the last, and read by all layers."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,22 +16,25 @@ from ...plan.stages import Loan, TwoStacks
 
 @dataclass(frozen=True)
 class StageInputs:
-    """Hold the names of modules and parameters around the layers, and what the modules return."""
+    """Hold the names of modules and parameters around the layers, and the form of what modules return.
 
-    before: tuple[str, ...]
-    after: tuple[str, ...]
-    shared: tuple[str, ...]  # what all layers read
-    everywhere: tuple[str, ...]
-    returns: int | None  # a layer, where item_returns does not say otherwise
-    item_returns: Mapping[str, int | None]
-    # Layer -> what is where that layer is.
+    The form is ``None`` for a tensor, or the length of a tuple that begins with the tensor.
+    """
+
+    before: tuple[str, ...]  # used before the first layer
+    after: tuple[str, ...]  # used after the last layer
+    shared: tuple[str, ...]  # their outputs are read by all layers
+    everywhere: tuple[str, ...]  # without tensors, so every stage can have them
+    returns: int | None  # the form of a layer's output, if ``item_returns`` has no entry
+    item_returns: Mapping[str, int | None]  # module -> the form of its output
+    # layer -> modules and parameters that must be on the stage of this layer
     beside: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     loans: tuple[
         Loan, ...
-    ] = ()  # what every stage with layers of a list holds of the list's first layer
+    ] = ()  # modules of a layer list's first layer that every stage with layers of the list also holds
 
     def beside_all(self, layers: Sequence[str]) -> list[str]:
-        """Return the modules and parameters outside the layers that the stage of these layers holds."""
+        """Return the modules and parameters that a stage with these layers holds in addition to the layers."""
         items = [item for layer in layers for item in self.beside.get(layer, ())]
         lists = {layer.rpartition(".")[0] for layer in layers}
         borrowed = (
@@ -41,7 +44,7 @@ class StageInputs:
 
 
 def stage_problem(draft: Draft, what: str, instead: str = "pp_size=1") -> None:
-    """Record why a model cannot be cut into stages."""
+    """Record the reason ``what`` why a model cannot be divided into stages, and what to use ``instead``."""
     draft.problem(
         f"pp_size={draft.layout.pp} does not fit {type(draft.model).__name__}: {what}: use {instead}"
     )
@@ -49,7 +52,7 @@ def stage_problem(draft: Draft, what: str, instead: str = "pp_size=1") -> None:
 
 @dataclass(frozen=True)
 class LayersSeen:
-    """Hold the trace of a run through a list of layers: the attributes of a probe in :mod:`hfscale.extras.proofs`."""
+    """Hold the trace of a run through a list of layers; fields are those of a probe in :mod:`hfscale.extras.proofs`."""
 
     phases: Mapping[str, set[str]]
     returns: int | None
@@ -59,11 +62,11 @@ class LayersSeen:
 
 
 def see_passage(draft: Draft, layer_list: str, items: Iterable[str]) -> LayersSeen | None:
-    """Trace a run of the model, or of a tiny clone where its code reads values; ``None`` where neither can be."""
+    """Trace a run of the model, or of a tiny clone if its code reads values; ``None`` if neither can be traced."""
     facts = ask("passage", draft.model, layer_list, layer_list=layer_list, items=list(items))
     if failure := facts["failure"]:
         stage_problem(
-            draft, f"it cannot be traced, so what comes before its layers is unknown ({failure})"
+            draft, f"it cannot be traced, so the modules before its layers are unknown ({failure})"
         )
         return None
     phases = {item: set(names) for item, names in facts["phases"].items()}
@@ -75,7 +78,10 @@ def see_passage(draft: Draft, layer_list: str, items: Iterable[str]) -> LayersSe
 def note_obstacles(
     draft: Draft, layer_list: str, seen: LayersSeen, read: Collection[str] = ()
 ) -> tuple[Loan, ...]:
-    """Report obstacles between layers, and inputs that they ``read``; return what the first layer can lend instead."""
+    """Record as problems the obstacles between layers, and the modules that all layers ``read``.
+
+    If layers need a module of the first layer, return the loan of this module in place of a problem.
+    """
     loan = find_loan(draft.model, layer_list) if GIVEN in seen.obstacles else None
     for obstacle in seen.obstacles:
         if obstacle != GIVEN or loan is None:
@@ -86,7 +92,7 @@ def note_obstacles(
 
 
 def trace(draft: Draft, layer_list: str) -> StageInputs | None:
-    """Classify the modules and parameters around one list of layers."""
+    """Classify the modules and parameters around one list of layers; record problems and return ``None`` on failure."""
     added = [] if draft.added is None else [draft.added.name]
     around = (item for item in items_around(draft.model, layer_list) if item not in added)
     tensors = {item: set(tensors_of(draft.model, item)) for item in around}
@@ -114,13 +120,16 @@ def trace(draft: Draft, layer_list: str) -> StageInputs | None:
 
 
 def _refuse_shared_pictures(draft: Draft, shared: set[str]) -> None:
-    """Report token embeddings read by all layers of a multimodal model: pictures are on the first stage only."""
+    """Record a problem if all layers of a multimodal model read the token embeddings.
+
+    The embeddings include images, and only the first stage has the images.
+    """
     embedding = input_embedding(draft.model)
     if draft.feature(TowersPlan) is not None and any(
         draft.modules.get(item) is embedding for item in shared
     ):
         stage_problem(
-            draft, f"all of its layers read what goes into the first, pictures included{ALONE}"
+            draft, f"all of its layers read the input of the first layer, images included{ALONE}"
         )
 
 
@@ -130,7 +139,7 @@ def _phases(
     item: str,
     tensors: dict[str, set[int]],
 ) -> set[str]:
-    """Return when ``item`` is used; report a problem if it can be neither on one stage nor on all."""
+    """Return the phases in which ``item`` is used; record a problem if it can be neither on one stage nor on all."""
     phases = seen.phases.get(item, set())
     held = tensors[item]
     towers = draft.feature(TowersPlan)
@@ -143,38 +152,45 @@ def _phases(
         stage_problem(draft, f"{item} has no part in a pass over tokens, so it belongs to no stage")
     elif seen.item_returns.get(item) == 0:
         stage_problem(draft, f"{item} returns neither a tensor nor a tuple that begins with one")
-    elif not phases:  # a second name for what is used under another one
+    # the item is a second name of a module or parameter that is used under another name
+    elif not phases:
         twin = next(other for other in seen.phases if held & tensors.get(other, set()))
         return seen.phases[twin]
     return phases
 
 
 def find_stacks(draft: Draft, lists: list[str]) -> TwoStacks | None:
-    """Return the two stacks of an encoder-decoder; report a problem and return ``None`` where they cannot be cut."""
+    """Return the two stacks of an encoder-decoder; record a problem and return ``None`` if it cannot be divided."""
     model: Any = draft.model
     encoder = _name(draft, getattr(model, "get_encoder", lambda: None)())
     decoder = _name(draft, getattr(model, "get_decoder", lambda: None)())
     if len(lists) != 2 or encoder is None or decoder is None:
         named = ", ".join(lists) or "none"
-        what = f"an encoder-decoder is cut where its encoder and its decoder have a list of layers each ({named})"
+        what = (
+            "stages of an encoder-decoder need one list of layers in its encoder and one in its decoder, got "
+            f"{named}"
+        )
         stage_problem(draft, what)
     elif not (lists[0].startswith(f"{encoder}.") and lists[1].startswith(f"{decoder}.")):
         stage_problem(
             draft,
-            f"its lists of layers ({', '.join(lists)}) are not those of its encoder and its decoder",
+            f"its lists of layers ({', '.join(lists)}) are not inside its encoder and its decoder, in this order",
         )
     elif getattr(model, "main_input_name", "input_ids") != "input_ids":
         stage_problem(
             draft,
-            f"its encoder reads {model.main_input_name}, and stages of encoder-decoders read tokens",
+            f"its encoder reads {model.main_input_name}, but stages of encoder-decoders can only read tokens",
         )
     elif first_count(text_config(draft.config), EXPERT_FIELDS):
         stage_problem(
-            draft, "its encoder returns what its routers say besides, and only hidden states travel"
+            draft,
+            "its encoder also returns router logits, and only hidden states travel between stages",
         )
     elif draft.layout.sequence_parallel:
         stage_problem(
-            draft, "sequence_parallel cuts one stream, and two travel", "sequence_parallel=False"
+            draft,
+            "sequence_parallel shards the hidden states of one stack, but those of two stacks travel between stages",
+            "sequence_parallel=False",
         )
     else:
         return TwoStacks(encoder, decoder, f"{lists[1]}.0")
@@ -182,13 +198,14 @@ def find_stacks(draft: Draft, lists: list[str]) -> TwoStacks | None:
 
 
 def trace_stacks(draft: Draft, lists: list[str], stacks: TwoStacks) -> StageInputs | None:
-    """Return the modules around the layers of both stacks; ``None`` and problems where they cannot be cut.
+    """Return the modules around the layers of both stacks; record problems and return ``None`` if this fails.
 
-    The rule of one list holds for each: the encoder's last norm is on the stage of its last layer, the decoder's
-    embedding on that of the decoder's first, and a stage of the decoder needs of the encoder only what it made.
+    Each stack follows the rules for one layer list. The encoder's last norm is on the stage of the encoder's last
+    layer, the decoder's embedding on the stage of the decoder's first layer. A stage of the decoder needs only the
+    encoder's output.
     """
     model = draft.model
-    # Around either list is the other stack as a whole.
+    # The modules around one list include the full other stack.
     around_encoder, around = (list(items_around(model, path)) for path in lists)
     of_encoder = [item for item in around_encoder if item.startswith(f"{stacks.encoder}.")]
     probes = _traced_lists(draft, lists, (around_encoder, around), stacks)
@@ -216,9 +233,9 @@ def trace_stacks(draft: Draft, lists: list[str], stacks: TwoStacks) -> StageInpu
             if held[item] and phase in phases[item] and (item in of_encoder) == inside
         )
 
-    # Second names, of the table that both stacks share, are where it is used first.
+    # Unused names are second names of the embedding that both stacks share, which is first used on the first stage.
     names = tuple(item for item in held if held[item] and not phases[item])
-    # Of the encoder.
+    # the layers of the encoder
     layers = [f"{lists[0]}.{number}" for number in range(len(draft.modules[lists[0]]))]
     return StageInputs(
         before=(*placed("before", True), *names),
@@ -242,7 +259,7 @@ def trace_stacks(draft: Draft, lists: list[str], stacks: TwoStacks) -> StageInpu
 def _traced_lists(
     draft: Draft, lists: list[str], around: Sequence[list[str]], stacks: TwoStacks
 ) -> tuple[tuple[LayersSeen, LayersSeen], tuple[Loan, ...]] | None:
-    """Trace a run through both lists, and the loans of their first layers; ``None`` where they cannot be cut."""
+    """Trace a run through both layer lists; return the traces and the loans of first layers, ``None`` on problems."""
     encoding, decoding = (
         see_passage(draft, path, items) for path, items in zip(lists, around, strict=True)
     )
@@ -260,7 +277,7 @@ def _check(
     phases: set[str],
     held: Mapping[str, set[int]],
 ) -> None:
-    """Note a problem where an item cannot be on one stage."""
+    """Record a problem if an item cannot be on a single stage."""
     if "between" in phases:
         stage_problem(draft, f"{item} is used between layers, so every stage would need it")
     elif not phases and not held[item] <= {

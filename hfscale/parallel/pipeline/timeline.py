@@ -1,7 +1,8 @@
-"""The actions of each rank of a pipeline, their order, and their times: pure data.
+"""Represent the actions of each rank of a pipeline, their order, and their times, as pure data.
 
-An :class:`Action` is one computation of one stage on one microbatch; an *order* is, per rank, its actions in sequence;
-a :class:`Timeline` says when each ran. Stages are numbered along the model over all ranks; rank 0 holds stage 0.
+An :class:`Action` is one computation of one stage on one microbatch. An *order* has, per rank, the sequence of its
+actions. A :class:`Timeline` has the start and end of every action. Stages are numbered along the model, over all ranks;
+rank 0 holds stage 0.
 """
 
 from collections import deque
@@ -15,10 +16,10 @@ KINDS: tuple[Kind, ...] = ("forward", "backward", "backward_input", "backward_we
 its two halves; ``update`` is the optimizer's step on a stage."""
 LETTERS: dict[Kind, str] = dict(zip(KINDS, "FBIWU", strict=True))
 GRADIENT: tuple[Kind, Kind] = ("backward", "backward_input")
-"""The kinds that make the gradient which the stage before waits for."""
+"""The kinds that compute the gradient for which the stage before waits."""
 RELEASE: tuple[Kind, Kind] = ("backward", "backward_weight")
 """The kinds after which a microbatch's activations are no longer needed."""
-# A stage's ``"activation"`` or ``"gradient"`` (of its input) of a microbatch.
+# A result: (stage, ``"activation"`` or ``"gradient"``, microbatch). The gradient is that of the stage's input.
 Result: TypeAlias = tuple[int, str, int]
 
 
@@ -27,9 +28,9 @@ class Action(NamedTuple):
 
     stage: int
     kind: Kind  # one of :data:`KINDS`
-    microbatch: int  # number of the microbatch; of an ``update``, the number of the update
-    # it runs as one piece with the next action of its rank (the overlapped forward and backward of DeepSeek's
-    # DualPipe): what the two send leaves when both are done
+    microbatch: int  # number of the microbatch; for an ``update``, the number of the update
+    # whether the action runs together with the next action of its rank (the overlapped forward and backward passes of
+    # DeepSeek's DualPipe); the results of such a pair are sent after both actions are done
     paired: bool = False
 
 
@@ -47,12 +48,13 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Hold when the ranks of a pipeline ran which action."""
+    """Hold the times at which the ranks of a pipeline ran their actions."""
 
-    ranks: tuple[tuple[Span, ...], ...]  # per rank, its spans by start time
+    ranks: tuple[tuple[Span, ...], ...]  # per rank, its spans in the order of their start times
     name: str = ""
-    unit: str = "forwards"  # what 1.0 is: ``"s"`` for seconds, or the name of an arbitrary unit
-    microbatches: int = 0  # number of microbatches in one step; 0 where unknown, and then counted
+    # the unit of all times: ``"s"`` for seconds, or the name of an arbitrary unit
+    unit: str = "forwards"
+    microbatches: int = 0  # number of microbatches in one step; 0 if unknown: they are then counted
 
     def spans(self) -> Iterator[tuple[int, Span]]:
         """Yield every span with its rank."""
@@ -60,22 +62,22 @@ class Timeline:
 
     @property
     def num_ranks(self) -> int:
-        """Number of ranks."""
+        """The number of ranks."""
         return len(self.ranks)
 
     @property
     def num_stages(self) -> int:
-        """Number of stages over all ranks."""
+        """The number of stages over all ranks."""
         return 1 + max((span.action.stage for _, span in self.spans()), default=-1)
 
     @property
     def virtual_stages(self) -> int:
-        """Stages per rank."""
+        """The number of stages per rank."""
         return self.num_stages // max(self.num_ranks, 1)
 
     @property
     def num_microbatches(self) -> int:
-        """Microbatches in one step."""
+        """The number of microbatches in one step."""
         counted = 1 + max(
             (span.action.microbatch for _, span in self.spans() if span.action.kind == "forward"),
             default=-1,
@@ -84,29 +86,31 @@ class Timeline:
 
     @property
     def start(self) -> float:
-        """When the first action began."""
+        """The time at which the first action began."""
         return min((span.start for _, span in self.spans()), default=0.0)
 
     @property
     def end(self) -> float:
-        """When the last action ended."""
+        """The time at which the last action ended."""
         return max((span.end for _, span in self.spans()), default=0.0)
 
     @property
     def makespan(self) -> float:
-        """Time from the first action's start to the last one's end, over all ranks."""
+        """The time from the start of the first action to the end of the last action, over all ranks."""
         return self.end - self.start
 
     @property
     def longest_span(self) -> float:
-        """The longest that a rank took from its first action to its last (the cost of Qi et al. 2023, section 5):
-        shorter than :attr:`makespan` where ranks begin and end one after the other, so that steps can overlap.
+        """The longest time of a rank from the start of its first to the end of its last action.
+
+        This is the cost of Qi et al. 2023, section 5. It is shorter than :attr:`makespan` if ranks begin and end one
+        after the other, so that consecutive steps can overlap.
         """
         return max((spans[-1].end - spans[0].start for spans in self.ranks if spans), default=0.0)
 
     @property
     def work(self) -> float:
-        """Busy time of the busiest rank: the step's ideal length."""
+        """The busy time of the busiest rank, which is the ideal length of the step."""
         return max(
             (_busy(spans, float("-inf"), float("inf")) for spans in self.ranks),
             default=0.0,
@@ -114,24 +118,28 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """Bubble time over ideal time, ``makespan / work - 1``: ``(p-1)/m`` for GPipe and 1F1B."""
+        """The bubble time divided by the ideal time, ``makespan / work - 1``: ``(p-1)/m`` for GPipe and 1F1B."""
         return self.makespan / self.work - 1 if self.work else 0.0
 
     @property
     def span_bubble(self) -> float:
-        """``longest_span / work - 1``: the bubble as zero-bubble schedules count it."""
+        """The bubble as papers on zero-bubble schedules define it, ``longest_span / work - 1``."""
         return self.longest_span / self.work - 1 if self.work else 0.0
 
     @property
     def idle(self) -> float:
-        """Fraction of all ranks' time, between the first action and the last, spent waiting."""
+        """The fraction of all ranks' time, between the first and the last action, that ranks spend waiting."""
         total = self.makespan * self.num_ranks
         busy = sum(_busy(spans, float("-inf"), float("inf")) for spans in self.ranks)
         return 1 - busy / total if total else 0.0
 
     @property
     def steady_idle(self) -> float | None:
-        """Fraction waited between all stages' first backward and last forward; ``None`` for a run too short."""
+        """The fraction of time that ranks spend waiting while the pipeline is full; ``None`` if the run is too short.
+
+        The pipeline is full from the time when all ranks have run a backward pass until one rank starts its last
+        forward pass.
+        """
         begin = max(
             min((s.end for s in spans if s.action.kind in GRADIENT), default=0.0)
             for spans in self.ranks
@@ -146,12 +154,12 @@ class Timeline:
         return 1 - busy / ((end - begin) * self.num_ranks)
 
     def peak_live(self) -> tuple[int, ...]:
-        """Return, per stage, the most microbatches between their forward and the end of their backward."""
+        """Return, per stage, the largest number of microbatches between forward pass and end of backward pass."""
         return peak_live(tuple(tuple(span.action for span in spans) for spans in self.ranks))
 
 
 def pieces_of(actions: Sequence[Action]) -> list[list[Action]]:
-    """Return single actions, and pairs, which begin together."""
+    """Group actions into pieces: a piece is a single action, or a pair of actions that begin together."""
     pieces: list[list[Action]] = [[]]
     for action in actions:
         pieces[-1].append(action)
@@ -161,7 +169,7 @@ def pieces_of(actions: Sequence[Action]) -> list[list[Action]]:
 
 
 def needs(action: Action, last: int) -> list[Result]:
-    """Return the results that an action begins with, of stages up to the ``last``."""
+    """Return the results that must exist before an action can begin; ``last`` is the number of the last stage."""
     stage, kind, index, _ = action
     if kind == "forward":
         return [(stage - 1, "activation", index)] if stage else []
@@ -183,7 +191,10 @@ def play(
         bool,
     ],
 ) -> list[list[Action]]:
-    """Offer every rank's next piece to ``run``, which returns whether it ran; stop when none runs, return the rest."""
+    """Call ``run`` with every rank's next piece, in turn, until no piece can run.
+
+    ``run`` returns whether the piece ran. Return, per rank, the piece at which the rank is stuck; empty if it finished.
+    """
     waiting = [deque(pieces_of(actions)) for actions in order]
     moved = True
     while moved:
@@ -196,7 +207,7 @@ def play(
 
 
 def peak_live(order: Order) -> tuple[int, ...]:
-    """Return, per stage, the most microbatches between their forward and their weight gradients."""
+    """Return, per stage, the largest number of microbatches between their forward pass and their weight gradients."""
     every = [action for actions in order for action in actions]
     stages = range(1 + max((action.stage for action in every), default=-1))
     return fullest_live(
@@ -205,7 +216,10 @@ def peak_live(order: Order) -> tuple[int, ...]:
 
 
 def fullest_live(order: Order, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return, per stage, the microbatches in flight when its rank's stages, weighted by their ``sizes``, hold most."""
+    """Return, per stage, the microbatches in flight at the time when all stages of its rank together hold the most.
+
+    The microbatches of each stage are weighted by the stage's size in ``sizes``.
+    """
     alive = [0] * len(sizes)
     fullest = [0] * len(sizes)
     for actions in order:
@@ -222,7 +236,7 @@ def fullest_live(order: Order, sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def stage_ranks(order: Order) -> dict[int, int]:
-    """Return the rank of each stage."""
+    """Return the rank that holds each stage, by the stage's number."""
     return {action.stage: rank for rank, actions in enumerate(order) for action in actions}
 
 

@@ -1,8 +1,8 @@
-"""The program of each pipeline rank: its computations in order, and the sends and receives between them, whose shape
-and type two stages tell each other once.
+"""Make the program of each pipeline rank: its computations in order, with the sends and receives between them.
 
-A computation is followed at once by the send of its result, and at that moment the receive is appended to the program
-of the receiving rank. So both ranks have their transfers in the same order, and none waits for a later send.
+Right after a computation comes the send of its result, and at the same moment the receive is appended to the program of
+the receiving rank. Both ranks therefore have their transfers in the same order, and no rank waits for a later send. The
+shape and dtype of the transferred hidden states are sent once between two stages (:class:`ActivationTypes`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,25 +35,30 @@ _RESULTS = {
     "RECV_F": (-1, "activation"),
     "RECV_B": (1, "gradient"),
 }
-# What a step gives its rank: the result of a stage further on.
+# The results that each kind of step adds to its rank, as (offset of the result's stage, result).
 _RESULTS |= dict.fromkeys(GRADIENT, (0, "gradient"))
 Step = tuple[str, int, int]
-"""Name what a rank does: a kind of action or one of the transfers above; the stage; the microbatch."""
+"""One step of a program: a kind of action or one of the transfers above, the stage, and the microbatch."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_LENGTH = 6
+_LENGTH = 6  # integers in an announcement: dtype, number of trailing dims, the dims
 _Kind = tuple[tuple[int, ...], torch.dtype]
 
 
 def rank_programs(order: Order, name: str = "this order") -> list[list[Step]]:
-    """Return every rank's program; refuse an order with updates inside a step, or a pair that can never begin."""
+    """Return every rank's program.
+
+    Raises:
+        ConfigError: the order has updates inside a step, or a pair that can never begin.
+    """
     if any(action.kind == "update" for actions in order for action in actions):
         raise ConfigError(
-            f"{name} has updates (U) inside a step, which can only be drawn, not run: leave them out; the optimizer "
-            "runs after it"
+            f"{name} has updates (U) inside a step, which can only be drawn, not run, because the optimizer runs after "
+            "the step: leave the updates out"
         )
     homes = stage_ranks(order)
     programs: list[list[Step]] = [[] for _ in order]
-    there: list[set[Result]] = [set() for _ in order]  # what each rank has computed or received
+    # the results that each rank has computed or received
+    there: list[set[Result]] = [set() for _ in order]
 
     def run(rank: int, piece: list[Action]) -> bool:
         inputs = [(action, need) for action in piece for need in needs(action, len(homes) - 1)]
@@ -68,21 +73,25 @@ def rank_programs(order: Order, name: str = "this order") -> list[list[Step]]:
 
     if any(play(order, run)):
         raise ConfigError(
-            f"{name} cannot be run: a pair, as in (0F1;1B0)OVERLAP_F_B, starts when both of its actions can, and "
-            "one of them waits for the other or for a later action: split the pair"
+            f"{name} cannot be run: a pair, for example (0F1;1B0)OVERLAP_F_B, starts when both of its actions can "
+            "start, but in this order one of them waits for the other or for a later action: split the pair"
         )
     return programs
 
 
 def run_program(program: Sequence[Step], workers: Mapping[int, "StageWorker"]) -> None:
-    """Run this rank's program on ``workers``, its stages by number, which hand tensors to each other as they are."""
+    """Run this rank's program on ``workers``, the rank's stages by number.
+
+    Between two stages of the rank, tensors are passed on directly, without a transfer.
+    """
     for kind, stage, microbatch in program:
         worker = workers[stage]
         if kind == "forward":
             output = worker.forward(microbatch)
             if stage + 1 in workers:
                 workers[stage + 1].take_input(output, microbatch)
-            del output  # else the last stage's graph would live until the next forward pass
+            # otherwise the last stage's graph would stay alive until the next forward pass
+            del output
         elif kind in GRADIENT:
             worker.backward(microbatch, full=kind == "backward")
             if stage - 1 in workers:
@@ -92,7 +101,7 @@ def run_program(program: Sequence[Step], workers: Mapping[int, "StageWorker"]) -
 
 
 def _steps(piece: Sequence[Action], homes: Mapping[int, int]) -> Iterator[tuple[int, Step]]:
-    """Yield (rank, step): the actions of a piece, then the sends of their results and the receives of other ranks."""
+    """Yield (rank, step) for the actions of a piece, then for the sends of results and the matching receives."""
     for action in piece:
         yield homes[action.stage], (action.kind, action.stage, action.microbatch)
     for action in piece:
@@ -106,8 +115,10 @@ def _steps(piece: Sequence[Action], homes: Mapping[int, int]) -> Iterator[tuple[
 
 
 class ActivationTypes:
-    """Hold trailing dims and type of the activations that each stage receives, for training and for evaluation: sent
-    over the control group with the first ones; samples and tokens are known from the batch.
+    """Hold trailing dims and dtype of the activations that each stage receives, for training and for evaluation.
+
+    They are sent over the control group together with the first activations. The numbers of samples and tokens are
+    known from the batch.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -118,7 +129,7 @@ class ActivationTypes:
         self._expected: _Kind | None = None
 
     def expect(self, trailing: tuple[int, ...], dtype: torch.dtype) -> None:
-        """Assume this kind for all hidden states received, without waiting for the sender to announce it."""
+        """Assume these trailing dims and this dtype for all received hidden states, without an announcement."""
         self._expected = trailing, dtype
 
     def announce(
@@ -129,21 +140,24 @@ class ActivationTypes:
         peer: int,
         training: bool,
     ) -> None:
-        """Send ``stage`` on rank ``peer`` the kind of hidden states that it will get, the first time. Raise
-        :class:`ConfigError` if the stream is not of that kind any more, or does not begin with ``leading``.
+        """Send to ``stage``, on rank ``peer``, the trailing dims and dtype of its hidden states; only the first time.
+
+        Raises:
+            ConfigError: the dims or dtype of ``stream`` differ from those announced before, or its first dims are not
+                ``leading``.
         """
         kind = tuple(stream.shape[len(leading) :]), stream.dtype
         if tuple(stream.shape[: len(leading)]) != leading or kind[1] not in _DTYPES:
             raise ConfigError(
-                f"the hidden states between stages have the shape {tuple(stream.shape)} and type {stream.dtype} for "
+                f"the hidden states between stages have the shape {tuple(stream.shape)} and dtype {stream.dtype} for "
                 f"{leading[0]} samples of {leading[1]} tokens, which stages cannot exchange: use pp_size=1"
             )
         told = self._told.setdefault((stage, training), kind)
         if told is not kind:
             if told != kind:
                 raise ConfigError(
-                    f"the hidden states between stages were {told} and are {kind} now: change precision before the "
-                    "first step"
+                    f"the trailing dims and dtype of the hidden states between stages must not change, got {told} "
+                    f"first and {kind} now: change precision before the first step"
                 )
             return
         header = torch.zeros(_LENGTH, dtype=torch.int64)
@@ -152,7 +166,7 @@ class ActivationTypes:
         self._sending.append((header, dist.isend(header, peer, group=self._control)))
 
     def learn(self, stage: int, peer: int, training: bool) -> _Kind:
-        """Return dims and type of the input of ``stage``; receive them from rank ``peer`` the first time."""
+        """Return trailing dims and dtype of the input of ``stage``; the first time, receive them from rank ``peer``."""
         if self._expected is not None:
             return self._expected
         if (stage, training) not in self._known:

@@ -1,13 +1,14 @@
-"""Run one stage: its forward and backward passes on single microbatches, and its sends and receives.
+"""Run one pipeline stage: its forward and backward passes on single microbatches, and its sends and receives.
 
-:mod:`.transfers` decides what runs when; computing and sending happen here. Torch's own stages and engine are not used,
-because
+:mod:`.transfers` decides the order; computing and sending are implemented here. torch's own pipeline stages and engine
+are not used, for two reasons:
 
-- microbatches of one step may differ in length, which torch's stage has no room for;
-- torch's engine keeps every tensor that it sends until the step is over, so that a stage would keep the outputs of all
-  microbatches alive, while the point of 1F1B is to keep only a few.
+- microbatches of one step may differ in length, which torch's stage does not support;
+- torch's engine keeps every sent tensor until the step is over, so a stage would keep the outputs of all microbatches
+  alive, while the purpose of 1F1B is to keep only a few.
 
-Each pair of ranks has a process group per direction, so that a transfer never waits behind another one.
+Each pair of ranks has a process group per direction, so that no transfer is queued after a transfer in the other
+direction.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -26,36 +27,37 @@ from .split import Split, backward_of_input, backward_of_weights
 from .timeline import Action, Kind
 
 Compute = Callable[[Tensor | None, int], Tensor]
-"""Forward pass of a stage: (stream from the stage before, microbatch) -> stream for the next one, or the loss."""
-# Microbatch -> shape and type of the stream that arrives.
+"""Forward pass of a stage: (hidden states from the stage before, microbatch) -> hidden states for the next stage, or
+the loss."""
+# Microbatch -> shape and dtype of the hidden states that arrive.
 Shape = Callable[[int], tuple[torch.Size, torch.dtype]]
 
 
 @dataclass(frozen=True)
 class StagePlace:
-    """Hold the place of a stage in the pipeline."""
+    """Describe the place of a stage in the pipeline."""
 
     index: int
     ranks: tuple[int, ...]  # the pipeline rank of every stage
     group: dist.ProcessGroup
-    # (from, to), pipeline ranks -> the process group for transfers in that direction
+    # (sender, receiver), as pipeline ranks -> the process group for transfers in this direction
     streams: Mapping[tuple[int, int], dist.ProcessGroup]
     device: torch.device
 
 
 @dataclass
 class _Kept:
-    """Hold what one microbatch keeps between its forward and its backward pass."""
+    """Hold the tensors of one microbatch between its forward and its backward pass."""
 
-    arrived: Tensor | None
+    arrived: Tensor | None  # the stage's input; ``None`` on the first stage
     output: Tensor
-    split: Split | None = None
-    # Of the output, where the second half runs the full backward pass.
+    split: Split | None = None  # what the second half of a split backward pass needs
+    # the gradient of the output, if the second half runs the full backward pass
     gradient: Tensor | None = None
 
 
 class _Transfer:
-    """Hold a tensor in transfer, which must stay alive until it has arrived."""
+    """Hold a transfer and its tensor, which must stay alive until the transfer is complete."""
 
     def __init__(
         self,
@@ -96,15 +98,15 @@ class StageWorker:
         self._compute = compute
         self._shape = shape
         self._parameters = parameters
-        # splits: whether the halves of a split backward pass run separately; else the first half does everything
+        # splits: whether the halves of a split backward pass run separately; otherwise the first half computes all
         # trains: whether anything up to this stage's end trains
         # trains_before: whether anything before this stage trains; its input then has a gradient
         self.trains_before = self.trains = self.splits = True
         self.recomputes = False  # whether layers are recomputed in the backward pass
         self.recorder: Recorder | None = None
-        # called after every second half, whose gradients autograd's hooks do not see
+        # called after every second half of a backward pass, for which autograd's gradient hooks do not run
         self.accumulate: Callable[[], None] = lambda: None
-        # Called when a microbatch's backward pass is over.
+        # called when a microbatch's backward pass is complete
         self.reduce: Callable[[], None] = lambda: None
         self._kept: dict[int, _Kept] = {}
         self._arriving: dict[int, _Transfer | Tensor] = {}
@@ -119,34 +121,36 @@ class StageWorker:
     # --- computing ----------------------------------------------------------------------------------------------------
 
     def forward(self, microbatch: int) -> Tensor:
-        """Run the forward pass; keep its output until the backward pass, or until it is sent if there is none."""
+        """Run the forward pass; keep its output until the backward pass or, without one, until the output is sent."""
         arrived = None if self.is_first else _there(self._arriving.pop(microbatch))
         if arrived is not None and self.has_backward:
-            # Reentrant recomputation gives no gradients to layers whose input has none.
+            # Reentrant recomputation computes no gradients for layers whose input requires none.
             arrived.requires_grad_(self.trains_before or (self.recomputes and self.trains))
         with self._recorded("forward", microbatch), torch.set_grad_enabled(self.has_backward):
             output = self._compute(arrived, microbatch)
-            if self.splits and base_of(output) is not None:  # torch's halves detach it in place
+            # torch detaches it in place, which a view does not allow
+            if self.splits and base_of(output) is not None:
                 output = output.clone()
         self._kept[microbatch] = _Kept(arrived, output)
         return output
 
     def backward(self, microbatch: int, full: bool = True) -> None:
-        """Run the backward pass or, with ``full=False``, the half that makes the gradient of the input."""
+        """Run the backward pass or, with ``full=False``, its first half, which computes the gradient of the input."""
         kept = self._kept[microbatch] if not full else self._kept.pop(microbatch)
         gradient = None
         if microbatch in self._gradients:
             gradient = _there(self._gradients.pop(microbatch))
-            if microbatch in self._leaving:  # its gradient is back, so it has long arrived
+            # the gradient came back, so the sent output has arrived
+            if microbatch in self._leaving:
                 self._leaving.pop(microbatch).wait()
         wants = kept.arrived is not None and self.trains_before
         with self._recorded("backward" if full else "backward_input", microbatch):
             if not self.trains:
-                pass  # output.requires_grad may hold: transformers sets it on embeddings for checkpointing
+                pass  # output.requires_grad may be True: transformers sets it on embeddings for checkpointing
             elif full or not self.splits:
                 _backward(kept.output, gradient)
             elif kept.arrived is None or not wants:
-                kept.gradient = gradient  # no stage waits for the input's gradient: the second half does everything
+                kept.gradient = gradient  # no stage waits for the input's gradient: the second half computes all
             elif kept.output.requires_grad:
                 kept.split = backward_of_input(
                     kept.output, gradient, kept.arrived, self._parameters()
@@ -159,7 +163,7 @@ class StageWorker:
             self.reduce()
 
     def backward_weight(self, microbatch: int) -> None:
-        """Run the half of a split backward pass that makes the gradients of the weights."""
+        """Run the second half of a split backward pass, which computes the gradients of the weights."""
         kept = self._kept.pop(microbatch)
         with self._recorded("backward_weight", microbatch):
             if kept.split is not None:
@@ -172,26 +176,27 @@ class StageWorker:
     # --- sending and receiving ----------------------------------------------------------------------------------------
 
     def receive_input(self, microbatch: int) -> None:
-        """Start receiving the hidden states."""
+        """Start receiving the hidden states from the stage before."""
         if not self.is_first:
             shape, dtype = self._shape(microbatch)
             buffer = torch.empty(shape, dtype=dtype, device=self.place.device)
             self._arriving[microbatch] = self._move(dist.irecv, buffer, -1)
 
     def send_output(self, microbatch: int) -> None:
-        """Start sending the hidden states."""
+        """Start sending the hidden states to the next stage."""
         output = (
             self._kept[microbatch].output
             if self.has_backward
             else self._kept.pop(microbatch).output
         )
-        if not self.has_backward:  # no returning gradient will show which sends have arrived
+        # without gradients that come back, wait here for all sends but the latest
+        if not self.has_backward:
             for index in list(self._leaving)[:-1]:
                 self._leaving.pop(index).wait()
         self._leaving[microbatch] = self._move(dist.isend, output.detach(), +1)
 
     def receive_gradient(self, microbatch: int) -> None:
-        """Start receiving the gradient of the hidden states."""
+        """Start receiving the gradient of the hidden states from the next stage."""
         if self.trains and not self.is_last:
             buffer = torch.empty_like(
                 self._kept[microbatch].output, memory_format=torch.contiguous_format
@@ -199,10 +204,11 @@ class StageWorker:
             self._gradients[microbatch] = self._move(dist.irecv, buffer, +1)
 
     def send_gradient(self, microbatch: int) -> None:
-        """Start sending the gradient of the received hidden states."""
+        """Start sending the gradient of the received hidden states to the stage before."""
         if self.trains_before and not self.is_first:
-            # Gloo tells only who waits for it. An order has each receive where its send is, and a stage without a flush
-            # has been sent what the stage before made after it took the older ones: so this ends.
+            # gloo reports the end of a send only to a caller that waits, so older sends are waited for here. The wait
+            # ends: in an order each receive has the place of its send, and without a flush the stage before has
+            # received the older gradients before it sent what this stage has just used.
             while len(self._sent) > 1:
                 self._sent.pop(0).wait()
             self._sent.append(
@@ -214,16 +220,19 @@ class StageWorker:
             )
 
     def take_input(self, output: Tensor, microbatch: int) -> None:
-        """Take the output of the previous stage, on the same rank, as input."""
+        """Use the output of the previous stage, which is on the same rank, as this stage's input."""
         self._arriving[microbatch] = output.detach()
 
     def take_gradient(self, following: "StageWorker", microbatch: int) -> None:
-        """Take the gradient of the output from the next stage, on the same rank, if it has one."""
+        """Use the input gradient of the next stage, which is on the same rank, as the gradient of this stage's output.
+
+        Do nothing if the next stage has no such gradient.
+        """
         if microbatch in following.returning:
             self._gradients[microbatch] = following.returning.pop(microbatch)
 
     def finish(self) -> None:
-        """Wait until everything sent has arrived."""
+        """Wait until all sent tensors have arrived."""
         for transfer in (*self._leaving.values(), *self._sent):
             transfer.wait()
         self._leaving.clear()
@@ -236,7 +245,7 @@ class StageWorker:
         self._sent.clear()
 
     def _move(self, move: Any, tensor: Tensor, step: int) -> _Transfer:
-        """Start a transfer to, or from, the stage ``step`` stages further on."""
+        """Start a send to, or a receive from, the stage ``step`` stages after this one (before, if negative)."""
         place = self.place
         here = place.ranks[place.index]
         there = place.ranks[place.index + step]

@@ -1,4 +1,4 @@
-"""Tensor parallelism: blocks of ordinary local modules, with collectives at their edges."""
+"""Tensor parallelism: stock modules with local sizes inside the blocks, and collectives at the blocks' edges."""
 
 from .part import (
     RandomStreams,

@@ -1,4 +1,4 @@
-"""Derive from a block's role how each of its parameters is sharded, or why it cannot be."""
+"""Derive from a block's role how each of its parameters is sharded, or why the block cannot be sharded."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from ...models.names import wild_name
 from ...plan.drafting.draft import Draft
 from ...plan.parameter import join_path
 
-# held by every rank, each of which sees a part of the gradient
+# the rule of a replicated parameter of which each rank computes a partial gradient
 _PARTIAL: tuple[None, tuple[str, ...]] = (None, ("tp",))
 
 
@@ -23,9 +23,9 @@ class PlacedBlock:
     """Describe one block of a model."""
 
     draft: Draft  # the model's plan so far
-    name: str  # the block's module
-    role: Block  # its entry in the blueprint
-    replicas: int  # how many consecutive ranks hold each of its key/value heads
+    name: str  # the name of the block's module
+    role: Block  # the block's entry in the blueprint
+    replicas: int  # how many consecutive ranks hold each of the block's key/value heads
 
     def path(self, child: str) -> str:
         """Return the full name of ``child``, a path inside the block."""
@@ -36,7 +36,7 @@ class PlacedBlock:
         return tuple(path for child in children if (path := self.path(child)) in self.draft.modules)
 
     def parameter(self, path: str) -> Tensor | None:
-        """Return a parameter inside the block, or ``None``."""
+        """Return the parameter at ``path`` inside the block; ``None`` if there is none."""
         owner, _, attribute = self.path(path).rpartition(".")
         modules = self.draft.modules
         return own_parameters(modules[owner]).get(attribute) if owner in modules else None
@@ -46,7 +46,10 @@ class PlacedBlock:
         child: str,
         parts: tuple[int, ...] = (),
     ) -> tuple[int, ...]:
-        """Return how many ranks hold each of the matrices fused in ``child``; empty if each rank has its own."""
+        """Return how many ranks hold each shard of the matrices fused in ``child``, one number per matrix.
+
+        Return an empty tuple if every shard is on one rank.
+        """
         if self.replicas == 1 or child not in self.role.key_value:
             return ()
         chosen = self.role.key_value[child]
@@ -57,7 +60,11 @@ class PlacedBlock:
 
 
 def cut_parameters(block: PlacedBlock, is_layer: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Draft the rules of a block's parameters; return its modules used whole, and parameters that one rank adds."""
+    """Add the rules of a block's parameters to the draft.
+
+    Returns:
+        The modules that every rank holds in full, and the parameters that only one rank may add to the output.
+    """
     draft = block.draft
     role = block.role
     for child in role.column:
@@ -99,7 +106,7 @@ def _cut_projection(block: PlacedBlock, child: str, column: bool) -> None:
         and role.own_heads
         and (parameter := block.parameter(child)) is not None
     ):
-        # the host lists sinks beside projections
+        # transformers' plan lists attention sinks, which are parameters, next to projections
         draft.cut(path, 0, parameter.shape[0], (), block.parts_replicas(child))
         return
     if module is None and role.optional:
@@ -108,7 +115,7 @@ def _cut_projection(block: PlacedBlock, child: str, column: bool) -> None:
         kind = "nothing" if module is None else type(module).__name__
         draft.problem(
             f"tp_size={draft.tp}: {wild_name(path)} should be a projection (nn.Linear or Conv1D) and is "
-            f"{kind}: correct the blueprint, or use tp_size=1"
+            f"{kind}: correct its role in the blueprint, or use tp_size=1"
         )
         return
     dim = weight_dims(module)[0 if column else 1]
@@ -123,7 +130,10 @@ def _cut_projection(block: PlacedBlock, child: str, column: bool) -> None:
 
 
 def _fused_lengths(block: PlacedBlock, child: str, length: int) -> tuple[int, ...]:
-    """Return the lengths of the matrices fused in a projection along its sharded dim of ``length``; empty for one."""
+    """Return the lengths of the matrices fused in a projection along its sharded dim, which has ``length`` entries.
+
+    Return an empty tuple if the projection is a single matrix.
+    """
     draft = block.draft
     fused = block.role.parts.get(child, 1)
     if not isinstance(fused, int):
@@ -138,7 +148,7 @@ def _fused_lengths(block: PlacedBlock, child: str, length: int) -> tuple[int, ..
 
 
 def _cut_other(block: PlacedBlock, child: str, dim: int, fused: int) -> None:
-    """Shard a parameter that belongs to no projection: one matrix per expert, for example."""
+    """Shard a parameter that belongs to no projection, for example a stack of one matrix per expert."""
     draft = block.draft
     path = block.path(child)
     parameter = block.parameter(child)
@@ -161,7 +171,7 @@ def _cut_other(block: PlacedBlock, child: str, dim: int, fused: int) -> None:
 
 
 def _share_rest(block: PlacedBlock) -> Iterator[str]:
-    """Give the rule of shared modules to modules inside the block whose parameters have no rule yet."""
+    """Apply the rule of shared modules to all modules inside the block whose parameters have no rule yet."""
     draft = block.draft
     outside = tuple(map(block.path, block.role.outside))
     for path, module in draft.modules[block.name].named_modules(prefix=block.name):
@@ -173,13 +183,13 @@ def _share_rest(block: PlacedBlock) -> Iterator[str]:
 
 
 def _refuse_writers(draft: Draft, path: str, module: Any) -> None:
-    """Refuse to replicate modules that may read or write the block's output."""
+    """Refuse to replicate a module that may read or write the block's output."""
     weight = own_parameters(module).get("weight")
     hidden = first_count(text_config(draft.config), ("hidden_size",))
     if weight is None or weight.ndim not in (1, 2) or weight.shape[0] != hidden:
         return
     if draft.wider is not None and draft.wider.get_parameter(f"{path}.weight").shape[0] == hidden:
-        return  # another size, which happens to be as large
+        return  # the size is not the hidden size: a wider clone has the same number here
     does = "write its block's output, which every rank would add"
     roles = "column or row"
     if weight.ndim == 1:
@@ -192,7 +202,7 @@ def _refuse_writers(draft: Draft, path: str, module: Any) -> None:
 
 
 def _refuse_roleless(block: PlacedBlock) -> None:
-    """Refuse parameters without a role in a block that is a module of its own."""
+    """Refuse parameters without a role if the block has its input and output at its own module."""
     draft = block.draft
     role = block.role
     if role.enter != ("",):
@@ -203,5 +213,5 @@ def _refuse_roleless(block: PlacedBlock) -> None:
             draft.roleless.append(parameter)
             draft.problem(
                 f"tp_size={draft.tp}: {wild_name(parameter)} is inside a block whose blueprint gives it no role: "
-                "name its module as column, row or shared in the blueprint, or use tp_size=1"
+                "name the parameter's module as column, row or shared in the blueprint, or use tp_size=1"
             )

@@ -1,4 +1,4 @@
-"""Plan the tensor-parallel blocks: match modules with the blueprint's roles, and shard their parameters by them."""
+"""Plan the tensor-parallel blocks: match modules with the blueprint's roles, and shard their parameters accordingly."""
 
 from collections.abc import Iterator
 from functools import reduce
@@ -18,20 +18,20 @@ from .block_parameters import PlacedBlock, cut_parameters
 
 _GROUPS = "num_key_value_groups"
 KEY_VALUE_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_heads", "kv_dim")
-"""Names under which stock classes keep how many key/value heads there are, or how wide they are together."""
+"""Attributes and config fields of stock classes for the number of key/value heads, or for their total width."""
 
 _HEADS = ("num_heads", "num_attention_heads", "n_heads")
 _KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 
 
 def plan_blocks(draft: Draft, blueprint: Blueprint, layers: list[str]) -> list[BlockPlan]:
-    """Return the blocks of every layer; add the rules of their parameters to ``draft``."""
+    """Return the blocks of all layers; add the rules of the blocks' parameters to ``draft``."""
     blocks: list[BlockPlan] = []
-    matched: set[str] = set()  # paths in the blueprint that some layer has
+    matched: set[str] = set()  # the blueprint's paths that exist in a layer
     unfit = blueprint.unfit(draft.block_config)
     if unfit:
         draft.problem(
-            f"tp_size={draft.tp}: {draft.config.model_type!r} with {unfit}: use tp_size=1"
+            f"tp_size={draft.tp} does not fit {draft.config.model_type!r} with {unfit}: use tp_size=1"
         )
         return []
     for layer in layers:
@@ -52,7 +52,7 @@ def plan_blocks(draft: Draft, blueprint: Blueprint, layers: list[str]) -> list[B
                     for inner in blocks_around_experts(draft, name, role)
                 ]
     _refuse_unmatched(draft, blueprint, matched)
-    # Blocks that know their key/value heads were checked one by one.
+    # Blocks with projections of keys and values were checked one by one; otherwise check the config's heads.
     keyed = any(
         _key_value_path(draft, block.name, role)
         for block in blocks
@@ -65,11 +65,14 @@ def plan_blocks(draft: Draft, blueprint: Blueprint, layers: list[str]) -> list[B
 
 
 def _refuse_unmatched(draft: Draft, blueprint: Blueprint, matched: set[str]) -> None:
-    """Refuse a block that no layer has, unless the config lists kinds of layers and may leave this one out."""
+    """Refuse a blueprint with a block that no layer has.
+
+    A config that lists a kind per layer may have no layer of that kind, so such configs are accepted.
+    """
     config = text_config(draft.config)
     if matched and any(field(config, name) for name in PER_LAYER):
         return
-    # A decoder, or one tower, alone.
+    # The model is only a part of the blueprint's architecture: a decoder or one tower.
     if len(find_lists(draft.model, blueprint)) < len(blueprint.layer_lists):
         return
     for path, role in blueprint.blocks.items():
@@ -81,7 +84,7 @@ def _refuse_unmatched(draft: Draft, blueprint: Blueprint, matched: set[str]) -> 
 
 
 def _key_value_path(draft: Draft, block: str, role: Block) -> str | None:
-    """Return the first projection of a block that makes keys or values, by its role; ``None`` if there is none."""
+    """Return the first projection that makes a block's keys or values, according to its role; ``None`` if none does."""
     for child, chosen in role.key_value.items():
         parts = role.parts.get(child, 1)
         count = parts if isinstance(parts, int) else len(parts(draft.block_config))
@@ -115,7 +118,7 @@ def _key_value_replicas(draft: Draft, block: str, role: Block) -> int:
 
 
 def _reads_others_keys(draft: Draft, block: str, role: Block) -> bool:
-    """Return whether attention makes no keys and reads those of an earlier layer, as in Gemma 3n's last layers."""
+    """Return whether attention reads the keys of an earlier layer and makes none, as in Gemma 3n's last layers."""
     makes = (child for child in role.key_value if child in role.column)
     missing = [child for child in makes if f"{block}.{child}" not in draft.modules]
     return bool(missing) and _GROUPS in vars(draft.modules[block])
@@ -159,7 +162,7 @@ def _block(draft: Draft, name: str, role: Block, layers: list[str]) -> BlockPlan
 
 
 def _local_attributes(block: PlacedBlock) -> tuple[tuple[str, int], ...]:
-    """List the attributes that the block's forward reads as local sizes, with their divisors."""
+    """List the attributes that must have local sizes in the block's forward pass, each with its divisor."""
     draft = block.draft
     role = block.role
 
@@ -177,7 +180,7 @@ def _local_attributes(block: PlacedBlock) -> tuple[tuple[str, int], ...]:
 
 
 def _divisor(block: PlacedBlock, attribute: str) -> int:
-    """Return the divisor of a local size: ``tp_size``, or less for counts of replicated key/value heads."""
+    """Return the divisor of a size: ``tp_size``, or less for numbers of replicated key/value heads."""
     tp = block.draft.tp
     return tp // block.replicas if attribute.rpartition(".")[2] in KEY_VALUE_COUNTS else tp
 
@@ -187,7 +190,10 @@ def blocks_around_experts(
     name: str,
     role: Block,
 ) -> Iterator[tuple[str, Block]]:
-    """Yield the blocks that the tensor axis shards in ``name``: itself, or shared experts of which ranks hold all."""
+    """Yield the blocks of module ``name`` that are sharded over the tensor axis, each with its role.
+
+    This is ``name`` itself, or, for an MoE layer whose tokens are divided over the tensor ranks, its shared experts.
+    """
     inside = [
         path
         for path, module in draft.modules.items()
@@ -223,7 +229,7 @@ def _inner(role: Block, child: str) -> Block:
 
 
 def check_heads(draft: Draft, groups: int) -> None:
-    """Refuse a ``tp_size`` that would split a head of one of ``groups`` groups; no two ranks share key/value heads."""
+    """Refuse a ``tp_size`` that would split a head, for heads in ``groups`` groups and without replicated heads."""
     heads, key_heads = _heads_of_config(draft)
     if not heads or not key_heads:
         return
@@ -241,15 +247,16 @@ def check_heads(draft: Draft, groups: int) -> None:
 def key_value_replicas(draft: Draft, attention: Any, groups: int) -> int:
     """Return how many consecutive ranks hold each key/value head of ``attention``; refuse sizes that split a head.
 
-    The queries of a rank read the key/value heads of that rank. ``tp_size`` must divide the heads, and divide or be a
-    multiple of the key/value heads; with fewer of those (Shazeer 2019; Ainslie et al. 2023), ranks hold the same one::
+    The queries of a rank read only the key/value heads of the same rank. ``tp_size`` must divide the number of heads,
+    and must divide, or be a multiple of, the number of key/value heads. If there are fewer key/value heads than ranks
+    (Shazeer 2019; Ainslie et al. 2023), consecutive ranks hold the same head::
 
         4 heads, 2 key/value heads, tp4     rank 0: q0 kv0   rank 1: q1 kv0   rank 2: q2 kv1   rank 3: q3 kv1
     """
     heads, key_heads = _heads_of_config(draft)
     if not heads or not key_heads:
         return 1
-    # Some layers have other counts than the config's.
+    # Some layers have other numbers of heads than the config.
     own = first_count(attention, _HEADS) or heads
     per_key_head = getattr(attention, "num_key_value_groups", None)
     shared = own // per_key_head if per_key_head else key_heads if own == heads else own
@@ -269,7 +276,7 @@ def key_value_replicas(draft: Draft, attention: Any, groups: int) -> int:
 
 
 def check_block_heads(draft: Draft, blocks: list[BlockPlan]) -> None:
-    """Refuse such sizes also for blocks with a head count of their own (an encoder beside a decoder, a tower)."""
+    """Refuse a ``tp_size`` that would split a head in a block with its own number of heads (of an encoder, a tower)."""
     if draft.problems:
         return
     for block in blocks:
@@ -285,9 +292,9 @@ def check_block_heads(draft: Draft, blocks: list[BlockPlan]) -> None:
 
 
 def _heads_of_config(draft: Draft) -> tuple[int | None, int | None]:
-    """Return heads and key/value heads by the config; their greatest common divisors where layers differ."""
+    """Return the config's numbers of heads and key/value heads; if layers differ, their greatest common divisors."""
     config = text_config(draft.config)
-    # The other names mean the encoder's.
+    # If this field exists, the usual field names are those of the encoder.
     heads = key_heads = counts(config, ("decoder_attention_heads",))
     if not heads:
         heads = counts(config, HEAD_FIELDS)

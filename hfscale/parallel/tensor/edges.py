@@ -1,12 +1,13 @@
-"""Put collectives at the edges of tensor-parallel blocks, as hooks on stock modules.
+"""Install collectives at the edges of tensor-parallel blocks, as hooks on stock modules.
 
 Data flow of one block (``t`` tensor ranks, ``h`` hidden size)::
 
     [b, s, h] --copy--> column projections --> [b, s, .../t] --> row projection --> partial [b, s, h] --reduce--> full
 
-Inside the edges every module is the stock one with local sizes and plain tensors. The hooks sit on the block and not on
-its projections, so that whatever is put around a projection later (adapters, quantized layers, compilers, FSDP) stays
-inside the edges. Processes and inference's threads install the same hooks, with other functions in their :class:`Edge`.
+Inside the edges every module is the stock one, with local sizes and plain tensors. The hooks are on the block and not
+on its projections, so that wrappers installed around a projection later (adapters, quantized layers, compilers, FSDP)
+stay inside the edges. Training processes and the threads that test an inferred blueprint install the same hooks, with
+different functions in their :class:`Edge`.
 """
 
 from collections.abc import Callable, Sequence
@@ -52,28 +53,28 @@ class Overlap:
     ) -> None:
         self.group = group
         self.regather = regather
-        # exact types: a subclass may compute something else
+        # exact classes only: a subclass may compute something else
         self.columns: list[Any] = [module for module in columns if type(module) in PROJECTIONS]
         self._low_rank: dict[Any, Callable[[Tensor], Tensor]] = {}
         self._waiting: dict[nn.Module, DeferredWeightGrad] = {}
-        # re-gathers the latest input in the backward pass; ``None`` without ``sequence_regather``
+        # gathers the latest input again in the backward pass; ``None`` without ``sequence_regather``
         self.gathered: Regather | None = None
         for module in self.columns:
             self._take_apart(module)
 
     def enter(self, x: Tensor, stream: SequenceRegion | None) -> Tensor:
-        """Return the block's input as its projections read it, gathered from ``stream`` where that is cut."""
+        """Return the block's input for its projections, with all tokens; ``stream`` is the region if it is sharded."""
         self.gathered = None
-        if self._waiting:  # of a pass that failed, or did not run every projection
+        if self._waiting:  # left by a pass that failed, or that did not run every projection
             self._waiting = {}
-        # The compiler overlaps collectives itself, and cannot keep this state.
+        # torch's compiler overlaps collectives by itself, and cannot trace the state that is kept here.
         if torch.compiler.is_compiling():
             return _entered(x, self.group, stream)
         gather, reduce, entries = (
             (None, self._start_sum, x.numel()) if stream is None else stream.collectives(x)
         )
         autocast = torch.is_autocast_enabled(x.device.type)
-        # The gradient is a sum over projections that ran in the autocast dtype: send it in that.
+        # The gradient is a sum over projections that ran in the autocast dtype, so it is sent in this dtype.
         if autocast:
             reduce = narrowed(reduce, torch.get_autocast_dtype(x.device.type))
         agrees = self._agrees
@@ -101,19 +102,24 @@ class Overlap:
 
     @cached_property
     def _agrees(self) -> bool:
-        """Return whether products of their own ask other ranks, each way in its own order: also of few tokens, since
-        context ranks may have different numbers of them. They are set before the first pass.
+        """Return whether a projection has products other than torch's, which may exchange values between ranks.
+
+        All ranks must then communicate in the same order, for any number of tokens, because context ranks may have
+        different numbers of tokens. Products are set before the first pass.
         """
         return any(multiplied_by(column) is not Products for column in self.columns)
 
     def read_by(self, low_rank: Any, read: Callable[[Tensor], Tensor]) -> None:
-        """Let an adapter's first factor ``low_rank`` also drop the input if backward gathers it again."""
+        """Let an adapter's first factor ``low_rank`` also not save the block's input if it is gathered again.
+
+        ``read`` returns the factor's weight in the form in which the forward pass reads it.
+        """
         if type(low_rank) in PROJECTIONS:
             self._low_rank[low_rank] = read
             self._take_apart(low_rank)
 
     def _start_sum(self, grad: Tensor) -> collectives.Started:
-        # A copy, since autograd may hand the same gradient tensor to another branch.
+        # A copy, because autograd may pass the same gradient tensor to another branch.
         return collectives.start_all_reduce(
             grad.clone(memory_format=torch.contiguous_format), self.group
         )
@@ -139,8 +145,9 @@ def install_block_edges(
     stream: SequenceRegion | None = None,
     overlap: Overlap | None = None,
 ) -> None:
-    """Install hooks on entry and exit of ``block``, between which random numbers are this rank's own. Where the
-    ``stream`` is cut along the sequence, entering gathers it and leaving scatters it.
+    """Install the hooks of ``block``: collectives at its entry and exit, and random numbers of this rank inside.
+
+    If hidden states of the region ``stream`` are sharded, the entry gathers them and the exit scatters them.
     """
     group = mesh.tp_group
     rank = mesh.tp_rank
@@ -151,7 +158,7 @@ def install_block_edges(
         size=mesh.layout.tp,
         enter=ends.enter,
         leave=ends.leave,
-        # also where the stream is cut along the sequence
+        # the other inputs have all tokens, even if hidden states are sharded along the sequence
         enter_other=lambda x: collectives.copy_to_tp_region(x, group),
         gather=lambda x, lengths: collectives.gather_from_tp_region(x, lengths, group),
     )
@@ -173,13 +180,13 @@ def _entered(x: Tensor, group: dist.ProcessGroup, stream: SequenceRegion | None)
 
 
 def _entered_at_once(x: Tensor, gather: overlap.Start | None, reduce: overlap.Start) -> Tensor:
-    """Return ``x`` inside the block, awaiting each collective where it starts."""
+    """Return ``x`` inside the block, waiting for each collective right after its start (without overlap)."""
     enter = (lambda x: x.view_as(x)) if gather is None else lambda x: gather(x).result()
     return collectives.apply_mapping(x, enter, lambda grad: reduce(grad).result())
 
 
 class _BlockEnds:
-    """Run the collectives at a block's entry and exit; with ``overlap``, the entry's overlap with weight gradients."""
+    """Run the collectives at a block's entry and exit; with ``overlap``, overlap the entry's with weight gradients."""
 
     def __init__(
         self, group: dist.ProcessGroup, stream: SequenceRegion | None, overlap: Overlap | None
@@ -199,20 +206,20 @@ class _BlockEnds:
             else self.overlap.enter(x, stream)
         )
         self._flat = x.ndim == 2
-        # The graph of a checkpoint may change nothing outside of it.
+        # A compiled graph of an activation checkpoint must not change state outside of the graph.
         if not torch.compiler.is_compiling():
             self._tokens = tuple(x.shape[:-1])
         return x
 
     def leave(self, x: Tensor) -> Tensor:
-        """Sum the block's output over the tensor ranks, and keep this rank's tokens where the sequence is cut."""
+        """Sum the block's output over the tensor ranks; if the sequence is sharded, return only this rank's tokens."""
         stream = self._cut_stream
         if stream is None:
             return collectives.reduce_from_tp_region(x, self.group)
-        # a compiled entry notes nothing, also where the exit is not compiled
+        # A compiled entry has not set _tokens, even if the exit is not compiled.
         told = RUNNING.told if torch.compiler.is_compiling() or not self._tokens else None
         tokens = self._tokens if told is None else (told.samples, told.total)
-        # MoE blocks flatten [b, s, h] to [b s, h]: undo it.
+        # MoE blocks flatten [b, s, h] to [b s, h]: restore the dims.
         if x.ndim == 2 and len(tokens) == 2 and not self._flat:
             return stream.leave(x.unflatten(0, tokens)).flatten(0, 1)
         return stream.leave(x)
@@ -225,7 +232,7 @@ class _BlockEnds:
 def install_head_edge(
     head: nn.Module, group: dist.ProcessGroup, streams: Sequence[SequenceRegion] = ()
 ) -> None:
-    """Install hooks on the entry of the projection onto the vocabulary; its output stays sharded."""
+    """Install a hook on the entry of the head, the projection onto the vocabulary; the head's output stays sharded."""
 
     def before(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         from_stream = (stream.enter_head(args[0]) for stream in streams)
@@ -242,20 +249,20 @@ def install_head_edge(
 
 @dataclass(frozen=True)
 class Edge:
-    """Hold how one tensor rank communicates with the others."""
+    """Hold the functions by which one tensor rank communicates with the other tensor ranks."""
 
     rank: int
     size: int
     enter: Callable[[Tensor], Tensor]
     leave: Callable[[Tensor], Tensor]
-    # Applied to the block's other inputs, which are the same on all ranks.
+    # applied to the block's inputs other than hidden states, which are the same on all ranks
     enter_other: Callable[[Tensor], Tensor]
     # concatenates the ranks' slices of a tensor's last dim, given their lengths
     gather: Callable[[Tensor, list[int]], Tensor]
 
 
 def hook_block(model: nn.Module, block: BlockPlan, edge: Edge) -> None:
-    """Install hooks on the inputs and outputs of ``block``, its per-head inputs, and its modules across heads."""
+    """Install hooks on the inputs and outputs of ``block``, on its per-head inputs, and on modules that mix heads."""
 
     def own_heads(
         _: nn.Module,
@@ -309,12 +316,15 @@ def hook_block(model: nn.Module, block: BlockPlan, edge: Edge) -> None:
 
 
 def _compute_across(module: nn.Module, width: int, replicas: int, edge: Edge) -> None:
-    """Give ``module`` the full ``width`` of a cut activation (the first of ``replicas``), and cut its output again."""
+    """Gather the input of ``module`` to its full ``width``, and shard its output again.
+
+    If the input is replicated over consecutive ranks (``replicas``), only the first replica is taken.
+    """
     cut = Cut("tp", -1, edge.size, replicas=(replicas,))
     lengths = [cut.local_length(width, other) for other in range(edge.size)]
 
     def gathered(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        # What follows differs between ranks, so the gradient of the whole is the sum over them.
+        # The ranks compute different things with the gathered tensor, so its gradient is a sum over the ranks.
         every = edge.gather(args[0], lengths)
         if replicas > 1:
             every = every.unflatten(
@@ -328,7 +338,7 @@ def _compute_across(module: nn.Module, width: int, replicas: int, edge: Edge) ->
 
 
 def set_local_sizes(module: Any, block: BlockPlan) -> None:
-    """Let ``module``, that of ``block``, read local sizes from its attributes and its config."""
+    """Set local sizes in the attributes and the config of ``module``, the module of ``block``."""
     for path, divisor in block.local_attributes:
         owner, _, name = path.rpartition(".")
         holder = module.get_submodule(owner)
@@ -338,7 +348,7 @@ def set_local_sizes(module: Any, block: BlockPlan) -> None:
 
 
 class _LocalConfig:
-    """Show a config to one block with some fields replaced by local sizes."""
+    """Wrap a config for one block, with some fields replaced by local sizes."""
 
     def __init__(
         self,
@@ -349,7 +359,7 @@ class _LocalConfig:
         self.__dict__.update(local, _whole=config)
 
     def __getattr__(self, name: str) -> Any:
-        # Asked for by copy and pickle, before there is anything here.
+        # copy and pickle read such names before any attribute is set.
         if name.startswith("__") or name == "_whole":
             raise AttributeError(name)
         return getattr(self._whole, name)

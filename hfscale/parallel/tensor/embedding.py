@@ -1,11 +1,11 @@
-"""The input embedding, sharded along the vocabulary (Shoeybi et al. 2019, section 3).
+"""Shard the input embedding along the vocabulary (Shoeybi et al. 2019, section 3).
 
-Each rank looks up the tokens of its slice and contributes zeros for the others; one all-reduce of ``[b, s, h]`` makes
-the sum. The backward pass needs no communication.
+Each rank looks up the tokens of its slice and contributes zeros for all other tokens; one all-reduce of ``[b, s, h]``
+sums the ranks' results. The backward pass needs no communication.
 
-The sum comes as late as possible: after an adapter's output is added, or in the first layer, as a reduce-scatter along
-the sequence. A stock class that computes on the embeddings it looked up (a norm, say) gets summed rows instead, so that
-its other parameters have full gradients on every rank.
+The sum is made as late as possible: after an adapter's output is added, or in the first layer as a reduce-scatter along
+the sequence. A stock class that computes something on the rows that it looked up (a norm, for example) gets summed rows
+instead, so that its other parameters have full gradients on every rank.
 """
 
 from collections.abc import Callable
@@ -24,22 +24,23 @@ from .sequence.region import SequenceRegion
 
 
 class VocabParallelEmbedding(nn.Embedding):
-    """Replace ``nn.Embedding`` by one that holds the ids ``[start, start + weight.shape[0])``."""
+    """Replace ``nn.Embedding`` by an embedding that holds only the ids ``[start, start + weight.shape[0])``."""
 
     _hfscale_start: int
     _hfscale_sum: Callable[[Tensor], Tensor] | None
 
     def forward(self, input: Tensor) -> Tensor:
-        """Embed ids ``[...]`` as ``[..., h]``: partial sums over the tensor ranks, or the sum if set up so."""
+        """Embed ids ``[...]`` as ``[..., h]``: this rank's term of the sum over tensor ranks, or the sum if set so."""
         rows = self.look_up(input, self.weight)
         return rows if self._hfscale_sum is None else self._hfscale_sum(rows)
 
     def look_up(self, input: Tensor, weight: Tensor, **_: Any) -> Tensor:
-        """Look up this rank's ids in ``weight``; other ids get zeros."""
+        """Look up the ids of this rank's slice in ``weight``; all other ids get zeros."""
         local = input - self._hfscale_start
         missing = (local < 0) | (local >= weight.shape[0])
         rows = F.embedding(local.masked_fill(missing, 0), weight)
-        if self.padding_idx is not None:  # the padding token's embedding is used, never trained
+        # the padding token's embedding is used but gets no gradient
+        if self.padding_idx is not None:
             rows = rows.where((input != self.padding_idx)[..., None], rows.detach())
         return rows.masked_fill(missing[..., None], 0)
 
@@ -47,7 +48,7 @@ class VocabParallelEmbedding(nn.Embedding):
 def install_vocab_parallel_embedding(
     module: nn.Module, planned: ParameterPlan, mesh: Mesh, streams: list[SequenceRegion]
 ) -> None:
-    """Make an embedding with this rank's slice of the weight, or an adapter around one, sum its output over ranks."""
+    """Make an embedding with this rank's slice of the weight, or an adapter around it, sum its output over ranks."""
     cut = planned.cut_over("tp")
     assert cut is not None
     start = cut.spans(planned.shape[0], mesh.tp_rank)[0][0]
@@ -56,8 +57,9 @@ def install_vocab_parallel_embedding(
     if adds:
         look_up_by(module, unwrapped(module).look_up)  # type: ignore[arg-type]
     if any(wraps) and not adds:
-        return  # the stock class's lookup is summed inside
-    # Summed inside already: zero on other ranks than 0, but keep the gradient.
+        return  # the sum over ranks is made inside the stock class, after the lookup
+    # The stock class's output is summed already, and is summed again with the adapter's: ranks other than 0 contribute
+    # zeros, with the same gradient.
     if any(wraps) and mesh.tp_rank > 0:
         unwrapped(module).register_forward_hook(lambda _, args, whole: whole - whole.detach())
 
@@ -69,7 +71,10 @@ def install_vocab_parallel_embedding(
 
 
 def _cut_lookup(module: nn.Module, planned: ParameterPlan, start: int, mesh: Mesh) -> bool:
-    """Cut an embedding along the vocabulary; return whether the class computes after the lookup and so sums inside."""
+    """Shard an embedding along the vocabulary; return whether the sum over ranks is made inside of its forward pass.
+
+    This is so if the stock class computes something after the lookup.
+    """
     if not isinstance(module, nn.Embedding):
         raise ConfigError(
             f"{planned.name} must belong to an nn.Embedding, got {type(module).__name__}: use tp_size=1"

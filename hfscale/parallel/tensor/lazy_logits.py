@@ -1,10 +1,11 @@
-"""Logits that are computed on demand, so that the loss can compute them chunk by chunk.
+"""Represent logits that are computed on demand, so that the loss can compute them chunk by chunk.
 
-A stock training forward pass projects the hidden states onto the vocabulary, maybe scales or caps the logits, and
-passes them to the loss. :class:`LazyLogits` takes the place of those logits: it has their shape and dtype but no
+A stock training forward pass projects the hidden states onto the vocabulary, in some models scales or caps the logits,
+and passes the logits to the loss. :class:`LazyLogits` replaces these logits: it has their shape and dtype but no
 memory, and records the pointwise operations applied to it. The loss then projects, scales and caps one chunk of rows at
-a time. Any other use (indexing, printing, an operation not known to be pointwise) computes the real logits, with their
-graph. The operations are recorded and not listed by family, so that classes in remote code are served exactly too.
+a time. Any other use (indexing, printing, an operation not known to be pointwise) computes the real logits with their
+autograd graph. Because operations are recorded at run time, not listed per model family, model classes in remote code
+work too.
 """
 
 from collections.abc import Callable
@@ -25,7 +26,8 @@ from ...errors import ConfigError
 
 Pointwise = Callable[[Tensor], Tensor]
 
-# Pointwise operations, by the name of the out-of-place one. Each reads one entry of the logits, and else only numbers.
+# Pointwise operations, by the name of the out-of-place variant. Each output entry depends on one entry of the logits
+# and on plain numbers only.
 _POINTWISE = (
     "add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide", "neg", "negative", "tanh",
     "to", "float", "double", "half", "bfloat16", "contiguous", "clone",
@@ -61,7 +63,7 @@ _IGNORED = -100
 
 
 def _pointwise() -> dict[Any, tuple[str, Callable[..., Any]]]:
-    """Return, by torch function (in place or not), the name and the function to replay for it."""
+    """Return, for each torch function (in place or not), its name and the out-of-place function to replay."""
     operators: dict[Any, tuple[str, Callable[..., Any]]] = {}
     for name in _POINTWISE:
         for holder in (torch, Tensor):
@@ -79,17 +81,17 @@ _ANSWERED |= {torch.is_floating_point, torch.is_complex, torch.numel}
 
 
 class LazyLogits(Tensor):
-    """Represent ``[..., V/t]`` logits of ``hidden [..., h]`` that are not computed yet."""
+    """Represent logits ``[..., V/t]`` of ``hidden [..., h]`` that are not computed yet."""
 
     hidden: Tensor
     head: Pointwise  # maps ``[n, h]`` to ``[n, V/t]``
-    # applies the pointwise operations recorded since to the head's output, and can be sent to other ranks; ``None`` if
-    # there were none
+    # applies the recorded pointwise operations to the head's output, and can be sent to other ranks; ``None`` if no
+    # operation was recorded
     finish: "_Step | None"
-    reusable: bool  # whether no operation saves the result of ``finish`` for its gradient
-    sample: Tensor  # logits of zero rows, which show the dtype after each operation
-    graph: bool
-    value: Tensor | None  # the real logits, once something needed them
+    reusable: bool  # whether the memory of the logits may be overwritten: the last operation does not save its result
+    sample: Tensor  # logits of zero rows, from which the dtype after each operation is read
+    graph: bool  # whether the real logits require a gradient
+    value: Tensor | None  # the real logits, once they were computed
 
     @staticmethod
     def __new__(cls, hidden: Tensor, head: Pointwise, sample: Tensor, graph: bool) -> "LazyLogits":
@@ -114,7 +116,7 @@ class LazyLogits(Tensor):
         return raw if self.finish is None else self.finish(raw)
 
     def split_rows(self, sizes: list[int]) -> "list[LazyLogits]":
-        """Split along the first dim into logits of so many rows each."""
+        """Split along the first dim into lazy logits with ``sizes`` rows."""
         parts = [
             LazyLogits(hidden, self.head, self.sample, self.graph)
             for hidden in self.hidden.split(sizes)
@@ -125,7 +127,7 @@ class LazyLogits(Tensor):
         return parts
 
     def materialize(self) -> Tensor:
-        """Compute the logits, with their usual autograd graph, once."""
+        """Return the real logits, with their autograd graph; the first call computes them."""
         if self.value is None:
             with torch.set_grad_enabled(self.graph):
                 self.value = self.logits(self.hidden)
@@ -153,17 +155,17 @@ class LazyLogits(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        # Reached only past __torch_function__ (an autograd.Function applied to it), where a graph would be lost.
+        # Reached only if __torch_function__ is bypassed (by an autograd.Function); computing here would lose the graph.
         raise RuntimeError(
-            f"{func} read logits directly that a training step with labels does not compute: call "
-            "the model without labels, and compute the loss from its logits"
+            f"{func} reads logits, which a training step with labels does not compute: call the model without labels, "
+            "and compute the loss from its logits"
         )
 
 
 def defer_logits(head: Pointwise, hidden: Tensor, trains: bool) -> LazyLogits:
     """Return ``head(hidden)`` as lazy logits; ``trains``: whether the head has trainable parameters."""
     graph = torch.is_grad_enabled() and (hidden.requires_grad or trains)
-    # In the caller's grad mode: autocast caches the weights it casts, with or without their graph.
+    # Run in the caller's grad mode, because autocast caches the cast weights with the graph of this first call.
     sample = head(hidden.reshape(-1, hidden.shape[-1])[:0]).detach()
     return LazyLogits(hidden, head, sample, graph)
 
@@ -177,7 +179,10 @@ def _record(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> LazyLogits | None:
-    """Return the logits after ``func`` if it is a known pointwise operation on lazy logits and plain numbers."""
+    """Return the logits after ``func``, or ``None`` if ``func`` is no known pointwise operation on lazy logits.
+
+    Other operands must be plain numbers.
+    """
     if func not in _REPLAYED or any(isinstance(value, Tensor) for value in kwargs.values()):
         return None
     positions = [index for index, value in enumerate(args) if not _plain(value)]
@@ -195,7 +200,8 @@ def _record(
     )
     step = _Step(lazy.finish, replayed, positions[0], kept, kwargs)
     sample = step.alone(lazy.sample)
-    if sample is lazy.sample:  # e.g. .to() with their own dtype
+    # the operation changes nothing, like .to() with the dtype that the logits have
+    if sample is lazy.sample:
         return lazy
     if sample.shape != lazy.sample.shape or sample.device != lazy.sample.device:
         return None
@@ -203,7 +209,7 @@ def _record(
         lazy = LazyLogits(lazy.hidden, lazy.head, sample, lazy.graph)
     elif sample.dtype != lazy.dtype:  # an in-place operation keeps the dtype
         return None
-    # tanh saves its result for its gradient.
+    # tanh saves its result for its gradient, so that the result's memory must not be overwritten.
     lazy.sample = sample
     lazy.finish = step
     lazy.reusable = name != "tanh"
@@ -212,11 +218,11 @@ def _record(
 
 @dataclass(frozen=True)
 class _Step:
-    """A recorded operation, ``function(*args)`` with the logits at ``place``, behind those ``before`` it."""
+    """Replay a recorded operation after the operations recorded before it."""
 
-    before: "_Step | None"
+    before: "_Step | None"  # the operation before this one
     function: Callable[..., Tensor]
-    place: int
+    place: int  # position of the logits in ``args``
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
@@ -238,13 +244,15 @@ def _plain(value: Any) -> bool:
 
 
 class Scoring:
-    """Compute per-token scores in a forward pass with labels, instead of the mean loss, by chunks of labelled rows;
-    or keep only what ``read`` makes of the lazy logits, of which ``hidden`` is what the head reads.
+    """Compute per-token scores in a forward pass with labels, in place of the mean loss, by chunks of labelled rows.
+
+    With ``read``, no scores are computed: ``read`` is called with the lazy logits (and the head's input is their
+    ``hidden``), and its result is kept in ``made``.
 
     ::
 
         hidden [b, s, h] --> rows with a target --> chunk --> head, /temperature --> token_scores --> [n] each
-                                                      ^------ made again in the backward pass ------|
+                                                      ^------ recomputed in the backward pass ------|
     """
 
     def __init__(
@@ -252,19 +260,21 @@ class Scoring:
     ) -> None:
         self.temperature = temperature
         self._read = read
-        self.made: Any = None  # by ``read``, while the head has its weights
-        self.scores: TokenScores | None = None  # of the last pass, ``[b, s]``
+        # the result of ``read``, which is called while the head's weights are gathered
+        self.made: Any = None
+        self.scores: TokenScores | None = None  # the scores ``[b, s]`` of the last pass
 
     def take(self, logits: Tensor, targets: Tensor, vocabulary: VocabularySlice) -> Tensor:
-        """Keep the scores of ``logits [b, s, V/t]``, lazy or real; return the sum of the cross entropies, which is a
-        part of every rank's graph, also where nothing has a target; 0 with ``read``.
+        """Compute and keep the scores of ``logits [b, s, V/t]``, lazy or real; return the sum of the cross entropies.
+
+        The sum is connected to the graph on every rank, even if no position has a target. With ``read``, return 0.
         """
         temperature = self.temperature
         if self._read is not None:
             if not isinstance(logits, LazyLogits) or logits.value is not None:
                 raise ConfigError(
-                    "the teacher's class does more to its logits than scale or cap each by itself, so its head cannot "
-                    "be copied for distillation: use a teacher of another class"
+                    "the teacher's class applies an operation to its logits that is not pointwise, unlike a scale or a "
+                    "softcap, so its head cannot be copied for distillation: use a teacher of another class"
                 )
             self.made = self._read(logits, vocabulary)
             return logits.hidden.new_zeros((), dtype=compute_dtype(logits.dtype))
@@ -295,7 +305,7 @@ class Scoring:
                 else chunk(*given)
             )
             made.append(kept)
-        # Nothing to score; but gradients, of zeros, are to come to every rank, of the head too.
+        # Nothing to score, but every rank must get gradients (of zeros), also for the head.
         if not made:
             empty = (project(rows[:1]).sum() * 0).to(compute).expand(len(targets))
             whole = [

@@ -1,13 +1,14 @@
-"""Compute the loss over a sharded vocabulary, as the stock model's ``loss_function``.
+"""Compute the loss over a sharded vocabulary, in place of the stock model's ``loss_function``.
 
 Data flow of a training step with labels::
 
     hidden [b, s, h] --enter--> head: lazy logits --the model's scaling, softcap--> lazy logits
                                    --loss_function--> chunks of rows: head, loss terms, gradients --> scalar
 
-:class:`VocabParallelLoss` shifts the *labels* (never the logits), drops the rows without one and runs the head on one
-chunk of the others at a time, so that logits ``[b, s, V/t]`` never exist; ``output.logits`` is ``None`` then. Without
-labels, or in evaluation, the head runs as always, and its slices of the logits are all-gathered.
+:class:`VocabParallelLoss` shifts the *labels* (never the logits), drops the rows without a label, and runs the head on
+one chunk of the remaining rows at a time. Logits ``[b, s, V/t]`` therefore never exist, and ``output.logits`` is
+``None``. Without labels, or in evaluation, the head runs as in the stock model, and the ranks' slices of the logits are
+all-gathered.
 """
 
 import inspect
@@ -46,21 +47,21 @@ _IGNORED = -100
 
 @dataclass(frozen=True)
 class LossPass:
-    """Say how the loss of one forward pass is computed: the stock model, which calls it, hands none of this on."""
+    """Hold settings for the loss of one forward pass, which the stock model could not pass on to its loss function."""
 
-    count: Tensor | None = (
-        None  # its divisor; ``None``: what the model passes on, or the pass's own labels
-    )
+    # the loss's divisor; ``None``: the divisor that the model passes, or the pass's number of labels
+    count: Tensor | None = None
     label_smoothing: float = 0.0
-    shifted: bool = False  # whether each label is the target of the token beside it
-    # labels that were counted before the pass, and how many of them are valid
+    shifted: bool = False  # whether labels are shifted already: the label at a position is the position's target
+    # labels that were counted before the pass, and the number of valid ones
     counted: tuple[Any, int] | None = None
-    scoring: Scoring | None = None
+    scoring: Scoring | None = None  # computes per-token scores in place of the loss
+    # replaces the cross entropy by the divergence from this teacher
     teacher: TaughtRows | None = None
-    terms: list["LossTerm"] = field(default_factory=list)  # that features add
+    terms: list["LossTerm"] = field(default_factory=list)  # further terms, which features add
 
     def valid_of(self, labels: Any, ignore_index: int) -> int | None:
-        """Return how many of these labels are valid, if that is known."""
+        """Return the number of valid labels in ``labels``; ``None`` if it was not counted before the pass."""
         if self.counted is None or self.counted[0] is not labels or ignore_index != _IGNORED:
             return None
         return self.counted[1]
@@ -68,25 +69,25 @@ class LossPass:
 
 @dataclass
 class _Call:
-    """Hold what is seen of one call of the model."""
+    """Hold facts about one call of the model."""
 
     with_labels: bool = False
-    shows_logits: bool = True  # whether anyone reads its logits
-    called_loss: bool = False  # whether it called the loss function
+    shows_logits: bool = True  # whether the caller may read the logits
+    called_loss: bool = False  # whether the model called the loss function
 
 
 @dataclass
 class LossTerm:
-    """Add the cross entropy of further rows of logits, which lie behind the model's own: ``n`` times its ``b`` rows.
+    """Add the cross entropy of additional rows of logits, ``n b`` rows that follow the model's own ``b`` rows.
 
-    A feature makes one for a pass (:attr:`LossPass.terms`), and puts the hidden states of its rows behind the
-    model's; terms follow one another in the order of the list.
+    A feature creates a term for a pass (:attr:`LossPass.terms`), and appends the hidden states of the term's rows to
+    those of the model. The rows of several terms follow one another in the order of the list.
     """
 
     targets: Tensor  # ``[n, b, s]``
-    weight: float  # factor of their mean loss over the ``n``
-    hits: Tensor  # ``[n, b, s]``, whether there is a target, and no logit above its own; once computed
-    loss: Tensor | None = None  # that mean, divided like the model's loss; once computed
+    weight: float  # factor of the term: the mean over ``n`` of the rows' loss
+    hits: Tensor  # output ``[n, b, s]``: whether a position has a target, and no logit above the target's
+    loss: Tensor | None = None  # output: the term without its weight, divided like the model's loss
 
 
 def _split_rows(logits: Tensor, terms: Sequence[LossTerm]) -> Sequence[Tensor]:
@@ -117,11 +118,11 @@ class VocabParallelLoss(KeepsOutputs):
         self.head: nn.Module | None = None
         self.current = (
             LossPass()
-        )  # a call that no step makes, unless :meth:`passing` says otherwise
+        )  # the settings of calls outside of a step; :meth:`passing` sets those of a step
         self._call = _Call()
 
     def passing(self, **values: Any) -> AbstractContextManager[LossPass]:
-        """Compute the loss of passes inside the `with` block with these fields of :class:`LossPass`."""
+        """Use these fields of :class:`LossPass` for the loss of passes inside the ``with`` block."""
         return attribute_replaced(self, "current", replace(self.current, **values, terms=[]))
 
     def trains(self, model: nn.Module) -> bool:
@@ -129,9 +130,9 @@ class VocabParallelLoss(KeepsOutputs):
         return self.current.scoring is None and (self.current.count is not None or model.training)
 
     def count_labels(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """Return, on the device, how many labels a microbatch has, and how many are outside of the vocabulary."""
+        """Return, as tensors on the device, a microbatch's number of labels, and of labels outside the vocabulary."""
         targets = batch.get("shift_labels")
-        if targets is None:  # no position predicts the first labels
+        if targets is None:  # no position predicts the first label
             targets = batch["labels"][..., self.shift :]
         valid = targets != _IGNORED
         return valid.sum(), (valid & (targets.clamp(0, sum(self.lengths) - 1) != targets)).sum()
@@ -142,7 +143,10 @@ class VocabParallelLoss(KeepsOutputs):
     def loss_of(
         self, model: nn.Module, batch: Microbatch, count: Tensor, label_smoothing: float
     ) -> Tensor:
-        """Return the loss of one microbatch, divided by the ``count`` valid labels of the step, without logits."""
+        """Return the loss of one microbatch, divided by ``count``, the number of valid labels of the step.
+
+        No full logits are computed.
+        """
         given = batch.get("labels") if batch.get("shift_labels") is None else batch["shift_labels"]
         counted = None if batch.valid is None else (given, batch.valid)
         with (
@@ -160,13 +164,13 @@ class VocabParallelLoss(KeepsOutputs):
 
     @contextmanager
     def scoring(self, temperature: float = 1.0, read: Any = None) -> Iterator[Scoring]:
-        """Score every token in a forward pass with labels, inside the with block: see ``Scoring``."""
+        """Score every token in forward passes with labels inside the ``with`` block: see ``Scoring``."""
         scoring = Scoring(temperature, read)
         with self.passing(scoring=scoring):
             yield scoring
 
     def distilling(self, teacher: TaughtRows) -> AbstractContextManager[Any]:
-        """Compute the divergence from a teacher, in place of the cross entropy, inside the with block."""
+        """Compute the divergence from a teacher in place of the cross entropy inside the ``with`` block."""
         return self.passing(teacher=teacher)
 
     def __call__(
@@ -185,7 +189,9 @@ class VocabParallelLoss(KeepsOutputs):
         self._call.called_loss = True
         smoothing = current.label_smoothing if label_smoothing is None else label_smoothing
         if not 0.0 <= smoothing <= 1.0:
-            raise ConfigError(f"label_smoothing must be between 0 and 1, got {smoothing!r}")
+            raise ConfigError(
+                f"label_smoothing must be between 0 and 1, got {smoothing!r}: use 0.1, for example, or leave it out"
+            )
         vocabulary = VocabularySlice(
             self.start, sum(self.lengths), max(self.lengths), self.group, smoothing
         )
@@ -221,7 +227,10 @@ class VocabParallelLoss(KeepsOutputs):
         valid: int | None = None,
         hits: Tensor | None = None,
     ) -> Tensor:
-        """Return the sum of the cross entropies of rows with a target ``[N]``, divided by ``count`` or their number."""
+        """Return the sum of the cross entropies of rows with a target, divided by ``count``.
+
+        By default ``count`` is the number of rows with a target. ``targets`` is ``[N]``.
+        """
         if isinstance(logits, LazyLogits) and logits.value is not None:
             logits = logits.materialize()
         teacher = self.current.teacher
@@ -258,10 +267,12 @@ class VocabParallelLoss(KeepsOutputs):
     def _flat_targets(
         self, logits: Tensor, labels: Tensor | None, shift_labels: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Return the labels as given, and the target of every position of ``logits``, ``[b s]``."""
+        """Return the labels as the caller passed them, and the target of every position of ``logits``, ``[b s]``."""
         given = labels if shift_labels is None else shift_labels
         if given is None:
-            raise ConfigError("the loss got neither labels nor shift_labels: pass one of them")
+            raise ConfigError(
+                "the loss needs labels or shift_labels, got neither: pass one of them to the model"
+            )
         targets = given
         if shift_labels is None and not self.current.shifted:  # the last positions have no target
             targets = nn.functional.pad(given, (0, self.shift), value=_IGNORED)[..., self.shift :]
@@ -270,8 +281,8 @@ class VocabParallelLoss(KeepsOutputs):
             targets = targets.to(logits.device)
         if targets.numel() != logits.shape[:-1].numel():
             raise ConfigError(
-                f"the loss must get a label per position, got {targets.numel()} for {logits.shape[:-1].numel()}: leave "
-                "out logits_to_keep in a forward pass with labels"
+                f"the loss must get one label per position, got {targets.numel()} labels for "
+                f"{logits.shape[:-1].numel()} positions: leave out logits_to_keep in a forward pass with labels"
             )
         return given, targets
 
@@ -281,7 +292,10 @@ class VocabParallelLoss(KeepsOutputs):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> None:
-        """Record whether the call has labels, and whether anyone reads its logits (forward pre-hook of the model)."""
+        """Record whether the call has labels, and whether the caller may read its logits.
+
+        This is a forward pre-hook of the model.
+        """
         named = (
             dict(zip(inspect.signature(model.forward).parameters, args, strict=False))
             if args
@@ -289,7 +303,7 @@ class VocabParallelLoss(KeepsOutputs):
         )
         given = {**named, **kwargs}
         with_labels = given.get("labels") is not None
-        # Who embeds tokens itself, as PEFT's CPT does, may compute another loss of the logits.
+        # A caller that passes embeddings, like PEFT's CPT, may compute another loss from the logits.
         around = self.group is None and given.get("inputs_embeds") is not None
         unseen = (
             self.current.count is not None
@@ -305,7 +319,7 @@ class VocabParallelLoss(KeepsOutputs):
         *args: Any,
         **kwargs: Any,
     ) -> Tensor:
-        """Return the head's output, as lazy logits unless the caller will see them."""
+        """Return the head's output: real logits if the caller may read them, else lazy logits."""
         if self._call.shows_logits or len(args) != 1 or kwargs:
             return forward(*args, **kwargs)
         assert self.head is not None
@@ -321,7 +335,7 @@ class VocabParallelLoss(KeepsOutputs):
         args: tuple[Any, ...],
         logits: Tensor,
     ) -> Tensor:
-        """Keep logits cut for the loss, gather them for all else (forward hook of the head)."""
+        """Leave logits sharded for the loss in a pass with labels; else gather them (forward hook of the head)."""
         return (
             logits
             if self._call.with_labels
@@ -334,7 +348,7 @@ class VocabParallelLoss(KeepsOutputs):
         args: tuple[Any, ...],
         output: Any,
     ) -> Any:
-        """Gather the logits that the caller sees, or drop them (forward hook of the model)."""
+        """Gather the logits if the caller may read them, else drop them (forward hook of the model)."""
         call = self._call
         self._call = _Call()
         if not call.with_labels:
@@ -355,7 +369,11 @@ class VocabParallelLoss(KeepsOutputs):
         return output
 
     def _left_alone(self, model: nn.Module, output: Any) -> Any:
-        """Return the output of a model that computes its own loss; raise where vocabulary or labels are divided."""
+        """Return the output of a model that computes its own loss.
+
+        Raises:
+            ConfigError: the vocabulary is sharded, or the loss must be divided by a number of labels.
+        """
         its = f"{class_name(model)} computes its loss itself instead of calling model.loss_function, so it cannot"
         if self.group is not None:
             raise ConfigError(
@@ -363,23 +381,23 @@ class VocabParallelLoss(KeepsOutputs):
             )
         if self.current.count is not None:
             raise ConfigError(
-                f"{its} be divided by the number of labels in a step: loop over loss = model(**batch).loss and "
-                "loss.backward() instead of train_step"
+                f"{its} be divided by the number of labels in a step: call loss = model(**batch).loss and "
+                "loss.backward() in a loop instead of train_step"
             )
         if isinstance(output, tuple):
             return tuple(
                 value.materialize() if isinstance(value, LazyLogits) else value for value in output
             )
-        # A replaced forward may return no logits.
+        # A model whose forward method was replaced may return no logits.
         if isinstance(getattr(output, "logits", None), LazyLogits):
             output.logits = output.logits.materialize()
         return output
 
 
 def _rows_of(head: nn.Module, lazy: LazyLogits) -> HeadRows:
-    """Return how the loss runs the head on rows: by hand for the stock linear layer, else through autograd."""
+    """Return the object that runs the head on rows: by matrix products for a stock linear layer, else by autograd."""
     needed = lazy.hidden.requires_grad
-    # Read now: FSDP2 replaces parameters between steps.
+    # Listed in each pass, because FSDP2 replaces parameters between steps.
     parameters = list(head.parameters())
     by_hand = (
         getattr(inspect.unwrap(lazy.head), "__func__", None) is nn.Linear.forward
@@ -394,7 +412,7 @@ def _rows_of(head: nn.Module, lazy: LazyLogits) -> HeadRows:
 
 
 def install_loss(runtime: Runtime, regions: Sequence[SequenceRegion]) -> VocabParallelLoss | None:
-    """Put :class:`VocabParallelLoss` into the model, where the plan names a head it can run on."""
+    """Install :class:`VocabParallelLoss` in the model if the plan names a head; return the loss, else ``None``."""
     plan = runtime.plan
     model = runtime.model
     if plan.head is None:
@@ -405,7 +423,7 @@ def install_loss(runtime: Runtime, regions: Sequence[SequenceRegion]) -> VocabPa
     loss.head = head = model.get_submodule(plan.head)
     if (group := runtime.mesh.tp_group) is not None:
         install_head_edge(head, group, regions)
-    # Not a closure, so that deep copies of the model work.
+    # A partial, not a closure, so that deep copies of the model work.
     head.forward = partial(loss.run_head, head.forward)
     head.register_forward_hook(loss.after_head)
     model.register_forward_pre_hook(loss.before_model, with_kwargs=True)

@@ -1,4 +1,4 @@
-"""Install tensor and sequence parallelism as parts: the blocks, the loss over a sharded vocabulary, random streams."""
+"""Install tensor and sequence parallelism: the blocks, the loss over a sharded vocabulary, and random streams."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -35,8 +35,10 @@ _COUNTED: ContextVar[bool] = ContextVar("router_loss_counted", default=False)
 
 
 def cut_parameters(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
-    """Replace every parameter that is sharded over the tensor or expert axis by this rank's shard; ties and
-    ``requires_grad`` stay. The model may be on any device; on the meta device only shapes change.
+    """Replace every parameter that is sharded over the tensor or expert axis by this rank's shard.
+
+    Tied parameters stay tied, and ``requires_grad`` is kept. The model may be on any device; on the meta device only
+    shapes change.
     """
     replaced: dict[int, nn.Parameter] = {}
     for planned in plan.parameters:
@@ -55,7 +57,7 @@ def cut_parameters(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
 
 @contextmanager
 def router_loss_counted_once() -> Iterator[None]:
-    """Let a model compute its router loss inside the with block, to go through :func:`share_of_router_loss`."""
+    """Allow a model to compute its router loss inside the ``with`` block, for :func:`share_of_router_loss`."""
     token = _COUNTED.set(True)
     try:
         yield
@@ -64,16 +66,19 @@ def router_loss_counted_once() -> Iterator[None]:
 
 
 def share_of_router_loss(loss: Tensor, ranks: int) -> Tensor:
-    """Return the value with ``1 / ranks`` of its gradient: every tensor rank computes it, and gradients are summed."""
+    """Return ``loss`` with its gradient divided by ``ranks``.
+
+    Every tensor rank computes the same loss, and the gradients of the ranks are summed.
+    """
     share = loss / ranks
     return share + (loss - share).detach()
 
 
 class TensorParallel(Part, SequenceAxis):
-    """Cut the blocks over the tensor ranks, and with sequence parallelism the hidden states between them."""
+    """Shard the blocks over the tensor ranks and, with sequence parallelism, the hidden states between the blocks."""
 
     def __init__(self) -> None:
-        # Sums partial gradients over the tensor ranks; ``None`` for one rank.
+        # sums partial gradients over the tensor ranks; ``None`` with one tensor rank
         self.sums: PartialSums | None = None
         self.regions: list[SequenceRegion] = []
         # entries of blocks that overlap their collectives with weight gradients, by the block's name
@@ -122,21 +127,21 @@ class TensorParallel(Part, SequenceAxis):
 
     def _overlap(self, runtime: Runtime, block: BlockPlan, sums: PartialSums) -> Overlap | None:
         plan = runtime.plan
-        # With several entries no single one feeds all projections; and recomputed without the block's entry,
-        # projections would not have what their weight gradients need.
+        # A block with several entries has no single entry whose tensor all its projections read. And if projections are
+        # recomputed without the block's entry, the operands of their weight gradients are missing.
         again = tuple(f"{module}." for module in recomputed(plan).modules)
         alone = any(f"{name}.".startswith(again) for name in block.column)
         if alone or not plan.layout.overlap or len(block.enter) > 1 or block.enter_inputs:
             return None
-        # The gradient of a replicated weight is summed inside backward, so it cannot be computed later.
+        # The gradient of a replicated weight is summed in the backward pass, so its computation cannot be deferred.
         columns = [name for name in block.column if plan.by_name[f"{name}.weight"].replicas == 1]
         modules = [runtime.model.get_submodule(name) for name in columns]
         regather = bool(plan.layout.sequence_regather)
         return Overlap(modules, sums.group, regather)
 
     def region_of(self, name: str) -> SequenceRegion | None:
-        """Return the sequence-parallel region that a module in the layers belongs to; ``None`` if it is in none."""
-        if name not in self._region_of:  # layers ask in every pass
+        """Return the sequence-parallel region that contains a module; ``None`` if no region does."""
+        if name not in self._region_of:  # cached, because layers call this in every pass
             inside = (
                 r
                 for r in self.regions
@@ -146,13 +151,13 @@ class TensorParallel(Part, SequenceAxis):
         return self._region_of[name]
 
     def around_gradients(self, runtime: Runtime) -> AbstractContextManager[None]:
-        """Sum gradients that are partial over the tensor ranks once, after the with block."""
+        """Sum gradients that are partial over the tensor ranks once, after the ``with`` block."""
         if self.sums is None:
             return nullcontext()
         partial = [
             parameter for planned, parameter in runtime.parameters() if "tp" in planned.partial
         ]
-        # A gradient hook (an optimizer that steps in backward) must see full gradients: sum them inside backward.
+        # Gradient hooks (of an optimizer that steps in the backward pass) need full gradients: the sum is made there.
         if any(has_backward_hook(p) or has_accumulation_hook(p) for p in partial):
             return nullcontext()
         return self.sums.at_the_end([p for p in partial if p.requires_grad])
@@ -160,7 +165,7 @@ class TensorParallel(Part, SequenceAxis):
     def around_stage_pass(
         self, runtime: Runtime, arrives: int | None, leaves: bool
     ) -> AbstractContextManager[None]:
-        """Let hidden states arrive as shards of the sequence, and leave so."""
+        """Make a pipeline stage receive and send hidden states as shards of the sequence."""
         for region in self.regions:
             if not region.plan.alone:
                 region.passes(arrives, leaves)
@@ -188,8 +193,8 @@ class TensorParallel(Part, SequenceAxis):
             return "it gets this rank's slice of the vocabulary; call the model without labels for full logits"
         if self.is_seq_sharded(module):
             return (
-                "it gets this rank's tokens of a sequence cut by sequence_parallel: computing per token is right, "
-                "mixing or keeping tokens is not; with sequence_parallel=False it gets all of them"
+                "it gets this rank's tokens of a sequence cut by sequence_parallel: it may compute per token, but must "
+                "not mix or keep tokens; with sequence_parallel=False it gets all tokens"
             )
         return None
 
@@ -220,23 +225,23 @@ def _refuse_cut_outputs(
 
 
 class VocabularyLoss(Part):
-    """Install the loss that training steps normalize, also for an uncut vocabulary."""
+    """Install the loss that training steps normalize, even if the vocabulary is not sharded."""
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
-        """Install the loss, after the edges of blocks."""
+        """Install the loss; call this after the block edges are installed."""
         tensor = runtime.part(TensorParallel)
         loss = install_loss(runtime, tensor.regions if tensor is not None else [])
         runtime.loss = runtime.loss or loss
 
 
 class RandomStreams(Part):
-    """Make ranks that compute together draw equal random numbers, and other ranks different ones."""
+    """Make ranks of one tensor group draw equal random numbers, and all other ranks different random numbers."""
 
     def __init__(self) -> None:
         self.agreed = False
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
-        """Install hooks on ``generate()`` and the first training pass, for training loops without ``train_step``."""
+        """Install hooks on ``generate()`` and, for training loops without ``train_step``, on forward passes."""
         runtime.streams = self
         install_generate(runtime.model, runtime.mesh)
         runtime.model.register_forward_pre_hook(
@@ -244,7 +249,7 @@ class RandomStreams(Part):
         )
 
     def synchronize(self, runtime: Runtime) -> None:
-        """Agree on random streams once, before the first training step, after the user's seeding."""
+        """Agree on random streams once: before the first training step, but after the user has seeded."""
         if not self.agreed:
             agree_on_replicated_stream(runtime.mesh)
             self.agreed = True

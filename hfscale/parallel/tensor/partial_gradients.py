@@ -1,22 +1,23 @@
-"""Sum partial gradients: replicated parameters of which each tensor rank computes only a part of the gradient.
+"""Sum partial gradients: those of replicated parameters whose gradient is a sum of one term per tensor rank.
 
-One case are per-head norms, which each rank applies to its own heads; another, under sequence parallelism, everything
-between the blocks, which sees only this rank's tokens. The bias of a row projection is a third: it must enter the sum
-over ranks once, so one rank adds it and the others add zero.
+There are three cases: per-head norms, which each rank applies to its own heads; under sequence parallelism, all
+parameters between the blocks, which each rank applies to its own tokens; and the bias of a row projection. The bias
+must enter the sum over ranks once, so one rank adds the bias and all other ranks add zero.
 
-The sum can happen at two times. *In backward*: while such a module computes, its parameter is replaced by the output of
-``copy_to_tp_region``, whose backward is an all-reduce. That is right in a plain ``loss.backward()``
-loop. *Deferred*, for :func:`hfscale.train_step`, which knows when the step is over: the parameters are read as they
-are, and one all-reduce over all of them follows the last backward pass, instead of one per parameter and microbatch.
+The sum can be made at two times. *In the backward pass*: while such a module computes, its parameter is replaced by the
+output of ``copy_to_tp_region``, whose backward pass is an all-reduce. This works in a plain ``loss.backward()`` loop.
+*Deferred*, for :func:`hfscale.train_step`, which controls the end of the step: modules read their parameters directly,
+and after the last backward pass one all-reduce sums all partial gradients, instead of one per parameter and microbatch.
 
-Key/value heads that several ranks hold are another case: each computes their gradient for its own queries only. With
-fewer of them than ranks, consecutive ranks hold the same head (:attr:`hfscale.plan.Cut.replicas`)::
+Key/value heads that several ranks hold are a separate case: each rank computes their gradient for its own queries only.
+If there are fewer key/value heads than ranks, consecutive ranks hold the same head
+(:attr:`hfscale.plan.Cut.replicas`)::
 
     tp4, 2 key/value heads      rank 0: kv0   rank 1: kv0   rank 2: kv1   rank 3: kv1
     backward                    sum over ranks 0 and 1      sum over ranks 2 and 3
 
-That sum always happens in backward, on the parameter as it is read; replicas, which start equal, stay bitwise equal.
-In a fused projection only the matrices of keys and values are summed.
+This sum is always made in the backward pass, on the gradient of the parameter as it is read. Replicas start equal and
+therefore stay bitwise equal. In a fused projection only the gradients of the key and value matrices are summed.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -38,26 +39,32 @@ from ...train.runtime.shards import gradients_aside, local_tensor
 
 _READS = "_hfscale_reads"
 
-# One all-reduce of a gradient: (dim, spans along it, group); no spans mean the full tensor.
+# One all-reduce of a gradient: (dim, spans along this dim, group); without spans, the full tensor is reduced.
 _Sum = tuple[int, Sequence[tuple[int, int]], dist.ProcessGroup]
 
 
 class PartialSums:
-    """Sum partial gradients over tensor ranks: in backward or, where :meth:`at_the_end` is ``deferred``, at its end."""
+    """Sum partial gradients over tensor ranks: in the backward pass, or at the end of an :meth:`at_the_end` block."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.deferred = False
 
     def read(self, parameter: Tensor) -> Tensor:
-        """Return the parameter as a computation reads it; a local shard where data ranks do not gather it (experts)."""
+        """Return the parameter in the form that a module computes with.
+
+        For a parameter that data ranks do not gather (of experts), this is the local shard.
+        """
         return (
             parameter if self.deferred else copy_to_tp_region(local_tensor(parameter), self.group)
         )
 
     @contextmanager
     def at_the_end(self, parameters: Sequence[Tensor]) -> Iterator[None]:
-        """Sum the gradients of ``parameters``, in one order on all ranks, after the with block, apart from earlier."""
+        """Sum the gradients that ``parameters`` get in the ``with`` block over the ranks, after the block.
+
+        The order of ``parameters`` must be the same on all ranks. Gradients from before the block are not summed again.
+        """
         with gradients_aside(parameters):
             with attribute_replaced(self, "deferred", True):
                 yield
@@ -74,7 +81,15 @@ def install_partial_sums(
     holds: Callable[[str], bool],
     first: bool,
 ) -> None:
-    """Make modules read what this rank ``holds`` through ``sums``; the ``first`` adds biases of row projections."""
+    """Make modules read their parameters with partial gradients through ``sums``.
+
+    Args:
+        model: the model.
+        plan: names the parameters with partial gradients.
+        sums: sums their gradients.
+        holds: returns whether this rank holds a parameter.
+        first: whether this rank adds the biases of row projections.
+    """
     once = {
         name
         for block in plan.blocks
@@ -98,12 +113,18 @@ def read_partial(
     once: bool = True,
     holder: nn.Module | None = None,
 ) -> None:
-    """Make ``module`` read the parameters ``names`` (all by default) of ``holder``, by default ``module`` or the stock
-    modules wrapped in it, through ``sums``. Not ``once``, it computes with zeros, but with a gradient.
+    """Make ``module`` read parameters through ``sums``.
+
+    Args:
+        module: the module whose forward pass reads the parameters.
+        sums: sums their gradients.
+        names: the parameters' names, by default all parameters of the holder.
+        once: if false, the module computes with zeros in place of the values, but the parameters still get gradients.
+        holder: the module that holds the parameters, by default ``module`` or the stock modules that it wraps.
     """
 
     def read(leaf: Tensor) -> Tensor:
-        # Leave frozen parameters alone: 4-bit ones would lose their type.
+        # Frozen parameters are left unchanged: 4-bit parameters would lose their class.
         value = sums.read(leaf) if leaf.requires_grad else leaf
         return value if once else value * 0.0
 
@@ -119,11 +140,11 @@ def read_through(
     holder: nn.Module,
     reads: dict[str, Callable[[Tensor], Tensor]],
 ) -> None:
-    """Replace parameters of ``holder`` by ``reads[name](parameter)`` during each forward of ``module``."""
+    """Replace parameters of ``holder`` by ``reads[name](parameter)`` during each forward pass of ``module``."""
     forward: Callable[..., Any] = module.forward
 
     def forward_reading(*args: Any, **kwargs: Any) -> Any:
-        # Only during the forward: FSDP, optimizers and state dicts must see the leaf.
+        # Only during the forward pass: FSDP, optimizers and state dicts must find the leaf parameter.
         leaves = {
             name: leaf for name in reads if (leaf := own_parameters(holder).get(name)) is not None
         }
@@ -142,16 +163,20 @@ def read_through(
 
 
 def as_read(module: nn.Module, name: str) -> Tensor | None:
-    """Return a parameter of ``module`` as its forward pass reads it, for code that computes in its place."""
+    """Return a parameter of ``module`` in the form that its forward pass reads, for code that replaces this pass."""
     value: Tensor | None = own_parameters(module).get(name)
-    for reads in reversed(vars(module).get(_READS, ())):  # the last ones are outermost
+    # the last replacement wraps the earlier ones
+    for reads in reversed(vars(module).get(_READS, ())):
         if value is not None and name in reads:
             value = reads[name](value)
     return value
 
 
 def computes_with(model: nn.Module, holder: nn.Module) -> nn.Module:
-    """Return the module whose forward reads parameters of ``holder``: itself, or an adapter around a ParameterDict."""
+    """Return the module whose forward pass reads the parameters of ``holder``.
+
+    This is ``holder``, or for a ParameterDict the adapter that contains it.
+    """
     if not isinstance(holder, nn.ParameterDict):
         return holder
     return next(
@@ -162,14 +187,17 @@ def computes_with(model: nn.Module, holder: nn.Module) -> nn.Module:
 def install_replica_sums(
     model: nn.Module, plan: Plan, mesh: Mesh, holds: Callable[[str], bool]
 ) -> None:
-    """Sum in backward, over the groups of :attr:`hfscale.plan.Plan.replicas`, gradients of heads held several times."""
+    """Sum the gradients of replicated key/value heads in the backward pass.
+
+    The sums are over the process groups of :attr:`hfscale.plan.Plan.replicas`.
+    """
     sums: dict[nn.Module, dict[str, list[_Sum]]] = {}
     reader: dict[nn.Module, nn.Module] = {}
     for planned in plan.parameters:
         if _replicas(planned) and holds(planned.name):
             owner, name = owner_of(model, planned.name)
             sums.setdefault(owner, {})[name] = _sums_of(planned, mesh)
-            # A wrapper may read its module's parameters besides calling it: DoRA reads the bias.
+            # A wrapper may also read its module's parameters directly: DoRA reads the bias.
             reader[owner] = computes_with(
                 model,
                 module_at(model, planned.name.rpartition(".")[0]),
@@ -183,7 +211,7 @@ def install_replica_sums(
 
 
 def _replicas(planned: ParameterPlan) -> list[int]:
-    """Return how many consecutive tensor ranks hold the same heads, for each sum of their gradients in the plan."""
+    """Return, for each sum over replicas in the plan of a parameter, how many consecutive tensor ranks it covers."""
     return [
         step.replicas
         for step in planned.reductions
@@ -213,8 +241,8 @@ def _read(leaf: Tensor, sums: list[_Sum]) -> Tensor:
 
 
 def _all_reduced(grad: Tensor, sums: list[_Sum]) -> Tensor:
-    """All-reduce (spans of) a gradient over the ranks with replicas."""
-    # A copy, since autograd may hand the same gradient tensor to another branch.
+    """All-reduce a gradient, or spans of it, over the ranks with replicas."""
+    # A copy, because autograd may pass the same gradient tensor to another branch.
     grad = grad.clone(memory_format=torch.contiguous_format)
     for dim, spans, group in sums:
         if not spans:

@@ -18,7 +18,7 @@ _PLACEHOLDER = re.compile(r"(image|video|audio)_token_(id|index)")
 
 
 def plan_tensor(draft: Draft) -> None:
-    """Plan the tensor-parallel blocks, by the draft's blueprint."""
+    """Plan the tensor-parallel blocks according to the draft's blueprint."""
     if draft.tp > 1 and (asked := partial_output(draft.config)):
         draft.problem(
             f"tp_size={draft.tp}: the config's {asked}: set it to False, or use tp_size=1"
@@ -28,14 +28,14 @@ def plan_tensor(draft: Draft) -> None:
 
 
 def plan_vocabulary(draft: Draft) -> None:
-    """Plan the head and its loss; over tensor ranks, shard head and input embedding along the vocabulary."""
+    """Plan the head and its loss; with several tensor ranks, shard head and input embedding along the vocabulary."""
     draft.head, draft.loss, draft.no_step = _find_head(draft)
     embedding = input_embedding(draft.model)
     name = next((name for name, module in draft.modules.items() if module is embedding), None)
     known = (
         name is not None and isinstance(embedding, nn.Embedding) and looks_up_like_stock(embedding)
     )
-    # Placeholder token ids (of images or sounds) may be outside of the embedding's range.
+    # Token ids that stand for images or sounds may be outside of the embedding's range.
     numbers = [
         value for field, value in vars(draft.config).items() if _PLACEHOLDER.fullmatch(field)
     ]
@@ -48,7 +48,7 @@ def plan_vocabulary(draft: Draft) -> None:
 
 
 def plan_own_loss(draft: Draft) -> None:
-    """Plan how to divide a loss that the model computes itself, where it is a mean over rows or over labels."""
+    """Plan how a step divides a loss that the model computes itself, if the loss is a mean over rows or over labels."""
     if (
         not draft.no_step
         or not takes_argument(draft.model, "labels")
@@ -62,9 +62,9 @@ def plan_own_loss(draft: Draft) -> None:
 
 
 def _find_head(draft: Draft) -> tuple[str | None, str | None, str]:
-    """Return the head's name and its loss, or why hfscale does not run that loss."""
+    """Return the head's name, its loss and ``""``; or twice ``None``, and why hfscale cannot run the loss."""
     kind = type(draft.model).__name__
-    loss = getattr(draft.model, "loss_type", None) or "ForCausalLM"  # the host's own default
+    loss = getattr(draft.model, "loss_type", None) or "ForCausalLM"  # transformers' default
     head = (
         draft.model.get_output_embeddings()
         if hasattr(draft.model, "get_output_embeddings")
@@ -108,15 +108,15 @@ def _cut_vocabulary(
         return None
     tied = head is not None and embedding.weight is draft.modules[head].weight
     if not looks_up_like_stock(embedding):
-        # It computes something of its own: it stays whole, which it cannot where the head is cut.
-        if tied:
+        # An embedding class that does more than a lookup is not sharded, which is impossible if it is tied to the head.
+        if tied:  # the head is cut, so the tied embedding would have to be cut too
             draft.problem(
                 f"tp_size={draft.tp}: {name} is a {type(embedding).__name__} tied to the head, which cannot be cut "
                 "along the vocabulary: use tp_size=1"
             )
             draft.cut(f"{name}.weight", 0, embedding.weight.shape[0])
         return None
-    # It is tied.
+    # Without a head to shard, an embedding that is tied to another parameter is not sharded.
     if head is None and sum(parameter is embedding.weight for _, parameter in draft.named()) > 1:
         return None
     if embedding.max_norm is not None or embedding.scale_grad_by_freq or embedding.sparse:

@@ -1,13 +1,14 @@
-"""Random streams under tensor parallelism (dropout).
+"""Draw random numbers (dropout) under tensor parallelism.
 
-Two streams of random numbers per rank. The *replicated* one is torch's default generator: replicated activations must
-get the same mask on every tensor rank, so all ranks of a tensor group draw the same numbers from it; ranks with
-different batches draw different ones. The *cut* one is for sharded activations (attention weights; under sequence
-parallelism everything between the blocks): each rank draws different numbers.
+Each rank has two streams of random numbers. The *replicated* stream is torch's default generator. Replicated
+activations must get the same dropout mask on every tensor rank, so all ranks of a tensor group draw the same numbers
+from this stream, and ranks with different batches draw different numbers. The *cut* stream (the model-parallel state in
+Megatron-LM) is for sharded activations (attention weights; under sequence parallelism everything between the blocks):
+each rank draws different numbers.
 
-The cut stream is not stored: on entering a cut region its seed is derived from the state of the replicated stream and
-the tensor rank, and on leaving the replicated stream goes on where it was. Whatever restores the default generator
-(activation checkpointing, a resumed run) therefore restores both.
+The cut stream is not stored. On entering a cut region, its seed is derived from the state of the replicated stream and
+from the tensor rank; on leaving the region, the replicated stream continues at its earlier state. Code that restores
+the default generator (activation checkpointing, a resumed run) therefore restores both streams.
 
 =================  ==========================  ===========================================
 within a layer     full hidden states          sharded along the sequence
@@ -17,8 +18,9 @@ block, before row  cut                         cut
 block, after row   replicated (partial sums)   derived from the layer's replicated state
 =================  ==========================  ===========================================
 
-``generate()`` runs on every rank of a tensor group and must pick the same tokens. Logits are equal on all ranks, so
-greedy search agrees by itself; before it samples, rank 0's generator state is broadcast, however ranks were seeded.
+``generate()`` runs on every rank of a tensor group and must pick the same tokens on all of them. Logits are equal on
+all ranks, so greedy search picks the same tokens without further work. For sampling, each call of ``generate()`` first
+broadcasts the generator state of the group's first rank, in case the ranks were seeded differently.
 """
 
 import functools
@@ -36,7 +38,8 @@ from ...distributed.ops.collectives import apply_mapping
 from ...distributed.ops.overlap import Derive
 from ...train.runtime import recomputing
 
-_RANKS = 1 << 16  # seeds of the cut streams of one region differ below this
+# the seeds of a region's cut streams are a common multiple of this number plus the rank
+_RANKS = 1 << 16
 
 
 def cut_region(
@@ -45,14 +48,19 @@ def cut_region(
     rank: int,
     wanted: Callable[[], bool],
 ) -> Callable[[], None]:
-    """Use the cut stream from ``block`` (if ``wanted``) to its row projections; return what puts the other back."""
+    """Use the cut stream from the start of ``block`` to its row projections ``exits``, in passes that are ``wanted``.
+
+    Return a function that restores the replicated stream after a pass that was interrupted.
+    """
     saved: list[torch.Tensor] = []
-    passing = [False]  # what is saved is a recomputation's, which puts back what it found by itself
+    # whether the saved state is from a recomputation, which restores the generator itself
+    passing = [False]
 
     def into(module: nn.Module, args: tuple[Any, ...]) -> None:
         if module.training and wanted():
             passing[0] = recomputing()
-            saved[:] = [_switch(_generator_of(exits[0]), rank)]  # `module` may be a mere dropout
+            # `module` may be a dropout, without parameters
+            saved[:] = [_switch(_generator_of(exits[0]), rank)]
 
     def back(module: nn.Module, args: tuple[Any, ...]) -> None:
         if saved:
@@ -70,20 +78,22 @@ def cut_region(
 
 
 class LayerRandom:
-    """Switch random streams in a layer cut along the sequence (last column of the table above). The stream for partial
-    sums is derived from the seed that cut streams share, since recomputation may start behind hooks, with that alone.
+    """Switch random streams in a layer that is sharded along the sequence (last column of the table above).
+
+    The stream for partial sums is derived from the part of the seed that all ranks' cut streams have in common. A
+    recomputation may start after the layer's hooks, and then only the cut stream is available.
     """
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        # Where the replicated stream goes on after this layer.
+        # state at which the replicated stream continues after this layer
         self._after: torch.Tensor | None = None
-        # Where the cut stream goes on after this block.
+        # the block, and the state at which the cut stream continues after the block
         self._cut: tuple[str, torch.Tensor] | None = None
         self._generator: torch.Generator | None = None
 
     def reset(self) -> None:
-        """Restore the replicated stream after a layer that raised, and drop the state of a recomputed one."""
+        """Restore the replicated stream if a layer has raised, and drop the state of a recomputed layer."""
         if self._after is not None and self._generator is not None:
             self._generator.set_state(self._after)
         self._after = self._cut = None
@@ -93,7 +103,7 @@ class LayerRandom:
         if layer.training:
             self._generator = _generator_of(layer)
             after = _switch(self._generator, self.rank)
-            # A recomputation puts back what it found by itself.
+            # A recomputation restores the generator itself.
             self._after = None if recomputing() else after
 
     def leave_layer(self, layer: nn.Module) -> None:
@@ -103,7 +113,7 @@ class LayerRandom:
             self._after = None
 
     def enter_sums(self, row: nn.Module, block: str) -> None:
-        """Draw equal numbers on all tensor ranks, for partial sums of all tokens."""
+        """Switch to a stream with equal numbers on all tensor ranks, for the partial sums of all tokens."""
         if row.training and (self._cut is None or self._cut[0] != block):
             self._generator = generator = _generator_of(row)
             self._cut = block, generator.get_state()
@@ -119,7 +129,7 @@ class LayerRandom:
 def drop_own(
     dropout: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, rank: int
 ) -> torch.Tensor:
-    """Apply dropout to a sharded activation while the replicated stream is in use: each rank draws its own mask."""
+    """Apply dropout to a sharded activation, with a mask of this rank, while the replicated stream is in use."""
     generator = default_generator(x.device)
     after = _switch(generator, rank)
     try:
@@ -131,7 +141,10 @@ def drop_own(
 def drop_again(
     dropout: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, key: str
 ) -> Derive:
-    """Return dropout of the replicated ``x`` under a cut stream: at any time, on all ranks, with the same mask."""
+    """Return a dropout function for the replicated activation ``x`` while a cut stream is in use.
+
+    The function draws the same mask in every call and on all ranks.
+    """
     seed = derive_seed(str(default_generator(x.device).initial_seed() // _RANKS), key)
 
     def drop(x: torch.Tensor) -> torch.Tensor:
@@ -147,8 +160,10 @@ def drop_again(
 
 
 def drawn_again(x: torch.Tensor, drop: Derive) -> torch.Tensor:
-    """Return ``drop(x)``, and draw its mask again in the backward pass instead of keeping it: dropout multiplies each
-    entry, and its gradient, by a number drawn in memory order. ``drop`` draws the same numbers whenever it is called.
+    """Return ``drop(x)``, and in the backward pass draw its mask again instead of saving it.
+
+    Dropout multiplies each entry, and the gradient of the entry, by a number drawn in memory order. ``drop`` must draw
+    the same numbers in every call.
     """
 
     def draw(x: torch.Tensor) -> torch.Tensor:
@@ -158,7 +173,7 @@ def drawn_again(x: torch.Tensor, drop: Derive) -> torch.Tensor:
 
 
 def _switch(generator: torch.Generator, rank: int) -> torch.Tensor:
-    """Seed the generator for ``rank`` from its own state, and return the state to restore afterwards."""
+    """Seed the generator from its state and ``rank``; return the state to restore afterwards."""
     # Draw one number, so that the next region gets another seed even if nothing is drawn in between.
     torch.empty(1, device=generator.device).uniform_(generator=generator)
     state = generator.get_state()
@@ -171,11 +186,13 @@ def _generator_of(module: nn.Module) -> torch.Generator:
 
 
 def agree_on_replicated_stream(mesh: Mesh) -> None:
-    """Broadcast the generator state of a tensor group's first rank, then reseed for each batch and pipeline stage, or
-    all would draw the same masks. Batch 0 on stage 0 keeps its state, so that it draws the masks of one process.
+    """Broadcast the generator state of each tensor group's first rank, then reseed per batch and pipeline stage.
+
+    Without reseeding, ranks with different batches or stages would draw the same masks. Ranks with batch 0 on stage 0
+    keep the state, so they draw the same masks as a single process.
     """
     group = mesh.tp_group
-    # Some models draw from the CPU generator on a GPU too (LayerDrop).
+    # Some models also draw from the CPU generator when they run on a GPU (LayerDrop).
     for device in dict.fromkeys((torch.device("cpu"), mesh.device)):
         generator = default_generator(device)
         state = (
@@ -204,7 +221,7 @@ def default_generator(device: torch.device) -> torch.Generator:
 def take_first_state(
     generator: torch.Generator, group: dist.ProcessGroup, device: torch.device
 ) -> torch.Tensor:
-    """Set a generator to the state that it has on the group's first rank, sent by ``device``, and return that."""
+    """Set a generator to its state on the group's first rank, and return this state; tensors are sent on ``device``."""
     state = generator.get_state().to(device)
     dist.broadcast(state, group=group, group_src=0)
     state = state.cpu()
@@ -213,7 +230,7 @@ def take_first_state(
 
 
 def derive_seed(source: torch.Tensor | str, key: int | str) -> int:
-    """Return a seed made of a key and a generator's state or a string."""
+    """Return a seed derived from ``key`` and ``source``, a generator's state or a string."""
     content = source.encode() if isinstance(source, str) else source.cpu().numpy().tobytes()
     digest = hashlib.blake2b(
         content,
@@ -224,7 +241,10 @@ def derive_seed(source: torch.Tensor | str, key: int | str) -> int:
 
 
 def install_generate(model: Any, mesh: Mesh) -> None:
-    """Make ``model.generate`` sample the same tokens on all tensor ranks. Do nothing for one rank, or without it."""
+    """Make ``model.generate`` sample the same tokens on all tensor ranks.
+
+    Do nothing if there is one tensor rank, or if the model has no ``generate``.
+    """
     group, generate = mesh.tp_group, getattr(model, "generate", None)
     if group is None or generate is None:
         return

@@ -196,7 +196,8 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
 def test_bytes_that_do_not_match_the_shape(tmp_path: Path) -> None:
     path = _write(tmp_path / "f.safetensors", {"t": {**_ENTRY, "shape": [3]}}, bytes(8))
     with pytest.raises(
-        CheckpointError, match=r"t of shape \(3,\) and type F32 has 8 bytes, so the file is damaged"
+        CheckpointError,
+        match=r"t of shape \(3,\) and dtype F32 has 8 bytes, so the file is damaged",
     ):
         SafetensorsFile(path).slices()
 
@@ -205,7 +206,7 @@ def test_a_type_that_is_not_read(tmp_path: Path) -> None:
     path = _write(tmp_path / "f.safetensors", {"t": {**_ENTRY, "dtype": "F4"}}, bytes(8))
     with pytest.raises(
         CheckpointError,
-        match="t has the type F4, which hfscale does not read: convert it to one of",
+        match="t has the dtype F4, which hfscale does not read: convert it to one of",
     ):
         SafetensorsFile(path).slices()
 

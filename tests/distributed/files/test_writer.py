@@ -208,7 +208,7 @@ def test_a_size_that_is_none_is_refused(tmp_path: Path) -> None:
 def test_a_type_without_a_name_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError,
-        match=r"t has the type torch.complex128, which safetensors files cannot hold",
+        match=r"t has the dtype torch.complex128, which safetensors files cannot hold",
     ):
         CheckpointWriter(
             tmp_path, {"t": torch.empty(2, dtype=torch.complex128, device="meta")}, "5GB"

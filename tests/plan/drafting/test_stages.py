@@ -352,7 +352,7 @@ def test_an_encoder_decoder_is_cut_as_one_list() -> None:
     ]
     at_the_border = assign_stages(model, ParallelConfig(pp_size=2, stage_layers=[3, 3]))
     assert at_the_border.arrives(1) == (False, False)
-    with pytest.raises(PlanError, match="sequence_parallel cuts one stream, and two travel"):
+    with pytest.raises(PlanError, match="sequence_parallel shards the hidden states of one stack"):
         assign_stages(model, ParallelConfig(pp_size=2, tp_size=2, sequence_parallel=True))
 
 

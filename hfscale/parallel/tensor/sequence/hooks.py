@@ -1,4 +1,4 @@
-"""Take a :class:`.region.SequenceRegion` through a forward pass of its layers, by hooks."""
+"""Install the hooks that take a :class:`.region.SequenceRegion` through a forward pass of its layers."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,7 +18,10 @@ from .region import SequenceRegion
 def install_sequence_hooks(
     region: SequenceRegion, model: nn.Module, holds: Callable[[str], bool]
 ) -> None:
-    """Install hooks on the layers, their owner, and modules that need the full sequence, where this stage has them."""
+    """Install hooks on the layers, on their owner, and on modules that need the full sequence.
+
+    Only modules that ``holds`` accepts, those of this pipeline stage, get hooks.
+    """
     plan = region.plan
     hooks = _Hooks(region)
     owner = model.get_submodule(plan.owner)
@@ -42,7 +45,7 @@ def install_sequence_hooks(
 def draw_sums_alike(
     region: SequenceRegion, block: str, rows: Sequence[nn.Module], exits: Sequence[nn.Module]
 ) -> None:
-    """Make dropout between the row projections of ``block`` and its exits the same on every rank."""
+    """Make dropout between the row projections of ``block`` and the block's exits draw the same mask on every rank."""
     for row in rows:
         row.register_forward_pre_hook(
             lambda module, _: region.random.enter_sums(module, block) if region.cut else None
@@ -55,11 +58,11 @@ class _Hooks:
     def __init__(self, region: SequenceRegion) -> None:
         self.region = region
 
-    @torch.compiler.disable  # it asks autograd, and hooks gradients, which would end a graph each
+    @torch.compiler.disable  # reading the autograd graph and hooking gradients would each break the compiled graph
     def before_layer(
         self, layer: nn.Module, args: Any, kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]] | None:
-        """Cut the input of the first layer to this rank's tokens."""
+        """Scatter the input of the first layer, so that it has this rank's tokens only."""
         if not self.region.active:
             return None
         if self.region.plan.dropout:
@@ -91,7 +94,7 @@ class _Hooks:
         args, kwargs = with_hidden_states(
             args, kwargs, region.enter(hidden_states_of(args, kwargs))
         )
-        # Other inputs (an encoder's output) have all tokens already; each rank computes a part of their gradient.
+        # Other inputs (an encoder's output) have all tokens already; each rank computes a partial gradient of them.
         others = {
             name: copy_to_tp_region(x, group)
             for name, x in other_arguments(kwargs).items()
@@ -101,7 +104,7 @@ class _Hooks:
         return (*args[:1], *rest), {**kwargs, **others}
 
     def after_whole(self, _: nn.Module, args: Any, output: Any) -> Any:
-        """Cut the output of a module that mixes tokens to this rank's tokens."""
+        """Return this rank's tokens of the output of a module that mixes tokens."""
         if not self.region.cut:
             return output
         own = self.region.keep_own

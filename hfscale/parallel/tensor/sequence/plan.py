@@ -1,4 +1,4 @@
-"""Plan sequence parallelism: where hidden states are sharded, and which parameters see only their rank's tokens."""
+"""Plan sequence parallelism: where hidden states are sharded, and which parameters have partial gradients."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +16,7 @@ from ....plan.modules import SequencePlan
 
 
 def plan_sequence(draft: Draft) -> None:
-    """Plan a region of sequence parallelism per layer list; add the rules of its parameters to ``draft``."""
+    """Plan one sequence-parallel region per layer list; add the rules of the regions' parameters to ``draft``."""
     if draft.tp == 1 or not draft.layout.sequence_parallel or draft.blueprint is None:
         return
     unfit = SEQUENCE_UNFIT.get(draft.config.model_type)
@@ -29,7 +29,8 @@ def plan_sequence(draft: Draft) -> None:
     for layer in draft.stack:
         lists.setdefault(layer.rpartition(".")[0], []).append(layer)
     owners = {path.rpartition(".")[0]: members for path, members in lists.items()}
-    if len(owners) < len(lists):  # XLM's attention is in one, what follows it in another
+    # XLM has its attention modules in one list and its MLPs in another
+    if len(owners) < len(lists):
         _unfit(
             draft,
             f"one module runs several lists of layers ({', '.join(lists)}), and computes between them",
@@ -66,7 +67,7 @@ def _unfit(draft: Draft, why: str) -> None:
 
 
 def _added_region(draft: Draft, layer: str) -> SequencePlan:
-    """Plan the region of an added layer, which gets and returns all tokens."""
+    """Plan the region of an added layer, whose input and output have all tokens."""
     gathered = tuple(_gathered(draft, layer))
     partial = tuple(_partial(draft, [layer]))
     return SequencePlan(
@@ -83,7 +84,7 @@ def _added_region(draft: Draft, layer: str) -> SequencePlan:
 def _region(
     draft: Draft, owner: str, layers: list[str], entry: dict[str, Any]
 ) -> SequencePlan | None:
-    """Plan the region of layers below ``owner``; where that fails, note problems in the draft and return ``None``."""
+    """Plan the region of the ``layers`` of ``owner``; if this fails, add problems to the draft and return ``None``."""
     lists = {layer.rpartition(".")[0] for layer in draft.stack}
     children = direct_children(draft.modules, owner)
     around = [
@@ -107,7 +108,7 @@ def _region(
         return None
     after = [name for name in around if name not in (before or ())]
     embedding = draft.embedding
-    # Then the embedding's sum over ranks may be left to the first layer.
+    # If the embedding only looks up rows, its sum over ranks may be left to the first layer.
     only_looks_up = (
         embedding is not None and type(draft.modules[embedding]).forward is nn.Embedding.forward
     )
@@ -115,7 +116,7 @@ def _region(
         owner=owner,
         exit=after[0]
         if len(after) == 1
-        else owner,  # an owner may reshape what its only norm returns
+        else owner,  # a single module (the norm) is the exit, because the owner may reshape the module's output
         layers=tuple(layers),
         gathered=tuple(name for layer in layers for name in _gathered(draft, layer)),
         partial=tuple(_partial(draft, [*layers, *after])),
@@ -127,12 +128,12 @@ def _region(
 def _gathered(draft: Draft, path: str) -> Iterator[str]:
     """List the modules under ``path`` that are outside all block edges and may mix tokens."""
     edges = {name for block in draft.blocks for name in (*block.enter, *block.leave, *block.row)}
-    # which compute token by token: a router, experts, and shared experts with edges
+    # MoE layers compute token by token: a router, experts, and shared experts, which have edges of their own
     mixtures = {
         expert.name.rpartition(".")[0] for expert in draft.experts if draft.layout.slices_tokens
     }
     for name in direct_children(draft.modules, path):
-        # Layers may share it: it has one name.
+        # Not by its full name: if layers share the module, only one of its names is in draft.modules.
         module = draft.modules[path].get_submodule(name.rpartition(".")[2])
         if name in edges or name in mixtures or is_tokenwise(module):
             continue
@@ -143,7 +144,7 @@ def _gathered(draft: Draft, path: str) -> Iterator[str]:
 
 
 def _partial(draft: Draft, roots: list[str]) -> Iterator[str]:
-    """List the modules under ``roots`` with parameters without a rule, and give these the rule of partial gradients."""
+    """List the modules under ``roots`` whose parameters have no rule; add the rule of partial gradients for these."""
     for root in roots:
         for name, module in draft.modules[root].named_modules(prefix=root):
             own = [f"{name}.{child}" for child, _ in module.named_parameters(recurse=False)]
@@ -153,8 +154,8 @@ def _partial(draft: Draft, roots: list[str]) -> Iterator[str]:
                 yield name
             elif free:
                 draft.problem(
-                    f"sequence_parallel=True: {wild_name(name)} holds sharded and replicated parameters: "
-                    "use sequence_parallel=False"
+                    f"sequence_parallel=True: {wild_name(name)} holds both sharded and replicated parameters, which "
+                    "sequence parallelism does not support: use sequence_parallel=False"
                 )
 
 

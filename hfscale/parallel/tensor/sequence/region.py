@@ -1,17 +1,18 @@
-"""Sequence parallelism: between blocks, each tensor rank holds and computes only its part of the tokens.
+"""Sequence parallelism: between blocks, each tensor rank holds and computes only its shard of the tokens.
 
 Data flow (Korthikanti et al. 2022), ``t`` tensor ranks, the hidden states of one layer stack::
 
     embedding  [b, s, h] --scatter--> [b, s/t, h] -> norm --gather--> column ... row --scatter sum--> [b, s/t, h] -> ...
                                                                       ... -> final norm --gather--> [b, s, h] head
 
-The stock code of a layer runs unchanged on fewer tokens; masks, positions and rotary tables are made from the full
-sequence and used only inside blocks, which see the full sequence. Hidden states are scattered where they enter the
-first layer and gathered where they leave the module that owns the layers. Parameters between the blocks see this
-rank's tokens, so their gradients are partial (:mod:`..partial_gradients`). A module inside a layer that may mix tokens
-runs on the full sequence, and the rank keeps its own tokens of the result.
+The stock code of a layer runs unchanged on fewer tokens. Masks, positions and rotary tables are made from the full
+sequence and used only inside blocks, which compute on the full sequence. Hidden states are scattered when they enter
+the first layer, and gathered when they leave the module that owns the layers. Parameters between the blocks are applied
+to this rank's tokens only, so their gradients are partial (:mod:`..partial_gradients`). A module inside a layer that
+may mix tokens runs on the full sequence, and each rank keeps only its own tokens of the output.
 
-Lengths differ by at most one token. A pass without gradients (evaluation, generation) is not sharded.
+The ranks' numbers of tokens differ by at most one. In a pass without gradients (evaluation, generation) hidden states
+are not sharded.
 """
 
 import math
@@ -44,8 +45,10 @@ TOKENS = 1  # the dim of ``[b, s, h]`` that holds tokens
 
 
 class ForwardPass:
-    """Describe one forward pass: ``samples`` of ``total`` tokens, and whether its backward pass is done. Sizes are of
-    an empty tensor: torch's compiler takes other numbers for constants, and compiles for each.
+    """Describe one forward pass: its ``samples`` of ``total`` tokens each, and whether its backward pass is done.
+
+    The two numbers are stored as sizes of an empty tensor, because torch's compiler treats plain numbers as constants
+    and would compile again for every new number.
     """
 
     def __init__(self, total: int, samples: int) -> None:
@@ -54,28 +57,30 @@ class ForwardPass:
 
     @property
     def total(self) -> int:
-        """Tokens of a sample."""
+        """The number of tokens of a sample."""
         return self.sizes.shape[0]
 
     @property
     def samples(self) -> int:
-        """Samples in the pass."""
+        """The number of samples in the pass."""
         return self.sizes.shape[1]
 
 
 class Running:
-    """Hold the pass of the running layer for its compiled code, which cannot ask autograd, and takes sizes of tensors
-    in a model's own attributes for constants.
+    """Hold the pass of the running layer for the layer's compiled code.
+
+    Compiled code cannot read the pass from the autograd graph, and would treat sizes of tensors in a model's attributes
+    as constants.
     """
 
-    told: ForwardPass | None = None  # ``None`` where its stream is not cut
+    told: ForwardPass | None = None  # ``None`` if the layer's hidden states are not sharded
 
 
 RUNNING = Running()
 
 
 class SequencePasses:
-    """Hold the passes of one region, by references that their graphs keep."""
+    """Hold the forward passes of one region by weak references; the passes' autograd graphs keep them alive."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
@@ -84,16 +89,16 @@ class SequencePasses:
         self._begun: list[weakref.ref[ForwardPass]] = []
 
     def begin(self, total: int, share: Tensor) -> None:
-        """Begin a pass over samples of ``total`` tokens, with this rank's tokens ``share``."""
+        """Begin a pass over samples of ``total`` tokens; ``share`` has this rank's tokens."""
         self.latest = begun = ForwardPass(total, share.shape[0])
         self._begun.append(weakref.ref(begun))
-        # The backward pass is done when the gradient of the first layer's local input arrives.
+        # The backward pass is done when the gradient of the first layer's sharded input is computed.
         if share.requires_grad:
             share.register_hook(lambda grad: setattr(begun, "done", True))
         keep_with_graph(share, begun)
 
     def waiting(self) -> list[ForwardPass]:
-        """Return the passes with live graphs that still wait for their backward pass; if none, the latest."""
+        """Return the passes with live graphs whose backward pass is not done; if there is none, the latest pass."""
         self._begun = [reference for reference in self._begun if reference() is not None]
         alive = [
             started
@@ -103,7 +108,11 @@ class SequencePasses:
         return alive or ([self.latest] if self.latest is not None else [])
 
     def of_recomputed(self, x: Tensor, whole: bool) -> ForwardPass:
-        """Return the pass that ``x`` is recomputed for; all ranks agree, or raise."""
+        """Return the pass for which ``x`` is recomputed; all ranks return the same pass, or all raise.
+
+        Raises:
+            ConfigError: several waiting passes are possible, or no pass fits.
+        """
         kinds = {
             (passing.total, passing.samples if x.ndim == 2 else 0): passing
             for passing in self.waiting()
@@ -118,46 +127,47 @@ class SequencePasses:
         if len(kinds) > 1 and (mixed or x.ndim == 2):
             raise ConfigError(
                 f"sequence_parallel=True: forward passes over {', '.join(str(total) for total, _ in kinds)} tokens "
-                "wait for their backward passes, and their recomputed layers cannot be told apart: run backward after "
-                "each forward pass, pad them to one length, or do without activation checkpointing"
+                "wait for their backward passes, and the layers that are recomputed for them cannot be told apart: run "
+                "backward after each forward pass, pad all batches to one length, or turn activation checkpointing off"
             )
         for passing in kinds.values():
             length = passing.total if whole else share_evenly(passing.total, self.size)[self.rank]
             if len(kinds) == 1 or x.shape[TOKENS] == length:
                 return passing
         raise ConfigError(
-            f"sequence_parallel=True: no forward pass had {x.shape[TOKENS]} tokens here: run it again"
+            f"sequence_parallel=True: a layer is recomputed for {x.shape[TOKENS]} tokens of this rank, and no forward "
+            "pass had so many: run the forward pass again before the backward pass"
         )
 
 
 def keep_with_graph(x: Tensor, thing: Any) -> None:
-    """Keep ``thing`` alive as long as the graph of ``x`` is."""
+    """Keep ``thing`` alive as long as the autograd graph of ``x`` is alive."""
     node: Any = x.grad_fn
     if node is not None:
         node.metadata["hfscale pass"] = thing
-    else:  # a leaf received from another stage, which is kept until its backward pass
+    else:  # a leaf received from another pipeline stage, which the stage keeps until its backward pass
         x._hfscale_pass = thing  # type: ignore[attr-defined]
 
 
 class SequenceRegion:
-    """Hold the state of one layer stack's hidden states: whether they are cut now, and into which lengths.
+    """Track whether the hidden states of one layer stack are currently sharded along the sequence, and how.
 
-    Its states, which hooks on the stack's modules (:mod:`.hooks`) take it through:
+    Hooks on the stack's modules (:mod:`.hooks`) take the region through these states:
 
     ============== =================== ============== ===================================================
     where          ``_open``           ``_total``     hidden states
     ============== =================== ============== ===================================================
-    outside        no                  the last one   all tokens
+    outside        no                  last pass's    all tokens
     ``begin``      with gradients on   ``None``       all tokens; an embedding may leave its sum over
                                                       ranks to the first layer (``_partial``)
     ``cut_before`` yes                 tokens         this rank's tokens; all tokens inside blocks
     ``finish``     no                  tokens         all tokens, kept for the head (``_left``)
-    recomputation  no                  the last one   as in the pass that waits for its backward pass
+    recomputation  no                  last pass's    as in the pass that waits for its backward pass
                                                       (:class:`.region.SequencePasses`)
     ============== =================== ============== ===================================================
 
-    A pipeline stage may receive sharded hidden states (``_arrives``), and send them sharded (``_leaves``); they then
-    stay sharded until the owner of the layers returns.
+    A pipeline stage may receive sharded hidden states (``_arrives``) and send sharded hidden states (``_leaves``). With
+    ``_leaves``, hidden states stay sharded until the owner of the layers returns.
     """
 
     def __init__(self, plan: SequencePlan, group: dist.ProcessGroup) -> None:
@@ -167,21 +177,23 @@ class SequenceRegion:
         self.random = LayerRandom(self.rank)
         self.feeds_head = False  # whether a vocabulary-parallel head reads this stack's output
         self._passes = SequencePasses(self.rank, self.size)
-        self._open = False  # inside a forward pass of the owner that saves activations
-        # Tokens per sample in that pass, once hidden states are sharded.
+        self._open = False  # whether a forward pass of the owner is running that saves activations
+        # the number of tokens per sample in the pass, once its hidden states are sharded
         self._total: int | None = None
-        self._first: nn.Module | None = None  # the layer that scattered them
-        # Tokens per sample, if a stage receives hidden states that are sharded.
+        # the layer before which the hidden states were scattered
+        self._first: nn.Module | None = None
+        # the number of tokens per sample, if a pipeline stage receives hidden states that are sharded already
         self._arrives: int | None = None
-        # Hidden states stay sharded at the end of the pass, for the next stage.
+        # whether hidden states stay sharded at the end of the pass, for the next pipeline stage
         self._leaves = False
-        self._partial = False  # the embedding left its sum over ranks to the first layer
-        # The stack's output: this rank's tokens, and all tokens.
+        # whether the embedding has left its sum over ranks to the first layer
+        self._partial = False
+        # the stack's output for the head: this rank's tokens, and all tokens
         self._left: tuple[Tensor, Tensor] | None = None
 
     @property
     def cut(self) -> bool:
-        """Return whether hidden states between blocks are this rank's tokens only."""
+        """Return whether hidden states between blocks currently have only this rank's tokens."""
         if torch.compiler.is_compiling() and RUNNING.told is not None:
             return True
         return (
@@ -197,19 +209,26 @@ class SequenceRegion:
 
     @property
     def _recomputes_layers(self) -> bool:
-        """Return whether layers are recomputed one by one; recomputing the full stack is a pass like the first."""
+        """Return whether layers are being recomputed one by one.
+
+        Recomputing the full stack at once does not count: it runs like an ordinary forward pass.
+        """
         return recomputing() and not self._open
 
     def lengths(self, x: Tensor, whole: bool = False) -> list[int]:
-        """Return each rank's length of dim 1 of ``x``, or dim 0 of ``[b s, h]``; a ``whole`` one has all tokens."""
+        """Return each rank's length along the token dim of ``x``: dim 1 of ``[b, s, h]``, dim 0 of ``[b s, h]``.
+
+        With ``whole``, ``x`` has all tokens; otherwise it has this rank's tokens.
+        """
         current = self._pass_of(x, whole)
         lengths = share_evenly(current.total, self.size)
         if x.ndim == 2:
             lengths = [current.samples * length for length in lengths]
         if x.shape[_dim(x)] != (sum(lengths) if whole else lengths[self.rank]):
             raise ConfigError(
-                f"sequence_parallel=True: a block under {self.plan.owner!r} has {x.shape[_dim(x)]} tokens where "
-                f"{current.total} are sharded as {lengths}, so its family does not fit: use sequence_parallel=False"
+                f"sequence_parallel=True: a block under {self.plan.owner!r} got {x.shape[_dim(x)]} tokens, but "
+                f"{current.total} tokens per sample are sharded into {lengths}, so this model family does not support "
+                "sequence parallelism: use sequence_parallel=False"
             )
         return lengths
 
@@ -223,17 +242,20 @@ class SequenceRegion:
         return current
 
     def note_stream(self, share: Tensor) -> None:
-        """Record the pass of the coming layer for its compiled code."""
+        """Record the pass of the layer that runs next, for its compiled code."""
         RUNNING.told = self._pass_of(share, whole=False) if self.cut else None
 
     def enter(self, x: Tensor) -> Tensor:
-        """All-gather ``[b, s/t, h]`` or ``[b s/t, h]`` to all tokens; reduce-scatter the gradient."""
+        """All-gather this rank's tokens, ``[b, s/t, h]`` or ``[b s/t, h]``, to all; reduce-scatter the gradient."""
         return gather_from_sequence_region(x, self.lengths(x), self.group, _dim(x))
 
     def collectives(
         self, x: Tensor
     ) -> tuple[Callable[[Tensor], Started], Callable[[Tensor], Started], int]:
-        """Return starts of the all-gather of tensors like ``x`` and of its reverse, and the number of all entries."""
+        """Return functions for tensors with the shape of ``x``, and the number of entries of the gathered tensor.
+
+        The first function starts an all-gather to all tokens, the second one a reduce-scatter to this rank's tokens.
+        """
         how: dict[str, Any] = {
             "lengths": self.lengths(x),
             "dim": _dim(x),
@@ -245,13 +267,13 @@ class SequenceRegion:
         return partial(start_all_gather, **how), partial(start_reduce_scatter, **how), entries
 
     def leave(self, x: Tensor) -> Tensor:
-        """Reduce-scatter partial sums of all tokens to the sums of this rank's tokens."""
+        """Reduce-scatter partial sums for all tokens to the sums for this rank's tokens."""
         return reduce_scatter_to_sequence_region(
             x, self.lengths(x, whole=True), self.group, _dim(x)
         )
 
     def keep_own(self, x: Tensor) -> Tensor:
-        """Cut all tokens to this rank's; the other tokens get no gradient here."""
+        """Return this rank's tokens of ``x``, which has all tokens; the other tokens get no gradient on this rank."""
         lengths = self.lengths(x, whole=True)
         return x.narrow(
             _dim(x),
@@ -261,17 +283,21 @@ class SequenceRegion:
 
     def sum_later(self, embedding: nn.Module) -> bool:
         """Return whether the embedding may leave the sum over the ranks to the first layer."""
-        # What a hook adds to its output (noise, say) must be added once.
-        hooked = counts_forward_hooks(embedding) > 1  # one is the embedding's own, which asks
+        # A user's hook may add something to the embedding's output (noise, for example), which must be added only once.
+        # one hook is hfscale's own, which calls this method
+        hooked = counts_forward_hooks(embedding) > 1
         self._partial = self._open and self._total is None and self.plan.direct and not hooked
         return self._partial
 
     def enter_head(self, x: Tensor) -> Tensor | None:
-        """Return the head's input if ``x`` is this stack's output: then one reduce-scatter makes its gradient."""
+        """Return the head's input, connected to this stack's sharded output, if ``x`` is that output; else ``None``.
+
+        The gradient then needs a single reduce-scatter.
+        """
         if self._left is None:
             return None
         (own, whole), self._left = self._left, None
-        # x must be an unchanged view of the stack's output, and not detached.
+        # x must be a view of the stack's output, unchanged and not detached.
         same = (
             x.data_ptr() == whole.data_ptr()
             and x.shape == whole.shape
@@ -287,7 +313,12 @@ class SequenceRegion:
         )
 
     def passes(self, arrives: int | None, leaves: bool) -> None:
-        """Announce a pipeline stage's pass: its input may be cut from so many tokens, its output may stay cut."""
+        """Prepare for a pipeline stage's pass.
+
+        Args:
+            arrives: the number of tokens per sample if the stage's input is sharded; else ``None``.
+            leaves: whether the stage's output stays sharded.
+        """
         self._arrives = arrives
         self._leaves = leaves
 
@@ -301,8 +332,8 @@ class SequenceRegion:
         self.random.reset()
 
     def cut_before(self, layer: nn.Module, x: Tensor) -> Tensor | None:
-        """Return this rank's tokens of ``x`` if ``layer`` is the first and ``x`` is uncut; else ``None``."""
-        # Recomputation may start in front of this hook or behind it, depending on the host's version.
+        """Return this rank's tokens of ``x`` if ``layer`` is the first and ``x`` has all tokens; else ``None``."""
+        # Recomputation may start before or after this hook, depending on transformers' version.
         first = self._first is layer if self._recomputes_layers else self._total is None
         if not first:
             return None
@@ -322,7 +353,7 @@ class SequenceRegion:
         self._passes.begin(total, share)
 
     def finish(self) -> bool:
-        """End the layers; return whether their output must be gathered by :meth:`gather`."""
+        """Record that the last layer has run; return whether :meth:`gather` must gather its output."""
         if self._leaves:
             return False
         cut = self.cut
@@ -330,7 +361,7 @@ class SequenceRegion:
         return cut
 
     def gather(self, x: Tensor) -> Tensor:
-        """All-gather this rank's tokens to all tokens, for the modules after the layers."""
+        """All-gather this rank's tokens to all tokens for the modules after the layers."""
         whole = gather_from_tp_region(x, self.lengths(x), self.group, TOKENS)
         keep_with_graph(whole, self._passes.latest)  # the pass lives as long as the graph
         if self.feeds_head:
@@ -344,8 +375,9 @@ class SequenceRegion:
             self._open = False
         if self.cut and not self._recomputes_layers:
             raise ConfigError(
-                f"sequence_parallel=True: {self.plan.owner!r} returned without having called {self.plan.exit!r}, where "
-                "its hidden states are gathered, so its family does not fit: use sequence_parallel=False"
+                f"sequence_parallel=True: {self.plan.owner!r} returned without calling {self.plan.exit!r}, after which "
+                "the hidden states are gathered, so this model family does not support sequence parallelism: use "
+                "sequence_parallel=False"
             )
 
 
