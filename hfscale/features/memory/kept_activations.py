@@ -113,9 +113,8 @@ class LayerPass:
         )
         alive, stored = self._known.get(key, (None, None))
         if stored is None or alive is None or alive.expired():
-            base = base_of(
-                tensor
-            )  # cast or dequantized weights are exact; a view of rows may have the same shape
+            # cast or dequantized weights are exact; a view of rows may have the same shape
+            base = base_of(tensor)
             exact = tuple(shape) in self._of_weights and (base is None or base.ndim == tensor.ndim)
             exact = exact or tuple(shape) in self._of_masks or tuple(shape) in self._rows
             stored = self._store(local, exact)

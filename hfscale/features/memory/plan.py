@@ -21,9 +21,8 @@ def plan_memory(draft: Draft) -> None:
     _plan_compression(draft)
     config = text_config(draft.config)
     heads = counts(config, ("decoder_attention_heads",)) or counts(config, HEAD_FIELDS)
-    if (
-        heads and implementation_of(config) == "eager"
-    ):  # requested, or the family's only implementation
+    # requested, or the family's only implementation
+    if heads and implementation_of(config) == "eager":
         draft.features.append(ScoresPlan(max(heads)))
     given = asked.recompute
     if given == "none":

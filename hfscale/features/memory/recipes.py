@@ -71,9 +71,8 @@ class Filled:
         self.given = given
         self.kept: Callable[[], Tensor] | None = None
         self.rewritten = False  # whether the same memory was kept before with earlier content
-        self.saved = (
-            0  # number of saved tensors that are views of this memory and have not been read
-        )
+        # number of saved tensors that are views of this memory and have not been read
+        self.saved = 0
         self.waiting = 0  # number of saved tensors that may need this memory and have not been read
         self.value: Tensor | None = None
         self._size, self._storage = storage.nbytes(), StorageWeakRef(storage)
@@ -238,10 +237,11 @@ class Recipe:
     def read(self) -> Tensor:
         """Return the tensor, and free memory that no other saved tensor needs."""
         uses = Counter(each for one in self._needed if one.kept is None for each in one.made_of())
+        # operators were recorded below autograd and autocast
         with (
             torch.no_grad(),
             without_autocast(),
-        ):  # operators were recorded below autograd and autocast
+        ):
             values = self._layout.within(self._filled.read(uses), self._filled.layout)
         self._filled.saved -= 1
         for each in self._needed:

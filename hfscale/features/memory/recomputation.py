@@ -61,9 +61,8 @@ class Recomputation(Part):
         for name in filter(runtime.is_local, planned.layers):
             self._wanted[name] = Wanted(name in (self.chosen or ()))
             recompute(model.get_submodule(name), self._wanted[name], planned.keep)
-        if (
-            self.chosen is None and runtime.plan.stages is None
-        ):  # for training loops without train_step
+        # for training loops without train_step
+        if self.chosen is None and runtime.plan.stages is None:
             model.register_forward_pre_hook(partial(self._before, runtime), with_kwargs=True)
         if planned.attention:
             for config in attention_configs(model):
@@ -181,9 +180,8 @@ def _checkpointed(
     **kwargs: Any,
 ) -> Any:
     function, args, kwargs = _with_tensor_by_position(function, args, kwargs)
-    if (
-        torch.compiler.is_compiling()
-    ):  # compiled graphs have no modes to restore, and support no closure here
+    # compiled graphs have no modes to restore, and support no closure here
+    if torch.compiler.is_compiling():
         if operators:
             kwargs = {
                 **kwargs,

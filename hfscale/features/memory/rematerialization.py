@@ -85,12 +85,10 @@ class Rematerialization(TorchDispatchMode):
         self._known = {
             storage_key(each): Filled(each, given=True) for each in given if is_dense(each)
         }
-        self._constants: dict[
-            int, dict[Layout, Filled]
-        ] = {}  # storage of weights, tables and masks -> the views that operators have read
-        self._held: list[
-            Tensor | None
-        ] = []  # results of matrix products, alive until the layer's forward ends, since they may have to be kept
+        # Storage of weights, tables and masks -> the views that operators have read.
+        self._constants: dict[int, dict[Layout, Filled]] = {}
+        # Results of matrix products. They stay alive until the layer's forward ends, since they may have to be kept.
+        self._held: list[Tensor | None] = []
         outer = saved_tensor_hooks()
         self._is_hooked = outer is not None
         self._outer_pack: Callable[[Tensor], Any] = torch.detach if outer is None else outer[0]

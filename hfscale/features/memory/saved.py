@@ -23,9 +23,8 @@ class _Saved:
     """Hold a saved tensor; autograd frees it with the node that saved it."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor = (
-            tensor.detach()
-        )  # without detach, a saved output would keep its own autograd node alive
+        # without detach, a saved output would keep its own autograd node alive
+        self.tensor = tensor.detach()
 
 
 @dataclass
@@ -89,9 +88,8 @@ class SavedCounter:
         self._note = note
         self._copies = copies
         self._kept: dict[int, list[Any]] = {}  # storage -> number of saved references, bytes, kind
-        self._parameters: dict[
-            int, StorageWeakRef
-        ] = {}  # weak references keep the addresses from being reused by other storages
+        # Weak references keep the addresses from being reused by other storages.
+        self._parameters: dict[int, StorageWeakRef] = {}
         self._depth = 0
         self._handles: list[Any] = []
         modules = dict(model.named_modules())
@@ -168,9 +166,8 @@ class SavedCounter:
     ) -> None:
         """Record that a layer's forward begins, and count the layer's input."""
         self._depth += 1
-        for module in (
-            layer.modules()
-        ):  # an adapter reads the weights of the module that it wraps without calling the module
+        # an adapter reads the weights of the module that it wraps without calling the module
+        for module in layer.modules():
             self._note_parameters(module, None)
         stream = hidden_states_of(args, kwargs)
         if isinstance(stream, Tensor) and stream.requires_grad:

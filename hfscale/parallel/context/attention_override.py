@@ -65,13 +65,11 @@ class AttentionCall:
     """Hold the arguments of one attention call other than the tensors q, k, v and the mask."""
 
     scale: float
-    softcap: (
-        float | None
-    )  # scores become ``softcap * tanh(scores / softcap)``; ``None``: no softcap
+    # scores become ``softcap * tanh(scores / softcap)``; ``None``: no softcap
+    softcap: float | None
     dropout: float
-    sinks: (
-        Tensor | None
-    )  # ``[h]``: per head, the logit of a key that has no value; ``None``: no sinks
+    # ``[h]``: per head, the logit of a key that has no value; ``None``: no sinks
+    sinks: Tensor | None
 
 
 Attend = Callable[[nn.Module, Tensor, Tensor, Tensor, MaskBlocks, AttentionCall], Tensor]
@@ -159,9 +157,8 @@ def _mask(
     if passage is None:
         return host(*args, **kwargs)
     function = kwargs["mask_function"]
-    if kwargs.get(
-        "use_vmap"
-    ):  # transformers would call the function with one pair of positions at a time
+    # transformers would call the function with one pair of positions at a time
+    if kwargs.get("use_vmap"):
         function = place_by_place(function)
     total = passage.batch.split.total
     # The mask function replaces these arguments: padding is part of it.

@@ -87,9 +87,8 @@ def read(
     """Return the attention of ``q`` to all keys of ``source``. The head dims of queries and values may differ."""
     width = v.shape[-1]
     widest = padded_width(max(q.shape[-1], width), q.device)
-    if {q.shape[-1], width} != {
-        widest
-    }:  # padding zeros do not change scores, and are removed from the output
+    # padding zeros do not change scores, and are removed from the output
+    if {q.shape[-1], width} != {widest}:
         q, k, v = (F.pad(x, (0, widest - x.shape[-1])) for x in (q, k, v))
     if sinks is not None:
         mask = mask.without_idle  # a query without keys still reads the sink

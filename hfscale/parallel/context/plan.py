@@ -96,9 +96,8 @@ class _Reading:
     mixing: str  # the reason why sequences cannot be sharded; empty if they can be sharded
     pads: bool = False  # whether padded batches are supported
     kinds: Collection[str] = ()  # names of the classes of token mixers that run on full sequences
-    handing: Collection[
-        str
-    ] = ()  # names of the classes of mixers that run on a rank's tokens from the state of the tokens before
+    # names of the classes of mixers that run on a rank's tokens from the state of the tokens before
+    handing: Collection[str] = ()
     reads_masks: Collection[str] = ()  # the ``kinds`` that are attention in a family's own code
     whole_mask: bool = False  # whether the model needs the attention_mask of all tokens
     seen: Collection[str] = ()  # names of all classes of modules in the clone's layers

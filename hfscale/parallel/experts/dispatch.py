@@ -109,9 +109,8 @@ def plan_routes(
     order = flat.argsort(stable=True)
     counts = count_each(flat, count + 1)[:count].view(ranks, -1)
     received = all_to_all(counts, [1] * ranks, [1] * ranks, group)
-    sent_to, arrived_from = torch.stack(
-        (counts, received)
-    ).tolist()  # the only device synchronization
+    # The only device synchronization.
+    sent_to, arrived_from = torch.stack((counts, received)).tolist()
     kept = sum(map(sum, sent_to))
     total = sum(map(sum, arrived_from))
     places = torch.full_like(flat, kept)

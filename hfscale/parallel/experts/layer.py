@@ -85,12 +85,9 @@ class Routing:
         self.asked = False
         # contexts of the model's forward passes; ``None`` if no layer needs them
         self.passes = ForwardContexts(options.draws) if options.needs_tokens else None
-        self.counters: dict[
-            str, LayerCounter
-        ] = {}  # tokens per expert, by the name of the experts' module
-        self.biases: dict[
-            str, ChoiceBias
-        ] = {}  # the routers' biases to update, by the experts' module
+        # By the name of the experts' module: tokens per expert, and the routers' biases to update.
+        self.counters: dict[str, LayerCounter] = {}
+        self.biases: dict[str, ChoiceBias] = {}
 
     def count_anew(self) -> None:
         """Set all counters to zero."""
@@ -370,9 +367,8 @@ class LayerRouting:
 class _OwnTokens:
     """Describe which tokens of a forward pass a tensor rank has."""
 
-    lengths: list[
-        int
-    ]  # tokens per sequence on each tensor rank; empty if every rank has all tokens
+    # tokens per sequence on each tensor rank; empty if every rank has all tokens
+    lengths: list[int]
     start: int  # the position of this rank's first token in each sequence
     real: Tensor  # ``[b, s]``, true for this rank's tokens that are not padding
 
@@ -392,9 +388,8 @@ class LayerCounter:
     counts: Tensor | int = 0
     # ``[4]``: dropped routes; the balance loss and the z-loss, each times tokens; tokens without padding
     numbers: Tensor | None = None
-    wanted: Tensor | int = (
-        0  # ``[experts]``: routes of tokens without padding, for the update of the router's bias
-    )
+    # ``[experts]``: routes of tokens without padding, for the update of the router's bias
+    wanted: Tensor | int = 0
 
     def reset(self) -> None:
         """Set all counts to zero."""

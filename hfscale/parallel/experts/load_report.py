@@ -26,9 +26,8 @@ class LayerLoad:
     name: str  # name of the module that holds the experts
     tokens: tuple[int, ...]  # how many tokens each expert computed, padding included
     dropped: int = 0  # routes of tokens (without padding) that were dropped because of the capacity
-    balance_loss: float = (
-        0.0  # without its coefficient; 1 if loads are balanced, 0 if the loss is off
-    )
+    # without its coefficient; 1 if loads are balanced, 0 if the loss is off
+    balance_loss: float = 0.0
     z_loss: float = 0.0  # without its coefficient; 0 if the loss is off
 
     @property

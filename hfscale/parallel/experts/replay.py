@@ -90,9 +90,8 @@ class _Pass:
     """Hold the given and the recorded routes of one forward pass."""
 
     given: Tensor | None  # ``[b, s, layers, k]`` of this rank's tokens; ``None``: routers choose
-    batch: (
-        Microbatch | None
-    )  # the arguments of the forward pass if its routes are recorded, else ``None``
+    # the arguments of the forward pass if its routes are recorded, else ``None``
+    batch: Microbatch | None
     # By the layer's index among the MoE layers.
     choices: dict[int, _Choice] = field(default_factory=dict)
 
