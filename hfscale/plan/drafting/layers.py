@@ -20,12 +20,11 @@ def find_layers(draft: Draft, blueprint: Blueprint | None) -> list[str]:
         # These layers only group parameters, since the blueprint does not apply to them.
         classes = layer_classes(draft.model)
         names = list[str]()
+        # Outer modules come first, and modules inside a layer are no layers.
         for (
             name,
             module,
-        ) in (
-            draft.modules.items()
-        ):  # outer modules come first; modules inside a layer are no layers
+        ) in draft.modules.items():
             if type(module).__name__ in classes and not name.startswith(
                 tuple(f"{layer}." for layer in names)
             ):
