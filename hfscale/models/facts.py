@@ -218,7 +218,7 @@ class Facts:
                 return kept[name]
             if kind not in self._told:
                 self._told.add(kind)
-                told = "%s with this config is not among hfscale's facts: a tiny clone is run, and answers are kept %s"
+                told = "%s with this config is not among hfscale's facts: a tiny clone is run; its answers are kept %s"
                 _log.info(told, kind.__name__, self._kept.place)
             answer, lasts = prove(question, model, **given)
         if lasts and key:

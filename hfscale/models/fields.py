@@ -25,7 +25,7 @@ LENGTHS = {
 another way (by other frequencies, or with a window)."""
 _WHY = {
     "output_attentions": "would return the attention weights of this rank's heads only",
-    "output_router_logits": "adds a router loss that every tensor rank would add once (load the model with "
+    "output_router_logits": "adds a loss on the router that every tensor rank would add once (load the model with "
     "routing=hfscale.RoutingConfig(balance_loss=...) for a router loss that is added once in total)",
 }
 

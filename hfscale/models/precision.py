@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 WIDENS_INSIDE = ("ctrl", "inkling2", "inkling2_text", "minimax", "openai-gpt")
-"""Families whose layers compute some activations in 32 bits, and then multiply them with 16-bit weights. With several
-data ranks, mixed precision therefore uses autocast for them, and not FSDP2's casts."""
+"""Families whose layers compute some activations in 32 bits, or have buffers in 32 bits or in their inputs' dtype, and
+then use weights without a cast. With several data ranks, mixed precision therefore uses only autocast for them, and
+not FSDP2's casts."""
 
 WIDENS_AROUND = ("xglm",)
 """Families that add a 32-bit table to hidden states before their layers; FSDP2 casts the sum back to 16 bits."""
