@@ -20,9 +20,9 @@ class Float8Config(Spelled):
         leave_out: modules in the layers that do not compute in 8 bits, by the ends of their names, like
             ``["down_proj", "layers.0.mlp"]``. Heads, embeddings, routers and experts never compute in 8 bits.
         fp8_all_gather: whether data ranks that shard a weight (``dp_shard_size``) all-gather 8 bits per entry instead
-        of
-            16, with the scale of the full weight; the arithmetic is the same. The default is yes for ``"tensorwise"``,
-            and no for ``"rowwise"``, which needs two 8-bit copies of each weight, as many bits as one 16-bit copy.
+            of 16, with the scale of the full weight; the arithmetic is the same. The default is yes for
+            ``"tensorwise"``, and no for ``"rowwise"``, which needs two 8-bit copies of each weight, as many bits as one
+            16-bit copy.
 
     Raises:
         ConfigError: a value is unknown or impossible.

@@ -30,8 +30,7 @@ class LayoutFields:
             the tensor ranks first, then over data ranks. If ``dp_shard_size`` is left out, it is set to the data
             ranks that ``ep_size`` needs.
         expert_tp_size: ranks over which each expert's matrices are sharded: 1, or ``tp_size``. With ``tp_size``,
-        experts
-            are distributed over data ranks only.
+            experts are distributed over data ranks only.
         cp_method: how attention reads the tokens of other context ranks. ``gather`` all-gathers keys and values (Llama
             Team 2024); ``ring`` passes keys and values around a ring of ranks (Liu et al. 2023); ``heads`` exchanges
             tokens for heads, so that each rank has some heads of the full sequence (Jacobs et al. 2023, Ulysses);

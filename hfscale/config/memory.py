@@ -41,15 +41,13 @@ class MemoryConfig(Spelled):
               and values (Korthikanti et al. 2022). This saves much memory with ``"eager"`` attention, which keeps
               scores, and hardly any with flash attention and SDPA, which do not.
             - ``"elementwise"``: norms, activation functions, rotary embeddings, casts, dropout and copies are
-            recomputed
-              in every layer, from the inputs of matrix products and attention, which are kept. Matrix products,
-              attention and communication do not run twice.
+              recomputed in every layer, from the inputs of matrix products and attention, which are kept. Matrix
+              products, attention and communication do not run twice.
             - a number ``n``: every ``n``-th layer is recomputed, beginning with the first.
             - names: modules in the layers, by the ends of their names, like ``["mlp", "input_layernorm"]``.
             - a budget, like ``"8GiB"``: as few layers as needed to keep this rank's activations below the budget.
-            Layers
-              with the least FLOPs per saved byte come first. The budget holds for :attr:`tokens`, or by default for the
-              largest microbatch of the first step.
+              Layers with the least FLOPs per saved byte come first. The budget holds for :attr:`tokens`, or by default
+              for the largest microbatch of the first step.
         recompute_keep: operators whose results are kept even in recomputed layers, like ``["aten.mm", "aten.addmm"]``:
             torch's names, with or without the overload.
         tile_tokens: tokens of a tile: norms and MLPs run tile by tile, forward and backward, so that only their inputs

@@ -32,23 +32,21 @@ class RoutingConfig(Spelled):
 
     Attributes:
         router: ``"model"``: the model's own router. ``"switch"``: the best expert, weighted by its probability (Fedus
-        et
-            al. 2021). ``"gshard"``: the best two experts; the second is used with a probability of twice its score
+            et al. 2021). ``"gshard"``: the best two experts; the second is used with a probability of twice its score
             (Lepikhin et al. 2020). ``"noisy_topk"``: the best experts after noise is added to the logits, as many as
             the model's router chooses (Shazeer et al. 2017). The size of the noise is given and not learned, since
             checkpoints have no weights for it.
         capacity_factor: capacity of each expert for the tokens of a sequence, in multiples of the mean load ``k *
-        tokens
-            / experts``; further tokens are dropped. ``None``: 1.25 for ``switch``, 1 for ``gshard``, no limit
+            tokens / experts``; further tokens are dropped. ``None``: 1.25 for ``switch``, 1 for ``gshard``, no limit
             otherwise. ``math.inf``: no limit.
         balance_loss: coefficient of the load-balancing loss (Fedus et al. 2021), computed per sequence (DeepSeek-AI
             2024, V3), summed over layers.
         balance_scores: scores in the load-balancing loss: ``"softmax"`` or normalized ``"sigmoid"`` of the logits;
             ``None``: the function that the router's own code uses.
         z_loss: coefficient of the router z-loss (Zoph et al. 2022, ST-MoE), summed over layers.
-        bias_update_rate: change, after every :func:`hfscale.train_step` in training, of the bias that the router adds
-        to
-            each expert's score only for choosing experts, towards balanced loads (Wang et al. 2024).
+        bias_update_rate: step size of the bias that the router adds to each expert's score only for choosing experts.
+            After every :func:`hfscale.train_step` in training, the bias moves by this much towards balanced loads
+            (Wang et al. 2024).
         noise_std: standard deviation of the noise that ``noisy_topk`` adds to the logits; ``None``: ``1 / experts``
             (Riquelme et al. 2021, V-MoE).
         force_balanced: assign tokens to experts round-robin and ignore the router's choice, for benchmarks.

@@ -98,8 +98,7 @@ def create_optimizer(
       ``embeddings_in_32_bits=True``, which HF Trainer sets.
     - ``adafactor`` averages rows and columns of full matrices.
     - ``muon`` orthogonalizes full matrices of the layers. Embeddings, head and vectors use AdamW; so do stacks of
-    experts
-      unless ``experts=True``.
+      experts unless ``experts=True``.
 
     Results equal those of one process bit by bit, with two exceptions: sums over ranks (``adafactor``, up to rounding),
     and CPU kernels that round the ends of a tensor differently (torch's fused AdamW in float32, SGD in bfloat16).
@@ -112,8 +111,7 @@ def create_optimizer(
         name: name of the optimizer. The error for an unknown name lists all names.
         lr: learning rate; ``None`` only for ``adafactor`` with ``relative_step=True``.
         weight_decay: weight decay. Like in HF Trainer, it does not apply to biases and norms, by their names in the
-        stock
-            model.
+            stock model.
         betas, eps: options of the Adam family (and ``betas`` of Lion). Other optimizers may have options of these names
             in ``optim_args``.
         optim_args: further options in HF Trainer's form, ``"momentum=0.9,nesterov=true"``, or as a mapping.

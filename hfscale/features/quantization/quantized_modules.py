@@ -1,6 +1,6 @@
 """Check and plan a frozen base model in 4 or 8 bits, and dequantize its weights, in any layout.
 
-The methods are QLoRA (Dettmers et al. 2023) and LLM.int8() (Dettmers et al. 2022), requested by transformers'
+The methods (QLoRA, Dettmers et al. 2023; LLM.int8(), Dettmers et al. 2022) are requested by transformers'
 ``quantization_config=BitsAndBytesConfig(...)``. :mod:`hfscale.features.quantization.arrival` quantizes the weights
 while they are loaded.
 """
