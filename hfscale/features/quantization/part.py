@@ -55,7 +55,7 @@ def refuse_quantized(quantized: QuantizedPlan | None, directory: Path) -> None:
     if quantized is not None:
         raise ConfigError(
             f"the weights are in {quantized.bits} bits, and saving them to {str(directory)!r} would make their "
-            "rounding error permanent: merge adapters into 16-bit weights first, with hfscale.merge_and_unload(model, "
+            "rounding error permanent: merge adapters into 16 bits first, with hfscale.merge_and_unload(model, "
             "dtype=torch.bfloat16), or train an adapter (load the model with peft_config=...), of which "
             "save_pretrained writes only the adapter"
         )
