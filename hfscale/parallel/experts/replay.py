@@ -337,8 +337,8 @@ def _check(runtime: Runtime, batch: Batch, routes: Tensor) -> None:
     k = experts_per_token(runtime.model.config) or routes.shape[-1]
     if routes.shape != (*place, len(mixtures), k):
         raise ConfigError(
-            f"routes are {list(routes.shape)} for {place[0]} rows of {place[1]} tokens and {len(mixtures)} MoE layers "
-            f"with {k} experts per token: give routes of shape {[*place, len(mixtures), k]}"
+            f"routes are {list(routes.shape)} for {place[0]} rows of {place[1]} tokens and {len(mixtures)} layers with "
+            f"experts, {k} experts per token: give routes of shape {[*place, len(mixtures), k]}"
         )
     counts = torch.tensor([planned.count for planned in mixtures], device=routes.device).unsqueeze(
         -1
