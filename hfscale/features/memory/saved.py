@@ -97,7 +97,7 @@ class SavedCounter:
         weight = None if head_module is None else next(head_module.parameters(recurse=False), None)
         # Shape of the head's weight when it is gathered over the data ranks.
         self.head_shape = () if weight is None else tuple(weight.shape)
-        # No hooks on modules inside an adapter's wrapper: PEFT takes another code path for hooked modules.
+        # No hooks on modules inside an adapter's wrapper: with such a hook, PEFT's own code would run.
         inside = {
             inner
             for module in modules.values()
