@@ -1,1 +1,1 @@
-"""Define the user's choices: layouts, memory, precision, routing, and the launcher's environment."""
+"""Define the user's options: layouts, memory, precision and routing; and read the launcher's environment variables."""

@@ -1,4 +1,4 @@
-"""Declare options once: each field of a config class is a command-line flag and a recipe key."""
+"""Declare options once: each field of a config class becomes a command-line flag and a recipe key."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -9,7 +9,8 @@ from typing import Any, get_args
 
 from ..errors import ConfigError, meant
 
-_UNUSED = ("_handler", "_backend", "sp_size")  # fields of Accelerate's that are suggested to nobody
+# Endings of Accelerate's fields that error messages do not suggest
+_UNUSED = ("_handler", "_backend", "sp_size")
 
 
 def setting(
@@ -19,10 +20,13 @@ def setting(
     flag: str = "",
     needs: str = "",
 ) -> Any:
-    """Declare a field that is ``None`` until the environment or its ``default`` fills it.
+    """Declare a field that is ``None`` until it is filled from an environment variable or with ``default``.
 
-    It takes the names ``choices`` (a function where extensions add some), is called ``flag`` on the command line (by
-    default its own name, without ``_size``), and has no meaning without the axis that it ``needs``.
+    Args:
+        default: value if neither the user nor the environment sets the field.
+        choices: the names that the field accepts, or a function that returns them, if extensions may add names.
+        flag: name of the command-line flag; by default the field's name without ``_size``.
+        needs: axis without which the field has no effect.
     """
     return field(
         default=None,
@@ -31,10 +35,10 @@ def setting(
 
 
 class Spelled:
-    """Refuse misspelt fields of a config by name, before the generated ``__init__`` would."""
+    """Raise :class:`ConfigError` with a suggestion for misspelt fields of a config, before ``__init__`` would fail."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Refuse misspelt field names."""
+        """Raise :class:`ConfigError` for field names that the config does not have."""
         names = [option.name for option in fields(cls)]  # type: ignore[arg-type]
         useful = [name for name in names if not name.endswith(_UNUSED)]
         if unknown := [name for name in kwargs if name not in names]:
@@ -48,29 +52,29 @@ class Spelled:
 
 @dataclass(frozen=True)
 class Declared:
-    """One field of a config class, as a command line offers it."""
+    """Describe one field of a config class for the command line."""
 
-    name: str  # of the field
-    flag: str  # ``--tp``
-    text: str  # the first clause of its description, without citations
-    default: Any  # of the field, or of :func:`setting`
+    name: str  # name of the field
+    flag: str  # the command-line flag, like ``--tp``
+    text: str  # the first clause of the field's description, without citations
+    default: Any  # default of the field, or of :func:`setting`
     given_choices: Sequence[str] | Callable[[], Sequence[str]]
-    needs: str  # the axis without which it has no meaning
-    kind: type  # ``bool``, ``int``, ``str``, or ``object`` for anything else
+    needs: str  # the axis without which the field has no effect
+    kind: type  # ``bool``, ``int``, ``str``, or ``object`` for any other type
 
     @property
     def choices(self) -> Sequence[str]:
-        """The names that it takes, if it takes names."""
+        """The names that the field accepts; empty if it does not accept names."""
         return self.given_choices() if callable(self.given_choices) else self.given_choices
 
     @property
     def dest(self) -> str:
-        """The attribute of parsed arguments."""
+        """The attribute of parsed command-line arguments."""
         return self.flag.removeprefix("--").replace("-", "_")
 
     @property
     def help(self) -> str:
-        """The help of its flag: meaning, choices and default."""
+        """The help text of the flag: description, choices and default."""
         needs = f"with --{self.needs}: " if self.needs else ""
         choices = f": {', '.join(self.choices)}" if self.choices else ""
         default = f" (default: {self.default})" if self.choices else ""
@@ -79,7 +83,7 @@ class Declared:
 
 @cache
 def declared(cls: type) -> tuple[Declared, ...]:
-    """Return the fields of a config dataclass, with descriptions from its docstring."""
+    """Return the fields of a config dataclass, with descriptions from the class's docstring."""
     texts = described(cls)
     options = []
     for option in fields(cls):
@@ -103,7 +107,7 @@ def declared(cls: type) -> tuple[Declared, ...]:
 
 
 def described(cls: type) -> dict[str, str]:
-    """Map fields to their descriptions in the ``Args`` or ``Attributes`` section of a class's docstring."""
+    """Return, by field, the descriptions in the ``Args`` or ``Attributes`` section of a class's docstring."""
     section = re.search(r"(?ms)^(?:Args|Attributes):\n(.*?)(?=^\S|\Z)", getdoc(cls) or "")
     entries = re.split(r"(?m)^    (?=\w+: )", section[1])[1:] if section else []
     return {

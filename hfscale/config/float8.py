@@ -1,4 +1,4 @@
-"""The user's choices for matrix products in 8 bits: :class:`Float8Config`."""
+"""Define the user's options for matrix products in 8 bits: :class:`Float8Config`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from ..errors import ConfigError, check_choice, check_names, check_switch
 from .declared import Spelled
 
-FLOAT8_RECIPES = ("tensorwise", "rowwise")  # granularity of the scales, by torchao's names
+FLOAT8_RECIPES = ("tensorwise", "rowwise")  # granularity of scales, with torchao's names
 
 
 @dataclass(frozen=True)
@@ -14,14 +14,15 @@ class Float8Config(Spelled):
     """Options of ``mixed_precision="fp8"``.
 
     Attributes:
-        recipe: ``"tensorwise"``: a scale for each tensor, from its largest entry; gradients in e5m2, the rest in e4m3.
-            ``"rowwise"``: a scale for each row along the summed dim, a power of two; everything in e4m3. More
-            exact, and slower.
-        leave_out: modules in the layers that stay as they are, by the ends of their names, as
-            ``["down_proj", "layers.0.mlp"]``. Heads, embeddings, routers and experts always do.
-        fp8_all_gather: whether data ranks that shard such a weight (``dp_shard_size``) all-gather 8 bits per
-            entry instead of 16, with the scale of the full weight; the arithmetic is the same. By default they do
-            under ``"tensorwise"``; rowwise, each weight is rounded in two ways, together 16 bits.
+        recipe: ``"tensorwise"``: a scale for each tensor, from its largest entry; gradients in e5m2, all other operands
+            in e4m3. ``"rowwise"``: a scale for each row along the contracted dim, a power of two; all operands in e4m3.
+            More exact, and slower.
+        leave_out: modules in the layers that do not compute in 8 bits, by the ends of their names, like
+            ``["down_proj", "layers.0.mlp"]``. Heads, embeddings, routers and experts never compute in 8 bits.
+        fp8_all_gather: whether data ranks that shard a weight (``dp_shard_size``) all-gather 8 bits per entry instead
+            of 16, with the scale of the full weight; the arithmetic is the same. The default is yes for
+            ``"tensorwise"``, and no for ``"rowwise"``, which needs two 8-bit copies of each weight, as many bits as one
+            16-bit copy.
 
     Raises:
         ConfigError: a value is unknown or impossible.
@@ -35,7 +36,7 @@ class Float8Config(Spelled):
         if str(self.recipe).lower().startswith("mx"):
             raise ConfigError(
                 f"recipe={self.recipe!r}: hfscale does not support MX formats (a scale per 32 entries, for Blackwell "
-                "GPUs): use 'rowwise', which comes nearest, or 'tensorwise'"
+                "GPUs): use 'rowwise', whose scales are closest to MX, or 'tensorwise'"
             )
         check_choice("recipe", self.recipe, FLOAT8_RECIPES)
         check_names("leave_out", self.leave_out, '["down_proj"]')
@@ -43,9 +44,9 @@ class Float8Config(Spelled):
             check_switch("fp8_all_gather", self.fp8_all_gather)
         if self.fp8_all_gather and self.recipe == "rowwise":
             raise ConfigError(
-                "fp8_all_gather=True with recipe='rowwise': a weight needs other scales for its output than for the "
-                "gradient of its input, and two copies in 8 bits are no smaller than one in 16: use 'tensorwise', or "
-                "leave it out"
+                "fp8_all_gather=True with recipe='rowwise': a weight needs different scales for the output and for the "
+                "gradient of the input, and two copies in 8 bits are no smaller than one in 16: use 'tensorwise', or "
+                "leave fp8_all_gather out"
             )
         object.__setattr__(self, "leave_out", tuple(self.leave_out))
 

@@ -1,4 +1,4 @@
-"""The fields of a layout, without torch, so that the command line can offer them at once."""
+"""Define the fields of a layout, without importing torch, so that the command line can list them quickly."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,45 +13,48 @@ from .schedules import CP_METHODS, gradient_compressions, schedule_names, spelle
 class LayoutFields:
     """Sizes of the parallel axes of one run.
 
-    Extends :class:`accelerate.ParallelismConfig`: same field names, and the same environment variables
-    (``PARALLELISM_CONFIG_TP_SIZE`` ...) fill the fields left out.
+    Extends :class:`accelerate.ParallelismConfig` with the same field names. Fields that are left out are filled from
+    the same environment variables (``PARALLELISM_CONFIG_TP_SIZE`` ...), or with their defaults.
 
     Args:
-        dp_replicate_size: data-parallel replicas of the whole sharded model.
+        dp_replicate_size: data-parallel replicas of the sharded model.
         dp_shard_size: ranks over which parameters, gradients and optimizer state are sharded (ZeRO-3, FSDP2).
-        tp_size: ranks over which each layer's matrices are cut (Shoeybi et al. 2019, Megatron-LM).
-        cp_size: ranks over which each sequence is cut, everywhere but in attention (Liu et al. 2023, ring attention).
-            They are data ranks that compute a piece of one sequence each: weights are sharded over them as over
+        tp_size: ranks over which each layer's matrices are sharded (Shoeybi et al. 2019, Megatron-LM).
+        cp_size: ranks over which each sequence is sharded, everywhere except in attention (Liu et al. 2023, ring
+            attention). Context ranks also count as data ranks: weights are sharded over them in addition to
             ``dp_shard``.
         pp_size: pipeline stages.
-        ep_size: ranks over which the experts of a mixture are spread, uncut (Lepikhin et al. 2020, GShard). They
-            are ranks of the tensor and data axes, so this multiplies nothing: with ``expert_tp_size=1`` the ranks of
-            ``tp`` come first and those of the data axes after them; ``ep_size`` is a multiple of ``tp_size``. Data
-            ranks that it needs are added if ``dp_shard_size`` is left out.
-        expert_tp_size: ranks over which each expert's matrices are cut: 1, or ``tp_size``; the expert ranks are
-            then ranks of the data axes.
-        cp_method: how attention reads the other context ranks' tokens. ``gather`` gathers all keys and values (Llama
-            Team 2024); ``ring`` passes them around, one rank's at a time (Liu et al. 2023); ``heads`` exchanges tokens
-            for heads, so that each rank has some heads of the full sequence (Jacobs et al. 2023, Ulysses);
-            ``heads_ring`` does that in groups of ranks, as large as the heads allow, and passes keys and values around
-            between the groups (Fang and Zhao 2024); ``auto`` chooses by the bytes sent.
-        sequence_parallel: cut norms and residuals along the sequence between tensor-parallel blocks (Korthikanti et al.
-            2022).
-        sequence_regather: under ``sequence_parallel``, gather a block's input once more in the backward pass instead of
-            keeping it: all activations of a layer are then cut, for half as much communication again.
-        overlap: overlap the backward collectives of tensor parallelism with the gradients of weights, from 1 MiB on.
+        ep_size: ranks over which the experts of an MoE layer are distributed, each expert whole (Lepikhin et al. 2020,
+            GShard). Expert ranks are ranks of the tensor and data axes, so ``ep_size`` does not multiply the number of
+            processes. With ``expert_tp_size=1``, ``ep_size`` is a multiple of ``tp_size``: experts are distributed over
+            the tensor ranks first, then over data ranks. If ``dp_shard_size`` is left out, it is set to the data
+            ranks that ``ep_size`` needs.
+        expert_tp_size: ranks over which each expert's matrices are sharded: 1, or ``tp_size``. With ``tp_size``,
+            experts are distributed over data ranks only.
+        cp_method: how attention reads the tokens of other context ranks. ``gather`` all-gathers keys and values (Llama
+            Team 2024); ``ring`` passes keys and values around a ring of ranks (Liu et al. 2023); ``heads`` exchanges
+            tokens for heads, so that each rank has some heads of the full sequence (Jacobs et al. 2023, Ulysses);
+            ``heads_ring`` exchanges heads within groups of ranks, as large as the number of heads allows, and passes
+            keys and values around a ring of groups (Fang and Zhao 2024); ``auto`` chooses the method that sends fewer
+            bytes.
+        sequence_parallel: shard norms and residuals along the sequence between tensor-parallel blocks (Korthikanti et
+            al. 2022).
+        sequence_regather: under ``sequence_parallel``, gather a block's input again in the backward pass instead of
+            keeping it. All saved activations of a layer are then sharded, for half as much additional communication.
+        overlap: overlap the backward collectives of tensor parallelism with the computation of weight gradients, for
+            tensors of at least 1 MiB.
         pipeline_schedule: order of forward and backward passes, by name or as the path of a ``.csv`` file; names are
             those of :func:`hfscale.config.schedules.schedule_names`.
         num_microbatches: microbatches of one step; ``None`` lets the schedule choose.
-        virtual_stages: model chunks per pipeline rank; by default 2 for schedules that need several, else 1.
+        virtual_stages: pipeline stages per pipeline rank; by default 2 for schedules that need several, else 1.
         stage_layers: layers of each stage, ``pp_size * virtual_stages`` numbers (or ``"5,6,6,5"``); ``None`` balances
             stages by cost.
-        weights_regather: gather weights, sharded within stages, again for every microbatch instead of keeping
-            them gathered for a step: less memory, and the traffic multiplied by the number of microbatches.
+        weights_regather: gather the sharded weights of a stage again for every microbatch instead of keeping them
+            gathered for a step. This takes less memory, but multiplies the traffic by the number of microbatches.
         reduce_each_microbatch: reduce gradients over data ranks after every microbatch instead of once per step.
-            Between microbatches a rank then holds its shards of them only, not full gradients (in float32 under
-            mixed precision), with the traffic multiplied by the number of microbatches. With stages, they are reduced
-            while later microbatches compute, not after the last one.
+            Between microbatches a rank then holds only shards of gradients instead of full gradients (in float32 under
+            mixed precision), but the traffic is multiplied by the number of microbatches. With stages, gradients are
+            reduced while later microbatches compute, not after the last one.
         gradient_compression: compression of gradients between replicas: ``no``, ``bf16``, ``fp16``, or ``powersgd``:
             factors of rank ``powersgd_rank``, with their error added to the next gradient (Vogels et al. 2019).
         powersgd_rank: rank of PowerSGD's factors; 4 by default.
@@ -84,7 +87,9 @@ class LayoutFields:
 
 
 def check_name(each: Declared, given: Any) -> Any:
-    """Return a choice's canonical spelling, or the path of a CSV schedule; raise :class:`ConfigError` if unknown."""
+    """Return the canonical spelling of a chosen name, or the path of a CSV schedule. Raise :class:`ConfigError` for an
+    unknown name.
+    """
     if each.name != "pipeline_schedule":
         check_choice(each.name, given, each.choices)
         return given

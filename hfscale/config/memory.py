@@ -1,4 +1,4 @@
-"""The user's choices for recomputation, offloading and compression: :class:`MemoryConfig`."""
+"""Define the user's options for recomputation, offloading and compression: :class:`MemoryConfig`."""
 
 import re
 from collections.abc import Sequence
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from ..errors import ConfigError, check_count, check_names, check_switch, did_you_mean
 from .declared import Spelled
 
-RECOMPUTE = ("none", "full", "selective", "elementwise")  # named ways to recompute
+RECOMPUTE = ("none", "full", "selective", "elementwise")  # names that ``recompute`` accepts
 
-_WORTH_A_COPY = 1 << 20
-_WORTH_A_CODE = 1 << 16
+_WORTH_A_COPY = 1 << 20  # default of the smallest offloaded tensor, in bytes
+_WORTH_A_CODE = 1 << 16  # default of the smallest compressed tensor, in bytes
 _UNITS = {
     "": 1,
     "k": 10**3,
@@ -30,42 +30,40 @@ _HOW = (
 
 @dataclass(frozen=True)
 class MemoryConfig(Spelled):
-    """Activation checkpointing, offloading to the CPU, and activations in 8 bits.
-
-    Every default leaves the model as it is.
+    """Options of activation checkpointing, offloading to the CPU, and activations in 8 bits. All are off by default.
 
     Attributes:
         recompute: activation checkpointing (Chen et al. 2016).
 
-            - ``"none"``: nothing.
-            - ``"full"``: every layer; only its input is kept.
-            - ``"selective"``: scores, softmax, dropout and weighted sum of attention; queries, keys and values are kept
-              (Korthikanti et al. 2022). It saves much where scores are kept (``"eager"``), and next to nothing under
-              flash attention and SDPA, which keep none.
-            - ``"elementwise"``: norms, activations, rotary embeddings, casts, dropout and copies, in every layer, from
-              what its products and attention read, which is kept. No product and no exchange between ranks runs twice.
-            - a number ``n``: every ``n``-th layer, beginning with the first.
-            - names: modules in the layers, by the ends of their names, as ``["mlp", "input_layernorm"]``.
-            - a budget, as ``"8GiB"``: as few layers as needed to keep this rank's activations below it, those with the
-              least FLOPs per byte saved first. It holds for :attr:`tokens`, or else for the largest microbatch of the
-              first step.
-        recompute_keep: operators whose results are kept even in recomputed layers, as ``["aten.mm", "aten.addmm"]``: by
+            - ``"none"``: nothing is recomputed.
+            - ``"full"``: every layer is recomputed from its input.
+            - ``"selective"``: scores, softmax, dropout and weighted sum of attention are recomputed from queries, keys
+              and values (Korthikanti et al. 2022). This saves much memory with ``"eager"`` attention, which keeps
+              scores, and hardly any with flash attention and SDPA, which do not.
+            - ``"elementwise"``: norms, activation functions, rotary embeddings, casts, dropout and copies are
+              recomputed in every layer, from the inputs of matrix products and attention, which are kept. Matrix
+              products, attention and communication do not run twice.
+            - a number ``n``: every ``n``-th layer is recomputed, beginning with the first.
+            - names: modules in the layers, by the ends of their names, like ``["mlp", "input_layernorm"]``.
+            - a budget, like ``"8GiB"``: as few layers as needed to keep this rank's activations below the budget.
+              Layers with the least FLOPs per saved byte come first. The budget holds for :attr:`tokens`, or by default
+              for the largest microbatch of the first step.
+        recompute_keep: operators whose results are kept even in recomputed layers, like ``["aten.mm", "aten.addmm"]``:
             torch's names, with or without the overload.
-        tile_tokens: tokens of a tile: norms and MLPs run tile by tile, forward and backward, and only their inputs are
-            there whole (Bekman et al. 2025, ALST). With ``recompute="full"`` or ``"elementwise"``, which then holds of
-            the one layer that is computed again too.
-        tokens: tokens of one microbatch of one batch rank, over all of its sequences, for which a budget holds.
-        offload_activations: keep activations saved for the backward pass on the CPU: ``True``, or the size of the
-            smallest tensor that is worth a copy, as ``"1MiB"``, the default of ``True``. For layers that are
-            recomputed, this is their input.
-        compress_activations: keep activations saved for the backward pass in 8 bits, by blocks of 256 with a scale each
-            (bitsandbytes' kernels): ``True``, or the size of the smallest tensor that is worth it, as ``"64KiB"``,
-            the default of ``True``. Gradients are rounded; the forward pass is not.
+        tile_tokens: tokens of a tile: norms and MLPs run tile by tile, forward and backward, so that only their inputs
+            are in memory for all tokens (Bekman et al. 2025, ALST). Needs ``recompute="full"``, or ``"elementwise"``.
+            ``"full"`` then also recomputes elementwise operators in the layer that is being recomputed.
+        tokens: tokens of one microbatch on one batch rank, over all sequences, for which a budget holds.
+        offload_activations: keep activations that are saved for the backward pass on the CPU: ``True``, or the size of
+            the smallest tensor that is offloaded, like ``"1MiB"``, the default of ``True``. Of recomputed layers, the
+            input is offloaded.
+        compress_activations: keep activations that are saved for the backward pass in 8 bits, with a scale for each
+            block of 256 (bitsandbytes' kernels): ``True``, or the size of the smallest tensor that is compressed, like
+            ``"64KiB"``, the default of ``True``. Gradients are affected by rounding; the forward pass is not.
         offload_parameters: keep this rank's shards of parameters and gradients on the CPU, and update them there
             (FSDP2's ``CPUOffloadPolicy``); layers are gathered to the device one by one. Needs data ranks.
         offload_optimizer: keep the optimizer's state on the CPU and step there, while the next weights and gradients
-            are copied (Ren et al. 2021, ZeRO-Offload): for optimizers made by :func:`hfscale.create_optimizer`; others
-            are refused.
+            are copied (Ren et al. 2021, ZeRO-Offload). Only for optimizers made by :func:`hfscale.create_optimizer`.
 
     Raises:
         ConfigError: a value is unknown or impossible.
@@ -96,8 +94,8 @@ class MemoryConfig(Spelled):
         object.__setattr__(self, "recompute_keep", kept)
         if kept and not (isinstance(given, int) or given == "full" or self.budget is not None):
             raise ConfigError(
-                f"recompute_keep={list(kept)} needs layers that are recomputed in full, and recompute={given!r} "
-                "recomputes none: use recompute='full', a number or a budget with it"
+                f"recompute_keep={list(kept)} needs layers that are recomputed in full, but recompute={given!r} "
+                "recomputes none: use recompute='full', a number or a budget, or leave recompute_keep out"
             )
         if self.tile_tokens is not None:
             check_count("tile_tokens", self.tile_tokens)
@@ -110,7 +108,8 @@ class MemoryConfig(Spelled):
             check_count("tokens", self.tokens)
         if self.tokens is not None and self.budget is None:
             raise ConfigError(
-                f"tokens={self.tokens} needs a memory budget, and recompute={given!r} is not one: leave it out"
+                f"tokens={self.tokens} needs a memory budget, but recompute={given!r} is not a budget: leave tokens "
+                "out, or use a budget like recompute='8GiB'"
             )
 
     def _check_recompute(self) -> None:
@@ -131,7 +130,7 @@ class MemoryConfig(Spelled):
             check_names("recompute", given, like)
             if not given:
                 raise ConfigError(
-                    f"recompute must have at least one name, got []: pass names, as {like}, or 'none'"
+                    f"recompute must have at least one name, got []: pass names, like {like}, or 'none'"
                 )
             object.__setattr__(self, "recompute", tuple(given))
         else:
@@ -139,17 +138,17 @@ class MemoryConfig(Spelled):
 
     @property
     def least_offloaded(self) -> int | None:
-        """Bytes of the smallest activation that is offloaded; ``None``: none are."""
+        """Bytes of the smallest activation that is offloaded; ``None``: activations are not offloaded."""
         return _least(self.offload_activations, _WORTH_A_COPY)
 
     @property
     def least_compressed(self) -> int | None:
-        """Bytes of the smallest activation that is kept in 8 bits; ``None``: none are."""
+        """Bytes of the smallest activation that is kept in 8 bits; ``None``: activations are not compressed."""
         return _least(self.compress_activations, _WORTH_A_CODE)
 
     @property
     def budget(self) -> int | None:
-        """Bytes of activations that layers may keep; ``None`` if :attr:`recompute` is no budget."""
+        """Bytes of activations that the layers of a rank may keep; ``None`` if :attr:`recompute` is not a budget."""
         return byte_count(self.recompute) or None if isinstance(self.recompute, str) else None
 
 
@@ -158,7 +157,9 @@ def _least(given: bool | str, default: int) -> int | None:
 
 
 def byte_count(text: str) -> int | None:
-    """Parse a size in bytes, like ``8GiB``, ``500 MB`` or ``1.5g``; ``None`` if ``text`` is no size."""
+    """Return the number of bytes of a size like ``8GiB``, ``500 MB`` or ``1.5g``; ``None`` if ``text`` is not a
+    size.
+    """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", text.lower())
     if match is None or match[2] not in _UNITS:
         return None

@@ -1,4 +1,4 @@
-"""Define the user's choices other than the layout."""
+"""Define the user's options other than the layout, and check how they fit together."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,28 +18,29 @@ MIXED_PRECISIONS = {
     **dict.fromkeys(("bf16", "bf16_params", "fp8"), torch.bfloat16),
     "fp16": torch.float16,
 }
-"""Types that forward passes compute in, by name, whatever the type of the weights; for ``fp8``, the type outside of
-products in 8 bits. With ``bf16_params`` parameters are cast where they are used, and nothing by autocast."""
+"""Name -> dtype in which forward passes compute, independent of the weights' dtype. For ``fp8`` this is the dtype
+outside 8-bit products. With ``bf16_params`` parameters are cast when they are used, and autocast is off.
+"""
 
 
 @dataclass(frozen=True)
 class Options:
-    """Hold the choices of one run other than the layout; raise :class:`ConfigError` if one of them is unknown."""
+    """Hold the options of one run other than the layout. Raise :class:`ConfigError` for an unknown or invalid value."""
 
     mixed_precision: str = "no"  # a key of :data:`MIXED_PRECISIONS`
-    # the router of mixtures and its balancing; ``None`` for the model's own router
+    # router and load balancing of MoE layers; ``None``: the model's own router
     routing: RoutingConfig | None = None
     memory: MemoryConfig | None = None  # recomputation, offloading and compression
-    loss_scaling: GradScalerKwargs | None = None  # scaling of the loss in float16
-    float8: Float8Config | None = None  # scaling of products in 8 bits
-    # Whether to use Liger's kernels, or its switches by name.
+    loss_scaling: GradScalerKwargs | None = None  # scaling of the loss under ``"fp16"``
+    float8: Float8Config | None = None  # scales of 8-bit products under ``"fp8"``
+    # whether to use Liger's kernels, or a switch per kernel by name
     use_liger_kernel: bool | Mapping[str, bool] = False
-    # weight of the loss of multi-token prediction; ``None``: its layers are not in the model
+    # weight of the multi-token-prediction loss; ``None``: the model has no MTP layers
     mtp_loss_weight: float | None = None
-    # whether to compile each layer with torch's default compiler (``"auto"``: where it makes Triton kernels), or
-    # another backend's name
+    # whether to compile each layer with torch's default backend (``"auto"``: only on devices with Triton kernels), or
+    # the name of another backend
     compile: bool | str = False
-    # whether LoRA is computed by one operator, or by PEFT's own code
+    # whether LoRA is computed by one fused operator instead of PEFT's own code
     fused_adapters: bool = True
 
     def __post_init__(self) -> None:
@@ -56,7 +57,7 @@ class Options:
         self._check_loss_scaling()
         if self.float8 is not None and self.mixed_precision != "fp8":
             raise ConfigError(
-                f"float8= needs mixed_precision='fp8', got {self.mixed_precision!r}: leave it out"
+                f"float8= needs mixed_precision='fp8', got {self.mixed_precision!r}: leave float8 out"
             )
         self._check_liger()
         if self.mtp_loss_weight is not None:
@@ -64,8 +65,8 @@ class Options:
         check_switch("fused_adapters", self.fused_adapters)
         if self.compile == "cudagraphs":
             raise ConfigError(
-                "compile='cudagraphs' replays kernels on the addresses of one batch, and layers here meet collectives, "
-                "gathered weights and rows of any length: use compile=True"
+                "compile='cudagraphs' replays kernels on the memory addresses of one batch, but layers run "
+                "collectives, gather weights and get rows of any length: use compile=True"
             )
         known = ("auto", *torch.compiler.list_backends(()))
         if not isinstance(self.compile, bool) and self.compile not in known:
@@ -75,27 +76,27 @@ class Options:
 
     @property
     def memory_levers(self) -> MemoryConfig:
-        """The memory options; defaults if none were given."""
+        """The memory options; the defaults if ``memory`` is ``None``."""
         return self.memory or MemoryConfig()
 
     @property
     def scaling(self) -> GradScalerKwargs:
-        """The scaling of a float16 loss; torch's defaults if none was given."""
+        """The scaling of a float16 loss; torch's defaults if ``loss_scaling`` is ``None``."""
         return self.loss_scaling or GradScalerKwargs()
 
     @property
     def around_products(self) -> str:
-        """The precision outside 8-bit products, by Accelerate's name of it."""
+        """Accelerate's name of the mixed precision outside 8-bit products."""
         return "bf16" if self.mixed_precision in ("fp8", "bf16_params") else self.mixed_precision
 
     @property
     def casts_parameters(self) -> bool:
-        """Return whether parameters are cast where they are used, in place of autocast."""
+        """Whether parameters are cast when they are used, instead of autocast."""
         return self.mixed_precision == "bf16_params"
 
     @property
     def products(self) -> Float8Config | None:
-        """The options of 8-bit products of weights; ``None`` if there are none."""
+        """The options of 8-bit products; ``None`` if products are not in 8 bits."""
         return (self.float8 or Float8Config()) if self.mixed_precision == "fp8" else None
 
     def _check_liger(self) -> None:
@@ -111,17 +112,17 @@ class Options:
         for name in ("cross_entropy", "fused_linear_cross_entropy"):
             if given.get(name):
                 raise ConfigError(
-                    f"use_liger_kernel={given!r}: {name} needs a full head, which may be sharded here: leave it "
+                    f"use_liger_kernel={given!r}: {name} needs a full head, but the head may be sharded: leave it "
                     "out; hfscale computes head and loss in chunks itself, without full logits"
                 )
 
     def check_device(self, device: torch.device) -> None:
-        """Raise :class:`ConfigError` if the device cannot multiply in the chosen precision; CPUs emulate 8 bits."""
+        """Raise :class:`ConfigError` if the device does not support ``mixed_precision``. CPUs emulate fp8 products."""
         if self.mixed_precision == "fp8" and device.type == "cuda" and torch.version.hip is None:
             capability = torch.cuda.get_device_capability(device)
             if capability < (8, 9):
                 raise ConfigError(
-                    f"mixed_precision='fp8' needs a GPU with fp8 matmuls (compute capability 8.9 or more), and "
+                    f"mixed_precision='fp8' needs a GPU with fp8 matmuls (compute capability 8.9 or more), but "
                     f"{torch.cuda.get_device_name(device)} has {capability[0]}.{capability[1]}: use "
                     "mixed_precision='bf16'"
                 )
@@ -130,7 +131,8 @@ class Options:
         """Raise :class:`ConfigError` if these options cannot be used with quantized weights."""
         if self.mtp_loss_weight is not None:
             raise ConfigError(
-                "mtp_loss_weight cannot be used with quantization_config: leave one of the two out"
+                "mtp_loss_weight cannot be used with quantization_config: leave out either mtp_loss_weight or "
+                "quantization_config"
             )
         if self.products is not None:
             raise ConfigError(
@@ -147,7 +149,7 @@ class Options:
             raise ConfigError(f"loss_scaling must be an accelerate.GradScalerKwargs, got {given!r}")
         if self.mixed_precision != "fp16":
             raise ConfigError(
-                f"loss_scaling= needs mixed_precision='fp16', got {self.mixed_precision!r}: leave it out"
+                f"loss_scaling= needs mixed_precision='fp16', got {self.mixed_precision!r}: leave loss_scaling out"
             )
         fits = (
             given.init_scale > 0
@@ -168,7 +170,7 @@ class Options:
             and (routing.capacity is not None or routing.draws)
         ):
             raise ConfigError(
-                f"routing={routing} needs the tokens of full sequences (for capacity, or random draws), and each "
+                f"routing={routing} needs the tokens of full sequences (for capacity, or random draws), but each "
                 f"of cp_size={layout.cp} ranks routes a part: use router='model' without capacity_factor, or cp_size=1"
             )
 

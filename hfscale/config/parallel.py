@@ -1,4 +1,4 @@
-"""Define a layout: the sizes of the parallel axes that the user requests."""
+"""Define ``ParallelConfig``, a layout: the sizes of the parallel axes that the user requests."""
 
 import os
 from dataclasses import dataclass, fields
@@ -16,15 +16,15 @@ from .layout import LayoutFields, check_name
 from .schedules import schedule_of
 
 AXES = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
-"""Mesh axes, outermost first: neighbouring ranks share the axis that communicates most (tensor)."""
+"""Mesh axes, outermost first. Neighbouring ranks belong to the axis that communicates most (tensor)."""
 
-UNCUT_SEQUENCES = "cp_size=1"  # what users are told to ask for if sequences must not be cut
+UNCUT_SEQUENCES = "cp_size=1"  # remedy in error messages if sequences must not be sharded
 
 _ENVIRONMENT = "PARALLELISM_CONFIG_"
 
 
 class _Size:
-    """The number of ranks on the mesh axis of this name: :meth:`ParallelConfig.size`."""
+    """Return the number of ranks on the mesh axis with the attribute's name: :meth:`ParallelConfig.size`."""
 
     def __set_name__(self, owner: type, axis: str) -> None:
         self._axis = axis
@@ -40,13 +40,13 @@ class ParallelConfig(Spelled, LayoutFields, ParallelismConfig):
     pp = _Size()  # pipeline ranks
     tp = _Size()  # tensor ranks
     cp = _Size()  # context ranks
-    ep = _Size()  # ranks over which experts are spread
-    expert_tp = _Size()  # ranks over which each expert is cut
+    ep = _Size()  # expert ranks, each with some of the experts
+    expert_tp = _Size()  # ranks over which each expert's matrices are sharded
     dp_replicate = _Size()  # replicas of the sharded model
-    # Ranks over which weights are sharded: those of ``dp_shard_size`` times the context ranks.
+    # Ranks over which weights are sharded: ``dp_shard_size`` times the context ranks.
     dp_shard = _Size()
 
-    # Replaces accelerate's checks on purpose: they refuse layouts that hfscale runs (replicated data x tensor).
+    # Replaces accelerate's checks on purpose: they reject layouts that hfscale supports (replicated data x tensor).
     def __post_init__(self) -> None:
         may_add_data = self._given("dp_shard_size") is None
         if self.powersgd_rank is not None:
@@ -75,12 +75,14 @@ class ParallelConfig(Spelled, LayoutFields, ParallelismConfig):
         self._fixed = True
 
     def _given(self, name: str) -> Any:
-        """Return a field's value, or the environment's if it was left out."""
+        """Return a field's value, or the environment variable's value if the field was left out."""
         value = getattr(self, name)
         return os.environ.get(_ENVIRONMENT + name.upper()) if value is None else value
 
     def _checked(self, each: Declared) -> Any:
-        """Return a field's value or default, converted to its type."""
+        """Return a field's value or default, converted to the field's type. Raise :class:`ConfigError` if it is
+        invalid.
+        """
         value = self._given(each.name)
         if value is None:
             return each.default
@@ -108,7 +110,9 @@ class ParallelConfig(Spelled, LayoutFields, ParallelismConfig):
         self.powersgd_rank = self.powersgd_rank or rank
 
     def _place_experts(self, may_add_data: bool) -> None:
-        """Check that the expert ranks are full tensor groups, or data ranks, of consecutive batches."""
+        """Check that the tensor and data ranks can be divided into groups of ``ep_size`` expert ranks, and set a
+        left-out ``dp_shard_size`` so that they can.
+        """
         ep = self.ep
         tp = self.tp
         cut = self.expert_tp
@@ -144,7 +148,7 @@ class ParallelConfig(Spelled, LayoutFields, ParallelismConfig):
             )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Refuse changes after construction, since plans and meshes are made from a layout once."""
+        """Raise :class:`ConfigError` for changes after construction: plans and meshes are made from a layout once."""
         if self.__dict__.get("_fixed") and name in {f.name for f in fields(self)}:
             raise ConfigError(
                 f"{name} of a layout cannot be changed: make a new one with dataclasses.replace"
@@ -156,15 +160,15 @@ class ParallelConfig(Spelled, LayoutFields, ParallelismConfig):
 
     @property
     def flushes(self) -> bool:
-        """Return whether a step ends with the backward passes of its own microbatches, as in one process."""
+        """Whether a step ends after the backward passes of all its own microbatches, like in one process."""
         return self.pp == 1 or schedule_of(self.pipeline_schedule).flushes
 
     def size(self, axis: str) -> int:
         """Return the number of ranks on ``axis`` of the mesh: one of :data:`AXES`, or an expert axis.
 
-        Weights are sharded over the context ranks too, so ``dp_shard`` includes them, the ranks of one sequence side by
-        side. Expert axes divide the ranks of the tensor and data axes anew: ``edp_replicate x edp_shard x ep x
-        expert_tp``.
+        Weights are sharded over context ranks too, so ``dp_shard`` includes them; the ranks of one sequence are
+        adjacent. Expert axes are another division of the ranks of the tensor and data axes: ``edp_replicate x edp_shard
+        x ep x expert_tp``.
         """
         if axis == "dp_shard":
             return self.asked(axis) * self.asked("cp")
@@ -175,23 +179,25 @@ class ParallelConfig(Spelled, LayoutFields, ParallelismConfig):
         return self.asked(axis)
 
     def asked(self, axis: str) -> int:
-        """Return the field ``{axis}_size``; the product of these, without ``ep``, is the number of processes."""
+        """Return the field ``{axis}_size``. The product over all axes except ``ep`` is the number of processes."""
         return int(getattr(self, f"{axis}_size"))
 
     @property
     def expert_batches(self) -> int:
-        """The number of distinct batches whose tokens go to one group of experts; 1 without expert ranks."""
+        """The number of distinct batches whose tokens are sent to the same experts; 1 if ``ep_size`` is 1."""
         return self.ep * self.expert_tp // self.tp if self.ep > 1 else 1
 
     @property
     def slices_tokens(self) -> bool:
-        """Return whether tensor ranks, which share a batch, each dispatch a slice of its tokens to uncut experts."""
+        """Whether each tensor rank sends its shard of a batch's tokens to whole experts: ``ep`` and ``tp`` are above 1,
+        and ``expert_tp`` is 1.
+        """
         return self.ep > 1 and self.tp > 1 and self.expert_tp == 1
 
     @cached_property
     def total_size(self) -> int:  # type: ignore[override]  # accelerate's is a plain property
         """The number of processes that this layout needs."""
-        # Expert ranks are ranks of the other axes.
+        # Expert ranks are ranks of the tensor and data axes.
         return prod(self.asked(axis) for axis in AXES if axis != "ep")
 
     @cached_property
@@ -201,7 +207,7 @@ class ParallelConfig(Spelled, LayoutFields, ParallelismConfig):
 
     @cached_property
     def data_world(self) -> int:
-        """The number of data-parallel ranks: those that compute different tokens."""
+        """The number of data-parallel ranks, which compute different tokens: data ranks times context ranks."""
         return self.batch_world * self.asked("cp")
 
     @property
@@ -214,21 +220,21 @@ class ParallelConfig(Spelled, LayoutFields, ParallelismConfig):
         return ceil(tokens / self.cp)
 
     def microbatches_of(self, accumulated: int) -> int:
-        """Return the number of microbatches in a step that accumulates ``accumulated`` ones."""
+        """Return the number of microbatches of a step with ``accumulated`` gradient accumulation steps."""
         if self.pp == 1:
             return accumulated
         return self.num_microbatches or (accumulated if accumulated > 1 else self.pp)
 
     def describe_schedule(self) -> str:
-        """Return :meth:`describe`, and the schedule of a pipeline."""
+        """Return :meth:`describe`; with several stages, also the schedule, stages and microbatches."""
         if self.pp == 1:
             return self.describe()
-        name = Path(str(self.pipeline_schedule)).name  # a file's, without saying where it lies
+        name = Path(str(self.pipeline_schedule)).name  # of a file, only its name
         count = f", {self.num_microbatches} microbatches" if self.num_microbatches else ""
         return f"{self.describe()}, {name} over {self.pp * int(self.virtual_stages or 1)} stages{count}"
 
     def describe(self) -> str:
-        """Return the axes larger than one, as ``tp2 x dp_shard4``; ``one process`` if there is none."""
+        """Return the axes larger than 1 in words, like ``tp2 x dp_shard4``; ``one process`` if all are 1."""
         named = [
             f"{axis}{self.asked(axis)}"
             for axis in reversed(AXES)
@@ -249,7 +255,7 @@ class ParallelConfig(Spelled, LayoutFields, ParallelismConfig):
         return f"ParallelConfig({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
 
 
-ParallelConfig.__doc__ = LayoutFields.__doc__  # for help(), which shows no other class's
+ParallelConfig.__doc__ = LayoutFields.__doc__  # help() shows only the class's own docstring
 
 
 def _positive(name: str, value: Any) -> int:
@@ -265,7 +271,7 @@ def _positive(name: str, value: Any) -> int:
 
 
 def _stage_layers(value: Any, pp_size: int, virtual_stages: int) -> tuple[int, ...] | None:
-    """Return ``stage_layers`` as a tuple, so that the layout stays hashable; the plan checks its sum."""
+    """Return ``stage_layers`` as a tuple, so that the layout stays hashable. The plan checks the sum of its numbers."""
     if value is None:
         return None
     listed = value.split(",") if isinstance(value, str) else value

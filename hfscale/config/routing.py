@@ -1,4 +1,4 @@
-"""The user's choices for routing and balance: :class:`RoutingConfig`."""
+"""Define the user's options for routing and load balancing: :class:`RoutingConfig`."""
 
 import math
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from ..errors import ConfigError, check_choice, check_number, check_switch
 from .declared import Spelled
 
 ROUTERS = ("model", "switch", "gshard", "noisy_topk")
-"""Rules that choose experts: the model's own router, or one of the papers' on its logits."""
+"""Rules that choose experts: the model's own router, or a router from a paper applied to the model's router logits."""
 
 SCORES = ("softmax", "sigmoid")
 
@@ -16,36 +16,40 @@ _OWN_CAPACITY = {"switch": 1.25, "gshard": 1.0}
 
 @dataclass(frozen=True)
 class RoutingConfig(Spelled):
-    """The router of mixtures of experts, and the losses that balance experts.
+    """Options of the router of MoE layers, and of the losses that balance experts.
 
-    Every default leaves the model as it is: ``RoutingConfig()`` only counts, for :func:`hfscale.expert_load`.
+    With all defaults the model computes as before: ``RoutingConfig()`` only counts tokens for
+    :func:`hfscale.expert_load`.
 
-    The losses are added to ``model(**batch).loss`` and, in its gradients, to that of :func:`hfscale.train_step`, which
-    returns the mean over tokens alone, whatever ``config.output_router_logits`` says. Without ``labels`` they are left
-    out. They are defined per sequence, over tokens that the attention mask does not mark as padding, so that value and
+    The losses are added to ``model(**batch).loss``. :func:`hfscale.train_step` adds their gradients, but returns the
+    mean loss over tokens without them. ``config.output_router_logits`` does not matter. Without ``labels`` the losses
+    are omitted. They are defined per sequence, over tokens that are not padding by the attention mask, so value and
     gradient do not depend on how a step is divided over data ranks, microbatches, tensor ranks and stages.
-    Transformers' own auxiliary loss differs: it is added once per rank and microbatch, and takes all layers for one, so
-    that at balance it is ``k`` (experts per token), where this one is 1 per layer. A coefficient ``c`` there, for ``L``
-    layers, is about ``balance_loss=c * k / L``.
+
+    transformers' auxiliary loss differs: it is added once per rank and microbatch, and treats all layers like one
+    layer. If experts are balanced, it is ``k`` (experts per token) in total, while hfscale's loss is 1 per layer.
+    Coefficient ``c`` of transformers' loss corresponds to about ``balance_loss=c * k / L`` for ``L`` layers.
 
     Attributes:
-        router: ``"model"``: the model's own. ``"switch"``: the best expert, with its probability (Fedus et al. 2021).
-            ``"gshard"``: the best two, the second at random with twice its score as probability (Lepikhin et al. 2020).
-            ``"noisy_topk"``: as many as the model's, the best after noise on the logits (Shazeer et al. 2017), whose
-            size is given, not learned: a checkpoint has no weights for it.
-        capacity_factor: room for each sequence's tokens at an expert, in multiples of an even share, ``k * tokens /
-            experts``; tokens beyond it are dropped. ``None``: 1.25 for ``switch``, 1 for ``gshard``, no limit
-            otherwise. ``math.inf`` is no limit.
-        balance_loss: coefficient of the load-balancing loss (Fedus et al. 2021), in each sequence (DeepSeek-AI 2024,
-            V3), summed over layers.
-        balance_scores: scores of that loss: ``"softmax"`` or ``"sigmoid"`` of the logits, normalized; ``None``: as in
-            the router's own code.
+        router: ``"model"``: the model's own router. ``"switch"``: the best expert, weighted by its probability (Fedus
+            et al. 2021). ``"gshard"``: the best two experts; the second is used with a probability of twice its score
+            (Lepikhin et al. 2020). ``"noisy_topk"``: the best experts after noise is added to the logits, as many as
+            the model's router chooses (Shazeer et al. 2017). The size of the noise is given and not learned, since
+            checkpoints have no weights for it.
+        capacity_factor: capacity of each expert for the tokens of a sequence, in multiples of the mean load ``k *
+            tokens / experts``; further tokens are dropped. ``None``: 1.25 for ``switch``, 1 for ``gshard``, no limit
+            otherwise. ``math.inf``: no limit.
+        balance_loss: coefficient of the load-balancing loss (Fedus et al. 2021), computed per sequence (DeepSeek-AI
+            2024, V3), summed over layers.
+        balance_scores: scores in the load-balancing loss: ``"softmax"`` or normalized ``"sigmoid"`` of the logits;
+            ``None``: the function that the router's own code uses.
         z_loss: coefficient of the router z-loss (Zoph et al. 2022, ST-MoE), summed over layers.
-        bias_update_rate: after every :func:`hfscale.train_step` in training, move the bias that the router adds to each
-            expert's score for the choice alone by this much towards balance (Wang et al. 2024).
-        noise_std: standard deviation of the noise of ``noisy_topk``, on the logits; ``None``: ``1 / experts`` (Riquelme
-            et al. 2021, V-MoE).
-        force_balanced: spread tokens round-robin, whatever the router says: for benchmarks.
+        bias_update_rate: step size of the bias that the router adds to each expert's score only for choosing experts.
+            After every :func:`hfscale.train_step` in training, the bias moves by this much towards balanced loads
+            (Wang et al. 2024).
+        noise_std: standard deviation of the noise that ``noisy_topk`` adds to the logits; ``None``: ``1 / experts``
+            (Riquelme et al. 2021, V-MoE).
+        force_balanced: assign tokens to experts round-robin and ignore the router's choice, for benchmarks.
 
     Raises:
         ConfigError: a value is unknown or impossible.
@@ -70,7 +74,8 @@ class RoutingConfig(Spelled):
             check_number("noise_std", self.noise_std, least=0)
             if self.router != "noisy_topk":
                 raise ConfigError(
-                    f"noise_std={self.noise_std} needs router='noisy_topk': set that too, or leave it out"
+                    f"noise_std={self.noise_std} needs router='noisy_topk', got router={self.router!r}: set "
+                    "router='noisy_topk', or leave noise_std out"
                 )
         if self.capacity_factor is not None:
             check_number("capacity_factor", self.capacity_factor, above=0, infinite=True)
@@ -86,20 +91,20 @@ class RoutingConfig(Spelled):
 
     @property
     def has_loss(self) -> bool:
-        """Return whether an auxiliary loss is added to the loss."""
+        """Whether router losses are added to the model's loss."""
         return bool(self.balance_loss or self.z_loss)
 
     @property
     def needs_logits(self) -> bool:
-        """Return whether the router's logits are read."""
+        """Whether the router's logits are needed."""
         return self.router != "model" or self.has_loss
 
     @property
     def needs_tokens(self) -> bool:
-        """Return whether routing depends on the sequence and position of a row, or on padding."""
+        """Whether routing needs to know the sequence and position of each token, or which tokens are padding."""
         return self.needs_logits or self.capacity is not None or bool(self.bias_update_rate)
 
     @property
     def draws(self) -> bool:
-        """Return whether routes are random in training."""
+        """Whether routes depend on random numbers in training."""
         return self.router in ("gshard", "noisy_topk")

@@ -1,4 +1,6 @@
-"""Describe pipeline schedules, and name other choices, without torch, so that the CLI can list them at once."""
+"""Describe pipeline schedules, and list other named choices, without importing torch, so that the CLI starts
+quickly.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,7 +8,7 @@ from typing import Any
 
 from ..extensions import added, provided
 
-# How context ranks attend to each other's tokens.
+# Methods by which context ranks attend to each other's tokens.
 CP_METHODS = (
     "auto",
     "gather",
@@ -20,7 +22,7 @@ _MANY = 1 << 16
 
 
 def nothing_older(pp_size: int, rank: int) -> tuple[int, int]:
-    """Return that a rank keeps no older weights, and one set of gradients."""
+    """Return ``(0, 1)``: a rank keeps no older versions of weights, and one set of gradients."""
     return 0, 1
 
 
@@ -30,27 +32,30 @@ def fits_all(plan: Any, options: Any) -> None:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Describe a pipeline schedule: which numbers it can run, and what it keeps of earlier steps."""
+    """Describe a pipeline schedule: the numbers of stages and microbatches that it supports, and the weights that it
+    keeps of earlier steps.
+    """
 
-    stages_per_rank: range = _ONE
-    default_stages: int = 1
-    # The schedule that it is with one stage per rank.
+    stages_per_rank: range = _ONE  # supported numbers of stages per rank
+    default_stages: int = 1  # stages per rank if the user gives no number
+    # name of the schedule that is the same with one stage per rank; empty: none
     with_one_stage: str = ""
-    # Stages go down the ranks and up again (Qi et al. 2023; DeepSeek 2025).
+    # whether stages are placed on ascending, then on descending ranks (Qi et al. 2023; DeepSeek 2025)
     v_shaped: bool = False
-    # The fewest microbatches of a step, for each rank.
+    # the minimum number of microbatches of a step, per rank
     microbatches_per_rank: int = 0
-    # Microbatches divide into rounds of one size, at least one for each rank.
+    # whether microbatches must divide into rounds of equal size, of at least one microbatch per rank
     in_rounds: bool = False
-    # A step ends when all of its own microbatches have run backward, and its gradients are those of its own batch.
+    # whether a step ends after the backward passes of all its own microbatches, so that its gradients are those of its
+    # own batch
     flushes: bool = True
     order: Callable[[int, int, int], Any] | None = None
-    """``(pp_size, num_microbatches, steps)`` -> the order of a schedule that has no row in
+    """``(pp_size, num_microbatches, steps)`` -> the order of passes, for schedules without a row in
     :mod:`hfscale.parallel.pipeline.orders`."""
     kept: Callable[[int, int], tuple[int, int]] = nothing_older
-    """``(pp_size, rank)`` -> older versions of the weights that a rank keeps, and sets of gradients."""
+    """``(pp_size, rank)`` -> numbers of older versions of the weights, and of sets of gradients, that a rank keeps."""
     check: Callable[[Any, Any], None] = fits_all
-    """Refuse a :class:`~hfscale.plan.Plan` that the schedule cannot run with these ``Options``."""
+    """Raises an error for a :class:`~hfscale.plan.Plan` and ``Options`` that the schedule does not support."""
 
 
 _SCHEDULES = {
@@ -68,21 +73,21 @@ _OF_A_FILE = Schedule(range(1, _MANY))
 
 
 def schedule_names() -> tuple[str, ...]:
-    """Return the names of all schedules, those that extensions add last."""
+    """Return the names of all schedules; schedules of extensions come last."""
     return (*_SCHEDULES, *added("schedules"))
 
 
 def schedule_of(name: Any) -> Schedule:
-    """Return what is known of a schedule by name; of a CSV file that it has stages as its layout says."""
+    """Return the description of a schedule by name. For a CSV file, any number of stages per rank is allowed."""
     return _SCHEDULES.get(str(name)) or provided("schedules", str(name)) or _OF_A_FILE
 
 
 def spelled(schedule: Any) -> Any:
-    """Return a schedule's name in lower case, ``1F1B`` as ``1f1b``; return anything else unchanged."""
+    """Return a known schedule's name in lower case (``1F1B`` -> ``1f1b``), and other values unchanged."""
     known = isinstance(schedule, str) and schedule.lower() in schedule_names()
     return schedule.lower() if known else schedule
 
 
 def gradient_compressions() -> tuple[str, ...]:
-    """Return the names of the ways to compress gradients between replicas, those that extensions add last."""
+    """Return the names of gradient compressions between replicas; those of extensions come last."""
     return ("no", "bf16", "fp16", *added("gradient_compressions"))

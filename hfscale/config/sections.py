@@ -1,4 +1,4 @@
-"""Define the options that are recipe sections of several fields each."""
+"""Define the options that are recipe sections with several fields."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,20 +13,20 @@ SECTIONS: dict[str, type] = {
     "memory": MemoryConfig,
     "float8": Float8Config,
 }
-"""Argument of :func:`hfscale.from_pretrained` -> the class whose fields are the keys of its section."""
+"""Argument of :func:`hfscale.from_pretrained` -> the class whose fields are the keys of the recipe section."""
 
 ESTIMATED_PRECISIONS = ("no", "bf16", "bf16_params", "fp8")
-"""Values of ``mixed_precision`` whose bytes and seconds are estimated without a GPU."""
+"""Values of ``mixed_precision`` for which bytes and seconds can be estimated without a GPU."""
 
 
 @dataclass
 class OptionSections:
-    """Hold the recipe sections that are arguments of the model; keys are the fields of their classes.
+    """Hold the recipe sections that become arguments of the model; keys are the fields of the classes.
 
     Attributes:
-        routing: what a mixture's router is to do besides, :class:`hfscale.RoutingConfig`.
-        memory: what is computed again instead of kept, or kept on the host, :class:`hfscale.MemoryConfig`.
-        float8: how ``training.mixed_precision=fp8`` computes, :class:`hfscale.Float8Config`.
+        routing: router and load balancing of MoE layers, :class:`hfscale.RoutingConfig`.
+        memory: recomputation, offloading and compression, :class:`hfscale.MemoryConfig`.
+        float8: options of ``training.mixed_precision=fp8``, :class:`hfscale.Float8Config`.
     """
 
     routing: dict[str, Any] = field(default_factory=dict)
@@ -34,10 +34,13 @@ class OptionSections:
     float8: dict[str, Any] = field(default_factory=dict)
 
     def sections(self, mixed_precision: str) -> dict[str, Any]:
-        """Return the model arguments that the sections set; raise :class:`ConfigError` for those without meaning."""
+        """Return the model arguments that the sections set. Raise :class:`ConfigError` for a section that has no effect
+        with ``mixed_precision``.
+        """
         if self.float8 and mixed_precision != "fp8":
             raise ConfigError(
-                "float8 needs training.mixed_precision=fp8: set that, or leave it out"
+                f"float8 needs training.mixed_precision=fp8, got {mixed_precision}: set "
+                "training.mixed_precision=fp8, or leave float8 out"
             )
         return {
             name: kind(**given) for name, kind in SECTIONS.items() if (given := getattr(self, name))

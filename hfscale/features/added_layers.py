@@ -1,4 +1,4 @@
-"""List the layers that features add to stock models, for whoever has a config or a file and no model yet."""
+"""List the layers that features add to stock models, for callers that have a config or a file but no model yet."""
 
 from collections.abc import Iterable
 
@@ -11,22 +11,24 @@ ADDED_LAYERS = (PREDICTION,)
 
 
 def asked_for(options: Options) -> list[AddedLayers]:
-    """Return the layers that ``options`` ask for."""
+    """Return the added layers that ``options`` request."""
     return [added for added in ADDED_LAYERS if getattr(options, added.option) is not None]
 
 
 def named_in(names: Iterable[str]) -> list[AddedLayers]:
-    """Return the layers of which there are tensors among ``names``, those of a model."""
+    """Return the added layers that have tensors among ``names``, the tensor names of a model."""
     prefixes = {name.partition(".")[0] for name in names}
     return [added for added in ADDED_LAYERS if added.name in prefixes]
 
 
 def refuse_adapters(keys: Iterable[str], what: str) -> None:
-    """Refuse adapters of added layers where the model that transformers builds is all there is."""
+    """Raise :class:`ConfigError` if ``keys`` contains adapters of added layers, for callers that use transformers'
+    model, which lacks added layers. ``what`` names the adapter in the message.
+    """
     for added in ADDED_LAYERS:
         if any(f".{added.name}.layers." in key for key in keys):
             raise ConfigError(
-                f"{what} is of {added.words} too, which transformers leaves out: load both with "
-                f"hfscale.from_pretrained(base, peft_config=adapter, {added.option}=...), and call "
+                f"{what} has weights for {added.words}, which transformers' model does not have: load model and "
+                f"adapter with hfscale.from_pretrained(base, peft_config=adapter, {added.option}=...), and call "
                 "hfscale.merge_and_unload"
             )

@@ -1,6 +1,6 @@
-"""Define hfscale's own table of families, for those without a usable tensor-parallel plan from Hugging Face.
+"""Define hfscale's own table of blueprints, for families without a usable tensor-parallel plan in transformers.
 
-A new family is an entry here; ``scripts/family_sweep.py --only FAMILY`` proves it.
+To add a family, add an entry; ``scripts/family_sweep.py --only FAMILY`` checks it against one process.
 """
 
 from .blueprint import Blueprint

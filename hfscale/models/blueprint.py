@@ -1,9 +1,11 @@
 """Define the blueprint of a family: the roles of an architecture's modules, as data.
 
-A family is one :class:`Blueprint`. It comes from :data:`hfscale.models.FAMILIES` (hfscale's own table, keyed by
-``config.model_type``); failing that, from the model's own Hugging Face ``base_model_tp_plan``, translated; failing
-that, it is inferred from the model itself, and used if it is proved (:mod:`hfscale.extras.proofs.infer`): an
-:class:`Inference`, also as JSON.
+A family has one :class:`Blueprint`, from the first of these sources that has one:
+
+1. :data:`hfscale.models.FAMILIES`, hfscale's own table, keyed by ``config.model_type``;
+2. transformers' ``base_model_tp_plan`` of the model, translated;
+3. inference from the model itself (:mod:`hfscale.extras.proofs.infer`). An inferred blueprint (:class:`Inference`) is
+   used only if two ranks with it equal one process. It can be written as JSON.
 """
 
 from collections.abc import Callable
@@ -14,72 +16,71 @@ from .fields import query_key_value
 
 OWN_TABLE = "hfscale's own table"
 TRANSLATED = "transformers' base_model_tp_plan, translated"
-INFERRED = "inferred"  # what the words for it begin with
-TOLERANCE = 1e-10  # largest difference of a proof, relative, in float64
+INFERRED = "inferred"  # beginning of the ``source`` of an inferred blueprint
+# Largest relative difference, in float64, with which an inferred blueprint counts as proved
+TOLERANCE = 1e-10
 _FUNCTIONS: dict[str, Callable[..., Any]] = {query_key_value.__name__: query_key_value}
 
 
 @dataclass(frozen=True)
 class Block:
-    """Describe an attention or MLP module: its input is full, its output summed over the tensor ranks. Paths are
-    relative to the block; the empty path is the block itself.
+    """Describe a tensor-parallel block: an attention or MLP module whose input is full on every tensor rank, and whose
+    output is summed over the tensor ranks. Paths are relative to the block; the empty path is the block itself.
     """
 
-    column: tuple[str, ...]  # projections that read the block's input; their outputs are cut
-    row: tuple[str, ...]  # projections that write the block's output; their inputs are cut
-    # modules whose first input is the block's input, where that is not the block (a family that adds the residual
-    # inside the block must keep the residual out of the edges)
+    column: tuple[str, ...]  # projections that read the block's input; their outputs are sharded
+    row: tuple[str, ...]  # projections that write the block's output; their inputs are sharded
+    # modules whose first input is the block's input, if that is not the block itself. Example: a block that adds the
+    # residual inside, which must not pass through the edge
     enter: tuple[str, ...] = ("",)
-    # keyword inputs of those modules that enter besides (an encoder's output, read by the keys and values of a cross
-    # attention)
+    # keyword inputs of the modules ``enter`` that are full inputs of the block too. Example: the encoder's output,
+    # which keys and values of a cross-attention read
     enter_inputs: tuple[str, ...] = ()
-    # modules whose output is the sum to be completed, where that is not the block; a block that has none of them
-    # completes its own
+    # modules whose output must be summed over tensor ranks, if that is not the block itself. In a block that has none
+    # of these modules, the block's output is summed
     leave: tuple[str, ...] = ("",)
-    # what is fused in a projection along the dim that is cut, side by side: how many equal matrices, or a function
-    # from the config to their lengths
+    # projection -> the matrices that are fused in it, side by side along the sharded dim: the number of equal matrices,
+    # or a function from the config to their lengths
     parts: dict[str, int | Callable[[Any], tuple[int, ...]]] = field(default_factory=dict)
-    # what holds key/value heads, and which of the matrices fused in it do (all, where empty): with fewer such heads
-    # than ranks, these are cut so that several ranks hold the same head
+    # module with key/value heads -> indices of the fused matrices that hold them; empty: all matrices. If there are
+    # fewer key/value heads than ranks, several ranks hold the same head of these matrices
     key_value: dict[str, tuple[int, ...]] = field(
         default_factory=lambda: {"k_proj": (), "v_proj": ()}
     )
-    # modules used whole inside the block (per-head norms), whose gradients are therefore partial; the empty path
-    # means the block's own parameters
+    # modules that are not sharded but read sharded activations inside the block (per-head norms), so their gradients
+    # are partial; the empty path means the block's own parameters
     shared: tuple[str, ...] = ()
-    # shared modules that compute over a whole width (a norm over all heads): their input, which is cut, is gathered
-    # for them, and their output cut again
+    # shared modules that compute over the full width (a norm over all heads): their sharded input is gathered, and
+    # their output is sharded again
     across: tuple[str, ...] = ()
-    # other parameters that are cut: along which dim, and how many matrices lie side by side in it (one matrix per
-    # expert, say)
+    # further sharded parameter -> (dim, number of matrices side by side along this dim), for example matrices of
+    # experts
     cut: dict[str, tuple[int, int]] = field(default_factory=dict)
-    # which of ``cut`` have entries that belong together two by two (gate and up interleaved)
+    # parameters in ``cut`` whose neighbouring entries belong together in pairs (gate and up interleaved)
     pairs: tuple[str, ...] = ()
-    # whole parameters that are added to the block's output, where no projection does it (biases of experts)
+    # unsharded parameters that are added to the block's output outside of projections (biases of experts): only one
+    # rank may add them
     once: tuple[str, ...] = ()
-    outside: tuple[
-        str, ...
-    ] = ()  # modules of the block that compute on what is whole (a norm behind ``leave``)
-    # the block's own parameters have one entry per head along dim 0 (attention sinks), and are cut so
+    # modules of the block that compute on full activations (a norm after ``leave``)
+    outside: tuple[str, ...] = ()
+    # the block's own parameters have one entry per head along dim 0 (attention sinks), and are sharded along dim 0
     own_heads: bool = False
-    rest_shared: bool = False  # whatever else the block holds is used whole inside it (a router)
-    # projections that a layer does not have are no mistake: layers of several kinds share the entry
+    rest_shared: bool = False  # all other modules of the block are ``shared`` (a router)
+    # layers may lack some of the projections, since layers of several kinds use this entry
     optional: bool = False
-    # keyword inputs of the block with one entry per head along a dim: each rank gets its heads' share
+    # keyword input of the block -> its dim with one entry per head; each rank gets the entries of its heads
     heads: dict[str, int] = field(default_factory=dict)
-    # keyword inputs with one entry per sample and head along dim 0, sample by sample
+    # keyword inputs whose dim 0 has one entry per sample and head, ordered by sample
     sample_heads: tuple[str, ...] = ()
-    # Heads are laid out in that many groups side by side, each of which is cut.
+    # number of groups of heads that lie side by side; each group is sharded
     head_groups: int = 1
-    local_attributes: tuple[
-        str, ...
-    ] = ()  # integer attributes that the forward reads as local sizes
-    local_config: tuple[
-        str, ...
-    ] = ()  # config fields that the forward reads as local sizes, from ``self.config``
-    # config fields that hold dropout probabilities applied to *cut* activations (attention weights)
+    # integer attributes that the forward reads as local sizes
+    local_attributes: tuple[str, ...] = ()
+    # fields of ``self.config`` that the forward reads as local sizes
+    local_config: tuple[str, ...] = ()
+    # config fields with dropout probabilities that are applied to *sharded* activations (attention weights)
     dropout: tuple[str, ...] = ("attention_dropout",)
-    # where activations begin to be cut for the sake of dropout; by default where the first input enters
+    # the module from which on activations are sharded, for dropout's random numbers; ``None``: from the first ``enter``
     cut_from: str | None = None
 
 
@@ -87,14 +88,14 @@ class Block:
 class Blueprint:
     """Hold the roles of modules in one architecture. Paths are relative to the base model (``model.base_model``)."""
 
-    # path of the layer list; several where there are several (an encoder and a decoder, two towers). A class need not
-    # have all of them: ``BartForCausalLM`` has the decoder's only
+    # path of the layer list, or several paths (an encoder and a decoder, two towers). A class may lack some lists:
+    # ``BartForCausalLM`` has only the decoder's
     layers: str | tuple[str, ...]
-    # Path of each block inside a layer -> its roles. A layer need not have all of them.
+    # path of a block inside a layer -> the block. A layer may lack some blocks
     blocks: dict[str, Block]
-    # what in a config (of some members of the family) the blocks do not describe, in words, or ``None``
+    # returns, in words, a feature of the config that the blocks do not describe; ``None`` if the config fits
     unfit: Callable[[Any], str | None] = lambda config: None
-    # the part of a model's config that functions of the blueprint are given, and whose fields it names
+    # returns the part of a model's config whose fields the blueprint names and its functions receive
     config_of: Callable[[Any], Any] = lambda config: config
     source: str = OWN_TABLE  # where the blueprint comes from, in words
 
@@ -107,17 +108,17 @@ class Blueprint:
 def in_layers(
     layers: str, unfit: Callable[[Any], str | None] = Blueprint.unfit, **blocks: Block
 ) -> Blueprint:
-    """Return the blueprint of one layer list, whose blocks are children of its layers."""
+    """Return the blueprint of a model with one layer list ``layers``; each keyword names a child of every layer."""
     return Blueprint(layers, blocks, unfit)
 
 
 @dataclass(frozen=True)
 class Proof:
-    """Hold the differences found when a blueprint was proved on a clone."""
+    """Hold the differences between two tensor ranks and one process, found on a tiny clone."""
 
-    output: float  # largest difference of the output, relative to its largest entry
-    gradient: float  # largest difference of a gradient, likewise
-    parameter: str  # whose gradient that is
+    output: float  # largest difference of the output, relative to the output's largest entry
+    gradient: float  # largest difference of a gradient, relative to the gradient's largest entry
+    parameter: str  # name of the parameter whose gradient differs most
 
     @property
     def worst(self) -> float:
@@ -129,14 +130,14 @@ class Proof:
 class Inference:
     """Hold an inferred blueprint and its evidence."""
 
-    blueprint: Blueprint  # the roles found
-    proof: Proof  # two ranks against one process, on a tiny clone
+    blueprint: Blueprint  # the inferred blueprint
+    proof: Proof  # the comparison of two ranks with one process, on a tiny clone
     attention: tuple[str, ...]  # paths of the blocks that mix tokens
-    whole: tuple[str, ...]  # why other parts of the layers are not cut
+    whole: tuple[str, ...]  # for other modules of the layers, why they are not sharded
 
 
 def as_data(found: Inference) -> dict[str, Any]:
-    """Return an inference as JSON."""
+    """Return an inference as data that can be written as JSON."""
     return {
         "layers": found.blueprint.layers,
         "source": found.blueprint.source,
@@ -153,12 +154,12 @@ def given_fields(block: Block) -> dict[str, Any]:
 
 
 def block_as_data(block: Block) -> dict[str, Any]:
-    """Return the given fields of a block as JSON; functions by name."""
+    """Return the fields of a block that differ from their defaults, as data for JSON; functions become their names."""
     return {name: _named(value) for name, value in given_fields(block).items()}
 
 
 def from_data(data: dict[str, Any]) -> Inference:
-    """Return the inference that :func:`as_data` wrote."""
+    """Return the inference from the data that :func:`as_data` returned."""
     blocks = {
         path: Block(
             **{
@@ -175,7 +176,7 @@ def from_data(data: dict[str, Any]) -> Inference:
     )
 
 
-# These two are always given.
+# ``column`` and ``row`` have no default, so they always count as given.
 _DEFAULTS = {
     **vars(Block(column=(), row=())),
     "column": None,

@@ -1,4 +1,4 @@
-"""Hash the stock code that a model's classes run, so that what is proved of it holds for any release that keeps it."""
+"""Hash the stock code of a model's classes, so that proved facts stay valid in any release with the same code."""
 
 import ast
 import hashlib
@@ -9,17 +9,21 @@ from functools import cache
 from pathlib import Path
 
 SOURCES = Path(__file__).with_name("sources.json")
-"""For each family of hfscale's own table, the sources with which its entry was proved: ``scripts/prove_entries.py``."""
+"""For each family of hfscale's own table, the hashes of the sources with which ``scripts/prove_entries.py``
+proved it.
+"""
 
 _FAMILIES = "transformers.models."
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def source_hash(kinds: Iterable[type]) -> str:
-    """Return a hash of the modeling files of the families that some classes, models or configs, are of.
+    """Return a hash of the modeling files of all families in which ``kinds`` (classes of models or configs) are
+    defined.
 
-    Comments, docstrings and blank lines do not count. Code that families share (masks, caches, losses) is left out: it
-    changes with every release, and what it promises is proved release by release (``scripts/prove_facts.py``).
+    Comments, docstrings and blank lines do not count. Code that all families use (masks, caches, losses) is left out,
+    since it changes with every release; facts that depend on it are proved for each release
+    (``scripts/prove_facts.py``).
     """
     folders = {folder for kind in kinds for folder in _family_folders(kind)}
     hashes = sorted(_folder_hash(folder) for folder in folders)
@@ -27,12 +31,12 @@ def source_hash(kinds: Iterable[type]) -> str:
 
 
 def short_hash(kind: type) -> str:
-    """Return the source of one class as ``sources.json`` has it."""
+    """Return the hash of the source of one class, in the short form of ``sources.json``."""
     return source_hash([kind])[:12]
 
 
 def is_proved_source(family: str, kind: type) -> bool:
-    """Return whether the entry of a family was proved with the source that a class has in this transformers."""
+    """Return whether the entry of a family was proved with the source of ``kind`` in the installed transformers."""
     return short_hash(kind) in _proved_sources().get(family, ())
 
 
@@ -58,7 +62,7 @@ def _folder_hash(folder: Path) -> str:
 
 
 def _without_comments(text: str) -> str:
-    """Return the lines of a file that compute something."""
+    """Return the lines of a file without comments, docstrings and blank lines."""
     documented: set[int] = set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, _DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:

@@ -1,7 +1,6 @@
-"""Make a tiny model of the same family as a big one: same classes, same switches, small numbers.
+"""Make the config of a tiny clone of a model: the same classes and switches, but small sizes.
 
-``hfscale verify`` and the family sweep train such clones in a layout and in one process; inference proves blueprints on
-them.
+``hfscale verify`` and the family sweep train clones in a layout and in one process; blueprints are proved on clones.
 """
 
 import copy
@@ -23,7 +22,7 @@ VOCABULARY = 67
 EXPERTS = 4
 HIDDEN = HEADS * HEAD_DIM
 
-# What a count becomes -> the names configs give it. Everything not named here keeps its value.
+# Size in the clone -> the config fields that get this size. Fields that are not listed keep their values.
 _BECOMES: dict[int, str] = {
     VOCABULARY: "vocab_size decoder_vocab_size vocab_size_per_layer_input unpadded_vocab_size",
     HIDDEN: """hidden_size n_embd d_model emb_dim embedding_size attention_hidden_size word_embed_proj_dim embedding_dim
@@ -77,7 +76,7 @@ _KEY_HEADS = (
 )
 DROPOUT_WORDS = ("dropout", "pdrop", "drop_rate", "drop_path", "layerdrop", "jitter")
 _NAMED = {*_SMALL, *_LAYER_COUNTS, *_KEY_HEADS}
-# Backbones have lists of as many entries as they have stages, and may count those as layers.
+# Backbones have lists with one entry per stage, and may count their stages as layers.
 _STAGES = 8
 PER_LAYER = (
     "layer_types",
@@ -87,30 +86,34 @@ PER_LAYER = (
     "layers_block_type",
     "mixer_types",
 )
-"""Fields with one entry per layer: cut to the first layers, and, where kinds alternate, made to show several."""
+"""Fields with one entry per layer. A clone gets as many different entries as it has layers."""
 
 
 def tiny_clone(
     config: PreTrainedConfig, *, layers: int = LAYERS, **changes: Any
 ) -> PreTrainedConfig:
-    """Return a config of the same class, tiny and without dropout; ``changes`` (a dict for a config inside) are set."""
+    """Return a tiny config of the same class, with ``layers`` layers and without dropout. Then set the fields in
+    ``changes``; the fields of a nested config are given as a dict.
+    """
     whole = _fields(config)
     small = _shrink(copy.deepcopy(whole), layers, type(config))
     left_out = {"transformers_version", "model_type"}
-    if "stage_names" in whole:  # of a backbone, which names its stages by how many layers there are
+    if "stage_names" in whole:  # a backbone, whose names of stages follow from the number of layers
         left_out |= {"out_features", "out_indices", "stage_names"}
     small = {key: value for key, value in small.items() if key not in left_out}
     for name in _derived(type(config), whole, small):
         del small[name]
     made = type(config)(**merged(small, changes))
-    # Heads over tokens drop a tenth where configs say nothing.
+    # Token classification heads use a dropout of 0.1 if the config has no value.
     if getattr(made, "classifier_dropout", None) is None:
         made.classifier_dropout = 0.0
     return made
 
 
 def _fields(config: PreTrainedConfig) -> dict[str, Any]:
-    """Return a config's fields as it has them: Dory's writes other numbers of layers into a file."""
+    """Return a config's fields with the values of its attributes. ``to_dict`` may differ: Dory's config returns other
+    numbers of layers for files.
+    """
     fields = config.to_dict()
     for name, written in fields.items():
         own = vars(config).get(name, written)
@@ -120,7 +123,7 @@ def _fields(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def layers_of_every_kind(config: Any) -> int:
-    """Return how many layers a clone needs to have every kind of layer that the config lists."""
+    """Return the number of layers that a clone needs in order to have every kind of layer that the config lists."""
     text = text_config(config)
     listed = (field(text, name) for name in ("layer_types", "layers_block_type"))
     kinds = max((len(set(kind)) for kind in listed if isinstance(kind, (list, tuple))), default=1)
@@ -128,18 +131,19 @@ def layers_of_every_kind(config: Any) -> int:
 
 
 def shares_keys(config: Any) -> bool:
-    """Return whether some layers read the keys and values of others."""
+    """Return whether some layers read the keys and values of other layers."""
     return bool(field(text_config(config), _SHARED))
 
 
 def first_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
-    """Return the config with its first ``layers`` layers, in full size."""
+    """Return the config of the first ``layers`` layers; all other sizes are unchanged."""
     shortened = copy.deepcopy(config)
     for part in {
         id(part): part for part in (shortened, shortened.get_text_config(decoder=True))
     }.values():
         count = getattr(part, "num_hidden_layers", None)
-        if type(count) is int and type(getattr(part, _SHARED, None)) is int:  # the last ones share
+        # The last layers of the model are those that read other layers' keys and values.
+        if type(count) is int and type(getattr(part, _SHARED, None)) is int:
             setattr(
                 part,
                 _SHARED,
@@ -177,7 +181,9 @@ def merged(fields: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 def _derived(
     kind: type[PreTrainedConfig], whole: dict[str, Any], small: dict[str, Any]
 ) -> list[str]:
-    """Return the attributes that the class computes from its fields and that are small if left out, not if given."""
+    """Return the attributes in ``small`` that must be omitted, since the class computes a small value for them from
+    other fields.
+    """
     fields = {*signature(kind.__init__).parameters, *kind.attribute_map}
     candidates = [
         name for name in small if name in _SMALL and name not in fields and type(whole[name]) is int
@@ -192,7 +198,7 @@ def _derived(
                 if name not in (*candidates, "model_type")
             }
         )
-    except Exception:  # whatever stock code says of fields that it wants all the same
+    except Exception:  # stock code raises various errors for missing fields
         return []
     own = {name: getattr(made, name) for name in candidates if hasattr(made, name)}
     return [name for name, value in own.items() if value != whole[name] or value <= small[name]]
@@ -201,11 +207,11 @@ def _derived(
 def _shrink(
     fields: dict[str, Any], layers: int, kind: type[PreTrainedConfig] | None = None
 ) -> dict[str, Any]:
-    """Return all fields of a config made small; its class ``kind`` maps some of them to common names."""
+    """Return all fields of a config with small sizes. The config's class ``kind`` maps some names to common names."""
     whole = dict(fields)
     known = _aliases(kind, fields)
     kept = _kept_layers(fields, known, layers)
-    # Backbones in stages have a list of each, which keeps its values.
+    # Backbones have lists of heads, one number per stage, which keep their values.
     heads = next(
         (fields[name] for name in HEAD_FIELDS if fields.get(name) and type(fields[name]) is int),
         None,
@@ -235,20 +241,24 @@ def _shrink(
 def _related(
     whole: dict[str, Any], small: dict[str, Any], layers: int, count: int
 ) -> dict[str, int]:
-    """Return the clone's numbers that follow from others, as they do in the original ``whole`` of ``count`` layers."""
+    """Return the fields of a clone that depend on other fields in the same way as in the original config ``whole``,
+    which has ``count`` layers.
+    """
     sizes = {**_sections(whole, layers, count), **_repeated(whole, layers)}
     if type(whole.get(_EMBEDDED)) is int and whole[_EMBEDDED] != whole.get("hidden_size"):
-        sizes[_EMBEDDED] = HIDDEN // 2  # OPT has projections into its stream and out of it
+        # OPT projects embeddings of another width to hidden states, and back
+        sizes[_EMBEDDED] = HIDDEN // 2
     inner: list[Any] = [
         whole.get(name) for name in ("expand", "hidden_size", "num_heads", "head_dim")
     ]
-    # As Mamba-2 requires.
+    # Mamba-2 requires expand * hidden_size == num_heads * head_dim.
     if all(type(number) is int for number in inner) and prod(inner[:2]) == prod(inner[2:]):
         sizes["num_heads"] = small["expand"] * HIDDEN // small["head_dim"]
     if type(whole.get(_SHARED)) is int:
         kinds = whole.get("layer_types")
         different = len(set(kinds)) if isinstance(kinds, (list, tuple)) else 1
-        # Where all share, the model reads those of another one; else at least one layer of each kind has its own.
+        # If all layers share, they read the keys and values of another model. Otherwise at least one layer of each kind
+        # keeps its own keys and values.
         sizes[_SHARED] = (
             layers if whole[_SHARED] >= count else min(whole[_SHARED], max(0, layers - different))
         )
@@ -256,7 +266,7 @@ def _related(
 
 
 def _sections_of(fields: Mapping[str, Any], count: Any) -> dict[str, int]:
-    """Return the fields that divide ``count`` layers among parts of the model; empty if there are none."""
+    """Return the fields whose numbers of layers add up to ``count``, by name; empty if there are no such fields."""
     parts = {
         name: size
         for name, size in fields.items()
@@ -266,7 +276,9 @@ def _sections_of(fields: Mapping[str, Any], count: Any) -> dict[str, int]:
 
 
 def _sections(whole: dict[str, Any], layers: int, count: int) -> dict[str, int]:
-    """Divide a clone's layers as its original's ``count`` are: some run first, some several times, some last."""
+    """Divide a clone's ``layers`` among the same sections as the original's ``count`` layers, for models in which some
+    layers run first, some several times, and some last.
+    """
     parts = _sections_of(whole, count)
     if not parts:
         return {}
@@ -276,11 +288,13 @@ def _sections(whole: dict[str, Any], layers: int, count: int) -> dict[str, int]:
 
 
 def _repeated(whole: dict[str, Any], layers: int) -> dict[str, int]:
-    """Let a clone repeat its layers between the first and the last, by indices that are given (Inkling 2)."""
+    """Return the fields by which a clone repeats its layers between the first and the last, like Inkling 2; empty for
+    other models.
+    """
     if type(whole.get(_LOOP_START)) is not int:
         return {}
     return {
-        _RESIDUAL_BLOCK: 1,  # of whose length the others are multiples
+        _RESIDUAL_BLOCK: 1,  # the start and the end of the loop must be multiples of this
         _LOOP_START: 1,
         _LOOP_END: max(2, layers - 1),
     }
@@ -289,7 +303,7 @@ def _repeated(whole: dict[str, Any], layers: int) -> dict[str, int]:
 def _shrink_inside(
     fields: dict[str, Any], layers: int, kind: type[PreTrainedConfig] | None
 ) -> dict[str, Any]:
-    """Return the fields of a nested config made small, without those that its class computes."""
+    """Return the fields of a nested config with small sizes, without the fields that its class computes."""
     whole = dict(fields)
     small = _shrink(fields, layers, kind)
     left_out = _derived(kind, whole, small) if kind is not None else []
@@ -297,7 +311,9 @@ def _shrink_inside(
 
 
 def _small_sections(name: str, value: Any, width: int) -> Any:
-    """Return how many of a small head's frequencies each kind of position has (time, height, width)."""
+    """Return rotary sections for small heads: the number of frequencies of each kind of position (time, height, width).
+    Other values are returned unchanged.
+    """
     if not name.endswith("_section") or not isinstance(value, (list, tuple)):
         return value
     total = sum(value) * HEAD_DIM // width
@@ -309,7 +325,7 @@ def _small_sections(name: str, value: Any, width: int) -> Any:
 
 
 def _aliases(kind: type[PreTrainedConfig] | None, fields: dict[str, Any]) -> dict[str, str]:
-    """Map a field's own name to the common one by the class's ``attribute_map``."""
+    """Return a dict from a config's own field names to common names, by the class's ``attribute_map``."""
     aliases = kind.attribute_map.items() if kind is not None else ()
     known = {own: name for name, own in aliases if own not in _NAMED and name in _NAMED}
     few = [
@@ -334,7 +350,7 @@ def _class_inside(
 def _kept_layers(
     fields: dict[str, Any], known: dict[str, str], layers: int
 ) -> tuple[int, list[int]]:
-    """Return the number of layers, and the indices of those that the clone's layers imitate."""
+    """Return the original's number of layers, and for each layer of the clone the index of the layer that it copies."""
     counts = (fields[name] for name in fields if known.get(name, name) in _LAYER_COUNTS)
     count = next((count for count in counts if type(count) is int), 0)
     kinds = fields.get("layer_types")
@@ -366,7 +382,7 @@ def _small_list(
 
 
 def _small_value(name: str, value: Any, layers: int, heads: int | None) -> Any:
-    """Return a field that is no list made small; ``heads`` is the original number of heads."""
+    """Return the small value of a field that is not a list. ``heads`` is the original number of heads."""
     if isinstance(value, float):
         return 0.0 if any(word in name for word in DROPOUT_WORDS) else value
     if type(value) is not int:
@@ -377,7 +393,7 @@ def _small_value(name: str, value: Any, layers: int, heads: int | None) -> Any:
         return HEADS if value == heads else min(value, HEADS // 2)
     if name in _LAYER_COUNTS:
         return layers
-    if name in _CHOSEN:  # a mixture that sends each token to one expert stays one
+    if name in _CHOSEN:  # an MoE layer with one expert per token keeps one
         return min(value, _SMALL[name])
     small = _SMALL.get(name, value)
     return min(value, small) if name in LENGTHS else small
@@ -386,7 +402,9 @@ def _small_value(name: str, value: Any, layers: int, heads: int | None) -> Any:
 def _follow(
     per_layer: dict[Any, dict[str, Any]], before: Any, after: Any, layers: int
 ) -> dict[int, dict[str, Any]]:
-    """Return the fields of each remaining layer: those of the first layer of its kind ``before``."""
+    """Return the per-layer fields of the clone's layers. A layer of a kind in ``after`` gets the fields of the first
+    layer of this kind in ``before``, the original's list of kinds.
+    """
     known = {int(index): _shrink(dict(own), layers) for index, own in per_layer.items()}
     if not before or not after:
         return {index: own for index, own in known.items() if index < layers}
@@ -397,5 +415,5 @@ def _follow(
 
 
 def _sample(kinds: list[Any], layers: int) -> list[Any]:
-    """Return ``layers`` entries of a per-layer list, of as many different kinds as fit."""
+    """Return ``layers`` entries of a per-layer list, with as many different kinds as possible."""
     return [*dict.fromkeys(kinds), *kinds][:layers]

@@ -1,4 +1,4 @@
-"""List blueprints of decoders like LLaMA: separate queries, keys and values; a gated MLP, or a mixture of experts."""
+"""List blueprints of decoders like LLaMA, with separate queries, keys and values, and a gated MLP or experts."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -8,16 +8,16 @@ from .blueprint import Block, Blueprint, in_layers
 from .family_limits import UNWRITABLE
 from .fields import query_key_value
 
-# The attention of LLaMA and of those that follow it
+# The attention of LLaMA and of similar families
 _LLAMA_ATTENTION = Block(column=("q_proj", "k_proj", "v_proj"), row=("o_proj",))
-# ... where some layers read the keys and values of others, of the same heads
+# The same, with norms of queries and keys, in families in which some layers read other layers' keys and values
 _GEMMA_ATTENTION = replace(_LLAMA_ATTENTION, shared=("q_norm", "k_norm"), optional=True)
 _LLAMA_MLP = Block(column=("gate_proj", "up_proj"), row=("down_proj",), dropout=())
-# ... where gate and up are one matrix
+# LLaMA's MLP with gate and up fused in one matrix
 _FUSED_MLP = Block(
     column=("gate_up_proj",), row=("down_proj",), parts={"gate_up_proj": 2}, dropout=()
 )
-# A convolution of each channel by itself, between two gates
+# A depthwise convolution between two gates
 _SHORT_CONVOLUTION = Block(
     column=("in_proj",),
     row=("out_proj",),
@@ -56,7 +56,9 @@ def _mixture(
     experts: dict[str, tuple[int, int]],
     **changes: Any,
 ) -> Block:
-    """Return the block of a mixture, or of the dense MLP that some layers have instead; the router is not cut."""
+    """Return the block of an MoE layer, or of the dense MLP that some layers have instead. The router is not
+    sharded.
+    """
     return Block(
         column=("gate_proj", "up_proj", f"{shared_expert}.gate_proj", f"{shared_expert}.up_proj"),
         row=("down_proj", f"{shared_expert}.down_proj"),
@@ -79,7 +81,7 @@ DECODERS: dict[str, Blueprint] = {
         shared=("q_norm", "k_norm"),
     ),
     "bitnet": _llama(replace(_LLAMA_MLP, across=("ffn_sub_norm",)), across=("attn_sub_norm",)),
-    # The difference is between the first half of the heads and the second.
+    # DiffLlama subtracts the second half of the heads from the first half, so each half is sharded.
     "diffllama": _llama(
         parts={
             "q_proj": 2,
@@ -96,15 +98,15 @@ DECODERS: dict[str, Blueprint] = {
         across=("dt_proj",),
         own_heads=True,
     ),
-    # The state-space mixer beside the attention stays whole.
+    # The state-space mixer, which runs in parallel to the attention, is not sharded.
     "falcon_h1": in_layers("layers", self_attn=_LLAMA_ATTENTION, feed_forward=_LLAMA_MLP),
-    # The MLP stays whole: some layers keep those of its numbers that stand out of their row.
+    # The MLP is not sharded: some layers keep only the activations that are large compared with their row.
     "gemma3n_text": in_layers("layers", self_attn=_GEMMA_ATTENTION),
     **dict.fromkeys(("glm", "glm4"), _llama(_FUSED_MLP)),
     "granite_swa": _llama(own_heads=True),
     "mllama_text_model": in_layers(
         "layers",
-        # some layers read the picture, and nothing of the text but what asks
+        # some layers have cross-attention to the picture instead: only queries are computed from text
         self_attn=replace(_MLLAMA_ATTENTION, optional=True),
         cross_attn=replace(
             _MLLAMA_ATTENTION,
@@ -141,7 +143,7 @@ DECODERS: dict[str, Blueprint] = {
         conv=_SHORT_CONVOLUTION,
         feed_forward=_LFM_MLP,
     ),
-    # norms over all heads at once
+    # norms over all heads together
     **dict.fromkeys(
         ("olmo2", "olmo3"),
         _llama(
@@ -159,7 +161,7 @@ DECODERS: dict[str, Blueprint] = {
     ),
     "recurrent_gemma": in_layers(
         "layers",
-        # attention in some layers, a gated linear recurrence with one gate per head in the others
+        # attention in some layers, a gated linear recurrence with one gate per head in all other layers
         temporal_block=Block(
             column=("q_proj", "k_proj", "v_proj", "linear_x", "linear_y"),
             row=("o_proj", "linear_out"),
@@ -174,8 +176,8 @@ DECODERS: dict[str, Blueprint] = {
         mlp_block=_LLAMA_MLP,
     ),
     "stablelm": _llama(local_attributes=("num_heads", "num_key_value_heads")),
-    # Mixtures of experts, latent attention and kinds of layers that transformers' plan does not cover.
-    # The norm behind the mixture reads what is summed. The attention stays whole, as in the host's plan.
+    # Families with experts, latent attention, or kinds of layers that transformers' plan does not cover.
+    # The norm after the experts reads their sum over ranks. The attention is not sharded, like in transformers' plan.
     "axk1": in_layers(
         "layers",
         mlp=_mixture(
@@ -196,7 +198,7 @@ DECODERS: dict[str, Blueprint] = {
         Block(
             column=(),
             row=(),
-            # gate and up interleaved
+            # the entries of gate and up are interleaved
             cut={
                 "experts.gate_up_proj": (2, 1),
                 "experts.gate_up_proj_bias": (1, 1),
@@ -224,13 +226,13 @@ DECODERS: dict[str, Blueprint] = {
         self_attn=_LLAMA_ATTENTION,
         feed_forward=_mixture("shared_expert", _EXPERTS_TRANSPOSED),
     ),
-    # Queries are of low rank where a config asks for it, keys and values always.
+    # Queries have a low-rank projection in some configs, keys and values always.
     "minicpm3": _llama(
         column=("q_proj", "q_b_proj", "kv_b_proj"),
         shared=("q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm"),
         optional=True,
     ),
-    # A layer is one mixer: attention, an MLP, a mixture, or a state-space mixer, which stays whole.
+    # A layer is one module: attention, an MLP, experts, or a state-space mixer, which is not sharded.
     "nemotron_h": in_layers(
         "layers",
         mixer=Block(
@@ -241,6 +243,6 @@ DECODERS: dict[str, Blueprint] = {
             optional=True,
         ),
     ),
-    # The host's plan in transformers 5.17 describes its dense layers only.
+    # transformers 5.17 has a plan of the dense layers only.
     "qwen2_moe": _llama(_mixture("shared_expert", _EXPERTS)),
 }

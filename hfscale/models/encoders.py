@@ -1,14 +1,14 @@
-"""List blueprints of encoders, for text, images and both, and of encoder-decoders: a class with one of the two layer
-lists uses the same entry.
+"""List blueprints of encoders of text, images or both, and of encoder-decoders. A class that has only the encoder or
+only the decoder uses the entry of the encoder-decoder.
 """
 
 from dataclasses import replace
 
 from .blueprint import Block, Blueprint, in_layers
 
-# BERT's shape: residual and norm are inside `output`, behind its dropout, so the edges are inside the attention, and
-# the MLP is two siblings in the layer. Where `output` has a dropout, that is what completes the sum: it comes behind
-# whatever an adapter puts around the projection.
+# BERT: residual and norm are inside `output`, after its dropout, so the block's edges are inside the attention module.
+# The MLP consists of two children of the layer. If `output` has a dropout, the sum over ranks is computed at the
+# dropout's output, since an adapter may wrap the projection before it.
 _BERT_ATTENTION = Block(
     column=("self.query", "self.key", "self.value"),
     row=("output.dense",),
@@ -24,9 +24,9 @@ _BERT_MLP = Block(
     leave=("output.dropout",),
     dropout=(),
 )
-# ... where the MLP's output has no dropout of its own, or uses it again later
+# BERT's MLP whose output has no dropout, or uses the same dropout again later
 _BARE_MLP = replace(_BERT_MLP, leave=("output.dense",))
-# ... where the norm in front of the MLP is inside its first part
+# BERT's MLP with a norm inside its first module
 _NORM_INSIDE_MLP = replace(_BERT_MLP, shared=("intermediate.LayerNorm",))
 
 
@@ -36,8 +36,8 @@ def _bert(mlp: Block, attention: Block = _BERT_ATTENTION) -> Blueprint:
 
 _BERT = _bert(_BERT_MLP)
 
-# DeBERTa: every layer also reads one table of relative positions, whole, and its heads read it through projections of
-# their own. That table has a dropout inside the attention, so only the attention weights' dropout may differ by rank.
+# DeBERTa: every layer also reads one full table of relative positions, through projections per head. The attention
+# applies dropout to this table, equally on all ranks, so only the attention weights' dropout may differ by rank.
 _DEBERTA_ATTENTION = Block(
     column=(
         "self.query_proj",
@@ -47,7 +47,7 @@ _DEBERTA_ATTENTION = Block(
         "self.pos_query_proj",
     ),
     row=("output.dense",),
-    optional=True,  # some kinds of positions have no projections
+    optional=True,  # some kinds of relative positions have no projections
     enter=("self",),
     enter_inputs=("query_states", "rel_embeddings"),
     leave=("output.dropout",),
@@ -55,7 +55,7 @@ _DEBERTA_ATTENTION = Block(
     dropout=("attention_probs_dropout_prob",),
     cut_from="self.dropout",
 )
-# The blocks of CLIP and of those that follow it
+# The blocks of CLIP and of similar families
 _CLIP_ATTENTION = Block(
     column=("q_proj", "k_proj", "v_proj"),
     row=("out_proj",),
@@ -77,7 +77,7 @@ _VIT_ATTENTION = Block(
     dropout=("attention_probs_dropout_prob",),
 )
 
-# XLM: attentions and MLPs are two lists of one model, whose modules take turns.
+# XLM: attention modules and MLPs are two lists of the model, whose members alternate.
 _XLM = Blueprint(
     layers=("attentions", "ffns"),
     blocks={
@@ -90,7 +90,7 @@ _XLM = Blueprint(
         )
     },
 )
-# MobileBERT: queries and keys read another bottleneck than values, and several MLPs follow each attention.
+# MobileBERT: queries and keys read another bottleneck projection than values, and several MLPs follow each attention.
 _MOBILEBERT = Blueprint(
     layers="encoder.layer",
     blocks={
@@ -111,11 +111,11 @@ _MOBILEBERT = Blueprint(
 )
 
 ENCODERS: dict[str, Blueprint] = {
-    # every layer is the same one, which the plan lists once
+    # all layers are the same module, which the plan lists once
     "albert": Blueprint(
         layers="encoder.albert_layer_groups",
         blocks={
-            # both add the residual
+            # both blocks add the residual
             "albert_layers.0.attention": Block(
                 column=("query", "key", "value"),
                 row=("dense",),
@@ -140,11 +140,11 @@ ENCODERS: dict[str, Blueprint] = {
         _BERT,
     ),
     **dict.fromkeys(("megatron-bert", "rembert", "roberta", "roc_bert", "xlm-roberta"), _BERT),
-    # its positions, which are parameters, turn every layer's heads
+    # the positions are parameters, which every layer reads for rotary embeddings
     "roformer": _bert(_BERT_MLP, replace(_BERT_ATTENTION, enter_inputs=("sinusoidal_pos",))),
     **dict.fromkeys(("xlm-roberta-xl", "xmod"), _bert(_BARE_MLP)),
     "roberta-prelayernorm": _bert(_NORM_INSIDE_MLP),
-    # its attention replaces itself where sequences are short, so it stays whole
+    # the model replaces its attention modules if sequences are short, so they are not sharded
     "big_bird": Blueprint(layers="encoder.layer", blocks={"": _BERT_MLP}),
     **dict.fromkeys(("clip", "siglip"), _CLIP),
     **dict.fromkeys(
@@ -162,8 +162,8 @@ ENCODERS: dict[str, Blueprint] = {
     **dict.fromkeys(("flaubert", "xlm"), _XLM),
 }
 
-# BART's shape: the MLP's projections are children of the layer. In the attention to the encoder, keys and values read
-# the encoder's output, which enters besides the decoder's stream.
+# BART: the MLP's projections are children of the layer. In the cross-attention, keys and values read the encoder's
+# output, which enters the block in addition to the decoder's hidden states.
 _BART_ATTENTION = Block(
     column=("q_proj", "k_proj", "v_proj"),
     row=("out_proj",),
@@ -176,8 +176,8 @@ _BART_MLP = Block(
 _BART_BLOCKS = {"self_attn": _BART_ATTENTION, "encoder_attn": _BART_CROSS_ATTENTION, "": _BART_MLP}
 _BART = Blueprint(layers=("encoder.layers", "decoder.layers"), blocks=_BART_BLOCKS)
 
-# T5's shape. The first layer of each stack has a bias per head and relative position and hands what it makes of it, for
-# the heads of its rank, to the other layers.
+# T5: the first layer of each stack has a bias per head and relative position. It computes the biases of its rank's
+# heads and passes them to all later layers.
 _T5_ATTENTION = Block(
     column=("q", "k", "v"),
     row=("o",),
@@ -185,7 +185,7 @@ _T5_ATTENTION = Block(
     local_attributes=("n_heads", "inner_dim"),
     dropout=("dropout_rate",),
 )
-# Gated or not.
+# T5's MLP, gated or not
 _T5_MLP = Block(
     column=("wi", "wi_0", "wi_1"), row=("wo",), optional=True, dropout=("dropout_rate",)
 )
@@ -201,7 +201,7 @@ _T5 = Blueprint(
     },
 )
 
-# Gemma's layers in two stacks, each with a config of its own.
+# T5Gemma: Gemma's layers in two stacks, each with its own config.
 _T5GEMMA_ATTENTION = Block(column=("q_proj", "k_proj", "v_proj"), row=("o_proj",))
 _T5GEMMA = Blueprint(
     layers=("encoder.layers", "decoder.layers"),
@@ -222,7 +222,7 @@ ENCODER_DECODERS: dict[str, Blueprint] = {
         ("bart", "blenderbot", "blenderbot-small", "m2m_100", "marian", "mbart", "mvp"), _BART
     ),
     **dict.fromkeys(("pegasus", "plbart", "whisper"), _BART),
-    # its encoder's attention is of blocks, so the encoder stays whole
+    # the encoder has block-sparse attention, so it is not sharded
     "bigbird_pegasus": Blueprint(layers="decoder.layers", blocks=_BART_BLOCKS),
     "moshi": in_layers(
         "layers",
@@ -234,7 +234,7 @@ ENCODER_DECODERS: dict[str, Blueprint] = {
         ),  # gate and up in one
     ),
     **dict.fromkeys(("t5", "mt5", "umt5"), _T5),
-    # its attention reads the width of its heads together off its input, so it stays whole
+    # the attention of trocr takes the total width of its heads from its input, so it is not sharded (only the MLP is)
     "t5gemma": _T5GEMMA,
     "trocr": Blueprint(layers="decoder.layers", blocks={"": _BART_MLP}),
 }

@@ -1,9 +1,11 @@
-"""Look up proved facts about model classes, and prove missing ones on request.
+"""Look up proved facts about model classes, and prove missing facts on request.
 
-``facts.json`` holds answers by class, for groups of configs with the same answers, by digest (:func:`digest`), which
-counts the class's source in: a release of transformers that leaves a family as it was finds its answers.
-``python scripts/prove_facts.py`` writes it, for one release after the other. A model in it costs a lookup. Any other is
-proved when asked for, once per user, by the proofs that wrote the table: those of ``hfscale/extras/proofs``.
+A fact is the answer to a question about a model class and its config, for example which modules mix tokens.
+``facts.json`` holds answers by class and by :func:`digest` of the config. Configs with the same answers are grouped.
+The digest includes the source of the class, so answers stay valid in a new release of transformers with the same
+source. ``python scripts/prove_facts.py`` writes the file, for several releases of transformers.
+
+Facts that the file lacks are proved on request, once per user, by the same proofs (``hfscale/extras/proofs``).
 """
 
 import hashlib
@@ -40,28 +42,33 @@ _UNREAD = {
     "initializer_range",
     "use_cache",
 }
-"""Fields that no forward pass reads; labels are counted."""
+"""Config fields that no forward pass reads. Of labels, only the number counts."""
 
 _SCALES = {"rope_theta", "original_max_position_embeddings", "sliding_window", "max_window_layers"}
 _SCALES |= {"query_pre_attn_scalar", "rotary_emb_base", "attention_chunk_size"}
-"""Whole numbers that make nothing another shape, and are no switch but where they are 0 or absent."""
+"""Integer fields that change no tensor's shape. They only matter in that they may be 0 or missing."""
 
 _STOCK = ("transformers", "torch")
-_TRIED = range(3, 67)  # tokens that proofs feed
+_TRIED = range(3, 67)  # token ids that proofs use as input
 _MANY_LABELS = 3
 TABLE = Path(__file__).with_name("facts.json")
-_MOST = 256  # answers kept that no table has
+_MOST = 256  # number of answers cached in this process
 _log = logging.getLogger(__name__)
 Answers = dict[str, dict[str, dict[str, Any]]]  # class -> digest -> question -> answer
 
 
 def digest(kind: type, config: Any, model: nn.Module | None = None) -> str:
-    """Return the digest of all that an answer about a stock class and config depends on, as its key in tables; empty if
-    no entry could apply to them, or if ``model`` has hooks, foreign classes or a changed ``forward``.
+    """Return a digest of everything on which an answer about a stock class and config depends: the key in
+    ``facts.json``. Return an empty string if no entry can apply: no tiny clone can be made, or ``model`` has hooks,
+    classes that are not transformers', or a changed ``forward``.
 
-    It is made of the tiny clone's config, in which sizes are constants, without fields that no forward pass reads, and
-    with only the sign of numbers that scale; of the full config's kinds of layers; of the classes of modules; and of
-    the code in the modeling files of all families among them.
+    The digest includes:
+
+    - the config of the tiny clone, in which sizes are constants. Fields that no forward pass reads are omitted; of
+      numbers that only scale, only the sign counts;
+    - the kinds of layers in the full config;
+    - the classes of all modules;
+    - the code of the modeling files of all these classes.
     """
     classes = {
         kind,
@@ -73,7 +80,7 @@ def digest(kind: type, config: Any, model: nn.Module | None = None) -> str:
         return ""
     try:
         small = tiny_clone(config)
-    except Exception:  # whatever stock code says of sizes that it checks against one another
+    except Exception:  # stock code raises various errors for sizes that do not fit together
         return ""
     labels = min(int(getattr(config, "num_labels", 0) or 0), _MANY_LABELS)
     ends_texts = bool(getattr(config, "is_encoder_decoder", False))
@@ -89,7 +96,7 @@ def digest(kind: type, config: Any, model: nn.Module | None = None) -> str:
 
 
 def _config_classes(config: Any) -> Iterator[type]:
-    """Yield the classes of a config and of those inside it."""
+    """Yield the classes of a config and of its nested configs."""
     yield type(config)
     for name in getattr(config, "sub_configs", ()):
         inner = getattr(config, name, None)
@@ -98,20 +105,22 @@ def _config_classes(config: Any) -> Iterator[type]:
 
 
 def _is_stock(kind: type) -> bool:
-    """Return whether a class and its ``forward`` are unpatched transformers code."""
+    """Return whether a class and its ``forward`` are code of transformers or torch, unpatched."""
     forward = getattr(kind, "forward", None)
     modules = (kind.__module__, getattr(forward, "__module__", None) or "torch")
     return all(name.partition(".")[0] in _STOCK for name in modules)
 
 
 def _meaning(name: str, value: Any, ends_texts: bool) -> Any:
-    """Return a config field without the parts that change no answer."""
+    """Return the value of a config field without details that change no answer. ``ends_texts``: ``eos_token_id``
+    matters.
+    """
     if isinstance(value, dict):
         return {
             str(key): _meaning(str(key), each, ends_texts)
             for key, each in value.items()
             if key not in _UNREAD
-            and (ends_texts or key != "eos_token_id")  # which only ends what is generated
+            and (ends_texts or key != "eos_token_id")  # which only ends generation
         }
     if isinstance(value, (list, tuple)):
         each = [_meaning(name, item, ends_texts) for item in value]
@@ -124,7 +133,9 @@ def _meaning(name: str, value: Any, ends_texts: bool) -> Any:
 
 
 def _number(name: str, value: int | float) -> int | str:
-    """Return a size unchanged, and the sign (0 or 1) of a number that only scales."""
+    """Return a size unchanged. Of a number that only scales, return its value if it is 0 or 1, else its sign in
+    words.
+    """
     if name.endswith("_token_id") and value not in _TRIED:
         return "unused token"
     if isinstance(value, int) and name not in _SCALES:
@@ -133,7 +144,7 @@ def _number(name: str, value: int | float) -> int | str:
 
 
 def _layer_kinds(fields: dict[str, Any]) -> Iterator[str]:
-    """Yield each per-layer list as its kinds in order of appearance, and its last entry."""
+    """Yield, for each per-layer field, a text with its different entries in order of appearance, and its last entry."""
     for name, value in fields.items():
         if isinstance(value, dict):
             yield from _layer_kinds(value)
@@ -143,7 +154,7 @@ def _layer_kinds(fields: dict[str, Any]) -> Iterator[str]:
 
 
 def _structure(model: nn.Module) -> set[str]:
-    """Return the classes of all modules and the names of tied tensors, with layer indices as wildcards."""
+    """Return the classes of all modules by name, and the names of tied tensors, with ``*`` for layer indices."""
     entries = {
         f"{wild_name(name)}: {type(module).__name__}" for name, module in model.named_modules()
     }
@@ -156,17 +167,18 @@ def _structure(model: nn.Module) -> set[str]:
 
 
 class Facts:
-    """Hold the facts in the table, those that earlier processes kept, and those proved since."""
+    """Hold the facts of ``facts.json``, the facts that earlier processes kept, and those proved in this process."""
 
     def __init__(self, kept: KeptFacts | None = None) -> None:
         self._kept = kept or KeptFacts(None)
-        self.proved: Answers = {}  # what no table had, and holds for all models of the same digest
+        # Facts that the file lacks, and that hold for all models of the same digest
+        self.proved: Answers = {}
         self._latest: dict[Hashable, Any] = {}
         self._told: set[type] = set()
 
     @cached_property
     def written(self) -> Answers:
-        """The table."""
+        """The facts of ``facts.json``."""
         table = json.loads(TABLE.read_text())["classes"]
         return {
             name: {key: group["answers"] for group in groups for key in group["configs"]}
@@ -181,9 +193,13 @@ class Facts:
         stock: type | None = None,
         **given: Any,
     ) -> Any:
-        """Return the answer to a question that an extension proves, which is JSON. The question is
-        ``about`` more than the model; the proof is ``given`` nothing else. The tiny clone of the class ``stock``
-        answers, where ``model`` is one that was parallelized.
+        """Return the answer (JSON data) to a question about ``model``, from the tables or by a proof.
+
+        Args:
+            question: the name of a proof that an extension provides.
+            about: further words that are part of the question, like the name of a module.
+            stock: the stock class, if ``model`` is parallelized; a tiny clone of the class is examined instead.
+            given: arguments of the proof; they must follow from ``model`` and ``about``.
         """
         kind = stock or type(model)
         name = " ".join((question, *about))
@@ -219,12 +235,12 @@ class Facts:
 
 
 def prove(question: str, model: Any, **given: Any) -> tuple[Any, bool]:
-    """Prove an answer now; return it as JSON has it, and whether it holds for all sizes."""
+    """Prove an answer now. Return the answer as JSON data, and whether it holds for all models of the same digest."""
     proof = provided("proofs", question)
     if proof is None:
         raise PlanError(
-            f"{type(model).__name__} must be among hfscale's facts, or an extension must prove {question!r}, got "
-            f"proofs of {sorted(added('proofs'))}: install hfscale with its extras"
+            f"{type(model).__name__} must be among hfscale's facts, or an extension must prove {question!r}, but "
+            f"extensions prove only {sorted(added('proofs'))}: install hfscale with its extras"
         )
     answer, lasts = proof(model, **given)
     return json.loads(json.dumps(answer)), lasts
@@ -240,12 +256,14 @@ def ask(
     stock: type | None = None,
     **given: Any,
 ) -> Any:
-    """Answer a question from the table, or by a proof now: :meth:`Facts.ask` of this process's facts."""
+    """Return the answer to a question about ``model``, from the tables or by a proof: see :meth:`Facts.ask`."""
     return _facts.ask(question, model, *about, stock=stock, **given)
 
 
 def _exactly(name: str, kind: type, model: Any, structure: bool) -> Hashable | None:
-    """Return everything that an answer depends on; ``None`` if the model has hooks, which cannot be compared."""
+    """Return a key with everything on which an answer depends, for this process's cache; ``None`` if the model has
+    hooks, which cannot be compared.
+    """
     if structure and any(passes_otherwise(module) for module in model.modules()):
         return None
     said = model.config.to_json_string(use_diff=False)

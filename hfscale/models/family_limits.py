@@ -1,27 +1,30 @@
-"""List families that cannot have something that others have, and why."""
+"""List families that do not support a feature that other families support, each with the reason."""
 
 SEQUENCE_UNFIT: dict[str, str] = {
     **dict.fromkeys(
         ("albert", "ctrl"), "its attention counts tokens before its projections have gathered them"
     ),
-    "axk1": "its mixture gives its output the shape of the whole sequence",
+    "axk1": "its MoE layer reshapes its output to the full sequence",
     "deberta-v2": "its relative positions are learned outside of its layers",
     **dict.fromkeys(
         ("gemma3n", "gemma3n_text", "gemma4", "gemma4_text"),
         "its layers add inputs of their own for every token",
     ),
-    "openai-gpt": "it gives what its layers return the shape of the whole sequence",
+    "openai-gpt": "it reshapes the output of its layers to the full sequence",
 }
-"""Families whose hidden states cannot be cut along the sequence; they run tensor-parallel without."""
+"""Families whose hidden states cannot be sharded along the sequence. They support tensor parallelism without sequence
+parallelism."""
 
 READ_BY_CACHE = ("pi0",)
-"""Families whose layers pass states to another model's layers in a cache, instead of returning them.
+"""Families whose layers pass keys and values to another model's layers in a cache, instead of returning hidden states.
 
-Backward passes come to such layers by keys and values. FSDP2 gathers weights again where a gradient of what a layer
-returned arrives, so data ranks keep those of these families from the forward pass on.
+Gradients therefore reach such layers through keys and values. FSDP2 gathers weights again only when a gradient of a
+layer's output arrives, so for these families data ranks keep the gathered weights after the forward pass.
 """
 
 UNWRITABLE: dict[str, str] = {
     "hrm_text": "checkpoints that hold several projections as one, which this version cannot write"
 }
-"""Families whose checkpoints several ranks cannot write together; one process can train and save them."""
+"""Families whose checkpoints several ranks cannot write together, with the reason. One process can train and save
+them.
+"""

@@ -1,7 +1,7 @@
-"""Read fields of a config whose layers may have different ones.
+"""Read fields of a config, some of which may have a different value for each layer.
 
-transformers refuses to read such a field from the config itself (``AmbiguousGlobalPerLayerAttributeError``, a
-``RuntimeError``): there is one answer per layer.
+transformers raises ``AmbiguousGlobalPerLayerAttributeError``, a ``RuntimeError``, if such a field is read from the
+config itself.
 """
 
 import copy
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 HEAD_FIELDS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
-"""Config fields that say how many heads there are."""
+"""Config fields with the number of attention heads."""
 
 LENGTHS = {
     **dict.fromkeys(
@@ -21,11 +21,12 @@ LENGTHS = {
     ),
     "floor_scale": 1,
 }
-"""Config fields that say up to how many tokens a text is computed in one way; less this many."""
+"""Config field -> an offset. The field's value minus the offset is a number of tokens: longer texts are computed in
+another way (by other frequencies, or with a window)."""
 _WHY = {
     "output_attentions": "would return the attention weights of this rank's heads only",
-    "output_router_logits": "adds a loss on the router that every tensor rank would count once (load the model with "
-    "routing=hfscale.RoutingConfig(balance_loss=...) for one that counts once in all)",
+    "output_router_logits": "adds a loss on the router that every tensor rank would add once (load the model with "
+    "routing=hfscale.RoutingConfig(balance_loss=...) for a router loss that is added once in total)",
 }
 
 
@@ -35,7 +36,7 @@ def text_config(config: Any) -> Any:
 
 
 def field(holder: Any, name: str, default: Any = None) -> Any:
-    """Return a config field or module attribute; ``default`` where there is none, or one per layer."""
+    """Return a config field or module attribute; ``default`` if it does not exist, or has a value per layer."""
     try:
         return getattr(holder, name, default)
     except RuntimeError:
@@ -43,7 +44,7 @@ def field(holder: Any, name: str, default: Any = None) -> Any:
 
 
 def first_count(holder: Any, names: Iterable[str]) -> int | None:
-    """Return the first of some fields that is a positive number."""
+    """Return the value of the first field in ``names`` that is a positive integer; ``None`` if there is none."""
     values = (field(holder, name) for name in names)
     return next(
         (v for v in values if isinstance(v, int) and not isinstance(v, bool) and v > 0), None
@@ -51,7 +52,7 @@ def first_count(holder: Any, names: Iterable[str]) -> int | None:
 
 
 def counts(config: Any, names: Iterable[str]) -> set[int]:
-    """Return the first of some fields that is a positive number, or its values over the layers."""
+    """Return the value of the first field in ``names`` that is a positive integer, or its values over all layers."""
     names = tuple(names)
     value = first_count(config, names)
     if value is not None:
@@ -63,14 +64,16 @@ def counts(config: Any, names: Iterable[str]) -> set[int]:
         RuntimeError,
         TypeError,
         ValueError,
-    ):  # the host looks at every layer, where it can
+    ):  # transformers may fail to read the fields of every layer
         return set()
     of_layers = (first_count(layer, names) for layer in layers)
     return {count for count in of_layers if count is not None}
 
 
 def lengths_of(config: Any) -> dict[str, int]:
-    """Return the ``LENGTHS`` fields of a config's text part and its rotary embeddings; of equal names, the shortest."""
+    """Return, by name, the numbers of tokens of the ``LENGTHS`` fields of the text config and its rotary embeddings. If
+    a field occurs several times, the smallest value counts.
+    """
     lengths = dict[str, int]()
     for fields in _mappings(text_config(config)):
         for name in LENGTHS:
@@ -84,7 +87,9 @@ def lengths_of(config: Any) -> dict[str, int]:
 
 
 def with_lengths(config: Any, lengths: Mapping[str, int]) -> Any:
-    """Return a copy of a config with these ``lengths`` in all fields of the text part that have their names."""
+    """Return a copy of a config in which the fields named in ``lengths`` have these values, also in rotary
+    embeddings.
+    """
     changed = copy.deepcopy(config)
     for fields in _mappings(text_config(changed)):
         fields.update({name: length for name, length in lengths.items() if fields.get(name)})
@@ -92,7 +97,7 @@ def with_lengths(config: Any, lengths: Mapping[str, int]) -> Any:
 
 
 def _mappings(config: Any) -> Iterator[dict[str, Any]]:
-    """Yield the config's own fields, and those of its rotary embeddings, one per kind of layer."""
+    """Yield the dict of the config's fields, and the dicts of its rotary embeddings' fields, one per kind of layer."""
     mappings: list[Any] = [vars(config), vars(config).get("rope_parameters")]
     while mappings:
         fields = mappings.pop(0)
@@ -113,7 +118,9 @@ def query_key_value(config: Any) -> tuple[int, ...]:
 
 
 def partial_output(config: Any, arguments: dict[str, Any] | None = None) -> str | None:
-    """Return, in words, the requested output (by config or ``arguments``) of which a tensor rank has only a part."""
+    """Return, in words, why an output that is requested by config or ``arguments`` would be incomplete on a tensor
+    rank; ``None`` if no such output is requested.
+    """
     given = arguments or {}
     for name, why in _WHY.items():
         asked = given.get(name)

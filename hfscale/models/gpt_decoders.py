@@ -1,11 +1,11 @@
-"""List blueprints of decoders like GPT: often fused queries, keys and values, an MLP of two projections."""
+"""List blueprints of decoders like GPT, with an MLP of two projections, and often fused queries, keys and values."""
 
 from dataclasses import replace
 from typing import Any
 
 from .blueprint import Block, Blueprint, in_layers
 
-# Queries, keys and values apart
+# Separate queries, keys and values
 _SEPARATE = Block(column=("q_proj", "k_proj", "v_proj"), row=("out_proj",))
 # GPT-2's attention and MLP, and the MLP of GPT-J
 _GPT_ATTENTION = Block(column=("c_attn",), row=("c_proj",), dropout=("attn_pdrop",))
@@ -25,7 +25,7 @@ def _flat(layers: str, mlp: Block = _FLAT_MLP, **attention: Any) -> Blueprint:
 
 
 def _one_key_value(config: Any) -> tuple[int, ...]:
-    """Return the sizes of all queries, one key and one value, where a config asks for multi-query attention."""
+    """Return the widths of all queries, one key and one value if the config has multi-query attention; else ``()``."""
     if not config.multi_query or getattr(config, "new_decoder_architecture", False):
         return ()
     head_dim = config.hidden_size // config.num_attention_heads
@@ -36,7 +36,7 @@ GPT_DECODERS: dict[str, Blueprint] = {
     "biogpt": _flat("layers", dropout=("attention_probs_dropout_prob",)),
     "bloom": in_layers(
         "h",
-        # both add the residual
+        # both blocks add the residual
         self_attention=replace(
             _NEOX_ATTENTION,
             leave=("dense",),
@@ -52,13 +52,13 @@ GPT_DECODERS: dict[str, Blueprint] = {
     ),
     "codegen": in_layers(
         "h",
-        # four groups of heads, and in each the queries, the values and the keys
+        # four groups of heads; each group has its queries, values and keys side by side
         attn=Block(
             column=("qkv_proj",),
             row=("out_proj",),
             parts={"qkv_proj": 12, "out_proj": 4},
             head_groups=4,
-            # the width that transformers reads until 5.23, and since 5.24
+            # the first is read by transformers up to 5.23, the second since 5.24
             local_attributes=("num_attention_heads", "embed_dim"),
             dropout=("attn_pdrop",),
         ),
@@ -66,7 +66,7 @@ GPT_DECODERS: dict[str, Blueprint] = {
     ),
     "ctrl": in_layers(
         "h",
-        # handed its input three times: as values, keys and queries
+        # the module receives its input three times: for values, keys and queries
         multi_head_attention=Block(
             column=("Wq", "Wk", "Wv"), row=("dense",), enter=("Wq", "Wk", "Wv"), dropout=()
         ),
@@ -74,7 +74,8 @@ GPT_DECODERS: dict[str, Blueprint] = {
     ),
     "falcon": in_layers(
         "h",
-        # For every key/value head its queries, its key and its value; or, of multi-query attention, all queries.
+        # The matrices lie side by side: for every key/value head its queries, key and value; with multi-query
+        # attention, all queries, then one key and one value.
         self_attention=replace(
             _NEOX_ATTENTION,
             parts={"query_key_value": _one_key_value},
@@ -93,7 +94,7 @@ GPT_DECODERS: dict[str, Blueprint] = {
     ),
     "gpt_bigcode": in_layers(
         "h",
-        # every head's query, key and value side by side, or, of multi-query attention, as matrices of their own
+        # every head's query, key and value side by side; with multi-query attention, all queries, then key and value
         attn=replace(
             _GPT_ATTENTION,
             parts={"c_attn": _one_key_value},
@@ -111,7 +112,7 @@ GPT_DECODERS: dict[str, Blueprint] = {
     ),
     "gpt_neox_japanese": in_layers(
         "layers",
-        # The bias of the output, `dense_bias`, only passes through: the layer adds it
+        # The block returns the output's bias, `dense_bias`, unchanged; the layer adds it.
         attention=replace(
             _NEOX_ATTENTION, enter=("query_key_value",), local_attributes=("num_attention_heads",)
         ),
@@ -132,7 +133,7 @@ GPT_DECODERS: dict[str, Blueprint] = {
             local_attributes=("n_heads",),
             dropout=("attn_config.attn_pdrop",),
         ),
-        # adds the residual
+        # the block adds the residual
         ffn=Block(
             column=("up_proj",),
             row=("down_proj",),

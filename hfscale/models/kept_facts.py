@@ -1,4 +1,4 @@
-"""Keep what was proved of model classes in the user's cache, so that it is proved once and not in every process."""
+"""Keep proved facts about model classes in the user's cache, so that they are proved once, and not in every process."""
 
 import hashlib
 import json
@@ -19,10 +19,10 @@ Answers = dict[str, Any]  # question -> answer
 
 
 class KeptFacts:
-    """Read and write answers about one class and digest each, in files that outlive the process.
+    """Read and write answers in files, one file per class and digest.
 
-    They hold for these versions of torch and transformers and for this code of the proofs: others look elsewhere. A
-    directory that cannot be read or written keeps nothing, without a word.
+    Answers are kept separately for each combination of versions of torch and transformers, and code of the proofs. If
+    the directory cannot be read or written, nothing is kept, without an error.
     """
 
     def __init__(self, directory: Path | None) -> None:
@@ -30,11 +30,11 @@ class KeptFacts:
 
     @property
     def place(self) -> str:
-        """Return where answers are kept, in words."""
+        """The place where answers are kept, in words."""
         return "in this process" if self._directory is None else f"in {self._directory}"
 
     def read(self, kind: str, digest: str) -> Answers:
-        """Return the answers that are kept; none if nothing is, or if a file is damaged."""
+        """Return the kept answers about a class and digest; empty if there are none, or if the file is damaged."""
         path = self._path(kind, digest)
         try:
             answers = json.loads(path.read_text()) if path is not None else {}
@@ -43,7 +43,7 @@ class KeptFacts:
         return answers if isinstance(answers, dict) else {}
 
     def add(self, kind: str, digest: str, question: str, answer: Any) -> None:
-        """Keep one answer more, where that can be."""
+        """Keep one more answer, if the directory can be written."""
         path = self._path(kind, digest)
         if path is None or not is_first_of_job():
             return
@@ -55,7 +55,7 @@ class KeptFacts:
         with suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
             aside.write_text(text)
-            # A reader sees all of it or nothing; of two writers at once the later one counts.
+            # Atomic: a reader sees the old or the new file; of two concurrent writers the later one wins.
             aside.replace(path)
 
     def _path(self, kind: str, digest: str) -> Path | None:
@@ -66,13 +66,15 @@ class KeptFacts:
 
 @cache
 def kept_facts() -> KeptFacts:
-    """Return what this user's cache keeps."""
+    """Return the facts in this user's cache directory."""
     return KeptFacts(cache_directory())
 
 
 @cache
 def _situation() -> str:
-    """Return a name for all that the proofs' answers depend on besides the model."""
+    """Return a folder name for everything on which answers depend in addition to the model: versions and proofs'
+    code.
+    """
     modules = {place.partition(":")[0] for place in added("proofs").values()}
     origins = [getattr(find_spec(module), "origin", None) for module in sorted(modules)]
     folders = sorted({Path(origin).parent for origin in origins if origin})

@@ -8,7 +8,8 @@ from transformers.pytorch_utils import Conv1D
 
 from .fields import first_count, text_config
 
-SHIFTED = "ForCausalLM"  # the loss that can run on cut logits: position ``i`` predicts the label of ``i + 1``
+# The loss that can be computed from sharded logits: position ``i`` predicts token ``i + 1``
+SHIFTED = "ForCausalLM"
 
 EXPERT_FIELDS = (
     "num_local_experts",
@@ -17,7 +18,7 @@ EXPERT_FIELDS = (
     "moe_num_experts",
     "num_routed_experts",
 )
-"""Config fields that say how many experts there are."""
+"""Config fields with the number of experts."""
 
 _EXPERTS_PER_TOKEN = (
     "num_experts_per_tok",
@@ -27,12 +28,12 @@ _EXPERTS_PER_TOKEN = (
     "moe_k",
     "top_k_experts",
 )
-# What modules under the host's use_experts_implementation say of how their parameters are used.
+# Attributes of modules with transformers' use_experts_implementation.
 _MARKS = ("has_gate", "has_bias", "is_transposed", "num_experts")
 PROJECTIONS = (nn.Linear, Conv1D)
 
-# How a projection's size attributes follow its local weight: attribute -> dim of the weight. nn.Linear keeps its weight
-# as [out, in], Conv1D as [in, out] = [nx, nf].
+# Size attribute of a projection -> the dim of its weight with this size. The weight of nn.Linear is [out, in], that of
+# Conv1D is [in, out] = [nx, nf].
 _SIZE_ATTRIBUTES = {"out_features": 0, "in_features": 1, "nx": 0, "nf": 1}
 _TOKENWISE = (*PROJECTIONS, nn.Dropout, nn.Identity, nn.Embedding)
 _LOSSES = {"CrossEntropyLoss", "cross_entropy", "NLLLoss", "nll_loss"}
@@ -44,7 +45,7 @@ def experts_per_token(config: Any) -> int | None:
 
 
 def holds_experts(module: Any) -> bool:
-    """Return whether a module holds stacked experts as transformers does, so that ranks can split them."""
+    """Return whether a module holds stacked experts in transformers' form, so that ranks can shard them."""
     return isinstance(module, nn.Module) and all(hasattr(module, mark) for mark in _MARKS)
 
 
@@ -74,7 +75,7 @@ def is_transposed(module: Any) -> bool:
 
 
 def weight_dims(module: Any) -> tuple[int, int]:
-    """Return the dims of a projection's weight that run along its outputs and along its inputs."""
+    """Return the dim of outputs and the dim of inputs of a projection's weight."""
     return (1, 0) if is_transposed(module) else (0, 1)
 
 
@@ -86,12 +87,14 @@ def follow_weight(module: Any) -> None:
 
 
 def is_tokenwise(module: nn.Module) -> bool:
-    """Return whether a module is known to process each token separately."""
+    """Return whether a module is known to compute each token by itself."""
     return isinstance(module, _TOKENWISE) or "Norm" in type(module).__name__
 
 
 def has_own_loss(model: nn.Module, head: nn.Module | None = None) -> bool:
-    """Return whether the forward of a model, or of a module around ``head``, takes a cross entropy of its own."""
+    """Return whether the forward of a model, or of the module that contains ``head``, computes a cross entropy itself
+    instead of calling ``loss_function``.
+    """
     around = (
         m for m in model.modules() if m is model or any(child is head for child in m.children())
     )
@@ -100,7 +103,7 @@ def has_own_loss(model: nn.Module, head: nn.Module | None = None) -> bool:
 
 
 def used_names(kind: type[Any]) -> tuple[str, ...]:
-    """Return the names that a class's forward uses, and then those in its own methods that it uses."""
+    """Return the names that a class's forward uses, then the names that the methods it calls use, recursively."""
     names: dict[str, None] = {}
     waiting = ["forward"]
     while waiting:
@@ -117,7 +120,7 @@ def used_names(kind: type[Any]) -> tuple[str, ...]:
 
 
 def _names_in(code: Any) -> list[str]:
-    """Return the names that a code object uses, and those of the comprehensions in it."""
+    """Return the names that a code object uses, including those in its comprehensions."""
     inner = (
         inner_code for inner_code in getattr(code, "co_consts", ()) if inspect.iscode(inner_code)
     )
@@ -128,7 +131,7 @@ def _names_in(code: Any) -> list[str]:
 
 
 def looks_up_like_stock(embedding: nn.Embedding) -> bool:
-    """Return whether a lookup is ``nn.Embedding``'s own, possibly scaled."""
+    """Return whether an embedding's forward is that of ``nn.Embedding``, possibly with a scaled result."""
     forward = type(embedding).forward
     return forward is nn.Embedding.forward or "super().forward(" in inspect.getsource(forward)
 

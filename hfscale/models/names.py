@@ -2,5 +2,5 @@
 
 
 def wild_name(name: str) -> str:
-    """Replace indices by ``*`` (``model.layers.3.mlp`` -> ``model.layers.*.mlp``), for one line about all layers."""
+    """Replace indices by ``*`` (``model.layers.3.mlp`` -> ``model.layers.*.mlp``), to name a module of all layers."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))

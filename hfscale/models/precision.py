@@ -1,7 +1,7 @@
-"""List families that change dtypes inside, and keep float64 models in float64, to compare at 1e-12.
+"""List families that change dtypes inside the model, and keep float64 models in float64 for comparisons at 1e-12.
 
 Stock models cast to float32 inside norms, softmax and losses. Two computations of the same value then differ by float32
-rounding, which hides errors up to 1e-7.
+rounding, which would hide errors up to 1e-7.
 """
 
 from typing import Any
@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 WIDENS_INSIDE = ("ctrl", "inkling2", "inkling2_text", "minimax", "openai-gpt")
-"""Families whose layers widen activations to 32 bits, or have buffers that do or that take the type of what they are
-given, and go on with weights as they are: mixed precision is autocast alone there, over data ranks too."""
+"""Families whose layers compute some activations in 32 bits, or have buffers in 32 bits or in their inputs' dtype, and
+then use weights without a cast. With several data ranks, mixed precision therefore uses only autocast for them, and
+not FSDP2's casts."""
 
 WIDENS_AROUND = ("xglm",)
-"""Families that add a table in 32 bits to hidden states in front of their layers, which FSDP2 brings back to 16."""
+"""Families that add a 32-bit table to hidden states before their layers; FSDP2 casts the sum back to 16 bits."""
 
 
 _MAKERS = (torch.empty, torch.ones, torch.zeros)
@@ -23,12 +24,12 @@ _PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, nn.functional.linea
 
 
 def _differ(operands: Any) -> bool:
-    """Return whether operands have several types; those that PEFT names are not among them."""
+    """Return whether the operands have different dtypes."""
     return len({operand.dtype for operand in operands}) > 1
 
 
 class _KeepFloat64(TorchFunctionMode):
-    """Ignore casts of float64 tensors to float32 inside the with block."""
+    """Ignore casts of float64 tensors to float32 inside a with block."""
 
     def __torch_function__(
         self,
@@ -47,12 +48,12 @@ class _KeepFloat64(TorchFunctionMode):
             if func is nn.functional.grid_sample:
                 args = (args[0], args[1].double(), *args[2:])
         if func in _PRODUCTS and _differ(args[:2]):
-            # One of them was made of integers, or is a router's weight, which some classes keep in 32 bits.
+            # One operand was computed from integers, or is a router's weight, which some classes keep in 32 bits.
             args = (args[0].double(), args[1].double(), *args[2:])
         if func is torch.full and "dtype" not in kwargs:
             value = args[1] if len(args) > 1 else kwargs["fill_value"]
             if abs(value) > torch.finfo(torch.float32).max:
-                # A float64 model's own constant, in the default type.
+                # A constant of a float64 model, which would not fit into the default dtype.
                 kwargs["dtype"] = torch.float64
         return func(*args, **kwargs)
 
@@ -61,10 +62,11 @@ keep_float64 = _KeepFloat64
 
 
 class _MakeFloat64(TorchFunctionMode):
-    """Make in 64 bits, inside the with block, the parameters that a class of a float64 model makes in 32 bits.
+    """Create parameters of a float64 model in float64, inside a with block, where a class requests float32.
 
-    Since transformers 5.24 routers do. FSDP2's parameters cannot be converted afterwards. While a class makes its
-    parameters the default type is the model's; what proofs run inside the block stays as it is.
+    Routers request float32 since transformers 5.24, and FSDP2's parameters cannot be converted afterwards. The model's
+    dtype is the default dtype only while a class creates its parameters, so proofs that run inside the block are not
+    affected.
     """
 
     def __torch_function__(

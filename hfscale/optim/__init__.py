@@ -1,4 +1,4 @@
-"""Update sharded parameters by optimizers with HF Trainer's names; each update equals that of one process."""
+"""Update sharded parameters by optimizers with HF Trainer's names. Each update equals the update of one process."""
 
 from .factory import create_optimizer
 from .sharded import ShardedOptimizer

@@ -1,16 +1,17 @@
-"""Adafactor (Shazeer & Stern 2018) over shards, as in ``transformers.optimization.Adafactor``.
+"""Run Adafactor (Shazeer & Stern 2018) over shards, with the arithmetic of ``transformers.optimization.Adafactor``.
 
-It keeps row and column means of a matrix's squared gradients. For a sharded matrix these are sums over ranks, and so
-are the two norms that scale an update; everything else is elementwise. A step has four stages with an all-reduce after
-each of the first three, of vectors for the first and scalars for the others, batched over all parameters::
+Adafactor keeps row and column means of a matrix's squared gradients. For a sharded matrix these means, and the two
+norms that scale an update, need sums over ranks; everything else is elementwise. A step has four stages. After each of
+the first three there is an all-reduce, batched over all parameters: of vectors after stage 1, of scalars after 2 and
+3::
 
     1  squares   -> sums of rows and of columns; of squared weights, if these scale the step
     2  averages  -> the mean of the rows' averages
     3  update    -> its norm
-    4  update again, clipped, scaled, applied: computed twice so that updates of all parameters are never held at once
+    4  update, recomputed, clipped, scaled, applied: recomputed so that updates of all parameters are never held at once
 
-``[..., R, C]`` is the full parameter, ``[..., r, c]`` a shard; leading dims (experts) are separate matrices, except
-that the norms are those of the full parameter.
+``[..., R, C]`` is the full parameter, ``[..., r, c]`` a shard. Leading dims index separate matrices (experts), but the
+norms are those of the full parameter.
 """
 
 import math
@@ -38,7 +39,7 @@ DEFAULTS: dict[str, Any] = stock_defaults(Adafactor)
 """The stock class's defaults; HF Trainer sets ``scale_parameter`` and ``relative_step`` to ``False``."""
 
 _NARROW = (torch.float16, torch.bfloat16)
-# State of mean squares -> the dim that it averages over.
+# Name of a state tensor of mean squares -> the dim over which it is averaged.
 _FACTORS = {
     "exp_avg_sq_row": -1,
     "exp_avg_sq_col": -2,
@@ -46,16 +47,18 @@ _FACTORS = {
 
 
 class AdafactorStepper(Stepper):
-    """A stepper that updates ``members`` by Adafactor."""
+    """Update ``members`` by Adafactor."""
 
     def state_layout(self, planned: ParameterPlan, key: str, shape: tuple[int, ...]) -> StateTensor:
-        """Return :meth:`Stepper.state_layout`; all-reduced tensors are bitwise equal on all ranks."""
+        """Return how a state tensor is sharded: row and column means like the weight without the averaged dim, scalars
+        equal on all ranks; see :meth:`Stepper.state_layout`.
+        """
         if key in _FACTORS:
             return without_dim(planned, _FACTORS[key])
         return like(planned) if shape else whole()
 
     def step(self, groups: Groups, state: State) -> None:
-        """Make one update; communicates over the axes of the parameters' cuts."""
+        """Make one update, with all-reduces over the axes of the parameters' cuts."""
         present = gradients_present(self.members, self._mesh)
         updates = [
             _Update(
@@ -76,7 +79,7 @@ class AdafactorStepper(Stepper):
 
 
 class _Update:
-    """One parameter's update. ``sums`` holds the results of the earlier stages' all-reduces, by name."""
+    """Compute the update of one parameter. ``sums`` holds the results of earlier stages' all-reduces, by name."""
 
     def __init__(
         self,
@@ -197,14 +200,16 @@ class _Update:
         )
 
     def _everything(self, tensor: Tensor) -> Tensor:
-        """Return the sum of squares of the entries of a shard that this rank counts."""
+        """Return the sum of squares of a shard's entries, without entries that an earlier rank replicates."""
         counted = (
             tensor if self.counted is None else self._without_replicas(tensor, self.counted[0])
         )
         return counted.square().sum()
 
     def _without_replicas(self, tensor: Tensor, dim: int) -> Tensor:
-        """Return the tensor without entries along ``dim`` that earlier ranks replicate, so that each is summed once."""
+        """Return the tensor without entries along ``dim`` that an earlier rank replicates: each entry is summed
+        once.
+        """
         if self.counted is None or self.counted[0] != dim:
             return tensor
         pieces = [tensor.narrow(dim, start, stop - start) for start, stop in self.counted[1]]

@@ -1,4 +1,4 @@
-"""Options that extensions add to optimizers: each makes steppers, which run behind the optimizer's own."""
+"""Split off the options that extensions add to optimizers. Each makes steppers that run after the optimizer's own."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,20 +15,23 @@ _SLOT = "optimizer_options"
 
 @dataclass(frozen=True)
 class AddedOption:
-    """An option of some optimizers, by name."""
+    """Describe an option that an extension adds to some optimizers."""
 
-    optimizers: tuple[str, ...]
-    # A value as a user gives it, also as text -> what ``steppers`` takes.
+    optimizers: tuple[str, ...]  # names of the optimizers that have the option
+    # parses a user's value, which may be text
     parse: Callable[[Any], Any]
     steppers: Callable[[Any, Sequence[Member], Runtime], list[Stepper]]
-    """Makes what steps behind the optimizer, from the value and all members that the optimizer steps."""
+    """Makes steppers that run after the optimizer's own, from the parsed value and all members of the optimizer."""
 
 
-Added = dict[str, tuple[AddedOption, Any]]  # option -> what it is, and its value
+# Name of an option -> its description and its parsed value
+Added = dict[str, tuple[AddedOption, Any]]
 
 
 def split_options(optimizer: str, given: Options) -> tuple[Options, Added]:
-    """Split options into an optimizer's own and those that extensions add to it, which are parsed."""
+    """Split the given options into the optimizer's own, and those that extensions add to it, with parsed values. Raise
+    :class:`ConfigError` for values that cannot be parsed.
+    """
     own = dict(given)
     taken: Added = {}
     for name in given.keys() & added(_SLOT):

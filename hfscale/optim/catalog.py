@@ -1,7 +1,7 @@
-"""The supported optimizers: HF Trainer's names (``transformers.training_args.OptimizerNames``), and a few more.
+"""List the supported optimizers: HF Trainer's names (``transformers.training_args.OptimizerNames``), and a few more.
 
-A name stands for a class, fixed options, and the options a user may give. Options and defaults are those of
-``transformers.trainer_optimizer``; where that passes strings on, they are converted to numbers here.
+A name stands for a class, fixed options, and the options that a user may give. Options and defaults are those of
+``transformers.trainer_optimizer``. Values that are given as strings are converted to numbers.
 """
 
 import re
@@ -21,7 +21,7 @@ def _parse_boolean(value: Any) -> bool:
 
 
 def or_none(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return a parser that takes ``None`` as it is, also as text."""
+    """Return a parser that returns ``None`` for ``None`` and ``"None"``, and calls ``convert`` for other values."""
     return lambda value: None if value in (None, "None") else convert(value)
 
 
@@ -31,29 +31,32 @@ def _floats(value: Any) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class OptimizerChoice:
-    """The meaning of an optimizer's name."""
+    """Describe an optimizer name: class, options, and how it is built."""
 
-    engine: str  # what builds it: ``torch``, ``bitsandbytes``, ``adafactor`` or ``muon``
+    # Key of the function that builds it: ``torch``, ``bitsandbytes``, ``adafactor`` or ``muon``
+    engine: str
     stock: str  # name of the stock class
     fixed: Options = field(default_factory=dict)  # options that the name implies
-    # options that a user may give, with functions that parse their values
+    # options that a user may give -> functions that parse their values
     takes: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
-    adam: tuple[str, ...] = ()  # which of ``betas`` and ``eps`` it has
-    # Converts all options to those of the stock class.
+    adam: tuple[str, ...] = ()  # those of ``betas`` and ``eps`` that the optimizer has
+    # converts the collected options to those of the stock class
     finish: Callable[[Options], Options] | None = None
 
     @property
     def betas(self) -> tuple[int, ...]:
-        """The numbers of ``betas`` that may be given."""
+        """The allowed lengths of ``betas``."""
         return (2, 3) if self.finish is _three_betas else (2,)
 
     def options(self, name: str, adam: Options, given: Options) -> Options:
-        """Return the stock class's options; refuse those that it does not have, and values that cannot be parsed."""
+        """Return the options of the stock class. Raise :class:`ConfigError` for unknown options, and for values that
+        cannot be parsed.
+        """
         unknown = [option for option in given if option not in self.takes]
         if unknown:
             raise ConfigError(
                 f"{name!r} has no option {', '.join(unknown)}: it takes {', '.join(self.takes) or 'none'}"
-                f"{' and ' + ', '.join(self.adam) if self.adam else ''}, besides lr and weight_decay"
+                f"{' and ' + ', '.join(self.adam) if self.adam else ''}, in addition to lr and weight_decay"
             )
         options = {**{option: adam[option] for option in self.adam}, **self.fixed}
         for option, value in given.items():
@@ -67,7 +70,7 @@ class OptimizerChoice:
 
 
 def _three_betas(options: Options) -> Options:
-    """Collect AdEMAMix's betas: two like Adam's, and a slow one (Pagliardini et al. 2024)."""
+    """Collect AdEMAMix's three betas in one option: two like Adam's, and a slow one (Pagliardini et al. 2024)."""
     betas = (*options.pop("betas"), 0.9999)[:3]
     given = [options.pop(f"beta{number}", beta) for number, beta in enumerate(betas, 1)]
     return {**options, "betas": tuple(given)}
@@ -164,8 +167,8 @@ CHOICES: dict[str, OptimizerChoice] = {
             "adjust_lr_fn": or_none(str),
             "ns_dtype": str,
             "adamw_lr": or_none(float),
-            "experts": _parse_boolean,  # each matrix of a stack of experts too
-            "split": dict,  # projections -> how many matrices are fused in each
+            "experts": _parse_boolean,  # whether Muon updates experts too, each matrix by itself
+            "split": dict,  # projection -> number of matrices that are fused in it
         },
         _ADAM,
     ),
@@ -173,16 +176,18 @@ CHOICES: dict[str, OptimizerChoice] = {
 }
 
 REFUSED = {
-    "galore|apollo": "it projects whole gradients by code that knows no shards",
+    "galore|apollo": "it projects full gradients, by code that does not support shards",
     "lomo": "it steps inside the backward pass, before gradients are summed over ranks",
     "xla|npu": "it is for another kind of device",
-    "anyprecision|torch_[48]bit|grok|schedule_free|stable": "its package knows no shards",
+    "anyprecision|torch_[48]bit|grok|schedule_free|stable": "its package does not support shards",
 }
-"""Patterns of HF Trainer's names that are not supported, and why."""
+"""Patterns of HF Trainer's names that are not supported, each with the reason."""
 
 
 def find_choice(name: str) -> OptimizerChoice:
-    """Return the :class:`OptimizerChoice` of a name; refuse unknown or unsupported ones, and list the supported."""
+    """Return the :class:`OptimizerChoice` of a name. Raise :class:`ConfigError`, with all supported names, for an
+    unknown or unsupported name.
+    """
     plain = str(getattr(name, "value", name))
     if plain not in CHOICES:
         reason = next(
@@ -195,7 +200,9 @@ def find_choice(name: str) -> OptimizerChoice:
 
 
 def parse_arguments(optim_args: str | Mapping[str, Any] | None) -> Options:
-    """Parse HF Trainer's ``optim_args``: ``"momentum=0.9, nesterov=true"``, or a mapping; refuse anything else."""
+    """Parse HF Trainer's ``optim_args``: ``"momentum=0.9, nesterov=true"``, or a mapping. Raise :class:`ConfigError`
+    for other values.
+    """
     if not isinstance(optim_args, str | Mapping | None):
         raise ConfigError(
             f"optim_args={optim_args!r} cannot be read: write 'name=value,name=value'"

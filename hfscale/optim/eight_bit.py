@@ -1,8 +1,10 @@
-"""bitsandbytes' optimizers (Dettmers et al. 2022) over shards, with the update of the full tensor.
+"""Run bitsandbytes' optimizers (Dettmers et al. 2022) over shards, so that updates equal those of the full tensors.
 
-Two things would depend on the shard's size if bitsandbytes saw only that: whether the state has 8 bits, which here
-``min_8bit_size`` decides by the full tensor's size; and the bounds of blocks that share a scale: a shard that consists
-of whole blocks is stepped in place, and other parameters are gathered and stepped as full tensors.
+If bitsandbytes stepped every shard like a tensor of its own, two things would differ from one process:
+
+- whether the state has 8 bits. hfscale compares ``min_8bit_size`` with the size of the full tensor;
+- the blocks of entries with a common scale. A shard that consists of whole blocks of the full tensor is stepped in
+  place. Other parameters are gathered, and stepped as full tensors.
 """
 
 import warnings
@@ -28,7 +30,8 @@ def stock_class(name: str, stock: str) -> Any:
         return getattr(optimizers(), stock)
     except ImportError as error:
         raise ConfigError(
-            f"{name!r} is bitsandbytes' {stock}, which is not installed: pip install 'hfscale[bitsandbytes]'"
+            f"{name!r} is an optimizer of bitsandbytes ({stock}), which is not installed: pip install "
+            "'hfscale[bitsandbytes]'"
         ) from error
 
 
@@ -37,7 +40,7 @@ def without_paging(
     options: dict[str, Any],
     device: torch.device,
 ) -> dict[str, Any]:
-    """Return the options without paging if ``device`` is the CPU: only GPU states can be paged."""
+    """Return the options, without paging if ``device`` is the CPU: only states on a GPU can be paged."""
     if options.get("is_paged") and device.type == "cpu":
         warnings.warn(
             f"{name!r}: states are on the CPU already, so they are not paged", stacklevel=4
@@ -53,8 +56,8 @@ def by_size(
     mesh: Mesh,
     wide: Collection[str] = (),
 ) -> tuple[list[Member], list[Member], list[Member]]:
-    """Divide members into those of 8 bits that are stepped in place, those stepped as full tensors, and those of 32,
-    such as the parameters named in ``wide``.
+    """Divide members into three lists: 8-bit states whose shards are stepped in place, 8-bit states that are stepped as
+    full tensors, and 32-bit states. ``wide`` names parameters that always have 32-bit states.
     """
     narrow: list[Member] = []
     if options["optim_bits"] == 8:
@@ -72,17 +75,19 @@ def by_size(
             torch.Size(m.planned.shape).numel() * m.parameter.element_size() for m in apart
         )
         warnings.warn(
-            f"{name!r}: the shards of {shown} are not whole blocks of {BLOCK} entries, so these are stepped as full "
-            f"tensors: every step gathers weights and gradients of {entries:,} entries, one parameter at a time (up "
-            f"to twice {largest / 2**20:,.1f} MiB), and their 8-bit state is whole on every rank of the cut. A layout "
-            "that cuts between blocks avoids it, and so does a 32-bit optimizer",
+            f"{name!r}: the shards of {shown} are not whole blocks of {BLOCK} entries, so these parameters are stepped "
+            f"as full tensors: every step gathers weights and gradients of {entries:,} entries, one parameter at a "
+            f"time (up to twice {largest / 2**20:,.1f} MiB), and the full 8-bit state is on every rank. To avoid this, "
+            "use a layout whose shards end between blocks, or a 32-bit optimizer",
             stacklevel=3,
         )
     return [m for m in narrow if m not in apart], apart, [m for m in members if m not in narrow]
 
 
 def embedding_weights(runtime: Runtime) -> set[str]:
-    """Return the names of the weights of embeddings in the full stock model, and of trained copies of those here."""
+    """Return the names of the weights of embeddings: those of the full stock model, and trained copies (of adapters) on
+    this rank.
+    """
     stock = empty_copy(runtime.model).named_modules()
     names = {f"{name}.weight" for name, module in stock if isinstance(module, nn.Embedding)}
     here = {
@@ -94,7 +99,9 @@ def embedding_weights(runtime: Runtime) -> set[str]:
 
 
 def try_step(device: torch.device) -> str:
-    """Return a description of 8-bit AdamW's state after a step; refuse if bitsandbytes is missing or did nothing."""
+    """Run a step of 8-bit AdamW on ``device``, and describe its state. Raise :class:`ConfigError` if bitsandbytes is
+    missing, or the step did not work.
+    """
     weight = torch.nn.Parameter(torch.ones(2 * MIN_8BIT_SIZE, device=device))
     optimizer = stock_class("adamw_8bit", "AdamW8bit")([weight], lr=0.1)
     weight.grad = torch.ones_like(weight)
@@ -107,7 +114,7 @@ def try_step(device: torch.device) -> str:
     moved = bool((weight.detach() < 1).all())
     if not moved or "torch.uint8" not in kinds:
         raise ConfigError(
-            f"a step of 8-bit AdamW on {device} must change its weight and keep its state in uint8, and did not: "
+            f"a step of 8-bit AdamW on {device} must change its weight and keep its state in uint8, but it did not: "
             "install a bitsandbytes made for this device, or use optimizer='adamw_torch_fused'"
         )
     return f"AdamW on {device}, its state in uint8"

@@ -27,11 +27,11 @@ from .stock import Aside, CountUpdates, LocalStepper, OneByOneStepper, Stock
 _NEVER = tuple(
     map(re.compile, (r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"))
 )
-"""Patterns of lower-case parameter names that ``transformers.Trainer`` excludes from decay."""
+"""Patterns of lower-case parameter names that ``transformers.Trainer`` excludes from weight decay."""
 
 
 def owners_of(model: nn.Module) -> dict[int, list[nn.Module]]:
-    """Map the ``id`` of every parameter to the modules that hold it: several if it is tied."""
+    """Return, by ``id`` of each parameter, the modules that hold the parameter: several if it is tied."""
     owners: dict[int, list[nn.Module]] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
@@ -40,15 +40,17 @@ def owners_of(model: nn.Module) -> dict[int, list[nn.Module]]:
 
 
 def decays(name: str, owners: list[nn.Module]) -> bool:
-    """Return whether weight decay applies to a parameter, by its name and modules: not to biases and norms."""
+    """Return whether weight decay applies to a parameter, by its name and the modules that hold it: it does not apply
+    to biases and norms.
+    """
     if any(isinstance(owner, nn.LayerNorm) for owner in owners):
         return False
     return not any(pattern.search(name.lower()) for pattern in _NEVER)
 
 
 def weight_decay_groups(runtime: Runtime, weight_decay: float) -> list[dict[str, Any]]:
-    """Return two groups of trainable parameters, with ``weight_decay`` and without, either maybe empty on a rank. The
-    plan's name decides, not the one on this rank: a parameter is in the same group in every layout.
+    """Return two groups of trainable parameters: with ``weight_decay``, and without. Either may be empty on a rank. The
+    name in the plan decides, not the name on this rank, so a parameter is in the same group in every layout.
     """
     owners = owners_of(runtime.around_it)
     groups: list[dict[str, Any]] = [
@@ -85,33 +87,39 @@ def create_optimizer(
     rounding_seed: int = 0,
     **kwargs: Any,
 ) -> ShardedOptimizer:
-    """Return an optimizer whose update is that of one process, whatever the layout; call it on every rank.
+    """Return an optimizer whose update equals that of one process, in every layout. Call it on every rank.
 
-    Create it once the model is parallelized and ``requires_grad`` is set. For schedulers, Accelerate, states and loops
-    it is a ``torch.optim.Optimizer`` over the model's own parameters.
+    Create the optimizer after the model is parallelized and ``requires_grad`` is set. Schedulers, Accelerate and
+    training loops can use it like any ``torch.optim.Optimizer`` over the model's own parameters.
 
-    Names are HF Trainer's, plus ``adam_8bit`` and ``muon``. bitsandbytes' 8-bit states have the blocks of one process
-    (embeddings have 32 bits with ``embeddings_in_32_bits=True``, as Trainer asks of it),
-    ``adafactor`` averages rows and columns of full matrices, ``muon`` orthogonalizes full matrices of the layers
-    (embeddings, head and vectors use AdamW, as do stacks of experts without ``experts=True``). Results equal those of
-    one process bit by bit, except for sums over ranks (``adafactor``, up to rounding) and for CPU kernels that round
-    the ends of a tensor differently (torch's fused AdamW in float32, SGD in bfloat16).
+    Names are HF Trainer's, plus ``adam_8bit`` and ``muon``:
 
-    No optimizer here keeps a float32 copy of 16-bit weights: updates smaller than about 1/512 of a bfloat16 weight are
-    lost. Train with float32 weights and ``mixed_precision="bf16"``, or with ``stochastic_rounding``. Under
+    - bitsandbytes' 8-bit states have the same blocks as in one process. Embeddings have 32-bit states with
+      ``embeddings_in_32_bits=True``, which HF Trainer sets.
+    - ``adafactor`` averages rows and columns of full matrices.
+    - ``muon`` orthogonalizes full matrices of the layers. Embeddings, head and vectors use AdamW; so do stacks of
+      experts unless ``experts=True``.
+
+    Results equal those of one process bit by bit, with two exceptions: sums over ranks (``adafactor``, up to rounding),
+    and CPU kernels that round the ends of a tensor differently (torch's fused AdamW in float32, SGD in bfloat16).
+
+    No optimizer keeps a float32 copy of 16-bit weights, so updates smaller than about 1/512 of a bfloat16 weight are
+    lost. Train with float32 weights and ``mixed_precision="bf16"``, or with ``stochastic_rounding``. With
     ``MemoryConfig(offload_optimizer=True)`` states are kept, and steps computed, on the CPU.
 
     Args:
-        name: of the optimizer; the error for an unknown one lists all.
+        name: name of the optimizer. The error for an unknown name lists all names.
         lr: learning rate; ``None`` only for ``adafactor`` with ``relative_step=True``.
-        weight_decay: as in HF Trainer not of biases and norms, by their names in the stock model.
-        betas, eps: of the Adam family (and Lion); others may have options of these names in ``optim_args``.
-        optim_args: further options as HF Trainer takes them, ``"momentum=0.9,nesterov=true"``, or as a mapping.
-        groups: parameter groups of the model's own parameters, in place of the two with and without decay.
+        weight_decay: weight decay. Like in HF Trainer, it does not apply to biases and norms, by their names in the
+            stock model.
+        betas, eps: options of the Adam family (and ``betas`` of Lion). Other optimizers may have options of these names
+            in ``optim_args``.
+        optim_args: further options in HF Trainer's form, ``"momentum=0.9,nesterov=true"``, or as a mapping.
+        groups: parameter groups of the model's own parameters, in place of the two groups with and without decay.
         stochastic_rounding: step bfloat16 weights in float32 and round them stochastically, so that small updates are
-            right on average; the same in every layout. For torch's and bitsandbytes' optimizers.
+            right on average. The rounding is the same in every layout. For torch's and bitsandbytes' optimizers.
         rounding_seed: seed of the stochastic rounding.
-        kwargs: further options, before ``optim_args``.
+        kwargs: further options; they override ``optim_args``.
 
     Raises:
         ConfigError: the name or an option is unknown, a package is missing, or ``groups`` do not fit the model.
@@ -120,7 +128,7 @@ def create_optimizer(
     own, added = split_options(name, {**parse_arguments(optim_args), **kwargs})
     options = choice.options(name, {"betas": betas, "eps": eps}, own)
     if lr is None and not options.get("relative_step"):
-        raise ConfigError(f"lr=None: {name!r} needs a learning rate, such as lr=1e-4")
+        raise ConfigError(f"lr=None: {name!r} needs a learning rate: pass one, such as lr=1e-4")
     numbers = {
         "lr": lr,
         "weight_decay": weight_decay,
@@ -140,7 +148,7 @@ def create_optimizer(
     order = _Order(name, choice, lr, options, checked, plans, runtime, aside, added)
     try:
         return _ENGINES[choice.engine](order)
-    except ValueError as error:  # of the stock class, about a value
+    except ValueError as error:  # from the stock class, about an invalid value
         raise ConfigError(f"{name!r} cannot be made: {error}") from error
 
 
@@ -149,13 +157,13 @@ def _check_numbers(
     betas: Any,
     counts: tuple[int, ...],
 ) -> None:
-    """Refuse values that are not valid numbers; upper limits are left to the stock class."""
+    """Raise :class:`ConfigError` for values that are not valid numbers. The stock class checks upper limits."""
     for option, value in given.items():
         if not isinstance(value, Tensor) and not (option == "lr" and value is None):
             check_number(option, value, least=0)
     if not isinstance(betas, Sequence) or isinstance(betas, str) or len(betas) not in counts:
         raise ConfigError(
-            f"betas={betas!r} is invalid: pass {' or '.join(map(str, counts))} numbers, as (0.9, 0.999)"
+            f"betas={betas!r} is invalid: pass {' or '.join(map(str, counts))} numbers, like (0.9, 0.999)"
         )
     for beta in betas:
         if not isinstance(beta, Tensor):
@@ -178,7 +186,7 @@ class _Order:
     def stepper(
         self, stock: Stock, members: Sequence[Member], groups: Groups, full: bool = False
     ) -> Stepper:
-        """Return a stepper by ``stock``, of shards or of ``full`` parameters."""
+        """Return a stepper of ``members`` by the class ``stock``; ``full``: it steps gathered full parameters."""
         mesh = self.runtime.mesh
         if self.aside is None and not full:
             return LocalStepper(stock, members, groups, mesh)
@@ -190,8 +198,10 @@ class _Order:
     def made(
         self, groups: list[dict[str, Any]], defaults: Options, steppers: Any
     ) -> ShardedOptimizer:
-        """Return the optimizer; ``steppers`` makes its steppers from members and groups with all their options."""
-        self.runtime.observer = None  # an earlier optimizer's
+        """Return the optimizer. ``steppers`` makes its steppers, from members and from groups with all their
+        options.
+        """
+        self.runtime.observer = None  # belongs to an earlier optimizer
         full = [{**defaults, **group} for group in groups]
         members = members_of(full, self.plans)
         made = list(steppers(members, full))
@@ -249,10 +259,13 @@ def _adafactor(order: _Order) -> ShardedOptimizer:
     options = {**adafactor.DEFAULTS, **order.options}
     if options["relative_step"] and order.lr is not None:
         raise ConfigError(
-            "relative_step=True computes the learning rate from the step: pass lr=None with it"
+            f"relative_step=True computes the learning rate from the step, but lr={order.lr} is given: pass lr=None "
+            "with relative_step=True"
         )
     if options["warmup_init"] and not options["relative_step"]:
-        raise ConfigError("warmup_init=True needs relative_step=True: pass that too")
+        raise ConfigError(
+            "warmup_init=True needs relative_step=True: pass relative_step=True too, or leave warmup_init out"
+        )
     defaults = {"lr": order.lr, "weight_decay": 0.0, **options}
     mesh = order.runtime.mesh
     return order.made(
@@ -261,7 +274,9 @@ def _adafactor(order: _Order) -> ShardedOptimizer:
 
 
 def _muon(order: _Order) -> ShardedOptimizer:
-    """Make a Muon optimizer; each parameter group is split into matrices of the layers and the rest, for AdamW."""
+    """Make a Muon optimizer. Each parameter group is split: Muon updates the matrices of layers, AdamW all other
+    parameters.
+    """
     runtime, given = order.runtime, dict(order.options)
     adam = {key: given.pop(key) for key in order.choice.adam}
     other_lr = given.pop("adamw_lr", None)
@@ -289,7 +304,8 @@ def _muon(order: _Order) -> ShardedOptimizer:
         muon.projection_of(planned) for planned in runtime.plan.parameters
     }:
         raise ConfigError(
-            f"split={split!r}: the model has no projection {', '.join(sorted(unknown))}"
+            f"split={split!r}: the model has no projection {', '.join(sorted(unknown))}: use last names of "
+            "projections, like 'qkv_proj'"
         )
     owners = owners_of(runtime.model)
     groups: dict[str, list[dict[str, Any]]] = {
@@ -337,7 +353,7 @@ _ENGINES: dict[str, Callable[[_Order], ShardedOptimizer]] = {
 
 
 def _how_to_copy(name: str, runtime: Runtime, stochastic: Any, rounding_seed: Any) -> Aside | None:
-    """Return how weights are copied for offload or stochastic rounding; ``None`` if they are stepped in place."""
+    """Return where weights are copied for offload or stochastic rounding; ``None`` if weights are stepped in place."""
     check_switch("stochastic_rounding", stochastic)
     check_count("rounding_seed", rounding_seed, least=0)
     seed = rounding_seed if stochastic else None
@@ -355,7 +371,9 @@ def _checked(
     weight_decay: float,
     runtime: Runtime,
 ) -> list[dict[str, Any]]:
-    """Return the user's parameter groups as checked dictionaries; without any, two groups by weight decay."""
+    """Return the user's parameter groups, checked; if ``groups`` is ``None``, two groups with and without weight
+    decay.
+    """
     if groups is None:
         return weight_decay_groups(runtime, weight_decay)
     result = []
@@ -365,7 +383,7 @@ def _checked(
         or not groups
     ):
         raise ConfigError(
-            f"groups={groups!r} is invalid: pass a list of mappings, as [{{'params': [...], 'lr': 1e-4}}]"
+            f"groups={groups!r} is invalid: pass a list of mappings, like [{{'params': [...], 'lr': 1e-4}}]"
         )
     names = {id(parameter): name for name, parameter in runtime.model.named_parameters()}
     for group in groups:
@@ -381,10 +399,10 @@ def _checked(
                 what = (
                     f"{known} does not train"
                     if known
-                    else f"one of shape {tuple(parameter.shape)} is not of it"
+                    else f"one of shape {tuple(parameter.shape)} does not belong to the model"
                 )
                 raise ConfigError(
-                    f"groups must hold parameters of the model that train, and {what}: leave it out"
+                    f"groups must hold parameters of the model that train, but {what}: leave it out"
                 )
         for option in ("lr", "weight_decay"):
             if not isinstance(value := group.get(option, 0.0), Tensor):

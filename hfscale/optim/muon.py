@@ -1,13 +1,15 @@
-"""Muon (Jordan et al. 2024) over shards, as in ``torch.optim.Muon``: momentum, then the nearest orthogonal matrix.
+"""Run Muon (Jordan et al. 2024) over shards, with the arithmetic of ``torch.optim.Muon``.
 
-Momentum is elementwise and kept sharded like the gradient. The update must be orthogonal as a full matrix: one rank of
-those that hold shards or replicas of it gets all shards, orthogonalizes it and sends each rank its shard back, in two
-all-to-alls over each axis for all matrices together (replicas: one), in bfloat16. Matrices are shared out by cost::
+The update is the momentum, replaced by the nearest orthogonal matrix. Momentum is elementwise and sharded like the
+gradient. The orthogonal matrix needs the full matrix: one of the ranks that hold shards or replicas of a matrix gets
+all its shards, orthogonalizes the matrix, and sends each rank its shard of the result. This takes two all-to-alls per
+axis for all matrices together (one for replicas), in bfloat16. Matrices are assigned to ranks by cost::
 
     4 matrices over 2 ranks     rank 0: [a0 b0 c0 d0]  -->  [a0 a1] [d0 d1]  -->  [a0' b0' c0' d0']
                                 rank 1: [a1 b1 c1 d1]  -->  [b0 b1] [c0 c1]  -->  [a1' b1' c1' d1']
 
-Each expert of a stack is a matrix of its own, and so is each matrix that is fused in a projection, if asked for.
+Each expert of a stack is a separate matrix. So is each matrix that is fused in a projection, if ``split`` names the
+projection.
 """
 
 import math
@@ -37,10 +39,10 @@ ADJUSTMENTS = {
     "original": lambda rows, columns: math.sqrt(max(1, rows / columns)),
     "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
 }
-"""``adjust_lr_fn`` -> factor on the learning rate of a matrix."""
+"""``adjust_lr_fn`` -> function from rows and columns of a matrix to the factor on its learning rate."""
 NS_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 Split = Mapping[str, int | Sequence[int]]
-"""Name of a projection -> how many equal matrices are fused in it along its outputs (heads, say), or their lengths."""
+"""Name of a projection -> the number of equal matrices fused in it along its outputs (like heads), or their lengths."""
 
 
 def is_hidden_matrix(
@@ -49,7 +51,7 @@ def is_hidden_matrix(
     layers: Sequence[str],
     stacks: Collection[str] = (),
 ) -> bool:
-    """Return whether a parameter is a matrix of a layer, or a stack of them in one of the modules ``stacks``."""
+    """Return whether a parameter is a matrix of a layer, or a stack of matrices in one of the modules ``stacks``."""
     dims = 3 if planned.name.rpartition(".")[0] in stacks else 2
     if len(planned.shape) != dims or any(isinstance(owner, nn.Embedding) for owner in owners):
         return False
@@ -57,15 +59,15 @@ def is_hidden_matrix(
 
 
 def projection_of(planned: ParameterPlan) -> str:
-    """Return the last name of the projection that a parameter is the weight of."""
+    """Return the last component of the name of the projection whose weight ``planned`` is."""
     return planned.name.removesuffix(".weight").rpartition(".")[2]
 
 
 def bounds_of(
     planned: ParameterPlan, owners: Sequence[nn.Module], split: Split
 ) -> tuple[int, list[int]]:
-    """Return the dim of a parameter's matrix along which matrices are fused in it, and where they begin and end: one,
-    unless ``split`` names its projection.
+    """Return the dim of a parameter's matrix along which matrices are fused, and the boundaries between them, from 0 to
+    the length of the dim. There is one matrix unless ``split`` names the parameter's projection.
     """
     asked = split.get(projection_of(planned), 1)
     across = any(is_transposed(owner) or getattr(owner, "is_transposed", False) for owner in owners)
@@ -74,38 +76,41 @@ def bounds_of(
     if sum(lengths) != length or min(lengths) < 1:
         raise ConfigError(
             f"split={dict(split)!r} does not fit {planned.name}, which has {length} outputs: give a number of equal "
-            "matrices that divides them, or the lengths of all"
+            f"matrices that divides {length}, or a list of lengths whose sum is {length}"
         )
     return int(across), list(accumulate(lengths, initial=0))
 
 
 @dataclass(frozen=True, eq=False)
 class Matrix:
-    """A matrix of a parameter, or of a stack, in which several may be fused along ``dim``."""
+    """Describe the matrix of a parameter, or one matrix of a stack. Several matrices may be fused in it along
+    ``dim``.
+    """
 
     member: Member
-    index: tuple[int, ...]  # among this rank's matrices of a stack; else empty
-    shape: tuple[int, int]
+    # Index among this rank's matrices of a stack; empty for a parameter that is a matrix
+    index: tuple[int, ...]
+    shape: tuple[int, int]  # global rows and columns
     cuts: tuple[Cut, ...]
     free: Collection[str]  # the axes over which each rank has a replica
     dim: int
-    bounds: Sequence[int]
+    bounds: Sequence[int]  # boundaries between the fused matrices along ``dim``
 
     @property
     def sizes(self) -> list[tuple[int, int]]:
-        """Rows and columns of the matrices fused in it."""
+        """Rows and columns of each fused matrix."""
         rows, columns = self.shape
         lengths = [stop - start for start, stop in pairwise(self.bounds)]
         return [(rows, length) if self.dim else (length, columns) for length in lengths]
 
     def cut_over(self, axes: Collection[str]) -> list[Cut]:
-        """Return its cuts over some axes."""
+        """Return the cuts over ``axes``."""
         return [cut for cut in self.cuts if cut.axis in axes]
 
     def split(
         self, tensor: Tensor, cuts: Sequence[Cut], ranks: dict[str, int]
     ) -> tuple[Tensor, ...]:
-        """Return what a shard, made by ``cuts``, has of each of the matrices fused in it."""
+        """Split a shard that is made by ``cuts``, on the rank at ``ranks``, into its shards of the fused matrices."""
         spans = share_spans(self.shape, cuts, ranks)[self.dim]
         before = [
             sum(max(0, min(stop, bound) - start) for start, stop in spans) for bound in self.bounds
@@ -114,7 +119,9 @@ class Matrix:
 
 
 class MuonStepper(Stepper):
-    """A stepper that updates ``members`` by Muon, computed in ``dtype``; ``bounds`` of :func:`bounds_of`, by name."""
+    """Update ``members`` by Muon. Matrices are orthogonalized in ``dtype``; ``bounds`` holds the results of
+    :func:`bounds_of` by parameter name.
+    """
 
     def __init__(
         self,
@@ -132,7 +139,7 @@ class MuonStepper(Stepper):
         axes = {cut.axis for matrix in every for cut in matrix.cuts}.union(
             *(matrix.free for matrix in every)
         )
-        # the last cut is undone first: that of the data axes
+        # The last cut, over the data axes, is undone first.
         self._axes = [
             axis
             for axis in sorted(axes, key=lambda axis: (axis in MODEL_AXES, axis))
@@ -141,7 +148,7 @@ class MuonStepper(Stepper):
         self._dealt = cache(_dealt)
 
     def step(self, groups: Groups, state: State) -> None:
-        """Make one update; communicates over the axes of the parameters' cuts."""
+        """Make one update, with all-to-alls over the axes of the parameters' cuts."""
         present = gradients_present(self.members, self._mesh)
         pieces = dict[Matrix, Tensor]()
         for member, matrices, with_gradient in zip(
@@ -172,7 +179,9 @@ class MuonStepper(Stepper):
     def _orthogonal(
         self, pieces: dict[Matrix, Tensor], axes: Sequence[str], groups: Groups
     ) -> dict[Matrix, Tensor]:
-        """Return this rank's pieces of the orthogonal matrices, given those of the updates, cut over ``axes``."""
+        """Return this rank's shards of the orthogonal matrices, given its shards ``pieces`` of the updates, which are
+        sharded over ``axes``.
+        """
         if not axes:
             return {
                 each: _orthogonalized(each, whole, groups[each.member.group])
@@ -190,7 +199,7 @@ class MuonStepper(Stepper):
         held = {matrix: pieces.pop(matrix) for matrix in moving}
         pieces |= {matrix: held[matrix] for matrix in owned[own]}
         pieces |= self._complete(held, owned, axes)
-        del held  # what was sent
+        del held  # these shards were sent
         done = self._orthogonal(pieces, axes[1:], groups)
         whole = [(matrix.cut_over([axis]), done.pop(matrix)) for matrix in owned[own]]
         parcels = [
@@ -205,7 +214,9 @@ class MuonStepper(Stepper):
         owned: Sequence[Sequence[Matrix]],
         axes: Sequence[str],
     ) -> dict[Matrix, Tensor]:
-        """Return this rank's own of the matrices that are cut over the first of ``axes``, no longer cut over it."""
+        """Return the matrices that are assigned to this rank, gathered over the first of ``axes``; all ranks send their
+        shards of matrices that are sharded over this axis.
+        """
         cut = [[m for m in each if m.cut_over(axes[:1])] for each in owned]
         own = self._mesh.ranks[axes[0]]
         whole = dict[Matrix, Tensor]()
@@ -236,7 +247,9 @@ class MuonStepper(Stepper):
         at: Sequence[int],
         axes: Sequence[str],
     ) -> list[list[Tensor]]:
-        """Send ``sent[rank]`` over the first of ``axes``; return shares of rank ``at[rank]`` of ``wanted[rank]``."""
+        """Send the tensors ``sent[rank]`` to each rank of the first of ``axes``. Return, for each rank, the tensors
+        received: the shards at coordinate ``at[rank]`` of the matrices ``wanted[rank]``.
+        """
         flat = torch.cat(
             [
                 self._nothing,
@@ -262,7 +275,7 @@ class MuonStepper(Stepper):
 
 
 def _dealt(matrices: Sequence[Matrix], ranks: int) -> list[list[Matrix]]:
-    """Share matrices out over ranks by the work that they are."""
+    """Assign matrices to ranks, balanced by the cost of orthogonalizing them."""
     costs = [sum(min(size) ** 2 * max(size) for size in matrix.sizes) for matrix in matrices]
     return [[matrices[item] for item in items] for items in share_by_cost(costs, ranks)]
 
@@ -273,13 +286,14 @@ def _matrices_of(
     dim: int,
     bounds: Sequence[int],
 ) -> Iterator[Matrix]:
-    """Yield a parameter's matrix, or those that this rank has some of, in a stack."""
+    """Yield the matrix of a parameter, or the matrices of a stack of which this rank has shards."""
     shape = member.planned.shape
     lead = len(shape) - 2
     cuts = tuple(replace(cut, dim=cut.dim - lead) for cut in member.planned.cuts if cut.dim >= lead)
     free = [axis for axis in mesh.free_axes(member.planned.cuts) if mesh.group(axis)]
     if member.planned.cut_over("ep") and mesh.layout.expert_tp == 1:
-        free = [axis for axis in free if axis != "tp"]  # whose ranks have different experts
+        # Tensor ranks have different experts, not replicas
+        free = [axis for axis in free if axis != "tp"]
     for index in product(
         *map(
             range,
@@ -298,7 +312,9 @@ def _matrices_of(
 
 
 def _orthogonalized(matrix: Matrix, whole: Tensor, group: Mapping[str, Any]) -> Tensor:
-    """Approximate ``U V^T`` of the singular value decomposition of each fused matrix by quintic Newton-Schulz steps."""
+    """Return the orthogonal matrices nearest to the fused matrices of ``whole``: ``U V^T`` of their singular value
+    decompositions, approximated by quintic Newton-Schulz steps.
+    """
     (a, b, c), updates = group["ns_coefficients"], list[Tensor]()
     for part in (each.contiguous() for each in matrix.split(whole, (), {})):
         tall = part.size(0) > part.size(1)

@@ -1,16 +1,16 @@
-"""Steps on the CPU under copies: the next parameters come down, and the last ones go up, while the CPU steps.
+"""Step offloaded parameters on the CPU, and overlap steps with copies of the next and the previous parameters.
 
 ::
 
-    outward  | 1 | 2 |    | 3 |    | 4 |            weights and gradients, into two pinned buffers in turn
+    outward  | 1 | 2 |    | 3 |    | 4 |            weights and gradients to two pinned buffers, alternately
     CPU          | step 1 | step 2 | step 3 | ...
-    inward                | 1 |    | 2 |            weights, out of the same buffers
+    inward                | 1 |    | 2 |            weights from the same buffers to the device
 
-Small parameters are stepped together, and copied as one tensor. Who waits for whom, by events::
+Small parameters are stepped together, and copied as one tensor. Streams and the CPU wait for events::
 
-    outward waits for       compute, which makes gradients, and for the copy up that last read the buffer
-    the CPU waits for       the copy down, which itself begins while the CPU steps those before
-    compute waits for       the last copy up
+    outward waits for       compute, which computes gradients, and for the copy to the device that last read the buffer
+    the CPU waits for       the copy to the CPU, which begins while the CPU steps the previous parameters
+    compute waits for       the last copy to the device
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -28,29 +28,29 @@ from ..distributed.host_buffers import (
 from .sharded import Groups, Member, State
 from .stock import Aside, OneByOneStepper, StockOverStandIns
 
-# Bytes of small weights that are copied as one, by way of as much memory on the device.
+# Bytes of small weights that are copied as one tensor; the copy needs as many bytes on the device.
 _BUCKET = 16 << 20
 
 
 class Pair:
-    """Hold the two buffers that all offloaded steppers of an optimizer copy through, one stepper after the other."""
+    """Hold the two pinned buffers that all offloaded steppers of an optimizer use, one stepper after the other."""
 
-    size = 0  # of a buffer: both are alike, and fit any of the steppers' parts
+    size = 0  # bytes of each buffer, enough for any group of parameters that is stepped together
     lanes: HostBuffers | None = None
 
 
 class OffloadedStepper(OneByOneStepper):
-    """Step copies on the CPU, of shards or, if ``full``, of gathered full tensors."""
+    """Step copies on the CPU: copies of shards, or, if ``full``, of gathered full tensors."""
 
     _aside: Aside
 
     def __init__(self, pair: Pair, *given: Any) -> None:
-        """Take what :class:`OneByOneStepper` does, and the buffers."""
+        """Make a stepper with the buffers ``pair``, and the arguments of :class:`OneByOneStepper`."""
         self._pair = pair
         super().__init__(*given)
 
     def step(self, groups: Groups, state: State) -> None:
-        """Make one update; if of full tensors, communicates over the axes of each parameter's cuts."""
+        """Make one update. If full tensors are stepped, gather them over the axes of each parameter's cuts."""
         parts = self._with_gradients()
         if not parts:
             return
@@ -59,11 +59,11 @@ class OffloadedStepper(OneByOneStepper):
         try:
             next(stages[0])
             for own, following in zip_longest(stages, stages[1:], fillvalue=iter(())):
-                next(own)  # waits until its copies are here
-                next(following, None)  # begins to copy the next ones
+                next(own)  # waits for its copies to the CPU
+                next(following, None)  # begins to copy the next parameters
                 next(own, None)  # steps, and begins to copy back
         except BaseException:
-            self._pair.lanes = None  # whose buffers go
+            self._pair.lanes = None  # free the buffers
             for stream in (lanes.outward, lanes.inward):
                 lanes.mark(stream).synchronize()
             raise
@@ -77,7 +77,9 @@ class OffloadedStepper(OneByOneStepper):
         state: State,
         lanes: HostBuffers,
     ) -> Iterator[None]:
-        """Begin to copy weights and gradients; wait for that; step, and begin to copy weights back."""
+        """Begin to copy weights and gradients to the CPU; yield; wait for the copies; yield; step, and begin to copy
+        weights back.
+        """
         forms = [self._form(member) for member in members]
         buffer = lanes.take(self._pair.size)
         tensors = [self._whole(each, each.weight) for each in members]
@@ -90,7 +92,7 @@ class OffloadedStepper(OneByOneStepper):
         copied = lanes.copy_out([buffer[: 2 * size]] if count > 1 else copies, tensors)
         yield
         copied.synchronize()
-        tensors.clear()  # or they would stay while the next ones are gathered
+        tensors.clear()  # free gathered tensors before the next ones are gathered
         yield
         pairs, none = (
             dict(

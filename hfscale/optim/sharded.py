@@ -1,12 +1,12 @@
-"""Wrap steppers of plain local tensors as the optimizer of a training loop, over the model's own parameters.
+"""Define the optimizer of a training loop, over the model's own parameters, whose updates *steppers* compute.
 
-Schedulers, Accelerate and ``zero_grad`` see ``param_groups`` with the model's parameters, DTensors or not. The
-arithmetic is done by *steppers*, each on some of the parameters, on this rank's plain local tensors: DTensor dispatch
-would cost more than the update of a small tensor, and bitsandbytes does not support it. A step::
+Schedulers, Accelerate and ``zero_grad`` use ``param_groups`` with the model's parameters, DTensors or not. Each stepper
+updates some of the parameters, on this rank's plain local tensors: DTensor dispatch would cost more than the update of
+a small tensor, and bitsandbytes does not support DTensors. A step::
 
     param_groups[i] (lr, ...)  ---->  stepper's options of group i
     parameter, parameter.grad  ---->  local weight and gradient, the same memory; weights change in place
-    state[parameter]           <--->  the stepper's state, lent for the step: plain tensors and numbers
+    state[parameter]           <--->  the stock optimizer's state during the step: plain tensors and numbers
 """
 
 from collections.abc import Callable, MutableMapping, Sequence
@@ -27,21 +27,21 @@ from ..train.runtime.shards import local_tensor
 
 Groups = Sequence[dict[str, Any]]
 State = MutableMapping[Any, dict[str, Any]]
-Piece = tuple[Tensor, tuple[str, ...]]  # a tensor, and the axes to all-reduce it over
+Piece = tuple[Tensor, tuple[str, ...]]  # a tensor, and the axes over which it is all-reduced
 
 
 @dataclass(frozen=True, eq=False)
 class Member:
     """Hold one parameter that an optimizer steps."""
 
-    planned: ParameterPlan  # its entry in the plan
+    planned: ParameterPlan  # the parameter's entry in the plan
     parameter: nn.Parameter  # the model's own parameter
-    group: int  # index of its parameter group
+    group: int  # index of the parameter's group in ``param_groups``
 
     @property
     def weight(self) -> Tensor:
-        """This rank's plain tensor of the parameter; may be empty."""
-        if type(self.parameter) is nn.Parameter:  # hundreds of adapters, in every step
+        """This rank's shard of the parameter as a plain tensor; may be empty."""
+        if type(self.parameter) is nn.Parameter:  # a fast path: there may be hundreds of adapters
             return self.parameter.detach()
         # With autograd, to_local() of a DTensor would add a node to the graph.
         with torch.no_grad():
@@ -49,7 +49,7 @@ class Member:
 
     @property
     def gradient(self) -> Tensor:
-        """The plain local tensor of the gradient; empty if an empty shard has none."""
+        """This rank's shard of the gradient as a plain tensor; an empty tensor if an empty shard has no gradient."""
         grad = self.parameter.grad
         if type(grad) is Tensor:
             return grad
@@ -57,40 +57,40 @@ class Member:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The axes that the parameter is cut over."""
+        """The axes over which the parameter is sharded."""
         return tuple(cut.axis for cut in self.planned.cuts)
 
 
 class Stepper:
-    """Update some of an optimizer's parameters, its ``members``, in place."""
+    """Update ``members``, some of an optimizer's parameters, in place."""
 
     def __init__(self, members: Sequence[Member], mesh: Mesh) -> None:
         self.members = members
         self._mesh = mesh
 
     def publish(self, state: State) -> None:
-        """Put the state that exists before the first step into ``state``."""
+        """Move state that exists before the first step into ``state``; nothing by default."""
 
     def step(self, groups: Groups, state: State) -> None:
-        """Make one update by the present gradients; every rank of a pipeline stage makes the same calls."""
+        """Make one update from the current gradients. Every rank of a pipeline stage makes the same calls."""
         raise NotImplementedError
 
     def state_layout(self, planned: ParameterPlan, key: str, shape: tuple[int, ...]) -> StateTensor:
-        """Return how a tensor of a parameter's state is sharded, relative to its state in one process. ``shape`` is of
-        this rank's tensor, or of the full one; both have the same dims in front of the weight's.
+        """Return how the state tensor ``key`` of a parameter is sharded, relative to the same tensor in one process.
+        ``shape`` is the shape on this rank, or the full shape; both have the same dims before the dims of the weight.
         """
         return like(planned)
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
-    """A ``torch.optim.Optimizer`` whose update is that of one process; made by :func:`hfscale.create_optimizer`.
+    """A ``torch.optim.Optimizer`` whose update equals that of one process; made by :func:`hfscale.create_optimizer`.
 
-    ``state`` holds this rank's plain tensors, so ``state_dict`` is one rank's; :func:`hfscale.save_state` writes every
-    rank's. Its steppers together step every parameter of the groups exactly once; the state is on ``state_device``, if
-    not on that of the parameters.
+    ``state`` holds plain tensors of this rank, so ``state_dict`` is the state of one rank; :func:`hfscale.save_state`
+    writes the states of all ranks. The steppers together step every parameter of the groups exactly once.
+    ``state_device`` is the device of the state, if it is not the device of the parameters.
     """
 
-    keeps_plain_state = True  # read where checkpoints are loaded
+    keeps_plain_state = True  # read by the code that loads checkpoints
 
     def __init__(
         self,
@@ -114,7 +114,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Make one update; call it on every rank. Return ``closure()``, which recomputes the loss and its gradients."""
+        """Make one update. Call it on every rank. If ``closure`` is given, call it first to recompute loss and
+        gradients, and return its result.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -124,7 +126,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group while the optimizer is made, since steppers are chosen then; refuse it afterwards."""
+        """Add a parameter group while the optimizer is being made. Later, raise :class:`ConfigError`, since the
+        steppers are chosen once.
+        """
         if self._complete:
             raise ConfigError(
                 f"a parameter group cannot be added to {self.name!r} later: set requires_grad first, and call "
@@ -133,7 +137,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the :meth:`state_dict` of this rank in the same layout; dtypes are left as they are."""
+        """Load the :meth:`state_dict` of this rank, from a run with the same layout, without changing dtypes."""
         super().load_state_dict({**state_dict, "state": {}})
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         places = [
@@ -148,12 +152,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 }
 
     def state_layout(self, planned: ParameterPlan, key: str, shape: tuple[int, ...]) -> StateTensor:
-        """Return how a tensor of a parameter's state is sharded; see :meth:`Stepper.state_layout`."""
+        """Return how the state tensor ``key`` of a parameter is sharded; see :meth:`Stepper.state_layout`."""
         return self._stepper_of[planned.name].state_layout(planned, key, shape)
 
 
 def _on_its_device(value: Any, group: dict[str, Any], device: torch.device) -> Any:
-    """Move a state tensor to its device, except for a step counter that stays on the CPU."""
+    """Return a state tensor on ``device``; step counters stay on the CPU unless the optimizer needs them on the
+    device.
+    """
     if not isinstance(value, Tensor) or (
         value.ndim == 0 and not (group.get("fused") or group.get("capturable"))
     ):
@@ -162,7 +168,9 @@ def _on_its_device(value: Any, group: dict[str, Any], device: torch.device) -> A
 
 
 def members_of(groups: Groups, plans: dict[int, ParameterPlan]) -> list[Member]:
-    """Return every parameter of ``groups`` with its plan, found by ``id``, in order."""
+    """Return a :class:`Member` for every parameter of ``groups``, in order; ``plans`` holds plans by ``id`` of
+    parameters.
+    """
     return [
         Member(plans[id(parameter)], parameter, index)
         for index, group in enumerate(groups)
@@ -171,7 +179,7 @@ def members_of(groups: Groups, plans: dict[int, ParameterPlan]) -> list[Member]:
 
 
 def stock_defaults(stock: type[torch.optim.Optimizer]) -> dict[str, Any]:
-    """Return the defaults of the options of a stock class, except learning rate and weight decay."""
+    """Return the default values of a stock class's options, except learning rate and weight decay."""
     options = signature(stock).parameters.values()
     return {
         option.name: option.default
@@ -181,9 +189,10 @@ def stock_defaults(stock: type[torch.optim.Optimizer]) -> dict[str, Any]:
 
 
 def sum_over_ranks(pieces: Sequence[Piece], mesh: Mesh) -> list[Tensor]:
-    """All-reduce every piece over its axes, one collective per axis on all pieces concatenated. Every rank of a stage
-    passes pieces of the same axes in the same order, and ranks of one group, of the same shapes. Ranks get bitwise
-    equal results.
+    """All-reduce every piece over its axes, with one collective per axis for all pieces together.
+
+    Every rank of a pipeline stage must pass pieces with the same axes in the same order; ranks of one process group
+    must pass pieces of the same shapes. All ranks of a process group get bitwise equal results.
     """
     sums = [piece for piece, _ in pieces]
     for axis in sorted({axis for _, axes in pieces for axis in axes}):
@@ -207,8 +216,8 @@ def sum_over_ranks(pieces: Sequence[Piece], mesh: Mesh) -> list[Tensor]:
 
 
 def gradients_present(members: Sequence[Member], mesh: Mesh) -> list[bool]:
-    """Return for each member whether it has a gradient on the ranks of its cuts; the same answer on all of these. Where
-    ranks have empty shards, for which autograd may leave them without one, they ask the others.
+    """Return, for each member, whether any rank that holds a shard has a gradient; all these ranks get the same answer.
+    Only members with empty shards need communication: autograd may compute no gradient for an empty shard.
     """
     present = [member.parameter.grad is not None for member in members]
     doubtful = [

@@ -1,14 +1,14 @@
-"""Steps with a stock optimizer class, of torch or bitsandbytes, on plain tensors.
+"""Step plain tensors with a stock optimizer class of torch or bitsandbytes.
 
-All shards in place by one optimizer; or one parameter at a time, by an optimizer each, on its shard or on the gathered
-full tensor. Then a step may be on copies: on the CPU (offload: :mod:`.offloaded`), or in float32 for stochastic
-rounding::
+:class:`LocalStepper` steps all shards in place by one optimizer. :class:`OneByOneStepper` has an optimizer for each
+parameter, and steps one parameter at a time: its shard, or the gathered full tensor. It can step copies of weights: on
+the CPU (offload: :mod:`.offloaded`), or in float32 for stochastic rounding::
 
     weight, gradient --copy--> CPU and / or float32 --stock optimizer--> copy --written back, rounded--> weight
                                                           |
-                                                        state   stays where the copies were
+                                                        state   stays on the device and in the dtype of the copies
 
-Besides the state no memory is kept on the device: at most one copy of the largest of these, and of its gradient.
+The device holds at most one copy of a weight and its gradient at a time, in addition to the state.
 """
 
 import hashlib
@@ -33,17 +33,19 @@ from ..train.runtime.shards import gather_full
 from .sharded import Groups, Member, State, Stepper, gradients_present
 
 UPDATES = "updates"
-"""Key of a parameter group that counts updates, so that a resumed run continues the rounding's random numbers."""
+"""Key of a parameter group with the number of updates, so that a resumed run continues the rounding's random
+numbers.
+"""
 
-# keys of bitsandbytes' 8-bit states
+# Keys of bitsandbytes' 8-bit states.
 _SCALES = "absmax"
 _TABLES = "qmap"
 
 # Makes the stock optimizer over parameter groups.
 Stock = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
-_CHUNK = 1 << 20  # entries at a time: their random numbers take 8 bytes each
+_CHUNK = 1 << 20  # entries that are rounded at a time; a random number takes 8 bytes
 _LOW = (1 << 16) - 1
-# Of SplitMix64 (Steele et al. 2014), signed.
+# Constants of SplitMix64 (Steele et al. 2014), as signed integers.
 _MIX = (
     -7046029254386353131,
     -4658895280553007687,
@@ -53,15 +55,15 @@ _MIX = (
 
 @dataclass(frozen=True)
 class Aside:
-    """Define where weights are copied to be stepped, and by which seed bfloat16 ones are rounded when written back;
-    ``None``: copies keep the weight's dtype.
+    """Describe how weights are copied to be stepped: to ``device``, and, if ``seed`` is given, in float32 instead of
+    bfloat16. ``seed`` is the seed of the stochastic rounding when a bfloat16 weight is written back.
     """
 
     device: torch.device
     seed: int | None = None
 
     def dtype_of(self, tensor: Tensor) -> torch.dtype:
-        """Return the dtype of a copy of a weight or gradient: float32 if the weight is to be rounded."""
+        """Return the dtype of a copy of a weight or gradient: float32 if the weight is rounded stochastically."""
         return (
             torch.float32
             if self.seed is not None and tensor.dtype == torch.bfloat16
@@ -70,7 +72,7 @@ class Aside:
 
 
 class StockOverStandIns:
-    """Run a stock optimizer over placeholder parameters, which get memory, gradient and state for one step."""
+    """Run a stock optimizer over stand-in parameters, which get memory, gradient and state only for a step."""
 
     def __init__(
         self,
@@ -79,7 +81,7 @@ class StockOverStandIns:
         groups: Groups,
         copied: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        """Make the optimizer; ``copied`` copies a weight if the optimizer steps a copy."""
+        """Make the optimizer. ``copied`` copies a weight; without it, the weight itself is stepped."""
         self.pairs = [
             (member, nn.Parameter(copied(member.weight) if copied else member.weight))
             for member in members
@@ -100,13 +102,15 @@ class StockOverStandIns:
         state: State,
         tensors: Callable[[Member], tuple[Tensor, Tensor | None]],
     ) -> None:
-        """Make one step on the weight and gradient that ``tensors`` returns for a member; none without a gradient."""
+        """Make one step on the weight and gradient that ``tensors`` returns for each member. A member whose gradient is
+        ``None`` is not stepped.
+        """
         for mine, group in zip(self.optimizer.param_groups, groups, strict=True):
             mine.update({key: value for key, value in group.items() if key != "params"})
         scattered = []
         for member, stand_in in self.pairs:
             weight, gradient = tensors(member)
-            # Bitsandbytes would update a copy and leave the weight unchanged.
+            # bitsandbytes would update a contiguous copy and leave the weight unchanged.
             if not weight.is_contiguous():
                 scattered.append((weight, stand_in))
                 weight = weight.contiguous()
@@ -128,15 +132,15 @@ class StockOverStandIns:
                 state[member.parameter] = self.optimizer.state.pop(stand_in)
 
     def release(self) -> None:
-        """Drop the placeholders' memory between steps."""
+        """Free the memory of the stand-ins between steps."""
         for _, stand_in in self.pairs:
             stand_in.data = stand_in.data.new_empty(0)
 
 
 class LocalStepper(Stepper):
-    """Step shards in place, by elementwise optimizers, or by blockwise ones if shards are whole blocks."""
+    """Step shards in place, by elementwise optimizers, or by blockwise optimizers if shards consist of whole blocks."""
 
-    _full = False  # whether full tensors are stepped, so that the state is full on every rank
+    _full = False  # whether full tensors are stepped; then every rank has the full state
 
     def __init__(
         self,
@@ -149,12 +153,14 @@ class LocalStepper(Stepper):
         self._inners = [StockOverStandIns(stock, members, groups)]
 
     def publish(self, state: State) -> None:
-        """Publish the state that exists before the first step."""
+        """Move state that exists before the first step into ``state``."""
         for inner in self._inners:
             inner.publish(state)
 
     def state_layout(self, planned: ParameterPlan, key: str, shape: tuple[int, ...]) -> StateTensor:
-        """Return the state layout, see :meth:`Stepper.state_layout`: like the parameter, or scales of its blocks."""
+        """Return how a state tensor is sharded: like the parameter, or as scales of the parameter's blocks; see
+        :meth:`Stepper.state_layout`.
+        """
         if not shape or key.startswith(_TABLES):
             return whole(*shape)
         if key.startswith(_SCALES):
@@ -163,7 +169,7 @@ class LocalStepper(Stepper):
         return whole(*lead, *planned.shape) if self._full else like(planned, *lead)
 
     def step(self, groups: Groups, state: State) -> None:
-        """Make one update; no communication."""
+        """Make one update, without communication."""
 
         def here(member: Member) -> tuple[Tensor, Tensor | None]:
             weight = member.weight
@@ -174,8 +180,12 @@ class LocalStepper(Stepper):
 
 
 class OneByOneStepper(LocalStepper):
-    """Step one parameter at a time: on copies made by ``aside``, if given; if ``full``, on weight and gradient gathered
-    over the ranks of its cuts, which all make the same update and write their shards back; the state is full on each.
+    """Step one parameter at a time.
+
+    Args:
+        aside: if given, copies of weight and gradient are stepped, and the result is written back.
+        full: weight and gradient are gathered over the ranks of the parameter's cuts. All these ranks make the same
+            update, write their shards of the result, and hold the full state.
     """
 
     def __init__(
@@ -196,17 +206,17 @@ class OneByOneStepper(LocalStepper):
         for inner in self._inners:
             inner.release()
             optimizer: Any = inner.optimizer
-            # Share bitsandbytes' tables of 8-bit values.
+            # All optimizers use the same tables of bitsandbytes' 8-bit values.
             if not full and hasattr(optimizer, "name2qmap"):
                 first: Any = self._inners[0].optimizer
                 optimizer.name2qmap = first.name2qmap
 
     def _divided(self, members: Sequence[Member]) -> Iterable[Sequence[Member]]:
-        """Return the members in parts that are stepped together."""
+        """Return the members in groups that are stepped together; here one by one."""
         return [[member] for member in members]
 
     def step(self, groups: Groups, state: State) -> None:
-        """Make one update; if of full tensors, communicates over the axes of each parameter's cuts."""
+        """Make one update. If full tensors are stepped, gather them over the axes of each parameter's cuts."""
         for inner, (member, *_) in self._with_gradients():
             pair = (
                 self._copy(self._whole(member, member.weight)),
@@ -215,10 +225,10 @@ class OneByOneStepper(LocalStepper):
             inner.step(groups, state, lambda _, pair=pair: pair)  # type: ignore[misc]
             self._write(member, pair[0], groups)
             inner.release()
-            del pair  # or both would stay while the next ones are gathered
+            del pair  # free both before the next tensors are gathered
 
     def _with_gradients(self) -> list[tuple[StockOverStandIns, list[Member]]]:
-        """Return those of an optimizer's members that have gradients, for each that has any."""
+        """Return, for each stock optimizer with gradients, the optimizer and its members that have a gradient."""
         local = (
             each.parameter.grad is not None and each.weight.numel() > 0 for each in self.members
         )
@@ -243,7 +253,7 @@ class OneByOneStepper(LocalStepper):
         )
 
     def _write(self, member: Member, stepped: Tensor, groups: Groups) -> None:
-        """Write this rank's shard of ``stepped`` into the weight; from pinned memory without waiting for it."""
+        """Write this rank's shard of ``stepped`` into the weight; the copy from pinned memory is asynchronous."""
         planned = member.planned
         weight = member.weight
         aside = self._aside
@@ -261,7 +271,7 @@ class OneByOneStepper(LocalStepper):
 
 
 class CountUpdates(Stepper):
-    """Count updates without stepping parameters; runs after the steppers that read the count."""
+    """Count updates in the parameter groups; runs after the steppers, which read the count."""
 
     def step(self, groups: Groups, state: State) -> None:
         """Count one update."""
@@ -270,7 +280,7 @@ class CountUpdates(Stepper):
 
 
 def key_of(seed: int, update: int, name: str) -> int:
-    """Return the hash key of a parameter's random numbers in one update; 63 bits."""
+    """Return the key (63 bits) of the random numbers of parameter ``name`` in one update."""
     digest = hashlib.blake2b(f"{seed} {update} {name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -280,7 +290,9 @@ def places_of(
     ranks: dict[str, int],
     device: torch.device,
 ) -> list[Tensor]:
-    """Return indices of the shard at ``ranks`` in the full tensor: per dim, the terms that add up to a flat index."""
+    """Return, per dim, one term for each index of the shard at ``ranks``. The sum of an entry's terms over all dims is
+    the entry's flat index in the full tensor.
+    """
     spans = share_spans(planned.shape, planned.cuts, ranks)
     strides = [prod(planned.shape[dim + 1 :]) for dim in range(len(planned.shape))]
     empty = torch.zeros(0, dtype=torch.int64, device=device)
@@ -297,16 +309,16 @@ def places_of(
 
 
 def write_rounded(share: Tensor, wide: Tensor, places: list[Tensor], key: int) -> None:
-    """Round ``wide``, float32, into ``share``, bfloat16 of the same shape, whose entries have the indices ``places`` by
-    dim (:func:`places_of`), up or down at random, so that the mean is right (Gupta et al. 2015); the rest is cast.
+    """Round ``wide`` (float32) stochastically to ``share`` (bfloat16, same shape): up or down at random, so that the
+    mean is right (Gupta et al. 2015). Infinities and NaNs are cast. ``places`` are the results of :func:`places_of`.
 
-    A bfloat16 is the upper half of a float32. A random number of 16 bits is added to the lower half, which is then cut
-    off. The numbers are a hash of ``key`` and the entry's index in the full tensor, so replicas of an entry are rounded
-    alike in every layout, without communication.
+    A bfloat16 is the upper half of a float32. A random number of 16 bits is added to the lower half, which is then
+    dropped. The random number is a hash of ``key`` and the entry's index in the full tensor, so an entry is rounded to
+    the same value on all its replicas and in every layout, without communication.
     """
     if share.numel() == 0:
         return
-    # A tensor, since a number would be compiled in.
+    # The key is a tensor, since a Python number would become a constant of compiled code.
     shift = torch.full((), key, dtype=torch.int64, device=wide.device)
     if not places:  # a scalar
         share.copy_(
@@ -347,5 +359,5 @@ def _rounded(wide: Tensor, key: Tensor, *places: Tensor) -> Tensor:
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
-    """Shift to the right, with zeros from the left."""
+    """Return ``x`` shifted right by ``bits``, with zeros shifted in from the left."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)

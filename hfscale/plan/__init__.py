@@ -1,4 +1,4 @@
-"""Hold the plan as frozen data: how every parameter and module of a model is placed under a layout."""
+"""Hold the plan as frozen data: how every parameter and module of a model is distributed over ranks by a layout."""
 
 from .cut import Cut, write_share
 from .modules import AdapterParameter, BlockPlan, ExpertsPlan, SequencePlan

@@ -1,12 +1,12 @@
-"""Describe what features add to the arguments of a forward pass, beside what the stock model takes."""
+"""Describe arguments that features add to a forward pass, in addition to the stock model's arguments."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class BatchField:
-    """An argument of a pass that a feature adds, and takes out again before the stock model is called."""
+    """Describe an argument that a feature adds to a forward pass, and removes before the stock model's own forward."""
 
     name: str
-    token_dim: int  # the dim along which its tokens lie, where ranks hold parts of a sequence
-    is_target: bool = False  # whether it is read behind the last layer, as labels are
+    token_dim: int  # the dim of the argument that indexes tokens, for sharding along the sequence
+    is_target: bool = False  # whether it is read after the last layer, like labels

@@ -1,4 +1,4 @@
-"""Format text in columns."""
+"""Format rows of text as aligned columns."""
 
 from collections.abc import Collection, Sequence
 
@@ -8,7 +8,9 @@ def aligned(
     left: Collection[int] = (0,),
     ruled: bool = False,
 ) -> list[str]:
-    """Return a line per row: columns in ``left`` aligned left, others right; ``ruled`` adds one below the first."""
+    """Return a line per row. Columns in ``left`` are aligned left, all other columns right. ``ruled`` adds a line of
+    dashes below the first row.
+    """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join(

@@ -1,4 +1,4 @@
-"""The contents of a plan, and the lookups that other modules make in it."""
+"""Hold the contents of a plan, with the lookups that other modules need."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,29 +20,31 @@ if TYPE_CHECKING:  # a plan is data: nothing here computes
 
 @dataclass(frozen=True)
 class Feature:
-    """Hold the decisions, numbers and names alone, of one feature of a layout, beyond cuts and reductions of
-    parameters. The part that runs it gets them by class from :meth:`PlanContents.feature`; tables and programs read all
-    of them.
+    """Hold the plan of one feature of a layout as numbers and names, in addition to cuts and reductions of parameters.
+    The part that runs the feature gets its plan by class from :meth:`PlanContents.feature`. Tables and programs read
+    the plans of all features.
     """
 
     def describe(self, plan: "PlanContents") -> list[str]:
-        """Return the lines about this feature below the plan's table; none by default."""
+        """Return the lines about this feature that are printed below the plan's table; none by default."""
         return []
 
     @property
     def batch_fields(self) -> tuple[BatchField, ...]:
-        """Name what this feature adds to the arguments of a pass, and takes out before the stock model is called."""
+        """Return the arguments that this feature adds to a forward pass, and removes before the stock model's
+        forward.
+        """
         return ()
 
     def fill(self, batch: Mapping[str, Any], shift: int) -> "dict[str, Tensor]":
-        """Return the values of :attr:`batch_fields` that follow from a batch of full sequences, before it is cut; a
-        label is ``shift`` behind the token that predicts it.
+        """Return the values of :attr:`batch_fields`, computed from a batch of full sequences before it is sharded. The
+        label of a token is the token ``shift`` positions later.
         """
         return {}
 
     @property
     def optional_layers(self) -> tuple[str, ...]:
-        """Return the layers that evaluation leaves out, the last ones of the model."""
+        """Return the layers that run only in training; they are the last layers of the model."""
         return ()
 
     @property
@@ -52,7 +54,7 @@ class Feature:
 
     @property
     def adds_loss(self) -> str:
-        """Return the option, in words, by which this feature adds to the model's own loss; empty where it does not."""
+        """Return the option, in words, by which this feature adds to the model's loss; empty if it does not."""
         return ""
 
 
@@ -61,49 +63,50 @@ FeatureT = TypeVar("FeatureT", bound=Feature)
 
 @dataclass(frozen=True)
 class PlanContents:
-    """Hold a model under a layout: parameters, layers, blocks, stages and features. It is computed once, on the meta
-    device (:func:`hfscale.api.build_plan.build_plan`), and read by everything else.
+    """Hold the plan of a model under a layout: parameters, layers, blocks, stages and features. It is computed once, on
+    the meta device, by :func:`hfscale.api.build_plan.build_plan`. All other code reads it.
     """
 
     family: str  # ``config.model_type``
-    layout: ParallelConfig  # the sizes it was made for
-    # Every parameter, in the model's order, tied ones included.
+    layout: ParallelConfig  # the layout of this plan
+    # All parameters, in the model's order, including both names of tied parameters.
     parameters: tuple[ParameterPlan, ...]
-    layers: tuple[str, ...]  # names of the layers, in order; an encoder's before its decoder's
-    blocks: tuple[BlockPlan, ...]  # the tensor-parallel blocks; empty where ``tp_size`` is 1
-    embedding: str | None  # name of the vocabulary-parallel embedding, if cut
+    # Names of the layers, in order; an encoder's layers come before its decoder's
+    layers: tuple[str, ...]
+    blocks: tuple[BlockPlan, ...]  # the tensor-parallel blocks; empty if ``tp_size`` is 1
+    embedding: str | None  # name of the vocabulary-parallel embedding, if it is sharded
     head: str | None  # name of the output projection onto the vocabulary, if the loss runs on it
-    # Transformers' name of the loss, if it is :data:`hfscale.models.module_kinds.SHIFTED`.
+    # transformers' name of the loss, if the loss is one of :data:`hfscale.models.module_kinds.SHIFTED`
     loss: str | None
-    # the layer stacks whose hidden states are cut along the sequence, under sequence parallelism
+    # the layer stacks whose hidden states are sharded along the sequence, under sequence parallelism
     sequence_regions: tuple[SequencePlan, ...] = ()
-    # the decisions of all other features of the layout, one entry each (:meth:`feature`)
+    # the plans of all other features of the layout, one entry each (:meth:`feature`)
     features: tuple[Feature, ...] = ()
     experts: tuple[
         ExpertsPlan, ...
-    ] = ()  # the experts that are spread over ranks; empty where ``ep_size`` is 1
-    mixtures: tuple[ExpertsPlan, ...] = ()  # the experts of every mixture, spread or not
-    # Where the blueprint of its blocks comes from, in words; empty where there are none.
+    ] = ()  # the MoE layers whose experts are sharded over expert ranks; empty if ``ep_size`` is 1
+    mixtures: tuple[ExpertsPlan, ...] = ()  # all MoE layers, with sharded experts or not
+    # where the blueprint of the blocks comes from, in words; empty if there are no blocks
     source: str = ""
-    # Why ``train_step`` cannot run the model's loss, in words; empty where it can.
+    # why ``train_step`` cannot run the model's loss, in words; empty if it can
     no_step: str = ""
-    # Name of the embedding that every token is looked up in, cut or not, where there is one.
+    # name of the embedding of input tokens, sharded or not; ``None`` if there is no such embedding
     lookup: str | None = None
-    stages: StagePlan | None = None  # the pipeline stages; ``None`` where ``pp_size`` is 1
-    # Which weights are loaded in 4 or 8 bits; ``None`` where none are.
+    stages: StagePlan | None = None  # the pipeline stages; ``None`` if ``pp_size`` is 1
+    # the weights that are held in 4 or 8 bits or as stored; ``None`` if there are no such weights
     quantized: QuantizedPlan | None = None
     adapters: tuple[
         AdapterParameter, ...
-    ] = ()  # the parameters of adapters, which come last in ``parameters``
+    ] = ()  # the parameters of adapters, which are the last entries of ``parameters``
 
     @cached_property
     def batch_fields(self) -> dict[str, BatchField]:
-        """Return what features add to the arguments of a pass, by name."""
+        """The arguments that features add to a forward pass, by name."""
         return {field.name: field for feature in self.features for field in feature.batch_fields}
 
     @property
     def optional_layers(self) -> tuple[str, ...]:
-        """Return the layers that evaluation leaves out, the last ones of the model."""
+        """The layers that run only in training; they are the last layers of the model."""
         return tuple(layer for feature in self.features for layer in feature.optional_layers)
 
     @property
@@ -113,7 +116,7 @@ class PlanContents:
 
     @property
     def adds_loss(self) -> str:
-        """Return the options, in words, by which features add to the model's own loss; empty where none does."""
+        """The options, in words, by which features add to the model's loss; empty if no feature does."""
         return ", ".join(feature.adds_loss for feature in self.features if feature.adds_loss)
 
     @property
@@ -128,13 +131,13 @@ class PlanContents:
 
     @property
     def lookup_shape(self) -> tuple[int, int] | None:
-        """The number of tokens and the width of :attr:`lookup`."""
+        """The shape of the weight of :attr:`lookup`: vocabulary size and width."""
         table = self.by_name.get(f"{self.lookup}.weight")
         return None if table is None else (table.shape[0], table.shape[1])
 
     @cached_property
     def of_layers(self) -> dict[str, tuple[ParameterPlan, ...]]:
-        """The parameters in each layer, including those of its adapters."""
+        """The parameters in each layer, including the parameters of adapters."""
         depths = {layer.count(".") + 1 for layer in self.layers}
         by_layer: dict[str, list[ParameterPlan]] = {layer: [] for layer in self.layers}
         for parameter in self.parameters:
@@ -145,7 +148,7 @@ class PlanContents:
 
     @cached_property
     def replicas(self) -> tuple[int, ...]:
-        """Numbers of consecutive tensor ranks that hold the same chunk of some parameter, ascending, without 1."""
+        """All numbers, above 1, of consecutive tensor ranks that hold the same shard of a parameter; ascending."""
         return tuple(
             sorted(
                 {
@@ -187,17 +190,21 @@ class PlanContents:
         )
 
     def feature(self, kind: type[FeatureT]) -> FeatureT | None:
-        """Return the decisions of the feature of class ``kind``, or ``None`` if the layout does not use it."""
+        """Return the plan of the feature of class ``kind``, or ``None`` if the layout does not use the feature."""
         return next((feature for feature in self.features if isinstance(feature, kind)), None)
 
     def is_local(self, rank: int, name: str) -> bool:
-        """Return whether pipeline rank ``rank`` holds a parameter or module, which must not be on every stage."""
+        """Return whether pipeline rank ``rank`` holds the parameter or module ``name``. Do not call it for modules that
+        are on every stage.
+        """
         return self.stages is None or any(
             stage.is_local(name) for stage in self.stages.of_rank(rank)
         )
 
     def local_names(self, rank: int) -> dict[str, str]:
-        """Map owned parameters of pipeline rank ``rank`` to names there, which differ where it has only a tied copy."""
+        """Return, for the owned parameters on pipeline rank ``rank``, their names on this rank. A name differs if the
+        rank holds the tensor only under the second name of a tie.
+        """
         if rank not in self._local_names:
             names: dict[str, str] = {}
             for parameter in self.parameters:
@@ -211,7 +218,9 @@ class PlanContents:
         return {}
 
     def primary_rank(self, name: str) -> int:
-        """Return the pipeline rank of the primary stage of an owned parameter, which counts and saves it."""
+        """Return the pipeline rank that counts and saves an owned parameter: the rank of the parameter's first
+        stage.
+        """
         return 0 if self.stages is None else self.stages.ranks[self._stages_with(name)[0]]
 
     def holders(self, name: str) -> tuple[int, ...]:
@@ -229,7 +238,7 @@ class PlanContents:
 
     @property
     def parameter_count(self) -> int:
-        """The number of entries of all parameters, tied ones once."""
+        """The number of entries of all parameters; tied parameters count once."""
         return sum(prod(planned.shape) for planned in self.owned())
 
     def owned(self) -> tuple[ParameterPlan, ...]:

@@ -9,25 +9,26 @@ from .sequence_split import choose
 
 @dataclass(frozen=True)
 class ContextPlan(Feature):
-    """Plan of sequences cut over context ranks."""
+    """Plan the sharding of sequences over context ranks."""
 
     method: str  # one of :data:`hfscale.names.CP_METHODS`
-    pads: bool  # whether rows may have padding; some families count positions, or chunks, from where it ends
-    # modules that mix tokens, besides attention by transformers' interface; every rank runs them on full sequences
+    # Whether rows may have padding; some families count positions, or chunks, from the end of padding
+    pads: bool
+    # token mixers other than attention by transformers' interface; every context rank runs them on full sequences
     whole: tuple[str, ...] = ()
     reads_masks: tuple[
         str, ...
-    ] = ()  # and of those, attention in code of their own, which needs masks as tensors
-    # Whether the model makes biases for them of the attention_mask of all tokens.
+    ] = ()  # the modules of ``whole`` that are attention in a family's own code, which needs masks as tensors
+    # whether the model makes biases for ``whole`` from the attention_mask of all tokens
     whole_mask: bool = False
-    # likewise, but each rank runs them on its own tokens, and hands their states on to the rank of the next ones
+    # token mixers that each rank runs on its own tokens, sending their states to the rank with the next tokens
     handing: tuple[str, ...] = ()
     # for ``heads_ring``, size of the groups of ranks that exchange tokens for heads; 1 for other methods
     together: int = 1
-    # name of the text model of a multimodal model, at whose input sequences are cut; empty: batches are cut
+    # name of a multimodal model's text model, at whose input sequences are sharded; empty: batches are sharded
     text: str = ""
-    heads: int = 0  # query heads on one tensor rank; 0 where the config does not say
-    key_heads: int = 0  # key/value heads on one tensor rank, likewise
+    heads: int = 0  # query heads on one tensor rank; 0 if the config has no such field
+    key_heads: int = 0  # key/value heads on one tensor rank; 0 if the config has no such field
 
     def describe(self, plan: PlanContents) -> list[str]:
         mixers = (

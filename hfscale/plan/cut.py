@@ -1,4 +1,4 @@
-"""Cut one tensor over one axis: integers in, integers out."""
+"""Shard tensor dims over the ranks of mesh axes: index arithmetic, and slicing of tensors."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,19 +11,21 @@ Spans = list[tuple[int, int]]  # ``(start, stop)`` of intervals along one dim
 
 @dataclass(frozen=True)
 class Cut:
-    """Describe how tensor dim ``dim`` is spread over the ``size`` ranks of ``axis``.
+    """Describe how tensor dim ``dim`` is sharded over the ``size`` ranks of ``axis``.
 
-    A fused weight is several matrices laid side by side (query, key and value, say): ``parts`` holds their lengths
-    along ``dim``, and every rank takes its chunk of *each* part; left empty, the dim is one part. Chunks follow
-    ``torch.chunk``: all have ``ceil(length / chunks)`` entries but the last ones, which may be shorter or empty.
+    A fused weight consists of several matrices side by side, for example query, key and value. ``parts`` holds their
+    lengths along ``dim``, and every rank holds a chunk of *each* part. Empty ``parts`` means that the dim is one part.
+    Chunks follow ``torch.chunk``: all chunks have ``ceil(length / chunks)`` entries, except the last ones, which may be
+    shorter or empty.
 
-    ``replicas`` says, for each part, how many consecutive ranks hold the same chunk: there are ``size // replicas``
-    chunks, and rank ``r`` takes chunk ``r // replicas``. It divides ``size``; left empty, every rank has its own::
+    ``replicas`` gives, for each part, the number of consecutive ranks that hold the same chunk. It must divide
+    ``size``: there are ``size // replicas`` chunks, and rank ``r`` holds chunk ``r // replicas``. Empty ``replicas``
+    means that every rank holds a different chunk::
 
         size 4, replicas 2:    rank 0: [a]   rank 1: [a]   rank 2: [b]   rank 3: [b]
 
-    That is how fewer key/value heads than ranks are shared out (one head in multi-query attention, Shazeer 2019; some
-    in grouped-query attention, Ainslie et al. 2023): a rank holds the head that its queries read.
+    Key/value heads are replicated like this if there are fewer heads than ranks (one head in multi-query attention,
+    Shazeer 2019; several in grouped-query attention, Ainslie et al. 2023): a rank holds the head that its queries read.
     """
 
     axis: str
@@ -61,7 +63,9 @@ class Cut:
     def local_spans(
         self, length: int, rank: int, replicas: Callable[[int], bool]
     ) -> list[tuple[int, int]]:
-        """Return ``(start, stop)`` in the *shard* of ``rank`` of parts whose number of replicas meets ``replicas``."""
+        """Return ``(start, stop)``, within the *shard* of ``rank``, of those parts for whose number of replicas the
+        predicate ``replicas`` is true.
+        """
         spans = self.spans(length, rank)
         result = []
         offset = 0
@@ -76,11 +80,11 @@ class Cut:
         return result
 
     def local_length(self, length: int, rank: int) -> int:
-        """Return how many of ``length`` entries are on ``rank``."""
+        """Return how many of ``length`` entries ``rank`` holds."""
         return sum(stop - start for start, stop in self.spans(length, rank))
 
     def take(self, tensor: Tensor, rank: int) -> Tensor:
-        """Return the shard of a full tensor on ``rank``: a view if the cut has one part, else a copy."""
+        """Return the shard of a full tensor that ``rank`` holds: a view if the cut has one part, else a copy."""
         spans = self.spans(tensor.shape[self.dim], rank)
         pieces = [tensor.narrow(self.dim, start, stop - start) for start, stop in spans]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.dim)
@@ -103,7 +107,9 @@ def share_spans(
     cuts: Sequence[Cut],
     ranks: dict[str, int],
 ) -> list[Spans]:
-    """Return, per dim of a full tensor, the spans of the shard at coordinates ``ranks``, adjacent ones joined."""
+    """Return, per dim of a full tensor, the spans of the shard at coordinates ``ranks`` (axis -> rank). Adjacent spans
+    are joined.
+    """
     spans: list[Spans] = [[(0, size)] for size in shape]
     for cut in cuts:
         length = sum(stop - start for start, stop in spans[cut.dim])
@@ -119,7 +125,9 @@ def _spans_between(
     low: int,
     high: int,
 ) -> Iterator[tuple[int, int]]:
-    """Yield entries ``low`` to ``high`` of the concatenation of ``spans``, as spans of the same dim."""
+    """Concatenate ``spans``, and yield entries ``low`` to ``high`` of the concatenation as spans of the original
+    dim.
+    """
     offset = 0
     for start, stop in spans:
         first = max(low - offset, 0)
@@ -139,7 +147,9 @@ def _joined(spans: Iterator[tuple[int, int]]) -> Spans:
 
 
 def overlaps(wanted: Spans, held: Spans) -> list[tuple[int, int, int]]:
-    """Return the overlaps of two shards of one dim: offset in ``wanted``, offset in ``held``, and length of each."""
+    """Return the overlaps of two shards of one dim: for each overlap, the offset in shard ``wanted``, the offset in
+    shard ``held``, and the length.
+    """
     pieces = []
     into = 0
     for first, last in wanted:
@@ -155,7 +165,7 @@ def overlaps(wanted: Spans, held: Spans) -> list[tuple[int, int, int]]:
 
 
 def narrow_spans(spans: Spans, within: Spans) -> Spans:
-    """Intersect ``spans`` of a dim with ``within``; positions count in the concatenation of ``within``."""
+    """Return the intersection of ``spans`` and ``within``, as positions in the concatenation of ``within``."""
     return [(place, place + length) for _, place, length in overlaps(spans, within)]
 
 
@@ -165,7 +175,9 @@ def write_share(
     cuts: Sequence[Cut],
     ranks: dict[str, int],
 ) -> None:
-    """Copy one rank's shard into its place in the full tensor ``target``: the inverse of taking the ``cuts``."""
+    """Copy one rank's shard into its place in the full tensor ``target``: the inverse of :meth:`Cut.take` by all
+    ``cuts``.
+    """
     if not cuts:
         target.copy_(share)
         return
@@ -182,7 +194,7 @@ def write_share(
             write_share(view, piece, rest, ranks)
             offset += stop - start
         return
-    # Several parts, cut again: the second cut sees the parts joined, so the write goes through a joined copy.
+    # Several parts are sharded again by a further cut, which applies to the joined parts: write through a joined copy.
     joined = torch.cat(
         [target.narrow(cut.dim, start, stop - start) for start, stop in spans],
         cut.dim,
@@ -192,5 +204,7 @@ def write_share(
 
 
 def share_evenly(total: int, size: int) -> list[int]:
-    """Return the lengths of ``total`` entries over ``size`` ranks: at most one apart, the longer ones first."""
+    """Return each rank's number of entries if ``total`` entries are divided over ``size`` ranks. Numbers differ by one
+    at most; larger numbers come first.
+    """
     return [(total + size - 1 - rank) // size for rank in range(size)]

@@ -1,4 +1,6 @@
-"""Hold what each feature of a layout decided, beyond cuts and reductions of parameters: one frozen class each."""
+"""Hold the plan of each feature of a layout, in addition to cuts and reductions of parameters: one frozen class
+each.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,27 +10,27 @@ from ..models.names import wild_name
 from .contents import Feature, PlanContents
 
 ROUTES = "routes"
-"""An argument of a pass that the model itself never sees: the experts of every token, ``[b, s, layers, k]``."""
+"""An argument of a forward pass that a hook removes before the model: each token's experts, ``[b, s, layers, k]``."""
 
 
 @dataclass(frozen=True)
 class RecomputePlan(Feature):
-    """Plan of modules whose forward pass runs again in the backward pass. Names are full module names."""
+    """Plan the recomputation of modules in the backward pass. Names are full module names."""
 
     layers: tuple[
         str, ...
-    ] = ()  # recomputed layers, of which only the input is kept; under a budget, the candidates
-    modules: tuple[str, ...] = ()  # modules in the layers that are recomputed by themselves
+    ] = ()  # recomputed layers, which keep only their input; with a budget, the candidates
+    modules: tuple[str, ...] = ()  # modules inside layers that are recomputed one by one
     attention: bool = False  # whether attention is recomputed between its query, key, value and output projections
-    # Whether all but products, attention and exchanges is recomputed in every layer.
+    # whether every layer recomputes everything except matrix products, attention and communication
     elementwise: bool = False
-    tile: int = 0  # tokens of a tile of ``modules``; 0: they run whole
+    tile: int = 0  # tokens of a tile in which ``modules`` are computed; 0: all tokens at once
     keep: tuple[
         str, ...
     ] = ()  # operators in ``layers`` whose results are kept (selective checkpointing)
-    # Bytes that the layers of a rank may keep; ``None``: all ``layers`` are recomputed.
+    # bytes that the layers of a rank may keep; ``None``: all ``layers`` are recomputed
     budget: int | None = None
-    # tokens of the microbatch that the budget holds for; ``None``: of the largest one in the first step
+    # tokens of the microbatch for which the budget holds; ``None``: those of the largest microbatch in the first step
     tokens: int | None = None
 
     def describe(self, plan: PlanContents) -> list[str]:
@@ -52,20 +54,20 @@ class RecomputePlan(Feature):
 
 
 def recomputed(plan: PlanContents) -> RecomputePlan:
-    """Return what the plan recomputes; an empty :class:`RecomputePlan` if nothing."""
+    """Return the plan of recomputation; an empty :class:`RecomputePlan` if nothing is recomputed."""
     return plan.feature(RecomputePlan) or RecomputePlan()
 
 
 BLOCK = 256  # entries per scale
-BYTES = 1 + 4 / BLOCK  # bytes per entry, including its fraction of the scale
+BYTES = 1 + 4 / BLOCK  # bytes per entry, including the entry's fraction of the scale
 FEW = 16
-"""Tensors smaller than the layer's input by this factor stay exact: log-sum-exps and statistics of norms, by which
-everything else is divided, rotary tables, router logits."""
+"""Tensors that are smaller than the layer's input by this factor stay exact: log-sum-exps and statistics of norms, by
+which other values are divided, rotary tables, and router logits."""
 
 
 @dataclass(frozen=True)
 class CompressPlan(Feature):
-    """Plan of activations that are saved for the backward pass in 8 bits."""
+    """Plan to save activations for the backward pass in 8 bits."""
 
     least: int  # bytes of the smallest tensor that is compressed
 
@@ -76,18 +78,21 @@ class CompressPlan(Feature):
 
 
 def compressed(plan: PlanContents) -> int | None:
-    """Return the bytes of the smallest activation saved in 8 bits, or ``None`` if activations are saved as they are."""
+    """Return the bytes of the smallest activation that is saved in 8 bits; ``None`` if activations stay
+    uncompressed.
+    """
     planned = plan.feature(CompressPlan)
     return None if planned is None else planned.least
 
 
 @dataclass(frozen=True)
 class OffloadPlan(Feature):
-    """Plan of tensors that are offloaded to the CPU."""
+    """Plan to offload tensors to the CPU."""
 
-    optimizer: bool = False  # the optimizer's state; updates of it run on the CPU
-    parameters: bool = False  # this rank's shards of parameters and of their gradients; updates of them run on the CPU
-    # bytes of the smallest activation that is offloaded until its backward pass; ``None``: none are
+    optimizer: bool = False  # whether the optimizer's state is offloaded; updates run on the CPU
+    # Whether shards of parameters and gradients are offloaded; updates run on the CPU
+    parameters: bool = False
+    # bytes of the smallest activation that is offloaded until its backward pass; ``None``: no activation is offloaded
     activations: int | None = None
 
     def describe(self, plan: PlanContents) -> list[str]:
@@ -101,12 +106,14 @@ class OffloadPlan(Feature):
 
 
 def offloaded(plan: PlanContents) -> OffloadPlan:
-    """Return what the plan offloads; an empty :class:`OffloadPlan` if nothing."""
+    """Return the plan of offloading; an empty :class:`OffloadPlan` if nothing is offloaded."""
     return plan.feature(OffloadPlan) or OffloadPlan()
 
 
 def refuse_aside(name: str, asked: str = "offload_optimizer=True") -> None:
-    """Refuse an optimizer that cannot update copies of single weights, as ``asked`` requires."""
+    """Raise :class:`ConfigError` for an optimizer that cannot update copies of weights, which option ``asked``
+    needs.
+    """
     if name in ("adafactor", "muon"):
         raise ConfigError(
             f"{asked} needs an optimizer of torch or bitsandbytes, which can step copies of weights, got {name!r}: "
@@ -116,29 +123,30 @@ def refuse_aside(name: str, asked: str = "offload_optimizer=True") -> None:
 
 @dataclass(frozen=True)
 class ScoresPlan(Feature):
-    """Plan of eager attention, which keeps a score for every head and pair of tokens."""
+    """Describe eager attention, which keeps a score for every head and pair of tokens."""
 
     heads: int  # query heads of a layer, over all tensor ranks
 
 
 def heads_with_scores(plan: PlanContents) -> int:
-    """Return how many heads keep scores; 0 for fused attention, and if sequences are cut over context ranks."""
+    """Return how many heads keep scores; 0 for fused attention, and for context parallelism."""
     planned = plan.feature(ScoresPlan)
     return 0 if planned is None or plan.layout.cuts_sequences else planned.heads
 
 
-_READS = "lora_magnitude_vector"  # DoRA's, of the norms of the weight's rows
+# DoRA's parameter, whose forward reads the norms of the weight's rows
+_READS = "lora_magnitude_vector"
 
 
 @dataclass(frozen=True)
 class ProductsPlan(Feature):
-    """Plan of projections whose products are in 8 bits. Names are full module names."""
+    """Plan the projections whose matrix products are in 8 bits. Names are full module names."""
 
     modules: tuple[str, ...]  # the projections
-    rowwise: bool = False  # a scale for each row; else one for each tensor
+    rowwise: bool = False  # whether each row has a scale; otherwise each tensor has one scale
     left_out: tuple[
         tuple[str, str], ...
-    ] = ()  # projections of the layers that stay as they are, each with why
+    ] = ()  # projections of the layers that are not in 8 bits, each with the reason
     gathers: bool = False  # whether data ranks all-gather these weights in 8 bits
 
     def describe(self, plan: PlanContents) -> list[str]:
@@ -165,7 +173,7 @@ def counted(names: Sequence[str]) -> str:
 
 
 def weights_in_8_bits(plan: PlanContents) -> frozenset[str]:
-    """Return the names of the parameters whose products are in 8 bits."""
+    """Return the names of the parameters whose matrix products are in 8 bits."""
     planned = plan.feature(ProductsPlan)
     return (
         frozenset() if planned is None else frozenset(f"{name}.weight" for name in planned.modules)
@@ -173,7 +181,7 @@ def weights_in_8_bits(plan: PlanContents) -> frozenset[str]:
 
 
 def gathered_in_8_bits(plan: PlanContents) -> frozenset[str]:
-    """Return the parameters that data ranks gather in 8 bits: not those whose rows DoRA takes the norms of."""
+    """Return the parameters that data ranks gather in 8 bits: all in 8 bits, except those whose norms DoRA reads."""
     planned = plan.feature(ProductsPlan)
     if planned is None or not planned.gathers or plan.layout.dp_shard == 1:
         return frozenset()
@@ -184,15 +192,18 @@ def gathered_in_8_bits(plan: PlanContents) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class TowersPlan(Feature):
-    """Plan of towers and projectors around a text model, and of layers that read only their output (images, audio)."""
+    """Plan the towers and projectors (images, audio) around a text model, and the layers that read only their
+    outputs.
+    """
 
-    text: str  # name of the text model; empty if that is the model itself
-    items: tuple[str, ...]  # modules and parameters around it, its head left out, and layers
-    parameters: int  # how many numbers they hold
+    text: str  # name of the text model; empty if the model itself is the text model
+    # Modules and parameters outside the text model, except the head; and such layers
+    items: tuple[str, ...]
+    parameters: int  # number of entries of their parameters
     read_inside: tuple[
         str, ...
-    ] = ()  # inputs of the text model by which its layers read them, besides the embeddings
-    # How many of the first layers alone read them; 0 if any may, or none does.
+    ] = ()  # inputs of the text model, other than embeddings, with outputs of towers
+    # number of first layers that read ``read_inside``, if only those do; 0: any layer may, or no layer does
     first_layers: int = 0
 
     def describe(self, plan: PlanContents) -> list[str]:
@@ -203,16 +214,17 @@ class TowersPlan(Feature):
         return [f"{beside}: {what}, whole on {where}{gathered}"]
 
     def holds(self, name: str) -> bool:
-        """Return whether a parameter or a module is one of the items, or inside of one."""
+        """Return whether the parameter or module ``name`` is one of ``items``, or inside one of them."""
         return any(name == item or name.startswith(f"{item}.") for item in self.items)
 
 
 @dataclass(frozen=True)
 class OwnLossPlan(Feature):
-    """Plan of a loss computed by the model itself, as a mean over rows or over the labels that are not ignored."""
+    """Describe a loss that the model itself computes, as a mean over rows or over the labels that are not ignored."""
 
     over: str  # ``"rows"`` or ``"labels"``
-    divides: bool = False  # whether it is divided by ``num_items_in_batch``, if that is passed
+    # Whether the model divides the loss by ``num_items_in_batch``, if it is passed
+    divides: bool = False
 
     def describe(self, plan: PlanContents) -> list[str]:
         return [
@@ -222,9 +234,9 @@ class OwnLossPlan(Feature):
 
 @dataclass(frozen=True)
 class FusedAdaptersPlan(Feature):
-    """Plan of LoRA computed by one operator for each projection; PEFT's own code computes what is left."""
+    """Plan the projections whose LoRA is computed by one fused operator; PEFT's code computes all other adapters."""
 
-    fused: int  # how many projections
+    fused: int  # number of projections with fused LoRA
     others: tuple[tuple[str, str], ...] = ()  # other projections with LoRA, each with the reason
 
     def computes(self, weight: str) -> bool:
@@ -241,6 +253,6 @@ class FusedAdaptersPlan(Feature):
 
 
 def is_fused(plan: PlanContents, weight: str) -> bool:
-    """Return whether the adapters of a projection's weight keep its input as it is, for all that read it."""
+    """Return whether the LoRA of a projection's weight is fused; the projection's input is then saved uncast, once."""
     planned = plan.feature(FusedAdaptersPlan)
     return planned is not None and planned.computes(weight)

@@ -1,6 +1,6 @@
-"""Describe each feature of a layout under the printed table: one function of the plan per feature.
+"""Describe the features of a layout in lines that are printed under the plan's table, with one function per feature.
 
-A function returns no lines if the plan does not have its feature.
+A function returns no lines if the plan does not have the feature.
 """
 
 from collections import Counter
@@ -11,7 +11,9 @@ from .modules import BlockPlan
 
 
 def describe_tensor(plan: PlanContents) -> list[str]:
-    """Return the lines about tensor-parallel communication: at block edges, and at both ends of the vocabulary."""
+    """Return the lines about tensor-parallel communication: at the edges of blocks, at the embedding and at the
+    head.
+    """
     if not plan.blocks:
         return []
     talk = "one all-reduce forward, one backward"
@@ -44,7 +46,9 @@ def _tokens(plan: PlanContents, module: str) -> str:
 
 
 def describe_sequence(plan: PlanContents) -> list[str]:
-    """Return the modules between which the sequence is cut, and those that run on all tokens."""
+    """Return a line per sequence-parallel region: where hidden states are sharded, and which modules run on all
+    tokens.
+    """
     lines = []
     for region in plan.sequence_regions:
         gathered = ", ".join(dict.fromkeys(map(wild_name, region.gathered)))
@@ -57,7 +61,7 @@ def describe_sequence(plan: PlanContents) -> list[str]:
 
 
 def describe_experts(plan: PlanContents) -> list[str]:
-    """Return the number of experts per rank, and how tokens are dispatched to them."""
+    """Return the lines about experts: their number per rank, and how tokens are sent to them."""
     size = plan.layout.ep
     talk = f"two all-to-alls forward and two backward over ep{size}"
     if plan.layout.slices_tokens:
@@ -76,7 +80,7 @@ def describe_experts(plan: PlanContents) -> list[str]:
 
 
 def describe_parts(plan: PlanContents) -> list[str]:
-    """Return the lines of all that the plan has, and those of its stages, with an empty line behind both."""
+    """Return the lines about all features, then those about stages, each followed by an empty line."""
     features = [line for feature in plan.features for line in feature.describe(plan)]
     parts = [*describe_tensor(plan), *describe_sequence(plan), *features, *describe_experts(plan)]
     if plan.layout.data_world > 1:

@@ -1,4 +1,4 @@
-"""Plan a model's modules: tensor-parallel blocks, regions cut along the sequence, mixtures of experts, adapters."""
+"""Hold the plans of a model's modules: tensor-parallel blocks, sequence-parallel regions, MoE layers, and adapters."""
 
 from dataclasses import dataclass
 
@@ -7,67 +7,75 @@ import torch
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """Plan of an attention or MLP module with collectives at its edges: the fields of its role, with full names."""
+    """Plan a tensor-parallel block: an attention or MLP module with collectives at its edges.
+
+    Fields without a comment are those of :class:`hfscale.models.blueprint.Block`, with full module names.
+    """
 
     name: str
     column: tuple[str, ...]
     row: tuple[str, ...]
     shared: tuple[str, ...]
-    local_attributes: tuple[tuple[str, int], ...]  # attribute, divisor of its value
+    local_attributes: tuple[tuple[str, int], ...]  # attribute, divisor of the attribute's value
     dropout: float
     enter: tuple[str, ...] = ()
     enter_inputs: tuple[str, ...] = ()
     leave: tuple[str, ...] = ()
     heads: tuple[tuple[str, int], ...] = ()
     sample_heads: tuple[str, ...] = ()
-    across: tuple[tuple[str, int], ...] = ()  # module, full width of its input
-    local_config: tuple[tuple[str, int], ...] = ()  # field of the config, divisor of its value
-    replicas: int = 1  # how many consecutive ranks hold each key/value head
-    replicated: tuple[str, ...] = ()  # modules of the block that are replicated with them
+    across: tuple[tuple[str, int], ...] = ()  # module, full width of the module's input
+    # Field of the config, divisor of the field's value
+    local_config: tuple[tuple[str, int], ...] = ()
+    replicas: int = 1  # number of consecutive ranks that hold the same key/value head
+    # Modules of the block that are replicated with the key/value heads
+    replicated: tuple[str, ...] = ()
     cut_from: str | None = None
-    once: tuple[str, ...] = ()  # parameters that only one rank adds to the sum
+    once: tuple[str, ...] = ()  # parameters (biases) that only one rank adds to the sum over ranks
 
 
 @dataclass(frozen=True)
 class SequencePlan:
-    """Plan of one layer stack whose hidden states are cut along the sequence. Names are full module names."""
+    """Plan a stack of layers whose hidden states are sharded along the sequence. Names are full module names."""
 
     owner: str  # the module that calls the layers
-    exit: str  # the module behind which the hidden states are full again: the norm behind the layers, or the owner
+    # the module after which hidden states are gathered: the norm after the layers, or the owner
+    exit: str
     layers: tuple[str, ...]  # the layers
     gathered: tuple[str, ...]  # modules in the layers that run on the full sequence
-    # Modules with parameters of their own that see this rank's tokens only.
+    # modules with their own parameters that get only this rank's tokens, so their gradients are partial
     partial: tuple[str, ...]
-    direct: bool  # whether the embedding's output goes into the first layer, and nowhere else
-    dropout: bool  # whether the layers drop out activations
+    # Whether the embedding's output is the first layer's input, and is used nowhere else
+    direct: bool
+    dropout: bool  # whether the layers apply dropout to hidden states
 
     @property
     def alone(self) -> bool:
-        """Return whether it is one layer that gets and returns all tokens, on whichever stage it is."""
+        """Whether the region is a single layer, which receives and returns all tokens, on any stage."""
         return self.layers == (self.owner,)
 
 
 @dataclass(frozen=True)
 class ExpertsPlan:
-    """Plan of the experts of one mixture."""
+    """Describe the experts of one MoE layer."""
 
-    name: str  # the module that holds them
-    count: int  # how many there are
-    layer: str  # the layer it is in; empty outside of the layers
+    name: str  # the module that holds the experts
+    count: int  # number of experts, over all ranks
+    layer: str  # the layer that contains the module; empty if no layer does
 
 
 @dataclass(frozen=True)
 class AdapterParameter:
-    """Hold one parameter of an adapter, as in the full model."""
+    """Describe one parameter of an adapter in the full model."""
 
-    name: str  # in the model with adapters
+    name: str  # name in the model with adapters
     shape: tuple[int, ...]  # the global shape
-    dtype: torch.dtype  # its type
-    base: str  # the stock name of the parameter that it adapts, or is a copy of
-    kept_in: str  # the attribute of the wrapper that holds it, ``lora_A`` say
+    dtype: torch.dtype
+    # Stock name of the parameter that this parameter adapts, or of which it is a trained copy
+    base: str
+    kept_in: str  # attribute of PEFT's wrapper that holds the parameter, for example ``lora_A``
     transposed: bool = False  # whether ``base`` is stored as ``[in, out]``
-    # How many experts' parameters lie side by side in it; 0 if it belongs to one module.
+    # number of experts whose parameters lie side by side in this parameter; 0 if it belongs to one module
     experts: int = 0
-    tied_to: str | None = None  # the name of the parameter that it shares its tensor with
-    tokens: tuple[int, ...] = ()  # the rows of ``base`` that it replaces, one by one
-    adapter: str = "default"  # PEFT's name of the adapter that it is of
+    tied_to: str | None = None  # the name of another parameter that is the same tensor
+    tokens: tuple[int, ...] = ()  # the rows of ``base`` that the rows of this parameter replace
+    adapter: str = "default"  # PEFT's name of the adapter

@@ -1,17 +1,17 @@
-"""Plan one parameter under a layout: its cuts, and the reductions of its gradient between the backward pass and the
-optimizer; and helpers for names of parameters and modules.
+"""Hold the plan of one parameter under a layout: its cuts, and the reductions of its gradient between the backward pass
+and the optimizer.
 
 ::
 
     kind              which ranks                                             reduction
     sum               ranks of ``axis`` hold the same parameter, each with    all-reduce over ``axis``
-                      a partial gradient (of its heads, its tokens)
+                      a partial gradient (from its heads or tokens)
     sum-stages        pipeline ``stages`` hold one tied tensor, each with     all-reduce over their ranks
                       the gradient of its own use
-    sum-replicas      ``replicas`` consecutive ranks of ``axis`` hold the     all-reduce over those ranks
+    sum-replicas      ``replicas`` consecutive ranks of ``axis`` hold the     all-reduce over these ranks
                       same heads, each with the gradient of its queries
-    reduce-scatter    ranks of ``axis`` have batches and shards of their own  reduce-scatter over ``axis``
-    all-reduce        ranks of ``axis`` have batches of their own             all-reduce over ``axis``
+    reduce-scatter    ranks of ``axis`` have different batches and shards     reduce-scatter over ``axis``
+    all-reduce        ranks of ``axis`` have different batches                all-reduce over ``axis``
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,9 +30,9 @@ MODEL_AXES = ("ep", "tp")  # the axes whose cuts change the shapes of a model's 
 
 @dataclass(frozen=True)
 class Reduction:
-    """Describe one reduction of a gradient; ``str`` of it is its text in the printed plan."""
+    """Describe one reduction of a gradient. Its ``str`` is the text in the printed plan."""
 
-    kind: Kind  # see the module's table
+    kind: Kind  # see the table in the module's docstring
     axis: str  # the mesh axis whose ranks take part
     stages: tuple[int, ...] = ()  # for ``sum-stages``, the pipeline stages
     replicas: int = 1  # for ``sum-replicas``, how many consecutive ranks take part
@@ -46,7 +46,9 @@ class Reduction:
 
 
 def data_axes(spread: bool) -> tuple[str, str]:
-    """Return the replicating and the sharding data axis of a parameter, ``spread`` over the expert axis or not."""
+    """Return the replicating and the sharding data axis of a parameter. ``spread``: the parameter belongs to experts
+    that are sharded over the expert axis, so it has fewer data ranks.
+    """
     return ("edp_replicate", "edp_shard") if spread else ("dp_replicate", "dp_shard")
 
 
@@ -56,7 +58,13 @@ def reductions_of(
     partial: Sequence[str] = (),
     stages: Sequence[int] = (),
 ) -> tuple[Reduction, ...]:
-    """Return all reductions of a parameter's gradient, in order; ``stages`` hold it, if it is tied over several."""
+    """Return all reductions of a parameter's gradient, in order.
+
+    Args:
+        cuts: the parameter's cuts.
+        partial: the axes over which its gradient is partial.
+        stages: the pipeline stages that hold the parameter, if several stages hold it as a tied tensor.
+    """
 
     def steps() -> Iterator[Reduction]:
         for axis in partial:
@@ -77,7 +85,7 @@ def reductions_of(
 
 
 def data_cut(layout: ParallelConfig, spread: bool = False, dim: int = 0) -> list[Cut]:
-    """Return the cut of a parameter over the sharding data axis; none if that has one rank."""
+    """Return the cut of a parameter over the sharding data axis in a list; an empty list if the axis has one rank."""
     _, axis = data_axes(spread)
     size = layout.size(axis)
     return [Cut(axis, dim, size)] if size > 1 else []
@@ -90,36 +98,37 @@ def join_path(block: str, child: str) -> str:
 
 @dataclass(frozen=True)
 class ParameterPlan:
-    """Plan of one parameter: its stage, its cuts, and the reductions of its gradient."""
+    """Hold the plan of one parameter: its stage, its cuts, and the reductions of its gradient."""
 
-    name: str  # its name in the stock model
-    shape: tuple[int, ...]  # its global shape
-    dtype: torch.dtype  # its type
-    stage: int = 0  # the pipeline stage that holds it; the first, where several hold the module
-    cuts: tuple[
-        Cut, ...
-    ] = ()  # how it is cut between ranks, in order (tensor first, then sharded data)
-    reductions: tuple[
-        Reduction, ...
-    ] = ()  # reductions of its gradient before the optimizer's step, in order
-    tied_to: str | None = None  # the name of the parameter that it shares its tensor with
+    name: str  # name in the stock model
+    shape: tuple[int, ...]  # global shape
+    dtype: torch.dtype
+    stage: int = 0  # the pipeline stage that holds the parameter; the first one if several do
+    # the cuts, in order: expert and tensor axes first, then the sharding data axis
+    cuts: tuple[Cut, ...] = ()
+    # reductions of the gradient before the optimizer's step, in order
+    reductions: tuple[Reduction, ...] = ()
+    tied_to: str | None = None  # the name of another parameter that is the same tensor
 
     def local_shape(self, ranks: dict[str, int]) -> tuple[int, ...]:
-        """Return its shape on the rank at coordinates ``ranks`` (axis -> rank)."""
+        """Return the parameter's shape on the rank at coordinates ``ranks`` (axis -> rank)."""
         return cut_shape(self.shape, self.cuts, ranks)
 
     @cached_property
     def partial(self) -> tuple[str, ...]:
-        """Axes over which each rank holds a partial gradient, to be summed."""
+        """The axes over which each rank holds a partial gradient, which must be summed."""
         return tuple(step.axis for step in self.reductions if step.kind == "sum")
 
     @property
     def replicas(self) -> int:
-        """The number of consecutive ranks that hold the same shard of it, or of its most widely replicated part."""
+        """The number of consecutive ranks that hold the same shard; with several parts, the largest such number."""
         return max((cut.most_replicas for cut in self.cuts), default=1)
 
     def counted(self, ranks: dict[str, int]) -> tuple[int, list[tuple[int, int]]] | None:
-        """Return a dim, and ``(start, stop)`` of the entries whose first replica is at ``ranks``; ``None``: all."""
+        """Return which entries of the local shard the rank at ``ranks`` counts: those whose first replica it holds.
+
+        The result is a dim and spans ``(start, stop)`` along this dim, or ``None`` if the rank counts all its entries.
+        """
         replicated = next(
             (index for index, cut in enumerate(self.cuts) if cut.most_replicas > 1), None
         )
@@ -139,20 +148,20 @@ class ParameterPlan:
 
     @property
     def model_cuts(self) -> tuple[Cut, ...]:
-        """Cuts that change the parameter's shape in the model; those of the data axes come last, on top."""
+        """The cuts over the expert and tensor axes, which change the parameter's shape in the model."""
         return tuple(cut for cut in self.cuts if cut.axis in MODEL_AXES)
 
     @property
     def data_cuts(self) -> tuple[Cut, ...]:
-        """Cuts over the data axes."""
+        """The cuts over the data axes, which come after all other cuts."""
         return tuple(cut for cut in self.cuts if cut.axis not in MODEL_AXES)
 
     def model_shape(self, ranks: dict[str, int]) -> tuple[int, ...]:
-        """Return its shape in the model on the rank at ``ranks``, without cuts over the data axes."""
+        """Return the parameter's shape in the model on the rank at ``ranks``: all cuts except those over data axes."""
         return cut_shape(self.shape, self.model_cuts, ranks)
 
     def cut_over(self, axis: str) -> Cut | None:
-        """Return its cut over ``axis``, if it has one."""
+        """Return the parameter's cut over ``axis``; ``None`` if it has no such cut."""
         return next((cut for cut in self.cuts if cut.axis == axis), None)
 
     def take(
@@ -161,7 +170,9 @@ class ParameterPlan:
         ranks: dict[str, int],
         axes: tuple[str, ...] | None = None,
     ) -> torch.Tensor:
-        """Return the shard of a full tensor on the rank at ``ranks``, by all cuts or by those over ``axes`` only."""
+        """Return the shard of a full tensor on the rank at ``ranks``, by all cuts, or only by the cuts over
+        ``axes``.
+        """
         for cut in self.cuts:
             if axes is None or cut.axis in axes:
                 tensor = cut.take(tensor, ranks.get(cut.axis, 0))

@@ -1,13 +1,13 @@
-"""Plan which weights are quantized, and check whether shards of weights, or of the states of 8-bit optimizers, quantize
-as the full tensor would: integers only.
+"""Hold the plan of quantized weights, and check whether the shards of a weight, or of an 8-bit optimizer's state, have
+the same quantization blocks as the full tensor.
 
-A 4-bit weight is quantized in blocks of 64 consecutive values of the matrix, row by row, each with a scale of its own
-(QLoRA, Dettmers et al. 2023); an 8-bit one row by row (LLM.int8(), Dettmers et al. 2022). A rank quantizes its shard as
-a matrix of its own. If every block of the shard is a block of the full matrix, the result is the same to the last bit;
-if a cut goes through blocks, scales differ::
+A 4-bit weight is quantized in blocks of 64 consecutive values of the matrix in row-major order, each with its own scale
+(QLoRA, Dettmers et al. 2023). An 8-bit weight has one scale per row (LLM.int8(), Dettmers et al. 2022). A rank
+quantizes its shard as a separate matrix. If every block of the shard is a block of the full matrix, the result is the
+same to the last bit. If a shard ends inside a block, scales differ::
 
-    row of 128 values, cut in two      |---- block 0 ----|---- block 1 ----|     aligned: 64 | 64
-    row of 96 values, cut in two       |---- block 0 -----|-- block 1 ...        48 | 48: the blocks are other ones
+    row of 128 values on two ranks     |---- block 0 ----|---- block 1 ----|     aligned: 64 | 64
+    row of 96 values on two ranks      |---- block 0 -----|-- block 1 ...        48 | 48: the blocks differ
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,21 +21,23 @@ from .parameter import ParameterPlan
 
 AS_STORED = "as_stored"  # the quantization config that keeps weights in the bytes that their checkpoint stores
 BLOCK = 64  # values per scale in 4 bits
-OUTER_BLOCK = 256  # scales per scale of their own, in double quantization
+# In double quantization, the number of scales that are quantized with one outer scale
+OUTER_BLOCK = 256
 _CODE = 4 * 16  # bytes of the table of 4-bit values, one per weight
 _OUTER_CODE = 4 * 256
 
 
 @cache
 def flat_blocks_align(planned: ParameterPlan, block: int) -> bool:
-    """Return whether each rank's shard consists of complete blocks of ``block`` entries of the flattened tensor, whose
-    last block may be shorter. May be ``False`` for blocks that align where runs of a shard touch across rows.
+    """Return whether each rank's shard consists of whole blocks of ``block`` consecutive entries of the flattened
+    tensor. The tensor's last block may be shorter. The result may be ``False`` although blocks align, if runs of
+    consecutive entries of a shard continue in the next row.
 
-    8-bit optimizers quantize a state in such blocks, each with a scale of its own (Dettmers et al. 2022). A shard can
-    be stepped on its own, with the same result, if every block of the full tensor is on one rank, contiguous, and
-    begins at a block boundary of the flattened shard::
+    8-bit optimizers quantize a state in such blocks, each with its own scale (Dettmers et al. 2022). The update of a
+    shard equals the update of the full tensor if every block of the full tensor is on one rank, contiguous, and begins
+    at a block boundary of the flattened shard::
 
-        [4, 512] cut along dim 1 over 2, blocks of 256      row 0: | block 0: rank 0 | block 1: rank 1 |
+        [4, 512] sharded along dim 1 over 2, blocks of 256  row 0: | block 0: rank 0 | block 1: rank 1 |
                                                             row 1: | block 2: rank 0 | block 3: rank 1 | ...
     """
     return all(
@@ -54,24 +56,27 @@ def some_share_is_empty(planned: ParameterPlan) -> bool:
 
 
 def coordinates(cuts: Sequence[Cut]) -> Iterator[dict[str, int]]:
-    """Yield the coordinates (axis -> rank) of every shard that ``cuts`` make."""
+    """Yield the coordinates (axis -> rank) of every shard of a parameter with ``cuts``."""
     for ranks in product(*(range(cut.size) for cut in cuts)):
         yield {cut.axis: rank for cut, rank in zip(cuts, ranks, strict=True)}
 
 
 def runs_align(shape: Sequence[int], spans: Sequence[Spans], block: int) -> bool:
-    """Return whether a shard's runs of consecutive entries, ``spans`` per dim, are blocks of the flattened whole."""
+    """Return whether a shard, ``spans`` per dim of the full tensor, consists of whole blocks of the flattened
+    tensor.
+    """
     if not all(spans):
-        return True  # an empty share has no block
+        return True  # an empty shard has no block
     cut = [dim for dim, size in enumerate(shape) if spans[dim] != [(0, size)]]
     if not cut:
         return True
-    # Runs of consecutive entries lie along the last dim that is cut, over all that is behind it.
+    # Runs of consecutive entries extend along the last sharded dim and all dims after it.
     dim = cut[-1]
     offset = 0
     for outer in range(dim):
         step = prod(shape[outer + 1 :])
-        if step % block:  # at most one index, or not every run can begin at a border
+        # With more than one index here, some run would not begin at a block boundary
+        if step % block:
             if sum(stop - start for start, stop in spans[outer]) > 1:
                 return False
             offset += spans[outer][0][0] * step
@@ -83,7 +88,7 @@ def runs_align(shape: Sequence[int], spans: Sequence[Spans], block: int) -> bool
 
 @dataclass(frozen=True)
 class QuantizedPlan:
-    """Plan of weights that are held quantized."""
+    """Hold the plan of the weights that are quantized."""
 
     bits: int  # 4 or 8
     kind: str  # ``nf4``, ``fp4`` or ``int8``
@@ -91,14 +96,14 @@ class QuantizedPlan:
     weights: tuple[str, ...]  # names of the parameters
     # names of ``weights`` that are stored as ``[in, out]`` and quantized as ``[out, in]``
     transposed: frozenset[str] = frozenset()
-    # Whether the checkpoint holds them quantized; their scales then stay in float32.
+    # whether the checkpoint's weights are quantized; their scales then stay in float32
     stored: bool = False
-    # bytes of a value and of its share of scales, in the checkpoint's own form, which is kept; 0: bitsandbytes'
+    # bytes per value, scales included, of weights that stay in the checkpoint's encoding; 0: bitsandbytes' encoding
     size: float = 0.0
 
     @property
     def as_stored(self) -> bool:
-        """Return whether weights stay in the bytes that the checkpoint stores."""
+        """Whether weights stay in the bytes that the checkpoint stores."""
         return self.size > 0
 
     @property
@@ -108,7 +113,7 @@ class QuantizedPlan:
 
     @property
     def described(self) -> str:
-        """How its weights are held, in words."""
+        """How the weights are held, in words: ``in 4 bits``, or ``held as stored (fp8)``."""
         return f"held as stored ({self.kind})" if self.as_stored else f"in {self.bits} bits"
 
     def lines(self, by_name: Mapping[str, ParameterPlan]) -> list[str]:
@@ -154,7 +159,9 @@ class QuantizedPlan:
         return ceil(values / 2) + (outer if self.double else 4 * blocks) + _CODE
 
     def aligned(self, planned: ParameterPlan) -> bool:
-        """Return whether every rank's shard of a weight is quantized as in one process, double quantization aside."""
+        """Return whether quantizing every rank's shard of a weight gives the same result as in one process, except for
+        double quantization.
+        """
         return matrix_blocks_align(
             planned.shape, planned.cuts, self.bits, planned.name in self.transposed
         )
@@ -167,9 +174,12 @@ def matrix_blocks_align(
     bits: int = 4,
     transposed: bool = False,
 ) -> bool:
-    """Return whether the blocks of every rank's shard are blocks of the full matrix: of 64 values in 4 bits, a full
-    row in 8 bits. The ``shape`` is ``[rows, columns]``, or ``[matrices, rows, columns]`` of experts, each matrix
-    quantized by itself, as ``[columns, rows]`` if ``transposed``.
+    """Return whether the blocks of every rank's shard are blocks of the full matrix. A block has 64 values in 4 bits,
+    and is a full row in 8 bits.
+
+    Args:
+        shape: ``[rows, columns]``, or ``[matrices, rows, columns]`` of experts, each matrix quantized by itself.
+        transposed: the matrix is quantized as ``[columns, rows]``.
     """
     *_, rows, columns = range(len(shape))
     if transposed:
@@ -187,7 +197,7 @@ def matrix_blocks_align(
 
 
 def bytes_of_scales(blocks: int, double: bool) -> int:
-    """Return the bytes of the scales of a 4-bit matrix, a multiple of 4: a float per block; in ``double``
-    quantization a float per block of scales, their mean, and a byte per block.
+    """Return the bytes of the scales of a 4-bit matrix, a multiple of 4. There is a float per block of values; with
+    ``double`` quantization a byte per block of values, a float per 256 scales, and a float for the mean of scales.
     """
     return 4 * (ceil(blocks / OUTER_BLOCK) + 1 + ceil(blocks / 4)) if double else 4 * blocks

@@ -1,4 +1,4 @@
-"""Assign the tokens of a batch's sequences to ranks: pure arithmetic."""
+"""Assign the tokens of a batch's sequences to context ranks: pure arithmetic."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,25 +11,27 @@ from torch import Tensor
 
 from ..errors import ConfigError
 
-Interval = tuple[int, int]  # tokens from the first to before the second
+Interval = tuple[int, int]  # positions ``start`` to ``stop - 1`` of tokens
 
 
 @dataclass(frozen=True)
 class Split:
-    """Assign ``total`` tokens to ``size`` ranks, in a zigzag: rank ``r`` has pieces ``r`` and ``2n-1-r`` of ``2n``.
+    """Assign ``total`` tokens to ``size`` ranks in a zigzag: the sequence is divided into ``2 size`` intervals, and
+    rank ``r`` has intervals ``r`` and ``2 size - 1 - r``.
 
     ::
 
-        rank 0: [0  1] . . . . . . [14 15]     a later query reads more keys: with an early and a late piece each, all
+        rank 0: [0  1] . . . . . . [14 15]     A later query reads more keys. With an early and a late interval, all
         rank 1: . . [2  3] . . [12 13] . .     ranks have the same work under a causal mask (Llama Team 2024; striped
-        ...                                    attention, Brandon et al. 2023, has the same end)
+        ...                                    attention, Brandon et al. 2023, has the same purpose).
 
-    Nothing is padded: lengths differ by two tokens at most, and a piece may be empty.
+    Nothing is padded: the ranks' numbers of tokens differ by two at most, and an interval may be empty.
     """
 
     total: int
     size: int
-    together: int = 1  # how many consecutive ones of those ranks count as one here, which has the tokens of all of them
+    # number of context ranks that count as one rank here, which has the tokens of all of them
+    together: int = 1
 
     @cached_property
     def _ends(self) -> tuple[int, ...]:
@@ -41,7 +43,7 @@ class Split:
         )
 
     def pieces(self, rank: int) -> tuple[Interval, ...]:
-        """Return the intervals of ``rank``, in order."""
+        """Return the intervals of tokens of ``rank``, in order."""
         if self.size == 1:
             return ((0, self.total),)
         ends = self._ends
@@ -59,8 +61,8 @@ class Split:
         """The number of tokens of every rank."""
         return [self.length(rank) for rank in range(self.size)]
 
-    # Indices are made on the device where they are used, since a copy from the host would wait for it; those that every
-    # layer asks for are made once.
+    # Indices are computed on the device on which they are used, since a copy from the host would wait for the device.
+    # Indices that every layer needs are cached.
 
     @cached_property
     def _orders(self) -> dict[torch.device | None, tuple[Tensor, Tensor]]:
@@ -73,11 +75,11 @@ class Split:
         )
 
     def side_by_side(self, device: torch.device | None = None) -> Tensor:
-        """Return the positions of all ranks' tokens, rank 0's first: ``[total]``."""
+        """Return the positions of all tokens, ordered by rank: ``[total]``."""
         return self._both(device)[0]
 
     def order(self, device: torch.device | None = None) -> Tensor:
-        """Return the index of each token of the sequence in :meth:`side_by_side`: ``[total]``."""
+        """Return the inverse permutation of :meth:`side_by_side`: ``[total]``."""
         return self._both(device)[1]
 
     def _both(self, device: torch.device | None) -> tuple[Tensor, Tensor]:
@@ -90,7 +92,9 @@ class Split:
         return self._orders[device]
 
     def members(self, rank: int, device: torch.device | None = None) -> list[Tensor]:
-        """Return, for each rank that counts as part of ``rank``, the indices of its tokens among those of ``rank``."""
+        """Return, for each of the ``together`` context ranks that form ``rank``, the indices of its tokens among the
+        tokens of ``rank``.
+        """
         alone = Split(self.total, self.size * self.together)
         own = self.places(rank, device)
         members = range(rank * self.together, (rank + 1) * self.together)
@@ -98,14 +102,17 @@ class Split:
 
 
 def heads_fit(heads: int, key_heads: int, size: int) -> bool:
-    """Return whether heads split evenly over ``size`` ranks, and key heads evenly or as equal groups of ranks."""
+    """Return whether ``size`` divides the number of query heads, and divides, or is divided by, that of key heads."""
     return heads % size == 0 and (key_heads % size == 0 or size % key_heads == 0)
 
 
 def choose(method: str, heads: int, key_heads: int, size: int) -> str:
-    """Return the method of context parallelism for one call: ``method``, or the cheaper one for ``auto``. Per rank and
-    layer, forward and backward, with ``Q`` and ``K`` entries of all queries and of all keys, gathering sends
-    ``6 K (n-1)/n`` and heads ``4 (Q + K) (n-1)/n^2``: less from ``n > 2/3 (Q/K + 1)`` on.
+    """Return the method of context parallelism for one attention call: ``method``, or for ``"auto"`` the cheaper of
+    ``"heads"`` and ``"gather"``.
+
+    Let ``Q`` and ``K`` be the numbers of entries of all queries and of all keys, and ``n`` the number of ranks. Per
+    rank and layer, forward and backward, ``"gather"`` sends ``6 K (n-1)/n`` entries, and ``"heads"`` sends ``4 (Q + K)
+    (n-1)/n^2``, which is less if ``n > 2/3 (Q/K + 1)``.
     """
     if method != "auto":
         return method
@@ -114,13 +121,14 @@ def choose(method: str, heads: int, key_heads: int, size: int) -> str:
 
 
 def tokens_of(batch: Mapping[str, Any], first: Sequence[str] = ()) -> tuple[int, int]:
-    """Return the number of samples, and of tokens per sample, in the ``first`` inputs or else in token ids or
-    embeddings; refuse batches without these.
+    """Return the number of samples, and of tokens per sample, of a batch: from the shape of the inputs named ``first``
+    if present, else of token ids or embeddings. Raise :class:`ConfigError` for batches without them.
     """
     for name in (*first, "input_ids", "inputs_embeds"):
         tokens = batch.get(name)
         if isinstance(tokens, Tensor) and tokens.ndim > 1:
             return tokens.shape[0], tokens.shape[1]
     raise ConfigError(
-        f"a batch must have input_ids or inputs_embeds, by whose shape it is cut, and has only {', '.join(batch)}"
+        f"a batch must have input_ids or inputs_embeds, by whose shape it is cut, and has only {', '.join(batch)}: "
+        "add input_ids or inputs_embeds"
     )

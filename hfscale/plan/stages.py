@@ -1,7 +1,6 @@
-"""Define pipeline stages as data: the layers, the rank and the cost of each stage.
+"""Hold the plan of pipeline stages: the layers, the rank and the cost of each stage; and balance layers over stages.
 
-Integers in, integers out. :mod:`hfscale.parallel.pipeline.plan` measures the cost of a layer, and finds the modules
-before and behind the layers.
+:mod:`hfscale.parallel.pipeline.plan` measures the cost of a layer, and finds the modules before and after the layers.
 """
 
 from bisect import bisect_left, bisect_right
@@ -18,27 +17,27 @@ _COLUMNS = ("stage", "rank", "layers", "of the model", "parameters", "of FLOPs",
 
 @dataclass(frozen=True)
 class Loan:
-    """Describe a module that only the first layer of a list has, while the others are passed its result: T5's table of
-    relative positions (Raffel et al. 2020), whose bias every attention of a stack adds.
+    """Describe a module that only the first layer of a list has, and whose result all other layers receive. An example
+    is T5's table of relative positions (Raffel et al. 2020), whose bias every attention module of a stack adds.
 
-    The result is not sent between stages (it is as large as the attention scores). Every stage with layers of the list
-    holds the module instead, as a tied tensor, and the first of these layers computes the result itself.
+    The result is not sent between stages, since it is as large as the attention scores. Instead, every stage with
+    layers of the list holds the module as a tied tensor, and the stage's first layer computes the result itself.
     """
 
     layer_list: str  # name of the list
-    owner: str  # path, within a layer, of the module that holds it
-    child: str  # its attribute there
-    # attributes of the owner by which the stock code knows that the module is there, with their values then
+    owner: str  # path, within a layer, of the module that holds the lent module
+    child: str  # attribute of the owner that is the lent module
+    # attributes of the owner that tell the stock code that the module is present, with their values in the first layer
     flags: tuple[tuple[str, bool], ...] = ()
 
     @property
     def lender(self) -> str:
-        """The name of the layer that has the module."""
+        """The name of the layer that has the module: the first of the list."""
         return f"{self.layer_list}.0"
 
     @property
     def name(self) -> str:
-        """The name of the module in the model."""
+        """The full name of the module in the model."""
         return ".".join(filter(None, (self.lender, self.owner, self.child)))
 
 
@@ -48,12 +47,17 @@ def balance(
     first: int = 0,
     last: int = 0,
 ) -> tuple[int, ...]:
-    """Return the number of layers of each stage, at least 1, such that the largest stage is as small as possible.
+    """Return the number of layers of each stage, at least 1, such that the cost of the largest stage is minimal.
 
-    A pipeline advances at the pace of its slowest stage (Huang et al. 2019, GPipe; Narayanan et al. 2019, PipeDream),
-    so the largest counts. Among optima, those with the most even numbers of layers are preferred, and among these the
-    one with fewer layers in front, where a schedule keeps the activations of most microbatches. The ``work`` of each
-    layer is in any unit, as are further costs of the ``first`` stage (the embedding) and the ``last`` (norm and head).
+    The speed of a pipeline is that of its slowest stage (Huang et al. 2019, GPipe; Narayanan et al. 2019, PipeDream),
+    so only the largest stage matters. Among optima, those with the most even numbers of layers are preferred, and among
+    these the one with fewer layers in the first stages, where a schedule keeps the activations of most microbatches.
+
+    Args:
+        work: the cost of each layer, in any unit.
+        stages: the number of stages.
+        first: additional cost of the first stage (the embedding), in the same unit.
+        last: additional cost of the last stage (norm and head), in the same unit.
     """
     layers = len(work)
     if not 1 <= stages <= layers:
@@ -63,11 +67,12 @@ def balance(
     def size(stage: int, start: int, stop: int) -> int:
         return total[stop] - total[start] + first * (stage == 0) + last * (stage == stages - 1)
 
-    # Both tables are filled from the last stage forwards; their rows are indexed by a stage's first layer.
-    ends = range(layers, layers - stages, -1)  # the latest stop of each stage, the last stage first
+    # Both tables are filled from the last stage to the first; their rows are indexed by a stage's first layer.
+    # The latest possible end of each stage, the last stage first
+    ends = range(layers, layers - stages, -1)
     least: dict[int, int] = {layers: 0}
     for stage, end in zip(reversed(range(stages)), ends, strict=True):
-        # A longer stage costs more and leaves less: the minimum of the maximum is where the first overtakes the second.
+        # A longer stage costs more and leaves less for the rest, so the maximum is minimal where both costs cross.
         rest, row = least, dict[int, int]()
         for start in range(stage, end):
             stops = range(max(start + 1, min(rest)), end + 1)
@@ -82,7 +87,7 @@ def balance(
             )
         least = row
     bound = least[0]
-    # Again, over the partitions within the bound: minimize squares of the counts, then the counts themselves.
+    # Second pass, over the partitions within the bound: minimize squares of the counts, then the counts themselves.
     best: dict[int, tuple[int, tuple[int, ...]]] = {layers: (0, ())}
     for stage in reversed(range(stages)):
         rows = best
@@ -110,32 +115,33 @@ def place_stages(schedule: str, pp_size: int, virtual_stages: int = 1) -> tuple[
     """
     if schedule.endswith(".csv"):
         raise ConfigError(
-            f"pipeline_schedule={schedule!r}: pass ranks=, the rank of each stage in the file"
+            f"pipeline_schedule={schedule!r} is a file that assigns stages to ranks: pass ranks=, the rank of each "
+            "stage in the file"
         )
     if not schedule_of(schedule).v_shaped:
         return tuple(stage % pp_size for stage in range(pp_size * virtual_stages))
     if virtual_stages != 2:
         raise ConfigError(
-            f"virtual_stages={virtual_stages} does not fit {schedule}: use 2 (the model goes down the ranks and up "
-            "again)"
+            f"virtual_stages={virtual_stages} does not fit {schedule}: use 2 (stages are placed on ascending ranks, "
+            "then on descending ranks)"
         )
     return (*range(pp_size), *reversed(range(pp_size)))
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Describe one stage: consecutive layers of a model."""
+    """Describe one pipeline stage: consecutive layers of a model."""
 
-    index: int  # its number, counted along the model over all ranks
-    rank: int  # the pipeline rank that holds it
-    layers: tuple[str, ...]  # names of its layers, in order
-    # Names of the other modules, and of parameters that no smaller module owns, that it holds.
+    index: int  # number of the stage, counted along the model over all ranks
+    rank: int  # the pipeline rank that holds the stage
+    layers: tuple[str, ...]  # names of the stage's layers, in order
+    # names of further modules of the stage (embedding, norm, head), and of parameters outside such modules
     modules: tuple[str, ...]
-    parameters: int  # how many numbers it holds, a tied tensor once
-    flops: int  # FLOPs of its forward pass, per token
+    parameters: int  # number of entries of all parameters; a tied tensor counts once
+    flops: int  # FLOPs of the stage's forward pass, per token
 
     def is_local(self, name: str) -> bool:
-        """Return whether a parameter or module is on this stage; ``False`` for those that every stage has."""
+        """Return whether the parameter or module ``name`` is on this stage; ``False`` for modules on every stage."""
         return any(
             name == owned or name.startswith(f"{owned}.") for owned in (*self.layers, *self.modules)
         )
@@ -143,78 +149,78 @@ class Stage:
 
 @dataclass(frozen=True)
 class Tie:
-    """Describe a tensor that several stages hold (an embedding and a tied head, or one that all layers read): its
-    gradient is summed over ``stages``, and it counts once in norms, memory and checkpoints: at ``owner``.
+    """Describe a tensor that several stages hold: an embedding with a tied head, or a tensor that all layers read. Its
+    gradient is summed over ``stages``. In norms, memory and checkpoints it counts once, on stage ``owner``.
     """
 
-    names: tuple[str, ...]  # all its names, the model's first one first
-    stages: tuple[int, ...]  # the stages that hold it, ascending
+    names: tuple[str, ...]  # all names of the tensor, in the model's order
+    stages: tuple[int, ...]  # the stages that hold the tensor, ascending
 
     @property
     def owner(self) -> int:
-        """The stage that counts and saves it."""
+        """The stage that counts and saves the tensor: the first."""
         return self.stages[0]
 
 
 @dataclass(frozen=True)
 class TwoStacks:
-    """Describe an encoder and a decoder that are cut as one list of layers, the encoder's first.
+    """Describe an encoder and a decoder that are divided into stages as one list of layers, the encoder's layers first.
 
     ::
 
-        stages of the encoder      ids --> its hidden states, [b, s, h] -->
-        stages of the decoder      target ids --> its hidden states, then the encoder's output, [b, t + s, h] -->
+        stages of the encoder      ids --> encoder's hidden states, [b, s, h] -->
+        stages of the decoder      target ids --> decoder's hidden states and encoder's output, [b, t + s, h] -->
 
-    Every stage of the decoder passes the encoder's output on, so that its readers' gradients add up on the way back.
+    Every stage of the decoder sends the encoder's output to the next stage, so that the gradients of all layers that
+    read the output are summed on the way back.
     """
 
-    encoder: str  # names of the modules
-    decoder: str  # names of the modules
+    encoder: str  # name of the encoder module
+    decoder: str  # name of the decoder module
     first: str  # name of the decoder's first layer
 
 
 @dataclass(frozen=True)
 class StagePlan:
-    """Plan of a model cut into pipeline stages. ``print`` it for the cost of each stage.
+    """Hold the plan of a model's pipeline stages. ``print`` it for the cost of each stage.
 
-    Only the hidden states are sent between stages: the output of a stage's last layer is the input of the next stage's
-    first. A stage is the stock model with placeholders for the modules of other stages. Modules without parameters, and
-    other computation of the stock code around the layers, still run on it, so the hidden states are taken where its
-    last layer returns them and inserted where its first layer is called.
+    Only hidden states are sent between stages: the output of a stage's last layer is the input of the next stage's
+    first layer. A stage is the stock model with stand-ins (empty modules) for the modules of other stages. The stock
+    code around the layers, and modules without parameters, still run on every stage. Therefore received hidden states
+    replace the input of the stage's first layer, and sent hidden states are the output of the stage's last layer.
     """
 
     stages: tuple[Stage, ...]  # all stages, in the order of the model
-    # modules without parameters outside of the layers (rotary tables, dropouts), which are on every stage
+    # modules without parameters outside the layers (rotary embeddings, dropout), which are on every stage
     everywhere: tuple[str, ...]
     owner: str  # the module that calls the layers; the empty string is the model itself
-    layer_list: str  # name of the list that the layers are in
-    # what a layer returns: ``None`` for a tensor, the hidden states; ``n`` for a tuple of ``n`` with the hidden
-    # states first. A placeholder for a layer returns the same
+    layer_list: str  # name of the list that contains the layers
+    # form of a layer's output, which stand-ins return too: ``None`` for a tensor (the hidden states), ``n`` for a tuple
+    # of ``n`` entries whose first is the hidden states
     returns: int | None
-    # likewise for each module in :attr:`Stage.modules` that was called, and each layer of an encoder; 0 for anything
-    # else
+    # form of the output of each called module in :attr:`Stage.modules`, and of each layer of an encoder, like
+    # ``returns``; 0 for any other form
     module_returns: tuple[tuple[str, int | None], ...]
     ties: tuple[Tie, ...]  # tensors that several stages hold
-    # The cost of each stage, in the unit of
-    # :meth:`hfscale.parallel.pipeline.stage_costs.Cost.work`.
+    # the cost of each stage, in the unit of :meth:`hfscale.parallel.pipeline.stage_costs.Cost.work`
     work: tuple[int, ...]
-    # The encoder and decoder, if there are two; ``None`` for one list of layers.
+    # the encoder and the decoder; ``None`` for a model with one list of layers
     stacks: TwoStacks | None = None
-    loans: tuple[
-        Loan, ...
-    ] = ()  # modules of first layers that every stage with layers of their list holds
+    # modules of the first layer of a list that every stage with layers of the list holds
+    loans: tuple[Loan, ...] = ()
 
     @property
     def places(self) -> dict[str, int]:
-        """The index of each layer name, counted along the model."""
+        """The index of each layer by name, counted along the model."""
         return {
             name: number
             for number, name in enumerate(name for stage in self.stages for name in stage.layers)
         }
 
     def arrives(self, stage: int) -> tuple[bool, bool]:
-        """Return whether a stage begins before, and whether after, the decoder's first layer. One that begins after it
-        receives the target's hidden states and the encoder's output; others the source's hidden states.
+        """Return two flags: whether the stage begins before the decoder's first layer, and whether it begins after. A
+        stage that begins before receives the encoder's hidden states. A stage that begins after receives the decoder's
+        hidden states and the encoder's output.
         """
         if self.stacks is None:
             return True, False
@@ -229,7 +235,9 @@ class StagePlan:
 
     @property
     def imbalance(self) -> float:
-        """The cost of the largest stage over the mean: 1.0 is perfect, and a step takes that many times the ideal."""
+        """The cost of the largest stage over the mean cost. It is 1.0 for perfect balance; a step takes this many times
+        the time of perfect balance.
+        """
         return max(self.work) * len(self.work) / max(1, sum(self.work))
 
     def of_rank(self, rank: int) -> tuple[Stage, ...]:
@@ -237,7 +245,7 @@ class StagePlan:
         return tuple(stage for stage in self.stages if stage.rank == rank)
 
     def stage_of(self, name: str) -> int:
-        """Return the stage of a parameter or module; if several hold it, the first."""
+        """Return the index of the stage that holds the parameter or module ``name``; the first if several stages do."""
         for stage in self.stages:
             if stage.is_local(name):
                 return stage.index

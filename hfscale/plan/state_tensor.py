@@ -1,13 +1,13 @@
-"""Locate each rank's shard of a tensor of a training state in the full tensor: integers in, integers out.
+"""Locate each rank's shard of a tensor of the training state in the full tensor: pure arithmetic.
 
-Every rank writes its own shards of the weights and of the optimizer's state. Their place in the full tensor follows
-from the plan's cuts of the weight::
+Every rank writes its shards of the weights and of the optimizer's state. The place of a shard in the full tensor
+follows from the planned cuts of the weight::
 
-    a moment of a weight [R, C]             cut as the weight
-    several moments [2, R, C]               likewise, behind a dim of its own
-    means of its rows [R]                   cut as dim R; ranks that differ along C hold the same means
+    moment of a weight [R, C]               sharded like the weight
+    several moments [2, R, C]               sharded like the weight, after an unsharded first dim
+    means of the weight's rows [R]          sharded like dim R; ranks with different shards of C hold the same means
     scales of blocks of 256 entries         the blocks of the shard (:mod:`.quantized`)
-    anything else                           every rank's own, which means nothing in another layout
+    any other tensor                        different on every rank, and useless in another layout
 """
 
 from collections.abc import Sequence
@@ -24,19 +24,21 @@ from .parameter import ParameterPlan
 
 @dataclass(frozen=True)
 class StateTensor:
-    """Describe one tensor of a training state."""
+    """Describe one tensor of the training state: its global shape, and how it is sharded."""
 
-    shape: tuple[int, ...]  # the global shape; for a tensor that is each rank's own, the weight's
-    cuts: tuple[
-        Cut, ...
-    ] = ()  # how it is cut between ranks; for scales of blocks, the weight's cuts
+    shape: tuple[int, ...]  # the global shape; if ``own``, the shape of the weight
+    # the tensor's cuts; for scales of blocks, the weight's cuts
+    cuts: tuple[Cut, ...] = ()
     home: int = 0  # the pipeline rank whose copy is written
-    block: int = 0  # for scales of blocks, entries of the flattened weight per scale; else 0
+    block: int = 0  # for scales of blocks, the entries of the flattened weight per scale; else 0
     weight: tuple[int, ...] = ()  # for scales of blocks, the shape of the weight
-    own: bool = False  # whether it is each rank's own
+    # Whether the tensor is different on every rank, and not a shard of a full tensor
+    own: bool = False
 
     def spans(self, ranks: dict[str, int]) -> list[Spans]:
-        """Return, per dim of the full tensor, the spans that the rank at ``ranks`` holds; not for scales of blocks."""
+        """Return, per dim of the full tensor, the spans that the rank at ``ranks`` holds. Do not call it for scales of
+        blocks.
+        """
         return share_spans(self.shape, self.cuts, ranks)
 
     def local_shape(self, ranks: dict[str, int]) -> tuple[int, ...]:
@@ -46,11 +48,11 @@ class StateTensor:
         return tuple(sum(stop - start for start, stop in dim) for dim in self.spans(ranks))
 
     def blocks(self, ranks: dict[str, int]) -> Tensor:
-        """Return the indices of the full tensor's blocks in the weight's shard at ``ranks``, in the shard's order."""
+        """Return the indices of the full weight's blocks that are in the shard at ``ranks``, in the shard's order."""
         return flat_blocks(self.weight, share_spans(self.weight, self.cuts, ranks), self.block)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as plain data, without defaults."""
+        """Return the fields as plain data; fields with default values are omitted."""
         told: dict[str, Any] = {"shape": list(self.shape)}
         if self.cuts:
             told["cuts"] = [
@@ -85,7 +87,7 @@ class StateTensor:
 
 
 def like(planned: ParameterPlan, *lead: int) -> StateTensor:
-    """Describe a tensor cut like the weight, with uncut dims ``lead`` in front."""
+    """Describe a tensor that is sharded like the weight, with unsharded dims of sizes ``lead`` in front."""
     return StateTensor(
         (*lead, *planned.shape),
         tuple(replace(c, dim=c.dim + len(lead)) for c in planned.cuts),
@@ -93,7 +95,9 @@ def like(planned: ParameterPlan, *lead: int) -> StateTensor:
 
 
 def without_dim(planned: ParameterPlan, dim: int) -> StateTensor:
-    """Describe a mean over a dim of the weight; ranks that are cut along that dim hold the same values."""
+    """Describe a mean over dim ``dim`` of the weight. Ranks with different shards along this dim hold the same
+    values.
+    """
     dim %= len(planned.shape)
     cuts = (replace(c, dim=c.dim - (c.dim > dim)) for c in planned.cuts if c.dim != dim)
     return StateTensor(
@@ -103,7 +107,9 @@ def without_dim(planned: ParameterPlan, dim: int) -> StateTensor:
 
 
 def scales(planned: ParameterPlan, block: int, *lead: int, whole: bool = False) -> StateTensor:
-    """Describe scales of ``block`` entries of the flattened weight; ``whole`` if every rank has all of them."""
+    """Describe the scales of blocks of ``block`` entries of the flattened weight. ``whole``: every rank has all
+    scales.
+    """
     count = -(-prod(planned.shape) // block)
     cuts = () if whole else planned.cuts
     return StateTensor(
@@ -117,18 +123,20 @@ def whole(*shape: int) -> StateTensor:
 
 
 def own(planned: ParameterPlan) -> StateTensor:
-    """Describe a tensor that each rank keeps for itself, about a weight; a full tensor if the weight is not cut."""
+    """Describe a tensor that is different on every rank of a weight; a full tensor if the weight is not sharded."""
     return StateTensor(planned.shape, planned.cuts, own=True)
 
 
 def flat_blocks(shape: Sequence[int], spans: Sequence[Spans], block: int) -> Tensor:
-    """Return the indices of the flattened full tensor's blocks in the shard ``spans``; its runs are complete blocks."""
+    """Return the indices of the flattened full tensor's blocks in the shard ``spans``, which must consist of whole
+    blocks.
+    """
     if not all(spans):
         return torch.empty(0, dtype=torch.long)
     cut = [dim for dim, size in enumerate(shape) if spans[dim] != [(0, size)]]
     if not cut:
         return torch.arange(-(-prod(shape) // block))
-    # Runs of consecutive entries lie along the last dim that is cut, over all that is behind it.
+    # Runs of consecutive entries extend along the last sharded dim and all dims after it.
     last = cut[-1]
     offsets = torch.zeros(1, dtype=torch.long)
     for dim in range(last):

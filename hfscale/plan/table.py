@@ -1,4 +1,4 @@
-"""Render a plan as a table for people, which it prints as, and as JSON for programs."""
+"""Define ``Plan``, which prints as a table, and render a plan as JSON for programs."""
 
 import json
 from collections.abc import Iterable
@@ -40,7 +40,7 @@ def gradient_rule(parameter: ParameterPlan) -> str:
 
 
 def describe_cut(parameter: ParameterPlan) -> str:
-    """Return the cuts in order, ``dim 1 / tp2 in 3 parts, dim 0 / dp_shard4``; ``-`` if there are none."""
+    """Return the cuts in order, like ``dim 1 / tp2 in 3 parts, dim 0 / dp_shard4``; ``-`` if there are no cuts."""
     cuts = []
     for cut in parameter.cuts:
         parts = f" in {len(cut.parts)} parts" if len(cut.parts) > 1 else ""
@@ -52,14 +52,14 @@ def describe_cut(parameter: ParameterPlan) -> str:
 
 
 def local_bytes(parameter: ParameterPlan, ranks: dict[str, int]) -> int:
-    """Return the bytes of one parameter on the rank at ``ranks``; 0 for the second name of a tied tensor."""
+    """Return the bytes of one parameter on the rank at ``ranks``; 0 for second names of tied tensors."""
     if parameter.tied_to is not None:
         return 0
     return prod(parameter.local_shape(ranks)) * parameter.dtype.itemsize
 
 
 def weights_per_rank(plan: PlanContents) -> tuple[int, int]:
-    """Return the number of weights, and their bytes, on the rank that holds most."""
+    """Return the number of entries of all weights, and their bytes, on the pipeline rank with most bytes."""
 
     def weights(rank: int) -> tuple[int, int]:
         once = {
@@ -75,7 +75,7 @@ def weights_per_rank(plan: PlanContents) -> tuple[int, int]:
 
 
 def to_json(plan: PlanContents) -> str:
-    """Return the plan as JSON, with shapes and bytes of each stage's first rank, of which no other has more."""
+    """Return the plan as JSON. Shapes and bytes are those of each stage's first rank, which has the largest shards."""
     return json.dumps(
         {
             "family": plan.family,
@@ -115,20 +115,20 @@ def to_json(plan: PlanContents) -> str:
 
 
 def _json_fields(data: BlockPlan | Cut) -> dict[str, Any]:
-    """Return the fields of ``data`` by their names in the JSON."""
+    """Return the fields of ``data`` under their names in the JSON."""
     return {_JSON_NAMES.get(name, name): value for name, value in asdict(data).items()}
 
 
 @dataclass(frozen=True)
 class Plan(PlanContents):
-    """Hold a model under a layout: see :class:`.contents.PlanContents`. ``print(plan)`` shows a table."""
+    """Hold the plan of a model under a layout: see :class:`.contents.PlanContents`. ``print(plan)`` shows a table."""
 
     def __str__(self) -> str:
         return render(self)
 
 
 def render(plan: PlanContents) -> str:
-    """Return the plan as text, with one line for the same parameter of all like layers."""
+    """Return the plan as text. Equal parameters of different layers have one line."""
     folded: dict[tuple[Any, ...], list[ParameterPlan]] = {}
     for parameter in plan.parameters:
         tied = wild_name(parameter.tied_to or "")
@@ -186,7 +186,7 @@ def _tied(parameter: ParameterPlan, plan: PlanContents) -> str:
 def _memory(plan: PlanContents) -> str:
     count, weights = weights_per_rank(plan)
     which = "largest rank" if plan.stages else "per rank"
-    # Not all of it trains, or takes its shape's bytes.
+    # Some weights are frozen, or take fewer bytes than their shape.
     if plan.quantized is not None or plan.adapters:
         return f"{which}: {count:,} parameters; by kind: hfscale.memory_estimate(plan, tokens=...)"
     return (
@@ -200,7 +200,7 @@ def _shape(shape: Iterable[int]) -> str:
 
 
 def human(size: float) -> str:
-    """Return bytes with a binary unit: ``1536`` -> ``1.5 KiB``."""
+    """Return a number of bytes with a binary unit: ``1536`` -> ``1.5 KiB``."""
     if size < 1024:
         return f"{size:.0f} B"
     for unit in ("KiB", "MiB", "GiB"):

@@ -61,7 +61,7 @@ def test_refusals() -> None:
     refused("optim_args=3 cannot be read", optim_args=3)
     refused("must have 'params'", groups=[{"lr": 1.0}])
     refused(
-        r"one of shape \(2,\) is not of it",
+        r"one of shape \(2,\) does not belong to the model",
         groups=[{"params": [torch.nn.Parameter(torch.zeros(2))]}],
     )
     refused(

@@ -191,7 +191,7 @@ def test_says_what_is_stepped_whole(pools: Pools) -> None:
         "model.embed_tokens.weight",
         "are not whole blocks of 256",
         "gathers weights",
-        "whole on every rank",
+        "is on every rank",
     ):
         assert part in first[0]
     assert pools(2).run(says, {"tp_size": 2}, "rows", 4096) == [[], []]

@@ -1,1 +1,1 @@
-"""Products of weights in 8 bits: their plan, scales, operators, and gathers of rounded weights."""
+"""Matrix products of linear projections in fp8: plan, scales, operators, and all-gathers of weights in fp8."""

@@ -1,4 +1,4 @@
-"""A weight that data ranks have gathered in 8 bits, in place of the parameter."""
+"""Represent a weight that data ranks have all-gathered in 8 bits, in place of the parameter."""
 
 from typing import Any
 
@@ -19,25 +19,28 @@ _LIKE = (
 
 
 class Float8Weight(Tensor):
-    """A tensor in place of a parameter ``[out, in]`` while it is gathered; autograd sees the type of its gradient."""
+    """Stand in for a parameter ``[out, in]`` while it is gathered. Its ``dtype`` is the dtype of the gradient, so that
+    autograd can use it like the parameter.
+    """
 
     entries: Tensor  # the weight times its scale, rounded to 8 bits
-    scale: Tensor  # a scalar tensor that views of the weight share, so that it can be renewed with the entries
+    # a scalar tensor, the same object in all views of the weight, so that it can be updated with the entries
+    scale: Tensor
 
     def __new__(cls, entries: Tensor, scale: Tensor, dtype: torch.dtype) -> "Float8Weight":
-        """Make a tensor that reports ``dtype`` as its own."""
+        """Make a tensor whose reported dtype is ``dtype``."""
         made: Float8Weight = tensor_without_memory(cls, tuple(entries.shape), dtype, entries.device)
         made.entries = entries
         made.scale = scale
         return made
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        """Return the names of the inner tensors, in torch's protocol for tensor subclasses."""
+        """Return the names of the inner tensors, and the dtype (torch's protocol for tensor subclasses)."""
         return ["entries", "scale"], self.dtype
 
     @staticmethod
     def __tensor_unflatten__(made_of: dict[str, Tensor], dtype: Any, *_: Any) -> "Float8Weight":
-        """Rebuild the weight from its inner tensors."""
+        """Make the weight from its inner tensors (torch's protocol for tensor subclasses)."""
         return Float8Weight(made_of["entries"], made_of["scale"], dtype)
 
     @classmethod
@@ -48,14 +51,16 @@ class Float8Weight(Tensor):
         args: Any = (),
         kwargs: Any = None,
     ) -> Any:
-        """Run torch's own functions, down to :meth:`__torch_dispatch__`."""
+        """Call ``func`` unchanged; its operators are handled by :meth:`__torch_dispatch__`."""
         return as_plain_tensors(func, *args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Return views, or plain tensors of its shape and type; raise :class:`ConfigError` if entries would be read."""
+        """Return views of the weight, or new plain tensors of its shape and dtype. Raise :class:`ConfigError` for an
+        operator that would read the weight's entries.
+        """
         weight = args[0]
         if func is _aten.t.default:
             return cls(weight.entries.t(), weight.scale, weight.dtype)
@@ -69,8 +74,9 @@ class Float8Weight(Tensor):
                 **{"device": weight.device, **(kwargs or {})},
             )
         raise ConfigError(
-            f"{func} reads a weight that data ranks have gathered in 8 bits, for products of mixed_precision='fp8' and "
-            "nothing else: use float8=hfscale.Float8Config(fp8_all_gather=False), or read weights between steps"
+            f"{func} reads a weight that data ranks have gathered in 8 bits, which only the products of "
+            "mixed_precision='fp8' can use: use float8=hfscale.Float8Config(fp8_all_gather=False), or read weights "
+            "between steps"
         )
 
     def __repr__(self) -> str:  # type: ignore[override]

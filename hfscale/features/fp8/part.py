@@ -1,9 +1,9 @@
-"""FP8 matrix multiplications of the layers' linear projections, as a part.
+"""Compute the matrix products of the layers' linear projections in fp8.
 
-The plan names the projections. Each stays the module that it is, of any class, with its weight in its own dtype; its
-three products (output, input gradient, weight gradient) are computed by :mod:`hfscale.features.fp8.scaled_matmul`, with
-scales from the largest entries over all ranks that have shards of a tensor. Everything else computes as under
-``"bf16"``: under autocast, or in the dtype that FSDP2 casts to.
+The plan names the projections. Each projection stays an unchanged module of any class, with its weight in its own
+dtype. Its three products (output, input gradient, weight gradient) are computed by
+:mod:`hfscale.features.fp8.scaled_matmul`, with scales from the largest entries over all ranks that have shards of a
+tensor. All other modules compute as under ``"bf16"``: under autocast, or in the dtype to which FSDP2 casts.
 """
 
 from collections.abc import Iterator, Sequence
@@ -37,24 +37,27 @@ from .scaled_matmul import (
 
 
 class Float8(Part):
-    """A part that computes the planned projections in fp8."""
+    """Compute the planned projections in fp8."""
 
     def __init__(self) -> None:
         self._projections: list[tuple[nn.Module, Float8Projection]] = []
 
     def is_needed(self, runtime: Runtime) -> bool:
-        """Return whether products are planned in fp8."""
+        """Return whether the plan has products in fp8."""
         return runtime.plan.feature(ProductsPlan) is not None
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
-        """Replace the projections' forward, before block edges and recomputation are installed around it."""
+        """Replace the forward of the planned projections. This part comes before those that wrap modules: tensor
+        parallelism and recomputation.
+        """
         planned = runtime.plan.feature(ProductsPlan)
         assert planned is not None
         for name in filter(runtime.is_local, planned.modules):
             for projection in computing(module_at(runtime.model, name)):
                 made = Float8Projection(_groups(runtime, name, projection), planned.rowwise)
                 overlap.multiply_by(projection, made)
-                # For calls without deferred weight gradients. No closure, so that a deep copy has its own.
+                # Used by calls without deferred weight gradients. A method and no closure, so that a deep copy of the
+                # module calls its own.
                 projection.forward = MethodType(compute, projection)
                 self._projections.append((projection, made))
 
@@ -62,14 +65,16 @@ class Float8(Part):
     def around_step(
         self, runtime: Runtime, microbatches: Sequence[Microbatch], train: bool
     ) -> Iterator[None]:
-        """Compute the weights' scales once per step, since weights do not change within it: at its beginning, by one
-        all-reduce for all, but those of rows of sharded weights when these are gathered. Not with schedules without a
-        flush, which compute with several versions of the weights.
+        """Compute the scales of weights once per step, since weights do not change within a step.
+
+        The scales are computed at the beginning of the step, with one all-reduce for all weights. The rowwise scales of
+        weights that data ranks shard are computed later, when the weights are gathered. With schedules without a flush
+        nothing is cached, since their passes use several versions of the weights.
         """
         if not self._projections or not runtime.mesh.layout.flushes:
             yield
             return
-        runtime.data.release()  # gathered weights would be taken for shards
+        runtime.data.release()  # scales are computed from shards, not from gathered weights
         weights = []
         for projection, made in self._projections:
             weight = local_tensor(projection.weight.detach())  # type: ignore[arg-type, operator]
@@ -85,7 +90,7 @@ class Float8(Part):
 
 
 def _groups(runtime: Runtime, name: str, projection: Any) -> Float8Groups:
-    """Return the process groups of the ranks with other shards of a projection's input, output and tokens."""
+    """Return the process groups over which the tokens, inputs and outputs of a projection are sharded."""
     dims = {cut.dim for cut in runtime.plan.by_name[f"{name}.weight"].cuts if cut.axis == "tp"}
     tensor: list[dist.ProcessGroup] = runtime.mesh.groups("tp")
     outputs, inputs = (tensor if dim in dims else [] for dim in weight_dims(projection))
@@ -93,7 +98,9 @@ def _groups(runtime: Runtime, name: str, projection: Any) -> Float8Groups:
 
 
 def compute(projection: Any, x: Tensor) -> Tensor:
-    """Return the output of a projection whose products :func:`hfscale.distributed.ops.overlap.multiply_by` has set."""
+    """Return the output of ``projection`` for ``x`` in fp8, by the products that :func:`.overlap.multiply_by` has
+    set.
+    """
     if not torch.compiler.is_compiling():
         return _with_deferred_weight(projection, x)
     if is_transposed(projection) or isinstance(projection.weight, Float8Weight):
@@ -113,21 +120,21 @@ _uncompiled = torch.compiler.disable(_with_deferred_weight)
 
 @dataclass(frozen=True)
 class _InEightBits:
-    """Encode shards in 8 bits; see :func:`hfscale._compat.torch_fsdp.gather_encoded`."""
+    """Encode the shards of one weight in 8 bits for :func:`hfscale._compat.torch_fsdp.gather_encoded`."""
 
     projection: Float8Projection
     owners: list[dist.ProcessGroup]
 
     def encode(self, shard: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the shard as bytes, which every backend sends, and its scale."""
+        """Return the shard's 8-bit entries as bytes, since every backend can send bytes, and their scale."""
         entries, scale = self.projection.encode(shard, self.owners)
         return entries.view(torch.uint8), scale
 
     def decode(
         self, gathered: Tensor, known: Tensor, dtype: torch.dtype, out: Tensor | None
     ) -> Tensor:
-        """Return the gathered weight with the scale of the full weight."""
-        keep_for_stream(known)  # made on the stream that gathers
+        """Return the gathered weight, made of gathered bytes and the scale ``known``; update ``out`` if it is given."""
+        keep_for_stream(known)  # the scale was computed on the stream of the all-gather
         if out is None:
             return Float8Weight(gathered.view(FORWARD), known.clone(), dtype)
         assert isinstance(out, Float8Weight)
@@ -136,10 +143,12 @@ class _InEightBits:
 
 
 class Float8Gather(Part):
-    """All-gather weights in 8 bits, where the plan says so."""
+    """All-gather the weights in 8 bits that the plan names for it."""
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
-        """Encode the all-gathers of FSDP2. Must follow the data axes, which shard the weights."""
+        """Install 8-bit encodings into FSDP2's all-gathers. This part comes after the data axes, which shard
+        weights.
+        """
         encodings: dict[nn.Module, _InEightBits] = {}
         for name in filter(runtime.is_local, sorted(gathered_in_8_bits(runtime.plan))):
             for projection in computing(module_at(runtime.model, name.removesuffix(".weight"))):

@@ -1,7 +1,7 @@
 """Plan which linear projections compute in fp8.
 
-The choice follows from the full model, so that it is the same in every layout; a layout that would round one of them
-differently from one process is refused.
+The choice depends only on the full model, so that it is the same in every layout. A layout that would round a chosen
+projection differently from one process gets a problem.
 """
 
 from typing import Any
@@ -12,11 +12,13 @@ from ...models.names import wild_name
 from ...plan.drafting.draft import Draft
 from ...plan.feature_plans import ProductsPlan
 
-_MULTIPLE = 16  # of both sizes of a weight, for tensor cores
+_MULTIPLE = 16  # tensor cores need both sizes of a weight to be multiples of this
 
 
 def plan_float8(draft: Draft) -> None:
-    """Choose the linear projections of the layers that compute in fp8: those whose sizes fit."""
+    """Choose the linear projections of the layers that compute in fp8: those whose sizes are multiples of 16, except
+    experts, routers, and the projections in ``leave_out``.
+    """
     asked = draft.options.products
     if asked is None:
         return
@@ -24,14 +26,14 @@ def plan_float8(draft: Draft) -> None:
     modules = {
         name: module for name, module in draft.modules.items() if layers and name.startswith(layers)
     }
-    # Subclasses may differ.
+    # Subclasses may compute something else.
     inside = {name: module for name, module in modules.items() if type(module) in PROJECTIONS}
     for end in asked.leave_out:
         if not any(_ends(name, end) for name in inside):
             known = sorted({name.rpartition(".")[2] for name in inside})
             hint = did_you_mean(end, known)
             draft.problem(
-                f"leave_out: no projection of the layers is called {end!r}: {hint}use {', '.join(known)}"
+                f"leave_out: no projection of the layers is called {end!r}: {hint}use one of {', '.join(known)}"
             )
     reasons = {
         name: _reason(draft, name, module, asked.leave_out) for name, module in inside.items()
@@ -40,7 +42,7 @@ def plan_float8(draft: Draft) -> None:
     if not chosen:
         draft.problem(
             "mixed_precision='fp8' needs linear projections in the layers whose sizes are multiples of "
-            f"{_MULTIPLE}, and none was found: use mixed_precision='bf16'"
+            f"{_MULTIPLE}, but the model has none: use mixed_precision='bf16'"
         )
     _refuse_parts(draft, chosen)
     left_out = tuple((name, why) for name, why in reasons.items() if why)
@@ -48,7 +50,7 @@ def plan_float8(draft: Draft) -> None:
 
 
 def _ends(name: str, end: str) -> bool:
-    """Return whether ``end`` is the end of the projection's name, or of a module's around it."""
+    """Return whether ``end`` is one or more whole components of the dotted ``name``, like ``"mlp"`` of ``"mlp.up"``."""
     return f".{end}." in f".{name}."
 
 
@@ -58,7 +60,7 @@ def _reason(draft: Draft, name: str, module: Any, leave_out: Any) -> str:
         return "leave_out"
     for mixture in draft.mixtures:
         if name.startswith(f"{mixture.name}."):
-            return "experts have products of their own"
+            return "experts use other matrix products"
         within = name.startswith(f"{mixture.name.rpartition('.')[0]}.")
         if within and module.weight.shape[weight_dims(module)[0]] == mixture.count:
             return "routers stay exact"
@@ -68,7 +70,9 @@ def _reason(draft: Draft, name: str, module: Any, leave_out: Any) -> str:
 
 
 def _refuse_parts(draft: Draft, chosen: tuple[str, ...]) -> None:
-    """Refuse projections whose weight gradient is a sum over ranks: each term would be rounded, not the sum."""
+    """Add problems for projections whose weight gradient is a sum over ranks: each term would be rounded, not the
+    sum.
+    """
     parts = dict[str, str]()
     whole = tuple(f"{name}." for feature in draft.features for name in feature.run_whole)
     for name in chosen:
@@ -82,6 +86,6 @@ def _refuse_parts(draft: Draft, chosen: tuple[str, ...]) -> None:
         names = sorted({name.rpartition(".")[2] for name in refused})
         draft.problem(
             f"mixed_precision='fp8' with {asked}: each rank computes one term of the weight gradients of "
-            f"{', '.join(dict.fromkeys(map(wild_name, refused)))}, and rounding the terms is not rounding their sum: "
-            f"leave them out in every layout, with float8=hfscale.Float8Config(leave_out={names!r})"
+            f"{', '.join(dict.fromkeys(map(wild_name, refused)))}, and rounding each term differs from rounding the "
+            f"sum: leave them out in every layout, with float8=hfscale.Float8Config(leave_out={names!r})"
         )

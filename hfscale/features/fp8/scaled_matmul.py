@@ -1,16 +1,16 @@
-"""Matrix products in float8 (Micikevicius et al. 2022), with tensorwise scales that several ranks share.
+"""Compute matrix products in float8 (Micikevicius et al. 2022), with scales that are equal on all ranks of a tensor.
 
-Each operand is divided by its largest entry and rounded to a float of 8 bits; the product is multiplied back. The
-arithmetic is torchao's (``Float8LinearConfig``), bit for bit, but for one thing: the largest entry is that of the full
-tensor, over all ranks that hold a shard of it, so that every entry is rounded as one process rounds it::
+Each operand is scaled by its largest entry and rounded to a float of 8 bits, and the product is scaled back. The
+arithmetic is that of torchao's ``Float8LinearConfig``, bit for bit, with one difference: the largest entry is that of
+the full tensor, over all ranks that hold a shard of it, so that every entry is rounded as in one process::
 
-    operand          its dims are cut over              largest entry over
+    operand          its dims are sharded over          largest entry over
     x [n, in]        tokens (cp), inputs (tp, row)      tokens, inputs
     weight [out,in]  outputs (tp, column), inputs       outputs, inputs
     grad [n, out]    tokens, outputs                    tokens, outputs
 
-Rowwise, each row along the contracted dim has a scale of its own, and only ranks with other shards of that row are
-asked: ``x`` along ``in`` for the output, along ``n`` for the gradient of the weight.
+With rowwise scales, each row along the contracted dim has its own scale, and the largest entry is taken only over ranks
+with other shards of the row: rows of ``x`` along ``in`` for the output, along ``n`` for the gradient of the weight.
 """
 
 import math
@@ -33,22 +33,25 @@ FORWARD = torch.float8_e4m3fn
 GRADIENT = torch.float8_e5m2
 MULTIPLE = 16  # tensor cores need both dims of a weight to be multiples of this
 
-_SCALES = "_hfscale_scales"  # attribute of an input with its scales
+_SCALES = "_hfscale_scales"  # attribute of an input tensor that holds its scales
 _Groups = Sequence[dist.ProcessGroup]
-_ByDim = dict[int | None, Tensor]  # scales by the dim they are along; ``None``: a tensor's only one
-_LEAST = 1e-12  # lower bound of a largest entry: a tensor of zeros stays zero
+# Contracted dim -> rowwise scales; ``None`` -> the tensorwise scale
+_ByDim = dict[int | None, Tensor]
+_LEAST = 1e-12  # lower bound of the largest entry, so that a tensor of zeros stays zero
 
 
 @dataclass(frozen=True)
 class Float8Groups:
-    """Hold the groups of ranks with other shards of a projection's tensors, per dim; empty for an uncut dim."""
+    """Hold the process groups over which each dim of a projection's tensors is sharded; empty for an unsharded dim."""
 
     tokens: _Groups = ()
     inputs: _Groups = ()
     outputs: _Groups = ()
 
     def sharing(self, name: str, along: int | None) -> list[dist.ProcessGroup]:
-        """Return the ranks that share the scales ``along`` a dim of an operand, or its only scale."""
+        """Return the process groups whose ranks have the same scale of operand ``name`` (``"x"``, ``"weight"``,
+        ``"grad"``): the rowwise scales ``along`` a dim, or the tensorwise scale if ``along`` is ``None``.
+        """
         by_dim = {
             "x": (self.tokens, self.inputs),
             "grad": (self.tokens, self.outputs),
@@ -66,7 +69,9 @@ class Float8Groups:
 
 @dataclass(frozen=True)
 class _Scaled:
-    """Hold a matrix ``[n, m]`` as ``data / scale``: one scale, one per row ``[n, 1]``, or one per column ``[1, m]``."""
+    """Hold a matrix ``[n, m]`` as ``data / scale``: one scale ``[]``, one per row ``[n, 1]`` or per column ``[1,
+    m]``.
+    """
 
     data: Tensor
     scale: Tensor
@@ -82,27 +87,32 @@ class _Scaled:
 
 
 class Float8Projection:
-    """Compute the products of a projection in 8 bits; calling it returns the products of one pass. ``groups`` are the
-    ranks with the other shards of its tensors. ``rowwise``, each row has a scale, a power of two, and gradients have as
-    many digits as the rest; else each tensor has one, and gradients have fewer digits over a wider range.
+    """Compute the products of one projection in 8 bits. Calling it returns a :class:`Float8Products` for one pass.
+
+    Args:
+        groups: the process groups over which the projection's tensors are sharded.
+        rowwise: each row has a scale that is a power of two, and gradients are rounded to e4m3 like all operands.
+            Otherwise each tensor has one scale, and gradients are rounded to e5m2 (fewer digits, wider range).
     """
 
     def __init__(self, groups: Float8Groups, rowwise: bool = False) -> None:
         self.groups = groups
         self.rowwise = rowwise
-        # scales of the weight that passes share; ``None`` where it may have changed since the last pass
+        # Scales of the weight that several passes use; ``None`` if the weight may have changed since the last pass.
         self.shared: _ByDim | None = None
 
     def __call__(self) -> "Float8Products":
-        """Return the products of the pass that begins."""
+        """Return the products of a new forward and backward pass."""
         return Float8Products(self.groups, self.rowwise, self.shared)
 
     def __deepcopy__(self, memo: Any) -> "Float8Projection":
-        """Return a projection over the same ranks, with a weight of its own."""
+        """Return a new projection over the same ranks, without cached scales."""
         return Float8Projection(self.groups, self.rowwise)
 
     def encode(self, shard: Tensor, owners: _Groups) -> tuple[Tensor, Tensor]:
-        """Return a data rank's shard in 8 bits, and the full weight's scale, with the ranks of ``owners``."""
+        """Return a data rank's ``shard`` of the weight in 8 bits, and the full weight's scale. ``owners`` are the
+        process groups of data ranks that shard the weight.
+        """
         matrix = shard.to(computed_in(shard.dtype))
         everyone = (*owners, *self.groups.sharing("weight", None))
         scale = None if self.shared is None else self.shared.get(None)
@@ -115,14 +125,16 @@ class Float8Projection:
 
 
 def computed_in(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that a weight is cast to before 8 bits: the compute dtype outside the products."""
+    """Return the dtype to which a weight is cast before it is rounded to 8 bits: bfloat16, or float64 for float64."""
     return dtype if dtype == torch.float64 else torch.bfloat16
 
 
 def share_weight_scales(
     weights: Sequence[tuple[Float8Projection, Tensor]], groups: _Groups
 ) -> None:
-    """Find all scales of weights ``[out, in]``, of which ``groups`` have parts, at once; rowwise, along cut dims."""
+    """Compute the scales of all ``weights [out, in]``, which are sharded over ``groups``, with one all-reduce per
+    group. Of rowwise scales, only those along sharded dims are computed.
+    """
     parts = [
         (made, along, _largest(weight, along))
         for made, weight in weights
@@ -139,7 +151,9 @@ def share_weight_scales(
 
 
 class Float8Products(Products):
-    """Compute the products in 8 bits of one pass of a :class:`Float8Projection`, whose attributes the arguments are."""
+    """Compute the products of one forward and backward pass in 8 bits. The arguments are the attributes of
+    :class:`Float8Projection`.
+    """
 
     agrees = True
 
@@ -148,14 +162,16 @@ class Float8Products(Products):
     ) -> None:
         self.groups = groups
         self.rowwise = rowwise
-        self.scales: dict[str, Tensor] = {}  # of this pass
-        # scales that others need too: of the weight in other passes, and of the input
+        self.scales: dict[str, Tensor] = {}  # operand -> tensorwise scale in this pass
+        # Scales that are also used elsewhere: of the weight by other passes, of the input by other projections.
         self._shared: dict[str, _ByDim] = {} if shared is None else {"weight": shared}
         self.dtype = torch.float32
 
     @staticmethod
     def agree(asked: Sequence[tuple["Float8Products", Tensor]]) -> None:
-        """Find the scales of the gradients of several outputs, of which the same ranks have shards, by one question."""
+        """Compute the scales of the gradients of several outputs, sharded over the same ranks, with one all-reduce per
+        group.
+        """
         first = asked[0][0]
         along = 1 if asked[0][0].rowwise else None
         largest = [_largest(grad, along) for _, grad in asked]
@@ -169,25 +185,27 @@ class Float8Products(Products):
             products.scales["grad"] = scale
 
     def reads(self, x: Tensor, dtype: torch.dtype) -> None:
-        """Share the scale of ``x`` with the other projections that read it; see :class:`Products`."""
+        """Use the same scale of ``x`` as the other projections that read ``x``; see :class:`Products`."""
         scales = x.__dict__.setdefault(_SCALES, {})  # lives as long as the input
         self._shared["x"] = scales.setdefault(
             (version_of(x), dtype, *self.groups.sharing("x", None)), {}
         )
 
     def of_weight(self) -> Tensor | None:
-        """Return the weight's tensorwise scale, where a pass of this step has it."""
+        """Return the weight's tensorwise scale if a pass of this step has computed it, else ``None``."""
         return self._shared.get("weight", {}).get(None)
 
     def kept(self, weight: Tensor) -> Tensor:
-        """Return the parameter itself, or the 8 bits in which it was gathered: no copy in another type."""
+        """Return the tensor to keep for backward: the parameter itself, or its gathered 8-bit entries; never a cast
+        copy.
+        """
         if isinstance(weight, Float8Weight):
             self.scales["weight"] = weight.scale
             return weight.entries
         return weight
 
     def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the output in the type of ``x``, to which autocast has brought it."""
+        """Return the output in the dtype of ``x`` (after autocast)."""
         self.dtype = x.dtype
         rows = self._scaled("x", x.reshape(-1, x.shape[-1]), 1)
         product = _product(
@@ -196,9 +214,8 @@ class Float8Products(Products):
             x.dtype,
             fast=True,
         )
-        if (
-            x.ndim != product.ndim
-        ):  # a view could not be written into behind a backward pass of its own
+        # No view where it is not needed: a view of a custom autograd function cannot be modified in place later.
+        if x.ndim != product.ndim:
             product = product.view(*x.shape[:-1], product.shape[-1])
         return product if bias is None else product + bias.to(product.dtype)
 
@@ -217,7 +234,8 @@ class Float8Products(Products):
     def _weight(self, weight: Tensor, along: int) -> _Scaled:
         if weight.dtype == FORWARD:  # gathered in 8 bits
             return _Scaled(weight, self.scales["weight"])
-        # Through the input's type, as data ranks gather it: the backward pass, which has no autocast, rounds alike.
+        # Cast to the input's dtype first, like gathered weights, so that forward and backward (no autocast) round
+        # alike.
         return self._scaled("weight", weight.to(self.dtype), along, by_columns=along == 0)
 
     def _scaled(
@@ -227,7 +245,7 @@ class Float8Products(Products):
         along: int,
         by_columns: bool = False,
     ) -> _Scaled:
-        """Return ``matrix`` in 8 bits; rowwise, ``along`` is contracted."""
+        """Return ``matrix`` in 8 bits; ``along`` is the contracted dim, which rowwise scales are along."""
         scale = self._scale(name, matrix, along if self.rowwise else None)
         dtype = self._dtype_of(name)
         data = (
@@ -238,7 +256,7 @@ class Float8Products(Products):
         return _Scaled(data, scale)
 
     def _scale(self, name: str, matrix: Tensor, along: int | None) -> Tensor:
-        """Return the scale of an operand; tensorwise, it is that of the whole pass."""
+        """Return the scale of an operand. A tensorwise scale is computed once per pass and reused."""
         shared = self._shared.get(name, {})
         scale = self.scales.pop(name, shared.get(along))
         if scale is None:
@@ -253,7 +271,9 @@ class Float8Products(Products):
     def find(
         self, name: str, largest: Sequence[Tensor], groups: _Groups, dtype: torch.dtype
     ) -> list[Tensor]:
-        """Return the scales for the largest entries, as of ``dtype``, of several operands that ``groups`` share."""
+        """Return the scales of several operands that are sharded over ``groups``, given their ``largest`` entries on
+        this rank. Largest entries are cast to ``dtype`` and reduced with one all-reduce per group.
+        """
         every = torch.cat([each.flatten() for each in largest]).to(dtype)
         scales = self._scale_for(name, _over_ranks(every, groups)).split(
             [each.numel() for each in largest]
@@ -271,7 +291,7 @@ class Float8Products(Products):
 def compiled_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, products: "Float8Products"
 ) -> Tensor:
-    """Return the output of a linear projection in a form that torch.compile traces, in the same arithmetic."""
+    """Return the output of a linear projection in fp8, in a form that torch.compile can trace, bit for bit the same."""
     return _CompiledLinear.apply(
         x, weight, bias, products.of_weight(), products.groups, products.rowwise
     )
@@ -335,7 +355,7 @@ def _rounded(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _largest(matrix: Tensor, along: int | None) -> Tensor:
-    """Return a matrix's largest absolute value, or ``along`` a dim of it."""
+    """Return the largest absolute value of a matrix, or the largest values along dim ``along``."""
     if along is None:
         return (
             torch.linalg.vector_norm(matrix, math.inf) if matrix.numel() else matrix.new_zeros(())
@@ -346,7 +366,7 @@ def _largest(matrix: Tensor, along: int | None) -> Tensor:
 
 
 def _over_ranks(largest: Tensor, groups: _Groups) -> Tensor:
-    """Return the largest entries, replaced by those of all ranks of ``groups``, which is one all-reduce over each."""
+    """Return the maximum of ``largest`` over all ranks of ``groups``, with one in-place all-reduce per group."""
     for group in groups:
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
     return largest
@@ -363,7 +383,7 @@ def _product(
     fast: bool = False,
 ) -> Tensor:
     """Return ``a [n, k]`` times ``b [k, m]`` in ``dtype``; ``fast`` lets sums be accumulated with fewer digits."""
-    # The same numbers; sums are not rounded to what tensor cores keep of them.
+    # Without tensor cores: the same products, but sums keep all digits.
     if not a.data.is_cuda:
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         return a.wide(wide).mm(b.wide(wide)).to(dtype)
@@ -378,9 +398,11 @@ def on_tensor_cores(
     dtype: torch.dtype,
     fast: bool = False,
 ) -> Tensor:
-    """Return ``(a / scale_a) @ (b / scale_b)`` of float8 matrices, by torch's own kernel. It takes ``a`` by rows and
-    ``b`` by columns, and multiples of 16 of the contracted dim and of ``b``'s other. Scales of rows are multiplied
-    afterwards unless sums may be ``fast``, since the kernel for them is slow otherwise.
+    """Return ``(a / scale_a) @ (b / scale_b)`` of float8 matrices, by torch's scaled matmul.
+
+    The kernel needs ``a`` in row-major and ``b`` in column-major memory, and multiples of 16 for the contracted dim and
+    the columns of ``b``, so both matrices are padded with zeros. Rowwise scales are applied to the product afterwards,
+    unless ``fast`` allows less exact sums: the kernel with rowwise scales is slow without fast accumulation.
     """
     inverse_a = scale_a.reciprocal()
     inverse_b = scale_b.reciprocal()
@@ -412,7 +434,7 @@ def _times_both(found: Tensor, rows: Tensor, columns: Tensor, dtype: torch.dtype
 
 
 def _by_rows(matrix: Tensor) -> Tensor:
-    """Return the matrix in row-major memory, with valid strides if it has one row or column."""
+    """Return the matrix in row-major memory, with regular strides even if it has only one row or column."""
     return matrix.contiguous().as_strided(matrix.shape, (matrix.shape[1], 1))
 
 

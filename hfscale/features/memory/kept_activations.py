@@ -1,13 +1,14 @@
-"""Activation offload and compression as a part: layers' saved tensors are kept on the CPU, in 8 bits, or both.
+"""Offload and compress activations: keep the tensors that layers save for backward on the CPU, in 8 bits, or both.
 
 ::
 
     forward   layer 1 --copy--> CPU     layer 2 --copy--> CPU     ...            copies overlap with compute
     backward                            layer 2 <--copy-- CPU    layer 1 <-- fetched while layer 2 computes
 
-Saved-tensor hooks wrap each layer, outside of recomputation: of a recomputed layer, its input is offloaded. Parameters
-and tensors below a minimum size stay, and so do tensors that all layers are given besides their input (position
-embeddings, masks): each layer would store its own copy. On a CPU the same copies are made synchronously.
+Saved-tensor hooks wrap each layer, outside of recomputation, so for a recomputed layer only its input is offloaded.
+Parameters and tensors below a minimum size stay on the device. Tensors that all layers receive in addition to their
+input (position embeddings, masks) stay too, since each layer would store a copy. On a CPU the same copies are made
+synchronously.
 """
 
 import weakref
@@ -38,17 +39,19 @@ from .stored import Compressed, OnHost, Stored
 
 
 class LayerPass:
-    """Pack and unpack a layer's saved tensors in one forward pass, except parameters and those that ``store`` declines.
+    """Pack and unpack the tensors that a layer saves in one forward pass, except parameters.
 
-    Tensors with one number per row of a previously saved tensor are kept exact: they normalize the rows, as logarithms
-    of sums of exponentials (minus infinity if attention reads nothing) or a norm's statistics. Attention and norms save
-    their rows first.
+    Tensors with one number per row of a previously saved tensor are kept exact, because such numbers normalize rows:
+    the log-sum-exps of attention (minus infinity if a query reads no key), or the statistics of a norm. Attention and
+    norms save the rows before these numbers.
 
     Args:
-        store: stores a saved tensor; called with the tensor, and whether it must stay exact.
-        before: the forward pass through the previous layer.
-        beside: tensors that other layers are given too. Those of four dims may be masks, ``[b, heads or 1, queries,
-            keys]``: attention may save them in another dtype, and no common scale represents infinities and biases.
+        store: stores a saved tensor. Called with the tensor and whether it must stay exact; returns ``None`` to leave
+            the tensor unchanged.
+        before: the forward pass through the previous layer, for prefetching.
+        beside: tensors that other layers receive too; they stay. Those of four dims may be masks, ``[b, heads or 1,
+            queries, keys]``. Tensors of the same shape are kept exact: attention may save a mask in another dtype, and
+            no common scale represents both infinities and biases.
     """
 
     def __init__(
@@ -79,7 +82,7 @@ class LayerPass:
         self._read = False
 
     def over(self) -> None:
-        """End the layer's forward pass: drop the records that only packing needs."""
+        """End the layer's forward pass: free the records that only :meth:`pack` needs."""
         self._known, self._stays, self._rows = {}, set(), set()
 
     def pack(self, tensor: Tensor) -> "Kept":
@@ -110,7 +113,8 @@ class LayerPass:
         )
         alive, stored = self._known.get(key, (None, None))
         if stored is None or alive is None or alive.expired():
-            base = base_of(tensor)  # a cast or dequantized weight is not a view of rows
+            # cast or dequantized weights are exact; a view of rows may have the same shape
+            base = base_of(tensor)
             exact = tuple(shape) in self._of_weights and (base is None or base.ndim == tensor.ndim)
             exact = exact or tuple(shape) in self._of_masks or tuple(shape) in self._rows
             stored = self._store(local, exact)
@@ -122,7 +126,9 @@ class LayerPass:
         return self, stored, (shape, stride) if dense else None
 
     def unpack(self, kept: "Kept") -> Tensor:
-        """Return a saved tensor to the backward pass; the first call prefetches for the layer before."""
+        """Return a saved tensor to the backward pass. The first call prefetches the saved tensors of the previous
+        layer.
+        """
         _, saved, view = kept
         if isinstance(saved, Tensor):
             return saved
@@ -134,7 +140,7 @@ class LayerPass:
         return values if view is None else values.as_strided(*view)
 
     def fetch(self) -> None:
-        """Begin to copy back the stored tensors."""
+        """Begin to copy all stored tensors of this layer back to the device."""
         for reference in self._waiting:
             waiting = reference()
             if waiting is not None:
@@ -142,21 +148,25 @@ class LayerPass:
 
 
 _PAIR = 2
-"""Last dims up to this size are not rows: rotary embeddings view numbers as pairs."""
+"""Tensors whose last dim has at most this size do not count as rows: rotary embeddings view numbers as pairs."""
 
 Kept = tuple[LayerPass, Stored | Tensor, tuple[torch.Size, tuple[int, ...]] | None]
-"""The forward pass, its stored or unchanged tensor, and the view of a stored one."""
+"""The layer's forward pass, the stored or unchanged tensor, and size and stride if a stored tensor is viewed."""
 
 
 def _shape_of(module: nn.Module) -> tuple[int, ...]:
-    """Return the shape of a projection's weight, which may be quantized."""
+    """Return the shape ``(out, in)`` of a projection's weight, also if it is quantized; ``()`` for other modules."""
     sizes = getattr(module, "out_features", None), getattr(module, "in_features", None)
     return sizes if all(isinstance(size, int) for size in sizes) else ()  # type: ignore[return-value]
 
 
 class KeptActivations(Part):
-    """Offload or compress activations if the plan asks for it; installed after recomputation. It counts bytes:
-    ``copied`` to the CPU so far, ``stored`` in 8 bits, and ``given``, what these were before compression.
+    """Offload or compress activations if the plan includes it; installed after recomputation.
+
+    Attributes:
+        copied: bytes copied to the CPU so far.
+        stored: bytes of compressed activations (8 bits) so far.
+        given: bytes of the same activations before compression.
     """
 
     def __init__(self) -> None:
@@ -178,7 +188,7 @@ class KeptActivations(Part):
 
     @property
     def rounds(self) -> bool:
-        """Return whether any activation is kept in 8 bits."""
+        """Return whether activations are compressed to 8 bits."""
         return self._to_bytes is not None
 
     def metrics(self, runtime: Runtime) -> Mapping[str, float]:
@@ -194,7 +204,9 @@ class KeptActivations(Part):
         return metrics
 
     def _wrap(self, layer: nn.Module, rounds_routes: bool) -> None:
-        """Wrap a layer's forward with saved-tensor hooks; if 8 bits round its routes, refuse to recompute it."""
+        """Wrap a layer's forward in saved-tensor hooks. ``rounds_routes``: an MoE layer's input is compressed, so the
+        forward raises :class:`ConfigError` if transformers would recompute the layer from it.
+        """
         forward = layer.forward
 
         def forward_keeping(*args: Any, **kwargs: Any) -> Any:
@@ -202,8 +214,8 @@ class KeptActivations(Part):
                 return forward(*args, **kwargs)
             if rounds_routes and getattr(layer, "gradient_checkpointing", False):
                 raise ConfigError(
-                    "compress_activations= with model.gradient_checkpointing_enable(): a layer of a mixture that is "
-                    "computed again from a rounded input may send tokens to other experts than before: call "
+                    "compress_activations= with model.gradient_checkpointing_enable(): an MoE layer that is recomputed "
+                    "from its compressed input may send tokens to other experts than before: call "
                     "model.gradient_checkpointing_disable(), or use offload_activations=True in place of 8 bits"
                 )
             hidden = hidden_states_of(args, kwargs)
@@ -225,7 +237,9 @@ class KeptActivations(Part):
         layer.forward = forward_keeping  # type: ignore[method-assign]
 
     def store(self, values: int, tensor: Tensor, stays_exact: bool) -> Stored | None:
-        """Offload or compress a saved tensor of a layer whose input has ``values`` entries; ``None`` to keep it."""
+        """Offload or compress a saved tensor of a layer whose input has ``values`` entries. Return ``None`` if the
+        tensor stays unchanged.
+        """
         size = tensor.numel() * tensor.element_size()
         rounded = (
             self._to_bytes is not None and tensor.is_floating_point() and size >= self._to_bytes

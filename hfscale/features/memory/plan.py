@@ -1,4 +1,4 @@
-"""Plan activation recomputation, by module names, and offload to the host."""
+"""Plan activation recomputation, offloading to the CPU, and compression of activations."""
 
 import sys
 from importlib.util import find_spec
@@ -11,24 +11,25 @@ from ...models.names import wild_name
 from ...plan.drafting.draft import Draft
 from ...plan.feature_plans import CompressPlan, OffloadPlan, RecomputePlan, ScoresPlan
 
-_ATTENTION = "ALL_ATTENTION_FUNCTIONS"  # where the host's files look attention up
+_ATTENTION = "ALL_ATTENTION_FUNCTIONS"  # transformers' table in which modeling files look up attention functions
 
 
 def plan_memory(draft: Draft) -> None:
-    """Plan recomputation, offloading and compression, equally on every rank."""
+    """Add the plans of recomputation, offloading and compression to ``draft``, the same on every rank."""
     asked = draft.options.memory_levers
     _plan_offload(draft)
     _plan_compression(draft)
     config = text_config(draft.config)
     heads = counts(config, ("decoder_attention_heads",)) or counts(config, HEAD_FIELDS)
-    if heads and implementation_of(config) == "eager":  # asked for, or the family's only kind
+    # requested, or the family's only implementation
+    if heads and implementation_of(config) == "eager":
         draft.features.append(ScoresPlan(max(heads)))
     given = asked.recompute
     if given == "none":
         return
     if not draft.layers:
         draft.problem(
-            f"recompute={given!r} needs layers, and none were found: use recompute='none'"
+            f"recompute={given!r} needs layers, but no layers were found: use recompute='none'"
         )
         return
     _refuse_unknown_operators(draft)
@@ -50,8 +51,8 @@ def plan_memory(draft: Draft) -> None:
         every = given if isinstance(given, int) else 1
         if every > len(draft.layers):
             draft.problem(
-                f"recompute={every} is every {every}th layer, and there are {len(draft.layers)}: use a number of at "
-                f"most {len(draft.layers)}, 'full' (every layer) or 'none'"
+                f"recompute={every} means every {every}th layer, but the model has {len(draft.layers)} layers: use a "
+                f"number of at most {len(draft.layers)}, 'full' (every layer) or 'none'"
             )
         layers = tuple(draft.layers[::every])
         keep = tuple(asked.recompute_keep)
@@ -63,11 +64,13 @@ def _plan_offload(draft: Draft) -> None:
     asked = draft.options.memory_levers
     if asked.offload_parameters and draft.layout.data_world == 1:
         draft.problem(
-            "offload_parameters=True keeps FSDP2's shards on the host, and parameters are not sharded: use "
+            "offload_parameters=True keeps FSDP2's shards on the host, but parameters are not sharded: use "
             "dp_shard_size=2 or more, or offload_optimizer=True"
         )
     if asked.least_offloaded is not None and not draft.layers:
-        draft.problem("offload_activations= needs layers, and none were found: leave it out")
+        draft.problem(
+            "offload_activations= needs layers, but no layers were found: leave offload_activations out"
+        )
     if asked.offload_optimizer or asked.offload_parameters or asked.least_offloaded is not None:
         draft.features.append(
             OffloadPlan(asked.offload_optimizer, asked.offload_parameters, asked.least_offloaded)
@@ -79,28 +82,33 @@ def _plan_compression(draft: Draft) -> None:
     if least is None:
         return
     if not draft.layers:
-        draft.problem("compress_activations= needs layers, and none were found: leave it out")
+        draft.problem(
+            "compress_activations= needs layers, but no layers were found: leave compress_activations out"
+        )
     elif find_spec("bitsandbytes") is None:
         draft.problem(
-            "compress_activations= needs bitsandbytes' kernels: pip install bitsandbytes, or leave it out"
+            "compress_activations= needs bitsandbytes' kernels, and bitsandbytes is not installed: pip install "
+            "bitsandbytes, or leave compress_activations out"
         )
     again = draft.options.memory_levers.recompute
     if draft.mixtures and again not in ("none", "selective", "elementwise"):
         draft.problem(
             f"compress_activations= with recompute={again!r}: a layer of {wild_name(draft.mixtures[0].name)} that is "
-            "recomputed from a rounded input may send tokens to other experts: use recompute='none', "
+            "recomputed from its compressed input may send tokens to other experts: use recompute='none', "
             "'selective' or 'elementwise', or offload_activations=True in place of 8 bits"
         )
     draft.features.append(CompressPlan(least))
 
 
 def _tiled(draft: Draft, tile: int) -> tuple[str, ...]:
-    """Return the modules that treat each token by itself: MLPs and norms of the layers, and norms behind them."""
+    """Return the modules that can be recomputed in tiles, since they compute each token by itself: MLPs and norms of
+    the layers, and norms after the layers. Add a problem to ``draft`` if tiles do not fit the model.
+    """
     said = f"tile_tokens={tile}"
     if draft.mixtures:
         draft.problem(
-            f"{said}: {wild_name(draft.mixtures[0].name)} routes the tokens of a microbatch together: use "
-            "recompute='full' without it, and more context ranks"
+            f"{said}: {wild_name(draft.mixtures[0].name)} routes the tokens of a microbatch together, so they cannot "
+            "be computed in tiles: use recompute='full' without tile_tokens, and more context ranks"
         )
     if draft.options.mixed_precision == "fp8":
         draft.problem(
@@ -117,7 +125,7 @@ def _tiled(draft: Draft, tile: int) -> tuple[str, ...]:
             tiled[name] = is_mlp
     if not any(tiled.values()):
         draft.problem(
-            f"{said} finds no MLP in the layers of {draft.config.model_type!r}: leave it out"
+            f"{said} finds no MLP in the layers of {draft.config.model_type!r}: leave tile_tokens out"
         )
     inside = [
         name.removeprefix(f"{draft.layers[0]}.")
@@ -151,8 +159,8 @@ def _modules(draft: Draft, given: tuple[str, ...]) -> tuple[str, ...]:
         if block.name in modules and block.dropout > 0:
             draft.problem(
                 f"recompute={list(given)}: {wild_name(block.name)} applies dropout to activations sharded over "
-                f"tp_size={draft.tp} ranks, and recomputing it alone would draw another mask: use recompute='full', or "
-                "set its dropout to 0"
+                f"tp_size={draft.tp} ranks, and recomputing only this module would draw another mask: use "
+                "recompute='full', or set the module's dropout to 0"
             )
         alone = [
             name
@@ -168,7 +176,9 @@ def _modules(draft: Draft, given: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _refuse_other_attention(draft: Draft) -> None:
-    """Report sequences that are cut, and models whose attention selective recomputation cannot find."""
+    """Add a problem to ``draft`` for sharded sequences, and for models whose attention is not looked up in
+    ``ALL_ATTENTION_FUNCTIONS``, where selective recomputation replaces it.
+    """
     if draft.layout.cuts_sequences:
         draft.problem(
             f"recompute='selective' with cp_size={draft.layout.cp}: attention over sharded sequences keeps no scores "
@@ -186,7 +196,7 @@ def _refuse_other_attention(draft: Draft) -> None:
     ):
         draft.problem(
             f"recompute='selective' recomputes attention, which {draft.config.model_type!r} does not look up in "
-            "transformers' table: use recompute='full', or the names of its modules, as recompute=['self_attn']"
+            f"transformers' {_ATTENTION}: use recompute='full', or names of modules, as recompute=['self_attn']"
         )
 
 
@@ -195,9 +205,9 @@ def _refuse_unknown_operators(draft: Draft) -> None:
         operators = operators_named(name)
         if operators is None:
             draft.problem(
-                f"recompute_keep: torch has no operator {name!r}: name one as 'aten.mm' or 'aten.mm.default'"
+                f"recompute_keep: torch has no operator {name!r}: use a name like 'aten.mm' or 'aten.mm.default'"
             )
         elif not operators:
             draft.problem(
-                f"recompute_keep: {name} works in place and returns no new tensor to keep: leave it out"
+                f"recompute_keep: {name} works in place and returns no new tensor to keep: leave {name} out"
             )

@@ -1,4 +1,8 @@
-"""Recipes of memory: the operator that filled it, what that read, and what is kept of it until the backward pass."""
+"""Record how memory was filled, so that it can be recomputed: the operator, its inputs, and the tensors that are kept.
+
+:class:`Filled` is memory with the content of one operator, :class:`Operator` is the recorded call, and :class:`Recipe`
+stands for a saved tensor until the backward pass reads it.
+"""
 
 import weakref
 from collections import Counter
@@ -16,7 +20,7 @@ from ...parallel.tensor.random import default_generator
 
 
 class Layout(NamedTuple):
-    """The place of a tensor within its memory."""
+    """Describe where a tensor lies within its storage: size, stride, offset and dtype."""
 
     size: Any
     stride: Any
@@ -25,18 +29,20 @@ class Layout(NamedTuple):
 
     @classmethod
     def of_tensor(cls, tensor: Tensor) -> "Layout":
-        """Return the place of a tensor."""
+        """Return the layout of ``tensor``."""
         return cls(tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype)
 
     def in_storage(self, storage: torch.UntypedStorage) -> Tensor:
-        """Return the tensor at this place, without a graph."""
+        """Return the tensor of this layout in ``storage``, without a graph."""
         size, stride, offset, dtype = self
         return torch.empty(0, dtype=dtype, device=storage.device).set_(
             storage, offset, size, stride
         )
 
     def within(self, whole: Tensor, base: "Layout") -> Tensor:
-        """Return the tensor at this place in the memory of ``whole``, which has been at ``base``."""
+        """Return the tensor of this layout in the memory of ``whole``, whose layout was ``base`` when this layout was
+        recorded.
+        """
         if self == base:
             return whole
         begin = whole.storage_offset() * base.dtype.itemsize
@@ -47,7 +53,14 @@ class Layout(NamedTuple):
 
 
 class Filled:
-    """Memory as one operator has filled it: how to fill it again, what is kept of it, and its value meanwhile."""
+    """Hold memory with the content that one operator wrote: the operator, and the content if it is kept or recomputed.
+
+    Attributes:
+        operator: writes the content again; ``None``: the content must be kept.
+        given: whether the memory exists until the backward pass anyway (the layer's input, weights).
+        kept: returns the kept content; ``None``: the content is not kept.
+        value: the content while the backward pass needs it.
+    """
 
     def __init__(
         self, tensor: Tensor, operator: "Operator | None" = None, given: bool = False
@@ -57,31 +70,32 @@ class Filled:
         self.operator = operator
         self.given = given
         self.kept: Callable[[], Tensor] | None = None
-        self.rewritten = False  # whether the same memory was kept with another content before
-        self.saved = 0  # saved tensors that are views of it and have not been read
-        self.waiting = 0  # saved tensors for which it may be read and that have not been
+        self.rewritten = False  # whether the same memory was kept before with earlier content
+        # number of saved tensors that are views of this memory and have not been read
+        self.saved = 0
+        self.waiting = 0  # number of saved tensors that may need this memory and have not been read
         self.value: Tensor | None = None
         self._size, self._storage = storage.nbytes(), StorageWeakRef(storage)
         self._overwritten = False
 
     def now(self) -> Tensor | None:
-        """Return the memory as a tensor of its own, without a graph; ``None`` if it is gone or overwritten."""
+        """Return the memory as a new tensor object without a graph; ``None`` if it is freed or overwritten."""
         storage = None if self._overwritten else living_storage(self._storage)
         return None if storage is None else self.layout.in_storage(storage)
 
     def before_writing(self, keep: Callable[[Tensor], Callable[[], Tensor]]) -> None:
-        """Keep a copy of memory that is about to be overwritten, if anything counts on its content."""
+        """Keep a copy of the content before it is overwritten, if the content is kept for a saved tensor."""
         now = self.now() if self.kept is not None else None
         self.kept = self.kept if now is None else keep(now.clone())
         self._overwritten = True
         self.given = False
 
     def made_of(self) -> "list[Filled]":
-        """Return what its operator reads."""
+        """Return the memory that the operator reads."""
         return [] if self.operator is None else self.operator.inputs
 
     def own_cost(self) -> float:
-        """Return the bytes that keeping it takes."""
+        """Return the bytes needed to keep the content; infinite if it is freed or overwritten."""
         return (
             self._size
             if not self._overwritten and living_storage(self._storage) is not None
@@ -89,7 +103,9 @@ class Filled:
         )
 
     def cost(self, known: dict["Filled", float]) -> float:
-        """Return the fewest bytes that must be kept besides those that are, to have it again."""
+        """Return the minimum of bytes that must be kept additionally to have the content again: its own bytes, or those
+        of its operator's inputs. ``known`` caches results.
+        """
         if self.kept is not None or self.given:
             return 0.0
         if self not in known:
@@ -102,10 +118,12 @@ class Filled:
         return known[self]
 
     def read(self, uses: Counter["Filled"]) -> Tensor:
-        """Return its value; compute it if need be. ``uses``: how often that will still read each on the way to it."""
+        """Return the content; recompute it if it is not kept. ``uses`` counts how often operators of this recomputation
+        will still read each memory.
+        """
         if self.value is None and self.kept is not None:
             self.value = self.kept()
-            if self.value.stride() != self.layout.stride:  # views count on it
+            if self.value.stride() != self.layout.stride:  # views need the recorded strides
                 self.value = _empty(self.layout, self.value.device).copy_(self.value)
         if self.value is None and self.operator is not None:
             self.operator.run(uses)
@@ -113,22 +131,28 @@ class Filled:
         return self.value
 
     def free(self) -> None:
-        """Drop its value, unless a saved tensor is a view of it; what is kept can be read only once."""
-        # With retain_graph all may be read again.
+        """Free ``value`` if no saved tensor waits for it, or if it can be recomputed and no unread saved tensor is a
+        view of it. A kept value stays while a saved tensor waits, since it can be read only once.
+        """
+        # With retain_graph, ``waiting`` may be negative: everything may be read again.
         if self.waiting <= 0 or (self.kept is None and self.saved <= 0):
             self.value = None
 
 
 class Read(NamedTuple):
-    """An argument of an operator: a tensor at a place of some memory."""
+    """Stand for a tensor argument of a recorded operator: a layout in some memory."""
 
-    filled: Filled | None  # ``None``: the tensor that the operator writes into
+    filled: Filled | None  # ``None``: the tensor into which the operator writes
     layout: Layout
 
 
 class Operator:
-    """An operator as it was called, ``given`` positional and keyword arguments with :class:`Read` in place of tensors;
-    ``draws`` says whether it draws random numbers, ``into`` what it writes into, or the place that it overwrites.
+    """Record one call of an operator, so that it can be repeated.
+
+    Args:
+        given: positional and keyword arguments, with a :class:`Read` in place of each tensor.
+        draws: whether the operator draws random numbers; their generator's state is recorded.
+        into: for operators in place: the memory that the operator updates, or the layout that it overwrites.
     """
 
     def __init__(
@@ -150,16 +174,18 @@ class Operator:
         self.inputs: list[Filled] = [leaf.filled for leaf in reads if leaf.filled is not None]
         self.inputs += [into] if isinstance(into, Filled) else []
         repeated = (leaf.operator for leaf in self.inputs if leaf.kept is None)
-        # In a row.
+        # Length of the longest chain of operators that must be repeated for the inputs of this operator, and itself.
         self.steps: int = 1 + max((leaf.steps for leaf in repeated if leaf is not None), default=0)
         self._results: list[weakref.ref[Filled] | None] = []
 
     def fills(self, results: Sequence[Filled | None]) -> None:
-        """Record what it has filled, in the order of its results."""
+        """Record the memory that the operator has filled, in the order of its results."""
         self._results = [None if result is None else weakref.ref(result) for result in results]
 
     def run(self, uses: Counter[Filled]) -> None:
-        """Call it again, set the value of all that it fills, and free what nothing else reads."""
+        """Repeat the call, set ``value`` of the memory that the operator fills, and free inputs that are read no
+        more.
+        """
         whole = None
         base = self._into
         if isinstance(base, Filled):
@@ -198,7 +224,7 @@ class Operator:
 
 
 class Recipe:
-    """A saved tensor: its place in some memory, and all memory that is read on the way to it."""
+    """Stand for a saved tensor: its memory, its layout there, and all memory that may be read to recompute it."""
 
     def __init__(self, filled: Filled, layout: Layout, needed: Sequence[Filled]) -> None:
         self._filled = filled
@@ -209,9 +235,13 @@ class Recipe:
             each.waiting += 1
 
     def read(self) -> Tensor:
-        """Return the tensor; what no other saved tensor reads is freed."""
+        """Return the tensor, and free memory that no other saved tensor needs."""
         uses = Counter(each for one in self._needed if one.kept is None for each in one.made_of())
-        with torch.no_grad(), without_autocast():  # operators were seen below of both
+        # operators were recorded below autograd and autocast
+        with (
+            torch.no_grad(),
+            without_autocast(),
+        ):
             values = self._layout.within(self._filled.read(uses), self._filled.layout)
         self._filled.saved -= 1
         for each in self._needed:
@@ -229,24 +259,24 @@ def _empty(layout: Layout, device: torch.device) -> Tensor:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Return whether a tensor is one of no subclass, whose memory holds its values."""
+    """Return whether a tensor is of no tensor subclass, and its memory holds its values (no lazy conjugate or sign)."""
     return type(tensor) in (Tensor, nn.Parameter) and not tensor.is_conj() and not tensor.is_neg()
 
 
 def in_memory_order(tensor: Tensor) -> Tensor:
-    """Return a tensor with its dims by descending stride."""
+    """Return ``tensor`` with its dims permuted to descending strides."""
     return tensor.permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True))
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Return whether a tensor is one piece of memory, each value once."""
+    """Return whether a tensor's entries fill one interval of memory, each entry once."""
     if not is_plain(tensor) or not tensor.numel():
         return False
     return tensor.is_contiguous() or in_memory_order(tensor.detach()).is_contiguous()
 
 
 def is_whole(tensor: Tensor) -> bool:
-    """Return whether a tensor is all of its memory, each value once."""
+    """Return whether a tensor's entries fill its whole storage, each entry once."""
     return (
         is_dense(tensor)
         and tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()

@@ -1,8 +1,8 @@
-"""Activation checkpointing as a part.
+"""Recompute modules in the backward pass (activation checkpointing).
 
-Torch's ``checkpoint`` replaces ``forward`` of the modules that the plan names, inside of their hooks: communication at
-a block's edges is repeated if full layers are recomputed, and not if blocks are. A recomputation sees the RNG state,
-autocast and function modes of the original forward pass.
+The ``forward`` of the modules that the plan names runs in torch's ``checkpoint``, inside of their hooks. The
+communication of a block's hooks is therefore repeated if the whole layer is recomputed, but not if only the block is
+recomputed. Recomputation runs with the RNG state, autocast and function modes of the original forward pass.
 """
 
 import inspect
@@ -37,10 +37,10 @@ _PREFIX = "hfscale_recomputed_"
 
 
 class Recomputation(Part):
-    """A part that recomputes the layers and modules named by the plan."""
+    """Recompute the layers and modules that the plan names."""
 
     def __init__(self) -> None:
-        # the layers that are recomputed; ``None`` while a memory budget has not chosen yet
+        # The layers that are recomputed. With a memory budget, ``None`` until the first step chooses them.
         self.chosen: frozenset[str] | None = None
         self._wanted = dict[str, Wanted]()  # by layer
         self._attention: list[tuple[Any, str]] = []
@@ -60,7 +60,8 @@ class Recomputation(Part):
         for name in filter(runtime.is_local, planned.layers):
             self._wanted[name] = Wanted(name in (self.chosen or ()))
             recompute(model.get_submodule(name), self._wanted[name], planned.keep)
-        if self.chosen is None and runtime.plan.stages is None:  # for users' own loops
+        # for training loops without train_step
+        if self.chosen is None and runtime.plan.stages is None:
             model.register_forward_pre_hook(partial(self._before, runtime), with_kwargs=True)
         if planned.attention:
             for config in attention_configs(model):
@@ -76,7 +77,7 @@ class Recomputation(Part):
     def around_step(
         self, runtime: Runtime, microbatches: Sequence[Microbatch], train: bool
     ) -> AbstractContextManager[None]:
-        """Let the first training step choose the layers under a memory budget, on every rank."""
+        """With a memory budget, choose the layers to recompute at the first training step, on every rank."""
         if train and self.chosen is None:
             self._choose_for(runtime, microbatches)
         return nullcontext()
@@ -95,7 +96,7 @@ class Recomputation(Part):
     def _choose_for(self, runtime: Runtime, batches: Sequence[Batch]) -> None:
         shapes = [tokens_of(batch) for batch in batches]
         most = max(rows * length for rows, length in shapes), max(length for _, length in shapes)
-        # Ranks that exchange tokens in a layer must all recompute it, or none.
+        # Ranks that exchange tokens in a layer must make the same choice for it, so all ranks use the same shapes.
         tokens, sequence = runtime.mesh.largest(*most)
         self._choose(runtime, tokens, sequence, len(batches))
 
@@ -123,7 +124,7 @@ class Recomputation(Part):
 
 @dataclass
 class Wanted:
-    """Hold whether a module is recomputed: compiled layers share the graphs of those that have the same answer."""
+    """Hold whether a module is recomputed. Compiled layers with the same value share their graphs."""
 
     now: bool
 
@@ -134,7 +135,9 @@ def recompute(
     keep: Sequence[str] = (),
     tile: int = 0,
 ) -> None:
-    """Recompute ``module`` in backward if ``wanted``, in tiles of ``tile`` tokens, but not the operators ``keep``."""
+    """Make ``module`` recompute its activations in the backward pass if ``wanted.now``. Results of the operators
+    ``keep`` are saved instead of recomputed. A positive ``tile`` computes and recomputes tiles of ``tile`` tokens.
+    """
     forward = module.forward
     operators = frozenset(operator for name in keep for operator in operators_named(name) or ())
 
@@ -155,7 +158,9 @@ def _in_tiles(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Run a module of one input ``[..., s, d]`` in tiles of ``tile`` tokens; autograd sums gradients over tiles."""
+    """Run a module on tiles of ``tile`` tokens of its input ``[..., s, d]``; autograd sums gradients over tiles. A
+    module with several tensor inputs is run on all tokens at once.
+    """
     x = hidden_states_of(args, kwargs)
     if sum(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs))) != 1 or x.ndim < 2:
         return run(*args, **kwargs)
@@ -174,7 +179,8 @@ def _checkpointed(
     **kwargs: Any,
 ) -> Any:
     function, args, kwargs = _with_tensor_by_position(function, args, kwargs)
-    if torch.compiler.is_compiling():  # graphs have no modes to restore, and take no closure
+    # compiled graphs have no modes to restore, and support no closure here
+    if torch.compiler.is_compiling():
         if operators:
             kwargs = {
                 **kwargs,
@@ -197,7 +203,9 @@ def _with_tensor_by_position(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """Pass at least one tensor by position, if any: torch keeps the RNG state only of such tensors' devices."""
+    """Return the call with at least one tensor passed by position, if it has a tensor: ``checkpoint`` saves the RNG
+    state only of devices of positional tensors.
+    """
     name = (
         None
         if _has_tensor(args)
@@ -221,7 +229,7 @@ def _has_tensor(value: Any) -> bool:
 
 
 class _Again:
-    """A context for recomputation that enters the function modes of the original forward pass."""
+    """Enter the function modes of the original forward pass, and further contexts, around a recomputation."""
 
     def __init__(self, modes: Sequence[Any], *contexts: AbstractContextManager[Any]) -> None:
         self._modes, self._contexts, self._stacks = modes, contexts, list[ExitStack]()
@@ -248,7 +256,7 @@ def _attend(
     mask: Any,
     **kwargs: Any,
 ) -> Any:
-    """Call attention under ``checkpoint``: it keeps only queries, keys and values."""
+    """Call transformers' attention in ``checkpoint``, which saves only queries, keys and values."""
     if not (module.training and torch.is_grad_enabled()):
         return host(module, query, key, value, mask, **kwargs)
 

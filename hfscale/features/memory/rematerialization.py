@@ -1,4 +1,4 @@
-"""Keep of a layer only what its products and attention read, and compute the rest of it again in the backward pass.
+"""Save only the inputs of a layer's matrix products and attention, and recompute elementwise operators in backward.
 
 ::
 
@@ -7,14 +7,14 @@
     kept        x                          gate, up
     backward    h = silu(gate) * up, for the gradient of the last weight; then s; then n from x
 
-Saved-tensor hooks decide about each tensor that autograd saves, by the operators that a dispatch mode has seen. Memory
-that an elementwise operator, a norm, softmax, a copy or dropout has filled has a recipe: that operator and its inputs.
-What anything else has filled (products, attention, exchanges between ranks) has to be kept. Of the ways to have a saved
-tensor again the one that keeps fewest bytes is taken: its own, or what is missing of its inputs (as a cut of the graph,
-Chen et al. 2016; torch.compile's partitioner does the same inside of compiled code).
+A dispatch mode records the operators of the forward pass. Memory that is filled by an elementwise operator, a norm,
+softmax, a copy or dropout can be recomputed from the operator and its inputs. Memory that is filled by any other
+operator (matrix products, attention, communication) must be kept. For each tensor that autograd saves, a saved-tensor
+hook chooses the way that keeps fewer additional bytes: keep the tensor, or keep the inputs from which it is recomputed
+(a cut of the graph, Chen et al. 2016; torch.compile's partitioner does the same inside compiled code).
 
-Nothing else runs twice: no product, no exchange, no hook, none of the model's Python. What is kept goes through the
-saved-tensor hooks around the layer, if any, so it can be offloaded, compressed or counted.
+No matrix product, communication, hook or Python code of the model runs twice. Kept tensors pass through the
+saved-tensor hooks around the layer, if any, so they can be offloaded, compressed or counted.
 """
 
 from collections.abc import Callable, Sequence
@@ -66,27 +66,29 @@ _REPEATED = frozenset(
         "bernoulli",
     }
 )
-"""Operators that run again besides those that torch calls pointwise; all return the same bits every time."""
+"""Operators that are recomputed, in addition to those that torch tags as pointwise; all are deterministic bit for
+bit.
+"""
 _FILLING = frozenset({"bernoulli_", "uniform_", "normal_", "exponential_"})
-"""Operators in place that overwrite all of a tensor, whatever it held."""
-_MOST_STEPS = 40  # of a recipe; loops over tokens would else be one
+"""Operators in place that overwrite a whole tensor without reading it."""
+_MOST_STEPS = 40  # longest chain of recomputed operators; a loop over tokens would otherwise be one long chain
 
 
 class Rematerialization(TorchDispatchMode):
-    """See the operators of one forward pass through a layer, and pack and unpack the tensors that it saves."""
+    """Record the operators of one forward pass through a layer, and pack and unpack the tensors that autograd saves.
+    ``given`` are the layer's inputs, which are kept anyway.
+    """
 
     def __init__(self, given: Sequence[Tensor]) -> None:
         super().__init__()
-        # Now.
+        # Storage -> its current content.
         self._known = {
             storage_key(each): Filled(each, given=True) for each in given if is_dense(each)
         }
-        self._constants: dict[
-            int, dict[Layout, Filled]
-        ] = {}  # storage -> its parts that operators have read
-        self._held: list[
-            Tensor | None
-        ] = []  # what products returned, until the layer is done: it may have to be kept
+        # Storage of weights, tables and masks -> the views that operators have read.
+        self._constants: dict[int, dict[Layout, Filled]] = {}
+        # Results of matrix products. They stay alive until the layer's forward ends, since they may have to be kept.
+        self._held: list[Tensor | None] = []
         outer = saved_tensor_hooks()
         self._is_hooked = outer is not None
         self._outer_pack: Callable[[Tensor], Any] = torch.detach if outer is None else outer[0]
@@ -95,11 +97,11 @@ class Rematerialization(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Ignore operators inside of compiled code, which has a partitioner of its own."""
+        """Return True: operators inside compiled code are not recorded, since torch.compile has its own partitioner."""
         return True
 
     def over(self) -> None:
-        """End the forward pass: drop what only recording needs."""
+        """End the forward pass: free the data that only recording needs."""
         self._known = {}
         self._constants = {}
         self._held = []
@@ -135,7 +137,9 @@ class Rematerialization(TorchDispatchMode):
         tensors: list[Tensor],
         written: list[tuple[Tensor, Filled | None]],
     ) -> None:
-        """Record what an operator that reads activations has filled."""
+        """Record the memory that a call has filled. ``operator`` is ``None`` if its results must be kept; ``written``
+        are tensors that the call wrote in place, with the content before.
+        """
         results = list[Filled | None]()
         for tensor, filled in written:
             whole = (
@@ -161,8 +165,8 @@ class Rematerialization(TorchDispatchMode):
         tensors: list[Tensor],
         written: list[Tensor],
     ) -> Operator | None:
-        """Return an operator as it is to be called again; ``None`` for one whose results must be kept."""
-        # compiled code has none
+        """Return the record of a call for recomputation; ``None`` if the call's results must be kept."""
+        # Compiled code has no operator name.
         name = operator_name(func)
         tags = getattr(func, "tags", ())
         fills = name in _FILLING and len(tensors) == 1 and is_whole(tensors[0])
@@ -172,11 +176,11 @@ class Rematerialization(TorchDispatchMode):
         into = (
             Layout.of_tensor(tensors[0]) if fills else self._find(written[0]) if written else None
         )
-        # What was there before.
+        # Whether the content that the call updates in place cannot be recomputed.
         lost = bool(written) and (into is None or getattr(into, "operator", into) is None)
         if lost or not (fills or repeated):
             return None
-        # Without gradients it is in a function with a backward pass of its own, whose kernels may write unseen.
+        # Gradients are off inside autograd functions, whose kernels may write memory without the dispatch mode.
         if (
             not torch.is_grad_enabled()
             or not all(map(is_plain, tensors))
@@ -197,7 +201,9 @@ class Rematerialization(TorchDispatchMode):
         )
 
     def _source(self, tensor: Tensor) -> Filled:
-        """Return the memory that a tensor reads; weights, tables and masks are there in any case."""
+        """Return the memory of a tensor. Tensors that no recorded call has filled (weights, tables, masks) count
+        as kept.
+        """
         filled = self._find(tensor)
         if filled is None:
             parts = self._constants.setdefault(storage_key(tensor), {})
@@ -207,13 +213,13 @@ class Rematerialization(TorchDispatchMode):
         return filled
 
     def _fill(self, tensor: Tensor, operator: Operator | None) -> Filled | None:
-        """Record that an operator that reads activations has filled a tensor."""
+        """Record that a call has filled ``tensor``; ``operator=None``: the content must be kept."""
         before = self._known.pop(storage_key(tensor), None)
         if not is_whole(tensor):
             return None
         filled = self._known[storage_key(tensor)] = Filled(tensor, operator)
         filled.rewritten = before is not None and (before.rewritten or before.kept is not None)
-        # Of no tile in the layer.
+        # Whether the call is directly in this layer, and not inside another module's saved-tensor hooks.
         own = torch.is_grad_enabled() and saved_tensor_hooks() == (
             self.pack,
             self.unpack,
@@ -225,7 +231,9 @@ class Rematerialization(TorchDispatchMode):
         return partial(self._outer_unpack, self._outer_pack(tensor))
 
     def pack(self, tensor: Tensor) -> Any:
-        """Keep a saved tensor, or what it can be computed from; autograd calls it for every tensor that is saved."""
+        """Keep a saved tensor, or the tensors from which it can be recomputed. Autograd calls this for every tensor
+        that is saved.
+        """
         filled = self._find(tensor)
         self._paused = True
         try:
@@ -241,7 +249,9 @@ class Rematerialization(TorchDispatchMode):
     def _secure(
         self, filled: Filled, needed: dict[Filled, None], costs: dict[Filled, float]
     ) -> None:
-        """Keep what is missing to have ``filled`` again, and add all that is read on the way to ``needed``."""
+        """Keep ``filled``, or the inputs from which it is recomputed, whichever takes fewer additional bytes. Add all
+        memory that recomputation reads to ``needed``.
+        """
         if filled in needed:
             return
         needed[filled] = None
@@ -250,7 +260,7 @@ class Rematerialization(TorchDispatchMode):
         if filled.kept is None and own <= sum(tensor.cost(costs) for tensor in inputs):
             now = filled.now()
             assert now is not None, "memory that must be kept is gone"
-            # Hooks around tell contents of one place in memory apart by its version, which a new alias does not have.
+            # Outer hooks recognize new content of the same memory by the tensor's version, which a new alias lacks.
             filled.kept = self._keep(now.clone() if filled.rewritten and self._is_hooked else now)
         for tensor in inputs if filled.kept is None else ():
             self._secure(tensor, needed, costs)
@@ -265,7 +275,9 @@ def _same(tensor: Tensor) -> Tensor:
 
 
 def rematerialize(layer: nn.Module) -> None:
-    """Compute again in the backward pass of ``layer`` all but products, attention and exchanges between ranks."""
+    """Make ``layer`` recompute its activations in the backward pass, except results of matrix products, attention and
+    communication.
+    """
     forward = layer.forward
 
     def forward_rematerialized(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,6 @@
-"""Count the bytes saved for backward passes, by saved-tensor hooks: each storage once, without parameters."""
+"""Count the bytes saved for backward passes by saved-tensor hooks. Each storage counts once; parameters do not
+count.
+"""
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -21,17 +23,18 @@ class _Saved:
     """Hold a saved tensor; autograd frees it with the node that saved it."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor.detach()  # a saved output would otherwise keep its own node alive
+        # without detach, a saved output would keep its own autograd node alive
+        self.tensor = tensor.detach()
 
 
 @dataclass
 class SavedBytes:
-    """Peak bytes saved for backward passes, each storage once, without parameters."""
+    """Hold peaks of the bytes saved for backward passes. Each storage counts once; parameters do not count."""
 
-    layers: int = 0  # saved in the layers, with their inputs
-    around: int = 0  # saved outside of them; the loss of stock models saves logits
-    head: int = 0  # gradients of the head that wait for the backward pass
-    total: int = 0  # of all kinds together; each kind may peak at another time
+    layers: int = 0  # bytes saved in the layers, with the layers' inputs
+    around: int = 0  # bytes saved outside the layers; the loss of stock models saves logits
+    head: int = 0  # bytes of gradients of the head that wait for the backward pass
+    total: int = 0  # bytes of all kinds together; each kind may peak at another time
     _now: dict[str, int] = field(
         default_factory=lambda: {
             "layers": 0,
@@ -46,7 +49,7 @@ class SavedBytes:
         return sum(self._now.values())
 
     def add(self, kind: str, size: int) -> None:
-        """Record that ``size`` bytes of a kind are saved or, if negative, freed."""
+        """Record that ``size`` bytes of a kind are saved, or freed if ``size`` is negative."""
         self._now[kind] += size
         setattr(self, kind, max(getattr(self, kind), self._now[kind]))
         self.total = max(self.total, self.now)
@@ -56,15 +59,22 @@ class SavedBytes:
 def count_saved(
     model: nn.Module, layers: Iterable[str], head: str | None = None
 ) -> Iterator[SavedBytes]:
-    """Count the bytes that passes of ``model`` save in the with block, by ``layers`` (of this rank) and ``head``."""
+    """Count the bytes that forward passes of ``model`` save inside the with block. ``layers`` are the names of layers,
+    those on other ranks are ignored; ``head`` is the name of the head.
+    """
     saved = SavedBytes()
     with SavedCounter(model, layers, head, saved.add):
         yield saved
 
 
 class SavedCounter:
-    """A context that counts the saved tensors of ``model``, each storage once, without parameters and their ``copies``,
-    storage keys that may be added later; ``note`` is told the kind and the bytes saved or, if negative, freed.
+    """Count the saved tensors of ``model`` inside a with block, each storage once, without parameters.
+
+    Args:
+        layers: names of the layers.
+        head: name of the head, if it is on this rank.
+        note: called with a kind (``"layers"``, ``"around"``, ``"head"``) and bytes that are saved, or freed if
+        negative. copies: keys of further storages that do not count (copies of parameters); may be extended later.
     """
 
     def __init__(
@@ -77,18 +87,17 @@ class SavedCounter:
     ) -> None:
         self._note = note
         self._copies = copies
-        self._kept: dict[int, list[Any]] = {}  # storage -> how often it is saved, bytes, kind
-        self._parameters: dict[
-            int, StorageWeakRef
-        ] = {}  # referenced, so that no other storage reuses an address
+        self._kept: dict[int, list[Any]] = {}  # storage -> number of saved references, bytes, kind
+        # Weak references keep the addresses from being reused by other storages.
+        self._parameters: dict[int, StorageWeakRef] = {}
         self._depth = 0
         self._handles: list[Any] = []
         modules = dict(model.named_modules())
         head_module = modules.get(head) if head is not None else None
         weight = None if head_module is None else next(head_module.parameters(recurse=False), None)
-        # Gathered over the data ranks.
+        # Shape of the head's weight when it is gathered over the data ranks.
         self.head_shape = () if weight is None else tuple(weight.shape)
-        # A hook inside of an adapter's wrapper would let its own code run.
+        # No hooks on modules inside an adapter's wrapper: with such a hook, PEFT's own code would run.
         inside = {
             inner
             for module in modules.values()
@@ -119,7 +128,7 @@ class SavedCounter:
             handle.remove()
 
     def kind_of(self, tensor: Tensor) -> str:
-        """Return the kind of a tensor that is saved now."""
+        """Return the kind of ``tensor``, which is being saved: ``"layers"``, ``"head"`` or ``"around"``."""
         return "layers" if self._depth else "head" if self.is_of_head(tensor) else "around"
 
     def is_of_head(self, tensor: Tensor) -> bool:
@@ -127,25 +136,25 @@ class SavedCounter:
         return tuple(tensor.shape) == self.head_shape != ()
 
     def saved_as(self, key: int) -> str | None:
-        """Return the kind of a saved storage; ``None`` for a parameter's."""
+        """Return the kind of the saved storage ``key``; ``None`` if it is not counted."""
         return str(self._kept[key][2]) if key in self._kept else None
 
     def freed(self, key: int) -> None:
-        """React to a storage that is no longer saved."""
+        """Do nothing; subclasses handle a storage that is no longer saved."""
 
     def unpack(self, saved: _Saved) -> Tensor:
         """Return a saved tensor to the backward pass."""
         return saved.tensor
 
     def _note_parameters(self, module: nn.Module, _: Any) -> None:
-        # While FSDP2 has gathered weights, these are the full ones.
+        # While FSDP2 has gathered weights, the parameters are the full weights.
         for parameter in (*own_parameters(module).values(), *own_buffers(module).values()):
             for plain in [] if parameter is None else memory_of(parameter.detach()):
                 storage = plain.untyped_storage()
                 self._parameters.setdefault(storage_key(storage), StorageWeakRef(storage))
 
     def _note_all(self, module: nn.Module, _: Any) -> None:
-        """Note what a module holds, and what a wrapper reads of the modules inside of it."""
+        """Record the parameters of a module; for an adapter's wrapper, also those of the modules inside it."""
         for held in [module] if wrapped(module) is None else module.modules():
             self._note_parameters(held, None)
 
@@ -155,23 +164,22 @@ class SavedCounter:
         args: Any,
         kwargs: dict[str, Any],
     ) -> None:
-        """Record that a layer begins, and count its input."""
+        """Record that a layer's forward begins, and count the layer's input."""
         self._depth += 1
-        for (
-            module
-        ) in layer.modules():  # an adapter reads the weights of what it wraps without calling it
+        # an adapter reads the weights of the module that it wraps without calling the module
+        for module in layer.modules():
             self._note_parameters(module, None)
         stream = hidden_states_of(args, kwargs)
         if isinstance(stream, Tensor) and stream.requires_grad:
-            self._count(stream)  # recomputation saves it where the hooks do not see it
+            self._count(stream)  # recomputation saves the input outside of these hooks
 
     def _send(self, _: nn.Module, given: Any, output: Any) -> None:
         stream = output[0] if isinstance(output, tuple) else output
         if isinstance(stream, Tensor) and stream.requires_grad:
-            self._count(stream)  # sent to the next stage; kept until its gradient arrives
+            self._count(stream)  # sent to the next stage, and kept until the gradient arrives
 
     def leave(self, *_: Any) -> None:
-        """Record that a layer is done."""
+        """Record that a layer's forward ends."""
         self._depth -= 1
 
     def _pack(self, tensor: Tensor) -> _Saved:

@@ -1,30 +1,31 @@
-"""Keep saved tensors until their backward pass: as they are, in 8 bits, or on the CPU.
+"""Keep saved tensors until their backward pass: unchanged, in 8 bits, or on the CPU.
 
-*In 8 bits*, by blocks, by bitsandbytes' kernels (Dettmers et al. 2022; of activations: Jain et al. 2018, Gist;
-Chakrabarti and Moseley 2019)::
+*In 8 bits*: tensors are quantized blockwise by bitsandbytes' kernels (Dettmers et al. 2022). Compressed activations
+were proposed by Jain et al. 2018 (Gist), and Chakrabarti and Moseley 2019::
 
-    x [n] --by blocks of 256: largest entry, nearest of 256 values--> codes [n] of one byte, scales [n / 256] of four
+    x [n] --by blocks of 256: largest entry, nearest of 256 values--> codes [n], 1 byte; scales [n / 256], 4 bytes
 
-Signs and zeros are exact: a nonzero entry that would be rounded to zero, or change sign, takes the smallest value of
-its sign, and zeros stay zero (the CPU kernels are off by some 3e-5 of a block's largest entry there). So ReLU's masks
-are those of the uncompressed tensor, and so are those of dropout, whose entries are all zero or the largest one.
+Signs and zeros are exact: a nonzero entry that would be rounded to zero, or change its sign, gets the smallest value of
+its sign, and zeros stay zero (without this, the CPU kernels are off by about 3e-5 of a block's largest entry). ReLU's
+masks are therefore those of the uncompressed tensor. Dropout's masks are exact too, since each of their entries is
+zero or the largest entry.
 
-*On the CPU* while nobody reads them, in pinned buffers that layers and steps reuse::
+*On the CPU*: tensors are copied to pinned buffers, which later layers and steps reuse::
 
     compute   | layer 1     | layer 2     | ...   | backward of 2      | backward of 1
     outward   |             | 1 -> buffer | 2 -> buffer              |
     inward    |                         ... buffer -> 2 | buffer -> 1 |
 
-A copy out begins when the layer has saved the tensor and runs under what is computed next; a copy back begins when the
-backward pass of the layer behind begins, and runs under it. Each direction has a stream, so both run at once. Who waits
-for whom, by events::
+A copy to the CPU begins when the layer saves the tensor, and overlaps with the following computation. A copy back to
+the device begins when the backward pass of the next layer begins, and overlaps with that backward pass. Each direction
+has a stream, so both directions overlap. Streams wait for events::
 
     outward waits for   compute, which fills the tensor, and for the copy back that last read the buffer
-    inward waits for    the copy out that filled the buffer
+    inward waits for    the copy to the CPU that filled the buffer
     compute waits for   the copy back, when the tensor is read
 
-A buffer is free once its tensor has been read for the last time (:class:`HostBuffers`). On a CPU the same copies are
-made at once.
+A buffer is free after its tensor has been read for the last time (:class:`HostBuffers`). If the device is a CPU, the
+same copies are made synchronously.
 """
 
 from collections.abc import Callable
@@ -42,13 +43,15 @@ from ...plan.feature_plans import BLOCK
 
 
 class Stored:
-    """Keep a saved tensor of ``size`` bytes, unchanged; ``readers`` saved references to it have not been read."""
+    """Keep a saved tensor unchanged. ``size`` is its number of bytes; ``readers`` counts the saved references to the
+    tensor that the backward pass has not read.
+    """
 
     def __init__(self, tensor: Tensor) -> None:
         self.readers, self.size, self._tensor = 0, tensor.numel() * tensor.element_size(), tensor
 
     def fetch(self) -> None:
-        """Begin to bring it back."""
+        """Begin to copy the tensor back to its device; nothing to do here."""
 
     def read(self) -> Tensor:
         """Return the tensor, on its device."""
@@ -56,7 +59,7 @@ class Stored:
 
 
 class OnHost(Stored):
-    """Keep a saved tensor on the CPU until its readers have read it."""
+    """Keep a saved tensor on the CPU until all ``readers`` have read it."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.readers = 0
@@ -75,7 +78,7 @@ class OnHost(Stored):
         keep_for_stream(tensor, lanes.outward)
 
     def fetch(self) -> None:
-        """Begin to copy it back."""
+        """Begin to copy the tensor back to its device."""
         if self._here is not None or not self.readers:
             return
         if not is_accelerator(self.device):
@@ -90,8 +93,8 @@ class OnHost(Stored):
             self._copied = lanes.mark(lanes.inward)
 
     def read(self) -> Tensor:
-        """Return the tensor, on its device; the last reader frees it there."""
-        self.readers = max(self.readers, 1)  # with retain_graph it is read again
+        """Return the tensor on its device. After the last reader, the copy on the device is freed."""
+        self.readers = max(self.readers, 1)  # with retain_graph the tensor is read again
         self.fetch()
         tensor = self._here
         assert tensor is not None
@@ -110,7 +113,7 @@ class OnHost(Stored):
 
 
 class Compressed(Stored):
-    """Keep a saved tensor in 8 bits; ``keep`` stores codes and scales, in place or offloaded."""
+    """Keep a saved tensor in 8 bits. ``keep`` stores codes and scales: :class:`Stored`, or :class:`OnHost`."""
 
     def __init__(self, tensor: Tensor, keep: Callable[[Tensor], Stored]) -> None:
         self.readers = 0
@@ -121,7 +124,7 @@ class Compressed(Stored):
         self.size = self._codes.size + self._scales.size
 
     def fetch(self) -> None:
-        """Begin to bring back codes and scales."""
+        """Begin to copy codes and scales back to the device."""
         for part in (self._codes, self._scales):
             part.readers = max(part.readers, 1)
             part.fetch()
@@ -146,7 +149,7 @@ def compress(x: Tensor) -> tuple[Tensor, Tensor]:
 
 @fused
 def _with_signs(codes: Tensor, x: Tensor, zero: int) -> Tensor:
-    """Return the codes with the signs of ``x``."""
+    """Return ``codes``, changed where their values would not have the sign of ``x``."""
     signs = x.sign().to(torch.int16)
     rounded = (codes.to(torch.int16) - zero).sign()
     return torch.where(signs == rounded, codes, (signs + zero).to(torch.uint8))
@@ -163,6 +166,6 @@ def decompress(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 @cache
 def _values(device: torch.device) -> tuple[Any, int]:
-    """Return the values of the codes, ascending, and the code of zero."""
+    """Return the 256 values that codes stand for, ascending, and the code of zero."""
     values = functional().create_dynamic_map()
     return values.to(device), int((values == 0).nonzero()[0])

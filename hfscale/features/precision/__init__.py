@@ -1,1 +1,1 @@
-"""Precision of forward passes: autocast, loss scaling, and Liger's kernels."""
+"""Precision of forward passes: autocast, casts of parameters, loss scaling, and Liger's kernels."""

@@ -1,7 +1,7 @@
-"""Liger's kernels for norms, gated activations and rotary embeddings, as a part (Hsu et al. 2024).
+"""Install Liger's kernels for norms, gated activations and rotary embeddings (Hsu et al. 2024).
 
-Each works on one token, or on one head of one token, so inside of a block it works on shards too. The loss stays
-hfscale's: Liger's needs the full head.
+Each kernel computes one token, or one head of one token, so inside a block it can compute shards too. The loss stays
+hfscale's, since Liger's loss needs the full head.
 """
 
 import os
@@ -37,25 +37,30 @@ def check_kernels(
     family: str,
     device: torch.device,
 ) -> None:
-    """Check :attr:`hfscale.config.options.Options.use_liger_kernel` before anything is loaded; ``family`` is the
-    config's ``model_type``. Raise :class:`ConfigError` if the kernels are not installed, are not for this family or
-    device, or would replace the loss.
+    """Check the option ``use_liger_kernel`` (:class:`hfscale.config.options.Options`) before anything is loaded.
+
+    Args:
+        asked: the option's value.
+        family: the config's ``model_type``.
+
+    Raises:
+        ConfigError: Liger is not installed, or has no such kernels for this family or device.
     """
     if asked is False:
         return
     said = f"use_liger_kernel={asked!r}"
     if not is_installed():
         raise ConfigError(
-            f"{said} needs Liger's kernels, which are not installed: pip install liger-kernel"
+            f"{said} needs Liger's kernels, but liger-kernel is not installed: pip install liger-kernel"
         )
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ConfigError(
-            f"{said} needs a GPU, and this rank computes on the CPU: leave it out, or try TRITON_INTERPRET=1, which "
-            "runs Triton's kernels slowly in Python"
+            f"{said} needs a GPU, but this rank computes on the CPU: leave use_liger_kernel out, or set "
+            "TRITON_INTERPRET=1, which runs Triton's kernels slowly in Python"
         )
     known = switches_of_family(family)
     if known is None:
-        raise ConfigError(f"{said}: Liger has no kernels for {family}: leave it out")
+        raise ConfigError(f"{said}: Liger has no kernels for {family}: leave use_liger_kernel out")
     given = {} if asked is True else asked
     for name in given:
         if name not in known:
@@ -66,14 +71,14 @@ def check_kernels(
 
 
 class LigerKernels(Part):
-    """Install Liger's kernels as a part, if the user requested them."""
+    """Install Liger's kernels if ``use_liger_kernel`` requests them."""
 
     def is_needed(self, runtime: Runtime) -> bool:
-        """Return whether the user requested the kernels."""
+        """Return whether ``use_liger_kernel`` requests kernels."""
         return runtime.options.use_liger_kernel is not False
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
-        """Install the kernels, before block edges and recomputation are installed around the modules."""
+        """Install the kernels. This part comes before those that wrap modules: tensor parallelism and recomputation."""
         asked: Any = runtime.options.use_liger_kernel
         model = runtime.model
         for parameter in model.parameters():
@@ -83,8 +88,8 @@ class LigerKernels(Part):
                 and parameter.dtype.itemsize > 1
             ):
                 raise ConfigError(
-                    f"use_liger_kernel={asked!r}: Liger's kernels compute in 32 bits, and this model has weights in "
-                    f"{parameter.dtype}: leave it out, or load the model with dtype=torch.float32"
+                    f"use_liger_kernel={asked!r}: Liger's kernels compute in 32 bits, but this model has weights in "
+                    f"{parameter.dtype}: leave use_liger_kernel out, or load the model with dtype=torch.float32"
                 )
         look_again = watch(model)
         modules = set(model.modules())
@@ -94,17 +99,19 @@ class LigerKernels(Part):
             AttributeError,
             ImportError,
             TypeError,
-        ) as error:  # a class or version that Liger does not know
+        ) as error:  # a class or version that Liger does not support
             raise ConfigError(
-                f"use_liger_kernel={asked!r}: Liger has no kernels for {class_name(model)} ({error}): leave it out"
+                f"use_liger_kernel={asked!r}: Liger has no kernels for {class_name(model)} ({error}): leave "
+                "use_liger_kernel out"
             ) from error
         changes = look_again().changes
         if modules == set(model.modules()) and not any(changed for *_, changed, _ in changes):
             raise ConfigError(
-                f"use_liger_kernel={asked!r}: Liger has only the loss for {class_name(model)}, which hfscale "
-                "computes itself: leave it out"
+                f"use_liger_kernel={asked!r}: Liger has only the loss for {class_name(model)}, but hfscale computes "
+                "the loss itself: leave use_liger_kernel out"
             )
-        # not placeholders of other stages, nor experts, which may differ
+        # Keep the kernels of all modules except stand-ins for other stages' modules, and experts, whose class may
+        # differ.
         here = (m for name, m in model.named_modules() if runtime.is_local(stock_name(name)))
         kept = {id(m) for m in here if not holds_experts(m) and not takes_routes(m)}
         Undo([change for change in changes if id(change[0]) not in kept])()
@@ -115,7 +122,9 @@ class LigerKernels(Part):
 
 
 def _check_activation(module: nn.Module) -> None:
-    """Refuse an activation that Liger would replace by another: it checks the config only when it creates a module."""
+    """Raise :class:`ConfigError` if Liger's kernel would replace the module's activation by another function. Liger
+    itself checks the config only if it creates the module.
+    """
     kernel = activation_of(module)
     activation: Any = next(
         (getattr(module, name) for name in _ACTIVATIONS if hasattr(module, name)), None
@@ -123,6 +132,6 @@ def _check_activation(module: nn.Module) -> None:
     if kernel is not None and activation is not None and not applies(activation, kernel):
         switch = "swiglu" if kernel == "silu" else "geglu"
         raise ConfigError(
-            f"use_liger_kernel: Liger's kernel for {type(module).__name__} applies {kernel}, and this model's config "
-            f"asks for {type(activation).__name__}: pass use_liger_kernel={{{switch!r}: False}}"
+            f"use_liger_kernel: Liger's kernel for {type(module).__name__} applies {kernel}, but this model's "
+            f"activation is {type(activation).__name__}: pass use_liger_kernel={{{switch!r}: False}}"
         )

@@ -1,4 +1,4 @@
-"""Mixed precision by autocast, or by casting parameters, where FSDP2 does not cast all; float16 scaling of the loss."""
+"""Install mixed precision: autocast or casts of parameters, where FSDP2 does not cast, and loss scaling for float16."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -35,9 +35,9 @@ from ...train.runtime.shards import LocalWeights, gradients_aside
 
 
 class Autocast(Part):
-    """Autocast the forward pass under mixed precision. Over several data ranks FSDP2 casts a layer's weights and
-    inputs, so this is used only for families that compute in 32 bits inside their layers. Where parameters are cast, a
-    caller's autocast is turned off.
+    """Autocast the forward pass under mixed precision. With several data ranks FSDP2 casts a layer's weights and
+    inputs, so autocast is used there only for families that compute in 32 bits inside their layers. With
+    ``mixed_precision="bf16_params"``, where parameters are cast, an autocast of the caller is turned off.
     """
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
@@ -60,19 +60,23 @@ class Autocast(Part):
 
 
 class ParameterCasts(Part):
-    """Put copies in the type of mixed precision in place of parameters while modules run, one for all microbatches in
-    flight; FSDP2 makes its own over data ranks. Under ``"bf16_params"`` the model computes as one loaded in 16 bits;
-    otherwise only projections in stages have copies, of which autocast would make one for each microbatch.
+    """Replace parameters by 16-bit copies while modules run. All microbatches of a step use the same copies. With
+    several data ranks FSDP2 makes the copies.
+
+    Under ``mixed_precision="bf16_params"`` all parameters are copied, and the model computes like one loaded in 16
+    bits. Otherwise only the projections in pipeline stages are copied, since autocast would make a copy per microbatch.
     """
 
     def is_needed(self, runtime: Runtime) -> bool:
-        """Return whether this part makes copies."""
+        """Return whether this part makes copies of parameters."""
         return runtime.shares_casts or (
             runtime.options.casts_parameters and runtime.mesh.data_world == 1
         )
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
-        """Wrap the forward of modules, inside of block edges; all where all is cast: recomputation may call any."""
+        """Wrap the forward of modules, inside tensor parallelism's hooks. If all parameters are cast, wrap every module
+        that contains parameters, since recomputation may call any of them.
+        """
         model = runtime.model
         known = runtime.plan.by_name.keys()
         cast_all = runtime.options.casts_parameters
@@ -94,26 +98,28 @@ class ParameterCasts(Part):
                 if cast_all
                 else module in copies.places
             )
-            # Which gets another class over tensor ranks.
+            # Not embeddings: they get another class under tensor parallelism.
             if held and not isinstance(module, nn.Embedding):
                 forward = module.forward
                 module.forward = partial(copies.run, module, forward)
-                module.forward.__wrapped__ = forward  # its signature is inspected
+                module.forward.__wrapped__ = forward  # transformers inspects its signature
 
     def around_step(self, runtime: Runtime, *_: Any, **__: Any) -> AbstractContextManager[None]:
-        """Share copies between the microbatches of a step, where all is cast."""
+        """Use the same copies for all microbatches of a step if all parameters are cast."""
         return sharing(Casts()) if runtime.options.casts_parameters else nullcontext()
 
     @contextmanager
     def around_interleaved(self, runtime: Runtime, backward: bool) -> Iterator[None]:
-        """Share casts inside the `with` block, in which the weights do not change."""
+        """Use the same copies inside the with block, in which the weights do not change."""
         again = recomputes(runtime.contents.modules)
         with sharing(Casts()), nullcontext() if again else autocast_remembers():
             yield
 
 
 class _Copies:
-    """Replace the parameters at ``places``, a module's attributes, by copies in ``dtype``, or autocast's."""
+    """Replace the parameters in ``places`` (module -> attribute names) by copies in ``dtype``; ``None``: autocast's
+    dtype.
+    """
 
     def __init__(self, dtype: torch.dtype | None) -> None:
         self._dtype, self.places, self._inside = dtype, dict[nn.Module, list[str]](), False
@@ -125,7 +131,7 @@ class _Copies:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Return what ``forward`` computes with copies of the parameters in ``module``."""
+        """Return the result of ``forward`` with copies in place of the parameters of ``module``."""
         if self._inside or (
             self._dtype is None and (torch.compiler.is_compiling() or not is_sharing())
         ):
@@ -159,24 +165,29 @@ class _Copies:
             self._inside = False
             for inner, name, parameter in before:
                 own_parameters(inner)[name] = parameter
-                # Where PEFT has parametrized the copy, and put it back.
+                # PEFT may have parametrized the copy, and left it as a buffer.
                 own_buffers(inner).pop(name, None)
 
 
 class LossScaling(Part):
-    """Scale the loss under ``mixed_precision="fp16"``, with one scale and one decision to skip a step for all ranks
-    (Micikevicius et al. 2018): gradients of activations below 6e-8 are zero in float16.
+    """Scale the loss under ``mixed_precision="fp16"`` (Micikevicius et al. 2018), since gradients of activations below
+    6e-8 are zero in float16. All ranks use the same scale, and skip the same steps.
 
     ::
 
         loss x scale -> backward passes, sums over ranks -> gradients / scale -> any infinite, on any rank?
           no    .grad is unscaled; after `growth_interval` such steps the scale grows
-          yes   .grad is None everywhere, so any optimizer leaves everything as it is; the scale shrinks
+          yes   .grad is None everywhere, so any optimizer changes nothing; the scale shrinks
 
-    The arithmetic is that of ``torch.amp.GradScaler``, which decides for the gradients of one process. FSDP2 averages
-    the gradients it reduces; the loss is divided by the number of data ranks, so that activations get the gradients of
-    one process. The ``scale`` is unchanged for the last ``growth`` steps, which did not overflow; so far ``skipped``
-    steps were skipped, and ``overflowed`` says whether the last one was.
+    The arithmetic is that of ``torch.amp.GradScaler``, which considers only the gradients of one process. FSDP2
+    averages the gradients that it reduces, so the loss is divided by the number of data ranks: activations then get the
+    same gradients as in one process.
+
+    Attributes:
+        scale: the current scale of the loss.
+        growth: number of steps without overflow since the scale last changed.
+        skipped: number of skipped steps so far.
+        overflowed: whether the last step was skipped.
     """
 
     state_key = "LossScaling"
@@ -193,17 +204,21 @@ class LossScaling(Part):
         return runtime.options.mixed_precision == "fp16"
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
-        """Refuse, by a hook, training passes outside of steps, whose loss would not be scaled."""
+        """Install a hook that raises :class:`ConfigError` for training passes outside of ``train_step``, whose loss
+        would not be scaled.
+        """
         self.scale = runtime.options.scaling.init_scale
         runtime.model.register_forward_pre_hook(self._refuse_unscaled)
 
     def loss_factor(self, runtime: Runtime) -> float:
-        """Return the scale, divided by the factor of the data axes."""
+        """Return the factor of the loss: the scale, divided by the number of data ranks."""
         return self.scale / runtime.mesh.data_world
 
     @contextmanager
     def around_gradients(self, runtime: Runtime) -> Iterator[None]:
-        """Unscale the gradients on leaving the `with` block, or drop them after an overflow."""
+        """Unscale the gradients at the end of the with block, or set them to ``None`` after an overflow, on all
+        ranks.
+        """
         parameters = [parameter for _, parameter in runtime.parameters() if parameter.requires_grad]
         with gradients_aside(parameters):
             self._expect(runtime, self.scale)
@@ -235,13 +250,14 @@ class LossScaling(Part):
             self.growth = 0
 
     def _expect(self, runtime: Runtime, scale: float | None) -> None:
-        """Set the gradient with which backward passes begin; ``None`` outside of a step."""
+        """Set the gradient of the loss with which backward passes begin; ``None`` outside of a step."""
         self._within = scale is not None
-        if runtime.loss is not None:  # a user's loss computes no gradients in the forward pass
+        # Hfscale's loss computes gradients in the forward pass; a user's loss does not
+        if runtime.loss is not None:
             runtime.loss.expected_gradient = 1.0 if scale is None else scale
 
     def metrics(self, runtime: Runtime) -> Mapping[str, float]:
-        """Return the scale, and the counts of skipped steps."""
+        """Return the scale, the number of steps since it changed, and the skipped steps."""
         return {
             "loss_scale": self.scale,
             "steps_since_loss_scale_changed": self.growth,

@@ -1,4 +1,4 @@
-"""Compute the tokens and targets that lie further ahead of every position."""
+"""Compute the tokens and targets of multi-token prediction: those further ahead of every position."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +11,7 @@ from ..._compat.transformers.packed_rows import documents_of, text_positions
 
 IDS = "mtp_input_ids"
 TARGETS = "mtp_labels"
-"""Arguments of a pass, ``[b, depths, s]``, which the stock model never sees."""
+"""Arguments of a forward pass, ``[b, depths, s]``. Hooks remove them before the stock model's own forward."""
 
 
 def look_ahead(
@@ -19,15 +19,15 @@ def look_ahead(
     depths: int,
     shift: int,
 ) -> dict[str, Tensor]:
-    """Return the ids and the targets of ``depths`` further tokens for every position, ``[b, depths, s]`` each.
+    """Return input ids and targets of ``depths`` prediction layers for every position, ``[b, depths, s]`` each.
 
     ::
 
-        ids        a  b  c  d          depth 1, at a: the embedding of b, and what b predicts: c
-        targets    b  c  d  -          depth 2, at a: that of c, and d
+        ids        a  b  c  d          depth 1 at position of a: input b, target c
+        targets    b  c  d  -          depth 2 at position of a: input c, target d
 
-    There is no target (-100) past the end of the row or of the document, which is where ``position_ids`` begin anew. A
-    label is ``shift`` behind the token that predicts it; ``shift_labels`` are targets already.
+    Targets past the end of the row, or of the document, are -100 (ignored). A document ends where ``position_ids``
+    begin anew. ``labels`` are shifted by ``shift`` tokens to get targets; ``shift_labels`` are targets already.
     """
     ids = batch["input_ids"]
     targets = batch.get("shift_labels")

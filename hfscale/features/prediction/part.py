@@ -4,10 +4,11 @@
 
     model --norm--> h0 [b, s, h] --------------------------------+--> head, loss
                      |                                           |
-    ids + k --embedding--> [e | h(k-1)] --layer k of mtp--> hk --+    behind the rows of h0: [(1 + depths) b, s, h]
+    ids + k --embedding--> [e | h(k-1)] --layer k of mtp--> hk --+    concatenated along rows: [(1 + depths) b, s, h]
 
-Layers get the masks that the model gives to a layer of their kind, and positions ``k`` further. The stock model runs
-its head once; the loss (:class:`hfscale.parallel.tensor.loss.VocabParallelLoss`) tells the rows apart.
+MTP layer ``k`` receives the masks of a layer of the same kind in the model, and positions increased by ``k``. The stock
+model runs its head once, on the rows of all depths. The loss (:class:`hfscale.parallel.tensor.loss.VocabParallelLoss`)
+separates the rows by depth.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,7 +35,7 @@ _LABELS = ("labels", "shift_labels")
 
 
 class MultiTokenPrediction(Part):
-    """Predict tokens further ahead, and add the loss of that to the model's."""
+    """Run the MTP layers, and add their loss to the model's loss."""
 
     is_logged = True
     _planned: PredictionPlan
@@ -42,19 +43,24 @@ class MultiTokenPrediction(Part):
     _weight: float
 
     def __init__(self) -> None:
-        self._ids: Tensor | None = None  # of the current pass, [b, depths, s]
-        self._term: LossTerm | None = None  # of the current pass
-        # Layer of the model -> arguments of its latest call.
+        self._ids: Tensor | None = None  # [b, depths, s], input ids of the current forward pass
+        self._term: LossTerm | None = None  # loss term of the current forward pass
+        # Layer of the model -> arguments of the layer's latest call.
         self._given: dict[str, dict[str, Any]] = {}
-        self._step: Tensor | None = None  # loss, hits and labels of each depth in the current step
-        self._latest: Tensor | None = None  # those of the last step, over all ranks
+        # [1 + 2 depths], sums of the current step: the loss, then hits and labels of each depth
+        self._step: Tensor | None = None
+        self._latest: Tensor | None = None  # the same sums of the last step, over all ranks
 
     def is_needed(self, runtime: Runtime) -> bool:
-        """Return whether the plan has such layers."""
+        """Return whether the plan has MTP layers."""
         return runtime.plan.feature(PredictionPlan) is not None
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
-        """Install hooks on the rank that has the layers, once its head has its loss."""
+        """Install hooks on the rank that has the MTP layers. This part comes after the loss is installed.
+
+        Raises:
+            ConfigError: the embedding has an adapter, or a layer whose masks are needed is not on the last stage.
+        """
         planned = runtime.plan.feature(PredictionPlan)
         stages = runtime.plan.stages
         model = runtime.model
@@ -63,7 +69,8 @@ class MultiTokenPrediction(Part):
         lookups = {f"{name}.weight" for name in (runtime.plan.lookup, PREDICTION.lookup)}
         if any(adapter.base in lookups for adapter in runtime.plan.adapters):
             raise ConfigError(
-                "mtp_loss_weight cannot be used with adapters of the embedding: leave one of them out"
+                "mtp_loss_weight cannot be used with adapters of the embedding, since MTP layers read the embedding "
+                "too: leave out either mtp_loss_weight or the embedding's adapter"
             )
         away = [
             layer
@@ -73,7 +80,7 @@ class MultiTokenPrediction(Part):
         if away:
             raise ConfigError(
                 f"mtp_loss_weight: {planned.layers[0]} needs the masks of {away[0]}, which is not on the last stage: "
-                "use stage_layers with more layers there, or a smaller pp_size"
+                "use stage_layers with more layers on the last stage, or a smaller pp_size"
             )
         if not runtime.is_local(PREDICTION.name):
             return
@@ -92,19 +99,24 @@ class MultiTokenPrediction(Part):
     def check_step(
         self, runtime: Runtime, batches: Sequence[Batch], user_loss: bool = False
     ) -> None:
-        """Refuse batches whose tokens or documents are not known by ids and positions."""
+        """Raise :class:`ConfigError` for batches without ``input_ids``, or with packed documents that are separated
+        only by an attention mask.
+        """
         for batch in batches:
             if batch.get("input_ids") is None or told_apart_by(batch) == "mask":
                 raise ConfigError(
-                    "mtp_loss_weight needs input_ids, and documents of packed rows told apart by position_ids, got "
-                    f"{', '.join(batch)}: give those, or load the model without mtp_loss_weight"
+                    "mtp_loss_weight needs input_ids, and position_ids that begin anew with every document of a packed "
+                    f"row, got {', '.join(batch)}: pass input_ids and position_ids, or load the model without "
+                    "mtp_loss_weight"
                 )
 
     @contextmanager
     def around_step(
         self, runtime: Runtime, microbatches: Sequence[Microbatch], train: bool
     ) -> Iterator[None]:
-        """Sum the loss and the accepted drafts of a training step over its passes and all ranks."""
+        """Sum the MTP loss, and the hits and labels of each depth, over all forward passes and ranks of a
+        training step.
+        """
         sums = torch.zeros(
             1 + 2 * len(self._planned.layers), dtype=torch.float64, device=runtime.mesh.device
         )
@@ -115,7 +127,9 @@ class MultiTokenPrediction(Part):
             self._step = None
 
     def metrics(self, runtime: Runtime) -> Mapping[str, float]:
-        """Return the mean loss over the depths, and the share of labels that each predicts; after a training step."""
+        """Return the mean MTP loss over depths, and for each depth the fraction of labels that it predicts right;
+        nothing before the first training step.
+        """
         if self._latest is None:
             return {}
         loss, *counts = self._latest.tolist()
@@ -133,12 +147,13 @@ class MultiTokenPrediction(Part):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Take the ids and targets of a training pass (forward pre-hook of the model)."""
+        """Remove the MTP ids and targets from the arguments, or compute them (forward pre-hook of the model)."""
         batch = {
             **dict(zip(signature(model.forward).parameters, args, strict=False)),
             **kwargs,
         }
-        ahead = {name: kwargs.pop(name) for name in (IDS, TARGETS) if name in kwargs}  # cut already
+        # Present if context parallelism has sharded them already.
+        ahead = {name: kwargs.pop(name) for name in (IDS, TARGETS) if name in kwargs}
         known = batch.get("input_ids") is not None and any(
             batch.get(name) is not None for name in _LABELS
         )
@@ -158,7 +173,7 @@ class MultiTokenPrediction(Part):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> None:
-        """Keep the arguments that the model gives to a layer (forward pre-hook of it)."""
+        """Record the arguments with which the model calls a layer (forward pre-hook of the layer)."""
         if self._ids is not None:
             self._given[name] = other_arguments(kwargs)
 
@@ -169,7 +184,7 @@ class MultiTokenPrediction(Part):
         _: tuple[Any, ...],
         output: Any,
     ) -> Any:
-        """Put the hidden states of every depth behind the model's own (forward hook of the text model)."""
+        """Append the hidden states of every depth to the model's, along rows (forward hook of the text model)."""
         if self._ids is None:
             return output
         states = [output.last_hidden_state]
@@ -192,7 +207,7 @@ class MultiTokenPrediction(Part):
         return output
 
     def _end(self, *_: Any) -> None:
-        """Count what a pass has predicted (forward hook of the model)."""
+        """Add the loss, hits and labels of a forward pass to those of the step (forward hook of the model)."""
         term = self._term
         self._term = None
         self._ids = None

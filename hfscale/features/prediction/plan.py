@@ -16,21 +16,21 @@ from .look_ahead import IDS, TARGETS, look_ahead
 
 @dataclass(frozen=True)
 class PredictionPlan(Feature):
-    """Plan of layers behind the model that predict tokens further ahead (DeepSeek-AI 2024, V3, section 2.2)."""
+    """Plan the MTP layers, which predict tokens further ahead (DeepSeek-AI 2024, V3, section 2.2)."""
 
-    layers: tuple[str, ...]  # one for each depth
-    # For each of them a layer of the model of its kind, which is given the same masks.
+    layers: tuple[str, ...]  # the MTP layers, one for each depth
+    # for each MTP layer, a layer of the model of the same kind, whose masks it receives
     like: tuple[str, ...]
-    text: str  # the module whose output they begin with
+    text: str  # the text model, whose output is the input of the first MTP layer
 
     def describe(self, plan: PlanContents) -> list[str]:
-        """Return the layers, and what they read."""
+        """Return a line that names the MTP layers and the module whose output they read."""
         where = "; on the last stage" if plan.stages is not None else ""
-        return [f"multi-token prediction: {', '.join(self.layers)} behind {self.text}{where}"]
+        return [f"multi-token prediction: {', '.join(self.layers)} after {self.text}{where}"]
 
     @property
     def batch_fields(self) -> tuple[BatchField, ...]:
-        """The ids and targets further ahead."""
+        """The ids and targets of tokens further ahead, as fields of a batch."""
         return (BatchField(IDS, -1, is_target=True), BatchField(TARGETS, -1, is_target=True))
 
     def fill(
@@ -38,30 +38,32 @@ class PredictionPlan(Feature):
         batch: Mapping[str, Any],
         shift: int,
     ) -> dict[str, Tensor]:
-        """Return ids and targets further ahead, which may lie with another rank's tokens."""
+        """Return the ids and targets of tokens further ahead, computed before the batch is sharded: they may be tokens
+        of another rank.
+        """
         return look_ahead(batch, len(self.layers), shift)
 
     @property
     def optional_layers(self) -> tuple[str, ...]:
-        """All of its layers: they run in training passes alone."""
+        """All MTP layers, since they run only in training passes."""
         return self.layers
 
     @property
     def adds_loss(self) -> str:
-        """The option of ``from_pretrained``."""
+        """The option of ``from_pretrained`` that adds the MTP loss, for messages."""
         return "mtp_loss_weight of hfscale.from_pretrained"
 
 
 def plan_prediction(draft: Draft) -> None:
-    """Plan the layers that predict tokens further ahead, if a loss of theirs is asked for."""
+    """Plan the MTP layers if ``mtp_loss_weight`` adds their loss."""
     if draft.added != PREDICTION:
         return
     name = type(draft.model).__name__
     config = text_config(draft.config)
     if draft.no_step or draft.loss is None or draft.lookup is None:
         draft.problem(
-            f"mtp_loss_weight needs the loss of a causal language model and a plain embedding, and {name} has others: "
-            "leave it out"
+            f"mtp_loss_weight needs the loss of a causal language model and a plain embedding, but {name} has others: "
+            "leave mtp_loss_weight out"
         )
     if draft.embedding is not None:
         draft.cut(f"{PREDICTION.lookup}.weight", 0, draft.modules[PREDICTION.lookup].num_embeddings)
@@ -70,7 +72,8 @@ def plan_prediction(draft: Draft) -> None:
     last = dict(zip(kinds, draft.stack, strict=True))
     if missing := [kind for kind in wanted if kind not in last]:
         draft.problem(
-            f"mtp_loss_weight: {name} has no layer of the kind {missing[0]!r} of such layers: leave it out"
+            f"mtp_loss_weight: the MTP layers of {name} need the masks of a layer of kind {missing[0]!r}, but {name} "
+            "has no such layer: leave mtp_loss_weight out"
         )
         return
     text = next(

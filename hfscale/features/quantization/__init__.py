@@ -1,1 +1,1 @@
-"""Plan and install weights in 4 and 8 bits over shards: the only folder that uses bitsandbytes' layers."""
+"""Plan and install sharded weights in 4 and 8 bits. Only this folder uses bitsandbytes' layers."""

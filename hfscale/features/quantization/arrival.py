@@ -1,9 +1,10 @@
-"""Quantize weights while they are loaded: a rank reads its shard of one, quantizes it, and frees the 16-bit tensor.
+"""Quantize weights while they are loaded: a rank reads its shard of a weight, quantizes it, and frees the 16-bit shard.
 
-transformers replaces ``nn.Linear`` by bitsandbytes' modules on the meta device and quantizes every weight once it is
-read (QLoRA, Dettmers et al. 2023). Here these modules get this rank's sizes, and transformers quantizes this rank's
-shard; so a projection stays the stock module with local sizes. Two kinds of weights are encoded by hfscale instead, as
-plain bytes (:mod:`...distributed.ops.four_bit`): those that data ranks shard, and experts, which transformers leaves.
+transformers replaces ``nn.Linear`` by bitsandbytes' modules on the meta device, and quantizes every weight after it is
+read (QLoRA, Dettmers et al. 2023). hfscale gives these modules this rank's sizes, and transformers quantizes this
+rank's shard, so a projection stays a stock module with local sizes. hfscale itself encodes two kinds of weights as
+plain bytes (:mod:`...distributed.ops.four_bit`): weights that data ranks shard, and experts, which transformers does
+not quantize.
 """
 
 import json
@@ -39,13 +40,16 @@ _BESIDE = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
 
 
 class QuantizedOnDisk:
-    """Read one weight ``[out, in]`` that bitsandbytes stored in 4 bits, ``nf4`` or ``fp4``, on demand; ``dtype`` is the
-    one it was quantized from. Raise :class:`CheckpointError` if its blocks are not of 64 values.
+    """Read, on demand, one weight ``[out, in]`` that bitsandbytes stored in 4 bits (``nf4`` or ``fp4``).
 
-    It is bytes, two values in each, with one scale per 64 values. If the blocks of a shard are blocks of the
-    full weight (:mod:`hfscale.plan.quantized`), the shard consists of spans of the bytes and of the scales, and nothing
-    is quantized again. Scales that are quantized too are read in full, since their blocks and mean belong to the full
-    weight, and kept in float32.
+    The weight is stored as bytes of two values each, with one scale per block of 64 values. If the blocks of a shard
+    are blocks of the full weight (:mod:`hfscale.plan.quantized`), the shard consists of spans of the bytes and of the
+    scales, and nothing is quantized again. Scales that are quantized too (double quantization) are read in full, since
+    their blocks and mean belong to the full weight, and are kept in float32. ``dtype`` is the dtype before
+    quantization.
+
+    Raises:
+        CheckpointError: the blocks do not have 64 values.
     """
 
     def __init__(self, key: str, stored: Mapping[str, TensorOnDisk]) -> None:
@@ -60,14 +64,16 @@ class QuantizedOnDisk:
         self.dtype: torch.dtype = getattr(torch, self._state["dtype"])
         if self._state["blocksize"] != BLOCK:
             raise CheckpointError(
-                f"{key} is stored in blocks of {self._state['blocksize']} values, and hfscale reads blocks of {BLOCK}: "
-                "use a checkpoint with 16-bit weights and quantization_config="
+                f"{key} is stored in blocks of {self._state['blocksize']} values, but hfscale reads only blocks of "
+                f"{BLOCK}: use a checkpoint with 16-bit weights and quantization_config="
             )
 
     def share(
         self, planned: ParameterPlan, transposed: bool, ranks: dict[str, int]
     ) -> tuple[Tensor, Tensor]:
-        """Return bytes ``[n]`` and float32 scales ``[blocks]`` of the shard at ``ranks``, whose blocks align."""
+        """Return bytes ``[n]`` and float32 scales ``[blocks]`` of the shard at the coordinates ``ranks``, which must
+        consist of whole blocks.
+        """
         spans = share_spans(planned.shape, planned.cuts, ranks)
         down, across = spans[::-1] if transposed else spans
         rows, columns = self.shape
@@ -110,7 +116,7 @@ class QuantizedOnDisk:
 def split_quantized(
     stored: dict[str, TensorOnDisk],
 ) -> tuple[dict[str, TensorOnDisk], dict[str, QuantizedOnDisk]]:
-    """Return the stored tensors without the quantization states, and the quantized weights by key."""
+    """Return the stored tensors without quantization states and scales, and the quantized weights by key."""
     keys = [name.rpartition(_STATE)[0] for name in stored if _STATE in name]
     quantized = {key: QuantizedOnDisk(key, stored) for key in keys}
     states = {name for name in stored if _STATE in name}
@@ -119,9 +125,11 @@ def split_quantized(
 
 
 class Quantizing:
-    """Hold the quantized weights of a model on this rank, those that ``plan`` names, while they are loaded. ``model``
-    is the stock model on the meta device, with this rank's modules, before anything is cut; operations of ``host``,
-    transformers' quantizer, are replaced until :meth:`collect`.
+    """Quantize the weights on this rank that ``plan`` names while a model is loaded.
+
+    Args:
+        model: the stock model on the meta device, with this rank's modules, before parameters are sharded.
+        host: transformers' quantizer; some of its methods are replaced until :meth:`collect`.
     """
 
     def __init__(self, model: Any, plan: Plan, mesh: Mesh, host: Any) -> None:
@@ -138,23 +146,25 @@ class Quantizing:
         self.stored: dict[str, QuantizedOnDisk] = {}
         self.stock = host.get_quantize_ops()
         for name in self.plan.transposed & self.weights.keys():
-            # The plan has the shape as stored; transformers' module has transposed it already.
+            # The plan has the stored shape of a ``Conv1D`` weight, but bitsandbytes' module has the transposed shape.
             turned = torch.empty(
                 self.weights[name].shape, dtype=self.originals[name].dtype, device="meta"
             )
             put_parameter(model, name, nn.Parameter(turned, requires_grad=False))
 
     def read_quantized(self, name: str, quantized: QuantizedOnDisk, converted: bool) -> None:
-        """Read a weight from 4-bit data in the checkpoint; raise :class:`CheckpointError` if it cannot be cut."""
+        """Use the 4-bit data of the checkpoint for weight ``name``. Raise :class:`CheckpointError` if the data cannot
+        be sharded.
+        """
         planned = self.weights[name]
         shape = quantized.shape[::-1] if name in self.plan.transposed else quantized.shape
         why = None
         if not self.plan.aligned(planned):
             why = "the shards do not consist of whole blocks of 64 values"
         elif converted:
-            why = "the host would convert it while loading"
+            why = "transformers would convert it while loading"
         elif shape != planned.shape:
-            why = f"its shape is {shape}, and the model's is {planned.shape}"
+            why = f"its shape is {shape}, but the model needs {planned.shape}"
         if why is not None:
             raise CheckpointError(
                 f"{wild_name(name)} is stored in 4 bits and cannot be sharded, since {why}: use smaller tp_size and "
@@ -163,7 +173,9 @@ class Quantizing:
         self.stored[name] = quantized
 
     def shape(self, whole: Collection[str]) -> None:
-        """Give the modules their local sizes, once parameters are cut; ``whole`` ones are cut after they are read."""
+        """Set the modules' local sizes after parameters are sharded. The weights ``whole`` are read in full, and
+        sharded before they are quantized.
+        """
         self.whole = whole
         for name, planned in self.weights.items():
             holder, attribute = owner_of(self.model, name)
@@ -174,7 +186,7 @@ class Quantizing:
                 local = planned.model_shape(self.mesh.ranks)
                 turned = name in self.plan.transposed
                 module.out_features, module.in_features = local[::-1] if turned else local
-                keep_layout(module)  # bitsandbytes has another layout for evaluation
+                keep_layout(module)  # bitsandbytes would use another memory layout in evaluation
                 empty = torch.empty(share, dtype=original.dtype, device="meta")
                 own_parameters(module)[attribute] = type(original)(
                     empty, requires_grad=False, **original.__dict__
@@ -188,8 +200,8 @@ class Quantizing:
                 ):
                     raise CheckpointError(
                         f"{name} has {encoding.shape[2]} columns, which do not divide evenly over {encoding.shards} "
-                        "data ranks: use another dp_shard_size, or a checkpoint with 16-bit weights and "
-                        "quantization_config="
+                        "data ranks, as weights stored in 4 bits must: use another dp_shard_size, or a checkpoint "
+                        "with 16-bit weights and quantization_config="
                     )
         self.host.param_needs_quantization = lambda model, name, **kwargs: name in self.weights
         self.host.get_quantize_ops = lambda: self
@@ -199,7 +211,7 @@ class Quantizing:
         input_dict: dict[str, Any],
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Quantize loaded parameters: replaces the operation of transformers' quantizer."""
+        """Return ``input_dict`` with this rank's shards quantized; called in place of transformers' quantizer."""
         result = dict(input_dict)
         for name in input_dict.keys() & self.weights.keys():
             if name in self.stored:
@@ -219,15 +231,17 @@ class Quantizing:
         return result
 
     def collect(self, shares: LocalWeights) -> None:
-        """Move the quantized weights into ``shares``; raise :class:`CheckpointError` if the checkpoint lacks one."""
+        """Move the quantized weights into ``shares``, and restore transformers' quantizer. Raise
+        :class:`CheckpointError` for a weight that the checkpoint lacks.
+        """
         del self.host.param_needs_quantization, self.host.get_quantize_ops
         for name in self.weights:
             module, attribute = owner_of(self.model, name)
             parameter: Any = own_parameters(module)[attribute]
             if parameter.is_meta or not is_quantized_already(parameter):
                 raise CheckpointError(
-                    f"the checkpoint has no {name}, which was to be quantized: load it without "
-                    "quantization_config, or with the config it was saved with"
+                    f"the checkpoint has no {name}, which was to be quantized: load the checkpoint without "
+                    "quantization_config, or with the config with which it was saved"
                 )
             if self.plan.bits == 8 and self.mesh.data_world > 1:
                 from .sharded_linears import shard_8bit  # imports bitsandbytes

@@ -1,4 +1,4 @@
-"""Install quantized weights, after all others; they are never saved in 4 or 8 bits."""
+"""Install quantized weights into the model after all other weights. They are never saved in 4 or 8 bits."""
 
 from pathlib import Path
 from typing import Any
@@ -16,16 +16,16 @@ from .quantized_modules import ROWS
 
 
 class Quantization(Part):
-    """A part that installs quantized weights."""
+    """Install quantized weights into the model's modules."""
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
-        """Install scales and bitsandbytes' parameters into their modules, FSDP2-wrapped or not, after all others."""
+        """Set scales and bitsandbytes' parameters in their modules, after all other weights and after FSDP2."""
         if weights is None:
             return
         for module in runtime.model.modules():
             mark(module)
         for module, name, share in weights.quantized:
-            # Of bitsandbytes' own class, which holds its scales.
+            # A parameter of bitsandbytes' own class holds its scales itself.
             if isinstance(share, nn.Parameter):
                 own_parameters(module)[name] = share
                 continue
@@ -35,7 +35,7 @@ class Quantization(Part):
             )
 
     def take_out(self, runtime: Runtime, weights: LocalWeights) -> None:
-        """Undo it, once FSDP2 is undone; the additional tensors of quantized weights go into ``weights``."""
+        """Undo :meth:`install`, after FSDP2 is undone: move scales and bitsandbytes' parameters into ``weights``."""
         for module in runtime.model.modules():
             for name, encoding in list(encodings_of(module).items()):
                 register_quantized(module, name, encoding)
@@ -51,11 +51,11 @@ class Quantization(Part):
 
 
 def refuse_quantized(quantized: QuantizedPlan | None, directory: Path) -> None:
-    """Raise :class:`ConfigError` for weights in 4 or 8 bits: a checkpoint would keep their error for good."""
+    """Raise :class:`ConfigError` for weights in 4 or 8 bits: saving them would make the rounding error permanent."""
     if quantized is not None:
         raise ConfigError(
             f"the weights are in {quantized.bits} bits, and saving them to {str(directory)!r} would make their "
-            "rounding error permanent: merge it into 16 bits first, with hfscale.merge_and_unload(model, "
-            "dtype=torch.bfloat16), or train an adapter (load the model with peft_config=...), which save_pretrained "
-            "writes by itself"
+            "rounding error permanent: merge adapters into 16 bits first, with hfscale.merge_and_unload(model, "
+            "dtype=torch.bfloat16), or train an adapter (load the model with peft_config=...), of which "
+            "save_pretrained writes only the adapter"
         )

@@ -1,8 +1,8 @@
-"""A frozen base model in 4 or 8 bits, in any layout (QLoRA, Dettmers et al. 2023; LLM.int8(), Dettmers et al. 2022).
+"""Check and plan a frozen base model in 4 or 8 bits, and dequantize its weights, in any layout.
 
-``quantization_config=BitsAndBytesConfig(...)`` is transformers' own. Here quantized weights are planned, checked before
-any weight is read, and installed at the end; :mod:`hfscale.features.quantization.arrival` quantizes them while they are
-loaded.
+The methods (QLoRA, Dettmers et al. 2023; LLM.int8(), Dettmers et al. 2022) are requested by transformers'
+``quantization_config=BitsAndBytesConfig(...)``. :mod:`hfscale.features.quantization.arrival` quantizes the weights
+while they are loaded.
 """
 
 import importlib
@@ -39,7 +39,7 @@ ROWS = "ShardedLinear8bitLt"
 
 
 def check_quantization(config: Any) -> None:
-    """Raise :class:`ConfigError`, saying what to change, if hfscale cannot quantize a model as ``config`` says."""
+    """Raise :class:`ConfigError` if hfscale does not support the ``quantization_config``."""
     if config is None or config == AS_STORED:
         return
     if not isinstance(config, BitsAndBytesConfig) or not (
@@ -47,34 +47,40 @@ def check_quantization(config: Any) -> None:
     ):
         raise ConfigError(
             f"quantization_config={config!r} is not one that hfscale can shard: pass "
-            "transformers.BitsAndBytesConfig(load_in_4bit=True, ...) or BitsAndBytesConfig(load_in_8bit=True), or "
-            "'as_stored' for a checkpoint of quantized weights, or leave it out, and load the weights in 16 or 32 bits"
+            "transformers.BitsAndBytesConfig(load_in_4bit=True, ...), or BitsAndBytesConfig(load_in_8bit=True), or "
+            "'as_stored' for a checkpoint of quantized weights; or leave it out to load weights in 16 or 32 bits"
         )
     if config.load_in_8bit and config.llm_int8_has_fp16_weight:
         raise ConfigError(
-            "llm_int8_has_fp16_weight=True keeps the weights in 16 bits and quantizes them in every pass: leave "
-            "it out, or use load_in_4bit=True"
+            "llm_int8_has_fp16_weight=True keeps the weights in 16 bits and quantizes them in every forward pass, "
+            "which hfscale cannot shard: leave llm_int8_has_fp16_weight out, or use load_in_4bit=True"
         )
     if config.llm_int8_enable_fp32_cpu_offload:
         raise ConfigError(
-            "llm_int8_enable_fp32_cpu_offload=True splits the model over devices: leave it out"
+            "llm_int8_enable_fp32_cpu_offload=True splits the model over devices, but each rank uses one device: "
+            "leave llm_int8_enable_fp32_cpu_offload out"
         )
     with suppress(ImportError):  # import it before transformers, which reports if it is missing
         importlib.import_module("bitsandbytes")
 
 
 def check_trainable(planned: Plan, adapters: bool) -> None:
-    """Raise :class:`ConfigError` if weights stay as they are stored and there are no adapters to train."""
+    """Raise :class:`ConfigError` if weights stay as stored (``"as_stored"``) and there are no ``adapters`` to train."""
     quantized = planned.quantized
     if quantized is not None and quantized.as_stored and not adapters:
         raise ConfigError(
             f"quantization_config='as_stored' keeps {len(quantized.weights)} weights in {quantized.kind}, which do not "
-            "train: add adapters (peft_config=LoraConfig(...)), or leave it out, and train plain values"
+            "train: add adapters (peft_config=LoraConfig(...)), or leave quantization_config out, and train "
+            "dequantized weights"
         )
 
 
 def split_quantization(config: Any) -> tuple[Any, BitsAndBytesConfig | None]:
-    """Return a config without bitsandbytes' description of stored weights, and that; or itself, and ``None``."""
+    """Separate a model config from the ``quantization_config`` of weights that are stored in bitsandbytes' 4 bits.
+
+    Return a copy of ``config`` without ``quantization_config``, and the ``BitsAndBytesConfig``; or ``config`` itself
+    and ``None`` if its weights are not stored in 4 bits.
+    """
     quantization = getattr(config, "quantization_config", None)
     values = (
         quantization
@@ -93,7 +99,9 @@ def split_quantization(config: Any) -> tuple[Any, BitsAndBytesConfig | None]:
 
 
 def packable(planned: Plan, model: nn.Module) -> list[str]:
-    """Return the full ``model``'s weights that can stay as stored: projections' and experts', no head or tied one."""
+    """Return the names of weights of the full ``model`` that can stay as stored: those of linear projections and
+    experts, except the head and tied weights.
+    """
     linear = [
         f"{name}.weight" for name, module in model.named_modules() if type(module) is nn.Linear
     ]
@@ -114,7 +122,7 @@ def _weights_of_experts(
 
 
 def _vocabulary_weights(planned: Plan) -> set[str | None]:
-    """Return the weights of the head and the embedding, and tied ones."""
+    """Return the names of the weights of the head and the embedding, and of all tied weights."""
     vocabulary = {
         planned.by_name[f"{name}.weight"]
         for name in (planned.head, planned.embedding)
@@ -127,14 +135,14 @@ def _vocabulary_weights(planned: Plan) -> set[str | None]:
 
 
 def _refuse_shared(planned: Plan, weights: list[str], config: Any) -> None:
-    """Refuse to quantize the head, the embedding, and tied weights."""
+    """Raise :class:`ConfigError` if ``weights`` contains the head, the embedding, or a tied weight."""
     kept = _vocabulary_weights(planned)
     for name in weights:
         if name in kept:
             raise ConfigError(
-                f"{name} cannot be quantized, since it is the head's or tied to another module: add "
-                f"{name.removesuffix('.weight')!r} to llm_int8_skip_modules={config.llm_int8_skip_modules} (by "
-                "default transformers skips it)"
+                f"{name} cannot be quantized, since it belongs to the head or the embedding, or is tied to another "
+                f"module: add {name.removesuffix('.weight')!r} to "
+                f"llm_int8_skip_modules={config.llm_int8_skip_modules} (by default transformers skips it)"
             )
 
 
@@ -144,12 +152,18 @@ def plan_quantized(
     config: Any,
     stored: bool = False,
 ) -> Plan:
-    """Return the plan with the weights of the full stock ``model`` that ``config`` quantizes.
+    """Return ``planned`` with the plan of the weights of the full stock ``model`` that ``config`` quantizes.
 
-    These are the weights that transformers quantizes (every ``nn.Linear`` and ``Conv1D`` but its exceptions), and in 4
-    bits the experts of every mixture, each matrix by itself, unless ``llm_int8_skip_modules`` names them. If the
-    checkpoint holds them quantized (``stored``), experts are as transformers stores them, in 16 bits. Raise
-    :class:`ConfigError` if a weight of an embedding or the head, or a tied one, would be quantized.
+    These are the weights that transformers quantizes: every ``nn.Linear`` and ``Conv1D`` except
+    ``llm_int8_skip_modules``. In 4 bits, the experts of every MoE layer are quantized too, each matrix by itself,
+    unless ``llm_int8_skip_modules`` names them.
+
+    Args:
+        stored: whether the checkpoint's weights are quantized. Experts then stay in 16 bits, as transformers stores
+            them.
+
+    Raises:
+        ConfigError: a weight of the embedding or the head, or a tied weight, would be quantized.
     """
     if config is None:
         return planned
@@ -164,9 +178,9 @@ def plan_quantized(
     _refuse_shared(planned, weights, config)
     if config.load_in_8bit and transposed and planned.layout.dp_shard > 1:
         raise ConfigError(
-            f"load_in_8bit=True cannot be used with {planned.layout.describe()} in {class_name(model)}, whose "
-            "Conv1D weights are sharded over data ranks across the rows that have a scale each: use load_in_4bit=True, "
-            "or dp_shard_size=1"
+            f"load_in_8bit=True cannot be used with {planned.layout.describe()} in {class_name(model)}: data ranks "
+            "would split the rows of Conv1D weights, but 8-bit weights have one scale per row: use "
+            "load_in_4bit=True, or dp_shard_size=1"
         )
     if config.load_in_4bit and not stored:
         weights += _weights_of_experts(planned, model, chosen)
@@ -183,7 +197,7 @@ def plan_quantized(
 
 
 def is_quantized(module: nn.Module, name: str = "weight") -> bool:
-    """Return whether a direct parameter of ``module`` is held in 4 or 8 bits."""
+    """Return whether the parameter ``name`` of ``module`` itself is held in 4 or 8 bits."""
     stock = bitsandbytes.is_stock_parameter(own_parameters(module).get(name))
     return (
         stock
@@ -193,11 +207,14 @@ def is_quantized(module: nn.Module, name: str = "weight") -> bool:
 
 
 def dequantized(module: nn.Module, name: str = "weight") -> Tensor:
-    """Return a local module's quantized weight in the dtype it came from; raise :class:`ConfigError` if it is not one.
+    """Return the quantized weight ``name`` of a module on this rank, dequantized to its dtype before quantization.
 
-    If data ranks shard it, all of them call this, and each gets the tensor gathered over the data axes: this rank's
-    shard over the tensor, expert and pipeline axes. It is ``[out, in]`` for a projection (also a ``Conv1D``, which is
-    stored transposed), and ``[experts, ...]`` for experts, as their module holds it.
+    If data ranks shard the weight, all of them must call this function. Each gets the weight gathered over the data
+    axes, which is still this rank's shard over the tensor, expert and pipeline axes. The shape is ``[out, in]`` for a
+    projection (also for a ``Conv1D``, which is stored transposed), and ``[experts, ...]`` for experts.
+
+    Raises:
+        ConfigError: the weight is not quantized.
     """
     parameter: Any = own_parameters(module).get(name)
     encoding = encodings_of(module).get(name)
@@ -206,7 +223,8 @@ def dequantized(module: nn.Module, name: str = "weight") -> Tensor:
         return whole if name != "weight" else whole[0]
     if not is_quantized(module, name):
         raise ConfigError(
-            f"{type(module).__name__}.{name} is not quantized: it is {type(parameter).__name__}"
+            f"{type(module).__name__}.{name} is not quantized: it is {type(parameter).__name__}, which needs no "
+            "dequantization: use it directly"
         )
     with torch.no_grad():
         if type(module).__name__ == ROWS:
@@ -220,7 +238,9 @@ def dequantized(module: nn.Module, name: str = "weight") -> Tensor:
 
 
 def beside_quantized(model: nn.Module) -> Iterator[Any]:
-    """Yield what is needed beside ``model``'s quantized weights to read them; ``None`` for missing tensors."""
+    """Yield the tensors that are needed to dequantize ``model``'s weights, like scales; ``None`` for missing
+    tensors.
+    """
     for module in model.modules():
         if type(module).__name__ == ROWS:
             yield own_parameters(module)["scales"]
@@ -228,7 +248,9 @@ def beside_quantized(model: nn.Module) -> Iterator[Any]:
 
 
 class StoredLinear(nn.Linear):
-    """Compute an ``nn.Linear`` of stored bytes: ``weight``, ``uint8 [data ranks, bytes]``, is decoded in each pass."""
+    """Compute an ``nn.Linear`` whose ``weight`` is bytes as stored, ``uint8 [data ranks, bytes]``. The bytes are
+    decoded in each forward and backward pass.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         """Project ``x [..., in]`` to ``[..., out]``."""
@@ -245,7 +267,9 @@ class StoredLinear(nn.Linear):
 
 
 def hold_quantized(model: nn.Module, name: str, encoding: Encoding) -> None:
-    """Let the module of the parameter ``name`` compute with stored bytes; the parameter is on the meta device."""
+    """Make the module of parameter ``name`` compute with stored bytes, in the given ``encoding``; the parameter becomes
+    a tensor on the meta device.
+    """
     module, attribute = owner_of(model, name)
     if isinstance(module, nn.Linear):
         module.__class__ = StoredLinear

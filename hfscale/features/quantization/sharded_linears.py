@@ -1,6 +1,7 @@
-"""Projections of bitsandbytes whose quantized weights, and scales, are plain parameters, so that FSDP2 can shard them.
+"""Define variants of bitsandbytes' linear modules whose quantized weights and scales FSDP2 can shard as plain
+parameters.
 
-Imported on use: they derive from classes of bitsandbytes.
+Import this module only when it is needed: its classes derive from classes of bitsandbytes.
 """
 
 from typing import Any
@@ -24,8 +25,8 @@ bnb: Any = bitsandbytes  # its annotations are incomplete
 
 
 class ShardedLinear4bit(bnb.nn.Linear4bit):
-    """Compute a bitsandbytes ``Linear4bit``, with its attributes and arithmetic, over sharded bytes (QLoRA, Dettmers et
-    al. 2023): ``weight`` is ``uint8 [data ranks, bytes]``, see :mod:`...distributed.ops.four_bit`.
+    """Compute like bitsandbytes' ``Linear4bit`` (QLoRA, Dettmers et al. 2023), with the same attributes, but with a
+    weight of sharded bytes: ``weight`` is ``uint8 [data ranks, bytes]``, see :mod:`...distributed.ops.four_bit`.
     """
 
     compute_type_is_set: bool
@@ -54,15 +55,16 @@ class ShardedLinear4bit(bnb.nn.Linear4bit):
 
 
 def shard_4bit(module: Any, encoding: FourBitEncoding) -> None:
-    """Turn a stock ``Linear4bit`` into a :class:`ShardedLinear4bit` with parameters on the meta device."""
+    """Convert a stock ``Linear4bit`` in place into a :class:`ShardedLinear4bit` with parameters on the meta device."""
     module.__class__ = ShardedLinear4bit
     module.quant_state = None
     register_quantized(module, "weight", encoding)
 
 
 class ShardedLinear8bitLt(bnb.nn.Linear8bitLt):
-    """Compute a bitsandbytes ``Linear8bitLt`` over sharded rows (LLM.int8(), Dettmers et al. 2022): data ranks shard
-    the rows of ``weight``, ``int8 [out, in]``, and ``scales``, ``uint8 [out, 4]``, the bytes of one float32 per row.
+    """Compute like bitsandbytes' ``Linear8bitLt`` (LLM.int8(), Dettmers et al. 2022) with sharded rows. Data ranks
+    shard the rows of ``weight``, ``int8 [out, in]``, and of ``scales``, ``uint8 [out, 4]``: the bytes of one float32
+    per row.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -84,18 +86,22 @@ def _rows(weight: Tensor) -> Tensor:
 
 
 def float_scales(scales: Tensor) -> Tensor:
-    """Return one float32 per row from its bytes ``[rows, 4]``."""
+    """Return the float32 scales ``[rows]`` from their bytes ``[rows, 4]``."""
     return as_bytes(scales).contiguous().view(torch.float32).view(-1)
 
 
 def shard_8bit(module: Any) -> None:
-    """Turn a stock ``Linear8bitLt`` into a :class:`ShardedLinear8bitLt` with parameters on the meta device."""
+    """Convert a stock ``Linear8bitLt`` in place into a :class:`ShardedLinear8bitLt` with parameters on the meta
+    device.
+    """
     module.__class__ = ShardedLinear8bitLt
     empty_parameters(module)
 
 
 def empty_parameters(module: Any) -> None:
-    """Give a :class:`ShardedLinear8bitLt` parameters on the meta device, of the sizes before data sharding."""
+    """Set parameters of a :class:`ShardedLinear8bitLt` to meta tensors, with the sizes before sharding by data
+    ranks.
+    """
     weight = torch.empty(
         (module.out_features, module.in_features),
         dtype=torch.int8,

@@ -1,1 +1,1 @@
-"""Plan what a model has beside its text: towers of pictures and sounds."""
+"""Plan the towers of multimodal models: modules that encode pictures or sounds."""

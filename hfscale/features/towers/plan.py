@@ -1,4 +1,4 @@
-"""Plan the modules that a pass over tokens alone does not use: towers of pictures and sounds, and their projectors."""
+"""Plan the modules that a forward pass of text alone does not use: towers of pictures and sounds, and projectors."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,16 +12,17 @@ from ...plan.drafting.text_model import find_text_model, other_inputs
 from ...plan.feature_plans import TowersPlan
 
 _ADDED_BEHIND_LAYERS = {"visual_pos_masks", "deepstack_visual_embeds"}
-"""Inputs by which a model of text adds features of pictures behind its first layers (Meng et al. 2024, DeepStack)."""
+"""Inputs of a text model that adds features of pictures after its first layers (Meng et al. 2024, DeepStack)."""
 
-_FEATURES = "deepstack_visual_indexes"  # the config field that lists a tower's layers whose features these are
+# The config field that lists the tower's layers whose outputs are added
+_FEATURES = "deepstack_visual_indexes"
 
 _MEDIA = ("pixel_values", "flattened_patches", "input_features", "input_values")
-"""Inputs that are pictures or sounds, as the host names them."""
+"""transformers' names of inputs that are pictures or sounds."""
 
 
 def plan_towers(draft: Draft) -> None:
-    """Find the modules and parameters that text without images does not use."""
+    """Find the modules and parameters that a forward pass of text alone does not use, and plan them as towers."""
     text = find_text_model(draft.model)
     items = _beside_tokens(draft) if text is None else _around_text(draft, text)
     sizes = {
@@ -36,9 +37,11 @@ def plan_towers(draft: Draft) -> None:
 
 
 def _around_text(draft: Draft, text: str) -> list[str]:
-    """Return what is around a text model, but the head, and the layers in it that a pass over tokens alone skips."""
+    """Return the modules and parameters outside the text model, except the head, and the layers of the text model that
+    a forward pass of text alone skips.
+    """
     layers: list[str] = []
-    # Those that a pass over tokens alone skips: they read only a tower's output.
+    # Layers that read only a tower's output are skipped if there is no picture or sound.
     if draft.layout.data_world > 1:
         facts = ask(
             "reach",
@@ -58,17 +61,21 @@ def _around_text(draft: Draft, text: str) -> list[str]:
 
 
 def _first_layers(fields: Mapping[str, Any]) -> int:
-    """Return the number of first layers after which images are added: one per tower feature."""
+    """Return the number of first layers after which features of pictures are added: one per listed layer of the
+    tower.
+    """
     inside = (_first_layers(value) for value in fields.values() if isinstance(value, dict))
     return max([len(fields.get(_FEATURES) or ()), *inside])
 
 
 def _beside_tokens(draft: Draft) -> list[str]:
-    """Return what passes over tokens do not use, in an encoder-decoder or a model that is its own text model."""
+    """Return the modules and parameters that a forward pass of text alone does not use, in an encoder-decoder or a
+    model that has no separate text model.
+    """
     media = any(takes_argument(draft.model, name) for name in _MEDIA)
     if draft.layout.data_world == 1 or not media or not takes_argument(draft.model, "input_ids"):
         return []
-    # A clone has the same modules, but for its layers.
+    # A clone has the same modules, except for the number of layers.
     known = {
         *draft.modules,
         *(name for name, _ in draft.named()),

@@ -1,3 +1,3 @@
-"""Plan and install context parallelism: ranks hold parts of the same sequences; only attention reads the others'."""
+"""Plan and install context parallelism: a rank computes some tokens of every sequence; attention reads all tokens."""
 
 from .part import ContextParallel

@@ -1,8 +1,9 @@
-"""Replace the attention of a stock model by attention over cut sequences.
+"""Replace the attention of a stock model by attention over sharded sequences.
 
-Inside :meth:`AttentionOverride.passing` the model computes its own tokens only. The mask that it makes is a
-:class:`MaskBlocks`, an argument of every later layer, so that recomputed layers and several passes in flight need no
-other state; attention with such a mask is computed here. Outside, and with any other mask, transformers computes it.
+Inside :meth:`AttentionOverride.passing` the model computes this rank's tokens only. transformers' mask function then
+returns a :class:`MaskBlocks`, which every later layer receives as an argument. Recomputed layers and several forward
+passes in flight therefore need no other state. Attention with a ``MaskBlocks`` is computed here; attention with any
+other mask, or outside ``passing``, is computed by transformers.
 """
 
 from collections.abc import Callable, Iterator
@@ -56,17 +57,19 @@ _SAID |= {
     "max_length_q",
 }
 _SAID |= {"max_length_k"}
-"""Arguments of an attention call that say nothing that its mask does not."""
+"""Arguments of an attention call that add no information to the mask, and are ignored."""
 
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """Hold the scaling of one attention call."""
+    """Hold the arguments of one attention call other than the tensors q, k, v and the mask."""
 
     scale: float
-    softcap: float | None  # bound of the scores after tanh; ``None``: no softcap
+    # scores become ``softcap * tanh(scores / softcap)``; ``None``: no softcap
+    softcap: float | None
     dropout: float
-    sinks: Tensor | None  # ``[h]`` logits of a key without value; ``None``: no sinks
+    # ``[h]``: per head, the logit of a key that has no value; ``None``: no sinks
+    sinks: Tensor | None
 
 
 Attend = Callable[[nn.Module, Tensor, Tensor, Tensor, MaskBlocks, AttentionCall], Tensor]
@@ -83,7 +86,7 @@ _passage: ContextVar[_Passage | None] = ContextVar("a pass over parts of sequenc
 
 
 class AttentionOverride:
-    """Replace the attention of one model."""
+    """Replace the attention of one model: the attention implementation in its ``configs`` becomes hfscale's."""
 
     def __init__(self, configs: list[Any]) -> None:
         self._configs = [(config, implementation_of(config)) for config in configs]
@@ -91,7 +94,7 @@ class AttentionOverride:
             set_implementation(config, answer(_PREFIX, host, _attention, _mask))
 
     def leave_out(self, module: nn.Module) -> None:
-        """Let a module attend by transformers' own functions, in a pass too: its config is a copy that names them."""
+        """Let transformers compute a module's attention, also inside ``passing``, by a copy of the module's config."""
         hosts = {id(config): host for config, host in self._configs}
         for inner in module.modules():
             if (host := hosts.get(id(getattr(inner, "config", None)))) is not None:
@@ -105,7 +108,7 @@ class AttentionOverride:
 
     @contextmanager
     def passing(self, batch: CutBatch, attend: Attend) -> Iterator[None]:
-        """Run attention over this rank's part of ``batch`` inside the with block."""
+        """Compute attention for this rank's tokens of ``batch``, by calling ``attend``, inside the with block."""
         token = _passage.set(_Passage(batch, attend))
         try:
             with masks_made_here(MaskBlocks):
@@ -115,26 +118,26 @@ class AttentionOverride:
 
 
 def current_batch() -> CutBatch | None:
-    """Return the full sequences that the current pass computes a part of; ``None`` outside of one."""
+    """Return the full sequences of the current forward pass; ``None`` outside :meth:`AttentionOverride.passing`."""
     passage = _passage.get()
     return None if passage is None else passage.batch
 
 
 def attending() -> Attend | None:
-    """Return what computes the attention of the current pass; ``None`` outside of one."""
+    """Return the attention function of the current forward pass; ``None`` outside :meth:`AttentionOverride.passing`."""
     passage = _passage.get()
     return None if passage is None else passage.attend
 
 
 def learn(batch: CutBatch) -> None:
-    """Replace the batch of the current pass by one with more information."""
+    """Replace the batch of the current forward pass, for example by one whose positions are known."""
     passage = _passage.get()
     assert passage is not None
     passage.batch = batch
 
 
 def attention_configs(model: Any) -> list[Any]:
-    """Return the config objects that the attention modules of a text model read."""
+    """Return the config objects from which the attention modules of ``model`` read their implementation."""
     text = model.config.get_text_config()
     configs = {id(text): text}
     for module in model.modules():
@@ -154,10 +157,11 @@ def _mask(
     if passage is None:
         return host(*args, **kwargs)
     function = kwargs["mask_function"]
-    if kwargs.get("use_vmap"):  # which the host does not know to take more than one place at a time
+    # transformers would call the function with one pair of positions at a time
+    if kwargs.get("use_vmap"):
         function = place_by_place(function)
     total = passage.batch.split.total
-    # By the function.
+    # The mask function replaces these arguments: padding is part of it.
     said = {
         "attention_mask": None,
         "use_vmap": False,
@@ -188,14 +192,15 @@ def _attention(
     if not isinstance(mask, MaskBlocks):
         if _passage.get() is not None:
             raise ConfigError(
-                f"{class_name(module)} attends with a mask of its own ({type(mask).__name__}): use {UNCUT_SEQUENCES}"
+                f"{class_name(module)} attends with a mask of its own ({type(mask).__name__}), which cannot be sharded "
+                f"along the sequence: use {UNCUT_SEQUENCES}"
             )
         return host(module, query, key, value, mask, **kwargs)
     own = mask.batch.split.length(mask.batch.rank)
     if not query.shape[2] == key.shape[2] == own:
         raise ConfigError(
-            f"{class_name(module)} has {query.shape[2]} queries and {key.shape[2]} keys of {own} tokens: use "
-            f"{UNCUT_SEQUENCES}"
+            f"{class_name(module)} must have one query and one key per token of this rank ({own} tokens), got "
+            f"{query.shape[2]} queries and {key.shape[2]} keys: use {UNCUT_SEQUENCES}"
         )
     given = {name: value for name, value in kwargs.items() if value is not None}
     scale, softcap = (
@@ -206,8 +211,8 @@ def _attention(
     dropout = float(given.pop("dropout", 0.0))
     if unknown := [name for name in given if name not in _SAID]:
         raise ConfigError(
-            f"{class_name(module)} passes unknown arguments to attention: {', '.join(unknown)}: "
-            f"use {UNCUT_SEQUENCES}"
+            f"{class_name(module)} passes unknown arguments to attention ({', '.join(unknown)}), so attention over "
+            f"sharded sequences could differ: use {UNCUT_SEQUENCES}"
         )
     call = AttentionCall(
         scale=query.shape[-1] ** -0.5 if scale is None else scale,

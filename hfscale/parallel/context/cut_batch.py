@@ -1,8 +1,8 @@
-"""Cut a batch of full sequences into the tokens of one context rank, and its attention mask into blocks.
+"""Select the tokens of one context rank from a batch of full sequences, and evaluate the attention mask in blocks.
 
-Labels are shifted before the cut, since the label of a rank's last token may be on another rank. A multimodal model
-gets all ids and pictures, computes the embeddings of all tokens, and is cut at the input of its text model
-(:mod:`.inner_hooks`).
+Labels are shifted before the batch is sharded, since the label of a rank's last token may be on another rank. A
+multimodal model receives all ids and pictures and computes the embeddings of all tokens; the sequences are sharded at
+the input of its text model (:mod:`.inner_hooks`).
 """
 
 from bisect import bisect_right
@@ -27,7 +27,8 @@ from ...plan.batch_fields import BatchField
 from ...plan.feature_plans import ROUTES
 from ...plan.sequence_split import Interval, Split, tokens_of
 
-# Along which dim the tokens of a whole sequence lie; by name, since other inputs may have as many entries by chance.
+# The dim of each argument that indexes tokens. It is looked up by the argument's name and not by size, since a dim of
+# another input may have as many entries as the sequence has tokens by chance.
 _TOKENS_ALONG = {
     **dict.fromkeys(
         ("input_ids", "inputs_embeds", "attention_mask", "token_type_ids", "mm_token_type_ids"), 1
@@ -36,9 +37,9 @@ _TOKENS_ALONG = {
     "position_ids": -1,
 }
 _AT_MARKED = {"deepstack_visual_embeds": "visual_pos_masks"}
-"""Lists of tensors with a row for each token that a mask of whole sequences marks."""
+"""Name of a list of tensors -> name of the mask ``[b, s]``: the tensors have one row per token that the mask marks."""
 CUT_INSIDE = ("visual_pos_masks", "per_layer_inputs", *_AT_MARKED)
-"""Of what models of text are given besides embeddings where there are pictures, what can be cut."""
+"""Inputs of multimodal models' text models, in addition to the embeddings, that can be sharded by token."""
 _CUT_FIRST = ("labels", "shift_labels", ROUTES)
 _NO_TOKENS = (
     "use_cache",
@@ -47,35 +48,35 @@ _NO_TOKENS = (
     "num_items_in_batch",
     "output_attentions",
 )
-# how queries of one interval read another's keys
+# How the queries of one interval of tokens read the keys of another interval: the kinds of a block of the mask.
 SKIPPED = "skipped"
 FULL = "full"
 CAUSAL = "causal"
 MASKED = "masked"
-_ROWS = 1024  # of a block of a mask, looked at at once
+_ROWS = 1024  # rows of a block of the mask that are evaluated at once
 
 
 @dataclass(frozen=True)
 class CutBatch:
-    """Describe the full sequences of which one context rank computes a part."""
+    """Describe a batch of full sequences, and which of their tokens one context rank computes."""
 
     split: Split
     rank: int
-    # ``[b, s]`` of the whole sequences, False where a token is padding; ``None``: none is
+    # ``[b, s]`` of the full sequences, False where a token is padding; ``None``: no token is padding
     padding: Tensor | None = None
-    # ``[..., s]`` of the whole sequences, where the batch gives them: ``[1 or b, s]``, or with three or four rows in
-    # front for time, height and width, and the text before them
+    # The batch's positions of the full sequences: ``[1 or b, s]``, or ``[3, b, s]`` (time, height, width), or
+    # ``[4, b, s]`` (text, time, height, width); ``None``: the batch has no positions
     position_ids: Tensor | None = None
-    # ``[b, s]``: which example of a packed row each token is in; ``None`` where rows hold one each
+    # ``[b, s]``: which example of a packed row each token is in; ``None``: every row is one example
     documents: Tensor | None = None
-    # where those begin, for each row, or once for rows that are alike
+    # the positions at which the documents begin, for each row, or once if all rows are alike
     starts: tuple[tuple[int, ...], ...] | None = None
-    # what features add to the arguments of a pass, by name
+    # the arguments that features add to a forward pass, by name
     added: Mapping[str, BatchField] = field(default_factory=dict)
 
     @property
     def cut_first(self) -> tuple[str, ...]:
-        """The arguments that are cut before the model, also where the others are cut at its text model's input."""
+        """The arguments that are sharded before the model even if its text model's inputs are sharded inside."""
         return (*_CUT_FIRST, *self.added)
 
     def places(self, device: torch.device | None = None) -> Tensor:
@@ -92,7 +93,7 @@ class CutBatch:
         return replace(self, **moved) if moved else self
 
     def whole_positions(self, device: torch.device) -> Tensor:
-        """Return the positions of all tokens, ``[..., s]``, counted as transformers does where none are given."""
+        """Return the positions of all tokens, ``[..., s]``: the batch's, or 0, 1, 2, ... if the batch has none."""
         if self.position_ids is not None:
             return self.position_ids
         return torch.arange(self.split.total, device=device)[None]
@@ -108,26 +109,34 @@ def cut_batch(
     whole_mask: bool = False,
     added: Mapping[str, BatchField] | None = None,
 ) -> tuple[CutBatch, dict[str, Any]]:
-    """Return what context rank ``rank`` of ``size`` should know of the whole batch, and the arguments of its own
-    tokens, with ``labels`` shifted by ``shift`` (1 for causal language models). ``counted``: the positions that the
-    model counts where the batch has none. ``inside``: only what the text model is not given is cut here, and the rest
-    where the text begins. ``whole_mask``: the model is given the ``attention_mask`` of all tokens, of which it makes
-    biases (ALiBi, Press et al. 2022) for attention that runs on full sequences. ``added``: what features add to it.
+    """Return the description of the full batch for context rank ``rank`` of ``size``, and the batch of its tokens.
+
+    Args:
+        shift: by how many tokens ``labels`` are shifted (1 for causal language models).
+        counted: the positions that the model counts by itself; used if the batch has no ``position_ids``.
+        inside: shard only the arguments that the text model does not receive; the text model's inputs are sharded
+            at its first module (:func:`.inner_hooks.cut_inside`).
+        whole_mask: give the model the ``attention_mask`` of all tokens. The model makes biases of it (ALiBi, Press et
+            al. 2022) for attention that runs on full sequences.
+        added: the arguments that features add to the batch, by name.
+
+    Raises:
+        ConfigError: a sequence has fewer tokens than there are ranks, or an argument cannot be sharded.
     """
     samples, total = tokens_of(batch)
     if total < size:
         raise ConfigError(
-            f"sequences of {total} tokens are cut over cp_size={size} ranks, and some would have none: use longer "
-            "sequences, or a smaller cp_size"
+            f"sequences of {total} tokens are cut over cp_size={size} ranks, so some ranks would have no tokens: use "
+            "longer sequences, or a smaller cp_size"
         )
     split = Split(total, size)
     padding = _padding(batch.get("attention_mask"))
     positions = batch.get("position_ids")
     of_text = None if positions is None else text_positions(positions)
-    documents = starts = None  # every row is one
+    documents = starts = None  # every row is one document
     if of_text is not None:
         documents = documents_of(of_text.expand(samples, -1), batch.get("attention_mask"))
-        # The host waits here, once, for a batch that is on the device.
+        # If the batch is on the device, the host waits for it here, once.
         starts = starts_of(documents)
         if not any(starts):
             documents = starts = None
@@ -155,7 +164,7 @@ def cut_batch(
 
 
 def cut_inputs(batch: CutBatch, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Cut keyword arguments for full sequences to this rank's tokens; arguments without a token dim stay."""
+    """Select this rank's tokens from keyword arguments of full sequences; arguments without a token dim stay."""
     marks = {name: given[mask] for name, mask in _AT_MARKED.items() if given.get(name) is not None}
     return {
         name: _marked(value, marks[name], batch) if name in marks else _part(name, value, batch)
@@ -168,14 +177,14 @@ def _padding(mask: Any) -> Tensor | None:
         return None
     if mask.ndim != 2:
         raise ConfigError(
-            f"an attention_mask of {mask.ndim} dims cannot be cut along the sequence: pass one of [samples, tokens], "
-            "or position_ids that begin anew with every packed example"
+            f"an attention_mask of {mask.ndim} dims cannot be cut along the sequence: pass an attention_mask of shape "
+            "[samples, tokens], or position_ids that begin anew with every packed example"
         )
     return None if bool(mask.all()) else mask.bool()
 
 
 def _marked(rows: list[Tensor], marks: Tensor, batch: CutBatch) -> list[Tensor]:
-    """Return the rows of this rank's tokens from tensors ``[marked tokens, ...]``, given the mask ``marks [b, s]``."""
+    """Select this rank's tokens from tensors that have a row for each token that is true in ``marks [b, s]``."""
     own = torch.zeros_like(marks)
     own[:, batch.places(marks.device)] = True
     kept = own[marks.bool()].bool()
@@ -189,36 +198,37 @@ def _part(name: str, value: Any, batch: CutBatch) -> Any:
     total = batch.split.total
     if dim is None or value.shape[dim] != total:
         raise ConfigError(
-            f"{name} of shape {tuple(value.shape)} cannot be cut along sequences of {total} tokens: leave it out, or "
-            "use cp_size=1"
+            f"{name} of shape {tuple(value.shape)} cannot be cut along sequences of {total} tokens: leave {name} out, "
+            "or use cp_size=1"
         )
     return value.index_select(dim, batch.places(value.device))
 
 
 @dataclass
 class MaskBlocks:
-    """Hold the mask of one forward pass: the function of four indices by which a stock model describes it, evaluated
-    where a kernel needs a block. Between two intervals of tokens it is skipped, full, causal or something else.
+    """Hold the attention mask of one forward pass as transformers' mask function, evaluated only for the blocks that
+    kernels need. A block (queries of one interval, keys of another) is skipped, full, causal, or masked otherwise.
     """
 
     batch: CutBatch
-    # transformers' mask function of full-sequence positions: (sample, head, query, key) -> whether it attends
+    # transformers' mask function of full-sequence positions: (sample, head, query, key) -> whether query attends to key
     function: Callable[..., Tensor]
     samples: int
     device: torch.device
     # Computes the attention of calls with this mask: ``(module, q, k, v, mask, call)``.
     attend: Callable[..., Any]
-    # makes transformers' own mask of all tokens, from the function, for attention in a family's own code
+    # makes transformers' dense mask of all tokens from the mask function, for attention in a family's own code
     host: Callable[[Callable[..., Tensor]], Any]
-    # ``[b, s]``: queries without any key, which read all keys alike; ``None`` where such queries read nothing
+    # ``[b, s]``: True for queries that may read no key, and therefore read all keys with equal weight; ``None``: such
+    # queries read nothing
     idle: Tensor | None = None
-    # where documents begin, if queries read what is before them in their document and nothing else is hidden
+    # where documents begin, if the mask is exactly causal within each document; otherwise ``None``
     starts: tuple[tuple[int, ...], ...] | None = None
     _kinds: dict[tuple[Interval, Interval], str] = field(default_factory=dict)
     _others: dict[int, "MaskBlocks"] = field(default_factory=dict)
 
     def of_examples(self) -> "MaskBlocks":
-        """Return this mask without padding, and separate for each document."""
+        """Return this mask with padding hidden, and with documents of packed rows hidden from each other."""
         function = self.function
         batch = self.batch
         starts = (
@@ -226,7 +236,7 @@ class MaskBlocks:
         )
         if batch.documents is not None:
             positions = text_positions(batch.whole_positions(self.device))
-            assert positions is not None  # in which the documents were found
+            assert positions is not None  # the documents were derived from the positions
             function = keep_documents_apart(
                 function, positions.expand(self.samples, -1), batch.documents
             )
@@ -236,7 +246,7 @@ class MaskBlocks:
 
     @cached_property
     def members(self) -> tuple[list[Tensor], Tensor]:
-        """The indices of each rank's tokens among those that are together here, and the order that undoes them."""
+        """For each rank of this group, its tokens' indices in the group's tokens; and the inverse permutation."""
         places = self.batch.split.members(self.batch.rank, self.device)
         return places, torch.cat(places).argsort()
 
@@ -246,13 +256,13 @@ class MaskBlocks:
         return self.host(self.function)
 
     def to(self, dtype: torch.dtype) -> "MaskBlocks":
-        """Return this mask with another ``dtype`` of its tensor."""
+        """Return this mask with :attr:`dense` converted to ``dtype``."""
         return replace(
             self, host=lambda f: None if (made := self.host(f)) is None else made.to(dtype)
         )
 
     def filled(self) -> "MaskBlocks":
-        """Return this mask with ``idle`` set: queries without any key (left padding) then read all keys alike."""
+        """Return this mask with ``idle`` set: queries without any key (left padding) read all keys equally."""
         total = self.batch.split.total
         chunks = [
             (
@@ -269,11 +279,11 @@ class MaskBlocks:
 
     @cached_property
     def without_idle(self) -> "MaskBlocks":
-        """This mask with idle queries reading nothing."""
+        """This mask without ``idle``: queries that may read no key read nothing."""
         return self if self.idle is None else replace(self, idle=None, _kinds={}, _others={})
 
     def of_groups(self, size: int) -> "MaskBlocks":
-        """Return this mask for groups of ``size`` ranks, each group holding its tokens together."""
+        """Return this mask for groups of ``size`` ranks, in which every rank has all tokens of its group."""
         if size not in self._others:
             split = Split(self.batch.split.total, self.batch.split.size // size, size)
             batch = replace(self.batch, split=split, rank=self.batch.rank // size)
@@ -301,14 +311,14 @@ class MaskBlocks:
         return self._kinds[rows, columns]
 
     def _find_mask_kinds(self, pairs: Sequence[tuple[Interval, Interval]]) -> None:
-        """Find the kinds of all pairs that a pass asks for, with one look of the host at the device."""
+        """Compute the kinds of all pairs of intervals of a forward pass, with a single device synchronization."""
         flags = dict[tuple[Interval, Interval], Tensor]()
         for rows, columns in (
             (rows, columns) for rows, columns in pairs if columns[0] < columns[1]
         ):
             for start in range(*rows, _ROWS):
                 block = self.block((start, min(start + _ROWS, rows[1])), columns)
-                # a window or a document that is no shorter than the interval hides nothing else
+                # Windows and documents at least as long as the interval leave the block exactly causal.
                 below = torch.ones_like(block[0, 0]).tril(start - columns[0])
                 here = torch.stack(
                     [
@@ -327,7 +337,7 @@ class MaskBlocks:
             )
 
     def of_own(self, own: slice) -> Tensor:
-        """Return ``[b, 1, rows, s]``, True where some of this rank's queries attend to a key, idle ones to none."""
+        """Return ``[b, 1, rows, s]``: True where this rank's queries ``own`` attend to a key; idle queries: False."""
         return self._attends(
             self.batch.places(self.device)[own],
             torch.arange(self.batch.split.total, device=self.device),
@@ -360,7 +370,7 @@ class MaskBlocks:
 
 
 def _causal_kind(rows: Interval, columns: Interval, starts: Sequence[Sequence[int]]) -> str:
-    """Return the kind of a causal mask that keeps documents apart, which begin at ``starts``: arithmetic."""
+    """Return the kind of a block of a mask that is causal within documents that begin at ``starts``, by arithmetic."""
     if rows != columns and columns[0] < rows[1] and rows[0] < columns[1]:
         return MASKED
     if rows[0] < columns[0]:

@@ -1,12 +1,13 @@
-"""Attention of a rank's queries to the keys of all ranks, block by block (Liu et al. 2023; Dao et al. 2022).
+"""Compute attention of a rank's queries to all ranks' keys, block by block (Liu et al. 2023; Dao et al. 2022).
 
 ::
 
-    own q [b, h, s/n, d] --per block of keys--> output, log-sum-exp --merged by their log-sum-exps--> output of all
-    blocks of k, v come from a source: gathered, passed around a ring, or this rank's own
+    own q [b, h, s/n, d] --per block of keys--> output, log-sum-exp --merged by log-sum-exps--> output over all keys
+    blocks of k, v come from a source: all-gathered, passed around a ring, or this rank's own
 
-Kept for the backward pass are this rank's q, k, v, output and log-sum-exp; blocks come once more from the source, and
-their gradients go back through it. What is hidden is decided per pair of intervals: under a causal mask no mask exists.
+Saved for the backward pass are this rank's q, k, v, output and log-sum-exp. In the backward pass the source provides
+the blocks of k and v once more, and returns their gradients to the ranks that computed them. The mask is evaluated per
+pair of intervals of tokens; for a causal mask no mask tensor is ever allocated.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,40 +26,42 @@ from .cut_batch import CAUSAL, MASKED, SKIPPED, CutBatch, MaskBlocks
 from .kernels import Kernel, ScoreBlock, finite, joined
 
 Backward = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""``(rank, k, v)`` -> the gradients of a rank's keys and values by this rank's queries; sums in 32 bits at least."""
+"""``(rank, k, v)`` -> this rank's terms of the gradients of rank ``rank``'s k and v, summed in 32 bits at least."""
 
 
 class Source(Protocol):
-    """Provide blocks of keys and values, by the rank that computed them."""
+    """Provide the keys and values of all context ranks, one block per rank."""
 
     def blocks(
         self,
         k: Tensor,
         v: Tensor,
     ) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yield ``(rank, k, v)`` of every rank, each ``[b, h, tokens, d]``, given this rank's own; collective."""
+        """Yield ``(rank, k, v)`` of every rank, ``[b, h, tokens, d]``, given this rank's k and v; collective."""
 
     def gradients(self, k: Tensor, v: Tensor, backward: Backward) -> tuple[Tensor, Tensor]:
-        """Return the gradients of this rank's k and v, summed over the ranks that read them; collective."""
+        """Return the gradients of this rank's k and v, summed over all ranks' queries; collective."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """Describe one attention call for all its blocks."""
+    """Hold the mask, kernel and source of one attention call."""
 
     mask: MaskBlocks
     kernel: Kernel
     source: Source
-    seed: int = 0  # seed of dropout; that of each pair of intervals is derived from it
+    seed: int = 0  # seed of dropout, from which the seed of each pair of intervals is derived
 
     def pieces(self, x: Tensor, rank: int | None = None) -> Sequence[Tensor]:
-        """Split the tokens of a rank, by default this one, ``[b, h, tokens, ...]`` into their intervals."""
+        """Split ``x [b, h, tokens, ...]``, the tokens of ``rank`` (default: this rank), into the rank's intervals."""
         batch = self.mask.batch
         intervals = batch.split.pieces(batch.rank if rank is None else rank)
         return x.split([stop - start for start, stop in intervals], 2)
 
     def pairs(self, rank: int) -> Iterator[tuple[int, Interval, int, Interval]]:
-        """Yield index and interval of (own, other) pieces in which some query reads some key."""
+        """Yield ``(i, rows, j, columns)``, index and interval of this rank's queries and of ``rank``'s keys, for every
+        pair of intervals in which a query reads a key.
+        """
         batch = self.mask.batch
         for i, rows in enumerate(batch.split.pieces(batch.rank)):
             for j, columns in enumerate(batch.split.pieces(rank)):
@@ -66,7 +69,7 @@ class Reading:
                     yield i, rows, j, columns
 
     def block(self, rows: Interval, columns: Interval, dtype: torch.dtype) -> ScoreBlock:
-        """Return mask, bias and dropout seed for one pair of query and key intervals."""
+        """Return how the queries of interval ``rows`` read the keys of ``columns``: mask, bias and dropout seed."""
         kind = self.mask.kind(rows, columns)
         idle = None if self.mask.idle is None else self.mask.idle[:, None, slice(*rows)]
         seed = (self.seed * 1_000_003 + rows[0]) * 1_000_003 + columns[0]
@@ -81,8 +84,8 @@ def attend(
     sinks: Tensor | None,
     reading: Reading,
 ) -> Tensor:
-    """Return the attention output ``[b, h, s, d]`` of this rank's queries, given its own keys and values. ``sinks [h]``
-    are logits of a key that every query reads and that has no value (Xiao et al. 2024).
+    """Return the attention output ``[b, h, s, d]`` of this rank's queries over all ranks' keys, given this rank's keys
+    and values. ``sinks [h]`` are the logits of a key that every query reads and that has no value (Xiao et al. 2024).
     """
     out: Tensor = _Attention.apply(q, k, v, sinks, reading)
     return out
@@ -103,7 +106,7 @@ class _Attention(torch.autograd.Function):
                 block = reading.block(rows, columns, q.dtype)
                 part = reading.kernel.forward(queries[i], keys[j], values[j], block)
                 merged[i] = _merged(*merged[i], *part) if i in merged else part
-        for i in set(range(len(queries))) - set(merged):  # pieces that read nothing
+        for i in set(range(len(queries))) - set(merged):  # intervals whose queries read no key
             out = q.new_zeros((*queries[i].shape[:3], v.shape[-1]))
             merged[i] = (
                 out,
@@ -116,7 +119,7 @@ class _Attention(torch.autograd.Function):
             total, norm = _merged(
                 total, norm, torch.zeros_like(total), sinks.to(wide)[None, :, None].expand_as(norm)
             )
-        # In the order in which it is read next.
+        # Contiguous as [b, s, h, d], the order in which the output projection reads it.
         result = total.to(q.dtype).transpose(1, 2).contiguous().transpose(1, 2)
         ctx.save_for_backward(q, k, v, sinks, result, norm)
         ctx.reading = reading
@@ -171,7 +174,7 @@ def _merged(
     other: Tensor,
     other_lse: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Merge the outputs of attention over two sets of keys by their log-sum-exps (Milakov and Gimelshein 2018)."""
+    """Merge the outputs of attention over two sets of keys, weighted by log-sum-exps (Milakov and Gimelshein 2018)."""
     total = torch.logaddexp(lse, other_lse.to(lse.dtype))
     known = finite(total)
     share, other_share = (torch.exp(norm - known)[..., None] for norm in (lse, other_lse))
@@ -179,14 +182,14 @@ def _merged(
 
 
 def _in_order(sums: dict[int, Tensor], pieces: Sequence[Tensor]) -> Tensor:
-    """Join the gradients of pieces of a tensor; zeros where there is none."""
+    """Concatenate the gradients ``sums`` of a tensor's ``pieces``; a piece without a gradient gets zeros."""
     return joined(
         [sums[i] if i in sums else torch.zeros_like(piece) for i, piece in enumerate(pieces)]
     )
 
 
 class OwnBlocks:
-    """Provide the keys and values of this rank alone."""
+    """Provide only this rank's keys and values; a :class:`Source`."""
 
     def blocks(
         self,
@@ -202,7 +205,7 @@ class OwnBlocks:
 
 
 class GatheredBlocks:
-    """Gather blocks of keys and values (Llama Team 2024), and once more in the backward pass; a :class:`Source`."""
+    """All-gather keys and values in the forward pass and again in the backward pass (Llama Team 2024); a ``Source``."""
 
     def __init__(self, lengths: list[int], group: dist.ProcessGroup) -> None:
         self._lengths = lengths
@@ -215,7 +218,7 @@ class GatheredBlocks:
     ) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Yield ``(rank, keys, values)``, each ``[b, h, lengths[rank], d]``, after one all-gather."""
         widths = [k.shape[-1], v.shape[-1]]
-        # As [b, s, h, d] the ranks' shards of one sample are contiguous, so that gathering dim 1 needs no copy.
+        # In the layout [b, s, h, d] a rank's tokens of one sample are contiguous, so all-gathering dim 1 needs no copy.
         own = torch.cat(
             (k.transpose(1, 2), v.transpose(1, 2)),
             -1,
@@ -227,7 +230,7 @@ class GatheredBlocks:
             yield rank, kb, vb
 
     def gradients(self, k: Tensor, v: Tensor, backward: Backward) -> tuple[Tensor, Tensor]:
-        """Reduce-scatter the gradients of all ranks' keys and values to the ranks that own them."""
+        """Reduce-scatter the gradients of all ranks' keys and values to the ranks that computed the keys and values."""
         widths = [k.shape[-1], v.shape[-1]]
         sums = k.new_empty(
             k.shape[0],
@@ -251,7 +254,7 @@ class GatheredBlocks:
 
 
 def gather_sequences(x: Tensor, batch: CutBatch, group: dist.ProcessGroup) -> Tensor:
-    """All-gather ``[b, own tokens, ...]`` to ``[b, tokens, ...]`` in the sequence's order; reduce-scatter gradients."""
+    """All-gather ``[b, own tokens, ...]`` to ``[b, tokens, ...]`` in the sequence's order; backward: reduce-scatter."""
     split = batch.split
 
     def gather(own: Tensor) -> Tensor:
@@ -268,8 +271,8 @@ def gather_sequences(x: Tensor, batch: CutBatch, group: dist.ProcessGroup) -> Te
 class RingBlocks:
     """Pass blocks of keys and values around a ring of context ranks (Liu et al. 2023); a :class:`Source`.
 
-    The next block is in transfer while this one is computed; in the backward pass the gradient of a block follows it
-    around the ring, and is complete when it returns to its owner.
+    The next block is in transfer while the current block is computed. In the backward pass the gradient of a block
+    travels around the ring after the block, and is complete when it arrives at the rank that computed the block.
     """
 
     def __init__(self, lengths: list[int], rank: int, group: dist.ProcessGroup) -> None:
@@ -282,7 +285,7 @@ class RingBlocks:
         k: Tensor,
         v: Tensor,
     ) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yield ``(rank, keys, values)``: this rank's own first, then those of the preceding ranks."""
+        """Yield ``(rank, keys, values)``: first this rank's block, then the blocks of preceding ranks in the ring."""
         widths = [k.shape[-1], v.shape[-1]]
         block = torch.cat((k, v), -1)
         for step in range(len(self._lengths)):
@@ -307,7 +310,9 @@ class RingBlocks:
         return dk, dv
 
     def _pass_on(self, block: Tensor, source: int) -> Callable[[], Tensor]:
-        """Send the block of rank ``source`` to the next rank; return what waits for that of the rank before it."""
+        """Send the block of rank ``source`` to the next rank, and start to receive the preceding rank's block. Return a
+        function that waits for the received block and returns it.
+        """
         size = len(self._lengths)
         arriving = block.new_empty(
             (*block.shape[:2], self._lengths[(source - 1) % size], block.shape[3])
@@ -324,7 +329,7 @@ class RingBlocks:
 def _arrived(
     works: list[Any], arriving: Tensor, _sent: Tensor, known: AbstractContextManager[None]
 ) -> Tensor:
-    """Wait for a block; the one sent must live, and not change, until then."""
+    """Wait for a received block. ``_sent`` keeps the sent block alive until the transfer is complete."""
     with known:
         for work in works:
             work.wait()

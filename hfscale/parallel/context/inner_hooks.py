@@ -1,15 +1,16 @@
-"""Hooks on modules inside a model whose sequences are cut: where its text begins, rotary embeddings, token mixers.
+"""Hook modules inside a model with sharded sequences: its text model, rotary embeddings, and token mixers.
 
 Mixers other than attention (convolutions, recurrences), and attention in a family's own code, which reads masks and
 biases by itself, run on full sequences: each rank runs them on all tokens and keeps its own tokens of the output. The
-result is exact; the work is repeated on every rank. Weight gradients are partial, since only a rank's own outputs have
-a gradient. Rotary embeddings whose frequencies depend on a sequence's length are asked for all positions. A model of
-more than text is cut where its model of text begins::
+result is exact, but the work is repeated on every rank. Weight gradients are partial, since on each rank only the
+outputs of its own tokens have a gradient. Rotary embeddings whose frequencies depend on the length of the sequence
+are called with all positions. A multimodal model's sequences are sharded at the input of its text model::
 
     ids [b, s] --embedding--> [b, s, h] --pictures put in--> [b, s, h] --cut--> [b, s/n, h] --layers, head--> own logits
     pictures --towers, whole, on every context rank--^        masks, positions [3, b, s] --cut--^
 
-A rank's gradient of a tower is that of its own tokens: partial, like that of every weight, and summed with them.
+On each rank, a tower's gradient comes from the rank's own tokens. It is partial, like the gradient of every other
+weight, and is summed over context ranks in the same reduction.
 """
 
 import inspect
@@ -31,14 +32,16 @@ from .methods import read
 Gather = Callable[[Tensor, CutBatch], Tensor]
 """``[b, own tokens, ...]`` -> ``[b, tokens, ...]`` in the order of the sequence; collective, differentiable."""
 _BY_LENGTH = ("dynamic", "longrope")
-"""The host's kinds of rotary embeddings that look at the largest position (Peng et al. 2023; Ding et al. 2024)."""
+"""Kinds of rotary embeddings whose frequencies depend on the largest position (Peng et al. 2023; Ding et al. 2024)."""
 
 _BIASES = ("alibi", "position_bias")
-"""Arguments with a bias of every key, ``[heads, 1, tokens]``: whole already, and their ``1`` is no token of a rank."""
+"""Arguments that hold a bias per key of the full sequence, ``[heads, 1, tokens]``. They are not gathered again, even
+where a rank has one token: the dim of size 1 does not index tokens.
+"""
 
 
 class WholeSequences:
-    """Run a mixer on full sequences: those that ``current`` returns, of the pass or of a recomputed layer."""
+    """Run a token mixer on full sequences. ``current`` returns the sequences of the current, or recomputed, pass."""
 
     def __init__(
         self, gather: Gather, current: Callable[[], CutBatch | None] = current_batch
@@ -47,7 +50,7 @@ class WholeSequences:
         self._current = current
 
     def install(self, module: nn.Module, reads_masks: bool = False) -> list[Any]:
-        """Install hooks on a mixer, or on attention that ``reads_masks`` in code of its own; return their handles."""
+        """Install hooks on a mixer, or on attention in a family's own code that ``reads_masks``; return the handles."""
         running: list[CutBatch | None] = []
 
         def before(
@@ -100,7 +103,7 @@ class WholeSequences:
 
 
 def own_tokens(output: Any, batch: CutBatch) -> Any:
-    """Cut a module's output for full sequences, tensors ``[b, s, ...]``, to this rank's tokens."""
+    """Select this rank's tokens from a module's output for full sequences: tensors ``[b, s, ...]``."""
     return _on_tokens(
         output,
         batch.split.total,
@@ -109,7 +112,7 @@ def own_tokens(output: Any, batch: CutBatch) -> Any:
 
 
 def _on_tokens(value: Any, tokens: int, change: Callable[[Tensor], Tensor]) -> Any:
-    """Change ``[b, tokens, ...]``, and positions ``[1, 1, tokens, ...]``, in a tensor, or a tuple or list of them."""
+    """Apply ``change`` to tensors ``[b, tokens, ...]`` and ``[1, 1, tokens, ...]`` (positions), also if nested."""
 
     def changed(x: Any) -> Any:
         if isinstance(x, Tensor) and x.ndim > 3 and x.shape[:3] == (1, 1, tokens):
@@ -120,7 +123,7 @@ def _on_tokens(value: Any, tokens: int, change: Callable[[Tensor], Tensor]) -> A
 
 
 def _padding(value: Tensor | None, batch: CutBatch) -> Tensor | None:
-    """Return the padding mask of all tokens, also if transformers passed none because nothing is padded."""
+    """Return the padding mask of all tokens, in the dtype of ``value``; ``None`` without padding and ``value``."""
     if batch.padding is None:
         return None if value is None else value.new_ones(len(value), batch.split.total)
     return batch.padding.to(batch.padding.dtype if value is None else value.dtype)
@@ -129,13 +132,13 @@ def _padding(value: Tensor | None, batch: CutBatch) -> Tensor | None:
 def read_alone(
     _: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: MaskBlocks, call: AttentionCall
 ) -> Tensor:
-    """Return the attention of full sequences, which need no other rank."""
+    """Return the attention of a rank that has full sequences, without communication."""
     return read(q, k, v, call.sinks, mask, call, OwnBlocks())
 
 
 def counting_tables(model: nn.Module) -> list[nn.Module]:
-    """Return the tables of positions that count the tokens of their input: none where the model is told positions."""
-    if takes_argument(model, "position_ids"):  # and passes them on
+    """Return the position embeddings that count the tokens of their input; none if ``model`` takes ``position_ids``."""
+    if takes_argument(model, "position_ids"):  # which the model passes to the position embeddings
         return []
     tables = list[nn.Module]()
     for table in model.modules():
@@ -147,7 +150,7 @@ def counting_tables(model: nn.Module) -> list[nn.Module]:
 
 
 def ask_for_all_positions(model: nn.Module) -> list[Any]:
-    """Make rotary embeddings and tables of positions count as in whole sequences; return the hooks."""
+    """Make rotary and position embeddings count positions as in full sequences; return the hooks' handles."""
     tables = counting_tables(model)
     handles: list[Any] = [
         table.register_forward_pre_hook(_by_places, with_kwargs=True) for table in tables
@@ -206,8 +209,8 @@ def _own_positions(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
 
 
 def cut_inside(text: nn.Module, learned: Callable[[CutBatch], None] = learn) -> Any:
-    """Cut the inputs of the module ``text``, given for full sequences, to this rank's tokens; return the hook's handle.
-    ``learned`` is told of the sequences, with the positions that the model around it has made.
+    """Install a hook that selects this rank's tokens from the inputs of ``text``, which are for full sequences. Return
+    the hook's handle. ``learned`` is called with the batch and the positions that the outer model has computed.
     """
     names = list(inspect.signature(text.forward).parameters)
 
@@ -225,7 +228,7 @@ def cut_inside(text: nn.Module, learned: Callable[[CutBatch], None] = learn) -> 
             device = next((token.device for token in tokens if isinstance(token, Tensor)), None)
             given["position_ids"] = torch.arange(batch.split.total, device=device)[None]
         learned(replace(batch, position_ids=given.get("position_ids")))
-        # Which are cut already.
+        # These arguments are sharded already.
         passed_on = {name: given.pop(name) for name in batch.cut_first if name in given}
         return (), {**cut_inputs(batch, given), **passed_on}
 

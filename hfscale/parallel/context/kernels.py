@@ -1,11 +1,11 @@
-"""Compute attention over one block of keys: the output, and the log-sum-exp that normalizes it.
+"""Compute attention over one block of keys: the output, and the log-sum-exp of its scores.
 
-Torch's flash kernels (Dao et al. 2022) never hold scores; they take no softcap and no dropout, and on CUDA no mask of
-ours, so each pair of intervals there takes the kernel that it can. :class:`ScoreKernel` takes everything, and holds the
-scores of some rows.
+Torch's flash kernels (Dao et al. 2022) never hold scores in memory. They support neither softcap nor dropout, and on
+CUDA no mask but a causal one, so on CUDA the kernel is chosen per pair of intervals. :class:`ScoreKernel` supports
+everything, and holds the scores of some rows at a time in memory.
 
-Shapes: queries ``[b, h, rows, d]``, keys and values ``[b, h / g, columns, d]``, outputs like queries, logarithms
-``[b, h, rows]``. A row that reads nothing has the logarithm minus infinity.
+Shapes: queries ``[b, h, rows, d]``, keys and values ``[b, h / g, columns, d]``, outputs like queries, log-sum-exps
+``[b, h, rows]``. The log-sum-exp of a row that reads no key is minus infinity.
 """
 
 from collections.abc import Sequence
@@ -23,20 +23,20 @@ from ..._compat.torch_attention import (
 )
 from ..._compat.torch_device import capability_of
 
-_SCORES = 1 << 25  # entries in memory at once, of which a backward pass has about five tensors
+_SCORES = 1 << 25  # entries of a tensor of scores; a backward pass holds about five such tensors
 
 
 @dataclass(frozen=True)
 class ScoreBlock:
     """Describe how the queries of one block read its keys."""
 
-    causal: bool = False  # each row reads the columns up to its own number
-    # ``[b, 1, rows, columns]``, 0 or minus infinity, added to scores; ``None``: no mask but ``causal``
+    causal: bool = False  # row ``i`` reads columns 0 to ``i``
+    # ``[b, 1, rows, columns]``, 0 or minus infinity, added to scores; ``None``: no mask except ``causal``
     bias: Tensor | None = None
-    seed: int = 0
-    # ``[b, 1, rows]``: queries for which all keys score alike; ``None``: there are none.
+    seed: int = 0  # of dropout
+    # ``[b, 1, rows]``: True for queries that read all keys with equal weight; ``None``: there are no such queries
     idle: Tensor | None = None
-    first: int = 0
+    first: int = 0  # index of the first row in the whole block, for the causal mask
 
     def of_rows(self, rows: slice) -> "ScoreBlock":
         """Return the block for some of the rows."""
@@ -52,7 +52,7 @@ class ScoreBlock:
 def kernel_for(
     q: Tensor, scale: float, softcap: float | None, dropout: float, idle: bool = False
 ) -> "Kernel":
-    """Return the fastest kernel that takes such queries, for pairs of intervals of every kind."""
+    """Return the fastest kernel that supports these queries, for pairs of intervals of every kind."""
     plain = softcap is None and not dropout and not idle
     if plain and q.device.type == "cpu":
         return FlashOnCpu(scale)
@@ -62,13 +62,13 @@ def kernel_for(
 
 
 def padded_width(width: int, device: torch.device) -> int:
-    """Return the width of heads to pad with zeros to: kernels of GPUs take multiples of 8."""
+    """Return the width to which heads are padded with zeros: flash kernels on GPUs need multiples of 8."""
     return width if device.type == "cpu" else -(-width // 8) * 8
 
 
 @dataclass(frozen=True)
 class FlashOnCpu:
-    """Run torch's flash kernel for CPUs: any dtype, grouped heads, masks."""
+    """Run torch's flash kernel for CPUs, which supports any dtype, grouped-query attention and masks."""
 
     scale: float
 
@@ -103,7 +103,9 @@ class FlashOnCpu:
 
 @dataclass(frozen=True)
 class ScoreKernel:
-    """Hold the scores of some rows at a time, in 32 bits at least; with softcap (Gemma Team 2024) and dropout."""
+    """Compute attention from scores in at least 32 bits, held for some rows at a time. Support softcap (Gemma Team
+    2024) and dropout.
+    """
 
     scale: float
     softcap: float | None = None
@@ -151,7 +153,7 @@ class ScoreKernel:
         lse: Tensor,
         block: ScoreBlock,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of q, k and v through this block; ``out`` and ``lse`` are those over all blocks."""
+        """Return this block's terms of the gradients of q, k and v. ``out`` and ``lse`` are results over all blocks."""
         gradients = list[Tensor]()
         sums = list[Tensor]()
         for rows in _row_blocks(q, k):
@@ -181,7 +183,7 @@ class ScoreKernel:
         v: Tensor,
         block: ScoreBlock,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of some queries, and their terms of those of keys and values, in the dtype of scores."""
+        """Return the gradient of some query rows, and their terms of k's and v's gradients, in the dtype of scores."""
         scores, slope = self._scores(q, k, block)
         wide = scores.dtype
         grad_ = _grouped(grad, k).to(wide)
@@ -208,7 +210,7 @@ class ScoreKernel:
         k: Tensor,
         block: ScoreBlock,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return scores ``[b, h / g, g, rows, columns]``, and the derivative of the softcap."""
+        """Return scores ``[b, h / g, g, rows, columns]``, and the softcap's derivative (``None`` without softcap)."""
         wide = torch.promote_types(q.dtype, torch.float32)
         scores = (
             torch.einsum(
@@ -247,8 +249,8 @@ Kernel = FlashOnCpu | ScoreKernel
 
 @dataclass(frozen=True)
 class FlashOnCuda(ScoreKernel):
-    """Run torch's flash kernel for GPUs, 16 bits, which takes fewer key heads than queries, on full and causal blocks;
-    hold scores for any other mask.
+    """Run torch's flash kernel for GPUs (16 bits, grouped-query attention) on full and causal blocks. On blocks with
+    any other mask, compute scores like :class:`ScoreKernel`.
     """
 
     def forward(
@@ -281,7 +283,7 @@ class FlashOnCuda(ScoreKernel):
 
 
 def _row_blocks(q: Tensor, k: Tensor) -> list[slice]:
-    """Split the query rows into slices whose scores fit into memory together."""
+    """Split the query rows into slices whose scores have at most ``_SCORES`` entries each."""
     rows = max(
         1,
         _SCORES // max(1, q.shape[0] * q.shape[1] * k.shape[2]),
@@ -294,15 +296,15 @@ def _row_blocks(q: Tensor, k: Tensor) -> list[slice]:
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
-    """Concatenate pieces ``[b, h, rows, ...]``; one piece is not copied."""
+    """Concatenate tensors ``[b, h, rows, ...]`` along rows; a single tensor is returned without a copy."""
     return parts[0] if len(parts) == 1 else torch.cat(tuple(parts), 2)
 
 
 def finite(lse: Tensor) -> Tensor:
-    """Replace the log-sum-exp of rows without keys by 0, so that exponentials of differences are 0 instead of nan."""
+    """Replace log-sum-exps of minus infinity (rows that read no key) by 0, so that ``exp(x - lse)`` is 0, not NaN."""
     return lse.masked_fill(torch.isneginf(lse), 0.0)
 
 
 def _grouped(q: Tensor, k: Tensor) -> Tensor:
-    """Reshape ``[b, h, s, d]`` to ``[b, h / g, g, s, d]``: the queries of one key head side by side."""
+    """Reshape ``[b, h, s, d]`` to ``[b, h / g, g, s, d]``, so that queries are grouped by their key head."""
     return q.unflatten(1, (k.shape[1], -1))

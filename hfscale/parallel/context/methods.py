@@ -1,4 +1,4 @@
-"""Run one attention call over context ranks, by the method that the plan or its shapes choose."""
+"""Run one attention call over context ranks, by the method of the plan, or the one that fits the call's shapes."""
 
 from collections.abc import Sequence
 from math import prod
@@ -21,10 +21,13 @@ from .kernels import kernel_for, padded_width
 class HeadExchange:
     """All-to-all between sharding by tokens and by heads (Jacobs et al. 2023, Ulysses).
 
-    ``[b, h, s/n, d] -> [b, h/n, s, d]``, and back; each is the other's gradient. Where there are more ranks than
-    heads, groups of ranks do that with their tokens, and keys and values travel around a ring of such groups (Fang and
-    Zhao 2024). ``members`` are, for each rank of ``group``, the positions of its tokens in the group's tokens, and
-    ``order`` is what undoes their concatenation.
+    :meth:`to_heads` maps ``[b, h, s/n, d] -> [b, h/n, s, d]``, and :meth:`to_tokens` maps back; each is the gradient of
+    the other. If there are more ranks than heads, groups of ranks exchange heads for the tokens of the group, and keys
+    and values travel around a ring of these groups (Fang and Zhao 2024).
+
+    Args:
+        members: for each rank of ``group``, the positions of its tokens among the tokens of the group.
+        order: the inverse of the concatenated ``members``: it sorts tokens by position.
     """
 
     def __init__(self, members: Sequence[Tensor], order: Tensor, group: dist.ProcessGroup) -> None:
@@ -81,13 +84,14 @@ def read(
     call: AttentionCall,
     source: Source,
 ) -> Tensor:
-    """Return the attention of ``q`` to all keys of ``source``; heads of queries and of values may differ in width."""
+    """Return the attention of ``q`` to all keys of ``source``. The head dims of queries and values may differ."""
     width = v.shape[-1]
     widest = padded_width(max(q.shape[-1], width), q.device)
-    if {q.shape[-1], width} != {widest}:  # zeros add nothing to scores, and are cut off an output
+    # padding zeros do not change scores, and are removed from the output
+    if {q.shape[-1], width} != {widest}:
         q, k, v = (F.pad(x, (0, widest - x.shape[-1])) for x in (q, k, v))
     if sinks is not None:
-        mask = mask.without_idle  # the sink is what is left to read
+        mask = mask.without_idle  # a query without keys still reads the sink
     kernel = kernel_for(q, call.scale, call.softcap, call.dropout, mask.idle is not None)
     seed = int(torch.randint(2**31, (), device="cpu")) if call.dropout else 0
     reading = Reading(mask, kernel, source, seed)
@@ -101,7 +105,7 @@ def read(
 
 
 class ContextAttention:
-    """Compute attention over sharded sequences; for ``heads_ring``, groups of ``together`` ranks exchange heads."""
+    """Compute attention over sharded sequences. With ``heads_ring``, groups of ``together`` ranks exchange heads."""
 
     def __init__(self, method: str, mesh: Mesh, together: int) -> None:
         group = mesh.group("cp")
@@ -141,13 +145,13 @@ class ContextAttention:
     def _by_heads(
         self, q: Tensor, k: Tensor, v: Tensor, mask: MaskBlocks, call: AttentionCall, size: int
     ) -> Tensor:
-        """Exchange tokens for heads in groups of ``size`` ranks, and pass keys around a ring of the groups."""
+        """Exchange tokens for heads in groups of ``size`` ranks, and pass keys and values around a ring of groups."""
         together = mask.of_groups(size)
         split = together.batch.split
         rank = together.batch.rank
         alone = split.size == 1
         exchange = HeadExchange(*together.members, self._group if alone else self._near)
-        if k.shape[1] < size:  # until each rank has one
+        if k.shape[1] < size:  # repeat key/value heads until each rank has one
             k, v = (x.repeat_interleave(size // k.shape[1], 1) for x in (k, v))
         q, k, v = (apply_mapping(x, exchange.to_heads, exchange.to_tokens) for x in (q, k, v))
         sinks = None if call.sinks is None else call.sinks.chunk(size)[exchange.own]

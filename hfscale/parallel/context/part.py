@@ -1,4 +1,4 @@
-"""Install context parallelism."""
+"""Install context parallelism into a model: the part of the runtime for ``cp_size > 1``."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -24,11 +24,11 @@ from .inner_hooks import WholeSequences, ask_for_all_positions, counting_tables,
 from .methods import ContextAttention
 
 _BATCH = "context_batch"
-"""The argument of a forward pass that says of which sequences it computes a part; the model itself never sees it."""
+"""The argument of a forward pass that carries the :class:`CutBatch`; a hook removes it before the model's forward."""
 
 
 class ContextParallel(Part, ContextAxis):
-    """Compute attention over sequences cut across context ranks."""
+    """Shard the sequences of batches over context ranks, and compute attention over the sharded sequences."""
 
     _runtime: Runtime
     _planned: ContextPlan
@@ -38,15 +38,15 @@ class ContextParallel(Part, ContextAxis):
     def __init__(self) -> None:
         self._override: AttentionOverride | None = None
         self._stack: list[ExitStack] = []
-        # Where a recomputed layer has to know its own.
+        # Forward passes and their batches, for layers that need their batch when recomputed; ``None``: no such layers.
         self._passes: ForwardPasses[CutBatch | None] | None = None
 
     def is_needed(self, runtime: Runtime) -> bool:
-        """Return whether there are context ranks."""
+        """Return whether ``cp_size > 1``."""
         return runtime.mesh.layout.cp > 1
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
-        """Replace the model's attention; its other modules run unchanged."""
+        """Replace the model's attention, and hook its token mixers and its text model; other modules run unchanged."""
         group = runtime.mesh.group("cp")
         model = runtime.model
         if group is None:
@@ -93,11 +93,12 @@ class ContextParallel(Part, ContextAxis):
     def check_step(
         self, runtime: Runtime, batches: Sequence[Batch], user_loss: bool = False
     ) -> None:
-        """Refuse a ``loss_fn``, which would see the outputs of this rank's tokens alone."""
+        """Raise :class:`ConfigError` for a ``loss_fn``, which would only get the outputs of this rank's tokens."""
         if user_loss and runtime.mesh.group("cp") is not None:
             raise ConfigError(
-                f"{runtime.mesh.layout.describe()}: a loss_fn needs the outputs of full sequences, and each context "
-                "rank has a part of them: use cp_size=1, or a score_loss, which gets the scores of all tokens"
+                f"{runtime.mesh.layout.describe()}: a loss_fn needs the outputs of full sequences, but each context "
+                "rank has the outputs of its own tokens: use cp_size=1, or a score_loss, which gets the scores of all "
+                "tokens"
             )
 
     def shard_batch(self, batch: Microbatch) -> Microbatch:
@@ -111,7 +112,8 @@ class ContextParallel(Part, ContextAxis):
                 batch = batch.like({**batch, **filled})
         if self._counts_tokens and batch.get("position_ids") is not None:
             raise ConfigError(
-                f"{runtime.plan.family!r} counts positions by itself over cp_size={size}: leave position_ids out"
+                f"{runtime.plan.family!r} counts positions by itself over cp_size={size}, so position_ids would be "
+                "ignored: leave position_ids out"
             )
         shift = runtime.loss.shift
         counted = self._count(batch)
@@ -120,15 +122,16 @@ class ContextParallel(Part, ContextAxis):
         whole, part = cut_batch(batch, size, rank, shift, counted, inside, whole_mask, added)
         if whole.padding is not None and not self._planned.pads:
             raise ConfigError(
-                f"{runtime.plan.family!r} counts positions from the end of padding, which a rank with a part of a "
-                "sequence does not see: pack the examples into rows without padding, or use cp_size=1"
+                f"{runtime.plan.family!r} counts positions from the end of padding, which may be on another context "
+                "rank: pack the examples into rows without padding, or use cp_size=1"
             )
         own = Microbatch({**part, _BATCH: whole})
-        own.shifted = True  # and nothing begins anew in it: the host is not to look for examples in positions that jump
+        # Labels are shifted already, and transformers must not take jumps of the positions for starts of examples.
+        own.shifted = True
         own.tokens = whole.split.length(whole.rank)
         own.parts = batch.parts
         labels = part["labels"] if part.get("shift_labels") is None else part["shift_labels"]
-        # Counted on the device, the host would wait for their number.
+        # Labels on a device are not counted here: the host would wait for their number.
         if labels.device.type == "cpu":
             own.valid = int(
                 runtime.loss.count_labels(
@@ -150,18 +153,18 @@ class ContextParallel(Part, ContextAxis):
         if self._override is None:
             return None
         return (
-            "it gets this rank's tokens of sequences that context ranks share: computing per token is right, "
-            "mixing or keeping tokens is not; with cp_size=1 it gets all of them"
+            "it gets this rank's tokens of sequences that context ranks share: computing each token by itself is "
+            "right, mixing or keeping tokens is not; with cp_size=1 it gets all tokens"
         )
 
     def _record_positions(self, batch: CutBatch) -> None:
-        """Record the positions of the batch, known at the text model's input."""
+        """Record the batch with the positions that the outer model passes to its text model."""
         learn(batch)
         if self._passes is not None:
             self._passes.begin(batch)
 
     def _current_sequences(self) -> CutBatch | None:
-        """Return the full sequences of the current pass, or of the one that a layer is recomputed for."""
+        """Return the full sequences of the current forward pass, or of the pass of a layer that is being recomputed."""
         recomputed = self._passes.current() if self._passes is not None and recomputing() else None
         return current_batch() or recomputed
 
@@ -186,7 +189,7 @@ class ContextParallel(Part, ContextAxis):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Start a pass over this rank's tokens (forward pre-hook of the model)."""
+        """Start a forward pass over this rank's tokens (forward pre-hook of the model)."""
         batch: CutBatch | None = kwargs.pop(_BATCH, None)
         batch = None if batch is None else batch.to(next(model.parameters()).device)
         stack = ExitStack()

@@ -1,4 +1,4 @@
-"""Plan context parallelism: whether sequences can be sharded, and how attention reads the other ranks' tokens."""
+"""Plan context parallelism: whether sequences can be sharded, and how attention reads other ranks' tokens."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -19,12 +19,12 @@ from ...plan.drafting.text_model import find_text_model, other_inputs
 from ...plan.sequence_split import heads_fit
 from .cut_batch import CUT_INSIDE
 
-_MANY = 8  # layers
+_MANY = 8  # layers of the largest clone
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "kv_heads")
 
 
 def plan_context(draft: Draft) -> None:
-    """Prove on a clone that sequences can be sharded, if the layout cuts them."""
+    """Check on a tiny clone that the model's sequences can be sharded, and plan it; do nothing if ``cp_size`` is 1."""
     size = draft.layout.cp
     if size == 1:
         return
@@ -32,7 +32,7 @@ def plan_context(draft: Draft) -> None:
     if not _averages_tokens(draft):
         draft.problem(
             f"cp_size={size} does not fit {family!r}: sharded sequences need a loss that is a mean over tokens, and "
-            f"this loss is another{f' ({draft.no_step})' if draft.no_step else ''}: use cp_size=1"
+            f"this loss is another one{f' ({draft.no_step})' if draft.no_step else ''}: use cp_size=1"
         )
         return
     if family in UNWRITABLE:
@@ -41,7 +41,7 @@ def plan_context(draft: Draft) -> None:
         )
         return
     text = find_text_model(draft.model) or ""
-    # Of the text model, besides embeddings.
+    # Inputs of the text model in addition to the embeddings.
     given = other_inputs(draft.modules[text]) if text else []
     if uncut := [name for name in given if name not in CUT_INSIDE]:
         draft.problem(
@@ -60,8 +60,8 @@ def plan_context(draft: Draft) -> None:
     )
     if (mixers := whole + handing) and draft.layout.sequence_parallel and draft.tp > 1:
         draft.problem(
-            f"cp_size={size} runs {wild_name(mixers[0])} on all tokens that a rank has, and sequence_parallel=True "
-            "shards its input: use sequence_parallel=False"
+            f"cp_size={size} runs {wild_name(mixers[0])} on all tokens of a context rank, but sequence_parallel=True "
+            "shards these tokens over tensor ranks: use sequence_parallel=False"
         )
     heads, keys = _heads(draft)
     together = _share_out_heads(draft, size, heads, keys)
@@ -91,25 +91,22 @@ def _averages_tokens(draft: Draft) -> bool:
 
 @dataclass(frozen=True)
 class _Reading:
-    """Describe how the modules of one model class and config read other tokens."""
+    """Describe how the modules of one model class and config mix tokens."""
 
-    mixing: str  # why sequences cannot be sharded; empty if they can
-    pads: bool = False
-    kinds: Collection[
-        str
-    ] = ()  # names of classes of modules that mix tokens, and can be run on full sequences
-    handing: Collection[
-        str
-    ] = ()  # and of those that can be run on parts, given the state of what is before
-    reads_masks: Collection[str] = ()  # and of ``kinds`` that are attention in code of its own
-    whole_mask: bool = False
-    seen: Collection[str] = ()
+    mixing: str  # the reason why sequences cannot be sharded; empty if they can be sharded
+    pads: bool = False  # whether padded batches are supported
+    kinds: Collection[str] = ()  # names of the classes of token mixers that run on full sequences
+    # names of the classes of mixers that run on a rank's tokens from the state of the tokens before
+    handing: Collection[str] = ()
+    reads_masks: Collection[str] = ()  # the ``kinds`` that are attention in a family's own code
+    whole_mask: bool = False  # whether the model needs the attention_mask of all tokens
+    seen: Collection[str] = ()  # names of all classes of modules in the clone's layers
 
 
 def _find(draft: Draft, text: str, layers: dict[str, nn.Module]) -> _Reading:
     """Find the modules that mix tokens, on a clone with every kind of module in the model's ``layers``."""
     unseen = list[str]()
-    # Some kinds come every few layers only.
+    # Some kinds of modules occur only every few layers.
     for count in (
         layers_of_every_kind(draft.config),
         _MANY,
@@ -136,18 +133,20 @@ def _find(draft: Draft, text: str, layers: dict[str, nn.Module]) -> _Reading:
             return reading
     kind = type(layers[unseen[0]]).__name__
     return _Reading(
-        f"{kind} may read other tokens, and no tiny clone of {_MANY} layers has one to check it"
+        f"{kind} may read other tokens, which cannot be checked: a tiny clone of {_MANY} layers has no such module"
     )
 
 
 def _is_tokenwise(draft: Draft, name: str, module: nn.Module) -> bool:
-    """Return whether a module that is not in the clone is known to compute token by token."""
+    """Return whether a module that the clone lacks is known to compute each token by itself."""
     mixture = any(f"{each.name}.".startswith(f"{name}.") for each in draft.mixtures)
     return mixture or is_tokenwise(module) or "MLP" in type(module).__name__
 
 
 def modules_in_layers(model: nn.Module, text: str) -> dict[str, nn.Module]:
-    """Map names to the direct children of all members of module lists in ``text``: of layers, and of lists in them."""
+    """Return, by name, the direct children of every member of a module list in ``text``: the modules inside layers, and
+    inside members of lists that are nested in layers.
+    """
     inside = added_decoders(model)
     members = (
         f"{name}.{index}"
@@ -172,7 +171,9 @@ def _heads(draft: Draft) -> tuple[int, int]:
 
 
 def _share_out_heads(draft: Draft, size: int, heads: int, keys: int) -> int:
-    """Return how many ranks exchange heads (1 for methods without); note a problem if the heads do not divide."""
+    """Return the number of ranks that exchange heads (1 for other methods). Add a problem to ``draft`` if the heads do
+    not divide over the ranks.
+    """
     method = draft.layout.cp_method
     if method not in ("heads", "heads_ring"):
         return 1
@@ -182,6 +183,6 @@ def _share_out_heads(draft: Draft, size: int, heads: int, keys: int) -> int:
     if heads and size not in fitting:
         draft.problem(
             f"cp_method={method!r} divides {heads} query heads and {keys} key/value heads over cp_size={size} ranks, "
-            "and they do not divide evenly: use cp_method='gather' or 'ring'"
+            "which does not work out evenly: use cp_method='gather' or 'ring'"
         )
     return 1

@@ -1,4 +1,4 @@
-"""Expert parallelism: complete experts on each rank, the exchange of tokens between them, routing and balance."""
+"""Expert parallelism: each rank holds whole experts, and ranks exchange tokens; routing and load balancing."""
 
 from .load_report import ExpertLoad, ExpertLoadHistory, LayerLoad, expert_load
 from .mixture import Mixture

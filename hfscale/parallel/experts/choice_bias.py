@@ -1,4 +1,4 @@
-"""Move the biases that routers add to their scores for the choice of experts alone (Wang et al. 2024)."""
+"""Update the biases that routers add to their scores only for choosing experts (Wang et al. 2024)."""
 
 from dataclasses import dataclass
 
@@ -19,7 +19,9 @@ _INSTEAD = "use balance_loss"
 
 @dataclass(frozen=True)
 class ChoiceBias:
-    """The bias of one layer's router: a buffer, the same on every rank, or a frozen parameter, as others sharded."""
+    """Hold the bias of one layer's router: a buffer, replicated on every rank, or a frozen parameter, sharded as
+    planned.
+    """
 
     runtime: Runtime
     module: nn.Module
@@ -28,12 +30,12 @@ class ChoiceBias:
 
     @torch.no_grad()
     def move(self, step: Tensor) -> None:
-        """Add ``step [experts]``, the same on every rank."""
+        """Add ``step [experts]``, which is equal on every rank, to the bias."""
         bias = own_buffers(self.module).get(self.attribute)
         if bias is not None:
             bias += step.to(bias).view_as(bias)
             return
-        self.runtime.data.release()  # a gathered copy would be dropped
+        self.runtime.data.release()  # an update of a gathered copy would be lost
         planned = self.runtime.plan.by_name[self.name]
         share = local_tensor(getattr(self.module, self.attribute))
         own = planned.take(step.view(planned.shape), self.runtime.mesh.ranks)
@@ -41,20 +43,22 @@ class ChoiceBias:
 
 
 def choice_biases(runtime: Runtime) -> dict[str, str]:
-    """Return, by wild name of experts, the name of their router's bias within their block; refuse a model without."""
+    """Return, by the experts' name with ``*`` for layer numbers, the name of the router's bias within the MoE block.
+    Raise :class:`ConfigError` for a model without such biases.
+    """
     kind = stock_class(runtime.model)
     biases: dict[str, str] = ask("choice bias", runtime.model, stock=kind, kind=kind)
     if not biases:
         raise ConfigError(
-            f"bias_update_rate needs a router that adds a bias to its scores for the choice of experts alone, and "
-            f"{class_name(runtime.model)} has none: {_INSTEAD}"
+            f"bias_update_rate needs a router that adds a bias to its scores only for choosing experts, but "
+            f"{class_name(runtime.model)} has no such router: {_INSTEAD}"
         )
     return biases
 
 
 def choice_bias(runtime: Runtime, planned: ExpertsPlan, inner: str) -> ChoiceBias | None:
-    """Return a layer's bias, in 32 bits at least, since 16 bits would lose steps of 0.001; ``None`` if its router, of
-    another kind than other layers', has none of this name.
+    """Return the bias ``inner`` of a layer's router, converted to at least 32 bits, since 16 bits would lose steps of
+    0.001. Return ``None`` if the router of this layer has no bias of this name.
     """
     owner = planned.name.rpartition(".")[0]
     name = f"{owner}.{inner}"
@@ -67,14 +71,14 @@ def choice_bias(runtime: Runtime, planned: ExpertsPlan, inner: str) -> ChoiceBia
         return None
     if held.numel() != planned.count:
         raise ConfigError(
-            f"bias_update_rate needs one entry per expert, and {wild_name(name)} has {held.numel()} for "
-            f"{planned.count} experts, of which the others have no load to balance: {_INSTEAD}"
+            f"bias_update_rate needs one entry per expert, but {wild_name(name)} has {held.numel()} entries for "
+            f"{planned.count} experts, so its entries do not match the loads of experts: {_INSTEAD}"
         )
     if held.dtype.itemsize < torch.float32.itemsize:
         if attribute not in own_buffers(module):
             raise ConfigError(
-                f"bias_update_rate needs {wild_name(name)} in 32 bits, and it is in {held.dtype}, in which steps of "
-                "0.001 are lost: load with dtype=torch.float32, and mixed_precision='bf16'"
+                f"bias_update_rate needs {wild_name(name)} in 32 bits, but its dtype is {held.dtype}, in which steps "
+                "of 0.001 are lost: load with dtype=torch.float32, and mixed_precision='bf16'"
             )
         own_buffers(module)[attribute] = held.float()
     return ChoiceBias(runtime, module, attribute, name)

@@ -1,11 +1,13 @@
-"""Exchange tokens with their experts, differentiably, along routes planned with one sort and one copy to the host.
+"""Send tokens to their experts and back, differentiably. Planning the routes takes one sort and one copy to the host.
 
-Data flow, ``n`` tokens with ``k`` routes each, ``e`` experts in blocks of ``e/r`` on ``r`` ranks::
+A route is one token sent to one expert. Data flow of ``n`` tokens with ``k`` routes each, and ``e`` experts, ``e/r`` on
+each of ``r`` ranks::
 
     sender     [n, h] --take the token of each route, sorted by expert--> [routes, h]
                --all-to-all--> expert's rank [arrived, h], by sender --regroup--> by expert
 
-and the same backwards. A route whose expert is ``e`` goes nowhere: its token gets nothing for it.
+Outputs of experts return by the same steps in reverse. A route whose expert index is ``e`` is dropped: it is not sent,
+and adds nothing to its token's output.
 
 ::
 
@@ -13,12 +15,13 @@ and the same backwards. A route whose expert is ``e`` goes nowhere: its token ge
     combine    grouped  ----> y [n, h]                  backward   weighted rows to the experts <---- dy
                y[t] = sum over routes of weight * row, on the sender
 
-Weights of routes are applied on the sender, so neither they nor their gradients are sent: four all-to-alls of ``h``
-numbers per row, layer and step.
+Weights of routes are applied on the sender, so neither weights nor their gradients are sent. A layer's step takes four
+all-to-alls of ``h`` numbers per row.
 
-Experts see the tokens of several distinct batches. The data axes average gradients over all distinct batches, but those
-of experts over fewer ranks or none: gradients are divided by the missing factor (``batches``) where they enter the
-experts' backward pass, and multiplied by it again where they leave.
+The experts of a rank compute tokens of several distinct batches. Gradients are averaged over all distinct batches on
+the data axes, but gradients of experts are averaged over fewer ranks or none. Therefore gradients are divided by the
+missing factor (``batches``) where they enter the experts' backward pass, and multiplied by ``batches`` where they
+leave.
 """
 
 from collections.abc import Sequence
@@ -37,13 +40,13 @@ from .router_functions import count_each
 
 @dataclass(frozen=True)
 class Routes:
-    """Hold the permutations that send the rows of one pass to their experts and back."""
+    """Hold the permutations that send the rows of one forward pass to their experts and back."""
 
-    shape: tuple[int, int]
-    order: Tensor  # the routes that were not dropped, sorted by expert, as indices into the flattened ``[n, k]``
-    places: Tensor  # for every route its index in ``order``; ``len(order)`` for dropped ones
-    send: Sequence[int]
-    receive: Sequence[int]
+    shape: tuple[int, int]  # ``(n, k)``: tokens, and routes per token
+    order: Tensor  # indices into the flattened ``[n, k]`` of the routes that are not dropped, sorted by expert
+    places: Tensor  # for every route, the index in ``order``; ``len(order)`` for dropped routes
+    send: Sequence[int]  # how many rows this rank sends to each rank
+    receive: Sequence[int]  # how many rows arrive from each rank
     counts: Sequence[int]  # how many rows arrive for each expert of this rank
     # Permutation of arrived rows (by sender) to rows by expert; ``None`` for the identity.
     regroup: Tensor | None
@@ -52,11 +55,13 @@ class Routes:
 
     @property
     def tokens(self) -> Tensor:
-        """The token of each route in ``order``."""
+        """Token index of each route in ``order``."""
         return self.order if self.shape[1] == 1 else self.order // self.shape[1]
 
     def to_experts(self, rows: Tensor) -> Tensor:
-        """Send ``[routes, ...]`` in ``order`` to the experts' ranks: ``[arrived, ...]`` by expert."""
+        """Send rows ``[routes, ...]``, sorted like ``order``, to the experts' ranks; return ``[arrived, ...]`` by
+        expert.
+        """
         arrived = all_to_all(rows, self.send, self.receive, self.group)
         return arrived if self.regroup is None else arrived.index_select(0, self.regroup)
 
@@ -66,7 +71,9 @@ class Routes:
         return all_to_all(leaving, self.receive, self.send, self.group)
 
     def sum_by_token(self, rows: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Sum ``[routes, h]`` in ``order`` over each token's routes to ``[n, h]``, weighted by ``weights [n, k]``."""
+        """Sum rows ``[routes, h]``, sorted like ``order``, over each token's routes: ``[n, h]``, weighted by ``weights
+        [n, k]``.
+        """
         return (
             self.added_up(rows, weights)
             if rows.device.type == "cpu"
@@ -74,13 +81,13 @@ class Routes:
         )
 
     def added_up(self, rows: Tensor, weights: Tensor | None) -> Tensor:
-        """Sum rows into tokens with ``index_add_``: four times faster than :meth:`gathered` on a CPU."""
+        """Sum rows over each token's routes with ``index_add_``: four times faster than :meth:`gathered` on a CPU."""
         weighted = rows if weights is None else rows * self.taken(weights)
         total = weighted.new_zeros((self.shape[0], *rows.shape[1:]))
         return total.index_add_(0, self.tokens, weighted)
 
     def gathered(self, rows: Tensor, weights: Tensor | None) -> Tensor:
-        """Sum rows into tokens by a gather: deterministic, where ``index_add_`` on a GPU is not."""
+        """Sum rows over each token's routes by a gather, which is deterministic on GPUs, unlike ``index_add_``."""
         if len(self.order) < len(self.places):
             rows = F.pad(rows, (0, 0, 0, 1))
         routes = rows.index_select(0, self.places).unflatten(0, self.shape)
@@ -94,20 +101,23 @@ class Routes:
 def plan_routes(
     experts: Tensor, count: int, group: dist.ProcessGroup | None
 ) -> tuple[Routes, list[int]]:
-    """Return the routes of tokens to their ``experts [n, k]`` (``count`` for none), and how many go to each expert."""
+    """Return the routes of tokens to their ``experts [n, k]``, and how many of this rank's routes go to each expert.
+    There are ``count`` experts; the index ``count`` means a dropped route.
+    """
     ranks = 1 if group is None else dist.get_world_size(group)
     flat = experts.reshape(-1)
     order = flat.argsort(stable=True)
     counts = count_each(flat, count + 1)[:count].view(ranks, -1)
     received = all_to_all(counts, [1] * ranks, [1] * ranks, group)
-    sent_to, arrived_from = torch.stack((counts, received)).tolist()  # the only look at the host
+    # The only device synchronization.
+    sent_to, arrived_from = torch.stack((counts, received)).tolist()
     kept = sum(map(sum, sent_to))
     total = sum(map(sum, arrived_from))
     places = torch.full_like(flat, kept)
     places[order] = torch.arange(len(flat), device=flat.device).clamp_(max=kept)
     regroup = ungroup = None
     if ranks > 1 and received.shape[1] > 1:
-        # from sender to expert order, without a sort or waiting
+        # From sender order to expert order, without a sort or a device synchronization.
         lengths = received.t().flatten()
         starts = (received.flatten().cumsum(0) - received.flatten()).view_as(received).t().flatten()
         shift = (starts - (lengths.cumsum(0) - lengths)).repeat_interleave(
@@ -168,7 +178,9 @@ class _Combine(torch.autograd.Function):
 
 
 def dispatch(x: Tensor, routes: Routes, batches: int) -> Tensor:
-    """Send tokens ``[n, h]`` of ``batches`` batches to their experts; return rows ``[arrived, h]`` by expert."""
+    """Send tokens ``x [n, h]`` to their experts, and return rows ``[arrived, h]`` by expert. In the backward pass,
+    multiply gradients by ``batches``, the number of distinct batches that the experts compute.
+    """
 
     def back(grad: Tensor) -> Tensor:
         total = routes.sum_by_token(routes.from_experts(grad))
@@ -182,5 +194,7 @@ def dispatch(x: Tensor, routes: Routes, batches: int) -> Tensor:
 
 
 def combine(grouped: Tensor, weights: Tensor, routes: Routes, batches: int) -> Tensor:
-    """Sum the experts' outputs ``[arrived, h]`` over each token's routes to ``[n, h]``, by ``weights [n, k]``."""
+    """Sum the experts' outputs ``[arrived, h]`` over each token's routes: ``[n, h]``, weighted by ``weights [n,
+    k]``.
+    """
     return _Combine.apply(grouped, weights, routes, batches)

@@ -1,7 +1,7 @@
-"""Read the routes that inference engines return (``--enable-return-routed-experts``) for ``routes=``.
+"""Convert the routes that inference engines return (``--enable-return-routed-experts``) to those of ``routes=``.
 
-vLLM and SGLang return the experts of every token that they fed to the model: the prompt, and what they sampled but the
-last token, which no pass followed. Their arrays have an entry for each layer, zeros for dense ones.
+vLLM and SGLang return the experts of every token that they fed to the model: the prompt, and the sampled tokens except
+the last one, after which no forward pass ran. Their arrays have an entry for each layer, zeros for dense layers.
 """
 
 import base64
@@ -21,18 +21,18 @@ from .replay import replayed
 
 
 def routes_from_vllm(model: nn.Module, outputs: Sequence[Any], attention_mask: Tensor) -> Tensor:
-    """Return vLLM's routes of the rows of a batch as ``routes=`` of :func:`hfscale.train_step` takes them.
+    """Convert vLLM's routes of the rows of a batch for the argument ``routes=`` of :func:`hfscale.train_step`.
 
     Args:
         outputs: ``routed_experts`` of each row: an array ``[tokens, layers, k]`` or, from a server, base64 of a
-            ``.npy`` file. vLLM 0.21 and 0.22 have the prompt's apart: ``np.concatenate`` the two.
+            ``.npy`` file. vLLM 0.21 and 0.22 return the prompt's routes separately: ``np.concatenate`` both arrays.
         attention_mask: ``[rows, tokens]``, 1 for prompt and completion; padding may be on any side.
 
     Returns:
-        ``[rows, tokens, layers with mixtures, k]``: -1, the router's own choice, for last tokens and padding.
+        ``[rows, tokens, MoE layers, k]``. Entries for last tokens and padding are -1: the router chooses.
 
     Raises:
-        ConfigError: the arrays have other tokens or layers than the rows and the model.
+        ConfigError: the arrays' numbers of tokens or layers do not match the rows or the model.
     """
     arrays = [
         np.load(io.BytesIO(base64.b64decode(output))) if isinstance(output, str) else output
@@ -41,7 +41,7 @@ def routes_from_vllm(model: nn.Module, outputs: Sequence[Any], attention_mask: T
     layers = [int(planned.layer.rpartition(".")[2]) for planned in replayed(runtime_of(model))]
     if len(arrays) != len(attention_mask):
         raise ConfigError(
-            f"outputs has {len(arrays)} entries for {len(attention_mask)} rows: give one for each"
+            f"outputs has {len(arrays)} entries for {len(attention_mask)} rows: give one entry for each row"
         )
     k = arrays[0].shape[-1] if arrays else experts_per_token(runtime_of(model).model.config) or 1
     routes = torch.full(
@@ -59,13 +59,13 @@ def routes_from_vllm(model: nn.Module, outputs: Sequence[Any], attention_mask: T
         places = mask.nonzero().squeeze(-1)
         if len(array) not in (len(places), len(places) - 1):
             raise ConfigError(
-                f"row {row} has {len(places)} tokens, and its routes are of {len(array)}: engines return them for "
-                "prompt and completion, without the last token"
+                f"row {row} has {len(places)} tokens, and its routes are of {len(array)} tokens: pass the engine's "
+                "routes of prompt and completion, with or without the last token"
             )
         if array.shape[1] != len(layers) and array.shape[1] <= layers[-1]:
             raise ConfigError(
-                f"row {row} has routes of {array.shape[1]} layers, and the model {layers[-1] + 1}: let the "
-                "engine serve this model"
+                f"row {row} has routes of {array.shape[1]} layers, and the model has {layers[-1] + 1} layers or more: "
+                "let the engine serve this model"
             )
         own = array if array.shape[1] == len(layers) else array[:, layers]
         routes[row, places[: len(array)]] = torch.from_numpy(own.astype(np.int32))
@@ -73,10 +73,11 @@ def routes_from_vllm(model: nn.Module, outputs: Sequence[Any], attention_mask: T
 
 
 def routes_from_sglang(model: nn.Module, outputs: Sequence[Any], attention_mask: Tensor) -> Tensor:
-    """Return SGLang's routes of the rows of a batch: see :func:`hfscale.routes_from_vllm`.
+    """Convert SGLang's routes of the rows of a batch for ``routes=``: see :func:`hfscale.routes_from_vllm`.
 
     Args:
-        outputs: of each row ``meta_info`` (``sgl_ext`` of a choice), its ``routed_experts``, or those decoded, flat.
+        outputs: for each row, ``meta_info`` (for a server's choice ``sgl_ext``), or its entry ``routed_experts``: the
+            base64 text, or the flat array that the text encodes.
     """
     config = runtime_of(model).model.config
     arrays = []

@@ -1,4 +1,4 @@
-"""Find routers and their biases, and give every layer its routing."""
+"""Find routers and their biases, and make the routing of every MoE layer."""
 
 from functools import partial
 
@@ -21,7 +21,7 @@ from .layer import LayerRouting, RouterLogits, Routing
 def routing_of_layers(
     runtime: Runtime, options: RoutingConfig | None
 ) -> tuple[Routing, list[LayerRouting]]:
-    """Return the routing state of the model, and the routing of every mixture that this rank holds."""
+    """Return the routing state of the model, and the routing of every MoE layer that is on this rank."""
     chosen = options or RoutingConfig()
     _check(runtime, chosen)
     routing = Routing(runtime.mesh, chosen)
@@ -63,7 +63,7 @@ def _routing_of(
 
 
 def has_part_of_tokens(runtime: Runtime, planned: ExpertsPlan) -> bool:
-    """Return whether the mixture's router gets this tensor rank's tokens alone, in the present forward pass."""
+    """Return whether the router receives only this tensor rank's shard of the tokens in the current forward pass."""
     return runtime.mesh.layout.slices_tokens and runtime.sequence.is_seq_sharded(planned.layer)
 
 
@@ -72,12 +72,12 @@ def _check(runtime: Runtime, options: RoutingConfig) -> None:
     kind = class_name(runtime.model)
     if not runtime.plan.mixtures:
         raise ConfigError(
-            f"routing={options}: {kind} has no experts that transformers keeps in one module of 3-D parameters: leave "
-            "routing out"
+            f"routing={options} needs experts that transformers keeps in one module of 3-D parameters, but {kind} has "
+            "no experts of this form: leave routing out"
         )
     if options.needs_tokens and getattr(model.config, "is_encoder_decoder", False):
         raise ConfigError(
-            f"routing={options} needs one sequence per row, and {kind} has two, an encoder's and a decoder's: use "
+            f"routing={options} needs one sequence per row, but {kind} has two (an encoder's and a decoder's): use "
             "RoutingConfig() (which only counts), or force_balanced alone"
         )
     if options.balance_loss and getattr(model.config, "output_router_logits", False):
@@ -88,13 +88,15 @@ def _check(runtime: Runtime, options: RoutingConfig) -> None:
     most = min(planned.count for planned in runtime.plan.mixtures)
     if options.router == "gshard" and most < 2:
         raise ConfigError(
-            "router='gshard' needs at least two experts in every layer, and one layer has a single one: use "
+            "router='gshard' needs at least two experts in every layer, but one layer has a single expert: use "
             "router='switch'"
         )
 
 
 def _router(runtime: Runtime, planned: ExpertsPlan) -> tuple[str, nn.Module, int]:
-    """Return name and module of the router whose logits transformers records, and the logits' index in its output."""
+    """Return name and module of a layer's router, and the index of the router logits in the module's output. It is the
+    router whose logits transformers records (``output_router_logits``).
+    """
     recorded = router_logits(runtime.model)
     for owner in dict.fromkeys((planned.name.rpartition(".")[0], planned.layer)):
         routers = [
@@ -109,6 +111,6 @@ def _router(runtime: Runtime, planned: ExpertsPlan) -> tuple[str, nn.Module, int
     family = runtime.plan.family
     raise ConfigError(
         f"{wild_name(planned.name)}: {family!r} does not say where its router's logits are (_can_record_outputs of its "
-        "PreTrainedModel class), and balance_loss, z_loss and other routers need them: use bias_update_rate, "
-        "capacity_factor or force_balanced, which do not"
+        "PreTrainedModel class), but balance_loss, z_loss and router='switch', 'gshard' or 'noisy_topk' need router "
+        "logits: use bias_update_rate, capacity_factor or force_balanced, which do not need them"
     )

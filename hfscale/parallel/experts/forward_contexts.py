@@ -1,4 +1,4 @@
-"""Track the forward passes of a model, so that its layers can find batch and loss of each."""
+"""Track the forward passes of a model, so that each layer can look up the batch and the loss of its forward pass."""
 
 import inspect
 from collections.abc import Mapping
@@ -15,19 +15,19 @@ from ...train.runtime.forward_passes import ForwardPasses
 
 @dataclass
 class Pass:
-    """Hold the state of one forward pass."""
+    """Hold the state of one forward pass that MoE layers read and update."""
 
     real: Tensor  # ``[b, s]``, true for tokens that are not padding
-    tokens: Tensor  # the number of real tokens by which its router losses are divided
-    seed: int | None = None
+    tokens: Tensor  # the number of tokens, without padding, by which router losses of this pass are divided
+    seed: int | None = None  # of the routers' random draws; ``None``: routers draw nothing
     # the gradient of the step's loss, set in the backward pass; ``None`` without a loss
     scale: Tensor | float | None = None
-    # batch size and tokens per sequence on each expert rank; empty until a layer asks
+    # batch size and tokens per sequence on each expert rank; empty until a layer needs them
     shapes: list[tuple[int, int]] = field(default_factory=list)
-    loss: Tensor | None = None  # the sum of its layers' router losses, detached
+    loss: Tensor | None = None  # the sum of the layers' router losses in this pass, detached
 
     def add(self, share: Tensor) -> None:
-        """Add a layer's router loss."""
+        """Add ``share``, a layer's router loss, to ``loss``."""
         self.loss = share.detach() if self.loss is None else self.loss + share.detach()
 
 
@@ -42,7 +42,9 @@ class ForwardContexts(ForwardPasses[Pass]):
         self._with_labels = False
 
     def install(self, model: nn.Module) -> None:
-        """Install hooks on the model, so that each of its forward passes gets a context and adds its router losses."""
+        """Install hooks on the model that make a :class:`Pass` for each forward pass, and add its router losses to the
+        model's loss.
+        """
         model.register_forward_pre_hook(self._before, with_kwargs=True)
         model.register_forward_hook(self._after)
 
@@ -71,7 +73,7 @@ class ForwardContexts(ForwardPasses[Pass]):
         current = self.latest
         if not self._with_labels or current.loss is None:
             return output
-        # A step reports the mean over tokens alone, which other runs can be compared with.
+        # ``train_step`` reports the mean over tokens without router losses, so that runs can be compared.
         share = current.loss if self.tokens is None else torch.zeros_like(current.loss)
         if isinstance(output, tuple):
             return (_added(output[0], share, current), *output[1:])
@@ -81,15 +83,17 @@ class ForwardContexts(ForwardPasses[Pass]):
 
 
 def real_tokens(batch: Mapping[str, Any]) -> Tensor:
-    """Return ``[b, s]``: which tokens of a batch are not padding, by its attention mask. With a 4-D mask
-    ``[b, 1, s, s]``, boolean or additive, those are the tokens that attend to themselves. Raise :class:`ConfigError`
-    for masks of other kinds, and batches without token ids and embeddings.
+    """Return ``[b, s]``: True for tokens that are not padding, according to the attention mask of ``batch``. With a 4-D
+    mask ``[b, 1, s, s]``, boolean or additive, tokens that attend to themselves count as not padding.
+
+    Raises:
+        ConfigError: the mask has another shape, or the batch has neither token ids nor embeddings.
     """
     ids = batch.get("input_ids")
     tokens = batch.get("inputs_embeds") if ids is None else ids
     if not isinstance(tokens, Tensor) or tokens.ndim < 2:
         raise ConfigError(
-            "routing= needs input_ids or inputs_embeds in every batch, and found neither: add one"
+            "routing= needs input_ids or inputs_embeds in every batch, but this batch has neither: add one of them"
         )
     samples, length = tokens.shape[:2]
     mask = batch.get("attention_mask")
@@ -110,7 +114,9 @@ def real_tokens(batch: Mapping[str, Any]) -> Tensor:
 
 
 def _added(loss: Tensor, share: Tensor, current: Pass) -> Tensor:
-    """Add the layers' losses to the model's loss; in backward, record the loss gradient for them."""
+    """Add ``share``, the layers' router losses, to the model's ``loss``. In the backward pass, record the gradient of
+    the loss in ``current.scale``, by which the gradients of the router losses are multiplied.
+    """
 
     def record(grad: Tensor) -> Tensor:
         current.scale = grad
@@ -120,8 +126,9 @@ def _added(loss: Tensor, share: Tensor, current: Pass) -> Tensor:
 
 
 def attach(x: Tensor, share: Tensor, current: Pass, times: float) -> Tensor:
-    """Return the activation ``x``, with ``times`` the gradient of ``share`` (a scalar term of the loss) added in
-    backward. The term then needs no path to the loss out of recomputed layers or pipeline stages.
+    """Return the activation ``x`` unchanged. In the backward pass of ``x``, also run the backward pass of ``share``, a
+    scalar term of the loss, with ``times`` its gradient. The term therefore needs no path to the loss out of recomputed
+    layers or pipeline stages.
     """
 
     def backward(grad: Tensor) -> Any:

@@ -1,12 +1,12 @@
-"""Route the tokens of one layer: between the router and the experts, and after the experts.
+"""Route the tokens of one MoE layer: choose experts between the router and the experts, attach losses after them.
 
 ::
 
-    router --logits--> .                                      the model's own choice is kept, or made anew
-      |                |                                      |
+    router --logits--> .          ``choose`` keeps the model's own choice, or replaces it
+      |                |
       +--index, weights--> choose --> capacity --> experts --> finish --> out
                               |                                ^
-                              +---- share of the loss ---------+    its gradient joins here
+                              +---- this layer's router loss --+    its gradient is added here in the backward pass
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,23 +31,23 @@ from . import router_functions
 from .choice_bias import ChoiceBias
 from .forward_contexts import ForwardContexts, Pass, attach, real_tokens
 
-NUMBERS = 4  # beside the counts of a layer: dropped, balance, z, tokens
+NUMBERS = 4  # statistics of a layer in addition to its counts: dropped routes, balance loss, z-loss, tokens
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Hold the expert choice of a layer's tokens."""
+    """Hold the experts that are chosen for a layer's tokens, and their weights."""
 
-    index: Tensor  # ``[n, k]``, the experts; the number of experts for none
-    weights: Tensor
-    # ``[n, k]``, the slot of each route, with buffers of fixed capacity: see :func:`.mixture.through_slots`
+    index: Tensor  # ``[n, k]``, the experts; the number of experts for a dropped route
+    weights: Tensor  # ``[n, k]``
+    # ``[n, k]``, the slot of each route in buffers of fixed capacity (:func:`.mixture.through_slots`), else ``None``
     places: Tensor | None = None
     slots: Sequence[int] = ()  # how many slots each rank has at each expert
-    loss: Tensor | None = None
+    loss: Tensor | None = None  # this layer's router loss
 
 
 class RouterLogits:
-    """Hold the router logits of the current call of the block."""
+    """Record the logits of the latest call of a router, by a hook."""
 
     def __init__(self, router: nn.Module, place: int) -> None:
         self._place = place
@@ -63,31 +63,31 @@ class RouterLogits:
         self._latest = output if isinstance(output, Tensor) else output[self._place]
 
     def take(self, n: int, count: int, name: str) -> Tensor:
-        """Return the recorded router logits as ``[n, experts]``, once."""
+        """Return the recorded router logits as ``[n, experts]``, and forget them."""
         logits = self._latest
         self._latest = None
         if logits is None or logits.shape[-1] != count or logits.numel() != n * count:
             raise ConfigError(
-                f"{name}: routing= needs the router's logits of {n} tokens for {count} experts, and found "
-                f"{'none' if logits is None else tuple(logits.shape)}: use router='model' without losses"
+                f"{name}: routing= needs the router's logits of {n} tokens for {count} experts, but found "
+                f"{'none' if logits is None else tuple(logits.shape)}: use router='model' without balance_loss and "
+                "z_loss"
             )
         return logits.reshape(n, count)
 
 
 class Routing:
-    """Hold the routing state that all mixtures of a model use."""
+    """Hold the routing state that all MoE layers of a model use."""
 
     def __init__(self, mesh: Mesh, options: RoutingConfig) -> None:
-        # asked: whether the counts were read; without ``train_step`` they accumulate until then
         self.options = options
         self.mesh = mesh
+        # Whether the counts were read. Without ``train_step``, counts accumulate until they are read.
         self.asked = False
-        # contexts of the model's forward passes; ``None`` where no layer needs them
+        # contexts of the model's forward passes; ``None`` if no layer needs them
         self.passes = ForwardContexts(options.draws) if options.needs_tokens else None
-        self.counters: dict[
-            str, LayerCounter
-        ] = {}  # tokens per expert, by the name of the experts' module
-        self.biases: dict[str, ChoiceBias] = {}  # the routers' biases to move, by the same
+        # By the name of the experts' module: tokens per expert, and the routers' biases to update.
+        self.counters: dict[str, LayerCounter] = {}
+        self.biases: dict[str, ChoiceBias] = {}
 
     def count_anew(self) -> None:
         """Set all counters to zero."""
@@ -101,7 +101,9 @@ class Routing:
         microbatches: Sequence[Mapping[str, Any]],
         train: bool,
     ) -> Iterator[None]:
-        """Run the forward passes of one step over this rank's ``microbatches`` inside the with block."""
+        """Prepare one step over this rank's ``microbatches``, whose forward passes run inside the with block. Update
+        the routers' biases at the end of the block if ``train``.
+        """
         self.count_anew()
         if self.passes is None:
             yield
@@ -117,13 +119,13 @@ class Routing:
             self._move_biases()
 
     def note_scale(self, scale: float) -> None:
-        """Record the loss gradient for the latest pass's auxiliary losses, on a pipeline stage without the loss."""
+        """Set the loss gradient of the latest pass's router losses, on a pipeline stage that does not have the loss."""
         if self.passes is not None and self.passes.latest.loss is not None:
             self.passes.latest.scale = scale
 
     @torch.no_grad()
     def _move_biases(self) -> None:
-        """Update the router biases from the loads of all batches, equally on every rank with a layer."""
+        """Update the router biases from the expert loads of all batches, equally on every rank that has the layer."""
         counters = [self.counters[name] for name in self.biases]
         device = self.mesh.device
         flat = torch.cat(
@@ -149,27 +151,30 @@ class LayerRouting:
     """Choose, limit and count the routes of one layer."""
 
     planned: ExpertsPlan
-    number: int  # its index among the model's mixtures of experts
+    number: int  # the layer's index among the model's MoE layers
     routing: Routing
-    is_cut: Callable[[], bool]  # whether this rank has only a part of the tokens
-    # Records the router's logits; ``None`` where they are not needed.
+    is_cut: Callable[[], bool]  # whether this tensor rank has only a shard of the tokens
+    # Records the router's logits; ``None`` if they are not needed.
     logits: RouterLogits | None = None
-    # ``"softmax"`` or ``"sigmoid"``, which makes probabilities of the logits.
+    # ``"softmax"`` or ``"sigmoid"``, which converts logits to probabilities
     scores: str = "softmax"
-    times: float = 1.0  # factor of the loss's gradient, where tensor ranks have the same tokens and sum their gradients
+    # Factor of the router loss's gradient: 1 / tp if tensor ranks have the same tokens and sum their router gradients.
+    times: float = 1.0
 
     def __post_init__(self) -> None:
         self.options = self.routing.options
         self.passes = self.routing.passes
         self.mesh = self.routing.mesh
-        # Which counts the tokens where all tensor ranks have the same ones.
+        # If all tensor ranks have the same tokens, only the first tensor rank counts them.
         self.is_first = self.mesh.tp_rank == 0
-        # Whether a limited capacity uses buffers of fixed size.
+        # Whether limited capacity uses buffers of fixed size.
         self.fixed = not self.mesh.layout.slices_tokens
         self.counter = self.routing.counters[self.planned.name] = LayerCounter(self.planned.count)
 
     def choose(self, index: Tensor, weights: Tensor) -> Choice:
-        """Return the routes of ``n`` tokens, given the stock router's ``index`` and ``weights``, ``[n, k]`` each."""
+        """Return the choice of experts of ``n`` tokens, given the stock router's ``index [n, k]`` and ``weights [n,
+        k]``.
+        """
         if self.routing.asked and not recomputing():
             self.routing.count_anew()
         if self.passes is not None:
@@ -179,7 +184,9 @@ class LayerRouting:
         return Choice(index, weights)
 
     def finish(self, out: Tensor, choice: Choice) -> Tensor:
-        """Return the experts' output, with the gradient of this layer's auxiliary loss attached."""
+        """Return the experts' output ``out``; its backward pass also computes the gradient of this layer's router
+        loss.
+        """
         if choice.loss is None or self.passes is None:
             return out
         return attach(
@@ -263,14 +270,16 @@ class LayerRouting:
         )
 
     def _own_tokens(self, now: Pass, rows: int) -> "_OwnTokens":
-        """Return which tokens of the batch this rank has, and check that they are ``rows``."""
+        """Return which tokens of the batch this rank has. Raise :class:`ConfigError` if their number is not
+        ``rows``.
+        """
         (samples, tokens), rank = now.real.shape, self.mesh.tp_rank
         lengths = share_evenly(tokens, self.mesh.layout.tp) if self.is_cut() else []
         start, own = (sum(lengths[:rank]), lengths[rank]) if lengths else (0, tokens)
         if rows != samples * own:
             raise ConfigError(
-                f"{self.planned.name} got {rows} tokens where the batch has {samples} x {tokens}, of which this rank "
-                f"has {samples * own}: use RoutingConfig() (which only counts) or force_balanced alone, for "
+                f"{self.planned.name} must get all tokens of this rank ({samples * own}, of a batch of {samples} x "
+                f"{tokens}), got {rows}: use RoutingConfig() (which only counts) or force_balanced alone, for "
                 f"{self.planned.name!r}"
             )
         return _OwnTokens(
@@ -282,7 +291,9 @@ class LayerRouting:
     def _rerouted(
         self, logits: Tensor, k: int, now: Pass, own: "_OwnTokens"
     ) -> tuple[Tensor, Tensor]:
-        """Route with the router of the options; random draws cover all tokens and agree on all tensor ranks."""
+        """Return ``index`` and ``weights`` by the router of the options. Its random numbers are drawn for all tokens,
+        so that all tensor ranks draw the same.
+        """
         options, (samples, tokens) = self.options, now.real.shape
         if options.router == "switch":
             return router_functions.switch(logits)
@@ -308,7 +319,7 @@ class LayerRouting:
         """Return this layer's term of the step's loss."""
         if self.is_cut():
             sums = reduce_from_tp_region(sums, self.mesh.tp_group)
-        if self.mesh.context is not None:  # each has a part of every sequence
+        if self.mesh.context is not None:  # each context rank has some tokens of every sequence
             sums = reduce_from_tp_region(sums, self.mesh.context)
         balance = router_functions.balance_loss(sums)
         z = router_functions.z_loss(sums)
@@ -323,7 +334,9 @@ class LayerRouting:
     def _routes_within_capacity(
         self, factor: float, index: Tensor, now: Pass, own: "_OwnTokens"
     ) -> tuple[Tensor, Tensor]:
-        """Return which routes ``[b, s, k]`` fit the capacity, and their queue places over all tensor ranks' tokens."""
+        """Return which routes ``[b, s, k]`` are within the capacity, and every route's place in the queue of its
+        expert, counted over the tokens of all tensor ranks.
+        """
         count = self.planned.count
         whole = index.where(own.real.unsqueeze(-1), count)  # padding uses no capacity
         group = self.mesh.tp_group
@@ -340,7 +353,9 @@ class LayerRouting:
         return own.take_rows(kept), own.take_rows(places)
 
     def _shapes(self, now: Pass) -> list[tuple[int, int]]:
-        """Return samples and tokens of the batch of each rank that sends to these experts; exchanged once a pass."""
+        """Return samples and tokens of the batch of each rank that sends tokens to this rank's experts. Ranks exchange
+        these numbers once per forward pass.
+        """
         group = self.mesh.expert_reports
         if not now.shapes and group is not None:  # on the host, without a device synchronization
             every = gathered(torch.tensor(now.real.shape), group)
@@ -350,27 +365,31 @@ class LayerRouting:
 
 @dataclass(frozen=True)
 class _OwnTokens:
-    """Hold which tokens of a pass a rank has."""
+    """Describe which tokens of a forward pass a tensor rank has."""
 
-    lengths: list[int]  # tokens per sequence on each tensor rank; empty where every rank has all
+    # tokens per sequence on each tensor rank; empty if every rank has all tokens
+    lengths: list[int]
     start: int  # the position of this rank's first token in each sequence
-    real: Tensor  # ``[b, s]``, true for its tokens that are not padding
+    real: Tensor  # ``[b, s]``, true for this rank's tokens that are not padding
 
     def take_rows(self, whole: Tensor) -> Tensor:
-        """Return the entries of these tokens in a tensor ``[b, s, ...]`` of all tokens."""
+        """Return the entries of this rank's tokens in ``whole [b, s, ...]``, a tensor of all tokens."""
         return whole.narrow(1, self.start, self.real.shape[1])
 
 
 @dataclass
 class LayerCounter:
-    """Count a layer's tokens on one rank, without waiting for the device; of equal counts one rank keeps them."""
+    """Count a layer's routes on one rank, without a device synchronization. If several ranks would count the same
+    tokens, only one of them counts.
+    """
 
-    count: int
-    # Routes to each expert, on the host or on the device, wherever they are counted.
+    count: int  # number of experts
+    # ``[experts]``: routes to each expert, on the CPU or on the device
     counts: Tensor | int = 0
-    # ``[4]``: dropped routes; the balance loss and the z-loss, each times tokens; real tokens
+    # ``[4]``: dropped routes; the balance loss and the z-loss, each times tokens; tokens without padding
     numbers: Tensor | None = None
-    wanted: Tensor | int = 0  # routes of real tokens to each expert, for the update of its bias
+    # ``[experts]``: routes of tokens without padding, for the update of the router's bias
+    wanted: Tensor | int = 0
 
     def reset(self) -> None:
         """Set all counts to zero."""
@@ -379,11 +398,11 @@ class LayerCounter:
         self.numbers = None
 
     def add(self, counts: Sequence[int] | Tensor) -> None:
-        """Add routes to each expert."""
+        """Add ``counts [experts]``, routes to each expert."""
         self.counts = self.counts + torch.as_tensor(counts)
 
     def add_numbers(self, place: int, *values: Tensor) -> None:
-        """Add to ``numbers``, from ``place`` on."""
+        """Add ``values`` to the entries of ``numbers`` from index ``place`` on."""
         if self.numbers is None:
             self.numbers = torch.zeros(NUMBERS, dtype=torch.float64, device=values[0].device)
         self.numbers[place : place + len(values)] += torch.stack(
@@ -391,7 +410,7 @@ class LayerCounter:
         )
 
     def total(self, device: torch.device) -> Tensor:
-        """Return all counts but ``wanted`` as ``[experts + 4]``."""
+        """Return ``counts`` and ``numbers`` as one tensor ``[experts + 4]``."""
         given = torch.as_tensor(self.counts).to(device, non_blocking=True)
         counts = torch.zeros(self.count, dtype=torch.float64, device=device) + given
         return torch.cat(

@@ -1,4 +1,4 @@
-"""Report the load of experts, summed over ranks, and record it over time."""
+"""Report the load of experts, summed over ranks, and record the loads of many steps."""
 
 import json
 from dataclasses import dataclass
@@ -23,21 +23,22 @@ _SUFFIXES = (".png", ".svg")
 class LayerLoad:
     """Report the load of one layer's experts."""
 
-    name: str  # the module that holds them
+    name: str  # name of the module that holds the experts
     tokens: tuple[int, ...]  # how many tokens each expert computed, padding included
-    dropped: int = 0  # routes of real tokens that were dropped for capacity
-    balance_loss: float = 0.0  # without its coefficient; 1 at balance, 0 where it is off
-    z_loss: float = 0.0  # likewise
+    dropped: int = 0  # routes of tokens (without padding) that were dropped because of the capacity
+    # without its coefficient; 1 if loads are balanced, 0 if the loss is off
+    balance_loss: float = 0.0
+    z_loss: float = 0.0  # without its coefficient; 0 if the loss is off
 
     @property
     def max_over_mean(self) -> float:
-        """The largest load over the mean: 1 where they are even or all zero."""
+        """The largest load over the mean load: 1 if all loads are equal or zero."""
         total = sum(self.tokens)
         return max(self.tokens) * len(self.tokens) / total if total else 1.0
 
     @property
     def entropy(self) -> float:
-        """Entropy of the loads over its maximum: 1 where they are even or all zero, 0 with one busy expert."""
+        """Entropy of the loads over its maximum: 1 if all loads are equal or zero, 0 if one expert gets all tokens."""
         total = sum(self.tokens)
         count = len(self.tokens)
         if not total or count == 1:
@@ -60,7 +61,7 @@ class ExpertLoad:
     layers: tuple[LayerLoad, ...]
 
     def metrics(self, prefix: str = "experts/") -> dict[str, float]:
-        """Return numbers to log: the worst layer's balance, and means over layers."""
+        """Return numbers to log: ``max_over_mean`` and ``entropy`` of the worst layer, and means over layers."""
         dropped = sum(layer.dropped for layer in self.layers)
         routes = dropped + sum(sum(layer.tokens) for layer in self.layers)
         report = {
@@ -75,18 +76,19 @@ class ExpertLoad:
 
 @torch.no_grad()
 def expert_load(model: nn.Module) -> ExpertLoad:
-    """Return the tokens per expert in the last step, summed over all ranks; call it on every rank.
+    """Return the tokens per expert in the last step, summed over all ranks. Collective: call it on every rank.
 
-    In loops of one's own: in all passes since it was last called. Recomputation counts once.
+    Without :func:`hfscale.train_step`, the counts are of all forward passes since the last call of this function.
+    Recomputed layers are counted once.
 
     Raises:
-        ConfigError: nothing counts in this model.
+        ConfigError: the model was loaded without ``routing=``, or has no experts.
     """
     runtime = runtime_of(model)
     part = runtime.part(ExpertRouting)
     if part is None or part.routing is None:
         raise ConfigError(
-            "tokens are not counted in this model: load it with routing=hfscale.RoutingConfig()"
+            "tokens are not counted in this model: load the model with routing=hfscale.RoutingConfig()"
             if runtime.plan.mixtures
             else f"{class_name(runtime.model)} has no experts that hfscale knows, so it has no expert load"
         )
@@ -130,7 +132,7 @@ class ExpertLoadHistory:
         history.plot("loads.png")
 
     Args:
-        path: a file to which rank 0 appends a line per step; ``None`` for none.
+        path: a file to which rank 0 appends a JSON line per step; ``None``: no file is written.
     """
 
     def __init__(self, path: str | Path | None = None) -> None:
@@ -138,12 +140,12 @@ class ExpertLoadHistory:
         self.steps: list[tuple[int, ExpertLoad]] = []
         if self.path is not None and not self.path.parent.is_dir():
             raise ConfigError(
-                f"{self.path} cannot be written: there is no folder {self.path.parent}: make it first"
+                f"{self.path} cannot be written, since the folder {self.path.parent} does not exist: make it first"
             )
 
     @classmethod
     def read(cls, path: str | Path) -> "ExpertLoadHistory":
-        """Read the loads recorded in a file; raise :class:`ConfigError` if it holds none."""
+        """Read the loads recorded in a file. Raise :class:`ConfigError` if the file contains no recorded loads."""
         history = cls()
         try:
             for line in Path(path).read_text().splitlines():
@@ -160,7 +162,7 @@ class ExpertLoadHistory:
         return history
 
     def record(self, step: int, load: ExpertLoad) -> None:
-        """Add the load of a step."""
+        """Record the load of a step, also in the file at ``path`` on rank 0."""
         self.steps.append((step, load))
         if self.path is None or (dist.is_initialized() and dist.get_rank() > 0):
             return
@@ -169,8 +171,12 @@ class ExpertLoadHistory:
             file.write(json.dumps({"step": step, "layers": layers}) + "\n")
 
     def plot(self, path: str | Path) -> Path:
-        """Draw a heat map per layer: steps from left to right, experts from top to bottom, load over the mean load as
-        color. Raise :class:`ConfigError` where nothing was recorded, or ``path`` or matplotlib do not serve.
+        """Draw a heat map per layer to the file ``path``, and return its path: steps from left to right, experts from
+        top to bottom, load over mean load as color.
+
+        Raises:
+            ConfigError: nothing was recorded, ``path`` has no folder or another ending than .png or .svg, or matplotlib
+                is not installed.
         """
         target = Path(path)
         if not self.steps:

@@ -1,9 +1,9 @@
-"""Put the exchange of tokens in the place of the forward pass of a stock module of experts.
+"""Replace the forward of a stock module of experts by one that exchanges tokens with other ranks.
 
-The stock block around it is unchanged: it asks its router, calls ``experts(hidden, index, weights)`` with the numbers
-of *all* experts, and gets the weighted sums for its tokens. Where tensor ranks share a batch and each has whole
-experts, every one sends a share of the tokens, so that no token is computed twice; under sequence parallelism it has
-but a share to begin with.
+The stock MoE block around the experts is unchanged: it calls its router, then ``experts(hidden, index, weights)`` with
+indices of *all* experts, and receives the weighted sums for its tokens. If tensor ranks have the same batch and each
+has whole experts, every tensor rank sends a shard of the tokens, so that no token is computed twice. Under sequence
+parallelism a tensor rank has only its shard of the tokens anyway.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,7 +31,9 @@ from .router_functions import count_each
 
 
 class Mixture:
-    """Run a layer's experts on tokens of ``batches`` batches; tensor ranks ``shares`` each send a part of one."""
+    """Run the experts of one MoE layer, whose ranks compute tokens of ``batches`` distinct batches. The tensor ranks of
+    the group ``shares``, if any, each send a shard of the tokens of their batch.
+    """
 
     def __init__(self, routing: LayerRouting) -> None:
         mesh = routing.mesh
@@ -47,12 +49,14 @@ class Mixture:
         index: Tensor,
         weights: Tensor,
     ) -> Tensor:
-        """Replace the stock ``experts(hidden [n, h], index [n, k], weights [n, k])`` with this rank's ``experts``."""
+        """Return ``[n, h]``, the result of the stock ``experts(hidden [n, h], index [n, k], weights [n, k])``, by
+        sending tokens to the ranks of their experts; ``experts`` are those of this rank.
+        """
         choice = self.routing.choose(index, weights)
         if choice.places is None:
             out = self._routed(experts, hidden, choice.index, choice.weights)
         else:
-            # On the device.
+            # Counted on the device, without a synchronization.
             self.routing.count(count_each(choice.index.flatten(), self.count + 1)[:-1])
             given = hidden, choice.weights, choice.places, self.count, choice.slots
             out = through_slots(*given, partial(run_experts, experts), self.group, self.batches)
@@ -65,7 +69,7 @@ class Mixture:
         index: Tensor,
         weights: Tensor,
     ) -> Tensor:
-        """Send a slice of the tokens from each tensor rank; or all-reduce outputs, where that sends no more bytes."""
+        """Send a shard of the tokens from each tensor rank; or all-reduce outputs if this sends no more bytes."""
         if self.shares is None or self.routing.is_cut():
             return self._exchanged(experts, hidden, index, weights)
         if self.batches == 1 and 2 * index.shape[1] >= dist.get_world_size(self.shares):
@@ -115,17 +119,21 @@ class Mixture:
 def through_experts(
     experts: Any, hidden: Tensor, weights: Tensor, routes: Routes, batches: int = 1
 ) -> Tensor:
-    """Send tokens ``hidden [n, h]`` through their experts on all ranks and back, weighted by ``weights [n, k]``."""
+    """Send tokens ``hidden [n, h]`` to their experts on all ranks, and return the sums of the experts' outputs,
+    weighted by ``weights [n, k]``.
+    """
     grouped = run_experts(experts, dispatch(hidden, routes, batches), routes.counts)
     return combine(grouped, weights, routes, batches)
 
 
 def install_experts(runtime: Runtime, options: RoutingConfig | None = None) -> Routing | None:
-    """Make expert modules exchange tokens with other ranks, and return what they share; ``None`` where they stay stock:
-    on one rank without routing options whose experts are neither quantized nor adapted, nor cut to sizes that grouped
-    matmuls refuse, nor cast for several microbatches at once.
+    """Make expert modules exchange tokens with other ranks, and return their common routing state.
 
-    Comes before the edges of tensor parallelism, which may read parameters of experts in their own way.
+    Return ``None``, and leave the modules stock, if there is one expert rank and no ``options``, and none of these
+    holds: the experts are quantized or have adapters, their shards have sizes that torch's grouped matmul rejects, or
+    their autocast copies are kept for several microbatches.
+
+    Call this before tensor parallelism is installed, whose hooks may replace parameters of experts.
     """
     mesh = runtime.mesh
     modules = [
@@ -139,7 +147,7 @@ def install_experts(runtime: Runtime, options: RoutingConfig | None = None) -> R
     narrow = mesh.tp_group is not None and any(
         _too_narrow(module, runtime.options.mixed_precision) for module in modules
     )
-    # Of which the host would make one for each microbatch.
+    # Whether autocast copies of weights are kept; the stock forward would make a copy for each microbatch.
     copies = bool(modules) and runtime.shares_casts
     if mesh.group("ep") is None and options is None and not (changed or narrow or copies):
         return None
@@ -175,10 +183,15 @@ def through_slots(
 ) -> Tensor:
     """Send tokens to their experts in buffers of fixed capacity, and return the combined outputs ``[n, h]``.
 
-    Every rank sends ``slots`` rows to each expert, used or not, so that the host never waits for the device; unused
-    ones are zero, without a gradient. For gradients of several batches see :mod:`.dispatch`. The ``places [n, k]`` are
-    each route's slot, ``expert * slots + place``, ``count * slots`` for dropped ones; ``compute`` gets rows ``[r, h]``,
-    and how many of them each of this rank's experts has.
+    Rank ``r`` sends ``slots[r]`` rows to each expert, whether they are used or not, so that the host never waits for
+    the device. Unused rows are zero and have no gradient. :mod:`.dispatch` describes the gradients of several batches.
+
+    Args:
+        places: ``[n, k]``, each route's slot on this rank: ``expert * slots + place``; ``count * slots`` if dropped.
+        count: number of experts.
+        slots: rows per expert that each rank of ``group`` sends.
+        compute: runs this rank's experts: gets rows ``[r, h]``, and the number of rows of each expert.
+        batches: number of distinct batches whose tokens the experts compute.
     """
     ranks, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
     local = count // ranks
@@ -186,7 +199,7 @@ def through_slots(
     width = hidden.shape[-1]
     k = places.shape[1]
     rows = hidden if k == 1 else hidden.repeat_interleave(k, 0)
-    # One extra row receives the dropped routes, and is cut off.
+    # One extra row receives the dropped routes, and is removed.
     buffer = hidden.new_zeros(count * own + 1, width).index_copy(0, places.flatten(), rows)[:-1]
     send = [local * own] * ranks
     receive = [local * other for other in slots]
@@ -212,7 +225,7 @@ def _exchanged(
     group: dist.ProcessGroup,
     factor: float,
 ) -> Tensor:
-    """Exchange rows by all-to-all; multiply the gradients by ``factor`` on their way back."""
+    """Exchange rows by all-to-all; in the backward pass, multiply the gradients by ``factor`` and send them back."""
     return collectives.apply_mapping(
         rows,
         lambda rows: collectives.all_to_all(rows, send, receive, group),
@@ -221,10 +234,10 @@ def _exchanged(
 
 
 def compute_type(experts: Any, x: Tensor) -> torch.dtype:
-    """Return the dtype that the transformers module ``experts`` computes in now, given input ``x``."""
+    """Return the dtype in which the transformers module ``experts`` computes ``x``, autocast included."""
     experts = unwrapped(experts)
     weight: Tensor = experts.down_proj
-    # Which it leaves alone.
+    # Autocast does not convert float64.
     if torch.is_autocast_enabled(weight.device.type) and weight.dtype != torch.float64:
         return torch.get_autocast_dtype(weight.device.type)
     encoding = encodings_of(experts).get("down_proj")
@@ -232,7 +245,9 @@ def compute_type(experts: Any, x: Tensor) -> torch.dtype:
 
 
 def run_experts(experts: Any, x: Tensor, counts: Sequence[int]) -> Tensor:
-    """Compute a stock module of experts on ``x [rows, h]``, ``counts`` per expert; parameters are looked up anew."""
+    """Compute a stock module of experts on ``x [rows, h]``, sorted by expert, with ``counts[i]`` rows for expert ``i``.
+    Parameters are read from the module on each call, since tensor parallelism may replace them.
+    """
     dtype = compute_type(experts, x)
     added, experts = low_rank_terms(experts), unwrapped(experts)
     biased = experts.has_bias
@@ -248,7 +263,7 @@ def run_experts(experts: Any, x: Tensor, counts: Sequence[int]) -> Tensor:
     def whole_rank(x: Tensor, name: str) -> Tensor:
         bias = local_tensor(getattr(experts, f"{name}_bias")).to(dtype) if biased else None
         if name in encodings_of(experts):
-            # dequantized in each of both passes (QLoRA, Dettmers et al. 2023)
+            # Dequantized in the forward pass and again in the backward pass (QLoRA, Dettmers et al. 2023).
             return frozen_grouped_linear(
                 x,
                 lambda dtype: read_quantized(experts, name).to(dtype),
@@ -268,8 +283,8 @@ def run_experts(experts: Any, x: Tensor, counts: Sequence[int]) -> Tensor:
 
 
 def low_rank_terms(experts: Any) -> dict[str, list[tuple[Tensor, Tensor, float]]]:
-    """Return the LoRA factors of each expert parameter, ``A [e, r, in]``, ``B [e, out, r]`` and their scale. PEFT adds
-    ``B A`` to the weights of all experts before it computes; here rows go through the factors instead.
+    """Return, for each expert parameter, its LoRA factors ``A [e, r, in]``, ``B [e, out, r]`` and their scale. PEFT
+    adds ``B A`` to the weights of all experts and then computes; hfscale multiplies rows by ``A`` and ``B`` instead.
     """
     terms: dict[str, list[tuple[Tensor, Tensor, float]]] = {}
     for name, *both, count, scaling in terms_of_experts(experts):

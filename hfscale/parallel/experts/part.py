@@ -1,4 +1,4 @@
-"""Install expert parallelism and the routing of mixtures."""
+"""Install expert parallelism and the routing of MoE layers into a model: two parts of the runtime."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -12,10 +12,10 @@ from .mixture import install_experts
 
 
 class ExpertParallel(Part):
-    """Replace the forward of experts' modules: tokens are exchanged with the experts of other ranks."""
+    """Replace the forward of expert modules by one that exchanges tokens with the experts of other ranks."""
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
-        """Install the token exchange, before tensor parallelism hooks the blocks: it may read expert parameters."""
+        """Install the token exchange. This part comes before tensor parallelism, whose hooks may replace parameters."""
         routing = install_experts(runtime, runtime.options.routing)
         part = runtime.part(ExpertRouting)
         if part is not None:
@@ -23,30 +23,32 @@ class ExpertParallel(Part):
 
 
 class ExpertRouting(Part):
-    """Keep the routing of a model in step with its training steps and forward passes."""
+    """Reset, count and update the routing state of a model at its training steps and forward passes."""
 
     def __init__(self) -> None:
-        # the routing of all mixtures; ``None`` where there are none, or only stock ones
+        # routing state of all MoE layers; ``None`` if there are no MoE layers, or all are stock
         self.routing: Routing | None = None
 
     def is_needed(self, runtime: Runtime) -> bool:
-        """Return whether the model has experts, or a router of its own."""
+        """Return whether the model has experts, or a config field ``output_router_logits``."""
         return bool(runtime.plan.mixtures) or hasattr(runtime.model.config, "output_router_logits")
 
     @property
     def masks_padding(self) -> bool:  # type: ignore[override]
-        """Return whether routing reads the padding mask, since padding does not count in balancing."""
+        """Return whether routing reads the padding mask: padding does not count in router losses and capacities."""
         return self.routing is not None
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
-        """Install hooks on the model's passes and on the loss of its layers, after those of random streams."""
+        """Install hooks on the model's forward passes. This part comes after the hooks of random streams."""
         if self.routing is not None and self.routing.passes is not None:
             self.routing.passes.install(runtime.model)
 
     def check_step(
         self, runtime: Runtime, batches: Sequence[Batch], user_loss: bool = False
     ) -> None:
-        """Refuse router losses that are no mean over the step, as transformers' is one per microbatch."""
+        """Raise :class:`ConfigError` for router losses that would not be a mean over the tokens of the step:
+        transformers' ``output_router_logits`` with several microbatches, and ``routing=`` losses with a ``loss_fn``.
+        """
         parts = len(batches) * runtime.mesh.data_world
         if getattr(runtime.model.config, "output_router_logits", False) and parts > 1:
             raise ConfigError(
@@ -57,9 +59,9 @@ class ExpertRouting(Part):
         asked = runtime.options.routing
         if user_loss and asked is not None and (asked.balance_loss or asked.z_loss):
             raise ConfigError(
-                "RoutingConfig's losses cannot be combined with a loss_fn: the step divides the gradients of both, and "
-                "routing losses are means over tokens already. Use balance_loss=0 and z_loss=0, and compute such a "
-                "loss in loss_fn from the outputs' router_logits"
+                "RoutingConfig's losses cannot be combined with a loss_fn: the step would divide both losses' "
+                "gradients, but routing losses are means over tokens already. Use balance_loss=0 and z_loss=0, and "
+                "compute router losses in loss_fn from the outputs' router_logits"
             )
 
     def around_step(
@@ -74,7 +76,7 @@ class ExpertRouting(Part):
     def around_stage_pass(
         self, runtime: Runtime, arrives: int | None, leaves: bool
     ) -> Iterator[None]:
-        """Begin the backward passes of this stage's router losses with the scale of the model's loss."""
+        """Set the scale of the model's loss for this stage's router losses, before their backward pass."""
         yield
         if leaves and self.routing is not None:
             self.routing.note_scale(runtime.loss_factor())

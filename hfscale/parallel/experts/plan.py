@@ -1,8 +1,9 @@
 """Plan expert parallelism: which modules hold experts, and how their parameters are sharded.
 
-transformers keeps the experts of one mixture as a module of 3-D parameters ``[experts, ...]`` that is called as
-``experts(hidden_states, top_k_index, top_k_weights)``. Over expert ranks, each module holds some complete experts, and
-tokens travel to them (Lepikhin et al. 2020, GShard). The rest (router, shared experts) follows the other axes.
+transformers keeps the experts of one MoE layer as a module of 3-D parameters ``[experts, ...]`` that is called as
+``experts(hidden_states, top_k_index, top_k_weights)``. With expert parallelism, the module on each expert rank holds
+some whole experts, and tokens are sent to the ranks of their experts (Lepikhin et al. 2020, GShard). Routers and
+shared experts are sharded only over the axes other than ``ep``.
 """
 
 from ...config.parallel import ParallelConfig
@@ -15,7 +16,7 @@ from ...plan.parameter import data_cut
 
 
 def plan_experts(draft: Draft) -> None:
-    """Find the mixtures of experts, and shard their experts over the expert axis."""
+    """Find the modules that hold experts, and plan to shard their parameters over the expert axis ``ep``."""
     size = draft.layout.ep
     mixtures = list[ExpertsPlan]()
     for name, module in draft.modules.items():
@@ -29,7 +30,7 @@ def plan_experts(draft: Draft) -> None:
     if not draft.experts:
         draft.problem(
             f"ep_size={size} needs a module that is called with the experts of each token (transformers' "
-            f"use_experts_implementation), and {type(draft.model).__name__} has none: use ep_size=1"
+            f"use_experts_implementation), but {type(draft.model).__name__} has no such module: use ep_size=1"
         )
     for planned in draft.experts:
         name = planned.name
@@ -55,8 +56,9 @@ def expert_cuts(
     shape: tuple[int, ...],
     cuts: list[Cut],
 ) -> list[Cut]:
-    """Return the cuts over the tensor axis with those of the expert axis in front, and of the data axis behind. The
-    data axis shards by experts too, or by rows of every expert where there are too few experts for even shards.
+    """Return all cuts of an expert parameter: first over the expert axis, then ``cuts`` over the tensor axis, then over
+    the data axis. The data axis shards by experts too, or, if a rank's experts do not divide evenly, by rows of every
+    expert.
     """
     cuts = [Cut("ep", 0, layout.ep), *cuts]
     shards = layout.size("edp_shard")

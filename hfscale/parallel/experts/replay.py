@@ -1,14 +1,15 @@
-"""Replay given routes through a model's own routers, and record those that it takes (Ma et al. 2025, routing replay).
+"""Replay given routes through a model's own routers, and record a model's routes (Ma et al. 2025, routing replay).
 
-A stock router chooses with ``torch.topk``, and makes its weights of what that returns. Only that call is answered
-otherwise: with the given experts, and the live router's scores for them. Softmax or sigmoid, normalization, scaling and
-gradients stay the family's own code::
+A stock router chooses experts with ``torch.topk``, and computes their weights from the returned scores. Only this call
+is replaced: it returns the given experts, and the live router's scores of these experts. Softmax or sigmoid,
+normalization, scaling and gradients stay the family's own code::
 
-    batch["routes"] [b, s, layers, k] --cut like ids--> pass --this layer, own tokens--> [n, k]
-    logits --stock scores--> topk: given index, scores at it --stock weights--> experts(hidden, index, weights)
+    batch["routes"] [b, s, layers, k] --sharded like ids--> forward pass --this layer, own tokens--> [n, k]
+    logits --stock scores--> topk: given index, scores at index --stock weights--> experts(hidden, index, weights)
 
-The routes are an argument of the forward pass that the model never sees, so they travel as ids do: to microbatches,
-context ranks and stages. A layer that is recomputed takes the experts that it took first.
+Routes are an argument of the forward pass that a hook removes before the model's own forward. They are split into
+microbatches and distributed to context ranks and stages like token ids. A recomputed layer uses the experts of its
+first forward pass again.
 """
 
 from collections.abc import Iterator, Sequence
@@ -43,16 +44,18 @@ _HIDES = (torch.masked_fill, Tensor.masked_fill)
 
 
 class _Choice(TorchFunctionMode):
-    """Answer a layer's top-k over ``count`` experts by ``given [n, k]`` (-1: the router's own), or as it did first."""
+    """Replace the result of a layer's top-k over ``count`` experts by ``given [n, k]`` (-1: the router's own choice).
+    In a recomputed layer, replace it by the first forward pass's result.
+    """
 
     def __init__(self, count: int, given: Tensor | None, is_part: bool) -> None:
         super().__init__()
         self.count = count
         self.given = given
         self.is_part = is_part
-        self.index: Tensor | None = None  # the latest answer
-        self.made: Tensor | None = None  # ``[n, k]``, the one that the experts got
-        # Scores without those of groups that lost, and with them.
+        self.index: Tensor | None = None  # the latest result of a top-k over experts
+        self.made: Tensor | None = None  # ``[n, k]``, the result that the experts received
+        # Scores after, and before, the router masked experts outside the chosen groups.
         self._hidden: tuple[Any, Any] = (
             None,
             None,
@@ -74,7 +77,7 @@ class _Choice(TorchFunctionMode):
         own = result[1]
         given = self.given if self.made is None else self.made
         if given is not None and (given.shape[-1], given.numel()) != (own.shape[-1], own.numel()):
-            return result  # over groups of experts
+            return result  # a top-k over groups of experts
         given = own if given is None else given.view_as(own).to(own.dtype)
         self.index = given.where(given >= 0, own)
         scores = self._hidden[1] if scores is self._hidden[0] else scores
@@ -84,16 +87,17 @@ class _Choice(TorchFunctionMode):
 
 @dataclass
 class _Pass:
-    """Hold the routes of one forward pass, given and taken."""
+    """Hold the given and the recorded routes of one forward pass."""
 
-    given: Tensor | None  # ``[b, s, layers, k]`` of this rank's tokens
-    batch: Microbatch | None  # its arguments, if it is recorded
-    # By the layer's index among those with mixtures.
+    given: Tensor | None  # ``[b, s, layers, k]`` of this rank's tokens; ``None``: routers choose
+    # the arguments of the forward pass if its routes are recorded, else ``None``
+    batch: Microbatch | None
+    # By the layer's index among the MoE layers.
     choices: dict[int, _Choice] = field(default_factory=dict)
 
 
 class RouteReplay(Part):
-    """Replay and record routes. Nothing is installed before the first use."""
+    """Replay and record routes. Hooks are installed at the first use."""
 
     _passes: ForwardPasses[_Pass | None]
 
@@ -109,7 +113,7 @@ class RouteReplay(Part):
     def check_step(
         self, runtime: Runtime, batches: Sequence[Batch], user_loss: bool = False
     ) -> None:
-        """Refuse routes that do not fit the batch or the model."""
+        """Raise :class:`ConfigError` for routes that do not fit the batch or the model."""
         for batch in batches:
             if batch.get(ROUTES) is not None:
                 self._hook(runtime)
@@ -119,7 +123,7 @@ class RouteReplay(Part):
     def around_step(
         self, runtime: Runtime, microbatches: Sequence[Microbatch], train: bool
     ) -> Iterator[None]:
-        """Give every microbatch its record, to which all stages of this rank add; forget the passes at the end."""
+        """Give every microbatch a record, to which all stages of this rank add routes; clear the passes at the end."""
         if self._recorded is not None:
             for microbatch in microbatches:
                 microbatch[ROUTES] = self._new_pass(microbatch.get(ROUTES), microbatch)
@@ -132,19 +136,20 @@ class RouteReplay(Part):
 
     @contextmanager
     def record(self, runtime: Runtime) -> Iterator[list[Tensor]]:
-        """Record the passes of the with block: see :func:`hfscale.record_routes`."""
+        """Record the routes of all forward passes in the with block: see :func:`hfscale.record_routes`."""
         if self._recorded is not None:
             raise ConfigError(
-                "the routes of this model are being recorded already: leave the first record_routes"
+                "the routes of this model are being recorded already: leave the first record_routes block before "
+                "entering another"
             )
         refusal: ConfigError | None = None
         try:
             self._hook(runtime)
-        except ConfigError as error:  # of a mixture that only this stage has
+        except ConfigError as error:  # about an MoE layer that only this stage has
             refusal = error
         if runtime.mesh.largest(refusal is not None)[0]:
             raise refusal or ConfigError(
-                "another stage's mixtures cannot record routes: see its error"
+                "the MoE layers of another pipeline stage cannot record routes: see the error of its ranks"
             )
         recorded = list[_Pass]()
         routes = list[Tensor]()
@@ -222,7 +227,7 @@ class RouteReplay(Part):
             ):
                 raise ConfigError(
                     f"{wild_name(planned.name)}: the experts of {runtime.plan.family!r} are not those of one top-k of "
-                    f"{choice.count} scores, so routes cannot be replayed or recorded: leave routes out"
+                    f"{choice.count} router scores, so routes cannot be replayed or recorded: leave routes out"
                 )
             choice.made = made.flatten(0, -2)
 
@@ -242,11 +247,12 @@ def record_routes(model: nn.Module) -> AbstractContextManager[list[Tensor]]:
             before = hfscale.token_scores(model, batch)
         loss = hfscale.train_step(model, batch, routes=routes)
 
-    Enter and leave it on every rank. At its end the list has, for each batch of the block's steps, whole numbers
-    ``[rows, tokens, layers with mixtures, k]`` on the CPU: the experts of each token. ``routes=`` takes any ``k``
-    different experts in any order, or -1 for each where the router is to choose. Their weights, with gradients, are
-    the live router's. Layers that are recomputed inside the block take the experts that they took first, where
-    rounding could choose others.
+    Enter and leave the block on every rank. At the end of the block the list has one tensor for each batch of the
+    block's steps: integers ``[rows, tokens, MoE layers, k]`` on the CPU, the experts of each token.
+
+    ``routes=`` takes any ``k`` different experts per token in any order, or ``k`` times -1 where the router is to
+    choose. The experts' weights, with gradients, are computed by the live router. Layers that are recomputed inside the
+    block use the experts of the first forward pass, since rounding could change the choice.
 
     Raises:
         ConfigError: the model's routers do not choose by one top-k, or ``routing=`` replaces their choice.
@@ -258,7 +264,9 @@ def record_routes(model: nn.Module) -> AbstractContextManager[list[Tensor]]:
 
 
 def replayed(runtime: Runtime) -> list[ExpertsPlan]:
-    """Return the mixtures that routes are of, in the model's order: not those of layers that evaluation leaves out."""
+    """Return the MoE layers that ``routes`` have entries for, in the model's order: all except those in layers that run
+    only in training.
+    """
     optional = tuple(f"{layer}." for layer in runtime.plan.optional_layers)
     return [
         planned for planned in runtime.plan.mixtures if not planned.name.startswith(optional or ())
@@ -274,7 +282,7 @@ def _local_mixtures(runtime: Runtime) -> list[tuple[int, ExpertsPlan]]:
 
 
 def _choice(runtime: Runtime, number: int, planned: ExpertsPlan, given: Tensor | None) -> _Choice:
-    """Return the choice of one layer's own tokens."""
+    """Return the :class:`_Choice` of one layer, with the ``given`` routes of this rank's tokens."""
     is_part = has_part_of_tokens(runtime, planned)
     mesh = runtime.mesh
     if given is not None:
@@ -285,49 +293,52 @@ def _choice(runtime: Runtime, number: int, planned: ExpertsPlan, given: Tensor |
 
 
 def _refuse(runtime: Runtime) -> None:
-    """Refuse a model whose routes cannot be replayed."""
+    """Raise :class:`ConfigError` for a model whose routes cannot be replayed."""
     model = runtime.model
     options = runtime.options.routing
     mixtures = replayed(runtime)
     family = runtime.plan.family
     if not mixtures or getattr(model.config, "is_encoder_decoder", False):
         raise ConfigError(
-            f"{class_name(model)} has no decoder whose layers call experts with the index of each token's "
-            "(transformers' use_experts_implementation), so it takes no routes: leave them out"
+            f"{class_name(model)} has no decoder whose layers call experts with the indices of each token's experts "
+            "(transformers' use_experts_implementation), so it takes no routes: leave routes out"
         )
     if options is not None and (options.router != "model" or options.force_balanced):
         raise ConfigError(
-            f"routes are for the model's own router, and routing={options} replaces it: leave one out"
+            f"routes are for the model's own router, but routing={options} replaces the router's choice: leave out "
+            "either routes or routing"
         )
     if len({planned.layer for planned in mixtures}) < len(mixtures):
         raise ConfigError(
-            f"{family!r} has several mixtures in a layer, each for some tokens: leave routes out"
+            f"{family!r} has several expert modules in a layer, each for some of the tokens, so routes cannot be "
+            "replayed or recorded: leave routes out"
         )
     if any(
         is_compiled_in_place(model.get_submodule(planned.layer))
         for _, planned in _local_mixtures(runtime)
     ):
         raise ConfigError(
-            "routes do not reach layers that are compiled already: load the model without compile=True"
+            "routes cannot be replayed or recorded in layers that are compiled already: load the model without "
+            "compile=True"
         )
     for _, planned in _local_mixtures(runtime):
         block = model.get_submodule(planned.name.rpartition(".")[0])
         if not any("topk" in used_names(type(module)) for module in block.modules()):
             raise ConfigError(
-                f"{wild_name(planned.name)}: the router of {family!r} chooses experts otherwise than by top-k, at "
-                "random or by token, so routes cannot be replayed or recorded: leave routes out"
+                f"{wild_name(planned.name)}: the router of {family!r} chooses experts otherwise than by top-k (for "
+                "example at random), so routes cannot be replayed or recorded: leave routes out"
             )
 
 
 def _check(runtime: Runtime, batch: Batch, routes: Tensor) -> None:
-    """Refuse routes of another shape than the batch's, and experts that no router would choose."""
+    """Raise :class:`ConfigError` for routes whose shape does not fit the batch, or that no router could choose."""
     mixtures = replayed(runtime)
     place = tokens_of(batch)
     k = experts_per_token(runtime.model.config) or routes.shape[-1]
     if routes.shape != (*place, len(mixtures), k):
         raise ConfigError(
             f"routes are {list(routes.shape)} for {place[0]} rows of {place[1]} tokens and {len(mixtures)} layers with "
-            f"mixtures of {k} experts per token: give {[*place, len(mixtures), k]}"
+            f"experts, {k} experts per token: give routes of shape {[*place, len(mixtures), k]}"
         )
     counts = torch.tensor([planned.count for planned in mixtures], device=routes.device).unsqueeze(
         -1
@@ -339,14 +350,16 @@ def _check(runtime: Runtime, batch: Batch, routes: Tensor) -> None:
         row, token, layer = strange.nonzero()[0].tolist()
         raise ConfigError(
             f"routes[{row}, {token}, {layer}] is {routes[row, token, layer].tolist()}, and must be {k} different of "
-            f"{mixtures[layer].count} experts, or -1 for each where the router chooses. Engines return zeros from "
-            "kernels that do not record routes"
+            f"{mixtures[layer].count} experts, or {k} times -1 to let the router choose. If all entries are zeros, the "
+            "inference engine used kernels that do not record routes"
         )
 
 
 @torch.no_grad()
 def _routes_of_all_ranks(runtime: Runtime, made: _Pass, batch: Microbatch) -> tuple[Tensor, int]:
-    """Return a pass's routes ``[b, s, layers, k]`` of all ranks, and the number of passes of its batch; collective."""
+    """Return the routes ``[b, s, layers, k]`` of one forward pass from all ranks, and the number of forward passes
+    (microbatches) of its batch; collective.
+    """
     mesh, (samples, length) = runtime.mesh, tokens_of(batch)
     tokens = batch.tokens or length
     taken = {

@@ -1,13 +1,15 @@
 """Choose experts from router logits, limit them by capacity, and measure their balance: pure functions of tensors.
 
 Routers return ``index [n, k]`` and ``weights [n, k]``, the best choice first, with gradients to the logits ``[n, e]``.
-An index of ``e`` means that this route is not taken.
+An index of ``e`` means that the route is dropped.
 
-Capacity is counted per sequence, so that what is dropped does not depend on the other sequences of a batch. First
-choices come before second ones, and earlier tokens before later ones (Lepikhin et al. 2020, GShard; Fedus et al. 2021).
+Capacity is counted per sequence, so that dropped routes do not depend on the other sequences of a batch. First choices
+take precedence over second choices, and earlier tokens over later tokens (Lepikhin et al. 2020, GShard; Fedus et al.
+2021).
 
-Sums for losses are over the real tokens of a sequence and add up over ranks: under context or sequence parallelism sum
-:func:`expert_sums` over the ranks first; over microbatches sum the losses, and divide by the step's real tokens.
+Losses are computed from sums over the tokens of a sequence without padding. Under context or sequence parallelism, sum
+:func:`expert_sums` over the ranks before computing a loss. Over microbatches, sum the losses, and divide by the number
+of tokens of the step without padding.
 """
 
 import math
@@ -21,7 +23,9 @@ _Number = TypeVar("_Number", int, Tensor)
 
 
 def probabilities(logits: Tensor, scores: str = "softmax") -> Tensor:
-    """Return probabilities ``[n, e]``, in 32 bits at least; sigmoids over their sum (DeepSeek-AI 2024, V3)."""
+    """Return probabilities ``[n, e]``, in at least 32 bits: softmax, or sigmoids divided by their sum (DeepSeek-AI
+    2024, V3).
+    """
     logits = widened(logits)
     if scores == "softmax":
         return logits.softmax(-1)
@@ -36,7 +40,9 @@ def switch(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def gshard(logits: Tensor, draws: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Choose the best two; the second if twice its weight exceeds ``draws [n]`` (Lepikhin et al. 2020, algorithm 1)."""
+    """Choose the best two experts; drop the second unless twice its weight exceeds ``draws [n]`` (Lepikhin et al. 2020,
+    algorithm 1). ``draws=None`` keeps both.
+    """
     best, index = probabilities(logits).topk(2, dim=-1)
     weights = best / best.sum(-1, keepdim=True)
     if draws is not None:
@@ -52,24 +58,30 @@ def gshard(logits: Tensor, draws: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def noisy_topk(logits: Tensor, k: int, noise: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Choose the best ``k`` after ``noise [n, e]``, weighted by their softmax (Shazeer et al. 2017, equations 3-5)."""
+    """Choose the best ``k`` experts by logits plus ``noise [n, e]``, weighted by the softmax of their ``k`` noisy
+    logits (Shazeer et al. 2017, equations 3-5).
+    """
     logits = widened(logits)
     best, index = (logits if noise is None else logits + noise).topk(k, dim=-1)
     return index, best.softmax(-1)
 
 
 def round_robin(index: Tensor, count: int) -> Tensor:
-    """Return experts in turn, in the shape of ``index``: loads differ by one at most, a token's experts differ."""
+    """Return the experts 0, 1, ..., ``count - 1`` in turn, in the shape of ``index``: the loads of two experts differ
+    by one at most.
+    """
     return torch.arange(index.numel(), device=index.device).remainder_(count).view_as(index)
 
 
 def widened(x: Tensor) -> Tensor:
-    """Return ``x`` in 32 bits at least."""
+    """Return ``x`` in at least 32 bits."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def room(tokens: _Number, factor: float, k: int, count: int) -> _Number:
-    """Return each expert's capacity for sequences of ``tokens``: ``factor`` times the mean routes, at most all."""
+    """Return each expert's capacity for a sequence of ``tokens``: ``factor`` times the mean number of routes per
+    expert, rounded up, at most ``tokens``.
+    """
     share = factor * k / count
     if isinstance(tokens, int):
         return min(tokens, math.ceil(tokens * share - _ROUNDING))
@@ -86,7 +98,9 @@ def count_each(numbers: Tensor, count: int) -> Tensor:
 
 
 def queue_places(index: Tensor, count: int) -> Tensor:
-    """Return how many routes precede each of ``index [b, s, k]`` (``count``: none) in its queue, without host syncs."""
+    """Return ``[b, s, k]``: how many routes precede each route in the queue of its expert ``index [b, s, k]``. The
+    index ``count`` means a dropped route. The host does not wait for the device.
+    """
     samples, tokens, k = index.shape
     queues = torch.arange(samples, device=index.device).view(-1, 1, 1) * (count + 1) + index
     # All first choices of a sequence, then all second ones.
@@ -100,9 +114,15 @@ def queue_places(index: Tensor, count: int) -> Tensor:
 
 
 def expert_sums(logits: Tensor, index: Tensor, real: Tensor, scores: str) -> Tensor:
-    """Return the per-sequence sums ``[b, 2 e + 1]`` that the losses are computed from, with gradients to the logits:
-    routes to each expert, the sum of its probability, and the sum of the squared logsumexp. Of ``logits [b, s, e]``,
-    ``index [b, s, k]``, before any is dropped for capacity, and ``real [b, s]``, true for tokens but padding.
+    """Return the per-sequence sums ``[b, 2 e + 1]`` from which the losses are computed, with gradients to the logits:
+    for each expert the number of routes, for each expert the sum of its probabilities, and the sum of the squared
+    logsumexp.
+
+    Args:
+        logits: ``[b, s, e]``.
+        index: ``[b, s, k]``, before routes are dropped because of the capacity.
+        real: ``[b, s]``, true for tokens that are not padding.
+        scores: ``"softmax"`` or ``"sigmoid"``: see :func:`probabilities`.
     """
     count = logits.shape[-1]
     of_real = real.to(widened(logits).dtype).unsqueeze(-1)
@@ -114,7 +134,9 @@ def expert_sums(logits: Tensor, index: Tensor, real: Tensor, scores: str) -> Ten
 
 
 def expert_counts(index: Tensor, count: int, real: Tensor) -> Tensor:
-    """Count the routes of each sequence to each expert, ``[b, count]``, given ``index [b, s, k]``, ``real [b, s]``."""
+    """Return ``[b, count]``: how many routes of each sequence go to each expert, given ``index [b, s, k]``. Tokens that
+    are false in ``real [b, s]`` (padding) do not count.
+    """
     routes = index.flatten(1)
     weights = real.unsqueeze(-1).expand_as(index).flatten(1).to(torch.int64)
     counts = torch.zeros(
@@ -127,22 +149,25 @@ def expert_counts(index: Tensor, count: int, real: Tensor) -> Tensor:
 
 
 def balance_loss(sums: Tensor) -> Tensor:
-    """Return the load-balancing loss of ``sums`` (:func:`expert_sums`), summed over sequences times their tokens.
+    """Return the load-balancing loss from ``sums`` (:func:`expert_sums`): each sequence's loss times the number of its
+    tokens, summed over sequences.
 
-    ``experts * sum_i f_i P_i`` with ``f_i`` the share of the sequence's routes that go to expert ``i`` and ``P_i`` the
-    mean of its probability (Fedus et al. 2021, equations 4 to 6; per sequence in DeepSeek-AI 2024, V3, equations 17 to
-    20). It is 1 where both are even.
+    A sequence's loss is ``experts * sum_i f_i P_i``, where ``f_i`` is the fraction of the sequence's routes that go to
+    expert ``i``, and ``P_i`` is the mean probability of expert ``i`` (Fedus et al. 2021, equations 4 to 6; per sequence
+    in DeepSeek-AI 2024, V3, equations 17 to 20). It is 1 if ``f`` and ``P`` are uniform.
     """
     count = sums.shape[1] // 2
     routes = sums[:, :count]
     mass = sums[:, count : 2 * count]
     share = routes / routes.sum(1, keepdim=True).clamp(min=1)
-    # The number of tokens, over which the mass would be averaged, cancels.
+    # The division by the number of tokens in the mean probability, and the multiplication of the loss by it, cancel.
     return count * (share * mass).sum()
 
 
 def z_loss(sums: Tensor) -> Tensor:
-    """Return the squared logsumexp of the logits, summed over tokens (Zoph et al. 2022, ST-MoE, equation 5)."""
+    """Return the z-loss: the squared logsumexp of the logits, summed over tokens (Zoph et al. 2022, ST-MoE, equation
+    5).
+    """
     return sums[:, -1].sum()
 
 

@@ -1,1 +1,1 @@
-"""Make a plan from a model and a layout: one file per part; no process group, no weights, no GPU."""
+"""Make a plan from a model and a layout, without process groups, weights or a GPU."""

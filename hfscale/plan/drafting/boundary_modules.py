@@ -1,5 +1,5 @@
-"""Find the modules and parameters beside a list of layers, or beside a text model, and a module that the first layer of
-a list lends to the others.
+"""Find the modules and parameters outside a list of layers or outside a text model, and a module of the first layer
+whose result all other layers of a list read.
 """
 
 from collections.abc import Iterator
@@ -12,19 +12,21 @@ from ...models.facts import ask
 from ..parameter import join_path
 from ..stages import Loan
 
-PROBED = (1, 2)  # samples, and tokens of each, by which a model is tried
+PROBED = (1, 2)  # samples, and tokens of each, of the batch with which a clone is run
 
 ALONE = ", and only the stream travels between stages"
 GIVEN = f"its layers are given what another layer computed, besides the stream{ALONE}"
 
 
 def items_around(model: nn.Module, path: str) -> Iterator[str]:
-    """List the parameters and submodules of every module that contains ``path``, from the outside inwards."""
+    """Yield the parameters and submodules of every module that contains ``path``, except those on ``path`` itself, from
+    the outermost module inwards.
+    """
     owner = ""
     for inner in path.split("."):
         module = model.get_submodule(owner)
         names = [name for name, _ in module.named_parameters(recurse=False)]
-        # Not named_children, which leaves out a module's second name.
+        # named_children would omit the second name of a module that has two names.
         names += [
             name
             for name, child in own_modules(module).items()
@@ -35,7 +37,7 @@ def items_around(model: nn.Module, path: str) -> Iterator[str]:
 
 
 def tensors_of(model: nn.Module, item: str) -> dict[int, int]:
-    """Map the ``id`` of each parameter in an item (a module, or a parameter itself) to its number of entries."""
+    """Return, by ``id``, the number of entries of each parameter in ``item``: the name of a module or a parameter."""
     owner, _, child = item.rpartition(".")
     holder = getattr(model.get_submodule(owner), child)
     held = holder.parameters() if isinstance(holder, nn.Module) else [holder]
@@ -50,13 +52,15 @@ def direct_children(modules: dict[str, Any], owner: str) -> list[str]:
 
 
 def find_loan(model: Any, layer_list: str) -> Loan | None:
-    """Return the module of the first layer whose output later ones can compute; ``None`` if no tiny clone proves it."""
+    """Return the module of the first layer that every later layer could run instead, to compute the result that it
+    otherwise receives. Return ``None`` if there is no such module, or no tiny clone proves it.
+    """
     loan = candidate(list(model.get_submodule(layer_list)), layer_list)
     return loan if loan is not None and ask("loan", model, loan.name, loan=loan) else None
 
 
 def candidate(layers: list[nn.Module], layer_list: str) -> Loan | None:
-    """Return the only module that the first of some otherwise equal layers has alone."""
+    """Return the single module that only the first layer has, if all layers are equal otherwise; else ``None``."""
     first, *others = ([name for name, _ in layer.named_modules()] for layer in layers)
     if not others or any(names != others[0] for names in others):
         return None
@@ -75,6 +79,6 @@ def candidate(layers: list[nn.Module], layer_list: str) -> Loan | None:
 
 
 def lend(loan: Loan, module: nn.Module, layer: nn.Module) -> None:
-    """Let another layer of the list use the module, without being listed as its owner: it has one name."""
+    """Make another layer of the list use ``module``, without registering it: the module keeps a single name."""
     owner: Any = layer.get_submodule(loan.owner)
     owner.__dict__.update({loan.child: module, **dict(loan.flags)})

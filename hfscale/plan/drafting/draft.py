@@ -1,4 +1,4 @@
-"""Hold a plan while it is being made: one object, which each planning part completes."""
+"""Hold a plan while it is being made: one object, to which each planning function adds its decisions."""
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,9 +24,11 @@ Ranks = Mapping[int, int] | Sequence[int]  # stage -> the pipeline rank that hol
 
 
 class Draft:
-    """Hold a model, a layout, the decisions about its parameters so far, and the problems found.
+    """Hold a model, a layout, the decisions made so far, and the problems found.
 
-    Attributes without a comment are those of :class:`hfscale.plan.Plan`, empty until a part fills them in.
+    Attributes without a comment are those of :class:`hfscale.plan.Plan`. They are empty until a planning function sets
+    them. ``options`` are the user's choices in addition to the layout; ``ranks`` gives the pipeline rank of each stage
+    if the schedule is a file that assigns them.
     """
 
     def __init__(
@@ -39,15 +41,13 @@ class Draft:
         self.model = model
         self.layout = layout
         self.tp = layout.tp
-        # options: the user's choices beside the layout
-        # ranks: the pipeline rank of each stage, if the schedule is a file that assigns them
         self.config = model.config
         self.ranks = ranks
         self.options = options
-        self.problems: list[str] = []  # why the layout does not fit, in words; each once
-        # Every module of the model by name.
+        self.problems: list[str] = []  # the reasons why the layout does not fit, in words
+        # All modules of the model, by name.
         self.modules: dict[str, Any] = dict(model.named_modules())
-        # parameter name -> (its cut over the tensor axis, the axes over which its gradient is partial)
+        # parameter name -> (cut over the tensor axis, axes over which the gradient is partial)
         self.rules: dict[str, tuple[Cut | None, tuple[str, ...]]] = {}
         self.spread: set[str] = set()  # parameters of experts that are sharded over the expert axis
         self.roleless: list[
@@ -55,8 +55,9 @@ class Draft:
         ] = []  # parameters inside blocks for which the blueprint has no role
         self.blueprint: Blueprint | None = None
         self.layers: list[str] = []
-        self.added = added_layers(model)  # what a feature has added to the model
-        # The last of ``layers`` -> the module in it of the class of the others.
+        self.added = added_layers(model)  # the layers that a feature has added to the model
+        # Name of an added layer (the last ones of ``layers``) -> the module inside it that is a layer of the stock
+        # class.
         self.added_layers = added_decoders(model)
         self.mixtures: tuple[ExpertsPlan, ...] = ()
         self.experts: tuple[ExpertsPlan, ...] = ()
@@ -71,23 +72,23 @@ class Draft:
         self.stages: StagePlan | None = None
 
     def feature(self, kind: type[FeatureT]) -> FeatureT | None:
-        """Return the plan of one feature (``RecomputePlan``, for example), if its part has made one."""
+        """Return the plan of one feature (``RecomputePlan``, for example) if it has been made, else ``None``."""
         return next((feature for feature in self.features if isinstance(feature, kind)), None)
 
     def problem(self, problem: str) -> None:
-        """Note a reason why the layout does not fit, once."""
+        """Add a reason why the layout does not fit, unless the same reason was added before."""
         if problem not in self.problems:
             self.problems.append(problem)
 
     @cached_property
     def wider(self) -> nn.Module | None:
-        """Return the model with twice the hidden size, without memory; ``None`` where it cannot be built."""
+        """The same model with twice the hidden size, on the meta device; ``None`` if it cannot be built."""
         config = copy.deepcopy(self.config)
         try:
             text_config(config).hidden_size *= 2
             with torch.device("meta"):
                 built: nn.Module = from_config(type(self.model), config)
-        except Exception:  # whatever stock code says of sizes that do not fit together
+        except Exception:  # stock code raises various errors for sizes that do not fit together
             return None
         return built
 
@@ -98,12 +99,14 @@ class Draft:
 
     @property
     def decoders(self) -> list[str]:
-        """The modules of the layers' class: the stock model's layers, and those inside of added ones."""
+        """The names of all modules of the stock layers' class: the stock model's layers, and those inside added
+        layers.
+        """
         return [*self.stack, *self.added_layers.values()]
 
     @property
     def block_config(self) -> Any:
-        """The part of the config that the blueprint refers to."""
+        """The config whose fields the blueprint names: the model's config, or its text config."""
         return self.config if self.blueprint is None else self.blueprint.config_of(self.config)
 
     def report(self) -> str:
@@ -119,12 +122,14 @@ class Draft:
         parts: tuple[int, ...] = (),
         replicas: tuple[int, ...] = (),
     ) -> None:
-        """Cut a parameter of ``length`` entries along ``dim`` over the tensor axis."""
+        """Shard a parameter over the tensor axis along ``dim``, which has ``length`` entries. Add a problem if
+        ``parts`` do not add up to ``length``, or a rank would hold no entries.
+        """
         cut = Cut("tp", dim, self.tp, parts, replicas)
         if parts and sum(parts) != length:
             self.problem(
                 f"tp_size={self.tp}: the blueprint gives the matrices fused in {wild_name(name)} the lengths {parts}, "
-                f"and it has {length} entries: correct the blueprint, or use tp_size=1"
+                f"whose sum must be {length}, its number of entries: correct the blueprint, or use tp_size=1"
             )
         elif cut.local_length(length, self.tp - 1) == 0:
             self.problem(
@@ -134,7 +139,7 @@ class Draft:
         self.rules[name] = (cut, ())
 
     def named(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Iterate over every parameter under every name it has."""
+        """Yield every parameter with each of its names; tied parameters have several."""
         yield from self.model.named_parameters(remove_duplicate=False)
 
     def layer_drops(self) -> list[str]:
@@ -144,6 +149,6 @@ class Draft:
         ]
 
     def place(self, name: str) -> tuple[int, str]:
-        """Return the module that holds a parameter, and its attribute there."""
+        """Return the ``id`` of the module that holds a parameter, and the parameter's attribute name there."""
         owner, _, attribute = name.rpartition(".")
         return id(self.model.get_submodule(owner)), attribute

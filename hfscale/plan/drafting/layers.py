@@ -1,4 +1,4 @@
-"""Find the layers of a model: the units of FSDP2, of pipeline stages and of blocks."""
+"""Find the layers of a model. FSDP2 shards by layer, pipeline stages consist of layers, and layers contain blocks."""
 
 from typing import Any
 
@@ -12,16 +12,19 @@ from .draft import Draft
 
 
 def find_layers(draft: Draft, blueprint: Blueprint | None) -> list[str]:
-    """List the layers' names, in order: by the blueprint, else modules of transformers' ``_no_split_modules``."""
+    """Return the names of the layers, in order. They are the members of the blueprint's layer lists, or, if the model
+    has no such lists, the modules of transformers' ``_no_split_modules``.
+    """
     lists = _lists(draft, blueprint) if blueprint is not None else []
     if not lists:
-        # those of transformers' ``_no_split_modules``, which only group parameters then
+        # These layers only group parameters, since the blueprint does not apply to them.
         classes = layer_classes(draft.model)
         names = list[str]()
+        # Outer modules come first, and modules inside a layer are no layers.
         for (
             name,
             module,
-        ) in draft.modules.items():  # outer modules come first; one inside another is no layer
+        ) in draft.modules.items():
             if type(module).__name__ in classes and not name.startswith(
                 tuple(f"{layer}." for layer in names)
             ):
@@ -34,13 +37,15 @@ def find_layers(draft: Draft, blueprint: Blueprint | None) -> list[str]:
     for layer, name in _tied_outside(draft, layers) if draft.layout.data_world > 1 else ():
         draft.problem(
             f"{draft.layout.describe()}: {wild_name(layer)} shares {wild_name(name)} with another part of "
-            "the model, and the data axes would untie them: use dp_shard_size=1 and dp_replicate_size=1"
+            "the model, but sharding by layer would untie this tensor: use dp_shard_size=1 and dp_replicate_size=1"
         )
     return layers
 
 
 def _lists(draft: Draft, blueprint: Blueprint) -> list[str]:
-    """Return the names of the blueprint's layer lists in the model; note a problem if tensor ranks need one."""
+    """Return the names of the blueprint's layer lists in the model. Add a problem if there are none but tensor
+    parallelism needs one.
+    """
     lists = find_lists(draft.model, blueprint)
     if not lists and draft.tp > 1:
         wanted = " or ".join(
@@ -54,11 +59,13 @@ def _lists(draft: Draft, blueprint: Blueprint) -> list[str]:
 
 
 def find_lists(model: Any, blueprint: Blueprint) -> list[str]:
-    """Return the full names of a blueprint's layer lists, given relative to the base model, that this class has."""
+    """Return the full names of the blueprint's layer lists that ``model`` has. The blueprint names them relative to the
+    base model.
+    """
     modules = dict(model.named_modules())
     lists = list[str]()
     for path in blueprint.layer_lists:
-        # Some classes keep their base model under another name than `base_model_prefix`.
+        # In some classes, the attribute with the base model is not named `base_model_prefix`.
         ends = [
             name
             for name, module in modules.items()
@@ -70,12 +77,12 @@ def find_lists(model: Any, blueprint: Blueprint) -> list[str]:
 
 
 def base_prefix(model: Any) -> str:
-    """Return what the names of a base model's modules begin with in the model around it."""
+    """Return the prefix of the base model's module names in ``model``; empty if ``model`` is the base model itself."""
     return "" if getattr(model, "base_model", model) is model else f"{model.base_model_prefix}."
 
 
 def _tied_outside(draft: Draft, layers: list[str]) -> list[tuple[str, str]]:
-    """List the layers that share a tensor with the rest of the model, each with that tensor's name in the layer."""
+    """Return the layers that share a tensor with the rest of the model, each with the tensor's name in the layer."""
     homes: dict[int, dict[tuple[int, str], str]] = {}
     for name, parameter in draft.named():
         homes.setdefault(id(parameter), {})[draft.place(name)] = name
@@ -95,7 +102,9 @@ def _tied_outside(draft: Draft, layers: list[str]) -> list[tuple[str, str]]:
 
 
 def find_layer_list(model: Any) -> str:
-    """Return the name of the base model's list of layers: the outermost list with most parameters."""
+    """Return the name of the base model's list of layers: the outermost ``nn.ModuleList`` with most parameters. Raise
+    :class:`PlanError` if there is none, or if another list has at least half as many parameters.
+    """
     lists: dict[str, int] = {}
     for name, module in getattr(model, "base_model", model).named_modules():
         if isinstance(module, nn.ModuleList) and not any(
@@ -106,7 +115,5 @@ def find_layer_list(model: Any) -> str:
     if not ranked:
         raise PlanError("its base model has no list of layers (nn.ModuleList)")
     if len(ranked) > 1 and 2 * lists[ranked[1]] >= lists[ranked[0]]:
-        raise PlanError(
-            f"it has several lists of layers of the same weight: {', '.join(ranked[:2])}"
-        )
+        raise PlanError(f"it has several lists of layers of similar size: {', '.join(ranked[:2])}")
     return base_prefix(model) + ranked[0]

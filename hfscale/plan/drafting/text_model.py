@@ -1,8 +1,9 @@
 """Find the text model inside a multimodal model, and translate its blueprint to the multimodal model's names.
 
-A vision-language model (LLaVA, Liu et al. 2023) is a tower, a projector, and an ordinary decoder with a config of its
-own. The decoder has the blueprint that it has alone; towers and projectors are not cut over tensor ranks. There each
-rank computes the same as one process, and so do their gradients, since blocks return full gradients to their inputs.
+A vision-language model (LLaVA, Liu et al. 2023) consists of a tower, a projector, and an ordinary decoder with its own
+config. The decoder has the same blueprint as a separate text model. Towers and projectors are replicated over tensor
+ranks: every tensor rank computes the same outputs and gradients as one process, since tensor-parallel blocks return
+full gradients to their inputs.
 """
 
 import inspect
@@ -39,16 +40,18 @@ _PLAIN = {
     "output_router_logits",
     "return_dict",
 }
-"""Inputs of models of text, none of which is made of pictures but the embeddings."""
+"""Inputs of text models. None of them is computed from pictures, except the embeddings."""
 
 _CROSS = ("encoder_hidden_states", "cross_attention_states", "key_value_states")
-"""Inputs of the host's attention, besides the stream, that keys and values are made of."""
+"""Inputs of transformers' cross-attention modules from which keys and values are computed."""
 
 Find = Callable[[Any, bool], Blueprint]
 
 
 def find_text_model(model: Any) -> str | None:
-    """Return the name of the module with ``model``'s text config; ``None`` if that is itself, or an encoder-decoder."""
+    """Return the name of the text model inside ``model``: the module whose config is the text config. Return ``None``
+    if this is ``model`` itself, or for an encoder-decoder.
+    """
     config = text_config(model.config)
     if config is model.config or any(
         getattr(c, "is_encoder_decoder", False) for c in (model.config, config)
@@ -63,7 +66,9 @@ def find_text_model(model: Any) -> str | None:
 
 
 def blueprint_of_text(model: Any, name: str, find: Find, may_infer: bool) -> Blueprint:
-    """Return ``find``'s blueprint of the text model ``name`` in ``model``'s names, or of layers alone."""
+    """Return the blueprint of the text model ``name``, by calling ``find``, with module names relative to ``model``. If
+    ``find`` fails and ``may_infer`` is false, return a blueprint that has only the layer list.
+    """
     inner = model.get_submodule(name)
     try:
         blueprint = find(inner, may_infer)
@@ -86,7 +91,9 @@ def blueprint_of_text(model: Any, name: str, find: Find, may_infer: bool) -> Blu
 
 
 def _with_cross_inputs(inner: Any, lists: list[str], child: str, block: Block) -> Block:
-    """Add cross-attention inputs (made by a tower) to a block's entries; proofs, which run text alone, miss them."""
+    """Add the inputs of cross-attention, which a tower computes, to the inputs of a block. An inferred blueprint lacks
+    them, since inference runs the model on text alone.
+    """
     if block.enter != ("",):
         return block
     modules = dict(inner.named_modules())
@@ -103,5 +110,5 @@ def _with_cross_inputs(inner: Any, lists: list[str], child: str, block: Block) -
 
 
 def other_inputs(text: Any) -> tuple[str, ...]:
-    """Return the inputs of a text model that models of text alone do not have."""
+    """Return the inputs of a multimodal model's text model that ordinary text models do not have."""
     return tuple(name for name in inspect.signature(text.forward).parameters if name not in _PLAIN)

@@ -241,7 +241,7 @@ def test_what_cannot_work_is_refused() -> None:
         PlanError, match="no projection of the layers is called 'up_prj': did you mean 'up_proj'"
     ):
         hfscale.plan(multi_query, mixed_precision="fp8", float8=Float8Config(leave_out=["up_prj"]))
-    with pytest.raises(PlanError, match="multiples of 16, and none was found"):
+    with pytest.raises(PlanError, match="multiples of 16, but the model has none"):
         hfscale.plan(
             tiny("llama", hidden_size=40, num_attention_heads=5, num_key_value_heads=5),
             mixed_precision="fp8",

@@ -148,7 +148,7 @@ def test_the_plan_counts_them() -> None:
     assert plain.stages is not None
     assert found.stages.stages[1].parameters > plain.stages.stages[1].parameters
     assert (
-        "multi-token prediction: mtp.layers.0, mtp.layers.1 behind model; on the last stage"
+        "multi-token prediction: mtp.layers.0, mtp.layers.1 after model; on the last stage"
         in str(found)
     )
     cut = hfscale.plan(

@@ -248,7 +248,7 @@ def test_refusals(tmp_path: Path) -> None:
     quantized = stock(path, four_bits())
     with pytest.raises(PlanError, match=r"it is quantized \(bitsandbytes\) already"):
         hfscale.parallelize(quantized)
-    with pytest.raises(ConfigError, match="merge it into 16 bits first"):
+    with pytest.raises(ConfigError, match="merge adapters into 16 bits first"):
         hfscale.save_pretrained(load(path, {}, four_bits()), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

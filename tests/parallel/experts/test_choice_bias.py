@@ -111,5 +111,7 @@ def test_a_vector_that_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_parameter_of_16_bits_is_refused() -> None:
     """Before transformers 5.24 it is made so; since then only a cast of the whole model does that."""
     stock: Any = AutoModelForCausalLM.from_config(_config("afmoe")).to(torch.bfloat16)
-    with pytest.raises(ConfigError, match=r"expert_bias in 32 bits, and it is in torch\.bfloat16"):
+    with pytest.raises(
+        ConfigError, match=r"expert_bias in 32 bits, but its dtype is torch\.bfloat16"
+    ):
         hfscale.parallelize(stock, routing=RoutingConfig(bias_update_rate=0.01))

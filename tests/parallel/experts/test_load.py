@@ -154,7 +154,7 @@ def test_a_history_is_written_and_read(tmp_path: Path) -> None:
     path.write_text("{}\n")
     with pytest.raises(ConfigError, match="holds no loads"):
         ExpertLoadHistory.read(path)
-    with pytest.raises(ConfigError, match="there is no folder"):
+    with pytest.raises(ConfigError, match="does not exist"):
         ExpertLoadHistory(tmp_path / "nowhere" / "loads.jsonl")
 
 

@@ -73,7 +73,7 @@ def test_room_of_the_papers_by_default() -> None:
 def test_a_model_that_lacks_what_is_asked_for_is_refused() -> None:
     with pytest.raises(ConfigError, match="has no experts"):
         hfscale.from_config(tiny("llama"), routing=RoutingConfig())
-    with pytest.raises(ConfigError, match="OlmoeForCausalLM has none: use balance_loss"):
+    with pytest.raises(ConfigError, match="OlmoeForCausalLM has no such router: use balance_loss"):
         _model(RoutingConfig(bias_update_rate=0.001))
     with pytest.raises(ConfigError, match="would balance experts twice"):
         _model(RoutingConfig(balance_loss=0.01), output_router_logits=True)

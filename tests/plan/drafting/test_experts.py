@@ -93,7 +93,7 @@ def test_the_table_says_how_tokens_travel(sizes: dict[str, int], line: str) -> N
             {"ep_size": 3},
             "ep_size=3 does not divide the 4 experts of .* use ep_size 1, 2, 4$",
         ),
-        (tiny("llama"), {"ep_size": 2}, "LlamaForCausalLM has none: use ep_size=1$"),
+        (tiny("llama"), {"ep_size": 2}, "LlamaForCausalLM has no such module: use ep_size=1$"),
     ],
 )
 def test_refused(config: Any, sizes: dict[str, int], message: str) -> None:
