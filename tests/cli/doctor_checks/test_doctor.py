@@ -167,7 +167,7 @@ def test_a_recipe_with_adapters(
     assert out.endswith("\nno problems\n")
     assert main(["doctor", "--recipe-only", "demo_lora", "--json"]) == 1
     (found,) = json.loads(capsys.readouterr().out).values()
-    assert "is not there: pretrain first" in next(
+    assert "does not exist: pretrain first" in next(
         each["text"] for each in found if each["about"] == "places"
     )
 
