@@ -41,7 +41,9 @@ def f1(
     answer: Sequence[str],
     **_: Any,
 ) -> list[float]:
-    """Return the F1 of the words that completion and expected answer share: SQuAD (Rajpurkar et al. 2016, section 6)."""
+    """Return the F1 of the words that completion and expected answer share: SQuAD (Rajpurkar et al. 2016,
+    section 6).
+    """
     rewards = []
     for said, wanted in zip(
         (_text(completion).split() for completion in completions),

@@ -57,7 +57,9 @@ def launch_options(processes: int, arguments: Sequence[str]) -> list[str]:
 
 
 def launch(processes: int, arguments: Sequence[str]) -> int:
-    """Run ``hfscale train`` in ``processes`` processes, without the launcher's own error report; return the exit code."""
+    """Run ``hfscale train`` in ``processes`` processes, without the launcher's own error report; return the
+    exit code.
+    """
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -124,7 +126,9 @@ def job_file(
 
 
 def _line(options: Sequence[str], nodes: int, rank: str, address: str) -> str:
-    """Return the launch command; ``rank`` and ``address`` are shell expressions for a node's rank and the first node."""
+    """Return the launch command; ``rank`` and ``address`` are shell expressions for a node's rank and the
+    first node.
+    """
     if nodes == 1:
         return f"accelerate launch {shlex.join(options)}"
     own = options.index("-m")

@@ -87,7 +87,9 @@ def render(processor: Any, messages: Any, answer: bool = False) -> str:
 def processed(
     processor: Any, texts: Sequence[str], images: Sequence[Sequence[Any]]
 ) -> dict[str, Tensor]:
-    """Return the forward pass's arguments that the processor makes of rendered texts and pictures, padded on the right."""
+    """Return the forward pass's arguments that the processor makes of rendered texts and pictures, padded
+    on the right.
+    """
     start = getattr(processor.tokenizer, "bos_token", None)
     batch = processor(
         text=list(texts),
@@ -187,7 +189,9 @@ class PictureRows(Rows):
 
 
 class Sample(NamedTuple):
-    """Hold a prompt (and its picture, if any), the expected answer, and the model's answers before and after training."""
+    """Hold a prompt (and its picture, if any), the expected answer, and the model's answers before and
+    after training.
+    """
 
     picture: bytes
     question: str

@@ -67,9 +67,7 @@ def _check_earlier_run(recipe: Recipe) -> None:
     if not names or recipe.replace:
         return
     if recipe.training.resume:
-        from ..distributed.processes import (
-            restarted,
-        )  # imports torch, so after the checks that need none
+        from ..distributed.processes import restarted  # imports torch
 
         training = recipe.training
         saves = training.save_every is not None or training.memory_every is not None

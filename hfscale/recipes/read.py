@@ -47,7 +47,9 @@ def read_recipe(
 def load_recipe(
     schema: type[AnyRecipe], path: str | Path, overrides: Sequence[str] = ()
 ) -> AnyRecipe:
-    """Load a recipe of the given schema from a path or by a shipped name, with ``overrides`` (``"training.steps=20"``)."""
+    """Load a recipe of the given schema from a path or by a shipped name, with ``overrides``
+    (``"training.steps=20"``).
+    """
     path = locate(path)
     without_value = [text for text in overrides if "=" not in text]
     if without_value:

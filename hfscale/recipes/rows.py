@@ -61,7 +61,9 @@ class Rows:
 
     @cached_property
     def labels(self) -> np.ndarray:
-        """Return how many labels of each row count: one for a text with one score, else all except the first token's."""
+        """Return how many labels of each row count: one for a text with one score, else all except the
+        first token's.
+        """
         if "labels" in self._data.column_names:
             return np.array(
                 [

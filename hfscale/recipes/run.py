@@ -128,7 +128,9 @@ def options_of(recipe: Recipe) -> dict[str, Any]:
 
 
 def load(recipe: AnyRecipe, layout: hfscale.ParallelConfig) -> tuple[Any, Any]:
-    """Return the sharded model and its tokenizer or processor. A model to pretrain has random weights and no tokenizer."""
+    """Return the sharded model and its tokenizer or processor. A model to pretrain has random weights and
+    no tokenizer.
+    """
     built: dict[str, Any] = {
         "parallel": layout,
         "seed": recipe.seed,

@@ -149,7 +149,9 @@ def read_metrics(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]
 def plot_losses(
     metrics: Path, target: Path, title: str, name: str = "loss", task: Task | None = None
 ) -> None:
-    """Plot the metric ``name`` of training over the steps; with a ``task`` also the validation loss and the baseline."""
+    """Plot the metric ``name`` of training over the steps; with a ``task`` also the validation loss and the
+    baseline.
+    """
     training, evaluation = read_metrics(metrics)
     figure = Figure(figsize=(7.5, 4.5), layout="constrained")
     axes = figure.subplots()

@@ -191,7 +191,9 @@ class RecipeTrainer(hfscale.Trainer):
 
 
 def train_to_the_end(trainer: Any, recipe: Recipe, resumes: bool) -> None:
-    """Train from the beginning or from a saved state; raise :class:`hfscale.Preempted` if a signal stops the run early."""
+    """Train from the beginning or from a saved state; raise :class:`hfscale.Preempted` if a signal stops
+    the run early.
+    """
     config = trainer.model.config
     use_cache = config.use_cache
     try:
