@@ -251,16 +251,13 @@ class TeacherRecipe:
     # nothing; a run that was interrupted continues
     write: str = ""
     top_k: int = field(default=64, metadata=COUNT)
-    beta: float = (
-        0.5  # 0: forward KL divergence, 1: reverse, in between: generalized Jensen-Shannon
-    )
+    beta: float = 0.5  # 0: forward KL divergence, 1: reverse, between: generalized Jensen-Shannon
     # Temperature of student and teacher logits; a stored teacher keeps its own.
     temperature: float = field(default=1.0, metadata=POSITIVE)
     # the teacher's layout, on the same processes; by default the student's layout
     parallel: dict[str, Any] = field(default_factory=dict)
-    dtype: str = field(
-        default="float32", metadata={"choices": DTYPES}
-    )  # dtype of the teacher's weights
+    # dtype of the teacher's weights
+    dtype: str = field(default="float32", metadata={"choices": DTYPES})
     quantization: dict[str, Any] = field(default_factory=dict)  # like ``quantization`` of a base
 
 

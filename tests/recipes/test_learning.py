@@ -185,7 +185,7 @@ def test_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ({"trl": {"beta": 0.1}}, "which rewards or teacher.base judge"),
         (
             {"rewards": ["f1"]},
-            "data.format=text has no texts without pictures to begin: use chat or",
+            "data.format=text has no texts without pictures to generate from: use chat or",
         ),
         ({"teacher": {"base": "a"}, "data": {"format": "pairs"}}, "to teach on: use text or chat"),
         ({"data": {"format": "prompts"}}, "give rewards"),

@@ -45,7 +45,7 @@ def test_versions_outside_of_the_bounds(monkeypatch: pytest.MonkeyPatch) -> None
         "bitsandbytes": "note",
         "trl": "ok",
     }
-    assert "2.13.0+cpu, and hfscale is made for >=2.14" in found["torch"].text
+    assert "2.13.0+cpu, but hfscale is made for >=2.14" in found["torch"].text
     assert found["transformers"].text.endswith(
         "not tested with: transformers 5.30.0 (tested: <5.24)"
     )
