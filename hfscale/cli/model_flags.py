@@ -170,7 +170,7 @@ def plan_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
     on_host = list(filter(None, (arguments.offload or "").split(",")))
     if unknown := set(on_host).difference(ON_HOST):
         raise ConfigError(
-            f"--offload {unknown.pop()} is unknown: use activations, parameters or optimizer, or several joined by commas"
+            f"--offload {unknown.pop()} is unknown: use activations, parameters or optimizer, or several (with commas)"
         )
     again = arguments.recompute or "none"
     away = dict[str, Any]((f"offload_{name}", True) for name in on_host)

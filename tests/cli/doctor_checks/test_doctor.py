@@ -113,7 +113,7 @@ def test_a_step_in_8_bits_and_ranks_that_talk(
         raise MeasurementError("2 processes could not communicate: no answer within 120 s")
 
     for answer, verdict, said in (
-        (lambda *_, **__: 1.0, "ok", "talk over gloo"),
+        (lambda *_, **__: 1.0, "ok", "communicate over gloo"),
         (silent, "problem", "no answer"),
     ):
         monkeypatch.setattr(machine, "run_ranks", answer)
