@@ -142,7 +142,7 @@ def test_a_checkpoint_that_is_not_whole_is_refused(tmp_path: Path) -> None:
     }
     save_file(narrow, source / "model.safetensors", {"format": "pt"})
     with pytest.raises(
-        CheckpointError, match=r"has the shape \(5, 32\) and its config says \(48, 32\)"
+        CheckpointError, match=r"has the shape \(5, 32\) but its config says \(48, 32\)"
     ):
         hfscale.upcycle(source, tmp_path / "mixture")
     mixed = {name: t.bfloat16() if "layers.1.mlp.up" in name else t for name, t in tensors.items()}
