@@ -101,8 +101,8 @@ def contents_of(metadata: Path) -> Contents:
     """Return the contents that a checkpoint's ``.metadata`` lists.
 
     Raises:
-            ValueError: the chunks were transformed (compressed): torch reads them only with the same extensions.
-            Exception: errors of pickle, or for missing fields, if the file is damaged or of another kind.
+        ValueError: the chunks were transformed (compressed): torch reads them only with the same extensions.
+        Exception: errors of pickle, or for missing fields, if the file is damaged or of another kind.
     """
     with metadata.open("rb") as file:
         found = _Reader(file).load()

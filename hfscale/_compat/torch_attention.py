@@ -19,7 +19,7 @@ def flash_on_cpu(
     """Return output and lse; several query heads may share a key head.
 
     Raises:
-            ValueError: the number of query heads is no multiple of that of key heads; the kernel does not check that.
+        ValueError: the number of query heads is no multiple of that of key heads; the kernel does not check that.
     """
     if q.shape[1] % k.shape[1]:
         raise ValueError(

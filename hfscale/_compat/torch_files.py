@@ -28,8 +28,8 @@ def places_in_file(path: Path) -> dict[str, PlaceInFile]:
     types that ``weights_only=True`` allows are created, and the tensors are fake, without memory.
 
     Raises:
-            ValueError: the file contains no mapping, or is not in the zip format that torch writes since 1.6.
-            Exception: errors of torch, if the file is damaged or contains other types.
+        ValueError: the file contains no mapping, or is not in the zip format that torch writes since 1.6.
+        Exception: errors of torch, if the file is damaged or contains other types.
     """
     found = _load_without_memory(path)
     entries = _entries_of(path)

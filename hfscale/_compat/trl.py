@@ -179,7 +179,7 @@ def asked_generation_size(config: Any) -> int | None:
     """Return the ``generation_batch_size`` that a config was given, if any; the trainer has to divide it.
 
     Raises:
-            LookupError: the given size of this config was not recorded.
+        LookupError: the given size of this config was not recorded.
     """
     asked: int | None = vars(config).get(_ASKED)
     if asked is None and _ASKED not in vars(config):

@@ -59,7 +59,7 @@ def check_versions() -> None:
     """Warn, once per job, about a library outside the tested range.
 
     Raises:
-            ImportError: the library lacks a name that hfscale uses.
+        ImportError: the library lacks a name that hfscale uses.
     """
     others = ", ".join(untested().values())
     if not others:

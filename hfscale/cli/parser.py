@@ -15,7 +15,7 @@ class Parser(argparse.ArgumentParser):
     """A parser that prints an error as one line, which points to ``--help`` instead of showing the usage.
 
     Attributes:
-            arguments: all arguments added so far, in order, including those of argument groups.
+        arguments: all arguments added so far, in order, including those of argument groups.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:

@@ -45,12 +45,12 @@ class RankPool(AbstractContextManager["RankPool"]):
     """Run functions on ``world`` processes in one process group.
 
     Args:
-            world: number of ranks.
+        world: number of ranks.
         timeout: seconds that one call of :meth:`run` may take.
         threads: torch threads per rank.
         preload: modules that are imported once for all ranks.
-            backend: a function that runs on every rank, registers a backend other than gloo, and returns its name.
-            as_large: whether small tensors take the code paths of large tensors, which tests are about.
+        backend: a function that runs on every rank, registers a backend other than gloo, and returns its name.
+        as_large: whether small tensors take the code paths of large tensors, which tests are about.
     """
 
     def __init__(

@@ -69,10 +69,10 @@ def as_transformers(tensors: Mapping[str, TensorOnDisk], config: Any) -> dict[st
     """Return the tensors by transformers' names, in transformers' order of rows.
 
     Args:
-            config: the model's config; ``None`` if only the names are needed.
+        config: the model's config; ``None`` if only the names are needed.
 
     Raises:
-            CheckpointError: a name does not belong to a Llama 3 model.
+        CheckpointError: a name does not belong to a Llama 3 model.
     """
     found = {}
     for key, tensor in tensors.items():

@@ -44,8 +44,8 @@ def record_schedule(model: nn.Module, path: str | os.PathLike[str]) -> Iterator[
     every action, so that an action's time is that of its kernels. Outside the block nothing is recorded, at no cost.
 
     Raises:
-            ConfigError: on every rank: the model has no pipeline stages or is already being recorded, or the folder of
-                ``path`` does not exist.
+        ConfigError: on every rank: the model has no pipeline stages or is already being recorded, or the folder of
+            ``path`` does not exist.
     """
     runtime = runtime_of(model)
     check_path("path", path)

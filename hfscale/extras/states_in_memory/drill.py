@@ -63,7 +63,7 @@ def drill(
             A report, and whether both runs have the same results: weights bit for bit, and losses of all steps.
 
     Raises:
-            RecipeError: a run failed by itself, or ended before all strikes were done.
+        RecipeError: a run failed by itself, or ended before all strikes were done.
     """
     recipe = read_recipe(source, overrides)
     steps = recipe.training.steps

@@ -63,13 +63,13 @@ class StatesInMemory:
         memory.remove()
 
     Args:
-            directory: directory of the run's states on disk; it need not exist. Removing it also discards the memory.
-            every: steps between states, and so the maximum number of lost steps.
-            optimizer: as for :func:`hfscale.save_state`; ``others`` too.
-            memory: a directory on a file system in memory.
+        directory: directory of the run's states on disk; it need not exist. Removing it also discards the memory.
+        every: steps between states, and so the maximum number of lost steps.
+        optimizer: as for :func:`hfscale.save_state`; ``others`` too.
+        memory: a directory on a file system in memory.
 
     Raises:
-            CheckpointError: the memory cannot be used, or (from the first :meth:`save`) has no room for two states.
+        CheckpointError: the memory cannot be used, or (from the first :meth:`save`) has no room for two states.
     """
 
     def __init__(

@@ -37,10 +37,10 @@ def restart_in_place(restarts: int = 100) -> None:
     otherwise, the run was refused, and the ranks do not start again.
 
     Args:
-            restarts: number of restarts before the launcher takes over (``--max-restarts``).
+        restarts: number of restarts before the launcher takes over (``--max-restarts``).
 
     Raises:
-            ConfigError: CUDA, threads or process groups are already started here, or ranks without a launcher of torch.
+        ConfigError: CUDA, threads or process groups are already started here, or ranks without a launcher of torch.
     """
     check_count("restarts", restarts, 0)
     if accelerators().is_initialized() or dist.is_initialized() or threading.active_count() > 1:

@@ -40,13 +40,13 @@ def upcycle(
 
     Args:
         model_or_path: a dense causal language model: in memory, a directory, or a Hub id.
-            directory: where to write the mixture, and a directory's tokenizer. Then only a few tensors are
-                in memory at a time. ``None``: return the model.
+        directory: where to write the mixture, and a directory's tokenizer. Then only a few tensors are
+            in memory at a time. ``None``: return the model.
         num_experts: experts in each mixture.
-            top_k: experts per token. With 1, normalized routing weights are always 1, so the router learns only from a
-                load-balancing loss.
+        top_k: experts per token. With 1, normalized routing weights are always 1, so the router learns only from a
+            load-balancing loss.
         every: every ``every``-th layer becomes a mixture, for targets that can leave layers dense.
-            noise: standard deviation of the noise on expert weights, relative to the standard deviation of each matrix.
+        noise: standard deviation of the noise on expert weights, relative to the standard deviation of each matrix.
         reinitialize: fraction of each expert's hidden channels that are redrawn at random.
         seed: of the router, the noise and the channels. The same seed gives the same bytes.
         max_shard_size: the maximum size of one file, as for ``save_pretrained``.
