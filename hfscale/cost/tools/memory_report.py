@@ -60,8 +60,7 @@ def memory_estimate(
         optim_args: options of the optimizer that change its state: ``momentum``, ``amsgrad``, ``min_8bit_size``.
 
     Raises:
-        ConfigError: an argument is unknown or impossible, or ``model_or_plan`` is neither a model of hfscale nor a
-        plan.
+        ConfigError: an argument is unknown or impossible, or the first one is neither a model of hfscale nor a plan.
     """
     check_asked(
         tokens, num_microbatches, mixed_precision, optim_args, sequence_length=sequence_length
