@@ -53,7 +53,7 @@ class _Reader(pickle.Unpickler):
         found = getattr(torch, name, None) if module == "torch" else None
         if isinstance(found, torch.dtype):
             return found
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which such a file does not hold")
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which such a file cannot contain")
 
 
 @dataclass(frozen=True)

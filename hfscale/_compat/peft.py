@@ -28,7 +28,7 @@ WRAPPED = (BASE, ORIGINAL, TOKEN_LAYER)
 COPY = "modules_to_save"  # trained copies of a module
 NORM_COPY = "ln_tuning_layers"  # trained copies in LN tuning
 COPIES = (COPY, NORM_COPY)
-# For these tasks, PEFT adds both heads to the modules of which a config trains copies.
+# For these tasks, PEFT trains copies of both heads in addition to the modules that a config names.
 CLASSIFYING = ("SEQ_CLS", "TOKEN_CLS")
 HEADS = ("classifier", "score")
 # the factors of LoRA

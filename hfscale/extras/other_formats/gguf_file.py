@@ -166,7 +166,7 @@ class _Cursor:
         """Return the next number, a count of things that take at least one byte each, so that it can be checked."""
         found = int(self.number("<Q"))
         if found > min(most, self.size - self.at):
-            raise ValueError(f"{found} {what}")
+            raise ValueError(f"it claims to have {found} {what}")
         return found
 
     def text(self) -> str:
@@ -175,7 +175,9 @@ class _Cursor:
 
     def _go_on(self, length: int) -> None:
         if length > self.size - self.at:
-            raise ValueError(f"{length} bytes from byte {self.at} on, in a file of {self.size}")
+            raise ValueError(
+                f"{length} bytes are expected from byte {self.at} on, but it has {self.size} bytes"
+            )
         self.at += length
 
 
@@ -200,7 +202,7 @@ def _read_header(path: Path, size: int, changed: int) -> _Header:
         scaling = next((v for k, v in fields.items() if k.endswith(_SCALING)), "none")
         alignment = fields.get(_ALIGNMENT, 32)
         if not 0 < alignment <= 1 << 20:
-            raise ValueError(f"places are multiples of {alignment}")
+            raise ValueError(f"its alignment of data is {alignment} bytes")
         entries = _table(cursor, tensors, the_package(path))
         start = ceil(cursor.at / alignment) * alignment
     _check_places(entries, size - start, alignment)
@@ -218,7 +220,7 @@ def _table(cursor: _Cursor, count: int, package: Any) -> dict[str, _Entry]:
         kind = package.GGMLQuantizationType(cursor.number("<I"))
         block, size = package.GGML_QUANT_SIZES[kind]
         if name in entries or not 0 < prod(shape) < _LARGEST or shape[-1] % block:
-            raise ValueError(f"{name} of shape {list(shape)} in {kind.name}")
+            raise ValueError(f"{name} cannot have the shape {list(shape)} in the type {kind.name}")
         entries[name] = _Entry(shape, kind, cursor.number("<Q"), prod(shape) // block * size)
     return entries
 
@@ -257,10 +259,12 @@ def _check_places(entries: Mapping[str, _Entry], size: int, alignment: int) -> N
     placed = sorted((each.begin, each.begin + each.size, name) for name, each in entries.items())
     for begin, end, name in placed:
         if begin % alignment or end > size:
-            raise ValueError(f"{name} in bytes {begin} to {end} of {size} bytes of data")
+            raise ValueError(
+                f"the bytes {begin} to {end} of {name} are not inside the {size} bytes of data"
+            )
     for (_, end, first), (begin, _, second) in pairwise(placed):
         if begin < end:
-            raise ValueError(f"{first} and {second} share bytes")
+            raise ValueError(f"the bytes of {first} and {second} overlap")
 
 
 def begins_like_one(path: Path) -> bool:

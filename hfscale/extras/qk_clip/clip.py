@@ -206,7 +206,7 @@ class QueryKeyClip(Stepper):
             )
         if runtime.compiled:
             raise ConfigError(
-                "qk_clip measures scores between the operators of a layer's graph: use compile=False"
+                "qk_clip measures scores between the operators of a layer, which compiling hides: use compile=False"
             )
         self._threshold = threshold
         self._heads = first_count(text_config(runtime.model.config), HEAD_FIELDS) or 1
@@ -265,7 +265,7 @@ class QueryKeyClip(Stepper):
         answers = ask("score scaling", runtime.model, stock=kind, kind=kind)
         if not answers:
             raise ConfigError(
-                f"qk_clip: no tiny {kind.__name__} attends by functions of transformers: leave it out"
+                f"qk_clip needs transformers' attention functions, which a tiny {kind.__name__} does not use: leave it out"
             )
         for layer in filter(runtime.is_local, runtime.plan.layers):
             for name, module in runtime.model.get_submodule(layer).named_modules(prefix=layer):

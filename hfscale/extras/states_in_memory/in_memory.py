@@ -112,7 +112,7 @@ class StatesInMemory:
                 ):
                     shutil.rmtree(left, ignore_errors=True)  # left by a killed process
                 _remove_others(
-                    whole, self.directory, "is of a run whose directory has been removed"
+                    whole, self.directory, "belongs to a run whose directory has been removed"
                 )
 
     def save(self, step: int, beside: dict[str, bytes] | None = None) -> bool:
@@ -223,7 +223,7 @@ class StatesInMemory:
         """Write a state; once it is complete on all hosts, remove the states that it replaces."""
         write_state(taken, target, None, None, self._hosts)
         if self._hosts.makes:
-            _remove_others(self.directory, target, "is of another run, which", taken.runtime.run)
+            _remove_others(self.directory, target, "belongs to another run", taken.runtime.run)
 
     def _fetch(self, name: str, every: list[dict[str, Mark]]) -> None:
         """Fetch the files of a state that this host lacks, and mark the state as complete."""
@@ -300,5 +300,7 @@ def _remove_others(
     for path in directory.iterdir():
         if path != kept:
             if run is None or (not problems_of(path) and mark_of(path).run != run):
-                _log.warning("%s %s %s: it is removed from memory", path, why, kept)
+                _log.warning(
+                    "%s %s, and %s replaces it: it is removed from memory", path, why, kept
+                )
             shutil.rmtree(path, ignore_errors=True)

@@ -176,8 +176,8 @@ def upcycled_config(
     values: dict[str, Any] = config.to_dict()
     if values.get("quantization_config"):
         problems.append(
-            "its weights are quantized (quantization_config), and copies of codes cannot be varied or trained: load it "
-            "with dtype='bfloat16' or dequantize() it, save it, and upcycle that"
+            "its weights are quantized (quantization_config), and quantized copies cannot be varied or trained: load "
+            "it with dtype='bfloat16' or dequantize() it, save it, and upcycle that"
         )
     kind = CONFIG_MAPPING[family.target]
     ours = _fields(type(config))
