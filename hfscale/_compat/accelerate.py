@@ -242,7 +242,7 @@ class _Position:
 
 
 def stock_optimizer(optimizer: Any) -> Any:
-    """Return the torch optimizer inside the wrappers of Accelerate or others; ``None`` for ``None``; refuse others."""
+    """Return the torch optimizer inside wrappers such as Accelerate's; keep ``None``; refuse any other object."""
     while isinstance(getattr(optimizer, "optimizer", None), Optimizer):
         optimizer = optimizer.optimizer
     if not isinstance(optimizer, Optimizer | None):

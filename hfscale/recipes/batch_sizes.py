@@ -64,8 +64,8 @@ def order_of(steps: int, batch_size: int, available: int, seed: int) -> Tensor:
 
 
 def by_cost(order: Tensor, costs: Tensor, batch_world: int, size: int) -> Tensor:
-    """Reorder each step's sequences so that the microbatches of ``size`` that :func:`dealt` makes of them cost about
-    the same on all ranks.
+    """Reorder each step's sequences so that :func:`dealt`, which deals microbatches of ``size`` sequences to ranks, gives
+    all ranks about the same cost.
     """
     falling = order.gather(
         1,

@@ -156,7 +156,7 @@ def never_stored(model: Any) -> set[str]:
 
 
 class AsStored:
-    """Convert a model's own tensors to those of a plain Hugging Face checkpoint, on the meta device too."""
+    """Convert a model's tensors to those of a plain Hugging Face checkpoint; this works on the meta device too."""
 
     def __init__(self, model: Any, contents: dict[str, Tensor]) -> None:
         """Take all tensors on the meta device; raise :class:`CheckpointError` if they cannot be converted group by

@@ -188,8 +188,10 @@ def estimate_memory(
 def most_at_once(
     kept: _Bytes, loss: _Bytes, running: _Bytes, first: _Bytes, gradients: _Bytes
 ) -> _Bytes:
-    """Return the bytes of the fullest moment. In addition to everything ``kept``, this is the loss, or the last layer
-    ``running`` backward; or it is the ``first`` layer, when ``gradients`` of the later layers exist.
+    """Return the bytes at the fullest of three moments.
+
+    The moments are: everything ``kept`` plus the ``loss``; everything ``kept`` plus the last layer's backward pass
+    (``running``); the ``first`` layer's backward pass plus the ``gradients`` of later layers.
     """
     return max(kept + max(loss, running), first + gradients)
 

@@ -64,7 +64,7 @@ class ModelShape:
 
     @property
     def weights(self) -> int:
-        """Entries of all matrices."""
+        """Number of entries of all matrices."""
         return self.layers * self.layer_weights + (1 if self.tied else 2) * self.table_weights
 
     @property

@@ -45,12 +45,15 @@ def prove_mixing(
     text: str,
     layers: int,
 ) -> tuple[dict[str, Any], bool]:
-    """Prove it on a tiny model with ``layers`` layers in float64, which may take half a minute. Sequences are split in
-    the submodule named ``text``; if empty, in the model itself.
+    """Prove on a tiny model with ``layers`` layers, in float64, which modules mix tokens; this may take half a minute.
 
-    Return ``mixing``: why sequences cannot be split, empty if they can; ``pads``: whether padding is allowed;
-    ``kinds``: the names of module classes that mix tokens and need whole sequences; ``handing``: those of mixing
-    modules that only need the states before their part; and ``seen``: all classes that were examined.
+    Sequences are split in the submodule named ``text``, or in the model itself if the name is empty. The answer has:
+
+    - ``mixing``: why sequences cannot be split; empty if they can.
+    - ``pads``: whether rows may be padded.
+    - ``kinds``: names of module classes that mix tokens and need whole sequences.
+    - ``handing``: names of module classes that mix tokens, but only need the states before their part of a sequence.
+    - ``seen``: names of all module classes that were examined.
     """
     # Windows and chunks must be shorter than the sequences of the proof.
     short = {name: _WINDOW for name in _WINDOWS if isinstance(field(model.config, name), int)}
@@ -302,9 +305,7 @@ def _compare(subject: _Subject, batch: dict[str, Tensor], mixers: _Mixers) -> st
 
 
 def _compare_gathered(subject: _Subject, batch: dict[str, Tensor], mixers: _Mixers) -> str:
-    """Compare again, now with mixers that run on full sequences as in a run, for which their inputs need a
-    token dim.
-    """
+    """Compare again, with mixers that get whole sequences as in a run, for which their inputs need a token dim."""
     mixers.begin()
     mixers.gathers = True
     tape = list[Tensor]()

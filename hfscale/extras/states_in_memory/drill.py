@@ -57,10 +57,10 @@ def drill(
     kills: int,
     seed: int,
 ) -> tuple[str, bool]:
-    """Run a recipe as ``NAME-drill-plain``, and again with ``kills`` strikes as ``NAME-drill``.
+    """Run a recipe as ``NAME-drill-plain``, and again as ``NAME-drill`` with ``kills`` strikes against its ranks.
 
     Returns:
-            A report, and whether both runs have the same results: weights bit for bit, and losses of all steps.
+        A report, and whether both runs have the same results: weights bit for bit, and losses of all steps.
 
     Raises:
         RecipeError: a run failed by itself, or ended before all strikes were done.
