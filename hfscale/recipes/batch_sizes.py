@@ -64,8 +64,8 @@ def order_of(steps: int, batch_size: int, available: int, seed: int) -> Tensor:
 
 
 def by_cost(order: Tensor, costs: Tensor, batch_world: int, size: int) -> Tensor:
-    """Reorder each step's sequences so that :func:`dealt`, which deals microbatches of ``size`` sequences to ranks, gives
-    all ranks about the same cost.
+    """Reorder each step's sequences so that all ranks get about the same cost when :func:`dealt` deals them in
+    microbatches of ``size`` sequences.
     """
     falling = order.gather(
         1,

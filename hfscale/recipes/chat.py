@@ -161,8 +161,8 @@ def by_prefixes(
         list[int],
     ],
 ) -> list[int]:
-    """Return labels that cover each assistant turn: the tokens that the turn adds after the rendering of the messages
-    before it and of the assistant's heading. ``rendered(n, answer)`` returns the tokens of the first ``n`` messages.
+    """Return labels that cover each assistant turn: the tokens that follow the rendering of the earlier messages plus
+    the assistant's heading. ``rendered(n, answer)`` returns the tokens of the first ``n`` messages.
     """
     labels = [IGNORED] * len(ids)
     for index, message in enumerate(messages):

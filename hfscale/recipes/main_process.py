@@ -71,7 +71,7 @@ def peak_memory() -> int:
 
 
 def run(main: Callable[[], None]) -> None:
-    """Call ``main``; print errors of hfscale as a message, and other errors with a traceback, then end this process.
+    """Call ``main``. If it raises, print the error (errors of hfscale without a traceback), and end this process.
 
     Several ranks often fail with the same error. The first failed rank prints at once, and the launcher then ends the
     other ranks, which wait before they print. If ranks are not connected yet, rank 0 prints first.
