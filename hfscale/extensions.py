@@ -1,9 +1,9 @@
-"""Find what is added to hfscale from outside of its core: by ``hfscale/extras``, and by other packages.
+"""Find extensions, which add features to hfscale's core: those in ``hfscale/extras``, and those of other packages.
 
-An extension is data, an :class:`Extension`: what it adds, by name, and the place of each, ``"module:name"``, which is
-imported when it is asked for. The core asks for what a slot holds, and knows no extension. Three ways lead in, and
-are the same afterwards: a package below ``hfscale/extras`` whose ``EXTENSION`` is one, an entry point of the group
-``hfscale.extensions`` in the metadata of an installed package, and :func:`register`.
+An extension is data, an :class:`Extension`: it names what it adds, with a place ``"module:name"`` for each, which is
+imported only when used. The core asks for the contents of a slot, and names no extension. There are three ways to add
+an extension, with the same effect: a package in ``hfscale/extras`` with a variable ``EXTENSION``, an entry point of the
+group ``hfscale.extensions`` in an installed package, and :func:`register`.
 """
 
 import importlib
@@ -23,11 +23,11 @@ _OWN = "extras"
 
 @dataclass(frozen=True)
 class Extension:
-    """Name what an extension adds. A place is ``"module:name"``; nothing is imported before it is used."""
+    """Name everything that an extension adds. A place is ``"module:name"``; nothing is imported before it is used."""
 
     name: str
     exports: Mapping[str, str] = field(default_factory=dict)
-    """Name of ``hfscale`` -> its place."""
+    """Public name in ``hfscale`` -> its place."""
     commands: Mapping[str, str] = field(default_factory=dict)
     """Subcommand of ``hfscale`` -> its module, which has ``HELP``, ``EXAMPLE``, ``add_arguments`` and ``run``."""
     proofs: Mapping[str, str] = field(default_factory=dict)
@@ -36,35 +36,39 @@ class Extension:
     """Option of :func:`hfscale.create_optimizer` -> the place of an
     :class:`~hfscale.optim.added_options.AddedOption`."""
     reports: Mapping[str, str] = field(default_factory=dict)
-    """Format -> the place of a function of an estimate or a search, and a title, that returns a page's text; commands
-    that estimate take ``--FORMAT FILE``."""
+    """Format -> the place of a function that takes an estimate or a search and a title, and returns a page's text;
+    commands that estimate get a flag ``--FORMAT FILE``.
+    """
     parity_cases: Mapping[str, str] = field(default_factory=dict)
     """Auto class -> the place of its :class:`~hfscale.testing.verify.ParityCases`, for ``hfscale verify``."""
     explanations: Mapping[str, str] = field(default_factory=dict)
-    """Kind of failure, as ``"memory"`` -> the place of a function of the exception that returns lines for the log."""
+    """Kind of failure, such as ``"memory"`` -> the place of a function: exception -> lines for the log."""
     plan_parts: Mapping[str, str] = field(default_factory=dict)
-    """Feature -> the place of its planning function, called behind those of ``hfscale/api/assemble.py``."""
+    """Feature -> the place of its planning function, called after those in ``hfscale/api/assemble.py``."""
     schedules: Mapping[str, str] = field(default_factory=dict)
     """Pipeline schedule -> the place of its :class:`~hfscale.config.schedules.Schedule`."""
     executors: Mapping[str, str] = field(default_factory=dict)
-    """Pipeline schedule -> the place of its :class:`~hfscale.train.runtime.Executor`, where
-    :class:`~hfscale.parallel.pipeline.run.Pipeline` cannot run it."""
+    """Pipeline schedule -> the place of its :class:`~hfscale.train.runtime.Executor`, if
+    :class:`~hfscale.parallel.pipeline.run.Pipeline` cannot run the schedule."""
     gradient_compressions: Mapping[str, str] = field(default_factory=dict)
     """Value of ``gradient_compression`` -> the place of its
     :class:`~hfscale.parallel.data.gradient_compression.Compressor`."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """Format -> the place of an :class:`~hfscale.distributed.files.sources.AddedSource`, which finds and reads weights
-    of another program."""
+    of another program.
+    """
     parts: Mapping[str, str] = field(default_factory=dict)
-    """Feature -> the place of its :class:`~hfscale.train.runtime.Part`, installed before what guards the model."""
+    """Feature -> the place of its :class:`~hfscale.train.runtime.Part`, installed before the parts that guard the
+    model.
+    """
 
     def __post_init__(self) -> None:
         for slot in SLOTS:
             for name, place in getattr(self, slot).items():
                 if slot != "commands" and ":" not in place:
                     raise ConfigError(
-                        f"{slot} of the extension {self.name!r} must be places, as 'package.module:name', "
-                        f"got {place!r} for {name!r}"
+                        f"{slot} of the extension {self.name!r} must be places, as 'package.module:name', got "
+                        f"{place!r} for {name!r}"
                     )
 
 
@@ -73,24 +77,24 @@ _registered: dict[str, Extension] = {}
 
 
 def register(extension: Extension) -> None:
-    """Add an extension to this process, before it builds a model; one of the same name is replaced."""
+    """Add an extension to this process before it builds a model; replace an earlier extension of the same name."""
     _registered[extension.name] = extension
     _found.cache_clear()
 
 
 def added(slot: str) -> dict[str, str]:
-    """Return what all extensions add to a slot: name -> place. A name that two of them add is refused."""
+    """Return everything that extensions add to a slot: name -> place. Refuse a name that two extensions add."""
     return _found()[slot]
 
 
 def provided(slot: str, name: str) -> Any:
-    """Import and return what an extension adds under a name; None if none does."""
+    """Import and return the object that an extension adds under a name; ``None`` if no extension adds it."""
     place = added(slot).get(name)
     return None if place is None else _at(place)
 
 
 def all_provided(slot: str) -> list[Any]:
-    """Import and return all that extensions add to a slot, in the order of their names."""
+    """Import and return everything that extensions add to a slot, in the order of names."""
     return [_at(place) for _, place in sorted(added(slot).items())]
 
 
@@ -118,7 +122,7 @@ def _found() -> dict[str, dict[str, str]]:
 
 
 def _extensions() -> Iterator[Extension]:
-    """Yield every extension once: own ones, those of installed packages, and registered ones, which come first."""
+    """Yield every extension once: registered ones first, then hfscale's own, then those of installed packages."""
     by_name = dict(_registered)
     folder = str(Path(__file__).with_name(_OWN))
     for module in sorted(each.name for each in pkgutil.iter_modules([folder])):

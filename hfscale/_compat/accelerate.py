@@ -1,4 +1,4 @@
-"""Objects that Accelerate prepares: which they are, their state, and the steps of a schedule.
+"""Objects that Accelerate prepares: which ones it has prepared, their state, and the steps of a learning-rate schedule.
 
 Read and run with Accelerate 1.15.
 """
@@ -25,8 +25,8 @@ _BATCHES = "batches_of_a_step"
 
 
 class BatchScheduler(AcceleratedScheduler):
-    """A schedule that steps ``batches()`` times per optimizer step, where Accelerate's steps once per process; one of a
-    metric steps once for each of its values.
+    """A schedule that steps ``batches()`` times per optimizer step; Accelerate's own steps once per process. A schedule
+    that follows a metric steps once for each value of the metric.
     """
 
     def __init__(
@@ -36,21 +36,21 @@ class BatchScheduler(AcceleratedScheduler):
         batches: Callable[[], int],
         follows: bool,
     ) -> None:
-        super().__init__(scheduler, optimizers, follows, split_batches=True)  # once per call
+        super().__init__(scheduler, optimizers, follows, split_batches=True)  # one step per call
         self._batches = batches
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Step as Accelerate does; a finite schedule (one cycle) may be stepped once too often."""
-        told = bool(args or kwargs)  # of a metric, or of an epoch
+        """Step like Accelerate's schedule. A finite schedule (one cycle) is not stepped beyond its end."""
+        told = bool(args or kwargs)  # a metric's value, or an epoch
         for _ in range(self._batches() if self.gradient_state.sync_gradients and not told else 1):
-            # Schedules of schedules, and those of a metric, count no steps.
+            # Schedules of schedules and schedules that follow a metric do not count steps.
             if getattr(self.scheduler, "_step_count", 0) <= getattr(
                 self.scheduler, "total_steps", math.inf
             ):
                 super().step(*args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the schedule's state, and the number of distinct batches by which its steps were counted."""
+        """Return the schedule's state, with the number of distinct batches that its step count is based on."""
         return {**super().state_dict(), _BATCHES: self._batches()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -59,10 +59,10 @@ class BatchScheduler(AcceleratedScheduler):
         now = self._batches()
         then = state.pop(_BATCHES, 1)
         if then != now and not _follows_a_metric(self.scheduler):
-            if not isinstance(self.scheduler, LambdaLR):  # its state has no lengths
+            if not isinstance(self.scheduler, LambdaLR):  # others store step counts
                 raise CheckpointError(
                     f"the state of {type(self.scheduler).__name__} counts {then} distinct batches in an optimizer "
-                    f"step, and this layout has {now}: use {then} distinct batches, or a schedule of "
+                    f"step, but this layout has {now}: use {then} distinct batches, or a schedule of "
                     "transformers.get_scheduler"
                 )
             epoch = state["last_epoch"] * now // then
@@ -73,23 +73,26 @@ class BatchScheduler(AcceleratedScheduler):
 
 
 def _follows_a_metric(scheduler: Any) -> bool:
-    """Return whether a schedule's steps must be told a number, so that nothing in it counts steps of a length."""
+    """Return whether each step of a schedule needs a metric's value, so that the schedule contains no step counts."""
     given = inspect.signature(type(scheduler).step).parameters.values()
     return any(argument.default is inspect.Parameter.empty for argument in list(given)[1:])
 
 
 @dataclass
 class LastBatch:
-    """Hold the last batch of a stream; of its step's rows on all ranks, the first ``left`` are no repeated ones."""
+    """Hold the last batch of a stream. Of the last step's rows on all ranks, only the first ``left`` are new; the
+    remaining rows repeat earlier ones.
+    """
 
     batch: Any
     left: int
 
 
 def count_last_batch(loader: Any) -> None:
-    """Let a prepared loader of a stream say, in its ``remainder``, how many rows of the last step count.
+    """Let a prepared loader of a stream set its ``remainder`` to the number of rows of the last step that count.
 
-    Accelerate takes the examples of one rank for those of all, or does not know them, and then drops none.
+    Accelerate either takes the number of one rank's examples for the number on all ranks, or does not know the number
+    and drops no repeated row.
     """
     base = loader.base_dataloader
     made = base.__iter__
@@ -99,17 +102,17 @@ def count_last_batch(loader: Any) -> None:
             loader.remainder = batch.left if isinstance(batch, LastBatch) else 0
             yield batch.batch if isinstance(batch, LastBatch) else batch
 
-    base.__iter__ = iterate  # Accelerate asks the instance
+    base.__iter__ = iterate  # Accelerate calls ``__iter__`` of the instance
 
 
 def is_prepared(what: Any) -> bool:
-    """Return whether a data loader or a schedule has been prepared already, by any accelerator."""
+    """Return whether any accelerator has already prepared a data loader or a schedule."""
     return isinstance(what, DataLoaderShard | DataLoaderDispatcher | AcceleratedScheduler)
 
 
 @dataclass
 class Prepared:
-    """Hold what an accelerator has prepared, in order, and the objects that were registered for its states."""
+    """Hold the objects that an accelerator has prepared, in order, and the objects registered to be saved with them."""
 
     models: list[Any] = field(default_factory=list)
     optimizers: list[Any] = field(default_factory=list)
@@ -118,14 +121,18 @@ class Prepared:
     registered: list[Any] = field(default_factory=list)
 
     def forget(self) -> None:
-        """Forget all but the registered objects, as Accelerate does where it frees memory."""
+        """Forget all objects except the registered ones, like Accelerate when it frees memory."""
         for held in (self.models, self.optimizers, self.schedulers, self.loaders):
             held.clear()
 
     def of_one_run(
         self, accelerator: Any, orders: list[Any]
     ) -> tuple[nn.Module, Any, dict[str, Any]]:
-        """Return the model, its optimizer if any, and other objects with a state, ``orders`` too, by name."""
+        """Return the model, its optimizer if there is one, and a map of the other objects that have a state, with
+        ``orders``.
+
+        Raise :class:`ConfigError` unless there is exactly one model and at most one optimizer.
+        """
         if len(self.models) != 1 or len(self.optimizers) > 1:
             raise ConfigError(
                 f"a state must have one model and at most one optimizer, got {len(self.models)} and "
@@ -149,17 +156,19 @@ class Prepared:
 
 
 def save_hooks(accelerator: Any) -> list[Callable[..., Any]]:
-    """Return what a script wants called, with models, their weights and a directory, before a state is saved."""
+    """Return the script's hooks to call before a state is saved, with models, their weights and a directory."""
     return list(accelerator._save_model_state_pre_hook.values())
 
 
 def load_hooks(accelerator: Any) -> list[Callable[..., Any]]:
-    """Return what a script wants called, with models and a directory, before a state is loaded."""
+    """Return the script's hooks to call before a state is loaded, with models and a directory."""
     return list(accelerator._load_model_state_pre_hook.values())
 
 
 def schedulers_made_by(make: Callable[[Any, Any], BatchScheduler]) -> AbstractContextManager[None]:
-    """Let Accelerate prepare schedules inside the ``with`` block by ``make(scheduler, its optimizers)``."""
+    """Let Accelerate prepare schedules by ``make(scheduler, optimizers of the scheduler)`` inside the
+    ``with`` block.
+    """
 
     def made(scheduler: Any, optimizers: Any, **_: Any) -> BatchScheduler:
         return make(scheduler, optimizers if isinstance(optimizers, list) else [optimizers])
@@ -168,20 +177,22 @@ def schedulers_made_by(make: Callable[[Any, Any], BatchScheduler]) -> AbstractCo
 
 
 def list_model(accelerator: Any, model: nn.Module) -> None:
-    """List a model as prepared by Accelerate, and leave it as it is; Trainer prepares one if none is listed."""
+    """List a model as prepared by Accelerate without changing the model; Trainer would prepare one if none
+    is listed.
+    """
     note(accelerator._models, model)
 
 
 def note(held: list[Any], made: Any) -> Any:
-    """Add what was prepared to a list, once, and return it."""
+    """Append a prepared object to a list unless the list has it, and return the object."""
     if not any(each is made for each in held):
         held.append(made)
     return made
 
 
 class _Position:
-    """The state of a prepared loader, which counts batches, with the rows that all ranks' batches have together, and
-    the epoch and the seed from which its order follows.
+    """The state of a prepared loader, with what is needed to resume in another layout: the number of rows that all
+    ranks' batches have together, and the epoch and the seed that determine the order.
     """
 
     _ROWS = "hfscale_rows"
@@ -191,18 +202,18 @@ class _Position:
     def __init__(self, loader: Any, world: int) -> None:
         self._loader, self._sampler = loader, get_sampler(loader)
         self._rows: int | None = getattr(loader.batch_sampler, "effective_batch_size", None)
-        with suppress(AttributeError, TypeError):  # a sampler of batches of any rows
-            # Accelerate counts this process's rows.
+        with suppress(AttributeError, TypeError):  # a batch sampler may not tell it
+            # Accelerate's ``total_batch_size`` of a stream counts the rows of this process only.
             streamed = isinstance(loader.dataset, IterableDataset)
             self._rows = self._rows or loader.total_batch_size * (world if streamed else 1)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the loader's state, the number of rows, the epoch and the seed."""
+        """Return the loader's state, with the number of rows, the epoch and the seed."""
         loader = self._loader
         under_way = any(
             reference is loader for reference in loader.gradient_state.dataloader_references
         )
-        epoch = loader.iteration + (under_way and loader.end_of_dataloader)  # behind its last batch
+        epoch = loader.iteration + (under_way and loader.end_of_dataloader)  # the epoch has ended
         seed = getattr(self._sampler, "initial_seed", None)
         return {
             **loader.state_dict(),
@@ -212,15 +223,17 @@ class _Position:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the loader's state, if a batch has as many rows as then."""
+        """Load the loader's state; refuse it if the batches of all ranks have another number of rows than
+        when saved.
+        """
         own = (self._ROWS, self._EPOCH, self._SEED)
         rows, epoch, seed = (state.get(name) for name in own)
         if None not in (rows, self._rows) and rows != self._rows:
             raise CheckpointError(
-                f"the data loader stopped behind batches of {rows} rows over all ranks, and now they have "
-                f"{self._rows}: it would repeat rows, or leave some out; change its batch_size to make them equal"
+                f"the data loader stopped after batches of {rows} rows over all ranks, but now they have {self._rows}: "
+                "it would repeat rows, or leave some out; change its batch_size to make them equal"
             )
-        self._loader.iteration = epoch or 0  # it tells its sampler or stream
+        self._loader.iteration = epoch or 0  # the loader passes the epoch to its sampler or stream
         if seed is not None and hasattr(self._sampler, "initial_seed"):
             self._sampler.initial_seed = seed
         self._loader.load_state_dict(
@@ -229,7 +242,7 @@ class _Position:
 
 
 def stock_optimizer(optimizer: Any) -> Any:
-    """Return the torch optimizer inside Accelerate's or other wrappers, or ``None``; refuse anything else."""
+    """Return the torch optimizer inside wrappers such as Accelerate's; keep ``None``; refuse any other object."""
     while isinstance(getattr(optimizer, "optimizer", None), Optimizer):
         optimizer = optimizer.optimizer
     if not isinstance(optimizer, Optimizer | None):

@@ -1,4 +1,4 @@
-"""Undocumented names of bitsandbytes: the attributes of its modules and parameters beside a quantized weight.
+"""Undocumented names of bitsandbytes: attributes of modules and parameters that store scales of quantized weights.
 
 Read and run with bitsandbytes 0.50. Imported on first use only: most runs quantize nothing.
 """
@@ -19,13 +19,13 @@ from .torch import own_parameters
 _PARAMETERS = ("Params4bit", "Int8Params")
 
 
-# On import - by PEFT, and by transformers for its Trainer - it recommends an optional package on processors that have
-# AVX-512 for bfloat16: in every process of a run, most of which quantize nothing.
+# When PEFT imports bitsandbytes, or transformers for its Trainer, bitsandbytes recommends an optional package on CPUs
+# with AVX-512 for bfloat16. Every process of a run would log that, although most runs quantize nothing.
 leave_out_of_log("bitsandbytes.backends.cpu.ops", "`pip install kernels`")
 
 
 def functional() -> Any:
-    """Return the module with its functions on tensors."""
+    """Return bitsandbytes' module of functions on tensors."""
     import bitsandbytes.functional
 
     return bitsandbytes.functional
@@ -33,7 +33,7 @@ def functional() -> Any:
 
 @cache
 def misreads_rows(width: int) -> bool:
-    """Return whether bitsandbytes' CPU kernel, as of 0.50.2, takes wrong scales for 4-bit rows of ``width`` values."""
+    """Return whether bitsandbytes' CPU kernel reads wrong scales for 4-bit rows of ``width`` values, as 0.50.2 does."""
     matrix = torch.linspace(-1, 1, 64 * width).pow(3).view(64, width)
     stored, state = functional().quantize_4bit(matrix, blocksize=64, quant_type="nf4")
     values = functional().dequantize_4bit(stored, state)
@@ -42,15 +42,15 @@ def misreads_rows(width: int) -> bool:
 
 
 def optimizers() -> Any:
-    """Return the module with its optimizers."""
+    """Return bitsandbytes' module of optimizers."""
     import bitsandbytes.optim
 
     return bitsandbytes.optim
 
 
 def parameters_in_8_bits(optimizer: Any) -> Iterator[tuple[Tensor, int]]:
-    """Yield the parameters whose states one of bitsandbytes' optimizers keeps in 8 bits, if they have enough entries,
-    and how many are enough; none of other optimizers.
+    """Yield ``(parameter, enough)`` for each parameter whose states a bitsandbytes optimizer keeps in 8 bits if the
+    parameter has at least ``enough`` entries. Other optimizers yield nothing.
     """
     if "bitsandbytes" not in sys.modules or not isinstance(optimizer, _eight_bit_class()):
         return
@@ -68,8 +68,9 @@ def _eight_bit_class() -> Any:
 
 
 def keep_overrides_apart(optimizer: Any) -> None:
-    """Give one of bitsandbytes' optimizers its own table of options by place in the groups: all in a process share one,
-    and what a Trainer has set for the first parameter of its own would be read for the first one here.
+    """Give a bitsandbytes optimizer its own table of overridden options. bitsandbytes has one table per process,
+    indexed by position in the parameter groups, so an override by a Trainer would also apply to the parameters of other
+    optimizers.
     """
     shared = getattr(optimizer, "mng", None)
     if shared is not None:
@@ -78,36 +79,40 @@ def keep_overrides_apart(optimizer: Any) -> None:
 
 
 def is_stock_parameter(parameter: Any) -> bool:
-    """Return whether the parameter is of one of bitsandbytes' own classes, which know their scales."""
+    """Return whether the parameter is of one of bitsandbytes' own classes, which store the scales of their weights."""
     return type(parameter).__name__ in _PARAMETERS
 
 
 def is_quantized_already(parameter: Tensor) -> bool:
-    """Return whether a parameter of those classes holds a quantized weight, not the original one."""
+    """Return whether a parameter of bitsandbytes' classes already holds a quantized weight, not the original weight."""
     return not parameter.is_floating_point() or getattr(parameter, "bnb_quantized", False)
 
 
 def keep_layout(module: Any) -> None:
-    """Let a projection keep its weight's layout; on some processors it would replace it for evaluation."""
+    """Let a projection keep the memory layout of its weight, which bitsandbytes repacks for evaluation on some CPUs."""
     module.support_avx512bf16_for_cpu = False
 
 
 def set_state(module: Any, parameter: Any, state: Any) -> None:
-    """Set the quantization state, whose scales are not quantized, of ``parameter``, held in ``module``."""
+    """Set the quantization state of ``parameter`` in ``module``; the scales of ``state`` are not quantized
+    themselves.
+    """
     parameter.quant_state = module.quant_state = state
     parameter.bnb_quantized = True
     parameter.compress_statistics = False
 
 
 scales_of_rows: Callable[[Any], Tensor] = attrgetter("SCB")
-"""The scales of an 8-bit parameter that has just been quantized."""
+"""Return the scales of an 8-bit parameter that has just been quantized."""
 
 
 def dequantized_stock(module: Any, parameter: Any) -> Tensor:
-    """Return a parameter of bitsandbytes' own classes, in ``module``, dequantized: in 4 bits to its original type."""
+    """Return a quantized parameter of ``module`` (bitsandbytes' own class), dequantized; 4-bit ones to their first
+    dtype.
+    """
     if type(parameter).__name__ == _PARAMETERS[0]:
         return functional().dequantize_4bit(parameter.data, parameter.quant_state)
-    # scales of 8 bits move to the module in the first forward pass
+    # the scales of 8-bit parameters move to the module in its first forward pass
     scales = parameter.SCB if parameter.SCB is not None else module.state.SCB
     return functional().int8_vectorwise_dequant(parameter.data, scales)
 
@@ -115,10 +120,10 @@ def dequantized_stock(module: Any, parameter: Any) -> Tensor:
 def product_in_8_bits(
     module: Any, x: Tensor, rows: Tensor, scales: Tensor, bias: Tensor | None
 ) -> Tensor:
-    """Compute ``x @ rows.T + bias`` like the 8-bit projection ``module``, with ``rows`` as its weight."""
+    """Compute ``x @ rows.T + bias`` like the 8-bit projection ``module``, with ``rows`` for the quantized weight."""
     import bitsandbytes
 
-    bnb: Any = bitsandbytes  # hardly typed
+    bnb: Any = bitsandbytes  # has few type hints
     state = bnb.MatmulLtState()
     state.threshold = module.state.threshold
     state.has_fp16_weights = False
@@ -130,7 +135,9 @@ def product_in_8_bits(
 
 
 def tensors_beside_weight(module: nn.Module) -> Iterator[Any]:
-    """Yield the tensors by which ``module`` reads its quantized weight; ``None`` for absent ones."""
+    """Yield the tensors that ``module`` needs to dequantize its weight: scales, codes, offsets; ``None`` for absent
+    ones.
+    """
     parameter = own_parameters(module).get("weight")
     yield getattr(parameter, "SCB", None)
     yield from (

@@ -1,7 +1,7 @@
-"""Read the metadata of torch's distributed checkpoints (DCP), which is a pickle, without running what it names.
+"""Read the metadata of torch's distributed checkpoints (DCP), a pickle, without running the code that the pickle names.
 
-Only the few classes that torch writes there are known by name, and stand-ins are made in their place, so that nothing
-of a file is executed, and other versions of torch may have written it.
+Only the few classes that torch writes into these files are accepted, and stand-ins are created in their place. So
+nothing in a file is executed, and the file may come from another version of torch.
 """
 
 import pickle
@@ -29,7 +29,7 @@ _PLAIN = {("torch", "Size"): tuple, ("collections", "OrderedDict"): dict}
 
 
 class _Record:
-    """Stand for an object of a class, and hold what its pickle says of it."""
+    """Stand in for an object of a class, and hold the object's pickled state."""
 
     state: Any = None
 
@@ -47,27 +47,27 @@ class _Reader(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _PLAIN:
             return _PLAIN[module, name]
-        # A path is that of the directory it was written to.
+        # A pickled path is the directory to which the checkpoint was written.
         if (module, name) in _RECORDS or module.partition(".")[0] == "pathlib":
             return type(name, (_Record,), {})
         found = getattr(torch, name, None) if module == "torch" else None
         if isinstance(found, torch.dtype):
             return found
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which such a file does not hold")
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which such a file cannot contain")
 
 
 @dataclass(frozen=True)
 class Place:
-    """Say where torch.save wrote an object: ``length`` bytes at ``begin`` of a file."""
+    """Describe where torch.save wrote an object: ``length`` bytes of a file, from byte ``begin`` on."""
 
-    file: str  # relative to the directory
+    file: str  # path relative to the checkpoint's directory
     begin: int
     length: int
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Describe one piece of a tensor."""
+    """Describe one chunk (a rectangular shard) of a tensor: its offsets and sizes per dim, and its place."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -76,7 +76,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class TensorInCheckpoint:
-    """Describe a tensor of a checkpoint."""
+    """Describe a tensor of a checkpoint: its dtype, its full shape, and the chunks that it is stored in."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -84,30 +84,34 @@ class TensorInCheckpoint:
 
 
 Keys = tuple[Any, ...]
-"""Say where something was in the nested dictionaries and lists that were saved: ``("model", "lm_head.weight")``."""
+"""Keys and indices of an entry in the nested dictionaries and lists that were saved: ``("model",
+"lm_head.weight")``.
+"""
 
 
 @dataclass(frozen=True)
 class Contents:
-    """Hold what a checkpoint lists."""
+    """Hold the tensors and the other objects that a checkpoint lists."""
 
     tensors: dict[Keys, TensorInCheckpoint]
-    objects: dict[Keys, Place]  # all that is no tensor
+    objects: dict[Keys, Place]  # everything except tensors
 
 
 def contents_of(metadata: Path) -> Contents:
-    """Return what a checkpoint's ``.metadata`` lists.
+    """Return the contents that a checkpoint's ``.metadata`` lists.
 
     Raises:
-        ValueError: chunks were transformed (compressed), which torch reads with the same extensions alone.
-        Exception: of pickle or of a missing field, for a file that is damaged or of another kind.
+        ValueError: the chunks were transformed (compressed): torch reads them only with the same extensions.
+        Exception: errors of pickle, or for missing fields, if the file is damaged or of another kind.
     """
     with metadata.open("rb") as file:
         found = _Reader(file).load()
     places: dict[Any, Place] = {}
     for index, info in found["storage_data"].items():
         if info["transform_descriptors"]:
-            raise ValueError(f"its files are transformed by {info['transform_descriptors']}")
+            raise ValueError(
+                f"its files are transformed (compressed) by {info['transform_descriptors']}"
+            )
         place = Place(info["relative_path"], int(info["offset"]), int(info["length"]))
         places[index["fqn"], _numbers(index["offset"] or ())] = place
     paths = found["planner_data"] or {}

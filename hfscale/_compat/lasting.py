@@ -1,8 +1,8 @@
-"""List what hfscale changes in other libraries until the process ends, and change it.
+"""List all changes that hfscale makes in other libraries until the process ends, and make those changes.
 
-Whatever else it replaces in them is put back at the end of a ``with`` block. These places are called by code of users
-and of other libraries, past hfscale: it would take one rank's part of a model for all of it, and nothing would raise.
-``HFSCALE_GUARDS=0`` leaves all of it out.
+All other replacements are undone at the end of a ``with`` block. The places listed here are called by code of users and
+of other libraries without hfscale: such code would take a rank's shards for the whole model, without an error.
+``HFSCALE_GUARDS=0`` leaves out all of these changes.
 """
 
 import functools
@@ -28,21 +28,23 @@ LASTING = {
     "peft.utils.save_and_load._get_tp_info": "refuses to return shards as adapters' full weights",
     "sys.excepthook": "tells other ranks what ends this one, and what held memory that has run out",
     "torch.compiler.config.recompile_limit": "64 graphs of one kind of layer instead of 8",
-    "torch.amp.grad_scaler.GradScaler.step": "refuses gradients of which each rank sees others",
-    "torch.amp.grad_scaler.GradScaler.unscale_": "refuses gradients of which each rank sees others",
-    "torch.nn.utils.clip_grad_norm_": "refuses gradients of which each rank sees others",
-    "torch.nn.utils.get_total_norm": "refuses tensors of which each rank sees others",
+    "torch.amp.grad_scaler.GradScaler.step": "refuses gradients of which each rank holds another shard",
+    "torch.amp.grad_scaler.GradScaler.unscale_": "refuses gradients of which each rank holds another shard",
+    "torch.nn.utils.clip_grad_norm_": "refuses gradients of which each rank holds another shard",
+    "torch.nn.utils.get_total_norm": "refuses tensors of which each rank holds another shard",
     _STEP: "follows replaced parameters; refuses optimizers that need more than a shard",
     "trl.*Config.__post_init__": "keeps the generation_batch_size that it was given",
 }
-"""Place -> what is there for as long as the process lives; most of it from the first model over several ranks on."""
+"""Map of a place to its change, which lasts until the process ends; most are made for the first model on
+several ranks.
+"""
 
 _undo: dict[str, Callable[[], None]] = {}
 _told: list[tuple[Callable[[BaseException], Any], Callable[[Any], None] | None]] = []
 
 
 def replace_for_good(holder: Any, name: str, make: Callable[[Any], Any]) -> None:
-    """Set ``holder.name``, of a module or a class, to ``make`` of its value; once."""
+    """Replace ``holder.name``, an attribute of a module or class, by ``make(holder.name)``; do it only once."""
     place = place_of(holder, name)
     if _is_wanted(place):
         stock = getattr(holder, name)
@@ -55,12 +57,14 @@ def check_first(
     name: str,
     check: Callable[..., tuple[Any, ...]],
 ) -> None:
-    """Let the function ``holder.name`` run on the positional arguments that ``check`` returns."""
+    """Call ``check`` before each call of the function ``holder.name``, and pass on the arguments that ``check``
+    returns.
+    """
 
     def make(function: Any) -> Any:
         @functools.wraps(function)
         def checked(*args: Any, **kwargs: Any) -> Any:
-            # Arguments given by name are positional here too.
+            # Arguments given by name become positional, so that ``check`` gets them in the function's order.
             given = inspect.signature(function).bind(*args, **kwargs)
             return function(*check(*given.args, **given.kwargs), **given.kwargs)
 
@@ -78,8 +82,8 @@ def check_every_step(check: Callable[..., None]) -> None:
 def at_an_uncaught_error(
     told: Callable[[BaseException], Any], behind: Callable[[Any], None] | None = None
 ) -> None:
-    """Call ``told(error)`` as an error ends this process, and ``behind`` with what it returns after the traceback; who
-    asked last is told first.
+    """Call ``told(error)`` when an error ends this process, then print the traceback, then call ``behind`` with the
+    result of ``told``. Functions that were registered last are called first.
     """
     replace_for_good(sys, "excepthook", _hook_around)
     if (told, behind) not in _told:
@@ -98,7 +102,7 @@ def _hook_around(before: Callable[..., Any]) -> Callable[..., None]:
 
 
 def leave_out_of_log(name: str, words: str) -> None:
-    """Leave messages with these words out of what a logger logs."""
+    """Drop messages that contain ``words`` from the log of the logger ``name``."""
     if not _is_wanted(name):
         return
 
@@ -111,25 +115,25 @@ def leave_out_of_log(name: str, words: str) -> None:
 
 
 def place_of(holder: Any, name: str) -> str:
-    """Return the name of a place in the list."""
+    """Return the name by which :data:`LASTING` lists an attribute of a module or class."""
     if isinstance(holder, ModuleType):
         return f"{holder.__name__}.{name}"
     return f"{holder.__module__}.{holder.__qualname__}.{name}"
 
 
 def changed_places() -> list[str]:
-    """Return the places that are changed now."""
+    """Return the places that are changed at present, sorted."""
     return sorted(_undo)
 
 
 def undo_all() -> None:
-    """Put back what was there."""
+    """Restore everything that was changed."""
     while _undo:
         _undo.popitem()[1]()
 
 
 def _is_wanted(place: str) -> bool:
-    """Return whether a place is to be changed now; LookupError if the list lacks it."""
+    """Return whether to change a place now; raise LookupError if :data:`LASTING` does not list the place."""
     if not any(fnmatchcase(place, known) for known in LASTING):
         raise LookupError(f"{place} is not in the list of {__name__}")
     return guards_are_on() and place not in _undo

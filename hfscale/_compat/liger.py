@@ -1,4 +1,4 @@
-"""Undocumented names of Liger Kernel: its patching of a model's modules (Hsu et al. 2024).
+"""Undocumented names of Liger Kernel (Hsu et al. 2024): how it patches the modules of a model.
 
 Read and run with Liger 0.8.5. Imported on first use only: it imports Triton.
 """
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-LOSSES = ("cross_entropy", "fused_linear_cross_entropy")  # its switches for the loss
+LOSSES = ("cross_entropy", "fused_linear_cross_entropy")  # Liger's switches for the loss
 
 
 def is_installed() -> bool:
@@ -25,7 +25,9 @@ def is_installed() -> bool:
 
 
 def switches_of(model_type: str) -> list[str] | None:
-    """Return Liger's switches for a family, including the loss's; ``None`` if it has no kernels for the family."""
+    """Return Liger's switches for a model family, also those of the loss; ``None`` if Liger does not support the
+    family.
+    """
     function = _function_of(model_type)
     return (
         None
@@ -48,9 +50,10 @@ def computes_in(dtype: torch.dtype) -> bool:
 
 
 def give_kernels(model: Any, switches: Mapping[str, bool]) -> None:
-    """Replace forward methods of ``model`` alone by Liger's kernels; the loss stays as it is. Liger's own function
-    chooses the modules. It also replaces classes and the rotary embedding in transformers' files, for every model of
-    the family: those names are restored, and this model's modules get forward methods that use the replaced embedding.
+    """Replace forward methods of this ``model`` by Liger's kernels; the loss stays unchanged. Liger's own function
+    chooses the modules. It also replaces classes and the rotary embedding in the files of transformers, for all models
+    of the family. These names are restored, and the modules of ``model`` get forward methods that call the replaced
+    embedding.
     """
     family = model.config.model_type
     wanted = {**switches, **dict.fromkeys(LOSSES, False)}
@@ -73,10 +76,10 @@ def give_kernels(model: Any, switches: Mapping[str, bool]) -> None:
 
 
 def _with_names(stock: FunctionType, names: Mapping[str, Any]) -> FunctionType:
-    """Return a copy of a function in which ``names`` mean something else, inside its decorators too."""
+    """Return a copy of a function, its decorators included, in which the global ``names`` have other values."""
     inner = vars(stock).get("__wrapped__")
     cells = stock.__closure__
-    if inner is not None:  # a decorator's function holds the one that it calls
+    if inner is not None:  # the closure of a decorator contains the function to call
         changed = CellType(_with_names(inner, names))
         cells = tuple(changed if cell.cell_contents is inner else cell for cell in cells or ())
     known = stock.__globals__ if inner is not None else {**stock.__globals__, **names}
@@ -88,7 +91,7 @@ def _with_names(stock: FunctionType, names: Mapping[str, Any]) -> FunctionType:
 
 def activation_of(module: nn.Module) -> str | None:
     """Return the activation that the module's Liger kernel applies to its gate; ``None`` if it has no gate."""
-    name = repr(module).partition("(")[0]  # that of the kernel, if Liger has changed the module
+    name = repr(module).partition("(")[0]  # the kernel's name, if Liger has changed the module
     if name == type(module).__name__:
         return None
     if "SwiGLU" in name or "Top2MLP" in name:
@@ -97,14 +100,17 @@ def activation_of(module: nn.Module) -> str | None:
 
 
 def keep_gradients(module: nn.Module) -> None:
-    """Stop a Liger norm from overwriting the gradient of its output with that of its input."""
+    """Stop a Liger norm from overwriting the gradient of its output with the gradient of its input."""
     if vars(module).get("in_place"):
         module.in_place = False  # type: ignore[assignment]
 
 
 @contextmanager
 def _names_of_files() -> Iterator[dict[int, dict[str, Any]]]:
-    """Yield what was replaced in transformers' and torch's files, and restore the original names at the end."""
+    """Yield a dict of the names that are replaced in files of transformers and torch; restore those names at the end.
+
+    The dict is filled at the end: id of a file's names -> name -> replaced value.
+    """
     files: list[ModuleType] = [nn, nn.functional]
     files += [file for name, file in list(sys.modules.items()) if ".modeling_" in name]
     tables = [vars(file) for file in files if isinstance(file, ModuleType)] + [ACT2FN]
@@ -124,7 +130,7 @@ def _names_of_files() -> Iterator[dict[int, dict[str, Any]]]:
 
 
 def applies(function: Any, name: str) -> bool:
-    """Return whether ``function`` is the activation that :func:`activation_of` calls ``name``."""
+    """Return whether ``function`` is the activation that :func:`activation_of` returns as ``name``, by its values."""
     x = torch.linspace(-4, 4, 9)
     wanted: Tensor = (
         nn.functional.silu(x) if name == "silu" else nn.functional.gelu(x, approximate="tanh")

@@ -1,4 +1,4 @@
-"""Private names of PEFT: how its wrappers hold wrapped modules and adapters' parameters.
+"""Private names of PEFT: where its wrappers store the wrapped modules and the parameters of adapters.
 
 Read and run with PEFT 0.21. Imported on first use only: most runs have no adapters.
 """
@@ -21,34 +21,32 @@ from .replaced import attribute_replaced
 from .torch import own_modules
 
 # Attributes of PEFT's wrappers.
-BASE = "base_layer"  # the module to whose output it adds
-ORIGINAL = "original_module"  # the original, uncalled module, if it computes with a trained copy
-TOKEN_LAYER = (
-    "token_adapter"  # a wrapper in a wrapper, which replaces rows of an embedding or a head
-)
+BASE = "base_layer"  # the wrapped module, to whose output a wrapper adds
+ORIGINAL = "original_module"  # the original module, if a trained copy is called instead
+TOKEN_LAYER = "token_adapter"  # an inner wrapper that replaces rows of an embedding or a head
 WRAPPED = (BASE, ORIGINAL, TOKEN_LAYER)
 COPY = "modules_to_save"  # trained copies of a module
-NORM_COPY = "ln_tuning_layers"  # the same, of LN tuning
+NORM_COPY = "ln_tuning_layers"  # trained copies in LN tuning
 COPIES = (COPY, NORM_COPY)
-# Of these tasks, PEFT adds both heads to what a config copies.
+# For these tasks, PEFT trains copies of both heads in addition to the modules that a config names.
 CLASSIFYING = ("SEQ_CLS", "TOKEN_CLS")
 HEADS = ("classifier", "score")
 # the factors of LoRA
 LORA_A = "lora_A"
 LORA_B = "lora_B"
 LORA_EMBEDDING_A = "lora_embedding_A"  # an embedding's first factor
-DROPOUTS = "lora_dropout"  # in front of its adapters
+DROPOUTS = "lora_dropout"  # applied to the input of adapters
 DORA_MAGNITUDES = "lora_magnitude_vector"  # DoRA's modules (Liu et al. 2024)
-TOKEN_ROWS = "trainable_tokens_delta"  # the rows themselves, ``[tokens, hidden]``
-IA3_SCALES = "ia3_l"  # of IA3 (Liu et al. 2022): ``[out, 1]`` or ``[1, in]``
+TOKEN_ROWS = "trainable_tokens_delta"  # the replaced rows, ``[tokens, hidden]``
+IA3_SCALES = "ia3_l"  # scales of IA3 (Liu et al. 2022): ``[out, 1]`` or ``[1, in]``
 
-BEFT_BIAS = "beft_bias"  # of BEFT, ``[1, out]``
-# Of RoAd (Liao and Monz 2024): angles and scales of groups of outputs.
+BEFT_BIAS = "beft_bias"  # bias of BEFT, ``[1, out]``
+# RoAd (Liao and Monz 2024): angles and scales of groups of outputs.
 ROTATIONS = ("road_theta", "road_alpha")
 
-UNILORA_VECTOR = "unilora_theta_d"  # one for all wrappers of a model
+UNILORA_VECTOR = "unilora_theta_d"  # one vector for all wrappers of a model
 
-# Parameters that have no dim along one slice of a projection's inputs or outputs.
+# Parameters without any dim along the inputs or the outputs of a projection.
 WHOLE = (
     "boft_R",
     "boft_s",
@@ -83,11 +81,11 @@ WHOLE = (
     "waveft_spectrum",
 )
 
-CONVERTS = "supports_lora_conversion"  # the method of a wrapper that is asked before
+CONVERTS = "supports_lora_conversion"  # a wrapper's method that tells whether it can be converted
 
 ADAPTER_DIMS: dict[str, tuple[int | None, int | None]] = {
     LORA_A: (1, None),
-    LORA_B: (None, 0),  # its bias too
+    LORA_B: (None, 0),  # the bias of the second factor too
     LORA_EMBEDDING_A: (1, None),
     "lora_embedding_B": (None, 0),
     DORA_MAGNITUDES: (None, 0),
@@ -101,7 +99,7 @@ ADAPTER_DIMS: dict[str, tuple[int | None, int | None]] = {
     **dict.fromkeys(ROTATIONS, (None, 0)),
     **dict.fromkeys(WHOLE, (None, None)),
 }
-"""A wrapper's attribute -> the dims of its parameters along the module's input and along its output."""
+"""Map of a wrapper's attribute to two dims of its parameters: along the module's input, and along its output."""
 
 # Substrings of the names of parameters that PEFT adds.
 NEW_WEIGHTS = (
@@ -119,13 +117,13 @@ NEW_WEIGHTS = (
 
 
 def wrapped(module: nn.Module) -> nn.Module | None:
-    """Return the module inside of a wrapper; ``None`` if ``module`` is no wrapper."""
+    """Return the module that a wrapper wraps; ``None`` if ``module`` is no wrapper."""
     held = own_modules(module)
     return next((held[name] for name in WRAPPED if held.get(name) is not None), None)
 
 
 def trained_copies(wrapper: nn.Module) -> list[nn.Module]:
-    """Return the trained copies of the module inside of ``wrapper``, one of which computes in its place."""
+    """Return the trained copies of the wrapped module; the copy of the active adapter is called in its place."""
     held = own_modules(wrapper)
     copies = [held[name] for name in COPIES if held.get(name) is not None]
     return [child for copied in copies if copied is not None for child in copied.children()]
@@ -141,7 +139,9 @@ def is_wrapper(module: nn.Module | None) -> bool:
 
 @contextmanager
 def adapters_switched_off(model: nn.Module) -> Iterator[None]:
-    """Let wrappers compute what they wrap inside the ``with`` block; unlike PEFT's, leave ``requires_grad`` alone."""
+    """Let wrappers compute without adapters inside the ``with`` block; unlike PEFT's, keep
+    ``requires_grad`` unchanged.
+    """
     with ExitStack() as stack:
         for wrapper in filter(is_wrapper, model.modules()):
             stack.enter_context(attribute_replaced(wrapper, "_disable_adapters", True))
@@ -154,7 +154,7 @@ def convertible_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def wrapped_by_peft(model: nn.Module) -> bool:
-    """Return whether PEFT's own functions have put adapters into a model, or around it."""
+    """Return whether PEFT's own functions have wrapped a model, or modules in a model."""
     if "peft" not in sys.modules:
         return False
     from peft import PeftModel
@@ -163,8 +163,8 @@ def wrapped_by_peft(model: nn.Module) -> bool:
 
 
 def functions_that_adapt() -> list[tuple[type, str]]:
-    """Return the methods, by class, through which PEFT puts adapters into a model, or itself around it: those of every
-    function of its own, with the model as first argument. None while nobody has imported PEFT.
+    """Return (class, name) of the methods by which PEFT wraps a model or injects adapters: all public functions of PEFT
+    call one of these methods, with the model as first argument. Return nothing while PEFT has not been imported.
     """
     if "peft" not in sys.modules:
         return []
@@ -175,22 +175,24 @@ def functions_that_adapt() -> list[tuple[type, str]]:
 
 
 def adapted_model(model: Any) -> Any:
-    """Return the model of transformers inside PEFT's, or ``model`` itself, into which adapters were injected."""
+    """Return the transformers model inside a PEFT model; a model with injected adapters is returned unchanged."""
     from peft import PeftModel
 
     return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
 def is_a_hosts(model: Any) -> bool:
-    """Return whether ``model`` is one of transformers, or PEFT's around one, and no module around such a model."""
+    """Return whether ``model`` is a transformers model, or PEFT's wrapper of one, and not a module around
+    such a model.
+    """
     if isinstance(model, PreTrainedModel):
         return True
     return wrapped_by_peft(model) and isinstance(adapted_model(model), PreTrainedModel)
 
 
 def puts_tokens_in_front(model: nn.Module) -> bool:
-    """Return whether ``model`` is PEFT's, and puts tokens of a trained prompt in front of each row's; prefixes of keys
-    and values are none.
+    """Return whether ``model`` is a PEFT model that prepends trained prompt tokens to each row. Prefix tuning, which
+    prepends keys and values instead, does not count.
     """
     if "peft" not in sys.modules or not isinstance(model, sys.modules["peft"].PeftModel):
         return False
@@ -199,21 +201,22 @@ def puts_tokens_in_front(model: nn.Module) -> bool:
 
 
 def computes_loss(model: nn.Module) -> bool:
-    """Return whether ``model`` is PEFT's, and computes a loss of the logits itself (CPT)."""
+    """Return whether ``model`` is a PEFT model that itself computes a loss from the logits (CPT)."""
     if "peft" not in sys.modules or not isinstance(model, sys.modules["peft"].PeftModel):
         return False
     return str(model.active_peft_config.peft_type.value) == "CPT"
 
 
 def wrapped_model(model: nn.Module, config: Any, name: str, autocast: bool = True) -> Any:
-    """Return PEFT's model around ``model``, wrapping modules in place; factors stay on the meta device, undrawn, and
-    are in 32 bits beside narrower weights (``autocast``), or in those weights' type.
+    """Return PEFT's model around ``model``, whose modules are wrapped in place. Adapter weights stay on the meta
+    device, without initial values. They have 32 bits next to narrower weights (``autocast``), or else the dtype of the
+    weights.
     """
-    # Scripts may put hfscale's in the place of peft.get_peft_model.
+    # Not peft.get_peft_model, which scripts may replace by hfscale's function.
     from peft.mapping_func import get_peft_model
 
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), fixed_values_stay(config):
-        # PEFT 0.21 uses a name that transformers 5.23 has deprecated.
+        # PEFT 0.21 reads a name that transformers 5.23 deprecates.
         warnings.filterwarnings(
             "ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning
         )
@@ -229,7 +232,9 @@ def wrapped_model(model: nn.Module, config: Any, name: str, autocast: bool = Tru
 
 
 def _tie_copies(peft_model: Any, config: Any, name: str) -> None:
-    """Tie the copies of an adapter ``name``: PEFT 0.21 loses the tie of those that are made without memory."""
+    """Tie the trained copies of the adapter ``name``; PEFT 0.21 does not tie copies that are made on the
+    meta device.
+    """
     stock = adapted_model(peft_model)
     for path in getattr(config, "modules_to_tie", None) or ():
         embedding: Any = stock.get_input_embeddings()
@@ -238,7 +243,7 @@ def _tie_copies(peft_model: Any, config: Any, name: str) -> None:
 
 
 def add_adapter(peft_model: Any, config: Any, name: str, autocast: bool = True) -> None:
-    """Put an adapter beside those of PEFT's model, inactive and frozen; its factors are as :func:`wrapped_model`'s."""
+    """Add an adapter to a PEFT model, inactive and frozen; its weights are created as in :func:`wrapped_model`."""
     with torch.random.fork_rng(devices=[]):
         type(peft_model).add_adapter(
             peft_model,
@@ -251,20 +256,20 @@ def add_adapter(peft_model: Any, config: Any, name: str, autocast: bool = True) 
 
 
 def delete_adapter(peft_model: Any, name: str) -> None:
-    """Take an adapter out of PEFT's model, by PEFT's own functions, whatever stands in their places."""
+    """Delete an adapter from a PEFT model by PEFT's own functions, even if those are replaced on the model."""
     base = peft_model.base_model
     with attribute_replaced(base, "delete_adapter", partial(type(base).delete_adapter, base)):
         type(peft_model).delete_adapter(peft_model, name)
 
 
 def set_adapters(peft_model: Any, names: Any, *args: Any, **kwargs: Any) -> None:
-    """Activate adapters of PEFT's model by its own function, whatever stands in its place."""
+    """Activate adapters of a PEFT model by PEFT's own function, even if that is replaced on the model."""
     base = peft_model.base_model
     type(base).set_adapter(base, names, *args, **kwargs)
 
 
 def is_feedforward(config: Any, name: str) -> bool:
-    """Return whether IA3 scales the input of a module instead of its output: by a pattern, or by ends of names."""
+    """Return whether IA3 scales a module's input, not its output: the config has a pattern, or ends of module names."""
     told = config.feedforward_modules
     if isinstance(told, str):
         return re.fullmatch(told, name) is not None
@@ -272,7 +277,7 @@ def is_feedforward(config: Any, name: str) -> bool:
 
 
 def ask_before_state_dicts(ask: Callable[[Any], None]) -> None:
-    """Call ``ask(model)``, which may raise, in every later ``get_peft_model_state_dict``, however it was imported."""
+    """Call ``ask(model)``, which may raise, in every later ``get_peft_model_state_dict``, however that was imported."""
     from peft.utils import save_and_load
 
     def check(model: Any) -> tuple[Any, ...]:
@@ -283,24 +288,26 @@ def ask_before_state_dicts(ask: Callable[[Any], None]) -> None:
 
 
 def adds_to_lookup(embedding: nn.Module) -> bool:
-    """Return whether ``embedding`` is a wrapper that looks up its first factor."""
+    """Return whether ``embedding`` is a wrapper that looks up rows of its first LoRA factor."""
     return hasattr(embedding, "_embed")
 
 
 def look_up_by(embedding: nn.Module, look_up: Callable[..., Tensor]) -> None:
-    """Make such a wrapper look up rows of its first factor by ``look_up``."""
+    """Let such a wrapper (see :func:`adds_to_lookup`) look up rows of its first factor by ``look_up``."""
     embedding._embed = look_up  # type: ignore[assignment]
 
 
 def adapted_experts(wrapper: Any) -> tuple[str | None, int]:
-    """Return the parameter of experts that ``wrapper`` adds to, and their number; ``None`` and 0 for a full module."""
+    """Return the name of the experts' parameter that ``wrapper`` adapts, and the number of experts. Return ``None`` and
+    0 for a wrapper of a whole module.
+    """
     name = getattr(wrapper, "parameter_name", None)
     return name, 0 if name is None else int(getattr(wrapper, "num_experts", 0))
 
 
 def terms_of_experts(experts: Any) -> Iterator[tuple[str, Tensor, Tensor, int, float]]:
-    """Yield the terms of active adapters on ``experts``: parameter, ``A``, ``B``, number of experts, scale."""
-    while hasattr(experts, "parameter_name"):  # one wrapper for each parameter, around one another
+    """Yield a term for each active adapter on ``experts``: parameter name, ``A``, ``B``, number of experts, scale."""
+    while hasattr(experts, "parameter_name"):  # nested wrappers, one for each parameter
         active = [] if experts.disable_adapters else experts.active_adapters
         for adapter in (name for name in active if name in experts.lora_A):
             a = experts.lora_A[adapter].weight
@@ -311,7 +318,7 @@ def terms_of_experts(experts: Any) -> Iterator[tuple[str, Tensor, Tensor, int, f
 
 @cache
 def _lora_projections() -> tuple[type, ...]:
-    """Return the wrappers that add plain LoRA to a projection; those over bitsandbytes where that is installed."""
+    """Return the wrapper classes that add plain LoRA to a projection, bitsandbytes' included if they are imported."""
     from peft.tuners.lora import layer
 
     over_bytes = sys.modules.get("peft.tuners.lora.bnb")
@@ -325,8 +332,8 @@ def adds_lora(wrapper: nn.Module) -> bool:
 
 
 def active_lora(wrapper: Any) -> tuple[nn.Module, nn.Module, float] | str:
-    """Return the factors' modules and the scale, if a wrapper of such a class computes one plain LoRA product now; in
-    words, why it computes something else.
+    """Return the modules of both factors and the scale, if a wrapper (see :func:`adds_lora`) computes exactly one plain
+    LoRA product at present. Otherwise return a phrase that tells why it does not.
     """
     held = vars(
         wrapper
@@ -352,7 +359,7 @@ def active_lora(wrapper: Any) -> tuple[nn.Module, nn.Module, float] | str:
 
 
 def note_casts(wrapper: Any, note: Callable[[Tensor, Tensor], None]) -> None:
-    """Call ``note`` with a wrapper's input and the cast copy that its adapters read, if they cast it."""
+    """Call ``note(input, copy)`` whenever a wrapper casts its input for its adapters."""
     stock = wrapper._cast_input_dtype
 
     def cast(x: Any, dtype: Any) -> Any:
@@ -365,13 +372,15 @@ def note_casts(wrapper: Any, note: Callable[[Tensor, Tensor], None]) -> None:
 
 
 def modules_in(wrapper: nn.Module, attribute: str) -> list[nn.Module]:
-    """Return a wrapper's modules, one for each adapter, in an attribute like :data:`LORA_A`; none without it."""
+    """Return a wrapper's modules in an attribute such as :data:`LORA_A`, one per adapter; empty without
+    that attribute.
+    """
     return list(getattr(wrapper, attribute, nn.ModuleDict()).values())
 
 
 def tokens_of(wrapper: Any, name: str) -> tuple[int, ...]:
-    """Return the tokens whose rows the adapter ``name`` of a wrapper replaces, in the order of its rows; none of other
-    wrappers.
+    """Return the tokens whose rows the adapter ``name`` replaces, in the order of the rows; empty for wrappers that
+    replace no rows.
     """
     by_adapter = getattr(wrapper, "token_indices", None) or {}
     return tuple(by_adapter.get(name, ()))
@@ -380,8 +389,8 @@ def tokens_of(wrapper: Any, name: str) -> tuple[int, ...]:
 def wrap_tokens(
     model: nn.Module, adapter: str, path: str, tokens: Sequence[int], tied: str | None
 ) -> None:
-    """Put a wrapper that replaces rows of ``tokens`` around the module at ``path``; ``adapter`` is the full name that
-    the rows get, and ``tied`` the path of a wrapped module that shares its rows.
+    """Wrap the module at ``path`` so that rows of ``tokens`` are replaced by trained rows. ``adapter`` is the full name
+    of these rows, and ``tied`` the path of a wrapped module with which the rows are shared.
     """
     from peft.tuners.trainable_tokens import TrainableTokensLayer
     from peft.utils.other import TrainableTokensWrapper
@@ -392,7 +401,7 @@ def wrap_tokens(
     shared = None if tied is None else layer_of_tokens(model.get_submodule(tied))
     given: dict[str, Any] = {"token_indices": list(tokens), "tied_adapter": shared}
     made: Any
-    if f".{TOKEN_LAYER}." in adapter:  # beside other adapters
+    if f".{TOKEN_LAYER}." in adapter:  # in addition to other adapters
         made = TrainableTokensWrapper(target, name, **given)
     else:
         made = TrainableTokensLayer(target, name, **given)
@@ -402,20 +411,20 @@ def wrap_tokens(
 
 
 def layer_of_tokens(wrapper: nn.Module) -> Any:
-    """Return the part of a wrapper, or the wrapper, that replaces rows of tokens."""
+    """Return the inner wrapper that replaces rows of tokens, or ``wrapper`` itself if it has no inner one."""
     return own_modules(wrapper).get(TOKEN_LAYER, wrapper)
 
 
 def put_original_rows(layer: Any, name: str, rows: Tensor) -> None:
-    """Give a wrapper around rows of tokens those that it puts back when it is unmerged."""
+    """Set the original rows that a wrapper of token rows restores when it is unmerged."""
     layer.trainable_tokens_original[name] = rows
 
 
 def replaces_rows(layer: Any) -> bool:
-    """Return whether a wrapper around rows of tokens computes with its own: it is active, and not merged."""
+    """Return whether a wrapper of token rows uses its trained rows: it is active and not merged."""
     return bool(layer.active_adapters) and not layer.disable_adapters and not layer.merged
 
 
 def merge_rows_by(layer: Any, merged: Callable[[], Tensor]) -> None:
-    """Let a wrapper around rows of tokens compute with the weight that ``merged`` returns."""
+    """Let a wrapper of token rows compute with the weight that ``merged`` returns."""
     layer.get_merged_weights = lambda active_adapters: merged()

@@ -1,7 +1,8 @@
-"""Private names of PEFT: what its wrappers compute with and nobody trains, and what wrappers of a whole model share.
+"""Private names of PEFT: frozen values with which adapters compute, and parameters that all wrappers of a model share.
 
-VeRA (Kopiczko et al. 2023), PVeRA and RandLoRA have a pair of matrices for all modules, UniLoRA a vector, with
-tables of which entries make up a module's factors. PEFT makes these from the shapes of all modules that it wraps.
+In VeRA (Kopiczko et al. 2023), PVeRA and RandLoRA, all modules share a pair of matrices. In UniLoRA, all modules share
+a vector, and tables tell which of its entries form the factors of a module. PEFT creates these values from the shapes
+of all modules that it wraps.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from .replaced import attribute_replaced
 from .torch import own_buffers, own_parameters
 
-# Methods of PEFT's that draw matrices for the largest module that they wrap.
+# Methods of which PEFT draws matrices that are large enough for the largest wrapped module.
 _OF_LARGEST = ("VERA", "PVERA", "RANDLORA")
 _WITH_TABLES = "UNILORA"
 _FIXED = (
@@ -32,7 +33,9 @@ _FIXED = (
 
 @contextmanager
 def fixed_values_stay(config: Any) -> Iterator[None]:
-    """Let PEFT keep what nobody trains real around modules without memory, and draw it where no module is wrapped."""
+    """Let PEFT draw the frozen values of adapters in real memory, even for modules on the meta device, and also on a
+    pipeline stage where no module is wrapped.
+    """
     from peft.tuners._buffer_dict import BufferDict
 
     method = getattr(config.peft_type, "value", config.peft_type)
@@ -49,7 +52,7 @@ def fixed_values_stay(config: Any) -> Iterator[None]:
 
     with ExitStack() as stack:
         stack.enter_context(attribute_replaced(BufferDict, "__setitem__", keep))
-        # Of methods whose prefix is in the holder's name, too, it is called.
+        # PEFT also calls ``to`` of holders whose name contains the method's prefix.
         stack.enter_context(attribute_replaced(BufferDict, "to", lambda held, *_: held))
         stack.enter_context(_scales_stay() if method == _WITH_TABLES else _sizes_of_none(config))
         yield
@@ -73,7 +76,7 @@ def _scales_stay() -> Iterator[None]:
 
 @contextmanager
 def _sizes_of_none(config: Any) -> Iterator[None]:
-    """Let a pipeline stage without an adapted module have matrices of one entry."""
+    """Let a pipeline stage without an adapted module draw matrices of one entry."""
     from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
     from peft.utils.constants import DUMMY_TARGET_MODULES
 
@@ -86,8 +89,8 @@ def _sizes_of_none(config: Any) -> Iterator[None]:
 
 
 def fixed_values(peft_model: Any, name: str) -> dict[str, Any]:
-    """Return the holders of what the adapter ``name`` computes with and nobody trains, by their paths in PEFT's model:
-    a shared one by each of them.
+    """Return the holders of frozen values of the adapter ``name``, by their paths in PEFT's model; a shared holder
+    appears under each of its paths.
     """
     return {
         path: module
@@ -97,13 +100,13 @@ def fixed_values(peft_model: Any, name: str) -> dict[str, Any]:
 
 
 def is_stored(holder: Any) -> bool:
-    """Return whether a holder's values are in a state dict, and so in an adapter's file."""
+    """Return whether a holder's values are in a state dict, and hence in an adapter's file."""
     return bool(holder.persistent)
 
 
 def shared_parameters(peft_model: Any) -> dict[str, nn.Parameter]:
-    """Return the parameters that wrappers of the whole model share, by the names that state dicts have beside those of
-    wrappers.
+    """Return the parameters that all wrappers share, by the names that they have in a state dict in addition to the
+    names in the wrappers.
     """
     found: dict[str, nn.Parameter] = {}
     for path, module in peft_model.base_model.named_children():
@@ -117,7 +120,7 @@ def shared_parameters(peft_model: Any) -> dict[str, nn.Parameter]:
 def sample_through(
     wrapper: Any, sample: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
 ) -> None:
-    """Let a wrapper of PVeRA sample its vectors by ``sample(draw, mean)``; others sample nothing."""
+    """Let a PVeRA wrapper sample its vectors by ``sample(draw, mean)``; other wrappers are left unchanged."""
     if not hasattr(wrapper, "_reparametrize"):
         return
     stock = wrapper._reparametrize

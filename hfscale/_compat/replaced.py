@@ -7,7 +7,9 @@ from typing import Any
 
 @contextmanager
 def attribute_replaced(owner: Any, name: str, value: Any) -> Iterator[Any]:
-    """Set ``owner.name`` to ``value``, and yield it, for the ``with`` block; restore it, or delete it if inherited."""
+    """Set ``owner.name`` to ``value``, and yield ``value``; at the end of the ``with`` block restore the attribute, or
+    delete it if ``owner`` had only inherited it.
+    """
     was_own = name in vars(owner)
     before = vars(owner).get(name)
     setattr(owner, name, value)
@@ -22,7 +24,7 @@ def attribute_replaced(owner: Any, name: str, value: Any) -> Iterator[Any]:
 
 @contextmanager
 def entries_replaced(entries: Iterable[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
-    """Set each ``dict[key]``, which is there, to a value inside the ``with`` block; then restore them."""
+    """Set each existing entry ``dict[key]`` to a value inside the ``with`` block; restore the entries at its end."""
     before = [(held, key, held[key], value) for held, key, value in entries]
     for held, key, _, value in before:
         held[key] = value

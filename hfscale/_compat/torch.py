@@ -1,6 +1,6 @@
-"""Private names of torch: modules' contents, autograd's bookkeeping, dispatch, process groups.
+"""Private names of torch: modules' contents, autograd's bookkeeping, dispatch modes, process groups.
 
-Read and run with torch 2.11 to 2.13. FSDP2 and the split backward pass have files of their own beside this one.
+Read and run with torch 2.11 to 2.13. FSDP2 and the split backward pass have their own files in this folder.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -45,16 +45,16 @@ __all__ += ["without_dispatch_modes"]
 set_timeout: Callable[[timedelta, dist.ProcessGroup], None] = (
     getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
 )
-"""Set how long the operations of a group wait; torch's own since 2.14, where the private name warns."""
+"""Set the timeout of a group's operations. torch has a public function since 2.14, where the private name warns."""
 
 HOOKS = tuple(
     name for name, held in vars(nn.Module()).items() if isinstance(held, dict) and "hooks" in name
 )
-"""A module's attributes with its hooks, by kind."""
+"""Names of a module's attributes that hold its hooks, one attribute per kind of hook."""
 
 
 def _held_by(register: str) -> str:
-    """Return the attribute in which a module keeps the hooks of a public method, found by what the method does."""
+    """Return the attribute in which modules keep the hooks of the public method ``register``, found by calling it."""
     probe = nn.Module()
     handle = getattr(probe, register)(lambda *_: None)
     return next(name for name in HOOKS if handle.id in vars(probe)[name])
@@ -69,7 +69,7 @@ _AROUND = (
 )
 _ON_BOTH_SIDES = attrgetter(*_AROUND)
 
-# A module's attributes with its contents.
+# Names of the attributes that hold a module's contents.
 CONTENTS = (
     "_parameters",
     "_buffers",
@@ -91,7 +91,7 @@ def before_iterators(loader: DataLoader[Any], function: Callable[[], None]) -> N
 
 @contextmanager
 def autocast_remembers() -> Iterator[None]:
-    """Keep autocast's copies of trained weights between uses in the ``with`` block; in an outer one, until it ends."""
+    """Keep autocast's copies of trained weights from one use to the next until the outermost ``with`` block ends."""
     torch.autocast_increment_nesting()
     try:
         yield
@@ -105,29 +105,29 @@ def is_compiled(model: nn.Module) -> bool:
     return hasattr(model, "_orig_mod")
 
 
-# Torch's compiler does not trace the public torch.nn.functional.scaled_mm before 2.13.
+# Before 2.13, torch's compiler does not trace the public torch.nn.functional.scaled_mm.
 scaled_mm = torch._scaled_mm
 
 
 def operator_name(func: Any) -> str:
-    """Return the name of an operator, the same for all its overloads; empty for what is none."""
+    """Return an operator's name, the same for all its overloads; empty if ``func`` is no operator."""
     name = getattr(func, "name", None)  # "aten::add.Tensor"
     return name().rpartition("::")[2].partition(".")[0] if callable(name) else ""
 
 
 def allow_recompiles() -> None:
-    """Let torch.compile keep 64 graphs of one function or kind of layer; beyond 8 it would run them uncompiled."""
+    """Let torch.compile keep up to 64 graphs per function or kind of layer, instead of running uncompiled after 8."""
     from torch.compiler import config
 
     replace_for_good(config, "recompile_limit", lambda limit: max(limit, 64))
 
 
-# These are functions and no attrgetters, which torch.compile does not trace.
+# These are plain functions, because torch.compile does not trace attrgetters.
 
 
 def own_parameters(module: nn.Module) -> dict[str, Any]:
-    """Return the module's own dict of parameters, by attribute; changes to it change the module. It takes any tensor in
-    a parameter's place, unlike ``register_parameter``, and has second names of tied ones.
+    """Return the module's own dict of parameters by attribute; changes to the dict change the module. Unlike
+    ``register_parameter``, the dict takes any tensor for a parameter, and it has all names of tied parameters.
     """
     return module._parameters
 
@@ -138,21 +138,23 @@ def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
 
 
 def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
-    """Return the module's own dict of children, by attribute, with second names; changes to it change the module."""
+    """Return the module's own dict of children by attribute, all names of shared children included; changes to the dict
+    change the module.
+    """
     return module._modules
 
 
 def own_contents(
     parents: Sequence[nn.Module], holders: Sequence[nn.Module]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return the dicts of :func:`own_modules` of ``parents``, and of :func:`own_parameters` of ``holders``, in less
-    time than one by one.
+    """Return :func:`own_modules` of each of ``parents`` and :func:`own_parameters` of each of ``holders``, faster than
+    in separate calls.
     """
     return [module._modules for module in parents], [module._parameters for module in holders]
 
 
 def passes_otherwise(module: nn.Module) -> bool:
-    """Return whether this module's forward pass differs from its class's: by hooks, or a ``forward`` of its own."""
+    """Return whether hooks, or a ``forward`` of its own, change this module's forward pass from that of its class."""
     before, behind, *_ = _ON_BOTH_SIDES(module)
     return bool(before or behind or "forward" in vars(module))
 
@@ -169,19 +171,21 @@ def forward_hooks(module: nn.Module) -> list[Any]:
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Return whether ``module`` has hooks on its inputs and outputs, or on their gradients; a compiler can trace it."""
+    """Return whether ``module`` has hooks on its inputs, outputs or their gradients, in code that a
+    compiler can trace.
+    """
     held = vars(module)
     before, behind, back, gradients = _AROUND
     return bool(held[before] or held[behind] or held[back] or held[gradients])
 
 
 def hooks_on(modules: Iterable[nn.Module]) -> list[int]:
-    """Return the numbers of all hooks on the inputs and outputs of ``modules``, and on their gradients."""
+    """Return the ids of all hooks on the inputs and outputs of ``modules``, and on their gradients."""
     return [*chain.from_iterable(chain.from_iterable(map(_ON_BOTH_SIDES, modules)))]
 
 
 def forget_composed(module: nn.Module) -> None:
-    """Remove FSDP2's record that it wraps ``module``, which it keeps beside the changed class."""
+    """Remove FSDP2's record that it wraps ``module``; the record is separate from the changed class."""
     composable._module_state_mapping.pop(module, None)
 
 
@@ -196,18 +200,18 @@ def has_accumulation_hook(tensor: Tensor) -> bool:
 
 
 def version_of(tensor: Tensor) -> int:
-    """Return how often a tensor has been written to in place."""
+    """Return how many in-place writes a tensor has had."""
     return tensor._version
 
 
 def storage_key(held: Tensor | torch.UntypedStorage) -> int:
-    """Return the identity of a live tensor's storage; on the meta device too, where addresses are 0."""
+    """Return the identity of a live tensor's storage, which also works on the meta device, where addresses are 0."""
     storage = held.untyped_storage() if isinstance(held, Tensor) else held
     return int(StorageWeakRef(storage).cdata)
 
 
 def living_storage(reference: StorageWeakRef) -> torch.UntypedStorage | None:
-    """Return a storage that is referenced weakly; ``None`` if it has been freed."""
+    """Return the storage behind a weak reference; ``None`` if the storage has been freed."""
     return torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
 
 
@@ -219,7 +223,7 @@ def saved_tensor_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tenso
 
 @contextmanager
 def without_autocast() -> Iterator[None]:
-    """Cast no operator in the ``with`` block, on the CPU and on the accelerator."""
+    """Switch autocast off in the ``with`` block, on the CPU and on the accelerator."""
     with ExitStack() as stack:
         for kind in filter(torch.is_autocast_enabled, ("cpu", ACCELERATOR)):
             stack.enter_context(torch.autocast(kind, enabled=False))
@@ -230,7 +234,7 @@ def without_autocast() -> Iterator[None]:
 def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
     schema = getattr(func, "_schema", None)
     arguments: Any = () if schema is None else schema.arguments
-    # Whose schemas do not say it: all write into their first argument.
+    # Schemas of c10d operators do not mark written arguments: all operators except ``send`` write their first argument.
     if getattr(func, "namespace", "") == "c10d":
         return () if operator_name(func) == "send" else ((0, arguments[0].name),)
     marks = (
@@ -242,14 +246,14 @@ def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
 
 
 def written_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """Return the tensors among the arguments of an operator that it writes into."""
+    """Return those tensors among an operator's arguments that the operator writes into."""
     places = _written_arguments(func)
     given = [args[index] if index < len(args) else kwargs.get(name) for index, name in places]
     return [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)] if places else []
 
 
 base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
-"""Return the tensor that a tensor is a view of; ``None`` if it is no view."""
+"""Return the base tensor of a view; ``None`` if a tensor is no view."""
 
 backward_pass: Callable[[], int] = torch._C._current_graph_task_id
 """Return the number of the current backward pass on this thread, or -1."""
@@ -267,7 +271,9 @@ _OVERLOAD = type(torch.ops.aten.mm.default)
 
 
 def operators_named(name: str) -> list[Any] | None:
-    """Return the operator ``aten.mm.default``, or those of ``aten.mm`` that work out of place; ``None`` if unknown."""
+    """Return the operators of a name: one for ``aten.mm.default``, all overloads that work out of place for
+    ``aten.mm``; ``None`` if the name is unknown.
+    """
     operators: Any = torch.ops
     for part in name.removeprefix("torch.ops.").replace("::", ".").split("."):
         operators = getattr(operators, part, None)
@@ -287,13 +293,13 @@ next_node_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: i
 
 
 def current_node_number() -> int:
-    """Return the number of the autograd node that the current backward pass is at."""
+    """Return the number of the autograd node that is running in the current backward pass."""
     return int(torch._C._current_autograd_node()._sequence_nr())
 
 
 def gradients_asked(ctx: Any) -> Sequence[bool]:
-    """Return whose gradients the current backward pass asks an ``autograd.Function`` for, tensor by tensor; what
-    ``needs_input_grad`` tells is of any pass, and what a compiler can trace.
+    """Return, for each input of an ``autograd.Function``, whether the current backward pass needs its gradient.
+    ``needs_input_grad`` tells that of any pass instead; it is returned when compiling, because compilers can trace it.
     """
     if torch.compiler.is_compiling():
         return ctx.needs_input_grad
@@ -303,12 +309,12 @@ def gradients_asked(ctx: Any) -> Sequence[bool]:
 def _runs(node: Any) -> bool:
     try:
         return node is not None and torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # of a leaf that `autograd.grad` was asked for
+    except RuntimeError:  # a leaf whose gradient `autograd.grad` computes
         return True
 
 
 def is_transformed() -> bool:
-    """Return whether a transform of ``torch.func`` or forward-mode differentiation is at work."""
+    """Return whether a transform of ``torch.func``, or forward-mode differentiation, is active."""
     return bool(torch._C._are_functorch_transforms_active()) or forward_ad._current_level >= 0
 
 
@@ -336,11 +342,13 @@ def undo_compile(module: nn.Module) -> None:
 
 
 schema_of: Callable[[Any], Any] = attrgetter("_schema")
-"""The schema of an operator that a dispatch mode sees: arguments, mutations and results."""
+"""Return the schema of an operator that a dispatch mode receives: arguments, mutations and results."""
 
 
 def alike(tensors: list[Tensor]) -> list[tuple[list[Tensor], list[int]]]:
-    """Return the tensors of each device and dtype, which one foreach launch takes, with their places in the list."""
+    """Group tensors by device and dtype, so that one foreach launch can take each group; return the groups, each with
+    its indices in the list.
+    """
     groups: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[int]]] = {}
     for place, tensor in enumerate(tensors):
         same, places = groups.setdefault((tensor.device, tensor.dtype), ([], []))
@@ -357,7 +365,7 @@ norms_of: Callable[
     ],
     Sequence[Tensor],
 ] = torch._foreach_norm
-"""Return the norm of each tensor of a list, all of one device and type, in one launch."""
+"""Return the norm of each tensor of a list, which share one device and dtype, in one launch."""
 
 
 def unscale_and_check(gradients: list[Tensor], factor: float) -> bool:
@@ -375,30 +383,31 @@ def unscale_and_check(gradients: list[Tensor], factor: float) -> bool:
 
 
 def copy_all(tensors: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy each of ``sources`` into the tensor in its place, those of one device and type in one launch."""
+    """Copy each of ``sources`` into the tensor at the same index, in one launch per device and dtype."""
     for same, places in alike(tensors):
         torch._foreach_copy_(same, [sources[place] for place in places])
 
 
 def multiply_all(tensors: list[Tensor], factor: Tensor) -> None:
-    """Multiply ``tensors``, all of one device and type, in place, in 32 bits at least."""
+    """Multiply ``tensors``, which share one device and dtype, in place; the product is computed in at least 32 bits."""
     first = tensors[0]
     if first.element_size() > 2:
         torch._foreach_mul_(tensors, factor.to(first))
         return
-    # `_foreach_mul_` would round the factor to the type of the tensors; gradients are unscaled by a wide one
+    # `_foreach_mul_` would round the factor to the tensors' dtype; the kernel that unscales gradients keeps it in 32
+    # bits
     wide = factor.to(first.device, torch.float32)
     if first.dtype == torch.float16 or first.device.type == "cpu":
         torch._amp_foreach_non_finite_check_and_unscale_(
             tensors, torch.zeros(1, device=first.device), wide
         )
         return
-    for tensor in tensors:  # CUDA's kernel of that takes no bfloat16: a launch each
+    for tensor in tensors:  # CUDA's unscaling kernel takes no bfloat16: a launch each
         tensor.mul_(wide.reshape((1,) * tensor.ndim))
 
 
 def backend_for(group: dist.ProcessGroup, device: torch.device) -> Any:
-    """Return the backend of ``group`` for tensors on ``device``; RuntimeError if there is none."""
+    """Return the backend of ``group`` for tensors on ``device``; raise RuntimeError if there is none."""
     return group._get_backend(device)
 
 
@@ -408,21 +417,22 @@ def patience_of(backend: Any) -> timedelta | None:
 
 
 def answer_calls(module: nn.Module, answer: Callable[..., Any]) -> None:
-    """Replace ``module(...)`` by ``answer(call, ...)``, where ``call`` is the original, with all its hooks."""
+    """Replace ``module(...)`` by ``answer(call, ...)``, where ``call`` is the original call with all hooks."""
     module._call_impl = partial(answer, module._call_impl)  # type: ignore[method-assign]
 
 
 def kept_results(operators: Collection[Any]) -> tuple[TorchDispatchMode, TorchDispatchMode]:
-    """Return the modes for the first pass, which keeps the results of ``operators``, and for the recomputation, which
-    torch's expect to call every operator as often: they see only the chosen ones, since experts' weights that replicas
-    share are gathered inside of a layer unless they are gathered already.
+    """Return two dispatch modes: one for the first pass, which saves the results of ``operators``, one for the
+    recomputation. Both handle only the chosen ``operators``. torch's own modes require that both passes call every
+    operator equally often, which fails if a layer gathers experts' weights (shared by replicas) in one pass and has
+    them gathered in the other.
     """
     first, again = create_selective_checkpoint_contexts(list(operators))
     return _Chosen(operators, first), _Chosen(operators, again)
 
 
 class _Chosen(TorchDispatchMode):
-    """Pass ``operators`` to ``mode``, and run all others as they are."""
+    """Pass ``operators`` to ``mode``, and run all other operators directly."""
 
     def __init__(self, operators: Collection[Any], mode: TorchDispatchMode) -> None:
         super().__init__()
@@ -431,11 +441,11 @@ class _Chosen(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Ignore operators inside of compiled blocks, as torch's own modes do."""
+        """Ignore operators inside of compiled blocks, like torch's own modes."""
         return True
 
     def __enter__(self) -> Any:
-        with self._mode:  # resets its counts
+        with self._mode:  # resets the counts of ``mode``
             pass
         return super().__enter__()
 

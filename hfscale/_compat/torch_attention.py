@@ -1,4 +1,4 @@
-"""Torch's attention kernels that return the log-sum-exp (``lse``); read and run with torch 2.11 to 2.14.
+"""Torch's attention kernels that also return the log-sum-exp (``lse``). Read and run with torch 2.11 to 2.14.
 
 Shapes: queries ``[b, h, rows, d]``, keys and values ``[b, h, columns, d]``; ``lse`` ``[b, h, rows]``.
 """
@@ -19,7 +19,7 @@ def flash_on_cpu(
     """Return output and lse; several query heads may share a key head.
 
     Raises:
-        ValueError: query heads are no multiple of key heads, by which the kernel divides without looking.
+        ValueError: the number of query heads is no multiple of that of key heads; the kernel does not check that.
     """
     if q.shape[1] % k.shape[1]:
         raise ValueError(
@@ -32,9 +32,9 @@ def flash_on_cpu(
 
 @cache
 def flash_broadcasts_heads() -> bool:
-    """Return whether torch's fused attention takes one key head for all query heads unasked, as it does since 2.14.
+    """Return whether torch's fused attention lets all query heads share one key head by itself, as since torch 2.14.
 
-    Tried on the CPU; before 2.14 such heads, as Falcon's, got the kernel that keeps all scores.
+    Tried on the CPU. Before 2.14, such models (Falcon) got the kernel that keeps all attention scores in memory.
     """
     query = torch.zeros(1, 2, 1, 8, requires_grad=True)
     key = torch.zeros(1, 1, 1, 8)
@@ -46,14 +46,15 @@ def flash_broadcasts_heads() -> bool:
 def flash_on_cpu_backward(
     *given: Tensor, causal: bool, bias: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k, v, ``given`` that of the output, q, k, v, output and lse."""
+    """Return the gradients of q, k and v. ``given`` are the gradient of the output, q, k, v, the output and lse."""
     backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward
     return backward(*given, 0.0, causal, attn_mask=bias, scale=scale)
 
 
 def flash_takes(head_dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> bool:
-    """Return whether :func:`flash_on_cuda` and its backward support heads of that width on a GPU of that capability, as
-    torch's choice of a kernel says (``sdp_utils.cpp``), not meta functions. Callers pad widths to multiples of 8.
+    """Return whether :func:`flash_on_cuda` and its backward pass support the head width on a GPU of the given compute
+    capability. The rule is torch's own for choosing a kernel (``sdp_utils.cpp``), since meta functions do not check it.
+    Callers pad widths to multiples of 8.
     """
     if dtype not in (torch.float16, torch.bfloat16) or capability < (8, 0) or head_dim % 8:
         return False
@@ -68,7 +69,7 @@ def flash_takes(head_dim: int, dtype: torch.dtype, capability: tuple[int, int]) 
 def flash_on_cuda(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Return output and lse, in 16 bits; several query heads may share a key head."""
+    """Return output and lse, computed in 16 bits. Several query heads may share a key head."""
     out, lse, *_ = _aten._scaled_dot_product_flash_attention(
         q, k, v, 0.0, causal, False, scale=scale
     )
@@ -85,7 +86,7 @@ def flash_on_cuda_backward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k, v."""
+    """Return the gradients of q, k and v."""
     off = torch.zeros((), dtype=torch.int64, device=q.device)  # RNG state of a dropout with p=0
     return _aten._scaled_dot_product_flash_attention_backward(
         grad,

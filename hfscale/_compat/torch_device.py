@@ -1,6 +1,6 @@
-"""The accelerator, and torch's module for its streams, events, generators and memory, as ``torch.cuda``.
+"""The accelerator, and torch's module for the accelerator's streams, events, generators and memory: ``torch.cuda``.
 
-The only file that names the accelerator: CUDA, whose name ROCm's builds of torch also use.
+This is the only file that names the accelerator: CUDA, a name that torch also uses in its builds for ROCm.
 """
 
 import os
@@ -20,17 +20,17 @@ ACCELERATOR = "cuda"
 
 
 def accelerators() -> Any:
-    """Return torch's module for the accelerators of this machine, whether it has any or none: ``torch.cuda``."""
+    """Return torch's module for accelerators, ``torch.cuda``, even if this machine has no accelerator."""
     return getattr(torch, ACCELERATOR)
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Return whether tensors on ``device`` are computed asynchronously, in streams of another processor."""
+    """Return whether ``device`` computes asynchronously, in streams: neither the CPU nor the meta device."""
     return device.type not in ("cpu", "meta")
 
 
 def widens_products(device: torch.device) -> bool:
-    """Return whether products of 16-bit matrices can be returned in 32 bits, as they are summed: ``out_dtype=``."""
+    """Return whether matrix products of 16-bit tensors can return their 32-bit sums unrounded (``out_dtype=``)."""
     return device.type == ACCELERATOR
 
 
@@ -40,13 +40,15 @@ def device_module(device: torch.device) -> Any:
 
 
 def keep_for_stream(tensor: Tensor, stream: Any = None) -> None:
-    """Keep the memory of ``tensor`` until the work queued on ``stream``, by default the current one, has ended."""
+    """Keep the memory of ``tensor`` until the work queued on ``stream`` (default: the current stream) has ended."""
     if is_accelerator(tensor.device):
         tensor.record_stream(stream or device_module(tensor.device).current_stream(tensor.device))
 
 
 def pinned_bytes(size: int, device: torch.device) -> Tensor:
-    """Return ``size`` bytes of host memory, for a GPU pinned whole pages: torch's own are powers of two, and kept."""
+    """Return ``size`` bytes of CPU memory, pinned for a GPU. Only whole pages are pinned, unlike in torch, which rounds
+    up to powers of two and keeps freed memory.
+    """
     if device.type != ACCELERATOR:
         return torch.empty(size, dtype=torch.uint8)
     pages = -(-size // PAGESIZE) * PAGESIZE
@@ -59,7 +61,7 @@ def pinned_bytes(size: int, device: torch.device) -> Tensor:
 
 
 def capability_of(device: torch.device) -> tuple[int, int]:
-    """Return the compute capability of a GPU, as ``(9, 0)``: that of the GPU for which the meta device stands in."""
+    """Return the compute capability of a GPU, such as ``(9, 0)``; the meta device stands for a GPU of ``(9, 0)``."""
     if device.type == "meta":
         return 9, 0
     major, minor = device_module(device).get_device_capability(device)
@@ -67,20 +69,22 @@ def capability_of(device: torch.device) -> tuple[int, int]:
 
 
 def makes_triton_kernels(device: torch.device) -> bool:
-    """Return whether torch's compiler makes Triton kernels for an accelerator here."""
+    """Return whether torch's compiler makes Triton kernels for an accelerator on this machine."""
     new_enough = device.type != ACCELERATOR or capability_of(device) >= (7, 0)
     return find_spec("triton") is not None and new_enough
 
 
 def fork_random_state(device: torch.device) -> AbstractContextManager[Any]:
-    """Restore the RNG states of the CPU and of ``device`` at the end of the ``with`` block."""
+    """Restore the RNG states of the CPU and of ``device`` after the ``with`` block."""
     if is_accelerator(device):
         return torch.random.fork_rng(devices=[device], device_type=device.type)
     return torch.random.fork_rng(devices=[])
 
 
 def memory_in_use() -> tuple[int, int]:
-    """Return the most bytes that this process has held on its accelerator, without one in all, and the bytes there."""
+    """Return the peak bytes that this process has used and the bytes that it may use: on its accelerator, or else in
+    RAM.
+    """
     if accelerators().is_available():
         return accelerators().max_memory_allocated(), accelerators().mem_get_info()[1]
     everything = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -90,7 +94,7 @@ def memory_in_use() -> tuple[int, int]:
 
 
 def write_memory_snapshot() -> str:
-    """Write the accelerator's memory, block by block, to a temporary file, and return its path; "" if that fails."""
+    """Write the list of the accelerator's memory blocks to a temporary file; return the path, or "" if that fails."""
     if not accelerators().is_available():
         return ""
     handle, path = tempfile.mkstemp(prefix="hfscale-memory-", suffix=".pickle")

@@ -1,7 +1,7 @@
-"""Torch's fake process group, and patches that let FSDP2 and autocast run on the meta device.
+"""Torch's fake process group, and patches with which FSDP2 and autocast run on the meta device.
 
-Read and run with torch 2.13 to 2.15. FSDP2 gets streams and events from the device's module, which the meta device
-lacks: they are the CPU's, which wait for nothing. And it refuses meta weights as not loaded yet.
+Read and run with torch 2.13 to 2.15. FSDP2 needs streams and events of a device's module, which the meta device lacks:
+the CPU's, which wait for nothing, take their place. FSDP2 also refuses meta weights because they look not yet loaded.
 """
 
 import importlib
@@ -28,9 +28,12 @@ _BACKEND = "cpu:fake,meta:fake"
 
 
 class _Stream(torch.cpu.Stream):
-    """Provide a stream without asynchronous work; on a device other than the CPU, FSDP2 requires events."""
+    """Provide a stream without asynchronous work. FSDP2 requires that streams of a device other than the CPU record
+    events.
+    """
 
-    # What torch.Stream has, which FSDP2 reads since torch 2.15 to note who reads a gradient; the CPU's is none.
+    # Attributes of torch.Stream that FSDP2 reads since torch 2.15, to note who reads a gradient; torch.cpu.Stream lacks
+    # them.
     stream_id = 0
     device_index = 0
     device_type = 0
@@ -45,13 +48,13 @@ _module = SimpleNamespace(
     current_stream=lambda device=None: _Stream(),
     stream=nullcontext,
     is_initialized=lambda: True,
-    device_count=lambda: 1,  # asked for since torch 2.14
+    device_count=lambda: 1,  # called since torch 2.14
 )
 
 
 @contextmanager
 def fake_process_group(world: int, rank: int) -> Iterator[None]:
-    """Make this process one of ``world`` fake ranks, whose collectives return at once, inside the ``with`` block."""
+    """Make this process one of ``world`` fake ranks inside the ``with`` block; their collectives return at once."""
     new_group = dist.new_group
 
     def fake_group(ranks: Any = None, backend: Any = None, **options: Any) -> Any:
@@ -67,7 +70,7 @@ def fake_process_group(world: int, rank: int) -> Iterator[None]:
 
 
 def _named(group: Any) -> Any:
-    """Return the group with a default backend; a group with backends by device warns that it has none."""
+    """Return the group with a default backend; without one, a group with backends per device would warn."""
     if isinstance(group, dist.ProcessGroup):
         group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
     return group
@@ -90,10 +93,10 @@ def meta_as_accelerator() -> Iterator[None]:
 
 
 def group_of(arguments: Any) -> Any:
-    """Return the process group in the arguments of a collective's operator; ``None`` if there is none."""
+    """Return the process group among the arguments of a collective's operator; ``None`` if there is none."""
     for argument in arguments:
         if isinstance(argument, torch.ScriptObject):
-            with suppress(RuntimeError):  # of another type: a reduction, a work
+            with suppress(RuntimeError):  # an object of another type: a reduction, a work
                 return dist.ProcessGroup.unbox(argument)
     return None
 
@@ -156,7 +159,9 @@ _CAST = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class _Casts(TorchFunctionMode):
-    """Cast arguments of listed functions to ``dtype``, or some to 32 bits (``widens``); note copies of weights."""
+    """Cast arguments of certain functions to ``dtype`` and, if ``widens``, of others to 32 bits; record copies of
+    weights.
+    """
 
     def __init__(
         self,
@@ -186,7 +191,7 @@ class _Casts(TorchFunctionMode):
                 lambda t: t.float() if isinstance(t, Tensor) and t.dtype in _CAST else t, given
             )
         result = func(*given[0], **given[1])
-        # Code that casts to autocast's dtype itself.
+        # Model code that casts a weight to autocast's dtype itself.
         if name == "to" and _is_weight(args[0]) and result is not args[0]:
             self._note(result)
         return result
@@ -200,7 +205,7 @@ class _Casts(TorchFunctionMode):
             return tensor
         if not _is_weight(tensor):
             return tensor.to(self._dtype)
-        if not tensor.is_leaf:  # a view, which autocast casts each time
+        if not tensor.is_leaf:  # autocast casts a view at each use
             return self._note(tensor.to(self._dtype))
         if id(tensor) not in self._of_weights:
             self._of_weights[id(tensor)] = tensor, self._note(tensor.to(self._dtype))
@@ -221,9 +226,11 @@ def _is_weight(tensor: Tensor) -> bool:
 
 @contextmanager
 def autocast_on_meta(like: str) -> Iterator[dict[int, StorageWeakRef]]:
-    """Let autocast on the meta device act as on ``like``, ``"cpu"`` or ``"cuda"``, inside the ``with`` block, which
-    gets the storages of its copies of weights so far, by key; keys stay unique as long as this dict lives. By torch's
-    lists (Autocast Op Reference), of operators of language models.
+    """Let autocast on the meta device act like autocast on ``like`` (``"cpu"`` or ``"cuda"``) inside the ``with``
+    block.
+
+    The block gets a dict, by key, of the storages of all copies of weights so far; keys stay unique while the dict
+    exists. The cast functions are those of torch's lists (Autocast Op Reference) that language models use.
     """
     autocast = torch.autocast
     enabled = torch.is_autocast_enabled

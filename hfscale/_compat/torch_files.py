@@ -1,4 +1,4 @@
-"""Find out what a file of ``torch.save`` holds, and where, without reading its tensors."""
+"""Find out which tensors a file of ``torch.save`` contains, and where, without reading the tensors."""
 
 import struct
 import zipfile
@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-_NAME_LENGTH = 26  # where an entry's own header says how long its name and its extra field are
+_NAME_LENGTH = 26  # offset, in an entry's header, of the lengths of name and extra field
 
 
 class PlaceInFile(NamedTuple):
-    """Say where a tensor lies in a file: its first entry is at byte ``begin``, and strides count entries."""
+    """Describe where a tensor is in a file: at byte ``begin`` is its first entry; strides count entries."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -24,12 +24,12 @@ class PlaceInFile(NamedTuple):
 
 
 def places_in_file(path: Path) -> dict[str, PlaceInFile]:
-    """Return where the tensors of a saved mapping lie; values that are no tensors are left out. Nothing but the types
-    that ``weights_only=True`` allows is made, and fake tensors have no memory.
+    """Return the places of the tensors of a saved mapping; values that are no tensors are left out. Only objects of
+    types that ``weights_only=True`` allows are created, and the tensors are fake, without memory.
 
     Raises:
-        ValueError: the file holds no mapping, or is not in the zip format that torch writes since 1.6.
-        Exception: of torch, for a file that is damaged, or holds other types.
+        ValueError: the file contains no mapping, or is not in the zip format that torch writes since 1.6.
+        Exception: errors of torch, if the file is damaged or contains other types.
     """
     found = _load_without_memory(path)
     entries = _entries_of(path)
@@ -43,8 +43,8 @@ def places_in_file(path: Path) -> dict[str, PlaceInFile]:
 
 
 def structure_of_file(path: Path, library: str) -> Any:
-    """Return what a file holds, with places instead of tensors; objects of classes of a ``library`` are stand-ins,
-    whose state nobody reads: nothing of the library is imported or run. Errors as for :func:`places_in_file`.
+    """Return the contents of a file, with places instead of tensors. Stand-ins, whose state is discarded, replace
+    objects of classes of ``library``: nothing of the library is imported or run. Raises like :func:`places_in_file`.
     """
     names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     own = [name for name in names if name.startswith(f"{library}.")]
@@ -54,8 +54,8 @@ def structure_of_file(path: Path, library: str) -> Any:
 
 
 def place_of_tensor(archive: IO[bytes] | IOBase, begin: int) -> PlaceInFile:
-    """Return where the tensor of an archive of ``torch.save`` lies in a file that has it from byte ``begin`` on; errors
-    as for :func:`places_in_file`.
+    """Return the place of the tensor in an archive of ``torch.save`` that is part of a file, from byte ``begin`` on.
+    Raises like :func:`places_in_file`.
     """
     found = _load_without_memory(archive)
     if not isinstance(found, Tensor):
@@ -65,7 +65,7 @@ def place_of_tensor(archive: IO[bytes] | IOBase, begin: int) -> PlaceInFile:
 
 
 class _StandIn:
-    """Stand for an object of a class that is not made."""
+    """Stand in for an object of a class that is not created."""
 
     def __init__(self, *_: Any) -> None:
         pass
@@ -90,7 +90,7 @@ def _load_without_memory(source: Any) -> Any:
 
 
 def _entries_of(archive: Any) -> dict[int, int]:
-    """Return the length of each entry of an archive that is not compressed, by the byte at which its content begins."""
+    """Map the byte at which an uncompressed entry of an archive begins to the entry's length in bytes."""
     found = {}
     with zipfile.ZipFile(archive) as opened:
         file: Any = opened.fp
@@ -108,7 +108,7 @@ def _place_of(tensor: Tensor, entries: Mapping[int, int]) -> PlaceInFile:
     start = getattr(storage, "_checkpoint_offset", None)
     if start is None:
         raise ValueError("it is in the format of torch before 1.6")
-    if storage.nbytes() > entries.get(int(start), -1):  # the file's word for it alone
+    if storage.nbytes() > entries.get(int(start), -1):  # do not trust the size in the pickle
         raise ValueError(
             f"it has no plain entry of {storage.nbytes()} bytes for a tensor of shape {list(tensor.shape)}"
         )

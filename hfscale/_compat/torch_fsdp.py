@@ -1,13 +1,14 @@
 """Private names of FSDP2.
 
-Checked with torch 2.13 to 2.15, where a module has several parameter groups, and written for 2.11 too, where it has
-one. FSDP2 reduces gradients in autograd hooks. These do not work if several microbatches are in flight at once, nor if
-a split backward pass computes the gradients of weights without them, so reductions are triggered explicitly, as in
-torch's.
+Checked with torch 2.13 to 2.15, where a module has several parameter groups; torch 2.11, where a module has one group,
+is supported too. FSDP2 reduces gradients in autograd hooks. These hooks fail if several microbatches are in flight at
+once, or if a split backward pass computes gradients of weights without calling them. Therefore reductions are triggered
+explicitly, like in torch's own pipelines.
 
-The gradients of a group are reduced in one buffer, so all its trained parameters have one dtype; but models in 16 bits
-keep routers, decays or sinks in 32, and adapters train in 32 bits beside a base in 16. Parameters trained in another
-dtype than most of a module get a group of their own there: gathered and resharded with the others, reduced by itself.
+The gradients of a group are reduced in one buffer, so all trained parameters of a group need one dtype. But 16-bit
+models keep routers, decays or sinks in 32 bits, and adapters train in 32 bits over a 16-bit base. Parameters that are
+trained in another dtype than most of a module get a separate group: it is gathered and resharded together with the
+other groups, but reduced separately.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -27,10 +28,10 @@ from ..errors import ConfigError
 from .torch_device import keep_for_stream
 
 MARKS = frozenset({"_is_fsdp_managed_module", "_fsdp_use_orig_params"})
-"""Attributes that FSDP2 sets on every module inside of a wrapped one."""
+"""Attributes that FSDP2 sets on every module inside a wrapped module."""
 
 Agree = Callable[[list[bool]], list[bool]]
-# By dtype, and whether they keep it in computing.
+# Parameters by dtype, and by whether they keep that dtype in computing.
 _ByType = dict[tuple[torch.dtype, bool], list[nn.Parameter]]
 _ENDED_BY_HAND = "manual_backward_finalization_active"
 _state_of: Callable[[Any], Any] = fully_shard.state  # type: ignore[attr-defined]
@@ -43,10 +44,11 @@ def shard_by_type(
     uncast: Collection[nn.Parameter] = (),
     **how: Any,
 ) -> None:
-    """Apply ``fully_shard(module, **how)`` with one group per trained dtype, and one for ``uncast`` ones, without the
-    parameters ``ignored``; raise :class:`ConfigError` if this torch has one group per module, and it holds several.
+    """Apply ``fully_shard(module, **how)`` to all parameters but ``ignored`` ones, with one group per trained dtype,
+    and one for the parameters ``uncast``. Raise :class:`ConfigError` if this torch has only one group per module, but
+    the module needs several.
     """
-    others: _ByType = {}  # not yet sharded, but for those trained in the most frequent dtype
+    others: _ByType = {}  # to be sharded apart: all but the most frequent trained dtype
     for parameter in module.parameters():
         grouped = parameter.requires_grad or parameter in uncast
         if grouped and parameter not in ignored and not isinstance(parameter, DTensor):
@@ -77,7 +79,7 @@ def shard_by_type(
 
 
 def _has_several_groups() -> bool:
-    """Return whether this torch has a list of groups per module."""
+    """Return whether this torch has several parameter groups per module."""
     return hasattr(FSDPState(), "_fsdp_param_groups")
 
 
@@ -87,7 +89,7 @@ def _shard_modules_of_one_type(
     ignored: set[nn.Parameter],
     how: dict[str, Any],
 ) -> None:
-    """Wrap inner modules that hold only one of the ``others``, for torch with one group per module."""
+    """Wrap inner modules whose parameters all belong to one of the ``others``, for torch with one group per module."""
     left = {parameter: key for key, parameters in others.items() for parameter in parameters}
     for name, inner in module.named_modules():
         held = {parameter for parameter in inner.parameters() if parameter not in ignored}
@@ -100,8 +102,8 @@ def _shard_modules_of_one_type(
     if left:
         name, parameter = next((name, p) for name, p in module.named_parameters() if p in left)
         raise ConfigError(
-            f"{type(module).__name__} trains {name} in {parameter.dtype} beside parameters of another type, and FSDP "
-            f"in torch {torch.__version__} shards one type for each module: load it with dtype=torch.float32 and "
+            f"{type(module).__name__} trains {name} in {parameter.dtype} next to parameters of another dtype, but FSDP "
+            f"in torch {torch.__version__} supports one dtype for each module: load it with dtype=torch.float32 and "
             "mixed_precision='bf16', or use torch 2.13"
         )
 
@@ -114,7 +116,9 @@ def _groups(state: Any) -> list[Any]:
 
 
 def _sharded_groups(model: nn.Module, inner: bool = True) -> Iterator[tuple[str, Any]]:
-    """Yield the groups of every wrapped module, with its name; without ``inner`` ones, those of ``model`` itself."""
+    """Yield the groups of every wrapped module with the module's name; without ``inner``, only the groups
+    of ``model``.
+    """
     for name, module in model.named_modules() if inner else [("", model)]:
         if isinstance(module, FSDPModule):
             yield from ((name, group) for group in _groups(_state_of(module)))
@@ -127,14 +131,14 @@ def _states(model: nn.Module) -> list[Any]:
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """Parameters whose gradients are reduced in one buffer."""
+    """Hold parameters whose gradients are reduced in one buffer."""
 
     module: str  # the name of the module that FSDP2 wraps
     sizes: list[torch.Size]  # padded sizes of this rank's trained shards, in the buffer's order
     _group: Any
 
     def average_by(self, hook: Callable[[Tensor], None]) -> None:
-        """Set a hook that gets the buffer once it is reduced over the shards."""
+        """Set a hook that gets the buffer after it is reduced over the shards."""
 
         def averaged(flat: Tensor) -> None:
             # The buffer belongs to the reduce-scatter stream, and hooks run on another one. FSDP2 frees it as soon
@@ -153,12 +157,12 @@ def parameter_groups(model: nn.Module) -> Iterator[ParameterGroup]:
 
 
 def cast_shards(model: nn.Module, types: Mapping[nn.Parameter, torch.dtype]) -> None:
-    """Give parameters of wrapped modules other dtypes, keeping the parameter objects; call between steps. A group is
-    reduced in one buffer, so a group whose parameters would differ in dtype stays as it is.
+    """Change the dtype of wrapped modules' parameters in place, keeping the parameter objects; call it between steps. A
+    group is reduced in one buffer, so a group whose parameters would get different dtypes stays unchanged.
     """
     for _, group in _sharded_groups(model):
         for held in group.fsdp_params:
-            held.reset_sharded_param()  # before the first pass they may be from before loading
+            held.reset_sharded_param()  # before the first pass they may not be the loaded ones
         trained = [held for held in group.fsdp_params if held.sharded_param.requires_grad]
         wanted = {types.get(held.sharded_param, held.sharded_param.dtype) for held in trained}
         if len(wanted) != 1 or wanted == {held.sharded_param.dtype for held in trained}:
@@ -171,31 +175,32 @@ def cast_shards(model: nn.Module, types: Mapping[nn.Parameter, torch.dtype]) -> 
 
 
 def gather_root(model: nn.Module) -> None:
-    """Gather the weights outside of the layers, for calls of the model's modules without the model itself."""
+    """Gather the weights outside the layers, for calls of the model's modules without a call of the model."""
     root = _state_of(model)
-    root._lazy_init()  # or the first layer that is called would become the root
+    root._lazy_init()  # otherwise the first called layer would become the root
     for group in _groups(root):
         group.unshard()
         group.wait_for_unshard()
 
 
 def reduce_now(model: nn.Module) -> None:
-    """Reduce-scatter the gradients that backward passes have left, and end the step."""
+    """Reduce-scatter the gradients that backward passes have accumulated, and end the step."""
     for state in _states(model):
         for group in _groups(state):
             group.post_backward()
     root = _state_of(model)
     iteration = root._state_ctx
-    # A pass whose hooks autograd has not called: torch 2.15 asks who ends it, and `False` is torch itself.
+    # The hooks of this pass were not called by autograd. torch 2.15 records who ends the pass; `False` means torch
+    # itself.
     if getattr(iteration, _ENDED_BY_HAND, False) is None:
         setattr(iteration, _ENDED_BY_HAND, False)
     root._root_post_backward_final_callback()
 
 
 def forget_iteration(model: nn.Module) -> None:
-    """Drop the gradients of an interrupted step that are not reduced yet, which no ``zero_grad`` reaches, and where its
-    passes stopped; those that are reduced stay in ``.grad``. Until torch 2.15 the module's own ``reset_iter_state``
-    leaves the former, and since then it drops the latter; 2.13 has none.
+    """Drop the unreduced gradients of an interrupted step, which ``zero_grad`` does not reach, and the record of where
+    its passes stopped. Reduced gradients stay in ``.grad``. The module's own ``reset_iter_state`` keeps unreduced
+    gradients before torch 2.15 and drops reduced gradients since; torch 2.13 does not have that method.
     """
     root: Any = model
     parameters = [held for _, group in _sharded_groups(model) for held in group.fsdp_params]
@@ -212,8 +217,9 @@ def forget_iteration(model: nn.Module) -> None:
 
 
 def agree_on_gradients(model: nn.Module, modules: set[nn.Module], agree: Agree) -> None:
-    """Let all ranks reduce the same gradients of ``modules``, of the root's groups, even if a batch did not use them:
-    missing gradients that another rank has, by ``agree``, are reduced as zeros; those that no rank has stay ``None``.
+    """Let all ranks reduce the same gradients of ``modules`` in the root's groups, even if a rank's batch did not use
+    the modules: a gradient that is missing here but exists on another rank (found by ``agree``) is reduced as zeros; a
+    gradient that exists on no rank stays ``None``.
     """
     root, *inner = _states(model)
     for group in _groups(root):
@@ -233,8 +239,8 @@ def _reduce_alike(
     agree: Agree,
     *_: Any,
 ) -> None:
-    # If no tower ran and the embedding is frozen, the first layers' inputs have no gradient: FSDP2 would reduce
-    # these layers after the root, and on other ranks before it.
+    # If no tower ran and the embedding is frozen, the inputs of the first layers need no gradient. FSDP2 would then
+    # reduce these layers after the root, but before the root on other ranks.
     for state in reversed(inner):
         for late in reversed(_groups(state)):
             if late._training_state != TrainingState.POST_BACKWARD:
@@ -251,7 +257,7 @@ def _reduce_alike(
 
 
 def add_up_gradients(model: nn.Module) -> None:
-    """Accumulate gradients that autograd's hooks have not seen into FSDP2's buffers, in the reduction's dtype; since
+    """Add gradients that autograd's hooks have not handled to FSDP2's buffers, in the dtype of the reduction. Since
     torch 2.15 parameters accumulate in that dtype themselves.
     """
     if not hasattr(FSDPParam, "to_accumulated_grad_if_needed"):
@@ -268,22 +274,22 @@ def add_up_gradients(model: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class ManagedPlace:
-    """A module's attribute that holds either FSDP2's shard or the full parameter."""
+    """Describe a module's attribute that holds either FSDP2's shard or the full parameter."""
 
-    module: nn.Module  # the module that holds it
-    name: str  # the attribute there
-    first: Any  # its value when this was made; FSDP2 reads it in its first pass
+    module: nn.Module  # the module with the attribute
+    name: str  # the attribute's name
+    first: Any  # the attribute's value at first; FSDP2 reads it in its first pass
     _parameter: Any
 
     def has_its_own(self) -> bool:
-        """Return whether one of FSDP2's own tensors is there."""
+        """Return whether the attribute holds one of FSDP2's own tensors."""
         parameter = self.module._parameters.get(self.name)
         managed = self._parameter
         known = parameter is self.first or parameter is managed.sharded_param
         return known or parameter is getattr(managed, "unsharded_param", None)
 
     def put_back(self) -> None:
-        """Put the shard back, unless one of FSDP2's own tensors is there."""
+        """Restore the shard, unless the attribute holds one of FSDP2's own tensors."""
         if not self.has_its_own():
             self.module._parameters[self.name] = self._parameter.sharded_param
 
@@ -296,12 +302,14 @@ class ManagedPlace:
         )
 
     def is_gathered(self) -> bool:
-        """Return whether the full parameter is there."""
+        """Return whether the attribute holds the full parameter."""
         return not isinstance(self.module._parameters.get(self.name), DTensor)
 
 
 def managed_places(model: nn.Module, inner: bool = True) -> Iterator[ManagedPlace]:
-    """Yield every place of every sharded parameter, second names too; ``inner``: also those of inner modules."""
+    """Yield every place of every sharded parameter, all names of tied ones included; ``inner``: of inner
+    modules too.
+    """
     for parameter in (
         managed for _, group in _sharded_groups(model, inner) for managed in group.fsdp_params
     ):
@@ -313,34 +321,34 @@ def managed_places(model: nn.Module, inner: bool = True) -> Iterator[ManagedPlac
 
 
 class _Whole(FSDPParam):
-    """Compute with a shard that is the whole parameter, of which FSDP2 would keep a copy from its first pass on."""
+    """Compute with a shard that is the whole parameter; FSDP2 would keep a copy of it from its first pass on."""
 
     def _is_read_in_place(self) -> bool:
-        """Return whether the shard can be read as it is: in its own type, on the device, alone in its memory."""
+        """Return whether the shard can be read directly: in its own dtype, on the device, alone in its storage."""
         shard = self._sharded_param_data
         alone = shard.untyped_storage().nbytes() == shard.nbytes
         return self.param_dtype is None and not self.offload_to_cpu and alone
 
     def init_all_gather_outputs(self, *given: Any, **named: Any) -> None:
-        """Let what is gathered be the shard, into which FSDP2 then copies itself, which does nothing."""
+        """Let the shard be the all-gather's output, so that FSDP2 copies the shard onto itself, which does nothing."""
         if not self._is_read_in_place():
             super().init_all_gather_outputs(*given, **named)
             return
         shard = self._sharded_param_data
         before = self.all_gather_outputs
-        if before and before[0].data_ptr() != shard.data_ptr():  # other weights were loaded
+        if before and before[0].data_ptr() != shard.data_ptr():  # other weights have been loaded
             vars(self).pop("_unsharded_param", None)
         self.all_gather_outputs = [shard]
 
     def free_unsharded_param(self) -> None:
-        """Free nothing that is the shard's."""
+        """Free the gathered parameter unless its memory is the shard's."""
         outputs = self.all_gather_outputs
         if not outputs or outputs[0].data_ptr() != self._sharded_param_data.data_ptr():
             super().free_unsharded_param()
 
 
 def read_whole_shards(model: nn.Module) -> None:
-    """Compute with the shards themselves where a parameter has one; call before the first forward pass."""
+    """Compute with the shards themselves where one shard is the whole parameter; call before the first forward pass."""
     for _, group in _sharded_groups(model):
         if group.mesh_info.shard_mesh_size == 1:
             for parameter in group.fsdp_params:
@@ -348,12 +356,13 @@ def read_whole_shards(model: nn.Module) -> None:
 
 
 class _Encoded(FSDPParam):
-    """Gather a parameter by FSDP2's extensions without a tensor subclass: FSDP2, and only it, sees an object that has
-    them in place of the shard's local tensor, which stays plain for loading, optimizers and saving.
+    """Gather a parameter by FSDP2's extensions without a tensor subclass: only FSDP2 gets an object with the extensions
+    in place of the shard's local tensor, which stays a plain tensor for loading, optimizers and saving.
     """
 
-    # ``encode(shard)``: bytes of its shape, and metadata that is the same on every rank; ``decode(gathered, metadata,
-    # dtype, out)``: the full parameter over the memory of ``gathered``, with ``out`` the previous one, to be refilled
+    # ``encode(shard)`` returns bytes of the shard's shape, and metadata that is the same on every rank.
+    # ``decode(gathered, metadata, dtype, out)`` returns the full parameter in the memory of ``gathered``; ``out`` is
+    # the previous full parameter, to be filled again
     encoding: Any
 
     @property
@@ -362,18 +371,18 @@ class _Encoded(FSDPParam):
 
 
 class _Shard:
-    """The local tensor with extensions that FSDP2 sees."""
+    """Stand for the shard's local tensor in FSDP2, with FSDP2's extensions."""
 
     def __init__(self, of: _Encoded, flat: Tensor) -> None:
         self._of = of
         self._flat = flat
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "_Shard":
-        """Return the shard on the device where it is gathered, if it is offloaded."""
+        """Return the shard on the device where it is all-gathered; needed for offloaded shards."""
         return _Shard(self._of, self._flat.to(device, non_blocking=non_blocking))
 
     def size(self) -> torch.Size:
-        """Return the size with the padding that makes all shards equal."""
+        """Return the shard's size including the padding that makes all shards equal."""
         return self._of.padded_sharded_param_size
 
     def fsdp_pre_all_gather(
@@ -391,13 +400,13 @@ class _Shard:
         *,
         out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the parameter to compute with, in the memory of ``outputs``, which FSDP2 frees."""
-        rows = self._of.sharded_param.shape[0]  # of the whole, without padding
+        """Return the parameter to compute with, in the memory of ``outputs``, which FSDP2 frees later."""
+        rows = self._of.sharded_param.shape[0]  # of the full parameter, without padding
         return self._of.encoding.decode(outputs[0][:rows], known, dtype, out), ()
 
 
 def gather_encoded(model: nn.Module, encodings: Mapping[nn.Module, Any]) -> None:
-    """Gather the weight of each module in ``encodings`` encoded; call before the first forward pass."""
+    """All-gather the weight of each module in ``encodings`` in encoded form; call before the first forward pass."""
     for parameter in (
         managed for _, group in _sharded_groups(model) for managed in group.fsdp_params
     ):

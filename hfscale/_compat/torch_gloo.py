@@ -1,7 +1,8 @@
-"""Create torch's gloo backends, and wait for their threads; find what a process waits for, by torch's flight recorder.
+"""Create torch's gloo backends, and wait for gloo's threads; find the collectives that a process waits for, by torch's
+flight recorder.
 
-Read and run with torch 2.11 to 2.13. Gloo's collectives are recorded since about torch 2.8, its sends and receives are
-not; NCCL's are if ``TORCH_FR_BUFFER_SIZE`` is not 0.
+Read and run with torch 2.11 to 2.13. Since about torch 2.8 gloo's collectives are recorded, but not its sends and
+receives; NCCL's calls are recorded if ``TORCH_FR_BUFFER_SIZE`` is not 0.
 """
 
 import json
@@ -28,11 +29,11 @@ _LOST = (
     "ncclRemoteError",
     "NCCL communicator was aborted",
 )
-"""Messages of gloo's and NCCL's errors, which have no type of their own, when another rank is gone."""
+"""Messages of gloo's and NCCL's errors if another rank is gone; these errors have no type of their own."""
 
 
 def is_connection_lost(error: BaseException | None) -> bool:
-    """Return whether an error, or a cause of it, is that another rank's process is gone."""
+    """Return whether an error, or one of its causes, means that another rank's process is gone."""
     while error is not None:
         if isinstance(error, RuntimeError) and any(words in str(error) for words in _LOST):
             return True
@@ -41,13 +42,13 @@ def is_connection_lost(error: BaseException | None) -> bool:
 
 
 class _OfOneDevice(dist.ProcessGroupGloo):
-    """Create a gloo backend whose sockets share one thread with those of all other groups of the process."""
+    """Create a gloo backend whose sockets share one thread with all other gloo groups of the process."""
 
     _device: Any = None
 
     def __init__(
         self, store: Any, rank: int, size: int, timeout: timedelta, enable_reconfigure: bool = False
-    ) -> None:  # the last since torch 2.14
+    ) -> None:  # ``enable_reconfigure`` exists since torch 2.14
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
         options._timeout = timeout
@@ -59,14 +60,17 @@ class _OfOneDevice(dist.ProcessGroupGloo):
 
 
 def share_gloo_thread() -> None:
-    """Let gloo groups that are created from now on share one thread; others wake up a hundred times a second each."""
+    """Let gloo groups created from now on share one thread; otherwise each group's thread wakes up 100
+    times a second.
+    """
     distributed_c10d.ProcessGroupGloo = _OfOneDevice  # type: ignore[misc, assignment]
 
 
 def wait_for_gloo_threads(seconds: float = 5.0) -> None:
-    """Wait until gloo's threads have released what they have sent, for at most ``seconds``: one that holds a tensor as
-    Python ends dies of taking the GIL, and a successful run of SIGABRT (pytorch#190489). Linux tells that they are
-    idle, torch does not: they sleep, and nothing has woken them while this thread slept without the GIL.
+    """Wait until gloo's threads have released the tensors that they have sent, for at most ``seconds``. A thread that
+    still holds a tensor when Python ends dies when it takes the GIL, so a successful run would end with SIGABRT
+    (pytorch#190489). torch does not tell whether the threads are idle, but Linux does: they sleep, and were not woken
+    while this thread slept without the GIL.
     """
     end = time.monotonic() + seconds
     before = None
@@ -79,14 +83,14 @@ def wait_for_gloo_threads(seconds: float = 5.0) -> None:
 
 
 def _gloo_threads() -> dict[str, tuple[str, ...]]:
-    """Return, by thread, its state and how often it was switched out, voluntarily and not."""
+    """Map each gloo thread to its state and its numbers of context switches, voluntary and involuntary."""
     threads: dict[str, tuple[str, ...]] = {}
     for task in Path("/proc/self/task").glob("*"):
         try:
             if (task / "comm").read_text().strip() != "pt_gloo_runloop":
                 continue
             lines = (task / "status").read_text().splitlines()
-        except OSError:  # it has ended
+        except OSError:  # the thread has ended
             continue
         fields = dict(line.split(":", 1) for line in lines)
         counts = (
@@ -104,21 +108,21 @@ _groups: Any = distributed_c10d
 
 @dataclass(frozen=True)
 class UnderWay:
-    """Describe an unfinished collective."""
+    """Describe a collective that has not finished."""
 
-    call: str  # its name, as ``all_reduce``
-    group: str  # the name of its group
+    call: str  # the collective's name, such as ``all_reduce``
+    group: str  # the name of its process group
     shapes: str  # dtypes and shapes of its inputs
     created: int  # time of the call, in nanoseconds since 1970
 
 
 def collectives_under_way(leave_out: Iterable[int] = ()) -> list[UnderWay]:
-    """Return this process's unfinished collectives, the oldest first; not those of the threads ``leave_out``."""
+    """Return this process's unfinished collectives, oldest first, except those of the threads ``leave_out``."""
     threads = {str(ident) for ident in leave_out}
     under_way = []
     for entries in _recorded():
-        # Halves of a ``batch_isend_irecv``, which NCCL records without events (pytorch#137969), have ended with the
-        # next entry called ``coalesced`` of their group.
+        # NCCL records the sends and receives of a ``batch_isend_irecv`` without events (pytorch#137969): they have
+        # ended when the next entry called ``coalesced`` of their group has ended.
         batches_ended = set[str]()
         for entry in reversed(entries):
             group = str(entry["process_group"][0])
@@ -145,7 +149,9 @@ def _recorded() -> Iterator[Sequence[Any]]:
 
 
 Call = tuple[tuple[str, int, int], float]
-"""A key, the same on all ranks of a collective's group, and when this rank came to it, in seconds since 1970."""
+"""A key that is the same on all ranks of a collective's group, and this rank's time of the call in seconds
+since 1970.
+"""
 
 
 def recorded_calls() -> list[Call]:
@@ -162,7 +168,7 @@ def recorded_calls() -> list[Call]:
 
 
 def ranks_of_group(name: str) -> list[int]:
-    """Return the global ranks of the group of that name; none if there is no such group."""
+    """Return the global ranks of the process group with this name; empty if there is no such group."""
     try:
         return list(dist.get_process_group_ranks(_groups._resolve_process_group(name)))
     except (LookupError, RuntimeError):
@@ -170,9 +176,9 @@ def ranks_of_group(name: str) -> list[int]:
 
 
 def own_store(prefix: str) -> Any:
-    """Return a new connection to the ``torch.distributed.Store`` where the ranks met, with ``prefix``."""
+    """Return a new connection, with ``prefix``, to the ``torch.distributed.Store`` by which the ranks met."""
     store: Any = _groups._get_default_store()
-    # A blocking call holds up all other users of its connection.
+    # A blocking call would block all other users of the same connection.
     return _groups.PrefixStore(prefix, store.clone() if hasattr(store, "clone") else store)
 
 

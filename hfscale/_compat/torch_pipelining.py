@@ -1,4 +1,4 @@
-"""Private names of ``torch.distributed.pipelining``: the halves of a split backward pass. Checked with torch 2.13."""
+"""Private names of ``torch.distributed.pipelining``: both halves of a split backward pass. Checked with torch 2.13."""
 
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 

@@ -1,6 +1,7 @@
-"""TRL's trainers: functions that they call by name, and that assume full weights, or one batch per process.
+"""TRL's trainers: replace functions that they call by name, because these assume full weights, or one batch per
+process.
 
-Read and run with TRL 1.16. Nothing here imports TRL: a script with one of its trainers has imported it.
+Read and run with TRL 1.16. Nothing in this file imports TRL: a script that uses one of its trainers has imported it.
 """
 
 import copy
@@ -33,17 +34,19 @@ _GENERATED = (
     "num_images",
     "num_tiles",
 )
-"""Entries of a generated batch that no model takes."""
+"""Entries of a generated batch that are no arguments of a model."""
 
-_ASKED = "_hfscale_asked_generation_batch_size"  # a config's attribute
+_ASKED = "_hfscale_asked_generation_batch_size"  # an attribute of configs
 
-_Mixin: Any = object  # so that type checkers take what a trainer has
+_Mixin: Any = object  # so that type checkers accept the attributes of a trainer
 
 
 class DataHooks(_Mixin):
-    """Define the methods that TRL's trainers call as they prepare their data sets and score completions. A subclass has
-    ``arguments_of_data(arguments)``, the config by which rows are prepared; ``check_cached(dataset)``, for rows beside
-    which the first rank is about to cache a reference's scores; and ``scored(log_probs)``, for those of completions.
+    """Override the methods by which TRL's trainers prepare their data sets and score completions.
+
+    A subclass has ``arguments_of_data(arguments)``, which returns the config by which rows are prepared;
+    ``check_cached(dataset)``, called before the first rank caches a reference model's scores with the rows; and
+    ``scored(log_probs)``, called with the scores of completions.
     """
 
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, *rest: Any) -> Any:
@@ -63,14 +66,16 @@ class DataHooks(_Mixin):
 
 
 def record(trainer: Any, name: str, value: float) -> None:
-    """Record a number of which the trainer logs the mean since the last log."""
+    """Record a number; the trainer logs the mean of the numbers recorded since its last log."""
     trainer._metrics["train" if trainer.model.training else "eval"][name].append(value)
 
 
 class EngineHooks(_Mixin):
-    """Define the private methods of TRL's ``VLLMGeneration``. A subclass has ``check()``, called before the engine
-    starts; ``weights()``, which yields the full tensors to send, by their names in a checkpoint; and, for engines that
-    serve adapters of ``adapter_rank`` instead, ``adapter()``, which returns the directory of one. Both are collective.
+    """Override private methods of TRL's ``VLLMGeneration``.
+
+    A subclass has ``check()``, called before the engine starts, and ``weights()``, which yields the full tensors to
+    send by their names in a checkpoint. For engines that serve adapters (of rank ``adapter_rank``) instead, it has
+    ``adapter()``, which returns an adapter's directory. ``weights`` and ``adapter`` are called on every rank.
     """
 
     accelerator: Any
@@ -79,7 +84,7 @@ class EngineHooks(_Mixin):
 
     def _init_vllm(self) -> None:
         self.check()
-        if self.mode == "colocate":  # each process has an engine, also those that share a batch
+        if self.mode == "colocate":  # one engine per process, even if processes share a batch
             self.accelerator = self.accelerator.state
         serves = (
             {"enable_lora": True, "max_lora_rank": self.adapter_rank} if self.adapter_rank else {}
@@ -91,12 +96,16 @@ class EngineHooks(_Mixin):
             super()._init_vllm()
 
     def _iter_named_params(self) -> Any:
-        """Return the weights once the first of them is there: then a server is told that they come."""
+        """Return the weights, after waiting for the first of them, since TRL announces weights to a server at that
+        moment.
+        """
         weights = self.weights()
         return chain(list(islice(weights, 1)), weights)
 
     def sync_weights(self) -> None:
-        """Send the weights; TRL's own writes into parameters that a colocated engine may convert as it loads."""
+        """Send the weights. TRL's own method writes into parameters, but a colocated engine may convert weights as it
+        loads.
+        """
         if self.mode == "server":
             super().sync_weights()
             return
@@ -105,7 +114,7 @@ class EngineHooks(_Mixin):
             self.llm.wake_up(tags=["weights"])
             self._llm_weights_sleeping = False
         if self.adapter_rank:
-            self._syncs += 1  # an engine knows adapters by a number, and reads each once
+            self._syncs += 1  # an engine reads the adapter of a number only once
             request = importlib.import_module("vllm.lora.request").LoRARequest(
                 "trained", self._syncs, self.adapter()
             )
@@ -113,13 +122,13 @@ class EngineHooks(_Mixin):
         else:
             weights = self.weights()
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
-            for _ in weights:  # every rank takes part to the end
+            for _ in weights:  # every rank takes part in gathering all weights
                 pass
         self.llm.reset_prefix_cache()
 
 
 def has_engine(kind: type) -> bool:
-    """Return whether a trainer generates with ``VLLMGeneration``, whose methods :class:`EngineHooks` knows."""
+    """Return whether a trainer generates with ``VLLMGeneration``, whose methods :class:`EngineHooks` overrides."""
     engines = (getattr(module, "VLLMGeneration", None) for module in _modules(kind))
     return any(hasattr(engine, "_iter_named_params") for engine in engines)
 
@@ -127,8 +136,9 @@ def has_engine(kind: type) -> bool:
 def remember_generation_sizes(kind: type) -> None:
     """Let the configs of a trainer that generates keep the ``generation_batch_size`` that they are given.
 
-    TRL divides it by all processes as a config is made, and refuses what does not divide; how many of them share a
-    batch is known to the trainer alone. So this stays for the process, once per class of configs.
+    While a config is created, TRL divides this size by the number of processes, and refuses sizes that do not divide.
+    But only the trainer knows how many processes share a batch. The change lasts until the process ends, once per
+    class.
     """
     for module in _modules(kind):
         for config in filter(_plans_generations, vars(module).values()):
@@ -154,7 +164,7 @@ def _remembering(stock: Callable[[Any], None]) -> Callable[[Any], None]:
             stock(config)
             return
         config.generation_batch_size = None
-        # Which divides whatever TRL looks at.
+        # This number is divisible by everything that TRL divides it by.
         config.steps_per_generation = asked * config.num_generations
         stock(config)
         config.generation_batch_size = asked
@@ -166,10 +176,10 @@ def _remembering(stock: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def asked_generation_size(config: Any) -> int | None:
-    """Return the ``generation_batch_size`` that a config was given, which its trainer has to divide, if any.
+    """Return the ``generation_batch_size`` that a config was given, if any; the trainer has to divide it.
 
     Raises:
-        LookupError: nobody remembered what this config was given.
+        LookupError: the given size of this config was not recorded.
     """
     asked: int | None = vars(config).get(_ASKED)
     if asked is None and _ASKED not in vars(config):
@@ -178,7 +188,7 @@ def asked_generation_size(config: Any) -> int | None:
 
 
 def distils(kind: type) -> bool:
-    """Return whether a trainer's loss is a divergence from a teacher, which reads full heads."""
+    """Return whether a trainer's loss is a divergence from a teacher, for which TRL reads full heads."""
     return any(
         "Distillation" in base.__name__
         for base in kind.__mro__
@@ -187,7 +197,7 @@ def distils(kind: type) -> bool:
 
 
 def default_config(kind: type, model: Any, **given: Any) -> Any:
-    """Return the config that a trainer of TRL's makes where it gets none, or ``None`` if it is none of TRL's."""
+    """Return the config that a TRL trainer creates if it gets none; ``None`` if ``kind`` is no trainer of TRL."""
     for base in kind.__mro__:
         made_by = getattr(
             sys.modules.get(base.__module__), f"{base.__name__.removesuffix('Trainer')}Config", None
@@ -202,14 +212,15 @@ def default_config(kind: type, model: Any, **given: Any) -> Any:
 
 
 def count_microbatch(trainer: Any) -> None:
-    """Count a microbatch as the ``training_step`` of trainers that generate does, which follow it to their next one."""
+    """Count a microbatch like the ``training_step`` of trainers that generate; the count tells when to generate."""
     if hasattr(trainer, "_step"):
         trainer._step += 1
 
 
 class DistillationHooks(_Mixin):
-    """Compute the loss of TRL's DistillationTrainer, which reads full hidden states and heads. A subclass has
-    ``distilled(batch, divisor)``: the loss of labelled tokens, the sum of the student's entropies, and their number.
+    """Compute the loss of TRL's DistillationTrainer without full hidden states and heads, which TRL's own method reads.
+    A subclass has ``distilled(batch, divisor)``, which returns the loss of labelled tokens, the sum of the student's
+    entropies, and the number of labelled tokens.
     """
 
     @property
@@ -218,7 +229,7 @@ class DistillationHooks(_Mixin):
 
     @_forward_redirection.setter
     def _forward_redirection(self, _: Any) -> None:
-        """Ignore TRL's, which runs the loss as the forward pass of a wrapper."""
+        """Ignore TRL's own value, which runs the loss as the forward pass of a wrapper."""
 
     def _compute_loss(self, student: Any, inputs: Any, num_items_in_batch: Any) -> Any:
         batch = {name: value for name, value in inputs.items() if name not in _GENERATED}
@@ -243,7 +254,7 @@ class DistillationHooks(_Mixin):
 
 
 def is_trl(kind: type) -> bool:
-    """Return whether a trainer is one of TRL's."""
+    """Return whether a trainer class is TRL's, or derived from one."""
     return bool(_modules(kind))
 
 
@@ -256,7 +267,9 @@ def _modules(kind: type) -> list[ModuleType]:
 
 @contextmanager
 def replaced(kind: type, functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """Patch functions in the modules of a trainer and its bases in the with block; each gets the stock one first."""
+    """Replace functions in the modules of a trainer and its bases inside the ``with`` block; each replacement gets the
+    original function as its first argument.
+    """
     with ExitStack() as stack:
         for module in _modules(kind):
             for name, function in functions.items():
@@ -273,7 +286,7 @@ def fused_output(**fields: Any) -> Any:
 
 @contextmanager
 def unrecorded(trainer: Any) -> Iterator[None]:
-    """Restore the trainer's records of metrics after the ``with`` block."""
+    """Restore the trainer's recorded metrics after the ``with`` block."""
     kept = {name: copy.deepcopy(vars(trainer)[name]) for name in _RECORDS if name in vars(trainer)}
     try:
         yield
@@ -282,7 +295,7 @@ def unrecorded(trainer: Any) -> Iterator[None]:
 
 
 def loss_is_scaled(trainer: Any, num_items_in_batch: Any) -> bool:
-    """Return whether ``compute_loss`` divides its loss by the number of items in the step instead of the microbatch."""
+    """Return whether ``compute_loss`` divides by the number of items in the step, not by that in the microbatch."""
     told = getattr(trainer, "loss_is_scaled_for_ga", None)
     if told is not None:
         return bool(told)

@@ -1,4 +1,4 @@
-"""Compare the installed libraries with the versions that hfscale was tested with: those of its extra ``tested``."""
+"""Compare installed libraries with the versions that hfscale was tested with, which its extra ``tested`` lists."""
 
 import importlib
 import os
@@ -12,12 +12,12 @@ from packaging.requirements import Requirement
 
 from ..config.environment import is_first_of_job
 
-_ALWAYS = ("torch", "transformers")  # of libraries whose private names every use of hfscale needs
-_WARNED = "HFSCALE_VERSIONS_WARNED"  # for the processes that this one starts, which inherit its environment
+_ALWAYS = ("torch", "transformers")  # every use of hfscale needs private names of these libraries
+_WARNED = "HFSCALE_VERSIONS_WARNED"  # set for child processes, which inherit the environment
 
 
 def untested() -> dict[str, str]:
-    """Map each installed library outside of the tested range to both in words: ``torch 2.15.0 (tested: <2.14)``."""
+    """Map each installed library outside the tested range to a phrase with both: ``torch 2.15.0 (tested: <2.14)``."""
     by_name: dict[str, str] = {}
     with suppress(metadata.PackageNotFoundError):  # run from its sources
         for asked in map(Requirement, metadata.requires("hfscale") or []):
@@ -34,7 +34,7 @@ def untested() -> dict[str, str]:
 
 
 def _missing_names() -> list[str]:
-    """Return what importing all that adapts torch and transformers says of names that these no longer have."""
+    """Return the errors of importing all files that adapt torch and transformers: names that those no longer have."""
     errors = []
     for module in pkgutil.walk_packages(
         importlib.import_module(__package__).__path__, f"{__package__}."
@@ -42,7 +42,7 @@ def _missing_names() -> list[str]:
         if module.name.removeprefix(f"{__package__}.").startswith(_ALWAYS):
             try:
                 with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # of what is imported only to be looked at
+                    warnings.simplefilter("ignore")  # warnings of imports that only test for names
                     importlib.import_module(module.name)
             except (ImportError, AttributeError) as error:
                 errors.append(str(error))
@@ -50,16 +50,16 @@ def _missing_names() -> list[str]:
 
 
 def _speaks_for_its_job() -> bool:
-    """Return whether this process is the first of its job, and none that started it has warned."""
+    """Return whether this process is the first of its job, and no parent process has warned already."""
     return _WARNED not in os.environ and is_first_of_job()
 
 
 @cache
 def check_versions() -> None:
-    """Warn, once per job, of a library outside of the tested range.
+    """Warn, once per job, about a library outside the tested range.
 
     Raises:
-        ImportError: it lacks a name that is used.
+        ImportError: the library lacks a name that hfscale uses.
     """
     others = ", ".join(untested().values())
     if not others:
@@ -70,6 +70,6 @@ def check_versions() -> None:
     if _speaks_for_its_job():
         os.environ[_WARNED] = "1"
         warnings.warn(
-            f"hfscale was not tested with {others}, which has the names that it imports. {advice}",
+            f"hfscale was not tested with {others}, which has all names that hfscale imports. {advice}",
             stacklevel=3,
         )

@@ -1,4 +1,4 @@
-"""The ``hfscale`` command: one file per subcommand, none of which imports torch before it runs."""
+"""The ``hfscale`` command: one file per subcommand. No file imports torch before its subcommand runs."""
 
 import argparse
 import difflib
@@ -32,9 +32,9 @@ _NAMES = (
 )
 _COMMANDS = {name: import_module(f".cmd_{name}", __name__) for name in _NAMES}
 _COMMANDS |= {name: provided("commands", name) for name in sorted(added("commands"))}
-"""Modules, described by their docstrings, with ``HELP``, ``EXAMPLE``, ``add_arguments(parser)`` and ``run(arguments)``,
-which returns an exit code if that is not 0. ``COUNTS`` of one are flags of its own that take a count; ``JSON`` is False
-where it writes lines or files alone."""
+"""Subcommands by name: modules, described by their docstrings, with ``HELP``, ``EXAMPLE``, ``add_arguments(parser)``
+and ``run(arguments)``, which returns an exit code, or ``None`` for 0. A module's optional ``COUNTS`` names further
+flags that take a count; its optional ``JSON = False`` leaves out the flag ``--json``."""
 
 _EXAMPLES = """examples:
   hfscale plan Qwen/Qwen3-8B --tp 2 --dp-shard 4
@@ -55,20 +55,20 @@ _COUNTS = (
 )
 _TOKENS = ("sequence_length", "tokens", "tokens_per_step", "its_tokens_per_step")
 _BYTES = ("max_memory", "max_shard_size")
-"""Flags that take a count, a number of tokens or a size, for :func:`check_early`."""
+"""Flags that take a count, a number of tokens, or a size in bytes; :func:`check_early` checks them."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command line; return the exit code: 0, 1 if a check failed, 2 if it cannot be carried out.
+    """Run one command line. Return the exit code: 0 for success, 1 if a check failed, 2 if the command is impossible.
 
-    An error of hfscale's is printed as a message. Without ``argv``, as in the installed command, an unexpected
-    exception is printed as one line, unless ``--debug`` is given.
+    Errors of hfscale are printed as messages. Without ``argv`` (as in the installed command), any other exception is
+    printed as one line, unless ``--debug`` is given.
     """
     try:
         arguments = _parse(argv)
     except SystemExit as stop:  # argparse has printed the help, the version or an error
         return int(stop.code or 0)
-    # Tracebacks of its ranks belong in logs.
+    # The ranks of ``hfscale train`` keep their tracebacks, which belong in logs.
     if argv is None and not arguments.debug and arguments.command != "train":
         sys.excepthook = _in_a_line
     try:
@@ -84,7 +84,7 @@ def main(argv: list[str] | None = None) -> int:
 def _in_a_line(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    """Print an exception that ends the interpreter as one line."""
+    """Print an exception that ends the interpreter as one line: the hook ``sys.excepthook``."""
     if issubclass(kind, KeyboardInterrupt):
         print("hfscale: interrupted", file=sys.stderr)
         return
@@ -110,7 +110,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         ]
         parser.error(f"invalid choice: {given[0]!r} is no command (did you mean {close[0]}?)")
     arguments, rest = parser.parse_known_args(given)
-    # argparse takes all positionals at the first, so that key=value behind a flag is left over.
+    # argparse gives all positionals to the first group, so key=value after a flag is left over in ``rest``.
     if any(text.startswith("-") or "=" not in text for text in rest) or (
         rest and "overrides" not in arguments
     ):
@@ -121,7 +121,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _refuse(parser: Parser, rest: list[str]) -> None:
-    """Exit as the subcommand's own parser does, suggesting a similar flag."""
+    """Exit with the error of the subcommand's own parser, and suggest a similar flag."""
     unknown = next((text for text in rest if text.startswith("-")), rest[0])
     close = (
         meant(unknown.partition("=")[0], parser.flags(), 0.75) if unknown.startswith("-") else None
@@ -163,7 +163,9 @@ def _parser() -> Parser:
 
 
 def check_early(arguments: argparse.Namespace) -> None:
-    """Refuse what is impossible in itself before torch is imported (seconds); turn amounts into numbers."""
+    """Refuse impossible arguments before torch is imported, which takes seconds; convert sizes and counts
+    to numbers.
+    """
     given = {name: value for name, value in vars(arguments).items() if value is not None}
     if "model" in given:
         check_place(given["model"])

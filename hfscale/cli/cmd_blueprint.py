@@ -1,5 +1,5 @@
-"""Print the blueprint of a model and where it comes from: hfscale's table, transformers' plan, or inference, which
-derives it from a tiny clone and proves it there. Needs no weights and no GPU.
+"""Print the blueprint of a model, and its source: hfscale's table, transformers' plan, or inference, which derives the
+blueprint from a tiny clone of the model and proves it on that clone. Needs no weights and no GPU.
 """
 
 import argparse
@@ -7,14 +7,16 @@ import argparse
 from .look import print_json
 from .model_flags import add_model_arguments, auto_class_of, building, load_config, remote_code
 
-HELP = "print which parts of a model tensor parallelism cuts, as an entry for hfscale's table of families"
+HELP = "print which modules of a model tensor parallelism shards, as an entry for hfscale's table of families"
 EXAMPLE = "hfscale blueprint Qwen/Qwen3-8B --infer"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     parser.add_argument(
-        "--infer", action="store_true", help="infer it, also where the family is known"
+        "--infer",
+        action="store_true",
+        help="infer the blueprint, even if the family is in the table",
     )
 
 

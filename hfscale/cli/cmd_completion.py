@@ -1,5 +1,5 @@
-"""Print a script that completes subcommands, flags, their choices and the names of recipes; files everywhere else.
-Nothing is imported while a line is completed.
+"""Print a shell script that completes subcommands, flags, choices of flags and names of recipes; other words complete
+as files. The script itself imports nothing while a line is completed.
 """
 
 import argparse
@@ -9,7 +9,7 @@ from ..recipes import LIBRARY
 from .look import show
 from .parser import Parser
 
-HELP = "print what a shell needs to complete hfscale's command lines"
+HELP = "print a script with which a shell completes hfscale's command lines"
 EXAMPLE = """eval "$(hfscale completion bash)"            # in ~/.bashrc; zsh: in ~/.zshrc, behind compinit
 hfscale completion fish > ~/.config/fish/completions/hfscale.fish"""
 
@@ -62,7 +62,7 @@ def script(shell: str, commands: Mapping[str, Parser]) -> str:
 
 
 def _places(parser: Parser) -> list[str]:
-    """Return completions of positional arguments: choices, and the recipes that ship with hfscale."""
+    """Return completions of positional arguments: choices, and the names of recipes that ship with hfscale."""
     places: list[str] = []
     for action in parser.arguments:
         if not action.option_strings:

@@ -1,7 +1,8 @@
-"""Write the weights of a state that hfscale.save_state wrote, in whatever layout, as an ordinary Hugging Face
-directory; of a model with adapters, the adapter. Likewise of FSDP2's shards (torch DCP, Accelerate, Trainer) and of
-transformers' distributed saving. One process, one tensor in memory at a time, no GPU. With --adapter-for, write a saved
-adapter of stacked experts as factors of each expert, which engines load.
+"""Write the weights of a state that hfscale.save_state wrote, in any layout, as an ordinary Hugging Face directory; the
+state of a model with adapters becomes an adapter directory. Also converts FSDP2's shards (torch DCP, Accelerate,
+Trainer) and transformers' distributed checkpoints. Runs in one process, with one tensor in memory at a time, without a
+GPU. With --adapter-for, writes a saved adapter of stacked experts with separate factors for each expert, the format
+that inference engines load.
 """
 
 import argparse
@@ -11,7 +12,7 @@ from typing import Any
 from ..errors import ConfigError
 from .look import add_output, check_directory, check_target, show
 
-HELP = "make a Hugging Face directory of a saved state"
+HELP = "write a saved state as a Hugging Face directory"
 ENGINES = ("vllm", "sglang")
 EXAMPLE = "hfscale convert states/step-500 out"
 
@@ -21,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "state",
         metavar="DIR",
         type=Path,
-        help="a state, or several (the newest complete one), another trainer's shards, or an adapter",
+        help="a state, a directory of states (the newest complete one counts), another trainer's shards, or an adapter",
     )
     parser.add_argument("out", metavar="OUT", type=Path, help="the directory to write")
     parser.add_argument(
@@ -30,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--as-stored",
         action="store_true",
-        help="quantize again in the form of the checkpoint that was trained",
+        help="quantize the weights again, in the format of the checkpoint that training started from",
     )
     parser.add_argument(
         "--adapter-for", choices=ENGINES, help="DIR is an adapter: write one that this engine loads"
@@ -39,13 +40,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--base",
         metavar="BASE",
         type=Path,
-        help="with --adapter-for: the checkpoint that it adapts",
+        help="with --adapter-for: the checkpoint that the adapter was trained on",
     )
     parser.add_argument(
         "--config",
         metavar="BASE",
         type=Path,
-        help="of another trainer's shards: the directory with the config.json of their model",
+        help="for another trainer's shards: the directory with the model's config.json",
     )
     add_output(parser)
 
@@ -96,8 +97,8 @@ def _convert_adapter(arguments: argparse.Namespace) -> None:
         raise ConfigError(
             "--adapter-for needs --base, the directory of the adapter's base checkpoint"
         )
-    check_directory(arguments.base, "the checkpoint that the adapter is of")
-    check_directory(arguments.state, "an adapter, which has adapter_config.json")
+    check_directory(arguments.base, "the checkpoint that the adapter was trained on")
+    check_directory(arguments.state, "an adapter (with adapter_config.json)")
     from ..api.adapter_files import adapter_for_engine
 
     written = adapter_for_engine(

@@ -1,6 +1,6 @@
-"""Check versions, devices, an 8-bit step, ranks that really talk, and an Accelerate config that would start one process
-silently; of a recipe, ranks, distinct batches, effective batch, problems of its plan, what trains, and the memory of a
-rank. Exits with 1 where there is a problem.
+"""Check versions, devices, an 8-bit optimizer step, collectives between ranks, and whether the Accelerate config would
+silently start one process only. With a recipe, also check ranks, distinct batches, effective batch size, problems of
+the plan, the trained parameters, and the memory of a rank. Exits with 1 if there is a problem.
 """
 
 import argparse
@@ -12,9 +12,9 @@ from typing import Any
 from .doctor_checks import Finding
 from .look import print_json
 
-_WIDTH = 16  # of the column with names of findings
+_WIDTH = 16  # of the column with the names of findings
 
-HELP = "look for what a run would stumble over: versions, devices, launch config, a recipe"
+HELP = "find problems before a run does: versions, devices, launch config, a recipe"
 EXAMPLE = """hfscale doctor
 hfscale doctor my_recipe.yaml parallel.tp_size=4"""
 
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "recipe", metavar="RECIPE", nargs="?", help="a YAML file, or a name that train --list shows"
     )
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="recipe keys to override")
-    parser.add_argument("--recipe-only", action="store_true", help="leave this machine out")
+    parser.add_argument("--recipe-only", action="store_true", help="do not check this machine")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _sections(
     arguments: argparse.Namespace, recipe: Any
 ) -> Iterator[tuple[str, Iterable[Finding]]]:
-    """Yield sections of checks by name; each check runs as its findings are iterated over."""
+    """Yield sections of checks as (name, findings); each check runs only when its finding is iterated over."""
     if not arguments.recipe_only:
         from .doctor_checks import this_machine as machine
 

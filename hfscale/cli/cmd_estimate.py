@@ -1,5 +1,5 @@
-"""Estimate what a training step of a model takes and holds under a layout: for every pipeline rank bytes by kind, for
-the step seconds by term, and whether it fits. Reads only the config: no weights, no processes, no GPU.
+"""Estimate the memory and the time of a training step under a layout: bytes by kind for every pipeline rank, seconds by
+term for the step, and whether the model fits. Reads only the config: no weights, no processes, no GPU.
 """
 
 import argparse
@@ -17,10 +17,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_machine_arguments(parser)
     flags.add_training_arguments(parser)
     parser.add_argument(
-        "--batch-size", type=int, default=1, metavar="N", help="sequences of one microbatch"
+        "--batch-size", type=int, default=1, metavar="N", help="sequences per microbatch"
     )
     parser.add_argument(
-        "--accumulate", type=int, metavar="N", help="microbatches of a step, also without stages"
+        "--accumulate",
+        type=int,
+        metavar="N",
+        help="microbatches per step, also without pipeline stages",
     )
     flags.add_reports(parser)
 

@@ -1,6 +1,6 @@
-"""Say what a directory holds that hfscale.save_state or save_pretrained wrote: step, layout, tensors, bytes, versions;
-of several states, each; of another trainer's directory its form, and the command that reads it. Exits with 1 where
-something is not whole, or not read. Needs no ranks and no GPU.
+"""Describe a directory that hfscale.save_state or save_pretrained wrote: step, layout, tensors, bytes, versions. For a
+directory of several states, describe each state. For another trainer's directory, print its format and the command
+that reads it. Exits with 1 if anything is incomplete or unreadable. Needs no ranks and no GPU.
 """
 
 import argparse
@@ -8,16 +8,19 @@ from pathlib import Path
 
 from .look import show
 
-HELP = "say what a saved state or checkpoint holds, and whether it is whole"
+HELP = "describe a saved state or checkpoint, and check that it is complete"
 EXAMPLE = "hfscale inspect states"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "directory", metavar="DIR", type=Path, help="a state, several, or a checkpoint"
+        "directory",
+        metavar="DIR",
+        type=Path,
+        help="a state, a directory of states, or a checkpoint",
     )
     parser.add_argument(
-        "--quick", action="store_true", help="compare sizes only: read no file to its end"
+        "--quick", action="store_true", help="compare file sizes only, without reading whole files"
     )
 
 

@@ -1,6 +1,6 @@
-"""Write a checkpoint with a saved adapter merged into it. What no adapter changes is copied as it is stored. Before the
-result takes its place both are loaded, one after the other, and the largest difference of their logits is printed;
-where that is more than rounding, nothing is written.
+"""Write a checkpoint with a saved adapter merged into it. Tensors without an adapter are copied as they are stored.
+Before the result is put in place, base with adapter and merged model are loaded, one after the other, and the largest
+difference of their logits is printed; if it exceeds rounding, nothing is written.
 """
 
 import argparse
@@ -25,7 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--trust-remote-code", action="store_true", help="run the code that comes with the model"
     )
     parser.add_argument(
-        "--as-stored", action="store_true", help="quantize again in the form of a quantized BASE"
+        "--as-stored",
+        action="store_true",
+        help="quantize merged weights again, in the format of a quantized BASE",
     )
     parser.add_argument(
         "--no-check", action="store_true", help="do not load the models to compare their logits"
@@ -34,8 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    check_directory(arguments.base, "the checkpoint that the adapter is of")
-    check_directory(arguments.adapter, "an adapter, which has adapter_config.json")
+    check_directory(arguments.base, "the checkpoint that the adapter was trained on")
+    check_directory(arguments.adapter, "an adapter (with adapter_config.json)")
     check_target(arguments.out, arguments.overwrite, BASE=arguments.base, ADAPTER=arguments.adapter)
     from ..api.adapter_files import logit_difference, merge_adapter
 
@@ -58,4 +60,4 @@ def run(arguments: argparse.Namespace) -> None:
         return
     print(f"{arguments.out}: {changed} tensors have the adapter in them")
     if difference is not None:
-        print(f"logits differ by {difference:.1e} of the largest")
+        print(f"logits differ by at most {difference:.1e} of the largest logit")

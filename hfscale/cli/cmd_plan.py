@@ -1,5 +1,5 @@
-"""Show, for every parameter of a model, how a layout cuts it, what each rank holds and what is done to its gradient;
-and what a rank holds in training, by kind. Reads only the config: no weights, no processes, no GPU.
+"""Show for every parameter of a model how a layout shards it, which shard each rank holds, and how its gradient is
+reduced; and the memory of a rank in training, by kind. Reads only the config: no weights, no processes, no GPU.
 """
 
 import argparse
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ..cost.model.memory_model import MemoryEstimate
     from ..cost.tools.dry_run import DryRun
 
-HELP = "show what becomes of every parameter under a layout, and whether it fits"
+HELP = "show how a layout shards every parameter, and whether the model fits"
 EXAMPLE = """hfscale plan Qwen/Qwen3-8B --tp 2 --dp-shard 4
 hfscale plan meta-llama/Llama-3.1-70B --tp 4 --lora --quantize nf4 --tokens 4096 --recompute
 hfscale plan meta-llama/Llama-3.1-405B --tp 8 --sequence-parallel --pp 16 --dp-shard 128 --tokens 8192 --dry-run"""
@@ -40,18 +40,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_model_arguments(parser)
     flags.add_layout_arguments(parser)
     group = parser.add_argument_group(
-        "training (any of these adds what a rank holds, by kind, and whether it fits)"
+        "training (any of these flags adds the memory of a rank, by kind, and whether it fits)"
     )
     flags.add_training_arguments(group)
-    told = f"of one microbatch of a batch rank, as 4096 or 4K (default: {_TOKENS})"
+    told = (
+        f"tokens of one microbatch of a data-parallel rank, such as 4096 or 4K (default: {_TOKENS})"
+    )
     group.add_argument("--tokens", metavar="N", help=told)
-    told = f"memory of one GPU, as 80GB (10^9), 80 or 80GiB (2^30) (default: {_GB}GB)"
+    told = f"memory of one GPU, such as 80GB (10^9), 80 or 80GiB (2^30) (default: {_GB}GB)"
     group.add_argument("--gpu", metavar="SIZE", help=told)
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="let one rank of every kind of stage take a step without weights, and count what it sends and keeps "
-        "(a microbatch is one sequence of --tokens; --microbatches of a step)",
+        help="run a step without weights on one rank of each kind of stage, and count the bytes that it sends and "
+        "keeps (a microbatch is one sequence of --tokens; a step has --microbatches)",
     )
 
 
@@ -60,7 +62,7 @@ def run(arguments: argparse.Namespace) -> None:
     size = (
         flags.bytes_of(_GB if arguments.gpu is None else arguments.gpu, "--gpu", alone="GB") / 1e9
     )
-    # Before torch is imported: it warns of groups of ranks that are not there.
+    # Before torch is imported, which warns about process groups whose ranks do not exist.
     if arguments.dry_run:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from ..api.build import plan as make_plan
@@ -92,13 +94,13 @@ def run(arguments: argparse.Namespace) -> None:
     else:
         print(render(planned))
         if memory is not None:
-            print(f"\nwhat a rank holds in training:\n{memory}\n{describe_fit(size, memory)}")
+            print(f"\nmemory of a rank in training:\n{memory}\n{describe_fit(size, memory)}")
 
 
 def _dry_run(
     arguments: argparse.Namespace, config: Any, layout: "ParallelConfig", tokens: int
 ) -> "DryRun":
-    """Return the counts of a dry run, which has no quantized weights and no optimizer."""
+    """Return the counts of a dry run; refuse flags of quantized weights and optimizers, which a dry run lacks."""
     from ..cost.tools.dry_run import dry_run
 
     beside = [
@@ -119,12 +121,13 @@ def _dry_run(
 
 
 def describe_fit(size: float, found: "MemoryEstimate") -> str:
-    """Return one line on whether the model fits into ``size`` GB, and if not, on how to make it fit."""
+    """Return one line that tells whether the model fits into ``size`` GB, and if it does not, how to make it fit."""
     total = found.total / 1e9
     if found.total < size * 1e9:
-        return f"fits {size:g} GB: yes, {total:.1f} GB of it, without what kernels and collectives use meanwhile"
+        return f"fits {size:g} GB: yes, {total:.1f} GB of it, without temporary buffers of kernels and collectives"
     kind = max(found.kinds, key=lambda name: found.kinds[name])
     return (
-        f"fits {size:g} GB: no, {total:.1f} GB, most of it {kind}: use more ranks, fewer --tokens, --recompute, an "
+        f"fits {size:g} GB: no, it needs {total:.1f} GB, most of it {kind}: use more ranks, fewer --tokens, "
+        "--recompute, an "
         "8-bit --optimizer, or --lora over --quantize nf4"
     )

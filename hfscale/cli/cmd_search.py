@@ -1,5 +1,6 @@
-"""Try every layout, schedule, microbatch and recomputation of a model on a number of GPUs by arithmetic, and show the
-fastest of each kind, what less memory costs, and why other kinds fail. Reads only the config.
+"""Search all layouts, schedules, microbatch sizes and recomputation settings of a model on a number of GPUs, by
+arithmetic. Show the fastest setting of each kind, the time that saving memory costs, and why the other kinds fail.
+Reads only the config.
 """
 
 import argparse
@@ -23,17 +24,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tokens-per-step",
         required=True,
         metavar="N",
-        help="tokens per step, in whole sequences: 4M are 4 x 2^20, K, M and G are 2^10, 2^20 and 2^30",
+        help="tokens per step, in whole sequences: K, M and G are 2^10, 2^20 and 2^30, so 4M is 4 x 2^20",
     )
     parser.add_argument(
         "--max-memory",
         metavar="SIZE",
-        help="memory of a rank, as 60GiB (2^30) or 60GB (10^9) (default: 87.5%% of the GPU's)",
+        help="memory of a rank, such as 60GiB (2^30) or 60GB (10^9) (default: 87.5%% of the GPU's)",
     )
     flags.add_machine_arguments(parser)
     flags.add_training_arguments(parser)
     parser.add_argument(
-        "--learning-rate", type=float, metavar="LR", help="tuned for --its-tokens-per-step"
+        "--learning-rate",
+        type=float,
+        metavar="LR",
+        help="a learning rate tuned for --its-tokens-per-step",
     )
     parser.add_argument(
         "--its-tokens-per-step", metavar="N", help="the batch that --learning-rate was tuned for"
@@ -50,7 +54,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     if arguments.quantize is not None and arguments.lora is None:
         raise ConfigError(
-            f"--quantize {arguments.quantize} leaves nothing that trains: give --lora as well"
+            f"--quantize {arguments.quantize} leaves no weights to train: give --lora as well"
         )
     machine = find_machine(arguments.hardware)
     config = flags.load_config(arguments.model, arguments.trust_remote_code)
@@ -63,7 +67,7 @@ def run(arguments: argparse.Namespace) -> None:
     working(f"planning {arguments.model}")
     training: dict[str, Any] = {"dtype": dtype, "optimizer": optimizer}
     more: dict[str, Any] = {**flags.plan_arguments(arguments), **training}
-    del more["memory"]  # of which all is tried that was not asked for
+    del more["memory"]  # the search varies memory settings that are not asked for
 
     def searched(mixed: str) -> Any:
         return search(
@@ -92,7 +96,9 @@ def run(arguments: argparse.Namespace) -> None:
         print(best)
         rates, seconds = evidence(arguments.hardware)
         print(f"\nweights in {dtype}, mixed precision {mixed}, {optimizer}.\n{rates}.\n{seconds}.")
-        print("Prove a layout with `hfscale verify`, see its terms with `hfscale estimate`.")
+        print(
+            "Prove a layout with `hfscale verify`; see the terms of its time with `hfscale estimate`."
+        )
         _print_rules(arguments, best.tokens)
     flags.write_reports(arguments, best, f"{arguments.model} on {best.gpus} x {machine.name}")
     if arguments.out is not None:
@@ -100,7 +106,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _best(searched: Callable[[str], Any], precisions: Sequence[str]) -> tuple[str, Any]:
-    """Return the precision whose winner is fastest, the first of equals, with what was found under it."""
+    """Return the precision whose winner is fastest (the first one of equals), and the search result under it."""
     tried = dict[str, Any]()
     failed = list[ConfigError]()
     for mixed in precisions:

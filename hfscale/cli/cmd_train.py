@@ -1,6 +1,6 @@
-"""Run a recipe, a YAML file: `model:` pretrains from random weights, `base:` fine-tunes a checkpoint. Starts accelerate
-launch with as many processes as the recipe's layout needs on this machine; under a launcher it is one of its processes.
-Results go to runs/<name>.
+"""Train a recipe, a YAML file: `model:` pretrains from random weights, `base:` fine-tunes a checkpoint. Starts
+accelerate launch with as many processes on this machine as the recipe's layout needs; started by a launcher, it runs as
+one of the launched processes. Results go to runs/<name>.
 """
 
 import argparse
@@ -11,7 +11,7 @@ from ..config.memory import byte_count
 from ..recipes import check_installed
 from .look import show
 
-HELP = "train what a recipe says: pretraining, fine-tuning, adapters, in any layout"
+HELP = "train a recipe: pretraining, fine-tuning or adapters, in any layout"
 JSON = False
 EXAMPLE = """hfscale train demo_pretrain
 hfscale train demo_lora training.steps=20 parallel.tp_size=1 parallel.dp_shard_size=2
@@ -24,17 +24,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "recipe", metavar="RECIPE", nargs="?", help="a YAML file, or a name that --list shows"
     )
     parser.add_argument(
-        "overrides", metavar="key=value", nargs="*", help="recipe keys, as training.steps=20"
+        "overrides",
+        metavar="key=value",
+        nargs="*",
+        help="recipe keys to override, such as training.steps=20",
     )
     add_memory_limit(parser)
     parser.add_argument(
-        "--print-launch", action="store_true", help="print the launch line (for Slurm and the like)"
+        "--print-launch",
+        action="store_true",
+        help="print the launch command (for Slurm and the like)",
     )
     parser.add_argument(
-        "--print-job", choices=("slurm", "kubernetes"), help="print a job file of a cluster instead"
+        "--print-job", choices=("slurm", "kubernetes"), help="print a job file for a cluster"
     )
     parser.add_argument(
-        "--gpus-per-node", type=int, default=8, metavar="N", help="of the cluster (default: 8)"
+        "--gpus-per-node",
+        type=int,
+        default=8,
+        metavar="N",
+        help="GPUs per node of the cluster (default: 8)",
     )
     parser.add_argument(
         "--list", action="store_true", help="list the recipes that come with hfscale"
@@ -71,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     recipe = read_recipe(arguments.recipe, arguments.overrides)
     from ..config.parallel import ParallelConfig
-    from ..recipes.places import check_places  # behind the recipe itself: these import torch
+    from ..recipes.places import check_places  # after the recipe is read: these import torch
 
     check_places(recipe)
 
@@ -97,14 +106,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def add_memory_limit(parser: argparse.ArgumentParser) -> None:
-    """Add ``--max-memory[=SIZE]``, infinite without a number."""
+    """Add ``--max-memory[=SIZE]``; without a size, the limit is infinite and the memory is only printed."""
     parser.add_argument(
         "--max-memory",
         nargs="?",
         const=math.inf,
         type=_gibibytes,
         metavar="SIZE",
-        help="say what memory each rank needs; with a size, as 40GiB, 40 or 40GB, stop before training if it is more",
+        help="print the memory each rank needs; with a size (40GiB, 40 or 40GB), stop before training if it is more",
     )
 
 
@@ -112,7 +121,7 @@ def memory_limit_flags(limit: float | None) -> list[str]:
     """Return the flags that pass ``limit`` to another command line."""
     if limit is None:
         return []
-    # every digit of a size in 10^9 bytes
+    # Enough digits for a size that was given in units of 10^9 bytes.
     return ["--max-memory"] if math.isinf(limit) else [f"--max-memory={limit:.12g}"]
 
 
@@ -122,7 +131,7 @@ def _gibibytes(text: str) -> float:
     except ValueError:
         count = byte_count(text)
     if not count:
-        # Where the flag stands before an override, the parser takes that for its number.
+        # If the flag stands right before an override, argparse takes the override for the flag's size.
         raise argparse.ArgumentTypeError(
             f"{text!r} is no size: write --max-memory=40GiB (40 means the same), or --max-memory alone at the end"
         )

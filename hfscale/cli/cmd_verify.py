@@ -1,5 +1,5 @@
-"""Train a tiny clone of a model (same classes, few layers, small widths) in a layout on CPU processes and in one
-process with stock transformers, and compare loss, gradients, norm, weights and checkpoint. Exits with 1 on any
+"""Train a tiny clone of a model (same classes, few layers, small widths) twice: in a layout on CPU processes, and in
+one process with stock transformers. Compare loss, gradients, norm, weights and checkpoint. Exits with 1 on any
 difference. Needs no weights and no GPU.
 """
 
@@ -10,7 +10,7 @@ from ..errors import ConfigError
 from . import model_flags as flags
 from .look import show, working
 
-HELP = "prove a layout on this machine: a tiny clone of the model against one process"
+HELP = "prove a layout on this machine: compare a tiny clone of the model with one process"
 EXAMPLE = "hfscale verify Qwen/Qwen3-8B --tp 2 --pp 2 --schedule zbv"
 
 
@@ -29,8 +29,8 @@ def run(arguments: argparse.Namespace) -> int:
     transformers.utils.logging.disable_progress_bar()  # for a clone's few kilobytes
     if arguments.dtype not in (None, "float64"):
         raise ConfigError(
-            f"--dtype {arguments.dtype}: verify compares in float64, in which a wrong layout cannot hide behind "
-            "rounding: leave it out"
+            f"--dtype {arguments.dtype}: verify compares in float64, in which rounding cannot hide a wrong layout: "
+            "leave it out"
         )
     auto_class = flags.auto_class_of(arguments.auto_class)
     asked = flags.layout_of(arguments)

@@ -1,4 +1,4 @@
-"""Output shared by all subcommands: progress, tables, JSON, and the files that they may write."""
+"""Output functions of all subcommands: progress, tables, JSON, and checks of the files that they may write."""
 
 import argparse
 import json
@@ -10,16 +10,16 @@ from typing import Any
 from ..errors import ConfigError
 
 _PICTURES = (".png", ".svg")
-_STAGING = ".incomplete"  # left by a killed command, and removed by the next one
+_STAGING = ".incomplete"  # directory that a killed command leaves, and the next one removes
 
 
 def print_json(document: Any) -> None:
-    """Print a document as JSON, the only text on standard output."""
+    """Print a document as JSON; nothing else is printed on standard output."""
     print(json.dumps(document, indent=1, default=str))
 
 
 def show(arguments: argparse.Namespace, document: Any, text: str) -> None:
-    """Print a result: the document under ``--json``, else the text."""
+    """Print a result: ``document`` as JSON with ``--json``, else ``text``."""
     if arguments.json:
         print_json(document)
     else:
@@ -27,7 +27,7 @@ def show(arguments: argparse.Namespace, document: Any, text: str) -> None:
 
 
 def check_writable(*files: Path | None) -> None:
-    """Refuse files that cannot be written, before their contents are computed."""
+    """Refuse paths that cannot be written, before the contents of the files are computed."""
     for path in filter(None, files):
         if not path.absolute().parent.is_dir():
             raise ConfigError(
@@ -36,14 +36,14 @@ def check_writable(*files: Path | None) -> None:
 
 
 def check_directory(directory: Path, of: str) -> None:
-    """Refuse a path that is no directory, without slow imports."""
+    """Refuse a path that is not a directory, without slow imports. ``of`` completes "give the directory of ..."."""
     if not directory.is_dir():
         problem = "is a file" if directory.exists() else "does not exist"
         raise ConfigError(f"{directory} {problem}: give the directory of {of}")
 
 
 def working(what: str) -> None:
-    """Print what is being done, if standard error is a terminal."""
+    """Print a line of progress, if standard error is a terminal."""
     if sys.stderr.isatty():
         print(f"{what} ...", file=sys.stderr, flush=True)
 
@@ -57,13 +57,15 @@ def add_output(parser: argparse.ArgumentParser) -> None:
         help="largest file (default: %(default)s)",
     )
     parser.add_argument(
-        "--overwrite", action="store_true", help="write into OUT though it has files: those of the same names, and "
-        "weights, are replaced, others stay"
+        "--overwrite", action="store_true", help="write into OUT even if it has files: weights and files of the same "
+        "names are replaced, other files stay"
     )  # fmt: skip
 
 
 def check_target(out: Path, overwrite: bool, **sources: Path | str) -> None:
-    """Refuse OUT with files unless ``overwrite``, and one among ``sources``: argument -> a path that is read."""
+    """Refuse OUT if it has files, unless ``overwrite`` is set, or if it is one of the paths that are read:
+    ``sources``.
+    """
     for name, source in sources.items():
         if out.resolve() == Path(source).resolve():
             raise ConfigError(
@@ -82,7 +84,7 @@ def check_target(out: Path, overwrite: bool, **sources: Path | str) -> None:
 
 
 def check_drawing(path: Path) -> None:
-    """Check that a picture can be written, before anything is computed for it."""
+    """Check that a picture can be written, before its contents are computed."""
     if path.suffix.lower() not in _PICTURES:
         raise ConfigError(f"{path} has the suffix {path.suffix!r}: use {' or '.join(_PICTURES)}")
     check_writable(path)

@@ -1,4 +1,4 @@
-"""Flags shared by several subcommands, and what they say: amounts, a model, its layout, training and machine."""
+"""Flags that several subcommands have in common, and their values: sizes, a model, its layout, training and machine."""
 
 import argparse
 import difflib
@@ -27,21 +27,21 @@ QUANTIZATIONS: dict[str, dict[str, Any]] = {
     "int8": {"load_in_8bit": True},
     "as_stored": {"as_stored": True},
 }
-"""Kinds of ``--quantize``, as a recipe has them."""
+"""Values of ``--quantize``, with the recipe section that each value stands for."""
 ON_HOST = ("parameters", "optimizer", "activations")
 _TOKENS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
 def bytes_of(text: str, flag: str, alone: str = "") -> int:
-    """Parse a size, in the units of :class:`hfscale.MemoryConfig`: ``"60GB"`` and ``"60G"`` -> 60,000,000,000; a number
-    is one of units ``alone``.
+    """Parse a size in the units of :class:`hfscale.MemoryConfig`: ``"60GB"`` and ``"60G"`` -> 60,000,000,000. A number
+    without a unit is in units of ``alone``.
     """
     count = byte_count(f"{text}{alone}" if text.strip()[-1:].isdigit() else text)
     if not count:
         raise ConfigError(
             f"{flag} {text} is no size: write a positive number and KiB, MiB or GiB (2^10, 2^20, 2^30), or KB, MB "
-            "or GB (10^3, 10^6, 10^9), as 60GiB"
+            "or GB (10^3, 10^6, 10^9), such as 60GiB"
         )
     return count
 
@@ -53,13 +53,13 @@ def tokens_of(text: str, flag: str) -> int:
     if not count or not count.is_integer():
         raise ConfigError(
             f"{flag} {text} is no number of tokens: use a whole number of at least 1, alone or with K, M or G "
-            "(2^10, 2^20, 2^30), as 4194304 or 4M"
+            "(2^10, 2^20, 2^30), such as 4194304 or 4M"
         )
     return int(count)
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add MODEL, its Auto class, its dtype, and whether its own code may run."""
+    """Add MODEL, and flags for its Auto class, its dtype, and whether the model's own code may run."""
     parser.add_argument(
         "model", metavar="MODEL", help="a model directory, a Hub id, or the path of a config.json"
     )
@@ -70,7 +70,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "--trust-remote-code", action="store_true", help="run the code that comes with the model"
     )
     parser.add_argument(
-        "--dtype", choices=_DTYPES, help="type of the weights (default: the config's)"
+        "--dtype", choices=_DTYPES, help="dtype of the weights (default: the config's)"
     )
 
 
@@ -80,14 +80,14 @@ def remote_code(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def building(arguments: argparse.Namespace, config: Any) -> AbstractContextManager[None]:
-    """Explain transformers' errors about a model that it cannot build inside the ``with`` block."""
+    """Return a context manager that explains the errors of transformers for a model that it cannot build."""
     from .._compat.transformers.classes import built_or_explained
 
     return built_or_explained(auto_class_of(arguments.auto_class), config)
 
 
 def auto_class_of(name: str) -> Any:
-    """Return the Auto class of this name."""
+    """Return the Auto class of transformers with this name."""
     import transformers
 
     from .._compat.transformers.classes import auto_classes
@@ -102,7 +102,7 @@ def auto_class_of(name: str) -> Any:
 
 
 def load_config(model: str, trusted: bool = False) -> Any:
-    """Return the config of MODEL."""
+    """Return the config of MODEL, a directory, Hub id or config.json."""
     from ..api import arguments
 
     config, _ = arguments.load_config(model, {"trust_remote_code": trusted})
@@ -111,7 +111,7 @@ def load_config(model: str, trusted: bool = False) -> Any:
 
 
 def check_place(model: str) -> None:
-    """Refuse a MODEL that is written like a path and does not exist, without slow imports."""
+    """Refuse a MODEL that looks like a path but does not exist, without slow imports."""
     path = Path(model)
     finish_move(path)
     if not path.exists() and written_like_a_path(model):
@@ -128,35 +128,41 @@ def check_place(model: str) -> None:
 
 
 def add_lora(parser: Adds, what: str) -> None:
-    """Add ``--lora``; ``what`` begins its help."""
-    told = f"{what}: all-linear (the default), or names joined by commas"
+    """Add ``--lora``; ``what`` is the beginning of its help text."""
+    told = f"{what}: all-linear (the default), or module names joined by commas"
     parser.add_argument("--lora", metavar="TARGETS", nargs="?", const="all-linear", help=told)
 
 
 def add_training_arguments(parser: Adds) -> None:
-    """Add the flags of adapters, weights in fewer bits, optimizer, precision and memory for :func:`plan_arguments`."""
+    """Add flags of adapters, quantized weights, optimizer, precision and memory, for :func:`plan_arguments`."""
     parser.add_argument(
-        "--quantize", choices=tuple(QUANTIZATIONS), help="weights in 4 or 8 bits, or as stored"
+        "--quantize",
+        choices=tuple(QUANTIZATIONS),
+        help="keep weights in 4 or 8 bits, or as the checkpoint stores them",
     )
     add_lora(parser, "train LoRA adapters")
     parser.add_argument("--rank", type=int, metavar="R", help="rank of the adapters (default: 16)")
     parser.add_argument(
-        "--optimizer", metavar="NAME", help=f"its name in HF Trainer (default: {OPTIMIZER})"
+        "--optimizer",
+        metavar="NAME",
+        help=f"name of the optimizer in HF Trainer (default: {OPTIMIZER})",
     )
-    told = "compute in bfloat16 over the weights' own type, products of layers in 8 bits"
+    told = "compute in bfloat16 over weights of their own dtype; fp8: layer products in 8 bits"
     parser.add_argument("--mixed-precision", choices=ESTIMATED_PRECISIONS, help=told)
-    told = "none, elementwise, selective, full (without HOW), every n-th layer, or a budget as 8GiB"
+    told = "none, elementwise, selective, full (default), a number n: every n-th layer, or a memory budget such as 8GiB"
     parser.add_argument("--recompute", metavar="HOW", nargs="?", const="full", help=told)
     parser.add_argument(
         "--tile-tokens", type=int, metavar="N", help="run norms and MLPs in tiles of N tokens"
     )
     parser.add_argument(
-        "--offload", metavar="WHAT,...", help=f"to the host: any of {', '.join(ON_HOST)}"
+        "--offload",
+        metavar="WHAT,...",
+        help=f"keep on the host (CPU memory): any of {', '.join(ON_HOST)}",
     )
 
 
 def plan_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the arguments of :func:`hfscale.plan`: class, dtype, adapters, quantized weights, precision, memory."""
+    """Return the arguments of :func:`hfscale.plan`: class, dtype, adapters, quantization, precision and memory."""
     from transformers import BitsAndBytesConfig
 
     from ..config.memory import MemoryConfig
@@ -164,7 +170,7 @@ def plan_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
     on_host = list(filter(None, (arguments.offload or "").split(",")))
     if unknown := set(on_host).difference(ON_HOST):
         raise ConfigError(
-            f"--offload {unknown.pop()} is unknown: use activations, parameters or optimizer, or several"
+            f"--offload {unknown.pop()} is unknown: use activations, parameters or optimizer, or several (with commas)"
         )
     again = arguments.recompute or "none"
     away = dict[str, Any]((f"offload_{name}", True) for name in on_host)
@@ -199,33 +205,33 @@ def add_machine_arguments(parser: Adds) -> None:
     """Add ``--hardware`` and ``--sequence-length``."""
     told = "h100, b200, l40s, rtx-4090, mi300x, ... (an unknown name lists all), or a calibration's JSON"
     parser.add_argument("--hardware", default="h100", metavar="NAME", help=told)
-    told = "tokens of a sequence, as 8192 or 8K (default: 4K)"
+    told = "tokens per sequence, such as 8192 or 8K (default: 4K)"
     parser.add_argument("--sequence-length", default="4096", metavar="N", help=told)
 
 
 def add_reports(parser: Adds) -> None:
-    """Add a flag for each format in which an extension writes reports, for :func:`write_reports`."""
+    """Add a flag for each report format that extensions provide, for :func:`write_reports`."""
     for name in sorted(added("reports")):
         parser.add_argument(
-            f"--{name}", type=Path, metavar="FILE", help="write a page with pictures as well"
+            f"--{name}", type=Path, metavar="FILE", help="write a page with pictures in addition"
         )
 
 
 def reports_of(arguments: argparse.Namespace) -> dict[str, Path]:
-    """Return the reports that are asked for: format -> file."""
+    """Return the requested reports as a map of format to file."""
     asked = {name: getattr(arguments, name) for name in sorted(added("reports"))}
     return {name: target for name, target in asked.items() if target is not None}
 
 
 def write_reports(arguments: argparse.Namespace, found: Any, title: str) -> None:
-    """Write the reports of an estimate or a search that are asked for."""
+    """Write the requested reports of an estimate or a search."""
     for name, target in reports_of(arguments).items():
         target.write_text(provided("reports", name)(found, title))
 
 
 def add_layout_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add a flag for every field of a layout."""
-    # Values stay strings here: ParallelConfig checks them, and fills in those left out.
+    """Add one flag for each field of a layout."""
+    # Values stay strings here: ParallelConfig checks them, and sets the defaults of fields that are left out.
     layout = parser.add_argument_group("layout")
     for field in declared(LayoutFields):
         if field.kind is bool:

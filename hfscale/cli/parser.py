@@ -1,21 +1,21 @@
-"""The parser of a command line, which knows its arguments."""
+"""A command-line parser that keeps a list of its arguments."""
 
 import argparse
 from typing import Any, NoReturn, Protocol
 
 
 class Adds(Protocol):
-    """A parser, or an argument group of one."""
+    """Anything that takes arguments: a parser, or an argument group of a parser."""
 
     def add_argument(self, *flags: str, **options: Any) -> argparse.Action:
-        """Add an argument."""
+        """Add an argument, like :meth:`argparse.ArgumentParser.add_argument`."""
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that prints an error in one line, with a pointer to ``--help`` instead of the usage.
+    """A parser that prints an error as one line, which points to ``--help`` instead of showing the usage.
 
     Attributes:
-        arguments: those added so far, in order, those of its groups included.
+        arguments: all arguments added so far, in order, including those of argument groups.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -23,13 +23,13 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, **options)
 
     def add_argument(self, *flags: Any, **options: Any) -> argparse.Action:
-        """Add an argument."""
+        """Add an argument, and record it in :attr:`arguments`."""
         made = super().add_argument(*flags, **options)
         self.arguments.append(made)
         return made
 
     def add_argument_group(self, *args: Any, **options: Any) -> Any:
-        """Add a group, whose arguments are the parser's too."""
+        """Add a group; arguments of the group are recorded in :attr:`arguments` too."""
         group: Any = super().add_argument_group(*args, **options)
         add = group.add_argument
 
@@ -42,7 +42,7 @@ class Parser(argparse.ArgumentParser):
         return group
 
     def flags(self) -> dict[str, argparse.Action]:
-        """Return flag -> argument, for flags that begin with two dashes."""
+        """Map each flag that begins with two dashes to its argument."""
         return {
             flag: argument
             for argument in self.arguments
@@ -51,5 +51,5 @@ class Parser(argparse.ArgumentParser):
         }
 
     def error(self, message: str) -> NoReturn:
-        """Print the message, and exit with 2."""
+        """Print the message, and exit with code 2."""
         self.exit(2, f"{self.prog}: {message}\nsee {self.prog} --help\n")

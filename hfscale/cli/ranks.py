@@ -1,4 +1,4 @@
-"""Start processes on this machine for a measurement, each on a device of its own."""
+"""Start processes on this machine for a measurement; each process has its own device."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,7 @@ from ..errors import HFScaleError
 
 
 class MeasurementError(HFScaleError, RuntimeError):
-    """Raised if a rank that was started for a measurement failed."""
+    """Raised if a rank fails that was started for a measurement."""
 
 
 def run_ranks(
@@ -21,8 +21,11 @@ def run_ranks(
     *args: Any,
     timeout: float = 300.0,
 ) -> Any:
-    """Run ``function(device, *args)`` on ``world`` processes in a group; return rank 0's result in ``timeout`` s."""
-    from ..testing.pool import RankError, RankPool  # whose room imports transformers
+    """Run ``function(device, *args)`` in ``world`` processes that form a process group; return rank 0's result.
+
+    Raise :class:`MeasurementError` if a rank fails or the run takes more than ``timeout`` seconds.
+    """
+    from ..testing.pool import RankError, RankPool  # imports transformers
 
     try:
         with RankPool(world, timeout, backend=_backend) as ranks:

@@ -212,11 +212,11 @@ class ParallelConfig(Spelled, LayoutFields, ParallelismConfig):
 
     @property
     def cuts_sequences(self) -> bool:
-        """Return whether each rank has a part of every sequence."""
+        """Return whether sequences are sharded over context-parallel ranks."""
         return self.cp > 1
 
     def own_tokens(self, tokens: int) -> int:
-        """Return how many of the ``tokens`` of a microbatch a rank has at the most."""
+        """Return the largest number of tokens on one context-parallel rank, of a microbatch of ``tokens``."""
         return ceil(tokens / self.cp)
 
     def microbatches_of(self, accumulated: int) -> int:

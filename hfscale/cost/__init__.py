@@ -1,1 +1,1 @@
-"""Estimate what a run costs: models of bytes and seconds, and the tools that use them."""
+"""Estimate the cost of a run: models of bytes and seconds, and tools that use these models."""

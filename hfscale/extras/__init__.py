@@ -1,1 +1,1 @@
-"""Hold what no plain training run needs, one package each: an extension, which nothing outside imports."""
+"""Features that plain training runs do not need: one package per extension, which no other room imports."""

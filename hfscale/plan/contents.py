@@ -49,7 +49,7 @@ class Feature:
 
     @property
     def run_whole(self) -> tuple[str, ...]:
-        """Return the modules that run on full sequences, though each rank has a part of them."""
+        """Return the modules that every context-parallel rank runs on full sequences."""
         return ()
 
     @property
@@ -111,7 +111,7 @@ class PlanContents:
 
     @property
     def run_whole(self) -> tuple[str, ...]:
-        """Return the modules that run on full sequences, though each rank has a part of them."""
+        """Return the modules that every context-parallel rank runs on full sequences."""
         return tuple(name for feature in self.features for name in feature.run_whole)
 
     @property

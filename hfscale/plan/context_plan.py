@@ -1,4 +1,4 @@
-"""Hold what was decided about sequences cut over context ranks, and what attention over these ranks exchanges."""
+"""Plan the sharding of sequences over context-parallel ranks, and compute what attention exchanges between them."""
 
 from dataclasses import dataclass, replace
 
@@ -52,14 +52,14 @@ class ContextPlan(Feature):
 
 @dataclass(frozen=True)
 class Exchange:
-    """Describe how ranks that share each sequence read one another's keys and values in a layer's attention."""
+    """Describe how context-parallel ranks exchange keys and values in a layer's attention."""
 
-    method: str = "gather"  # of :data:`hfscale.names.CP_METHODS`, but for ``auto``
-    heads: int = 0  # query heads of a rank; 0 where nobody knows
+    method: str = "gather"  # one of :data:`hfscale.names.CP_METHODS`, except ``auto``
+    heads: int = 0  # query heads on one tensor rank; 0 if unknown
     replicas: float = (
-        1.0  # ranks that have each key head, where there are more of them than key heads
+        1.0  # number of ranks that hold each key head, if there are more ranks than key heads
     )
-    between: bool = False  # whether there is anybody to exchange with
+    between: bool = False  # whether sequences are sharded at all
 
     @property
     def moves_heads(self) -> bool:
@@ -67,17 +67,17 @@ class Exchange:
         return self.between and self.method in ("heads", "heads_ring")
 
     def held(self, keys_values: float, queries: float, tokens: int, own: int) -> float:
-        """Return the most bytes that a rank holds of others' keys and values while a layer's attention runs.
+        """Return the peak bytes of buffers for other ranks' keys and values while a layer's attention runs.
 
-        A token has ``keys_values`` and ``queries`` bytes of each; ``own`` of the ``tokens`` are this rank's::
+        ``keys_values`` and ``queries`` are bytes per token. A microbatch has ``tokens`` tokens, of which ``own`` are on
+        this rank::
 
             gather       2 kv tokens   all keys and values, and the gradients that this rank adds to them
-            ring         4 kv own      a block and the next one under way, and the same of their gradients
-            heads        2 q own       what is sent of queries, and what comes for it
-            heads_ring   as the ring, with key heads replicated where there are fewer of them than ranks that share
-                         them out
+            ring         4 kv own      a block and the next one in transfer, and the gradients of both
+            heads        2 q own       queries that are sent, and those that are received
+            heads_ring   like ring, with key heads replicated if there are fewer than ranks that exchange heads
 
-        What collectives copy in order to send it comes on top: as much again at most, over gloo.
+        Copies that collectives make in order to send are extra: at most as much again, over gloo.
         """
         if not self.between:
             return 0.0
@@ -92,7 +92,7 @@ NO_EXCHANGE = Exchange()  # every rank has full sequences
 
 
 def exchange_of(plan: PlanContents) -> Exchange:
-    """Return how a plan's attention reads what other ranks have of a sequence."""
+    """Return how attention exchanges keys and values under a plan."""
     planned = plan.feature(ContextPlan)
     if planned is None:
         return NO_EXCHANGE
@@ -104,7 +104,11 @@ def exchange_of(plan: PlanContents) -> Exchange:
 def exchange_over(
     size: int, method: str, heads: int, key_heads: int, together: int = 1
 ) -> Exchange:
-    """Return how ``size`` ranks exchange, each with as many ``heads``; ``heads_ring`` in groups of ``together``."""
+    """Return how ``size`` context-parallel ranks exchange keys and values by ``method``.
+
+    ``heads`` and ``key_heads`` are those on one tensor rank. Under ``heads_ring``, groups of ``together`` ranks
+    exchange heads.
+    """
     if size == 1:
         return NO_EXCHANGE
     if heads:

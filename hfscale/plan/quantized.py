@@ -23,7 +23,7 @@ AS_STORED = "as_stored"  # the quantization config that keeps weights in the byt
 BLOCK = 64  # values per scale in 4 bits
 # In double quantization, the number of scales that are quantized with one outer scale
 OUTER_BLOCK = 256
-_CODE = 4 * 16  # bytes of the table of 4-bit values, one per weight
+_CODE = 4 * 16  # bytes of a weight's table of 4-bit values
 _OUTER_CODE = 4 * 256
 
 
@@ -108,7 +108,7 @@ class QuantizedPlan:
 
     @property
     def by_bitsandbytes(self) -> bool:
-        """Return whether bitsandbytes' modules, which PEFT and engines know, hold the weights."""
+        """Whether the weights are in bitsandbytes' modules, which PEFT and inference engines support."""
         return not self.as_stored
 
     @property
@@ -117,7 +117,7 @@ class QuantizedPlan:
         return f"held as stored ({self.kind})" if self.as_stored else f"in {self.bits} bits"
 
     def lines(self, by_name: Mapping[str, ParameterPlan]) -> list[str]:
-        """Return how the weights are held, and how their arithmetic can differ from one process, a line each."""
+        """Return lines about the weights: how they are held, and how their arithmetic can differ from one process."""
         weights = [by_name[name] for name in self.weights]
         if self.as_stored:
             size = f"{self.size:.3g} bytes of a value"
@@ -142,8 +142,9 @@ class QuantizedPlan:
         return lines
 
     def bytes_of(self, name: str, local: Sequence[int], sharded: bool) -> int:
-        """Return the bytes and scales of a rank's shard of a weight, whose shape is ``local``; ``sharded`` over data
-        ranks, which hold rows of equal size that hfscale packs.
+        """Return the bytes of a rank's shard of a weight, scales included; ``local`` is the shape of the shard.
+
+        If weights are ``sharded`` over data-parallel ranks, hfscale packs rows of equal size.
         """
         matrices = prod(local[:-2])
         values = prod(local[-2:])

@@ -20,6 +20,6 @@ def check_installed() -> None:
     missing = [package for module, package in _PACKAGES.items() if find_spec(module) is None]
     if missing:
         raise ConfigError(
-            f"recipes need {', '.join(missing)}, which the rest of hfscale does not, and which "
+            f"recipes need {', '.join(missing)}, which the rest of hfscale does not need, but which "
             f'{"is" if len(missing) == 1 else "are"} not installed: pip install "hfscale[recipes]"'
         )

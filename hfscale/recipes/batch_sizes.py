@@ -1,4 +1,4 @@
-"""Assign sequences to steps and ranks, and predict the memory that a rank needs for its own."""
+"""Assign sequences to steps and ranks, and predict the memory that the largest rank needs."""
 
 import math
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ GIB = 2**30
 
 
 def per_rank(batch_size: int, batch_world: int, microbatch_size: int | None) -> tuple[int, int]:
-    """Return the number of microbatches per rank in a step, and of sequences in each."""
+    """Return two numbers: microbatches per rank in a step, and sequences per microbatch."""
     if batch_size % batch_world:
         raise RecipeError(
             f"training.batch_size={batch_size} does not divide over the {batch_world} distinct batches of the layout: "
@@ -30,13 +30,15 @@ def per_rank(batch_size: int, batch_world: int, microbatch_size: int | None) -> 
     if share % size:
         raise RecipeError(
             f"training.microbatch_size={size} does not divide the {share} sequences that each of {batch_world} "
-            f"distinct batch(es) has of training.batch_size={batch_size}: use a divisor of {share}"
+            f"distinct batch(es) gets of training.batch_size={batch_size}: use a divisor of {share}"
         )
     return share // size, size
 
 
 def microbatches_of_step(recipe: Recipe, batch_world: int) -> tuple[int, int]:
-    """Return :func:`per_rank` for a recipe; rows of several texts are divided here, and not by the pipeline."""
+    """Return :func:`per_rank` for a recipe. Rows of several texts (pairs, pictures) are split into the pipeline's
+    microbatches here, because the pipeline itself would split between the texts of a row.
+    """
     training = recipe.training
     microbatches, size = per_rank(training.batch_size, batch_world, training.microbatch_size)
     if not recipe.data.is_whole:
@@ -51,7 +53,10 @@ def microbatches_of_step(recipe: Recipe, batch_world: int) -> tuple[int, int]:
 
 
 def order_of(steps: int, batch_size: int, available: int, seed: int) -> Tensor:
-    """Return the sequences of each step over all ranks, ``[steps, batch_size]``; every epoch has its own order."""
+    """Return the indices of the sequences of each step over all ranks, ``[steps, batch_size]``.
+
+    Every epoch shuffles the ``available`` sequences anew, seeded by ``seed`` and the epoch's number.
+    """
     epochs = range(-(-steps * batch_size // available))
     drawn = [torch.Generator().manual_seed(seed * 1_000_003 + epoch) for epoch in epochs]
     visited = torch.cat([torch.randperm(available, generator=generator) for generator in drawn])
@@ -59,26 +64,32 @@ def order_of(steps: int, batch_size: int, available: int, seed: int) -> Tensor:
 
 
 def by_cost(order: Tensor, costs: Tensor, batch_world: int, size: int) -> Tensor:
-    """Sort each step's sequences, so that :func:`dealt` gives microbatches of ``size`` that cost alike to all ranks."""
+    """Reorder each step's sequences so that all ranks get about the same cost when :func:`dealt` deals them in
+    microbatches of ``size`` sequences.
+    """
     falling = order.gather(
         1,
         costs[order].argsort(dim=1, descending=True, stable=True),
     )
     rounds = falling.view(len(order), -1, batch_world, size)
-    # Who has the dearest of a round has the cheapest of the next.
+    # The rank with the costliest microbatch of one round gets the cheapest one of the next round.
     rounds[:, 1::2] = rounds[:, 1::2].flip(2)
     return rounds.transpose(1, 2).flatten(1)
 
 
 def dealt(order: Tensor, batch_world: int, microbatches: int, size: int) -> list[int]:
-    """Return the sequences in a loader's order: to each batch rank in turn a microbatch, consecutive rows of a step."""
+    """Return the sequences in the order of a data loader: each batch rank in turn gets one microbatch, which is
+    ``size`` consecutive entries of a step in ``order``.
+    """
     return order.view(-1, batch_world, microbatches, size).transpose(1, 2).flatten().tolist()
 
 
 def evaluation_steps(
     available: int, batch_rank: int, batch_world: int, size: int
 ) -> Iterator[tuple[list[int], int, range]]:
-    """Yield each step's rows of one rank, how many count (the rest fill up), and the range of those of all ranks."""
+    """Yield for each evaluation step: the ``size`` rows of this rank, how many of them count (the remaining ones are
+    padding), and the range of rows that count on all ranks together.
+    """
     for start in range(0, available, size * batch_world):
         total = min(size * batch_world, available - start)
         share = -(-total // batch_world)
@@ -101,7 +112,7 @@ def expect_memory(model: Any, recipe: Recipe, limit: float | None) -> Any:
     )
     most = max(gathered(own), key=lambda estimate: estimate.total)
     if is_main():
-        print(f"memory predicted, of the rank with most:\n{most}", flush=True)
+        print(f"predicted memory of the largest rank:\n{most}", flush=True)
     if most.total > limit * GIB:
         kind, size = max(most.kinds.items(), key=lambda item: item[1])
         raise RecipeError(
@@ -131,7 +142,7 @@ def of_one_microbatch(recipe: Recipe, layout: hfscale.ParallelConfig) -> dict[st
 def beside(expected: Any, outcome: Any) -> str:
     """Return a line with the predicted and the measured peak."""
     measured = f"measured {outcome.memory / GIB:.2f} GiB"
-    if not accelerators().is_available():  # what the system counts, with Python and its libraries
+    if not accelerators().is_available():  # resident memory, Python and its libraries included
         measured += (
             f" of the whole process, {outcome.memory_before / GIB:.2f} GiB before the first step"
         )

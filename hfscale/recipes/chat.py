@@ -1,4 +1,4 @@
-"""Encode conversations, prompts with completions, preference pairs and texts with a class, as tokens and labels."""
+"""Encode the data formats (conversations, completions, preference pairs, classes) as tokens and labels."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -16,14 +16,19 @@ from .templates import DIRECTORY
 TEMPLATES = {
     path.stem: path.read_text(encoding="utf-8") for path in sorted(DIRECTORY.glob("*.jinja"))
 }
-"""``chatml``, for tokenizers that have its two special tokens, and ``plain``, headings of ordinary text, for all
-others; both mark what the assistant writes, the end of its turn included."""
+"""Built-in chat templates by name. ``chatml`` is for tokenizers that have the special tokens ``<|im_start|>`` and
+``<|im_end|>``; ``plain`` marks turns by headings of ordinary text, for all other tokenizers. Both templates mark the
+assistant's text, including the end of each turn, for the labels.
+"""
 
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 def set_chat_template(reader: Any, data: DataRecipe) -> None:
-    """Set the recipe's chat template on a tokenizer, or on a processor with pictures; it is saved with it."""
+    """Set the recipe's chat template on a tokenizer, or on the processor of a model with pictures.
+
+    The template is saved together with the tokenizer.
+    """
     built_in = {} if hasattr(reader, "tokenizer") else TEMPLATES
     use = ", or one of ".join(
         ["the path of a Jinja template", *([", ".join(built_in)] if built_in else [])]
@@ -41,20 +46,24 @@ def set_chat_template(reader: Any, data: DataRecipe) -> None:
     given = reader.chat_template
     if not given or (isinstance(given, dict) and "default" not in given):
         raise RecipeError(
-            "conversations are rendered through the base's chat template, and it has none to use by default: give "
+            "conversations are rendered through the base's chat template, but this base has none to use by default: "
+            "give "
             f"data.chat_template {use}"
         )
 
 
 def encode_chat(tokenizer: Any, messages: Any, train_on: str, where: str) -> Example:
-    """Return a conversation as a row, with labels of the assistant's turns or of ``all``; ``where`` is its name."""
-    # What an assistant's call of a tool has for content depends on the template.
+    """Return a conversation as a row; labels cover the assistant's turns, or everything if ``train_on`` is ``all``.
+
+    ``where`` names the conversation in errors.
+    """
+    # The content of an assistant message that calls a tool may have any type: templates differ.
     if not (isinstance(messages, list) and messages) or not all(
         isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message
         for message in messages
     ):
         raise RecipeError(
-            f"{where} is no conversation: messages must be a list of records with role and content, and this is "
+            f"{where} is no conversation: messages must be a list of records with role and content, got "
             f"{str(messages)[:200]!r}; change data.messages_column, or the data"
         )
     try:
@@ -74,7 +83,7 @@ def encode_chat(tokenizer: Any, messages: Any, train_on: str, where: str) -> Exa
         TemplateError,
         TypeError,
         ValueError,
-    ) as error:  # TypeError: content is not the text that a template takes
+    ) as error:  # TypeError: a message's content is no text
         raise RecipeError(
             f"the chat template does not render {where}: {error}; correct the data, or give another data.chat_template"
         ) from error
@@ -83,11 +92,13 @@ def encode_chat(tokenizer: Any, messages: Any, train_on: str, where: str) -> Exa
 def encode_completion(
     tokenizer: Any, prompt: Any, completion: Any, train_on: str, where: str
 ) -> Example:
-    """Return a prompt, its completion and an end-of-text token as a row; the completion, or everything, has labels."""
+    """Return a prompt, its completion and an end-of-text token as a row; labels cover the completion and the
+    end-of-text token, or everything if ``train_on`` is ``all``.
+    """
     if not isinstance(prompt, str) or not isinstance(completion, str):
         raise RecipeError(
-            f"{where} has a prompt or a completion that is no text: correct the data, or change data.prompt_column and "
-            "data.completion_column"
+            f"{where} has a prompt or a completion that is not a string: correct the data, or change "
+            "data.prompt_column and data.completion_column"
         )
     before = tokenizer(prompt, verbose=False)["input_ids"]
     ids = tokenizer(prompt + completion, verbose=False)["input_ids"]
@@ -114,19 +125,19 @@ def _by_markers(
     turns = sum(message["role"] == "assistant" for message in messages)
     spans = sum(marked for marked, _ in groupby(mask))
     if spans < turns or (mask[-1] and messages[-1]["role"] != "assistant"):
-        # Where a span begins or ends with a space that is in no token's offsets, the host marks nothing behind it, or
-        # everything: also what the user says next.
+        # If a span begins or ends with a space that is in no token's offsets, transformers marks either nothing after
+        # the space or everything, including the user's next message.
         raise RecipeError(
-            f"{where} has {turns} turns of the assistant, and the template's {{% generation %}} markers show {spans} "
-            "in its tokens, or do not end: strip spaces from the messages, begin and end the markers at other text, "
-            "or use data.train_on=all"
+            f"{where} has {turns} turns of the assistant, but the template's {{% generation %}} markers show {spans} "
+            "spans in its tokens, or do not end: strip spaces from the messages, begin and end the markers at text "
+            "other than spaces, or use data.train_on=all"
         )
     special = set(tokenizer.all_special_ids)
     start = 0
     for marked, tokens in groupby(list(mask)):
         end = start + len(list(tokens))
-        # The token that ends a turn, where the markers leave it out: without it the model would not learn to stop.
-        # Spaces before it may be in no token's offsets, and then the host leaves them out as well.
+        # If the markers leave out the token that ends a turn, mark it here: without its label the model would not learn
+        # to stop. Spaces before that token may be in no token's offsets; transformers leaves such spaces unmarked too.
         last = end
         while last < len(ids) and not tokenizer.decode([ids[last]]).strip():
             last += 1
@@ -150,18 +161,20 @@ def by_prefixes(
         list[int],
     ],
 ) -> list[int]:
-    """Return labels of what each assistant turn adds to the rendering of the messages before it and its heading."""
+    """Return labels that cover each assistant turn: the tokens that follow the rendering of the earlier messages plus
+    the assistant's heading. ``rendered(n, answer)`` returns the tokens of the first ``n`` messages.
+    """
     labels = [IGNORED] * len(ids)
     for index, message in enumerate(messages):
-        # Nothing asks for what a conversation begins with.
+        # An assistant message at the very beginning answers nothing, so it gets no labels.
         if message["role"] != "assistant" or index == 0:
             continue
         before = rendered(index, True)
         until = rendered(index + 1, False)
         if until[: len(before)] != before or ids[: len(until)] != until:
             raise ValueError(
-                f"the assistant's turn (message {index}) cannot be located, since the chat template renders the "
-                "messages up to there to other tokens than the whole conversation begins with: give "
+                f"the assistant's turn (message {index}) cannot be located, since the chat template renders the first "
+                "messages to other tokens when it renders them alone than within the whole conversation: give "
                 "data.chat_template a template with {% generation %} markers, or use data.train_on=all"
             )
         labels[len(before) : len(until)] = ids[len(before) : len(until)]
@@ -178,7 +191,7 @@ def render(
 
 
 class Pair(NamedTuple):
-    """Hold the tokens of the preferred and of the rejected text."""
+    """Hold a preference pair: the tokens of the preferred and of the rejected text."""
 
     chosen: list[int]
     rejected: list[int]
@@ -187,7 +200,10 @@ class Pair(NamedTuple):
 def encode_pairs(
     data: DataRecipe, tokenizer: Any, documents: Sequence[Document]
 ) -> tuple[list[Pair], int]:
-    """Encode pairs of at most ``data.sequence_length`` tokens each; return those that differ, and how many do not."""
+    """Encode preference pairs, each text cut to ``data.sequence_length`` tokens.
+
+    Return the pairs whose two texts differ and are not empty, and the number of pairs left out.
+    """
     pairs = []
     for document in documents:
         columns = document.columns
@@ -209,8 +225,8 @@ def _encode(tokenizer: Any, prompt: Any, answer: Any, where: str) -> list[int]:
         return list(tokenizer(whole, verbose=False)["input_ids"])
     if not isinstance(whole, list):
         raise RecipeError(
-            f"{where} must have two texts or two conversations, after a prompt of the same kind if there is one: "
-            "correct the data, or change data.chosen_column, data.rejected_column and data.prompt_column"
+            f"{where} must have two texts or two conversations, and a prompt of the same kind, if it has one: correct "
+            "the data, or change data.chosen_column, data.rejected_column and data.prompt_column"
         )
     try:
         return list(render(tokenizer, whole)["input_ids"])
@@ -223,7 +239,7 @@ def _encode(tokenizer: Any, prompt: Any, answer: Any, where: str) -> list[int]:
 def encode_classes(
     data: DataRecipe, tokenizer: Any, documents: Sequence[Document]
 ) -> dict[str, list[Any]]:
-    """Encode every text, up to ``data.sequence_length`` tokens, and the number of its class."""
+    """Encode each text, cut to ``data.sequence_length`` tokens, together with the number of its class."""
     columns: dict[str, list[Any]] = {"input_ids": [], "label": []}
     for document in documents:
         ids = tokenizer(document.columns[data.text_column], verbose=False)["input_ids"]
@@ -240,6 +256,6 @@ def _number(label: Any, classes: Sequence[str], where: str) -> int:
     if isinstance(label, int) and 0 <= label < len(classes):
         return int(label)
     raise RecipeError(
-        f"the class of {where} is {label!r}, and data.classes has {', '.join(classes)} (numbers 0 to "
+        f"the class of {where} is {label!r}, but data.classes has {', '.join(classes)} (numbers 0 to "
         f"{len(classes) - 1}): correct data.classes, data.label_column or the data"
     )

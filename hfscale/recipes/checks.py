@@ -12,7 +12,7 @@ from ..errors import did_you_mean
 from .schema import DTYPES, FORMATS, METHODS, DataRecipe, FinetuneRecipe, Recipe, RecipeError
 
 STEPS_BEFORE_PROFILE = 2
-"""Steps that are never profiled: the first makes buffers and kernels, the second one warms the profiler up."""
+"""Steps that are never profiled: the first step creates buffers and kernels, the second one warms up the profiler."""
 
 
 def check_values(recipe: Recipe) -> None:
@@ -31,7 +31,7 @@ def check_values(recipe: Recipe) -> None:
     if not 0 < data.validation_fraction < 1:
         raise RecipeError(
             f"data.validation_fraction={data.validation_fraction} leaves nothing to validate or to train on: use a "
-            "share of the documents between 0 and 1"
+            "fraction of the documents between 0 and 1"
         )
     if not 0 <= training.warmup_ratio < 1:
         raise RecipeError(
@@ -39,8 +39,8 @@ def check_values(recipe: Recipe) -> None:
         )
     if training.restarts and not training.resume:
         raise RecipeError(
-            f"training.restarts={training.restarts} starts a run that failed again, and without training.resume=true "
-            "that would be refused: add it, or leave training.restarts out"
+            f"training.restarts={training.restarts} starts a failed run again, but without training.resume=true that "
+            "start would be refused: add training.resume=true, or leave training.restarts out"
         )
     if recipe.memory.get("offload_optimizer"):
         from ..plan.feature_plans import refuse_aside  # which imports torch
@@ -56,7 +56,10 @@ def made_of(
     given: dict[str, Any],
     fixed: dict[str, Any],
 ) -> Any:
-    """Return ``kind`` of the fields that a section of a recipe has and those that are ``fixed``."""
+    """Return ``kind(**fixed, **given)``, where ``given`` holds the fields of the recipe's ``section``.
+
+    Raise :class:`RecipeError` for a field that ``kind`` does not have, and for a value that it refuses.
+    """
     names = [name for name in inspect.signature(kind).parameters if name not in ("kwargs", *fixed)]
     unknown = [name for name in given if name not in names]
     if unknown:
@@ -91,15 +94,15 @@ def _check_declared(section: str, values: Any) -> None:
 
 
 def steps_to_profile(asked: str, steps: int) -> int:
-    """Parse the number of steps to profile: ``"3 steps"`` -> 3; ``steps``: of the run."""
+    """Return the number of steps to profile: ``"3 steps"`` -> 3. ``steps`` is the number of steps of the run."""
     match = re.fullmatch(r"\s*(\d+)(?:\s+steps?)?\s*", asked)
     if match is None or int(match[1]) < 1:
-        raise RecipeError(f"profile={asked!r} says no number of steps: write profile: 3 steps")
+        raise RecipeError(f"profile={asked!r} is not a number of steps: write profile: 3 steps")
     most = max(steps - STEPS_BEFORE_PROFILE, 0)
     if int(match[1]) > most:
         raise RecipeError(
-            f"profile={asked!r} starts after the first {STEPS_BEFORE_PROFILE} steps, and training.steps={steps}: "
-            f"use at most {most}, or more training.steps"
+            f"profile={asked!r} starts after the first {STEPS_BEFORE_PROFILE} steps, but training.steps={steps}: use "
+            f"at most {most}, or more training.steps"
         )
     return int(match[1])
 
@@ -125,12 +128,13 @@ def _check_format(recipe: Recipe, data: DataRecipe) -> None:
         data.format in ("pairs", "classes") or hfscale.ParallelConfig(**recipe.parallel).pp > 1
     ):
         raise RecipeError(
-            f"data.samples={data.samples} needs a model that generates text, and a layout without stages: set "
+            f"data.samples={data.samples} needs a model that generates text, and a layout without pipeline stages: set "
             "data.samples=0"
         )
     if data.packing and data.format in ("pairs", "classes"):
         raise RecipeError(
-            f"data.packing=true does not go with data.format={data.format}, whose texts have a row each"
+            f"data.packing=true does not go with data.format={data.format}, which has one text per row: leave out "
+            "data.packing"
         )
     if (data.format == "classes") != bool(data.classes):
         raise RecipeError(
@@ -148,21 +152,21 @@ def _check_learning(recipe: FinetuneRecipe) -> None:
         )
     if teacher.write and (teacher.stored or not teacher.base):
         raise RecipeError(
-            "teacher.write stores what the model teacher.base knows: give that, and no teacher.stored"
+            "teacher.write stores the predictions of the model teacher.base: give teacher.base, and no teacher.stored"
         )
     if teacher.stored and recipe.trl:
         raise RecipeError(
-            "teacher.stored knows the texts of the data, not what the model generates: leave trl out"
+            "teacher.stored has predictions for the texts of the data, not for generated ones: leave trl out"
         )
     if recipe.trl and not (recipe.rewards or teacher.base):
         raise RecipeError(
-            "trl is about what the model generates, which rewards or teacher.base judge: give one"
+            "trl sets how the model generates texts, which rewards or teacher.base judge: give one of them"
         )
     _check_texts(recipe, data)
 
 
 def _check_texts(recipe: FinetuneRecipe, data: DataRecipe) -> None:
-    """Check that a recipe that learns from a teacher or rewards has texts to begin with, or to be taught on."""
+    """Refuse data formats that have no prompts to generate from, or no texts for a teacher to teach on."""
     fitting = (
         ("chat", "completion", "prompts") if recipe.generates else ("text", "chat", "completion")
     )
@@ -171,16 +175,16 @@ def _check_texts(recipe: FinetuneRecipe, data: DataRecipe) -> None:
     ):
         raise RecipeError(
             f"data.format={data.format} has no texts without pictures to "
-            f"{'begin' if recipe.generates else 'teach on'}: use {' or '.join(fitting)}"
+            f"{'generate from' if recipe.generates else 'teach on'}: use {' or '.join(fitting)}"
         )
     if data.format == "prompts" and not recipe.generates:
         raise RecipeError(
-            "data.format=prompts has nothing to learn from but what the model generates: give rewards"
+            "data.format=prompts has no texts to train on, only prompts for the model to generate from: give rewards"
         )
     if recipe.generates and (data.samples or data.packing or recipe.training.balanced_batches):
         raise RecipeError(
-            "data.samples, data.packing and training.balanced_batches are about texts that are there: leave them out "
-            "with rewards"
+            "data.samples, data.packing and training.balanced_batches need texts that exist before training, which "
+            "the model generates here: leave them out with rewards or trl"
         )
 
 
@@ -220,7 +224,7 @@ def _check_adapter(adapter: dict[str, Any]) -> None:
 def _check_merge(recipe: FinetuneRecipe) -> None:
     if recipe.merge not in (False, True, *DTYPES):
         raise RecipeError(
-            f"merge={recipe.merge!r} is not known: use false, true or a type: {', '.join(DTYPES)}"
+            f"merge={recipe.merge!r} is not known: use false, true or a dtype: {', '.join(DTYPES)}"
         )
     if recipe.merge and not recipe.adapter:
         raise RecipeError(
@@ -228,11 +232,12 @@ def _check_merge(recipe: FinetuneRecipe) -> None:
         )
     if recipe.merge is True and recipe.quantization:
         raise RecipeError(
-            "merge=true over a quantized base does not say what type its weights are unpacked into: use merge=bfloat16 "
+            "merge=true over a quantized base does not say what dtype its weights are dequantized into: use "
+            "merge=bfloat16 "
             f"or another of {', '.join(DTYPES)}"
         )
     if isinstance(recipe.merge, str) and not recipe.quantization:
         raise RecipeError(
-            f"merge={recipe.merge} names a type, and the base is not quantized: use merge=true, which merges into the "
-            f"base's own ({recipe.training.dtype})"
+            f"merge={recipe.merge} names a dtype, but the base is not quantized: use merge=true, which merges into the "
+            f"base's own dtype ({recipe.training.dtype})"
         )

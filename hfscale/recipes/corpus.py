@@ -1,4 +1,4 @@
-"""Read the documents of a data source, and split them into training and validation equally on every machine."""
+"""Read the documents of a data source, and split them into training and validation, the same on every machine."""
 
 import ast
 import json
@@ -15,7 +15,7 @@ from datasets import load_dataset
 
 from .schema import FORMATS, DataRecipe, RecipeError
 
-# Parts of the standard library that are not library code written by hand: tests, tables, tools, other packages.
+# Directories of the standard library that are not hand-written library code: tests, tables, tools, other packages.
 _NOT_LIBRARY = {
     "test",
     "tests",
@@ -34,14 +34,14 @@ _NOT_LIBRARY = {
 
 
 class Document(NamedTuple):
-    """Hold the columns of a record, and a name for it that is the same on every machine."""
+    """Hold the columns of a record, and a name of the record that is the same on every machine."""
 
     name: str
     columns: dict[str, Any]
 
 
 def is_for_validation(name: str, fraction: float) -> bool:
-    """Return whether a document is for validation: decided by its name, so that every run agrees."""
+    """Return whether a document is for validation: decided by its name alone, so that every run decides the same."""
     return zlib.crc32(name.encode()) / 2**32 < fraction
 
 
@@ -62,8 +62,8 @@ def read(data: DataRecipe) -> tuple[list[Document], list[Document]]:
     if not train or not validation:
         raise RecipeError(
             f"data.source={data.source!r} has {len(train)} document(s) to train on and {len(validation)} to validate "
-            "on, and a run needs some of each: give more documents, or change data.validation_fraction, data.include "
-            "or data.exclude"
+            "on, but a run needs at least one of each: give more documents, or change data.validation_fraction, "
+            "data.include or data.exclude"
         )
     return train, validation
 
@@ -118,7 +118,9 @@ def _standard_library_questions(data: DataRecipe) -> Iterator[Document]:
 
 
 def _file(path: Path, name: str, data: DataRecipe, split: bool) -> Iterator[Document]:
-    """Return a JSONL file's records, a text file as one document or, if ``split``, at blank lines, else nothing."""
+    """Yield the documents of a file: the records of a JSONL file, or a text file (a document, or with ``split`` one per
+    paragraph). Yield nothing for other files.
+    """
     is_records = path.suffix == ".jsonl"
     text = _text(path) if is_records or data.format == "text" else None
     if text is None:
@@ -136,12 +138,12 @@ def _records(text: str, name: str) -> Iterator[dict[str, Any]]:
                 record = json.loads(line)
             except json.JSONDecodeError as error:
                 raise RecipeError(
-                    f"line {number} of {name} is not JSON: {error}; a JSONL file has a record per line"
+                    f"line {number} of {name} is not JSON: {error}; write one JSON object per line"
                 ) from error
             if not isinstance(record, dict):
                 raise RecipeError(
-                    f"line {number} of {name} is not a record with named columns: {line[:200]}: write a JSON object, a "
-                    "value by each name"
+                    f"line {number} of {name} is not a record with named columns: {line[:200]}: write a JSON object "
+                    "that maps names to values"
                 )
             yield record
 
@@ -151,9 +153,9 @@ def _document(
     record: dict[str, Any],
     data: DataRecipe,
 ) -> Iterator[Document]:
-    """Return the record's columns that its format needs; nothing if its text is blank."""
+    """Yield a document of the record's columns that ``data.format`` needs; yield nothing if its text is blank."""
     _check_columns(name, list(record), data)
-    # Rewards may read any.
+    # Reward functions may read any column.
     wanted = list(record) if data.format == "prompts" else needed_columns(data).values()
     columns = {column: record[column] for column in wanted}
     if data.format == "pairs" and data.prompt_column in record:
@@ -162,7 +164,8 @@ def _document(
         text = columns[data.text_column]
         if not isinstance(text, str):
             raise RecipeError(
-                f"data.text_column={data.text_column!r} of {name} is no text: {str(text)[:200]!r}"
+                f"data.text_column={data.text_column!r} of {name} must be a text, got {str(text)[:200]!r}: correct the "
+                "data or the column"
             )
         if not text.strip():
             return
@@ -170,7 +173,7 @@ def _document(
 
 
 def needed_columns(data: DataRecipe) -> dict[str, str]:
-    """Map the recipe's fields that ``data.format`` reads to the columns they name."""
+    """Map the recipe's keys that ``data.format`` reads (``text_column``, ...) to the columns that they name."""
     if data.images_column is not None:
         return {"messages_column": data.messages_column, "images_column": data.images_column}
     return {field: getattr(data, field) for field in FORMATS[data.format]}
@@ -187,10 +190,11 @@ def _check_columns(name: str, found: list[str], data: DataRecipe) -> None:
 def _hub(data: DataRecipe) -> Iterator[Document]:
     try:
         dataset = load_dataset(data.source, data.subset, split=data.split)
-    except Exception as error:  # whatever the Hub, the network or the data set's own loader raises
+    except Exception as error:  # of any type: the Hub, the network and loaders raise their own
         raise RecipeError(
-            f"data.source={data.source!r} is neither 'stdlib' nor 'stdlib-docs', nor a file or directory here, nor a "
-            f"data set on the Hub ({type(error).__name__}: {error}): correct data.source, data.subset or data.split"
+            f"data.source={data.source!r} is neither 'stdlib' nor 'stdlib-docs', nor an existing file or directory, "
+            f"nor a data set on the Hub ({type(error).__name__}: {error}): correct data.source, data.subset or "
+            "data.split"
         ) from error
     _check_columns(data.source, dataset.column_names, data)
     for index, record in enumerate(dataset):
@@ -205,26 +209,28 @@ def _text(path: Path) -> str | None:
 
 
 def questions(path: str, source: str) -> Iterator[tuple[str, str, str]]:
-    """Yield name, question and answer, the docstring's first paragraph, for documented functions of a module."""
+    """Yield (name, question, answer) for each documented function of a module; the answer is the first paragraph of the
+    function's docstring.
+    """
     parts = path.removesuffix(".py").removesuffix("/__init__").split("/")
     if any(part.startswith("_") for part in parts):
         return
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about escapes in other people's strings
+            warnings.simplefilter("ignore")  # about invalid escapes in the parsed strings
             tree = ast.parse(source)
     except SyntaxError:
         return
     seen = set()
     for name, docstring in _documented(tree, ".".join(parts)):
         answer = " ".join(docstring.split("\n\n")[0].split())
-        if answer and name not in seen:  # some are defined once per operating system
+        if answer and name not in seen:  # some functions are defined once per operating system
             seen.add(name)
             yield name, f"What does {name} do?", answer
 
 
 def disordered(text: str) -> str:
-    """Return the words of a text in another, fixed order: the rejected text of a pair."""
+    """Return the words of a text in a shuffled order that is fixed by the text: the rejected text of a pair."""
     words = text.split()
     random.Random(text).shuffle(words)
     return " ".join(words)

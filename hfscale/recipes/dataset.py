@@ -1,4 +1,4 @@
-"""Tokenize documents into rows on disk, and train the tokenizer for pretraining."""
+"""Tokenize documents into rows on disk; train the tokenizer for pretraining."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -25,13 +25,13 @@ from .rows import IGNORED, Example, cut, packed_rows, separate_rows
 from .schema import DataRecipe, RecipeError
 
 END_OF_TEXT = "<|endoftext|>"
-END_OF_TEXT_ID = 0  # special tokens come first in the vocabulary, and this is the only one
+END_OF_TEXT_ID = 0  # the only special token, and those come first in the vocabulary
 
 _AT_ONCE = 64
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer (as GPT-2's) with one special token, :data:`END_OF_TEXT`."""
+    """Train a byte-level BPE tokenizer (like GPT-2's) with one special token, :data:`END_OF_TEXT`."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -45,7 +45,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     tokenizer.train_from_iterator(texts, trainer)
     if tokenizer.get_vocab_size() > vocab_size:
         raise RecipeError(
-            f"model.vocab_size={vocab_size} is too small: every byte needs a token; use {tokenizer.get_vocab_size()} "
+            f"model.vocab_size={vocab_size} is too small, because every byte needs a token: use "
+            f"{tokenizer.get_vocab_size()} "
             "or more"
         )
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT)
@@ -56,7 +57,9 @@ def pack(
     end: int,
     length: int,
 ) -> np.ndarray:
-    """Concatenate documents, each followed by ``end``, and cut them into rows of ``length``; drop an incomplete row."""
+    """Concatenate documents, each followed by ``end``, and split the result into rows of ``length`` tokens; an
+    incomplete last row is dropped.
+    """
     pieces = [np.asarray([*tokens, end], dtype=np.int32) for tokens in documents]
     stream = np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.int32)
     rows = len(stream) // length
@@ -64,7 +67,10 @@ def pack(
 
 
 def unigram_entropy(tokens: np.ndarray) -> float:
-    """Return the entropy of a text's token frequencies, in nats per token: the loss of knowing only frequencies."""
+    """Return the entropy of a text's token frequencies, in nats per token.
+
+    This is the loss of a model that predicts each token by its frequency alone.
+    """
     counts = np.bincount(np.asarray(tokens).reshape(-1))
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log(shares)).sum())
@@ -73,14 +79,15 @@ def unigram_entropy(tokens: np.ndarray) -> float:
 def prepare(
     data: DataRecipe, tokenizer: Any | None, vocab_size: int, directory: Path
 ) -> tuple[Any, Dataset, Dataset, float]:
-    """Write tokenized data on rank 0, into ``directory``, and read it on all; collective, on a shared file system.
-    Return the tokenizer (``None``: one is trained, of ``vocab_size``, and written too), the rows to train on and to
-    validate on, and what the validation loss is to be compared with.
+    """Write tokenized data into ``directory`` on rank 0, and read it on all ranks. Call it on every rank; the file
+    system must be shared. If ``tokenizer`` is ``None``, a tokenizer of ``vocab_size`` is trained and written too.
+
+    Return the tokenizer, the rows to train on, the rows to validate on, and the baseline of the validation loss.
     """
-    disable_progress_bars()  # theirs would get in the way of the one of training
+    disable_progress_bars()  # they would disturb the progress bar of training
     if tokenizer is None and data.format != "text":
         raise RecipeError(
-            f"data.format={data.format} is for fine-tuning a base model: pretraining uses text"
+            f"data.format={data.format} is for fine-tuning a base model: use data.format=text to pretrain"
         )
     if data.format == "chat" or data.chat_template is not None:
         set_chat_template(tokenizer, data)
@@ -114,7 +121,8 @@ def _write(data: DataRecipe, tokenizer: Any | None, vocab_size: int, directory: 
         tokenizer.save_pretrained(directory / "tokenizer")
     if getattr(tokenizer, "tokenizer", tokenizer).eos_token_id is None:
         raise RecipeError(
-            "the tokenizer of the base model has no end-of-text token to put between documents"
+            "the base's tokenizer has no end-of-text token to separate documents: use a base whose tokenizer sets "
+            "eos_token"
         )
     rows = make_rows(data, tokenizer, validation, "validation")
     kept = {name: column[: data.validation_sequences] for name, column in rows.items()}
@@ -127,7 +135,7 @@ def _write(data: DataRecipe, tokenizer: Any | None, vocab_size: int, directory: 
 def make_rows(
     data: DataRecipe, tokenizer: Any, documents: list[Document], use: str
 ) -> dict[str, Any]:
-    """Return the columns of the rows that the recipe makes from ``documents``; errors say that they are for ``use``."""
+    """Return the columns of the rows made of ``documents``; ``use`` names the rows in errors ("training")."""
     length = data.sequence_length
     none = f"none of the {{}} {use} {{}} of data.source={data.source!r}"
     short = f"data.sequence_length={length} tokens"
@@ -170,7 +178,7 @@ def make_rows(
 
 
 def encode(data: DataRecipe, tokenizer: Any, documents: list[Document]) -> list[Example]:
-    """Return tokens and labels of every document by its format; text is split into pieces that fit into a row."""
+    """Return the tokens and labels of every document; long texts of format ``text`` become several examples."""
     if data.format == "text":
         ended = [
             [*tokens, tokenizer.eos_token_id] for tokens in _tokenized(tokenizer, documents, data)

@@ -1,4 +1,4 @@
-"""Train as a recipe says on what the model generates: TRL's GRPOTrainer with rewards, or its DistillationTrainer."""
+"""Train a recipe on generated texts, by TRL's GRPOTrainer (with rewards) or DistillationTrainer (with a teacher)."""
 
 import importlib
 import inspect
@@ -31,7 +31,7 @@ def exact_match(
     answer: Sequence[str],
     **_: Any,
 ) -> list[float]:
-    """Reward with 1 what is the expected answer, but for spaces around it."""
+    """Return a reward of 1 for a completion that equals the expected answer except for spaces around it, else 0."""
     pairs = zip(map(_text, completions), answer, strict=True)
     return [float(said.strip() == wanted.strip()) for said, wanted in pairs]
 
@@ -41,7 +41,9 @@ def f1(
     answer: Sequence[str],
     **_: Any,
 ) -> list[float]:
-    """Reward the words that are in the expected answer too: F1 of SQuAD (Rajpurkar et al. 2016, section 6)."""
+    """Return the F1 of the words that completion and expected answer share: SQuAD (Rajpurkar et al. 2016,
+    section 6).
+    """
     rewards = []
     for said, wanted in zip(
         (_text(completion).split() for completion in completions),
@@ -57,7 +59,9 @@ REWARDS: dict[str, Reward] = {"exact_match": exact_match, "f1": f1}
 
 
 def reward_of(name: str) -> Reward:
-    """Return a built-in reward function, or ``module:function``, of an installed module or one in this directory."""
+    """Return a reward function by name: a built-in one, or ``module:function`` of an importable module, which may lie
+    in the current directory.
+    """
     if name in REWARDS:
         return REWARDS[name]
     module, _, function = name.partition(":")
@@ -74,7 +78,9 @@ def reward_of(name: str) -> Reward:
 
 
 def recompute_field(config_class: type) -> str:
-    """Return the field of a trainer's config that recomputes layers; transformers 5.23 warns at its old name."""
+    """Return the name of a trainer config's field for activation checkpointing; transformers 5.23 renamed the field and
+    warns about the old name.
+    """
     named = "activation_checkpointing" in inspect.signature(config_class).parameters
     return "activation_checkpointing" if named else "gradient_checkpointing"
 
@@ -86,7 +92,9 @@ def train_on_generations(
     layout: hfscale.ParallelConfig,
     given: dict[str, Any],
 ) -> None:
-    """Train, and write the weights and a plot; call it on every rank. ``given``: a teacher, for the trainer."""
+    """Train, and write the weights and a plot; call it on every rank. ``given`` holds arguments of TRL's trainer, such
+    as the teacher model of a distillation.
+    """
     from .. import trl as trainers
 
     kind = "GRPO" if recipe.rewards else "Distillation"
@@ -117,7 +125,7 @@ def train_on_generations(
 
 
 def prompts_of(data: DataRecipe, tokenizer: Any) -> Dataset:
-    """Return the rows of ``prompt`` to train on, with the expected ``answer`` where the data has one."""
+    """Return rows of ``prompt`` to train on, with the expected ``answer`` if the data has answers."""
     documents, _ = read(data)
     messages = data.format == "chat" or not isinstance(
         documents[0].columns.get(data.prompt_column, ""), str

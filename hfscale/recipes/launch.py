@@ -1,4 +1,4 @@
-"""Choose the layout of a run, and start its processes by ``accelerate launch``: here, or by a cluster's job file."""
+"""Choose the layout of a run, and start its processes on this machine or write the job file of a cluster."""
 
 import logging
 import os
@@ -27,8 +27,10 @@ def is_launched() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def layout_of(recipe: Recipe) -> "hfscale.ParallelConfig":  # a name that imports torch
-    """Return the recipe's layout; under a launcher, the first of it and its fallbacks that fits the processes."""
+def layout_of(recipe: Recipe) -> "hfscale.ParallelConfig":  # quoted, because the name imports torch
+    """Return the recipe's layout. Under a launcher, return the first of the layout and its ``fallbacks`` that fits the
+    number of processes.
+    """
     first, *others = (
         hfscale.ParallelConfig(**fields) for fields in (recipe.parallel, *recipe.fallbacks)
     )
@@ -36,7 +38,9 @@ def layout_of(recipe: Recipe) -> "hfscale.ParallelConfig":  # a name that import
 
 
 def launch_options(processes: int, arguments: Sequence[str]) -> list[str]:
-    """Return the arguments of ``accelerate launch``: any free port (0), and its defaults, or it would list them."""
+    """Return the arguments of ``accelerate launch`` that run a recipe. Port 0 means any free port; defaults are given
+    explicitly, because Accelerate prints a list of defaults that were left out.
+    """
     ranks = ["--multi_gpu", "--main_process_port", "0"] if processes > 1 else []
     options = [*ranks, "--num_processes", str(processes), "--num_machines", "1"]
     return [
@@ -53,7 +57,9 @@ def launch_options(processes: int, arguments: Sequence[str]) -> list[str]:
 
 
 def launch(processes: int, arguments: Sequence[str]) -> int:
-    """Run ``hfscale train`` in ``processes`` processes; return the exit code, without the launcher's own report."""
+    """Run ``hfscale train`` in ``processes`` processes, without the launcher's own error report; return the
+    exit code.
+    """
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -79,7 +85,7 @@ def launch(processes: int, arguments: Sequence[str]) -> int:
 
 
 def prepare_launch(processes: int) -> None:
-    """Set what ranks on this machine find in their environment; refuse more of them than there are GPUs."""
+    """Set environment variables for ranks on this machine; refuse more ranks than there are GPUs."""
     from .._compat.torch_device import accelerators
 
     gpus = accelerators().device_count()
@@ -91,20 +97,22 @@ def prepare_launch(processes: int) -> None:
     )
     if 0 < gpus < processes:
         raise RecipeError(
-            f"the layout needs {processes} processes and this machine has {gpus} GPU(s): use a smaller layout, or "
-            "several machines: --print-launch prints the line, to which Accelerate's --num_machines, --machine_rank, "
-            "--main_process_ip and --main_process_port are to be added"
+            f"the layout needs {processes} processes, but this machine has {gpus} GPU(s): use a smaller layout, or "
+            "several machines: --print-launch prints the command, to which Accelerate's --num_machines, "
+            "--machine_rank, --main_process_ip and --main_process_port must be added"
         )
 
 
 def job_file(
     kind: str, name: str, processes: int, gpus_per_node: int, arguments: Sequence[str]
 ) -> str:
-    """Return a job script, one of :data:`KINDS`, that runs ``hfscale train`` with ``arguments``, a process per GPU."""
+    """Return the job file of a cluster (one of :data:`KINDS`) that runs ``hfscale train`` with ``arguments``, one
+    process per GPU.
+    """
     if gpus_per_node < 1 or (processes > gpus_per_node and processes % gpus_per_node):
         raise RecipeError(
             f"the layout needs {processes} processes, which do not fill nodes of {gpus_per_node} GPUs: use another "
-            "--gpus-per-node, or a layout of a multiple of it"
+            "--gpus-per-node, or a layout whose size is a multiple of it"
         )
     gpus = min(processes, gpus_per_node)
     label = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "train"
@@ -118,7 +126,9 @@ def job_file(
 
 
 def _line(options: Sequence[str], nodes: int, rank: str, address: str) -> str:
-    """Return the launch line, in which the shell fills in ``rank`` and ``address``."""
+    """Return the launch command; ``rank`` and ``address`` are shell expressions for a node's rank and the
+    first node.
+    """
     if nodes == 1:
         return f"accelerate launch {shlex.join(options)}"
     own = options.index("-m")

@@ -1,4 +1,4 @@
-"""Coordinate the processes of a run: the one that writes, waiting for it, and reporting errors."""
+"""Coordinate the processes of a run: choose the process that writes, wait for it, and report errors once."""
 
 import os
 import re
@@ -21,8 +21,8 @@ from .schema import RecipeError
 T = TypeVar("T")
 
 _HEAD_START_SECONDS = 5.0
-_SPREAD = 10  # ranks that speak one after the other
-# EIO, ENOMEM, EFBIG, ENOSPC, EDQUOT, also in the words of torch: there may be room the next time
+_SPREAD = 10  # so many ranks wait for different times before they print their error
+# EIO, ENOMEM, EFBIG, ENOSPC, EDQUOT, also in torch's messages: a later attempt may have enough memory or disk
 _OF_THE_MACHINE = re.compile(r"\[Errno (5|12|27|28|122)\]|inline_container|unable to mmap")
 
 
@@ -32,12 +32,14 @@ def rank() -> int:
 
 
 def is_main() -> bool:
-    """Return whether this process reads the source, writes files and prints."""
+    """Return whether this is the main process, which reads the source, writes files and prints."""
     return rank() == 0
 
 
 def on_main(work: Callable[[], None]) -> None:
-    """Call ``work`` on the main process while the others wait; raise its :class:`RecipeError` on all."""
+    """Call ``work`` on the main process while the other processes wait; raise its :class:`RecipeError` on all
+    processes.
+    """
     failure: list[str | None] = [None]
     if is_main():
         try:
@@ -51,7 +53,7 @@ def on_main(work: Callable[[], None]) -> None:
 
 
 def gathered(value: T) -> list[T]:
-    """Return the values of all processes, gathered as objects, which every backend supports."""
+    """Return the values of all processes, gathered as Python objects, which every backend supports."""
     every = [value]
     if dist.is_initialized():
         every *= dist.get_world_size()
@@ -60,19 +62,23 @@ def gathered(value: T) -> list[T]:
 
 
 def peak_memory() -> int:
-    """Return the largest process's peak memory in bytes (GPU memory, else resident memory). Call it on every rank."""
+    """Return the peak memory of the largest process in bytes: GPU memory, or resident memory without a GPU. Call it on
+    every rank.
+    """
     own = accelerators().max_memory_allocated() if accelerators().is_available() else 0
     unit = 1 if sys.platform == "darwin" else 1024
     return int(max(gathered(own or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)))
 
 
 def run(main: Callable[[], None]) -> None:
-    """Call ``main``; print a :class:`RecipeError` as a message, other errors with a traceback. Ranks may fail alike:
-    the first one says it, or, before ranks are connected, those before it get time to, and the launcher ends all.
+    """Call ``main``. If it raises, print the error (errors of hfscale without a traceback), and end this process.
+
+    Several ranks often fail with the same error. The first failed rank prints at once, and the launcher then ends the
+    other ranks, which wait before they print. If ranks are not connected yet, rank 0 prints first.
     """
     try:
         main()
-    except Exception as error:  # of any type, or every rank would print its traceback
+    except Exception as error:  # of any type: uncaught errors would print a traceback on every rank
         memory = explained(error)
         first = tell_others(error)
         broke = (
@@ -83,9 +89,9 @@ def run(main: Callable[[], None]) -> None:
         if not isinstance(error, HFScaleError):
             traceback.print_exception(error)
         print(f"\nerror (rank {rank()}): {error}\n{memory}", file=sys.stderr, flush=True)
-        # So that the launcher repeats it below its own traceback.
+        # The launcher repeats the recorded error below its own traceback.
         get_error_handler().record_exception(error)
-        # Not sys.exit, whose clean-up may wait for ranks that are gone.
+        # Not sys.exit: its clean-up may wait forever for ranks that have ended.
         os._exit(2 if isinstance(error, HFScaleError) and not broke else 1)
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Encode conversations with pictures by the base's processor; generate answers, for the model card."""
+"""Encode conversations with pictures by the base's processor; generate answers for the model card."""
 
 import io
 from collections.abc import Sequence
@@ -18,16 +18,18 @@ from .rows import IGNORED, Rows
 from .schema import DataRecipe, RecipeError
 
 Columns = dict[str, list[Any]]
-_NEW_TOKENS = 24  # of an answer
-_PROMPT = 32  # tokens of a text that has labels from its beginning
+_NEW_TOKENS = 24  # at most so many tokens per answer
+_PROMPT = 32  # prompt tokens taken from a text whose labels begin at its start
 
 
 def encode_pictures(
     data: DataRecipe, processor: Any, documents: Sequence[Document], use: str
 ) -> Columns:
-    """Return the columns of conversations: ``text`` as the template renders it, ``images`` as bytes, ``labels`` of the
-    tokens that the processor makes of both; ``prompt`` is the rendering up to the last turn, ``question`` and
-    ``answer`` are the words of the last two. Those longer than ``data.sequence_length`` are left out.
+    """Encode conversations with pictures as columns. Conversations longer than ``data.sequence_length`` are left out.
+
+    ``text`` is the rendering by the chat template, ``images`` are bytes, and ``labels`` belong to the tokens that the
+    processor makes of both. ``prompt`` is the rendering without the last turn; ``question`` and ``answer`` are the
+    words of the last two turns.
     """
     columns: Columns = {
         name: [] for name in ("text", "images", "labels", "prompt", "question", "answer")
@@ -55,7 +57,7 @@ def encode_pictures(
             UnidentifiedImageError,
         ) as error:
             raise RecipeError(
-                f"{document.name} is no conversation with its pictures, as the base's processor takes them: "
+                f"{document.name} is no conversation with its pictures, in the form that the base's processor reads: "
                 f"{type(error).__name__}: {error}; correct the data, data.messages_column or data.images_column"
             ) from error
         if len(labels) <= data.sequence_length and any(label != IGNORED for label in labels):
@@ -65,8 +67,8 @@ def encode_pictures(
     dropped = len(documents) - len(columns["text"])
     if not kept:
         raise RecipeError(
-            f"none of the {dropped} {use} conversations has labels and fits into data.sequence_length="
-            f"{data.sequence_length} tokens, pictures included: use longer sequences"
+            f"none of the {dropped} {use} conversations both has labels and fits into "
+            f"data.sequence_length={data.sequence_length} tokens, pictures included: use longer sequences"
         )
     print(
         f"{use}: {kept:,} conversations; {dropped:,} dropped, too long or without a label",
@@ -85,7 +87,9 @@ def render(processor: Any, messages: Any, answer: bool = False) -> str:
 def processed(
     processor: Any, texts: Sequence[str], images: Sequence[Sequence[Any]]
 ) -> dict[str, Tensor]:
-    """Return the arguments of a forward pass that the processor makes from rendered texts, padded on the right."""
+    """Return the forward pass's arguments that the processor makes of rendered texts and pictures, padded
+    on the right.
+    """
     start = getattr(processor.tokenizer, "bos_token", None)
     batch = processor(
         text=list(texts),
@@ -99,14 +103,16 @@ def processed(
 
 
 def opened(image: bytes) -> Image.Image:
-    """Return the picture of stored bytes."""
+    """Return the picture that ``image`` encodes (PNG, JPEG, ...), in RGB."""
     return Image.open(io.BytesIO(image)).convert("RGB")
 
 
 def _labels(
     processor: Any, messages: Any, text: str, images: list[Any], train_on: str
 ) -> list[int]:
-    """Return the labels of the assistant's turns, or all; a turn is the text added to the rendering before it."""
+    """Return labels of the assistant's turns, or of everything; a turn's tokens are those that it adds to the rendering
+    of the turns before it.
+    """
 
     def tokens(text: str, images: list[Any]) -> list[int]:
         return [int(token) for token in processed(processor, [text], [images])["input_ids"][0]]
@@ -120,14 +126,14 @@ def _labels(
 
 
 def _text_of_turns(messages: Sequence[Any]) -> str:
-    """Return the text of the turns, without pictures."""
+    """Return the text of the turns, leaving out pictures."""
     return " ".join(
         part["text"] for part in _texts_and_pictures(messages) if part["type"] == "text"
     ).strip()
 
 
 def _texts_and_pictures(messages: Sequence[Any]) -> list[Any]:
-    """Return the texts and pictures of the turns, one after the other."""
+    """Return the texts and pictures of the turns, in order."""
     contents = (message["content"] for message in messages)
     return [
         part
@@ -137,12 +143,14 @@ def _texts_and_pictures(messages: Sequence[Any]) -> list[Any]:
 
 
 def _bytes(image: Any, data: DataRecipe, where: str) -> bytes:
-    """Return a picture's bytes: from a path beside the records, or as Hub data sets store it."""
+    """Return a picture's bytes: read from a path relative to the data source, or from a record as the Hub stores it."""
     if isinstance(image, str):
         source = Path(data.source)
         path = (source if source.is_dir() else source.parent) / image
         if not path.is_file():
-            raise RecipeError(f"{where} names the picture {image!r}, and there is no file {path}")
+            raise RecipeError(
+                f"{where} names the picture {image!r}, but there is no file {path}: correct the path"
+            )
         return path.read_bytes()
     if isinstance(image, dict) and image.get("bytes"):
         return bytes(image["bytes"])
@@ -152,7 +160,7 @@ def _bytes(image: Any, data: DataRecipe, where: str) -> bytes:
 
 
 class PictureRows(Rows):
-    """Provide rows of conversations with pictures; the processor encodes each microbatch."""
+    """Provide rows of conversations with pictures; each microbatch is encoded by the processor when it is needed."""
 
     def __init__(self, data: Dataset, processor: Any) -> None:
         super().__init__(data)
@@ -173,15 +181,17 @@ class PictureRows(Rows):
         labels = pad_sequence(list(columns["labels"]), batch_first=True, padding_value=IGNORED)
         if labels.shape != batch["input_ids"].shape:
             raise RecipeError(
-                f"the processor makes {tuple(batch['input_ids'].shape)} tokens of a microbatch, and "
-                f"{tuple(labels.shape)} of its conversations one by one: use training.microbatch_size=1"
+                f"the processor encodes a microbatch as {tuple(batch['input_ids'].shape)} tokens, but its "
+                f"conversations one by one as {tuple(labels.shape)}: use training.microbatch_size=1"
             )
         labels[max(counted, 0) :] = IGNORED
         return {**batch, "labels": labels.to(torch.long)}
 
 
 class Sample(NamedTuple):
-    """Hold a prompt (with a picture, if any), the expected answer, and the model's answers."""
+    """Hold a prompt (and its picture, if any), the expected answer, and the model's answers before and
+    after training.
+    """
 
     picture: bytes
     question: str
@@ -192,7 +202,10 @@ class Sample(NamedTuple):
 
 @torch.no_grad()
 def answers(model: Any, reader: Any, data: Dataset, number: int) -> list[str]:
-    """Return likeliest answers to the first ``number`` rows, by the processor or tokenizer ``reader``; collective."""
+    """Return the model's greedy answers to the first ``number`` rows; call it on every rank.
+
+    ``reader`` is the processor, or the tokenizer, of the model.
+    """
     texts: list[str] = []
     if not number:
         return texts
@@ -222,7 +235,7 @@ def answers(model: Any, reader: Any, data: Dataset, number: int) -> list[str]:
 def samples(
     reader: Any, data: Dataset, before: Sequence[str], after: Sequence[str]
 ) -> list[Sample]:
-    """Return the model's answers with their prompts and the expected texts."""
+    """Return the model's answers together with their prompts and the expected texts."""
     drawn = []
     for row, *said in zip(
         data.select(range(len(before))),
@@ -247,7 +260,9 @@ def samples(
 
 
 def _asked_and_wanted(row: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Return the prompt of a row and the text that follows: from its labels on, or from the middle of a plain text."""
+    """Return a row's prompt and the expected text after it. The prompt ends where the labels begin, or in the middle of
+    a plain text.
+    """
     ids: Tensor = row["input_ids"]
     if "position_ids" in row:  # packed: the first example
         ids = ids[: 1 + _first(row["position_ids"][1:] == 0)]

@@ -1,4 +1,4 @@
-"""Check the paths that a run reads and writes, before anything is loaded."""
+"""Check the paths that a run reads and writes before anything is loaded."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -12,7 +12,7 @@ def check_places(recipe: Recipe) -> None:
     """Refuse a base that is not a checkpoint, and a base, adapter or earlier run that this run would overwrite."""
     if isinstance(recipe, FinetuneRecipe):
         _check_base(recipe)
-    # Which writes nothing to this run.
+    # A run that only writes a stored teacher writes nothing into its own directory.
     if not (isinstance(recipe, FinetuneRecipe) and recipe.teacher.write):
         _check_earlier_run(recipe)
     if recipe.tracking:
@@ -26,12 +26,13 @@ def _check_base(recipe: FinetuneRecipe) -> None:
     finish_move(base)
     if base.is_dir() and not (base / "config.json").is_file():
         raise RecipeError(
-            f"base={recipe.base!r} is a directory without config.json: give that of a checkpoint"
+            f"base={recipe.base!r} is a directory without config.json: give the directory of a checkpoint"
         )
     # A Hub id has at most one slash.
     if not base.is_dir() and (recipe.base.count("/") > 1 or recipe.base.startswith(("/", "."))):
         raise RecipeError(
-            f"base={recipe.base!r} is not there: pretrain first (hfscale train demo_pretrain makes the demo's), or "
+            f"base={recipe.base!r} does not exist: pretrain first (hfscale train demo_pretrain makes the demo's base), "
+            "or "
             "give the directory of a checkpoint or the id of a model on the Hub"
         )
     starts = {
@@ -47,7 +48,7 @@ def _check_base(recipe: FinetuneRecipe) -> None:
 
 
 def _check_earlier_run(recipe: Recipe) -> None:
-    """Refuse to overwrite an earlier run of this name, or to resume one with another recipe."""
+    """Refuse to overwrite an earlier run of this name, and refuse to resume a run with a different recipe."""
     directory = recipe.directory
     if recipe.saved_state is not None:
         path = directory / "recipe.yaml"
@@ -56,7 +57,7 @@ def _check_earlier_run(recipe: Recipe) -> None:
         for key in sorted({*now, *then}):
             if now.get(key) != then.get(key):
                 raise RecipeError(
-                    f"{recipe.saved_state} was saved with {key}={then.get(key)}, and the recipe has {now.get(key)}: "
+                    f"{recipe.saved_state} was saved with {key}={then.get(key)}, but the recipe has {now.get(key)}: "
                     f"use the saved value ({path}) to resume, or choose another name"
                 )
         return
@@ -66,25 +67,26 @@ def _check_earlier_run(recipe: Recipe) -> None:
     if not names or recipe.replace:
         return
     if recipe.training.resume:
-        from ..distributed.processes import restarted  # behind what is refused without torch
+        from ..distributed.processes import restarted  # imports torch
 
         training = recipe.training
         saves = training.save_every is not None or training.memory_every is not None
-        # Of this job, which came to no save.
+        # Metrics that this job wrote before its first save are no other run's results.
         if (saves or restarted()) and names == ["metrics.jsonl"]:
             return
         raise RecipeError(
             f"training.resume=true, and {directory} has {', '.join(names)} but no saved state to resume from "
-            "(training.save_every writes them): choose another name, or replace what is there with replace=true"
+            "(training.save_every writes states): choose another name, or replace the directory with replace=true"
         )
     go_on = "go on with it (training.resume=true), " if "state" in names else ""
     raise RecipeError(
-        f"{directory} has a run already ({', '.join(names)}): choose another name, {go_on}or replace it (replace=true)"
+        f"{directory} has a run already ({', '.join(names)}): choose another name, {go_on}or replace that run "
+        "(replace=true)"
     )
 
 
 def _decisive(recipe: Recipe) -> dict[str, object]:
-    """Return the recipe's keys and values that decide what is computed."""
+    """Return the recipe's keys that decide which numbers are computed, with their values."""
     free = {"name", "replace", "parallel", "fallbacks", "save_check"}
     free |= {
         f"training.{name}" for name in ("log_every", "evaluate_every", "save_every", "memory_every")

@@ -1,4 +1,4 @@
-"""Read a recipe: a YAML file with command-line overrides (``training.steps=20``), checked against its schema."""
+"""Read a recipe: a YAML file and command-line overrides (``training.steps=20``), checked against the schema."""
 
 import re
 from collections.abc import Sequence
@@ -22,7 +22,10 @@ AnyRecipe = TypeVar("AnyRecipe", bound=Recipe)
 def read_recipe(
     recipe: str | Path, overrides: Sequence[str] = ()
 ) -> PretrainRecipe | FinetuneRecipe:
-    """Return the recipe at a path, or of a shipped name, with overrides ``key=value``; one with a base fine-tunes."""
+    """Return the recipe at a path or of a shipped name, with overrides ``key=value`` applied.
+
+    A recipe with ``base`` is for fine-tuning, a recipe with ``model`` for pretraining.
+    """
     path = locate(recipe)
     given = {
         *_content(path),
@@ -44,12 +47,14 @@ def read_recipe(
 def load_recipe(
     schema: type[AnyRecipe], path: str | Path, overrides: Sequence[str] = ()
 ) -> AnyRecipe:
-    """Load the recipe at a path or of a shipped name, with ``overrides`` (``"training.steps=20"``) applied."""
+    """Load a recipe of the given schema from a path or by a shipped name, with ``overrides``
+    (``"training.steps=20"``).
+    """
     path = locate(path)
     without_value = [text for text in overrides if "=" not in text]
     if without_value:
         raise RecipeError(
-            f"{without_value[0]!r} is not an override: write key=value, such as training.steps=20"
+            f"{without_value[0]!r} is not an override: write key=value, for example training.steps=20"
         )
     content = _content(path)
     try:
@@ -72,12 +77,12 @@ def load_recipe(
 
 
 def shipped_recipes() -> dict[str, str]:
-    """Map the names of shipped recipes to their descriptions, the first lines of their files."""
+    """Map the names of shipped recipes to their descriptions, taken from the first lines of their files."""
     return {path.stem: _summary(path) for path in sorted(LIBRARY.glob("*.yaml"))}
 
 
 def locate(recipe: str | Path) -> Path:
-    """Return the file of a recipe, given its path or the name of a shipped one."""
+    """Return the file of a recipe, given its path or the name of a shipped recipe."""
     path = Path(recipe)
     if path.is_file():
         return path
@@ -110,7 +115,7 @@ def _content(path: Path) -> DictConfig:
         raise RecipeError(f"{path} cannot be read as a recipe: {error}") from error
     if not isinstance(content, DictConfig):
         raise RecipeError(
-            f"{path} cannot be read as a recipe: it has no keys; write name: ..., and so on"
+            f"{path} cannot be read as a recipe: it has no keys; write keys with values, such as name: first"
         )
     return content
 

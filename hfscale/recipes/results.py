@@ -1,4 +1,4 @@
-"""Write the results of a run when training has ended, and a model card of them."""
+"""Write the results of a run after training, with a model card."""
 
 import platform
 import shutil
@@ -31,21 +31,23 @@ class Made:
     """Describe a directory of weights that a run has written."""
 
     kind: str  # ``full`` (all parameters were trained), ``adapter``, or ``merged``: base and adapter in one
-    validation_loss: float  # of these weights
-    accuracy: float | None = None  # likewise, where it is counted
-    coverage: str = ""  # what the adapter covers, in lines
+    validation_loss: float  # validation loss of these weights
+    accuracy: float | None = None  # accuracy of these weights, if the task counts it
+    coverage: str = ""  # report of the modules that the adapter covers
 
     @property
     def directory(self) -> str:
-        """The directory's name inside that of the run."""
+        """The directory's name inside the run's directory."""
         return "adapter" if self.kind == "adapter" else "checkpoint"
 
 
 def make_card(config: Any, recipe: Recipe, made: Made, **told: Any) -> ModelCard:
-    """Return the card: the model, its data, how it was trained, and the measurements, of which ``told`` are some."""
+    """Return the model card: the model, its data, its training, and the measurements. ``told`` holds further variables
+    of the card's template.
+    """
     task = task_of(recipe.data)
     base = Path(recipe.base) if isinstance(recipe, FinetuneRecipe) else None
-    if base is not None and base.is_absolute():  # without this machine's directories
+    if base is not None and base.is_absolute():  # do not publish directories of this machine
         base = Path(*base.parts[-2:])
     with torch.device("meta"):
         parameters = int(task.auto_class.from_config(config).num_parameters())
@@ -68,7 +70,7 @@ def make_card(config: Any, recipe: Recipe, made: Made, **told: Any) -> ModelCard
 
 
 def describe_source(data: DataRecipe) -> str:
-    """Return the source of the text, without its directory on this machine."""
+    """Return a description of the data source for the card, without directories of this machine."""
     library = f"Python {platform.python_version()}'s standard library"
     if data.source == "stdlib-docs":
         return f"questions about functions of {library} with their docstrings"
@@ -110,7 +112,7 @@ def _listed(values: Mapping[str, Any], *without: str) -> str:
 
 
 def _code(text: str) -> str:
-    """Return a text as a cell of a table, line by line."""
+    """Return a text as one table cell of Markdown, each line formatted as code."""
     lines = (line.replace("|", "&#124;").replace("<", "&lt;") for line in text.splitlines())
     return "<br>".join(f"<code>{line}</code>" for line in lines if line.strip())
 
@@ -136,8 +138,9 @@ def finish(
     expected: Any,
     shown: Sequence[Sample],
 ) -> None:
-    """Write the weights, tokenizer, card, ``loss.png`` and ``recipe.yaml``; for a mixture, ``experts.png``; collective.
-    The card shows the ``expected`` memory beside the measured one, and the answers ``shown``.
+    """Write the weights, tokenizer, card, ``loss.png`` and ``recipe.yaml``, and ``experts.png`` of a mixture-of-experts
+    model; call it on every rank. The card compares the ``expected`` memory with the measured memory, and lists the
+    answers ``shown``.
     """
     directory, adapted = (
         recipe.directory,
@@ -182,10 +185,10 @@ def finish(
 
 
 def write_weights(model: Any, recipe: Recipe) -> Any:
-    """Write ``adapter/`` or ``checkpoint/``, and both where the recipe merges; return what was written last."""
+    """Write ``adapter/`` or ``checkpoint/``, or both if the recipe merges; return the model that was written last."""
     adapted = recipe if isinstance(recipe, FinetuneRecipe) and recipe.adapter else None
 
-    def clear() -> None:  # what an earlier run of this name has left would be taken for this one's
+    def clear() -> None:  # weights of an earlier run would pass for this run's
         for name in ("adapter", "checkpoint"):
             shutil.rmtree(recipe.directory / name, ignore_errors=True)
 
@@ -194,7 +197,7 @@ def write_weights(model: Any, recipe: Recipe) -> Any:
     if adapted is None or not adapted.merge:
         return model
     dtype = getattr(torch, adapted.merge) if isinstance(adapted.merge, str) else None
-    model = hfscale.merge_and_unload(model, dtype=dtype)  # unpacked where it is quantized
+    model = hfscale.merge_and_unload(model, dtype=dtype)  # dequantizes a quantized base
     hfscale.save_pretrained(model, recipe.directory / "checkpoint")
     return model
 

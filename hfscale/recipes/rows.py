@@ -1,4 +1,4 @@
-"""Put tokenized examples into rows of a data set, and turn these into the arguments of a forward pass."""
+"""Arrange tokenized examples in rows of a data set, and make forward arguments of those rows."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -12,28 +12,29 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
-IGNORED = -100  # the label that counts in no loss
+IGNORED = -100  # a token with this label does not count in the loss
 
 _PADDING = {"input_ids": 0, "labels": IGNORED, "attention_mask": 0, "position_ids": 0}
-"""The columns that a model gets, and what fills them up behind a row's end."""
+"""The columns that a model receives, with the value that pads each row on the right."""
 Columns = dict[str, list[np.ndarray]]
 
 
 class Rows:
-    """Provide training or evaluation rows of any format, from a data set in torch format.
+    """Provide training or evaluation rows of any data format, from a data set in torch format.
 
-    ``labels`` are missing where they are the same as ``input_ids``. In packed rows, which have ``position_ids``, each
-    padding token is an example of its own, without a label. Texts that are scored whole are filled up with ``padding``,
-    the token by which the model finds the end of a row.
+    ``labels`` are missing if they equal ``input_ids``. Packed rows have ``position_ids``; in them each padding token is
+    an example of its own, without a label. Texts with one score each (pairs, classes) are padded with the token
+    ``padding``, by which the model finds where a row ends.
     """
 
-    texts = 1  # rows of a batch that one row of the data becomes
+    texts = 1  # rows of a batch per row of the data set
 
     def __init__(self, data: Dataset, padding: int = 0) -> None:
         self._data = data
         self._padding = padding
         is_packed = "position_ids" in data.column_names
-        # A router cannot tell the padding of packed rows, which have no mask: there must be as much in every layout.
+        # Packed rows have no mask, so a router counts their padding: every layout needs the same number of padding
+        # tokens.
         self._length = int(self.tokens.max()) if is_packed else 0
 
     def __len__(self) -> int:
@@ -41,7 +42,7 @@ class Rows:
 
     @cached_property
     def tokens(self) -> np.ndarray:
-        """Return how many tokens each row has, padding left out."""
+        """Return the number of tokens of each row, without padding."""
         names = [
             name for name in ("input_ids", "chosen", "rejected") if name in self._data.column_names
         ] or ["labels"]
@@ -49,9 +50,9 @@ class Rows:
         return sum(pyarrow.compute.list_value_length(table[name]).to_numpy() for name in names)  # type: ignore[return-value]
 
     def costs(self, pair: float) -> np.ndarray:
-        """Return what each row costs if a token costs 1, and ``pair`` each pair of tokens of a text."""
+        """Return the cost of each row, where a token costs 1 and each pair of tokens of one text costs ``pair``."""
         pairs = self.tokens.astype(float) ** 2
-        # n^2 is the sum of 2 p + 1 over positions p below n.
+        # A text of n tokens has n^2 = the sum of 2 p + 1 over its positions p < n, so packed texts add up by positions.
         if "position_ids" in self._data.column_names:
             pairs = np.array(
                 [(2 * row + 1).sum() for row in self._data.with_format("numpy")["position_ids"]]
@@ -60,7 +61,9 @@ class Rows:
 
     @cached_property
     def labels(self) -> np.ndarray:
-        """Return how many labels of each row count: one for a text scored whole, else all but the first token's."""
+        """Return how many labels of each row count: one for a text with one score, else all except the
+        first token's.
+        """
         if "labels" in self._data.column_names:
             return np.array(
                 [
@@ -75,7 +78,9 @@ class Rows:
         )
 
     def batch(self, rows: list[int]) -> dict[str, Tensor]:
-        """Return the arguments of one forward pass, rows padded on the right; transformers shifts the labels."""
+        """Return the arguments of one forward pass, with rows padded on the right. Labels are not shifted, because
+        transformers shifts them.
+        """
         columns: dict[str, Any] = self._data[rows]
         batch = {}
         for name, filler in _PADDING.items():
@@ -92,7 +97,9 @@ class Rows:
     def step(
         self, rows: list[int], size: int, counted: int | None = None
     ) -> list[dict[str, Tensor]]:
-        """Return a step's microbatches of ``size`` rows; the first ``counted``, by default all, count in the loss."""
+        """Return a step's microbatches of ``size`` rows each; only the first ``counted`` rows (default: all) count in
+        the loss.
+        """
         batch = self.batch(rows)
         first = self.texts * (len(rows) if counted is None else counted)
         if "counted" in batch:
@@ -102,7 +109,7 @@ class Rows:
         return divided(batch, self.texts * size)
 
     def _filled(self, texts: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Pad texts that are scored as a whole to one length; return them with their attention mask."""
+        """Pad texts that have one score each to the same length; return them with their attention mask."""
         masks = [torch.ones_like(text) for text in texts]
         return {
             "input_ids": pad_sequence(list(texts), batch_first=True, padding_value=self._padding),
@@ -111,7 +118,7 @@ class Rows:
 
 
 class RowBatches(Sequence[dict[str, Tensor]]):
-    """Provide all rows in batches of ``size``, the last filled up with the first; made when they are asked for."""
+    """Provide all rows in batches of ``size``, made on demand; the last batch is filled up with the first rows."""
 
     def __init__(self, every: Sequence[Rows], size: int) -> None:
         self._starts = [(rows, at) for rows in every for at in range(0, len(rows), size)]
@@ -126,7 +133,9 @@ class RowBatches(Sequence[dict[str, Tensor]]):
 
 
 class PairRows(Rows):
-    """Provide pairs: preferred and rejected texts alternate, and ``counted`` says of each whether its pair counts."""
+    """Provide preference pairs: preferred and rejected texts alternate, and ``counted`` tells for each text whether its
+    pair counts in the loss.
+    """
 
     texts = 2
 
@@ -145,7 +154,7 @@ class PairRows(Rows):
 
 
 class ClassRows(Rows):
-    """Provide texts with one class each, padded to one length."""
+    """Provide texts with one class each, padded to the same length."""
 
     def batch(self, rows: list[int]) -> dict[str, Tensor]:
         """Return a batch of texts with classes; see :meth:`Rows.batch`."""
@@ -154,7 +163,9 @@ class ClassRows(Rows):
 
 
 def divided(batch: dict[str, Tensor], size: int) -> list[dict[str, Tensor]]:
-    """Split a step into microbatches of ``size`` rows, all of one length, since a pipeline may cut the step anew."""
+    """Split a step into microbatches of ``size`` rows. All have the same length, because a pipeline may split the step
+    again.
+    """
     rows = len(batch["input_ids"])
     return [
         {name: value[start : start + size] for name, value in batch.items()}
@@ -163,16 +174,18 @@ def divided(batch: dict[str, Tensor], size: int) -> list[dict[str, Tensor]]:
 
 
 class Example(NamedTuple):
-    """Hold an example's tokens and labels: the token itself, or :data:`IGNORED` if it does not count in the loss."""
+    """Hold an example's tokens and labels. A label is the token itself, or :data:`IGNORED` if the token does not count
+    in the loss.
+    """
 
     input_ids: list[int]
     labels: list[int]
 
 
 def cut(examples: Sequence[Example], length: int) -> tuple[list[Example], int, int]:
-    """Cut examples to ``length`` tokens, and drop those left without a label; return the examples, how many lost
-    tokens, and how many were left out. Nothing predicts an example's first token, so its label is ignored: also behind
-    another example in the same row.
+    """Cut examples to ``length`` tokens, and drop examples that then have no label. Return the remaining examples, how
+    many were shortened, and how many were dropped. The label of an example's first token is always ignored, because
+    nothing predicts that token, also if another example precedes it in the row.
     """
     kept = []
     shortened = 0
@@ -185,9 +198,11 @@ def cut(examples: Sequence[Example], length: int) -> tuple[list[Example], int, i
 
 
 def first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Assign examples to rows of ``capacity`` tokens, each to the first with enough room; return indices per row."""
-    # A binary tree over as many rows as there are examples: leaves hold the room left in each row, and a node the most
-    # of those below it, so that the first row with enough room is found from the root.
+    """Assign examples to rows of ``capacity`` tokens: each example goes to the first row with enough room. Return the
+    indices of examples per row.
+    """
+    # A binary tree with at least as many leaves as examples. A leaf holds the room left in one row, and an inner node
+    # the maximum of its leaves, so that the first row with enough room is found from the root.
     leaves = 1 << max(len(lengths) - 1, 0).bit_length()
     room = [capacity] * (2 * leaves)
     rows: list[list[int]] = [[] for _ in range(leaves)]
@@ -204,7 +219,9 @@ def first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def packed_rows(examples: Sequence[Example], length: int) -> Columns:
-    """Pack whole examples into rows; positions, which restart at each, keep transformers' attention within them."""
+    """Pack whole examples into rows. Positions restart at each example, so that transformers' attention stays within
+    it.
+    """
     rows = first_fit([len(example.input_ids) for example in examples], length)
     return {
         "input_ids": [_joined([examples[index].input_ids for index in row]) for row in rows],
@@ -227,7 +244,7 @@ def packed_rows(examples: Sequence[Example], length: int) -> Columns:
 
 
 def separate_rows(examples: Sequence[Example]) -> Columns:
-    """Return one example per row, padded on the right, with the attention mask of its tokens."""
+    """Return rows of one example each, with an attention mask of ones, to be padded on the right."""
     return {
         "input_ids": [_joined([example.input_ids]) for example in examples],
         "labels": [

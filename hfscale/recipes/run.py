@@ -32,7 +32,9 @@ AnyRecipe = PretrainRecipe | FinetuneRecipe
 
 
 def start(recipe: AnyRecipe, limit: float | None = None) -> None:
-    """Run a recipe in the only process, or as a rank of a launcher's; ``limit``: as for :func:`expect_memory`."""
+    """Run a recipe in a single process, or as one rank of a launcher. ``limit`` is that of :func:`expect_memory`, in
+    GiB.
+    """
     if recipe.training.restarts:
         hfscale.restart_in_place(recipe.training.restarts)
     try:
@@ -43,7 +45,7 @@ def start(recipe: AnyRecipe, limit: float | None = None) -> None:
 
 
 def carry_out(recipe: AnyRecipe, limit: float | None = None) -> None:
-    """Pretrain or fine-tune as the recipe says; call it on every rank; ``limit``: as for :func:`start`."""
+    """Pretrain or fine-tune according to the recipe; call it on every rank. ``limit``: see :func:`start`."""
     layout = layout_of(recipe)
     check_places(recipe)
     if isinstance(recipe, FinetuneRecipe) and recipe.teacher.write:
@@ -78,7 +80,7 @@ def carry_out(recipe: AnyRecipe, limit: float | None = None) -> None:
 
 
 def write_teacher(recipe: FinetuneRecipe, layout: hfscale.ParallelConfig) -> None:
-    """Store what the teacher knows of all rows, to train on and to validate on; call it on every rank."""
+    """Store the teacher's predictions for all training and validation rows; call it on every rank."""
     model = teacher_model(recipe, layout)
     tokenizer = reader_of(recipe)
     _, *data, _ = prepare(
@@ -97,13 +99,13 @@ def write_teacher(recipe: FinetuneRecipe, layout: hfscale.ParallelConfig) -> Non
     )
     if is_main():
         print(
-            f"{asked.write} has the {asked.top_k} most probable tokens of every position",
+            f"{asked.write} has the {asked.top_k} most probable tokens at every position",
             flush=True,
         )
 
 
 def teacher_model(recipe: FinetuneRecipe, layout: hfscale.ParallelConfig) -> Any:
-    """Return the teacher's model, in a layout of its own, or the student's."""
+    """Return the teacher's model, in the layout ``teacher.parallel`` or else in the student's."""
     asked = recipe.teacher
     own = hfscale.ParallelConfig(**asked.parallel) if asked.parallel else layout
     given: dict[str, Any] = {
@@ -118,7 +120,7 @@ def teacher_model(recipe: FinetuneRecipe, layout: hfscale.ParallelConfig) -> Any
 
 
 def options_of(recipe: Recipe) -> dict[str, Any]:
-    """Return the model options in a recipe, other than the layout."""
+    """Return the model options that a recipe sets, apart from the layout."""
     training = recipe.training
     names = [field.name for field in fields(Options) if hasattr(training, field.name)]
     options = {name: getattr(training, name) for name in names}
@@ -126,7 +128,9 @@ def options_of(recipe: Recipe) -> dict[str, Any]:
 
 
 def load(recipe: AnyRecipe, layout: hfscale.ParallelConfig) -> tuple[Any, Any]:
-    """Return the sharded model, of random weights or from a checkpoint, and its tokenizer or processor, if any."""
+    """Return the sharded model and its tokenizer or processor. A model to pretrain has random weights and
+    no tokenizer.
+    """
     built: dict[str, Any] = {
         "parallel": layout,
         "seed": recipe.seed,
@@ -152,17 +156,17 @@ def load(recipe: AnyRecipe, layout: hfscale.ParallelConfig) -> tuple[Any, Any]:
 
 
 def reader_of(recipe: FinetuneRecipe) -> Any:
-    """Return the tokenizer or processor of the base."""
+    """Return the tokenizer or processor of the base; it always has a padding token if the task needs one."""
     task = task_of(recipe.data)
     reader = task.reader.from_pretrained(recipe.base)
     inner = getattr(reader, "tokenizer", reader)
     if (task.loss is not None or inner is not reader) and inner.pad_token_id is None:
-        inner.pad_token = inner.eos_token  # behind whole texts, whose end a decoder finds by it
+        inner.pad_token = inner.eos_token  # by which a model that scores texts finds their ends
     return reader
 
 
 def config_of(recipe: PretrainRecipe) -> PreTrainedConfig:
-    """Return the config of the model to start."""
+    """Return the config of the model to pretrain."""
     family = recipe.model.family
     fields = {**vars(recipe.model), **recipe.model.options}
     if family not in CONFIG_MAPPING:
@@ -188,7 +192,7 @@ def config_of(recipe: PretrainRecipe) -> PreTrainedConfig:
 
 
 def adapter_of(recipe: FinetuneRecipe) -> Any:
-    """Return a PEFT config, or the path of a saved adapter; ``None`` where all parameters train."""
+    """Return a PEFT config, or the path of a saved adapter; ``None`` if all parameters train."""
     if not recipe.adapter or "path" in recipe.adapter:
         return recipe.adapter.get("path")
     fields = {name: value for name, value in recipe.adapter.items() if name != "method"}
@@ -197,7 +201,7 @@ def adapter_of(recipe: FinetuneRecipe) -> Any:
 
 
 def quantization_of(recipe: FinetuneRecipe | TeacherRecipe) -> BitsAndBytesConfig | str | None:
-    """Return the base's quantization config; ``None`` where it is not quantized, or read as plain values."""
+    """Return the base's quantization config; ``None`` for a base that is not quantized or is dequantized when read."""
     if recipe.quantization == {AS_STORED: True}:
         return AS_STORED
     return (

@@ -30,19 +30,21 @@ _KINDS = ("loss", "validation_loss", "merged_validation_loss")
 
 
 def resumes_of(recipe: Recipe) -> bool:
-    """Return whether some machine has a state to resume from; collective, before :class:`RunLog` replaces files."""
+    """Return whether any machine has a state to resume from. Call it on every rank, before :class:`RunLog` deletes
+    files.
+    """
     return any(gathered(recipe.saved_state is not None))
 
 
 class MemoryUntilWritten(hfscale.StatesInMemoryCallback):
-    """Keep the states behind the last step: they are freed once the results are written."""
+    """Keep the last states in memory after training ends: they are freed only when the results are written."""
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
-        """Keep them."""
+        """Keep the states: the parent class would free them here."""
 
 
 class RunLog(TrainerCallback):
-    """Write ``metrics.jsonl`` (and ``.csv``) on the main process; a run that does not resume removes what is there."""
+    """Write ``metrics.jsonl`` (and ``.csv``) on the main process. A run that does not resume deletes earlier files."""
 
     def __init__(self, recipe: Recipe, resumes: bool) -> None:
         self.path = recipe.metrics
@@ -52,7 +54,7 @@ class RunLog(TrainerCallback):
         if is_main() and not resumes:
             recipe.directory.mkdir(parents=True, exist_ok=True)
             self.path.write_text("")
-            # And what is in memory is of another run.
+            # States in memory belong to an earlier run, and this directory names that run.
             shutil.rmtree(recipe.directory / "state", ignore_errors=True)
             self.experts.unlink(missing_ok=True)
             OmegaConf.save(OmegaConf.structured(recipe), recipe.directory / "recipe.yaml")
@@ -68,7 +70,7 @@ class RunLog(TrainerCallback):
             )
 
     def on_log(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Append a line of metrics."""
+        """Append a line of metrics to the file."""
         record = {"step": state.global_step, **state.log_history[-1]}
         if is_main() and any(kind in record for kind in _KINDS):
             record.pop("epoch", None)
@@ -76,7 +78,7 @@ class RunLog(TrainerCallback):
                 stream.write(json.dumps(record) + "\n")
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Write the metrics so far as a table: one row per step, one column per metric."""
+        """Write all metrics so far as a CSV table: one row per step, one column per metric."""
         if not is_main() or not self._csv:
             return
         rows: dict[int, dict[str, Any]] = {}
@@ -90,7 +92,7 @@ class RunLog(TrainerCallback):
 
 
 class Profile(TrainerCallback):
-    """Profile some steps after the first two; write ``rank-N.json``, which Perfetto and TensorBoard open."""
+    """Profile some steps after the first two; write ``rank-N.json`` for Perfetto or TensorBoard."""
 
     def __init__(self, recipe: Recipe) -> None:
         steps = steps_to_profile(recipe.profile, recipe.training.steps)
@@ -124,7 +126,7 @@ class Profile(TrainerCallback):
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Refuse unknown or missing trackers before anything is loaded."""
+    """Refuse trackers that are unknown or not installed, before anything is loaded."""
     known = sorted([*INTEGRATION_TO_CALLBACK, "csv"])
     there = [*get_available_reporting_integrations(), "csv"]
     for name in names:
@@ -139,7 +141,7 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 def read_metrics(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return the lines of ``metrics.jsonl``: those of training, and those of evaluation."""
+    """Return the lines of ``metrics.jsonl`` as two lists: lines of training, and lines of evaluation."""
     records = [json.loads(line) for line in path.read_text().splitlines()]
     return [r for r in records if "loss" in r], [r for r in records if "validation_loss" in r]
 
@@ -147,7 +149,9 @@ def read_metrics(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]
 def plot_losses(
     metrics: Path, target: Path, title: str, name: str = "loss", task: Task | None = None
 ) -> None:
-    """Plot a number of training over the steps; of a ``task`` also validation loss and, as a line, baseline."""
+    """Plot the metric ``name`` of training over the steps; with a ``task`` also the validation loss and the
+    baseline.
+    """
     training, evaluation = read_metrics(metrics)
     figure = Figure(figsize=(7.5, 4.5), layout="constrained")
     axes = figure.subplots()

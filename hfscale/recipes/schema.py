@@ -1,4 +1,4 @@
-"""Define the schema of a recipe: all of its settings and their defaults."""
+"""Define the schema of a recipe: all its settings with their defaults."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +10,7 @@ from ..config.environment import RUN, memory_of
 from ..config.sections import OptionSections
 from ..errors import HFScaleError
 
-METHODS = ("lora", "dora", "ia3", "loha")  # kinds of adapters
+METHODS = ("lora", "dora", "ia3", "loha")  # adapter methods
 
 FORMATS = {
     "text": ("text_column",),
@@ -20,9 +20,9 @@ FORMATS = {
     "classes": ("text_column", "label_column"),
     "prompts": ("prompt_column",),
 }
-"""Formats of data, with the keys that name their columns."""
+"""Data formats, each with the recipe keys that name its columns."""
 
-# Types of weights; those to train on or over come first.
+# Dtypes of weights; the first two are those that training supports.
 DTYPES = (
     "float32",
     "bfloat16",
@@ -31,11 +31,13 @@ DTYPES = (
 
 COUNT: dict[str, Any] = {"least": 1}
 POSITIVE: dict[str, Any] = {"above": 0.0}
-"""What :func:`.checks.check_values` asks of a value, beside ``choices``."""
+"""Bounds that :func:`.checks.check_values` checks, in addition to ``choices``."""
 
 
 class RecipeError(HFScaleError):
-    """Raised if a recipe asks for something that cannot be done; says what was asked, what was found and what to do."""
+    """Raised if a recipe asks for something impossible; the message tells what was asked, what was found and what to
+    do.
+    """
 
 
 @dataclass
@@ -46,48 +48,48 @@ class DataRecipe:
     # answered by their docstrings: chat, completion or pairs), a text file (documents are separated by blank lines), a
     # JSONL file, a directory of such files (each text file is one document), or the id of a data set on the Hub
     source: str = "stdlib"
-    # ``text``, ``chat`` (conversations, rendered through the tokenizer's chat template), ``completion`` (prompts with
-    # completions), ``pairs`` (of answers, of which one is preferred: trains a reward model), ``classes`` (texts with a
-    # class each: trains a classifier) or ``prompts`` (for a model that learns from what it generates: texts, or
-    # conversations up to the answer). All but ``text`` read records only
+    # ``text``, ``chat`` (conversations, rendered by the tokenizer's chat template), ``completion`` (prompts with
+    # completions), ``pairs`` (a preferred and a rejected answer: trains a reward model), ``classes`` (texts with one
+    # class each: trains a classifier) or ``prompts`` (texts, or conversations up to the answer, for a model that learns
+    # from its own completions). All formats except ``text`` are read from records only
     format: str = field(default="text", metadata={"choices": tuple(FORMATS)})
-    text_column: str = "text"  # the field of JSONL records and Hub data sets that holds the text
-    # The field that holds a conversation, a list of records with role and content.
+    text_column: str = "text"  # the column of the text, in JSONL records and Hub data sets
+    # The column of a conversation: a list of records with role and content.
     messages_column: str = "messages"
-    prompt_column: str = "prompt"  # the field that holds the prompt
-    completion_column: str = "completion"  # the field that holds the completion
-    # The field of pairs that holds the preferred one, a text or a conversation.
+    prompt_column: str = "prompt"  # the column of the prompt
+    completion_column: str = "completion"  # the column of the completion
+    # The column of the preferred answer of a pair, a text or a conversation.
     chosen_column: str = "chosen"
-    # The field of the other; a ``prompt_column`` comes before both.
+    # The column of the rejected answer; a ``prompt_column``, if there is one, precedes both answers.
     rejected_column: str = "rejected"
-    # The field that holds the class of ``text_column``: its name, or its number.
+    # The column of the class that ``text_column`` belongs to: the class's name or its number.
     label_column: str = "label"
     # The names of the classes, in the order of their numbers.
     classes: list[str] = field(default_factory=list)
-    # the field of conversations that holds their pictures, in order: paths beside the records, or as data sets of the
-    # Hub have them. The base is then a vision-language model, whose processor does the rest
+    # the column of a conversation's pictures, in order: paths relative to the data source, or pictures as Hub data sets
+    # store them. The base must be a vision-language model, whose processor encodes text and pictures
     images_column: Optional[str] = None  # noqa: UP045
-    # so many validation examples are answered, or their texts continued, before and after training, for the model card;
-    # not through stages
+    # this many validation examples are answered (or their texts continued) before and after training, for the model
+    # card; impossible with pipeline stages
     samples: int = 0
-    # a file with a Jinja template, or ``chatml`` or ``plain``, instead of the tokenizer's own
+    # a file with a Jinja template, or ``chatml`` or ``plain``, to replace the tokenizer's own template
     chat_template: Optional[str] = None  # noqa: UP045  # OmegaConf reads this spelling in all its versions
-    # ``completions``: only what the assistant says, or the completion, has labels; ``all``: everything
+    # ``completions``: only the assistant's turns, or the completion, have labels; ``all``: everything has
     train_on: str = field(default="completions", metadata={"choices": ("completions", "all")})
-    # whether rows hold several whole examples, which do not see each other; else every example has a row of its own,
-    # with padding. By default chat and completion are packed, and text is one stream, an end-of-text token behind each
-    # document, cut into rows; documents that are packed, or padded, are cut into examples
+    # true: rows hold several whole examples, which cannot attend to each other; false: one example per row, with
+    # padding. By default chat and completion are packed, and text is one stream, with an end-of-text token after each
+    # document, that is split into rows. Documents of text that are packed or padded are split into examples that fit
     packing: Optional[bool] = None  # noqa: UP045
-    # the configuration of a Hub data set, where it has several
+    # the configuration of a Hub data set that has several
     subset: Optional[str] = None  # noqa: UP045
     split: str = "train"  # the split of a Hub data set to read
-    # patterns such as ``asyncio/*``: only documents whose name, a path below the source, matches one are used; all of
-    # them if there is no pattern
+    # patterns such as ``asyncio/*``: only documents whose name, a path relative to the source, matches a pattern are
+    # used; without patterns, all documents
     include: list[str] = field(default_factory=list)
     exclude: list[str] = field(default_factory=list)  # patterns of documents that are not used
-    validation_fraction: float = 0.05  # share of the documents kept out of training
+    validation_fraction: float = 0.05  # fraction of documents that are kept for validation
     sequence_length: int = field(default=256, metadata=COUNT)  # tokens in one training sequence
-    # At most this many sequences are evaluated.
+    # The number of sequences that are evaluated is at most this.
     validation_sequences: int = field(default=64, metadata=COUNT)
 
     @property
@@ -104,7 +106,7 @@ class DataRecipe:
 
     @property
     def is_whole(self) -> bool:
-        """Return whether rows of a microbatch must stay together: pairs, and texts with their pictures."""
+        """Return whether one row becomes several texts or pictures that must stay in the same microbatch."""
         return self.format == "pairs" or self.images_column is not None
 
 
@@ -115,56 +117,56 @@ class TrainingRecipe:
     steps: int = field(default=100, metadata=COUNT)  # optimizer steps
     # Sequences in one optimizer step, over all ranks.
     batch_size: int = field(default=16, metadata=COUNT)
-    # Share a step's sequences so that ranks take equally long, by the planner's seconds.
+    # Assign a step's sequences to ranks so that all ranks take equally long, by the planner's estimate of seconds.
     balanced_batches: bool = False
-    # sequences in one forward pass of one rank; by default all that the rank gets in a step. A smaller number
+    # sequences in one forward pass of one rank; by default all sequences of the rank in a step. A smaller number
     # accumulates gradients
     microbatch_size: Optional[int] = field(default=None, metadata=COUNT)  # noqa: UP045
     learning_rate: float = 1e-3  # the peak of a cosine schedule
-    warmup_ratio: float = 0.1  # share of the steps over which the rate rises to its peak
-    weight_decay: float = 0.1  # of what HF Trainer lets decay: all but biases and norms
+    warmup_ratio: float = 0.1  # fraction of the steps in which the rate rises to its peak
+    weight_decay: float = 0.1  # as in HF Trainer, without biases and norms
     max_grad_norm: float = 1.0  # gradients are scaled down to at most this global norm
-    mixed_precision: str = "no"  # of products over 32-bit weights, as for ``from_pretrained``
-    # Norms, gated activations and rotary embeddings by Liger's kernels, on a GPU.
+    mixed_precision: str = "no"  # ``bf16``, ...: as in ``from_pretrained``
+    # Use Liger's kernels for norms, gated activations and rotary embeddings, on a GPU.
     use_liger_kernel: bool = False
-    # weight of the loss of multi-token-prediction layers, as 0.1; by default they do not train
+    # weight of the loss of multi-token-prediction layers, for example 0.1; by default these layers do not train
     mtp_loss_weight: Optional[float] = field(default=None, metadata=POSITIVE)  # noqa: UP045
     compile: bool = False  # compile each layer with torch's compiler when it first runs
-    # of the weights: ``float32``, or ``bfloat16`` for a base that adapters leave as it is. Factors of adapters are in
-    # 32 bits either way
+    # dtype of the weights: ``float32``, or ``bfloat16`` for a base that stays frozen under an adapter. Adapter weights
+    # are in float32 either way
     dtype: str = field(default="float32", metadata={"choices": DTYPES[:2]})
-    # a name of HF Trainer's ``optim``, as ``adamw_8bit``, ``adafactor`` or ``lion_8bit``, or ``muon``
+    # a name of HF Trainer's ``optim``, such as ``adamw_8bit``, ``adafactor`` or ``lion_8bit``, or ``muon``
     optimizer: str = "adamw_torch_fused"
-    # Of ``bfloat16`` weights, so that small updates are right in the mean.
+    # Round ``bfloat16`` weights stochastically, so that small updates are kept on average.
     stochastic_rounding: bool = False
     # Recompute activations in the backward pass instead of keeping them.
     gradient_checkpointing: bool = False
     log_every: int = field(default=10, metadata=COUNT)  # steps between lines of metrics
-    # Steps between evaluations, beside the first and the last.
+    # Steps between evaluations; the first and the last step are evaluated in addition.
     evaluate_every: int = field(default=50, metadata=COUNT)
-    # steps between checkpoints of HF Trainer, to ``runs/<name>/state``; by default none. A process that is sent SIGTERM
-    # or SIGUSR1 then saves behind its step as well, and ends with exit code 75
+    # steps between checkpoints of HF Trainer, in ``runs/<name>/state``; by default none. With it, a process that gets
+    # SIGTERM or SIGUSR1 also saves after its current step, and ends with exit code 75
     save_every: Optional[int] = field(default=None, metadata=COUNT)  # noqa: UP045
-    # steps between states in the memory of the machines, from which ``resume`` goes on where they are newer
+    # steps between states in the memory of the machines, from which ``resume`` continues if they are newer than on disk
     memory_every: Optional[int] = field(default=None, metadata=COUNT)  # noqa: UP045
-    # How often processes that fail are forked again, before it is the launcher's turn.
+    # How often failed processes are forked again before the launcher starts the job again.
     restarts: int = 0
-    # of one device, for ``mfu`` in the log; by default that of an A100, H100, H200 or B200 in 16 bits; there is no
-    # ``mfu`` on other devices
+    # peak TFLOP/s of one device, for ``mfu`` in the log; by default the 16-bit peak of an A100, H100, H200 or B200.
+    # Other devices have no ``mfu``
     peak_tflops: Optional[float] = field(default=None, metadata=POSITIVE)  # noqa: UP045
-    # go on from there, bit by bit in the same layout, to rounding in another one; from the start where nothing has been
-    # saved yet
+    # continue from the saved state: bit by bit in the same layout, up to rounding in another layout; from the start if
+    # nothing has been saved yet
     resume: bool = False
-    # seconds after which a wait of one process for another is reported, and ends the processes that wait, with exit
-    # code 75; by default torch's time limits alone
+    # seconds after which a process that waits for another one is reported and ended, with exit code 75; by default only
+    # torch's time limits apply
     watchdog: Optional[float] = field(default=None, metadata=POSITIVE)  # noqa: UP045
 
 
 @dataclass
 class ModelRecipe:
-    """Describe the model that pretraining starts; names are those of its config."""
+    """Describe the model to pretrain; field names are those of its config."""
 
-    family: str = "llama"  # ``model_type`` of a decoder of transformers
+    family: str = "llama"  # ``model_type`` of a decoder in transformers
 
     vocab_size: int = 4096
     hidden_size: int = 256
@@ -173,30 +175,30 @@ class ModelRecipe:
     num_attention_heads: int = 8
     num_key_value_heads: int = 4
     tie_word_embeddings: bool = False
-    # Others, as ``num_experts`` of ``qwen3_moe``.
+    # Further fields of the config, such as ``num_experts`` of ``qwen3_moe``.
     options: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
 class Recipe(OptionSections):
-    """Hold the settings that pretraining and fine-tuning share, other than the sections of :class:`OptionSections`."""
+    """Hold the settings that pretraining and fine-tuning have in common, in addition to :class:`OptionSections`."""
 
     name: str = MISSING  # results go to ``runs/<name>``
-    # Whether to replace those of an earlier run of this name, which is refused otherwise.
+    # Whether to replace the results of an earlier run of this name, which is refused otherwise.
     replace: bool = False
-    # where numbers go besides ``metrics.jsonl``, as ``[tensorboard, csv]``: names of ``report_to`` of HF Trainer, or
-    # ``csv``, which is ``metrics.csv``
+    # where metrics go in addition to ``metrics.jsonl``, for example ``[tensorboard, csv]``: names of HF Trainer's
+    # ``report_to``, or ``csv`` for ``metrics.csv``
     tracking: list[str] = field(default_factory=list)
-    # Behind the first two, as ``3 steps``: torch's profiler writes ``profile/rank-N.json``.
+    # ``3 steps``: torch's profiler records three steps after the first two, in ``profile/rank-N.json``.
     profile: str = ""
-    seed: int = 0  # of the initial weights and of the order of the sequences
-    # the layout, the fields of ``hfscale.ParallelConfig``; over stages, ``num_microbatches`` cuts what a rank runs at
-    # once (``training.microbatch_size``, or all of its step)
+    seed: int = 0  # seed of the initial weights and of the order of sequences
+    # the layout: fields of ``hfscale.ParallelConfig``. With pipeline stages, ``num_microbatches`` splits the sequences
+    # that a rank runs at once (``training.microbatch_size``, or all sequences of a step)
     parallel: dict[str, Any] = field(default_factory=dict)
-    # layouts to take instead, the first that fits, where a launcher starts the run again with fewer processes
+    # further layouts, of which the first that fits is used if a launcher starts the run again with fewer processes
     # (``torchrun --nnodes 1:2 --max_restarts 3 ...``)
     fallbacks: list[dict[str, Any]] = field(default_factory=list)
-    # Save and load behind the first step, so that a disk without room is found out then.
+    # Try a save and a load after the first step, so that a full disk is noticed early.
     save_check: bool = False
     data: DataRecipe = field(default_factory=DataRecipe)
     training: TrainingRecipe = field(default_factory=TrainingRecipe)
@@ -208,22 +210,22 @@ class Recipe(OptionSections):
 
     @property
     def metrics(self) -> Path:
-        """The file of the run's numbers."""
+        """The file of the run's metrics."""
         return self.directory / "metrics.jsonl"
 
     @property
     def expert_loads(self) -> Path:
-        """The file of a mixture's expert loads."""
+        """The file of the expert loads of a mixture-of-experts model."""
         return self.directory / "experts.jsonl"
 
     @property
     def saved_state(self) -> Path | None:
-        """The state that the run resumes from; ``None`` for a new run."""
+        """The directory of the state from which the run resumes; ``None`` for a new run."""
         return self.directory / "state" if self.training.resume and self.has_state else None
 
     @property
     def has_state(self) -> bool:
-        """Return whether this machine finds checkpoints of a run of this name, on disk or in its memory."""
+        """Return whether this machine has saved states of a run of this name, on disk or in memory."""
         state = self.directory / "state"
         begun = (state / RUN).exists() and (self.directory / "recipe.yaml").exists()
         if self.training.memory_every is not None and begun:
@@ -234,62 +236,63 @@ class Recipe(OptionSections):
 
 @dataclass
 class PretrainRecipe(Recipe):
-    """Describe pretraining: from random weights, with a tokenizer of its own."""
+    """Describe pretraining from random weights, with a tokenizer trained on the data."""
 
     model: ModelRecipe = field(default_factory=ModelRecipe)
 
 
 @dataclass
 class TeacherRecipe:
-    """Describe a model whose distributions are learned instead of labels: see :class:`hfscale.Teacher`."""
+    """Describe a teacher model whose distributions replace labels in training: see :class:`hfscale.Teacher`."""
 
-    base: str = ""  # its checkpoint: a directory, or the id of a model on the Hub
-    stored: str = ""  # a directory of its most probable tokens, by ``write``, which is read instead of ``base``
-    # store its ``top_k`` most probable tokens of every position of the data in this directory, and train nothing; a run
-    # that was cut short goes on
+    base: str = ""  # the teacher's checkpoint: a directory, or a model id on the Hub
+    stored: str = ""  # a directory that ``write`` has filled, to read instead of ``base``
+    # store the teacher's ``top_k`` most probable tokens at every position of the data in this directory, and train
+    # nothing; a run that was interrupted continues
     write: str = ""
     top_k: int = field(default=64, metadata=COUNT)
     beta: float = 0.5  # 0: forward KL divergence, 1: reverse, between: generalized Jensen-Shannon
-    # Divisor of all logits; a stored teacher has its own.
+    # Temperature of student and teacher logits; a stored teacher keeps its own.
     temperature: float = field(default=1.0, metadata=POSITIVE)
-    # its layout, on the same processes; by default the student's
+    # the teacher's layout, on the same processes; by default the student's layout
     parallel: dict[str, Any] = field(default_factory=dict)
-    dtype: str = field(default="float32", metadata={"choices": DTYPES})  # of its weights
-    quantization: dict[str, Any] = field(default_factory=dict)  # of its weights, as that of a base
+    # dtype of the teacher's weights
+    dtype: str = field(default="float32", metadata={"choices": DTYPES})
+    quantization: dict[str, Any] = field(default_factory=dict)  # like ``quantization`` of a base
 
 
 @dataclass
 class FinetuneRecipe(Recipe):
-    """Describe fine-tuning: of all parameters, or of an adapter over a base that stays as it is."""
+    """Describe fine-tuning of all parameters, or of an adapter over a frozen base."""
 
     # The checkpoint to start from: a directory, or the id of a model on the Hub.
     base: str = MISSING
-    # what to train instead of all parameters: ``method`` (``lora``, ``dora``, ``ia3`` or ``loha``) and fields of PEFT's
-    # config of it, as ``r``, ``lora_alpha``, ``target_modules: all-linear``, ``target_parameters``; or only ``path``, a
-    # saved adapter to go on with. Empty: all parameters
+    # the adapter to train instead of all parameters: ``method`` (``lora``, ``dora``, ``ia3`` or ``loha``) and fields of
+    # the method's PEFT config, such as ``r``, ``lora_alpha``, ``target_modules: all-linear``, ``target_parameters``; or
+    # only ``path``, a saved adapter to continue with. Empty: all parameters
     adapter: dict[str, Any] = field(default_factory=dict)
-    # of the base under an adapter, the fields of ``transformers.BitsAndBytesConfig``, as ``load_in_4bit``,
-    # ``bnb_4bit_quant_type``; or only ``as_stored: true``, to keep the bytes of weights that it stores quantized.
-    # Empty: none
+    # quantization of the base under an adapter: fields of ``transformers.BitsAndBytesConfig``, such as
+    # ``load_in_4bit``, ``bnb_4bit_quant_type``; or only ``as_stored: true``, which keeps the bytes of weights that the
+    # base stores quantized. Empty: no quantization
     quantization: dict[str, Any] = field(default_factory=dict)
-    # whether to add the adapter to the base after training and to write that besides, as a plain checkpoint: false or
-    # true; over a quantized base, which is unpacked for it, the type to merge into, as ``bfloat16``
+    # whether to merge the adapter into the base after training and to write the result in addition, as a plain
+    # checkpoint: false or true; a quantized base is dequantized, so name the dtype to merge into, such as ``bfloat16``
     merge: Any = False
-    # A model to learn from (distillation).
+    # A teacher model to learn from (distillation).
     teacher: TeacherRecipe = field(default_factory=TeacherRecipe)
-    # what scores completions (GRPO): ``exact_match`` and ``f1`` compare with the data's answer; any other is
-    # ``module:function``, which TRL calls with ``completions`` and the columns of the data
+    # functions that score completions (GRPO): ``exact_match`` and ``f1`` compare with the data's answer; other
+    # functions are ``module:function``, which TRL calls with ``completions`` and the columns of the data
     rewards: list[str] = field(default_factory=list)
-    # fields of TRL's GRPOConfig, as ``num_generations``, ``use_vllm`` and ``vllm_mode``; with a teacher those of its
-    # DistillationConfig: the teacher then teaches on what the model generates
+    # fields of TRL's GRPOConfig, such as ``num_generations``, ``use_vllm`` and ``vllm_mode``; with a teacher, fields of
+    # DistillationConfig: the teacher then teaches on texts that the model generates
     trl: dict[str, Any] = field(default_factory=dict)
 
     @property
     def generates(self) -> bool:
-        """Return whether the model learns from what it generates."""
+        """Return whether the model learns from texts that it generates."""
         return bool(self.rewards or self.trl)
 
     @property
     def distils(self) -> bool:
-        """Return whether a teacher teaches."""
+        """Return whether the model learns from a teacher."""
         return bool(self.teacher.base or self.teacher.stored)

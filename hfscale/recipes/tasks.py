@@ -1,4 +1,4 @@
-"""Define the task of each data format: model class, loss, metrics, and their names."""
+"""Define the task of each data format: its model class, loss, metrics and names."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,41 +22,44 @@ from .schema import DataRecipe, RecipeError
 
 @dataclass(frozen=True)
 class Task:
-    """Define a task: its classes, loss, metrics and names."""
+    """Define a task: its classes of transformers, loss, metrics and names."""
 
-    auto_class: Any  # of transformers, which finds the model's class
-    adapter: str = "CAUSAL_LM"  # PEFT's word for it, ``task_type``
-    tag: str = "text-generation"  # the Hub's, ``pipeline_tag``
-    each: str = "token"  # what losses are means over
-    baseline: str = "unigram entropy"  # what the validation loss is put beside
-    # Who does as well as that.
+    auto_class: Any  # the Auto class of transformers that loads the model
+    adapter: str = "CAUSAL_LM"  # PEFT's name of the task: ``task_type``
+    tag: str = "text-generation"  # the Hub's name of the task: ``pipeline_tag``
+    each: str = "token"  # the unit that losses are averaged over
+    baseline: str = "unigram entropy"  # name of the number to compare the validation loss with
+    # Description of a predictor whose loss is the baseline.
     knows: str = "the best that knowing only how frequent each token is can do"
-    # The class of transformers that reads what it is given; or ``AutoProcessor``.
+    # The class of transformers that encodes the model's inputs.
     reader: Any = AutoTokenizer
-    rows: int = 1  # of a batch, that one row of the data becomes
-    # Of what the model returns; ``None`` where that is the model's own.
+    rows: int = 1  # rows of a batch per row of the data
+    # Computes the loss from the model's outputs; ``None`` if the model itself computes the loss.
     loss: LossOfOutputs | None = None
-    right: Callable[[Any, Mapping[str, Any]], Tensor] | None = None  # how much is right, if counted
+    right: Callable[[Any, Mapping[str, Any]], Tensor] | None = None  # counts right answers, if any
 
     @property
     def baseline_key(self) -> str:
-        """The metrics key of :attr:`baseline`."""
+        """The key of :attr:`baseline` in the metrics."""
         return self.baseline.replace(" ", "_")
 
 
 def _scores(outputs: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the scores of preferred and rejected texts, which alternate, and which pairs count."""
+    """Return the scores of preferred texts, the scores of rejected texts, and which pairs count; texts alternate."""
     scores = outputs.logits[:, 0].float()
     if len(scores) % 2:
         raise RecipeError(
-            f"a microbatch of {len(scores)} texts has half a pair: the pipeline cut between a pair's texts; use a "
-            "parallel.num_microbatches that divides the pairs that a data rank has in a step"
+            f"a microbatch of {len(scores)} texts has half a pair: the pipeline split between a pair's texts; use a "
+            "parallel.num_microbatches that divides the number of pairs of a data rank in a step"
         )
     return scores[::2], scores[1::2], batch["counted"][::2].to(scores.device)
 
 
 def preference(outputs: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Return ``-log sigmoid(chosen - rejected)``, summed (Bradley and Terry 1952; Ouyang et al. 2022, InstructGPT)."""
+    """Return the sum of ``-log sigmoid(chosen - rejected)`` over pairs, and the number of pairs.
+
+    Bradley and Terry 1952; Ouyang et al. 2022, InstructGPT.
+    """
     chosen, rejected, counted = _scores(outputs, batch)
     return -(logsigmoid(chosen - rejected) * counted).sum(), counted.sum()
 
@@ -68,7 +71,7 @@ def preferred(outputs: Any, batch: Mapping[str, Any]) -> Tensor:
 
 
 def classification(outputs: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Compute the cross entropy of the classes."""
+    """Compute the summed cross entropy of the classes, and the number of texts that count."""
     logits = outputs.logits.float()
     labels = batch["labels"].to(outputs.logits.device)
     return cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum"), (
@@ -77,7 +80,7 @@ def classification(outputs: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tens
 
 
 def classified(outputs: Any, batch: Mapping[str, Any]) -> Tensor:
-    """Count the texts whose class has the highest logit."""
+    """Count the texts whose own class has the highest logit."""
     return (outputs.logits.argmax(-1) == batch["labels"].to(outputs.logits.device)).sum()
 
 
@@ -111,7 +114,9 @@ def task_of(data: DataRecipe) -> Task:
 
 
 def model_options(data: DataRecipe, pad_token_id: int | None) -> dict[str, Any]:
-    """Return arguments of ``from_pretrained``: the class, and its head's config fields, as ``pad_token_id``."""
+    """Return arguments of ``from_pretrained``: the model class, and config fields of its head, such as
+    ``pad_token_id``.
+    """
     task = task_of(data)
     given: dict[str, Any] = {} if task is TEXT else {"auto_class": task.auto_class}
     if task.loss is not None:

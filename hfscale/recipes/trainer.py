@@ -31,7 +31,9 @@ from .tasks import Task, task_of
 
 @dataclass(frozen=True)
 class Outcome:
-    """Hold a run's measurements: nats per label, tokens without padding, bytes of the largest process."""
+    """Hold a run's measurements: losses in nats per label, tokens without padding, memory of the largest process in
+    bytes.
+    """
 
     train_loss: float
     first_validation_loss: float
@@ -45,7 +47,10 @@ class Outcome:
 
 
 class RecipeTrainer(hfscale.Trainer):
-    """Train by a recipe; the loss is the model's or task's, a mean over a step's labels, beside a ``baseline``."""
+    """Train a model according to a recipe.
+
+    The loss is the model's or the task's, averaged over the labels of a step; it is logged next to a ``baseline``.
+    """
 
     def __init__(
         self,
@@ -78,7 +83,7 @@ class RecipeTrainer(hfscale.Trainer):
         self.trained: Any = model
         self._memory_before, self._clock = peak_memory(), Clock()
         if training.gradient_checkpointing:
-            # transformers 5.23 gives it a new name and warns at the old one.
+            # transformers 5.23 renamed this method, and warns about the old name.
             getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
         arguments = arguments_of(recipe, model, self._microbatches, self._size)
         super().__init__(
@@ -94,7 +99,7 @@ class RecipeTrainer(hfscale.Trainer):
         )
 
     def fit(self) -> Outcome:
-        """Train from the beginning or from a saved state; call it on every rank."""
+        """Train from the beginning or from a saved state; call it on every rank. Return the measurements."""
         self.args.eval_on_start = not self._resumes
         train_to_the_end(self, self._recipe, self._resumes)
         training, evaluation = (
@@ -115,7 +120,7 @@ class RecipeTrainer(hfscale.Trainer):
         )
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """Collect microbatches until the last of a step, then run the step."""
+        """Collect microbatches until the last one of a step has come, then run the step."""
         self._waiting_batches.append(inputs)
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
@@ -129,11 +134,11 @@ class RecipeTrainer(hfscale.Trainer):
         )
 
     def measured(self, model: Any) -> tuple[float, float | None]:
-        """Measure a model on the validation rows, in steps like those of training: see :func:`measure`."""
+        """Measure a model on the validation rows, with steps of the same size as in training: see :func:`measure`."""
         return measure(model, self._task, self._rows_to_validate, self._microbatches, self._size)
 
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
-        """Measure the validation rows, and log the result beside the task's baseline."""
+        """Measure the loss on the validation rows, and log it together with the task's baseline."""
         loss, accuracy = self.measured(self.trained)
         metrics = {"validation_loss": loss, self._task.baseline_key: self._baseline}
         if accuracy is not None:
@@ -150,7 +155,9 @@ class RecipeTrainer(hfscale.Trainer):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """Log a line of metrics; in training with speed, memory, tokens and seconds so far, and the model's metrics."""
+        """Log a line of metrics. Training lines also get speed, memory, tokens and seconds so far, and the model's
+        metrics.
+        """
         super().log(self._measured(logs) if "loss" in logs else logs, *args, **kwargs)
 
     def _measured(self, logs: dict[str, float]) -> dict[str, float]:
@@ -184,7 +191,9 @@ class RecipeTrainer(hfscale.Trainer):
 
 
 def train_to_the_end(trainer: Any, recipe: Recipe, resumes: bool) -> None:
-    """Train from the beginning or from a saved state; raise :class:`hfscale.Preempted` where it is told to stop."""
+    """Train from the beginning or from a saved state; raise :class:`hfscale.Preempted` if a signal stops
+    the run early.
+    """
     config = trainer.model.config
     use_cache = config.use_cache
     try:
@@ -197,7 +206,7 @@ def train_to_the_end(trainer: Any, recipe: Recipe, resumes: bool) -> None:
 
 
 def callbacks_of(recipe: Recipe, resumes: bool) -> list[TrainerCallback]:
-    """Return the callbacks that check and record a run."""
+    """Return the callbacks that check and log a run."""
     every = recipe.training.memory_every
     memory = [MemoryUntilWritten(every)] if every else []
     return [
@@ -227,7 +236,7 @@ def arguments_of(
     microbatches: int,
     size: int,
 ) -> dict[str, Any]:
-    """Return the fields of a recipe's ``TrainingArguments``."""
+    """Return the fields of ``TrainingArguments`` for a recipe."""
     training = recipe.training
     precision = runtime_of(model).options.around_products
     return {
@@ -282,7 +291,7 @@ class Clock(TrainerCallback):
         self.count()
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Exclude the time since the step."""
+        """Exclude the time since the last step."""
         self._since = time.perf_counter()
 
     on_save = on_evaluate
@@ -298,7 +307,7 @@ class Watch(TrainerCallback):
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, **_: Any
     ) -> None:
-        """Start listening for signals, and the watchdog."""
+        """Start to listen for signals, and start the watchdog."""
         training = self._recipe.training
         if training.save_every:
             hfscale.preempted(model)
@@ -314,7 +323,7 @@ class Watch(TrainerCallback):
         optimizer: Any = None,
         **_: Any,
     ) -> None:
-        """Try a save after the first step; save and stop when processes are told to; end with a log line."""
+        """Try a save after the first step, save and stop after a signal to stop, and log the last step."""
         if self._check:
             self._check = False
             check = hfscale.check_save(model, optimizer.optimizer, self._recipe.directory)
@@ -330,7 +339,7 @@ class Watch(TrainerCallback):
 
 
 def rows_of(recipe: Recipe, data: Dataset, model: Any, tokenizer: Any) -> Rows:
-    """Return the rows of a recipe's data, as the model takes them; ``tokenizer``: of the model, or its processor."""
+    """Return the rows of a recipe's data in the form that the model takes. ``tokenizer`` may be a processor."""
     if recipe.data.images_column is not None:
         return PictureRows(data, tokenizer)
     kind = {"pairs": PairRows, "classes": ClassRows}.get(recipe.data.format)
@@ -340,9 +349,9 @@ def rows_of(recipe: Recipe, data: Dataset, model: Any, tokenizer: Any) -> Rows:
 def measure(
     model: Any, task: Task, data: Rows, microbatches: int, size: int
 ) -> tuple[float, float | None]:
-    """Return the mean loss over all labels of ``data``, equal in every layout, and the fraction that the model gets
-    right, if the task counts it. Call it on every rank. A step has as many microbatches of ``size`` sequences as one of
-    training, so that a pipeline that runs the one runs the other.
+    """Return the mean loss over all labels of ``data``, equal in every layout, and the fraction of right answers, if
+    the task counts them. Call it on every rank. A step has as many microbatches of ``size`` sequences as a training
+    step, so that every pipeline schedule that trains can also evaluate.
     """
     model.eval()
     loss = torch.zeros((), dtype=torch.float64)
@@ -356,7 +365,7 @@ def measure(
         else:
             mean, outputs = hfscale.eval_step(model, step, task.loss, return_outputs=True)
             right += sum(int(task.right(*each)) for each in zip(outputs, step, strict=True))
-        # The mean over the labels of the step, of which steps have more or fewer.
+        # Weight each step's mean by its number of labels, which differs between steps.
         loss += int(data.labels[everywhere].sum()) * mean.double().cpu()
     labels = int(data.labels.sum())
     if task.right is None:
@@ -368,21 +377,23 @@ def measure(
 def utilization(
     config: Any, recipe: Recipe, devices: int, tokens_per_second: float
 ) -> dict[str, float]:
-    """Return ``mfu``, a fraction of the devices' peak, if that is known."""
+    """Return ``mfu``, the fraction of the devices' peak FLOPs that is used; empty if the peak is unknown."""
     adapted = isinstance(recipe, FinetuneRecipe) and bool(recipe.adapter)
     told = recipe.training.peak_tflops
     peak = devices * (peak_flops() if told is None else 1e12 * told)
     try:
         needed = flops_per_token(config, recipe.data.sequence_length, adapted)
-    except ConfigError:  # of no decoder with layers of one kind
+    except ConfigError:  # raised unless the model is a decoder with layers of one kind
         return {}
     return {"mfu": round(tokens_per_second * needed / peak, 4)} if peak else {}
 
 
 def flops_per_token(config: Any, sequence_length: int, adapted: bool) -> float:
-    """Return the FLOPs that training needs per token (Chowdhery et al. 2022, PaLM): ``2`` per weight of the matrices it
-    meets, and ``4 x width x tokens`` per layer for attention; once forward and twice backward, or once if ``adapted``,
-    where weights stay as they are. What is recomputed does not count.
+    """Return the FLOPs that training needs per token (Chowdhery et al. 2022, PaLM).
+
+    A forward pass needs ``2`` FLOPs per weight of the matrices that a token meets, and ``4 x width x tokens`` per layer
+    for attention. The backward pass needs twice as many, or once as many if ``adapted``, since frozen weights get no
+    gradients. Recomputed layers do not count.
     """
     shape = shape_of(config)
     weights = shape.layers * shape.active_weights + shape.table_weights
@@ -391,7 +402,7 @@ def flops_per_token(config: Any, sequence_length: int, adapted: bool) -> float:
 
 
 def peak_flops() -> float:
-    """Return the peak dense FLOPs per second of this process's device in 16 bits; 0 if unknown."""
+    """Return the peak dense 16-bit FLOPs per second of this process's device; 0 if unknown."""
     if not accelerators().is_available():
         return 0.0
     name = accelerators().get_device_name().lower()

@@ -1,4 +1,4 @@
-"""Count collectives and their bytes at torch's dispatcher, wherever they are called."""
+"""Count collectives and their bytes at torch's dispatcher, whoever calls them."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -15,17 +15,17 @@ from ..cost.model.traffic import ring_share
 
 @dataclass
 class Traffic:
-    """Hold the collectives of one rank."""
+    """Hold the counts of the collectives of one rank."""
 
     calls: Counter[str] = field(default_factory=Counter)  # collective -> number of calls
-    # collective -> bytes of its inputs (for an all-gather this rank's piece, for a reduce-scatter the full input)
+    # collective -> bytes of its inputs (of an all-gather this rank's shard, of a reduce-scatter the full input)
     payload: Counter[str] = field(default_factory=Counter)
 
     def bytes_sent(self, ranks: int) -> float:
-        """Return the bytes that each of ``ranks`` ranks sends if every collective runs as a ring.
+        """Return the bytes that each of ``ranks`` ranks sends if every collective runs in a ring.
 
-        That is ``2 (n-1)/n`` of an all-reduce's payload, ``n-1`` times an all-gather's, ``(n-1)/n`` of a
-        reduce-scatter's or an all-to-all's.
+        This is ``2 (n-1)/n`` of an all-reduce's payload, ``n-1`` times an all-gather's, and ``(n-1)/n`` of a
+        reduce-scatter's or an all-to-all's payload.
         """
         return sum(size * ring_share(name, ranks) for name, size in self.payload.items())
 
@@ -64,7 +64,9 @@ class _Counting(TorchDispatchMode):
 
 @contextmanager
 def count_traffic() -> Iterator[Traffic]:
-    """Count collectives inside the ``with`` block, also in CPU backward passes, which run on the calling thread."""
+    """Count collectives inside the ``with`` block, including those in CPU backward passes (run on the
+    calling thread).
+    """
     traffic = Traffic()
     with _Counting(traffic), torch.autograd.set_multithreading_enabled(False):
         yield traffic

@@ -21,10 +21,10 @@ def gradient_difference(
 ) -> float:
     """Return :func:`difference` of a gradient's shard in float64, treating rounding noise around zero as equal.
 
-    Some gradients are zero in exact arithmetic, and rounding in any order of a sum: softmax is invariant to a bias of
-    the keys, a batch norm to the bias before it. A tensor (``whole``) within 64 roundings of the ``largest`` entry of
-    any gradient of the model, or of the loss, counts as zero, and a difference within as much as none. Others are
-    compared relative to their own largest entry, or a millionth of the largest gradient.
+    Some gradients are zero in exact arithmetic, but not after rounding: softmax is invariant to a bias of the keys, a
+    batch norm to a preceding bias. A gradient (``whole``) counts as zero if all entries are within 64 roundings of the
+    largest gradient entry of the model (``largest``) or of the loss; then differences of that size count as none. Other
+    gradients are compared relative to their own largest entry, or to a millionth of ``largest``.
     """
     zero = 64 * torch.finfo(torch.float64).eps * max(largest, abs(loss))
     if (whole.abs() <= zero).all() and ((found.cpu() - expected.cpu()).abs() <= zero).all():

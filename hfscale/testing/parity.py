@@ -1,7 +1,8 @@
 """Measure parity: a layout computes the same as one process.
 
-One process runs the *stock* model, without hfscale, over all microbatches of all ranks; the layout runs the same
-checkpoint and data. Loss, every gradient, the clipped norm and every weight after each step are compared in float64.
+One process runs the *stock* model, without hfscale, on all microbatches of all ranks. The layout runs the same
+checkpoint on the same data. Loss, every gradient, the clipped norm and, after each step, every weight are compared in
+float64.
 """
 
 import copy
@@ -38,14 +39,14 @@ Batch = dict[str, Tensor]
 
 
 def vocabulary_of(config: Any) -> int:
-    """Return a model's vocabulary size, or that of tiny models if only a nested config has one."""
+    """Return a model's vocabulary size; that of tiny models if only a nested config has one."""
     return int(getattr(text_config(config), "vocab_size", 60))
 
 
 def ragged_batch(
     generator: torch.Generator, vocabulary: int, rows: int, length: int, masked: bool
 ) -> dict[str, Tensor]:
-    """Return random tokens; about a third of the labels are ignored, and the second row is padded at its end."""
+    """Return random tokens. About a third of the labels are ignored, and the second row is padded at its end."""
     ids = torch.randint(0, vocabulary, (rows, length), generator=generator)
     labels = ids.masked_fill(torch.rand(ids.shape, generator=generator) < 0.35, -100)
     mask = torch.ones_like(ids)
@@ -61,40 +62,40 @@ def ragged_batch(
 
 @dataclass
 class Case:
-    """Hold the model, data and options of one comparison."""
+    """Describe one comparison: its model, data and options."""
 
-    config: PreTrainedConfig  # the stock model's config, tiny
+    config: PreTrainedConfig  # a tiny config of the stock model
     steps: int = 2  # optimizer steps
-    accumulation: int = 2  # microbatches per step and distinct batch
-    max_norm: float | None = 0.5  # gradients are clipped to this norm; ``None`` leaves them
-    # Of plain SGD, so that an error in a gradient is not hidden by a normalizing optimizer.
+    accumulation: int = 2  # microbatches per step of each distinct batch
+    max_norm: float | None = 0.5  # gradients are clipped to this norm; ``None``: not clipped
+    # Of plain SGD, because an optimizer that normalizes could hide errors in gradients.
     learning_rate: float = 0.5
-    frozen: Sequence[str] = ()  # parameters whose name contains one of these strings do not train
-    checkpointing: bool = False  # recompute activations
-    lengths: Sequence[int] = (13, 8)  # sequence lengths, used in turn by microbatches
+    frozen: Sequence[str] = ()  # parameters with one of these strings in their names do not train
+    checkpointing: bool = False  # whether to recompute activations
+    lengths: Sequence[int] = (13, 8)  # sequence lengths that microbatches take in turn
     rows: int = 2
-    # How the layout gets its model: ``from_pretrained``, ``parallelize``.
+    # How the layout's model is made: ``from_pretrained`` or ``parallelize``.
     build: str = "from_pretrained"
-    # Arguments of both models' ``from_pretrained``.
+    # Arguments of ``from_pretrained`` for both models.
     hf_kwargs: dict[str, Any] = field(default_factory=dict)
-    auto_class: Any = AutoModelForCausalLM  # the Auto class, or the stock class, of the model
-    peft: Any = None  # a PEFT config; the reference is then stock PEFT around the stock model, with random factors
-    # how the layout gets its adapters: ``from_pretrained``, or ``get_peft_model`` afterwards
+    auto_class: Any = AutoModelForCausalLM  # the model's Auto class or stock class
+    peft: Any = None  # a PEFT config: the reference is then stock PEFT, with random adapters
+    # how the layout's adapters are made: by ``from_pretrained``, or by a later ``get_peft_model``
     peft_build: str = "from_pretrained"
     memory: MemoryConfig | None = None  # recomputation and offloading in the layout
-    # options of the layout that the reference does not have, as ``mixed_precision``
+    # options of the layout that the reference lacks, such as ``mixed_precision``
     asked: dict[str, Any] = field(default_factory=dict)
     unlike: tuple[
         str, ...
     ] = ()  # ends of names of stored tensors that are not compared: counters of each data rank
 
     def batches(self, batch_world: int) -> list[list[list[Batch]]]:
-        """Return ``[step][distinct batch][microbatch]``, with uneven labels: see :func:`ragged_batch`."""
+        """Return batches ``[step][distinct batch][microbatch]`` with uneven labels: see :func:`ragged_batch`."""
         generator = torch.Generator().manual_seed(11)
         vocabulary = vocabulary_of(self.config)
 
         def batch(step: int, rank: int, i: int) -> Batch:
-            # one microbatch without any label; in the second step, all of one rank's
+            # one microbatch has no labels; in the second step, no microbatch of the last rank has any
             masked = (step == 0 and rank == 0 and i == 1) or (
                 step == 1 and rank == batch_world - 1 > 0
             )
@@ -115,12 +116,14 @@ class Case:
         ]
 
     def reference_step(self, model: Any, step: list[list[Batch]]) -> list[Tensor]:
-        """Run forward and backward of the stock model over all microbatches; return each distinct batch's loss."""
+        """Run forward and backward passes of the stock model on all microbatches; return the loss for each distinct
+        batch.
+        """
         microbatches = [microbatch for rank in step for microbatch in rank]
         counts = [self.count(microbatch["labels"]) for microbatch in microbatches]
         loss = torch.zeros((), dtype=torch.float64)
         for microbatch, count in zip(microbatches, counts, strict=True):
-            # A model's own counters count without labels too.
+            # A model's own counters also count microbatches without labels.
             with torch.set_grad_enabled(count > 0):
                 mean = model(**microbatch).loss
             if count:
@@ -130,17 +133,17 @@ class Case:
         return [loss] * len(step)
 
     def count(self, labels: Tensor) -> int:
-        """Return the weight of a microbatch with these labels: the number of predicted tokens."""
+        """Return the weight of a microbatch with these labels: its number of predicted tokens."""
         return int((labels[:, 1:] != -100).sum())
 
     def layout_step(self, model: Any, microbatches: list[Batch]) -> Tensor:
-        """Run a step of the layout on a rank with these microbatches; return its loss."""
+        """Run one step of the layout with this rank's microbatches; return the loss."""
         return hfscale.train_step(model, microbatches)
 
 
 @dataclass
 class Parity:
-    """Hold the largest differences, relative to the largest entry of each reference tensor."""
+    """Hold the largest differences between layout and reference, relative to each reference tensor's largest entry."""
 
     loss: float
     gradient: float
@@ -149,11 +152,11 @@ class Parity:
     weight: float
     worst_weight: str
     saved: float
-    replicas: float = 0.0  # between replicas, after the last step: must be exactly 0
+    replicas: float = 0.0  # difference between replicas after the last step: must be 0
     worst_replica: str = ""
 
     def worst(self) -> float:
-        """Return the largest difference of all."""
+        """Return the largest of all differences; infinite if replicas differ."""
         apart = float("inf") if self.replicas > 0 else 0.0
         return max(self.loss, self.gradient, self.norm, self.weight, self.saved, apart)
 
@@ -161,14 +164,16 @@ class Parity:
 def assert_layout_equal(
     case: Case, layout: ParallelConfig, pool: RankPool | None, tolerance: float = 1e-10
 ) -> Parity:
-    """Measure parity, and fail if anything differs by more than ``tolerance``."""
+    """Measure parity; fail if any difference exceeds ``tolerance``."""
     parity = measure_parity(case, layout, pool)
     assert parity.worst() <= tolerance, f"{layout.describe()} differs from one process: {parity}"
     return parity
 
 
 def measure_parity(case: Case, layout: ParallelConfig, pool: RankPool | None) -> Parity:
-    """Compare ``layout`` on the ranks of ``pool`` (``None``: in this process) with the stock model in this process."""
+    """Compare ``layout``, on the ranks of ``pool`` (``None``: in this process), with the stock model in
+    this process.
+    """
     with tempfile.TemporaryDirectory(prefix="hfscale-parity-") as name:
         directory = Path(name)
         run = pool.run if pool is not None else lambda function, *args: [function(*args)]
@@ -200,7 +205,9 @@ def measure_parity(case: Case, layout: ParallelConfig, pool: RankPool | None) ->
 
 
 def _replicas_apart(directory: Path) -> tuple[float, str]:
-    """Return the largest difference between ranks in an entry that both hold, where no bit may differ, and its name."""
+    """Return the largest difference between ranks that hold the same entry (replicas must be equal), and the tensor's
+    name.
+    """
     first: dict[str, Tensor] = {}
     worst = 0.0
     name = ""
@@ -219,7 +226,9 @@ def _replicas_apart(directory: Path) -> tuple[float, str]:
 
 
 def _portable(case: Case) -> Case:
-    """Return the case without a config class that came with a checkpoint: other processes could not import it."""
+    """Return the case with a plain config if its config class came with a checkpoint: ranks could not
+    import the class.
+    """
     if type(case.config).__module__.startswith("transformers."):
         return case
     plain: Any = PreTrainedConfig()
@@ -228,7 +237,7 @@ def _portable(case: Case) -> Case:
 
 
 def in_float64(model: Any) -> Any:
-    """Convert all parameters to float64, including those that transformers keeps in float32."""
+    """Convert all parameters to float64, also those that transformers keeps in float32."""
     for parameter in model.parameters():
         if parameter.dtype != torch.float64:
             parameter.data = parameter.data.double()
@@ -242,24 +251,24 @@ def _prepare(model: Any, case: Case) -> Any:
     use_eager_experts(model)
     model.train()
     if case.checkpointing:
-        # The recomputation runs outside of the forward pass's own context.
+        # Recomputation runs outside the context of the forward pass, and needs its own.
         enable_checkpointing(model, context_fn=lambda: (nullcontext(), keep_float64()))
     return model
 
 
 def _reference(case: Case, batch_world: int, directory: Path) -> None:
-    """Train the stock model; save its start, its end, and every step's results."""
+    """Train the stock model; save its initial and final weights, and the results of every step."""
     torch.manual_seed(5)
     with make_float64():
         model = host_from_config(
             case.auto_class, case.config, dtype=torch.float64, **case.hf_kwargs
         )
-    # Norms start as ones and biases as zeros, which would hide errors in both.
+    # Norms start as ones and biases as zeros, which would hide errors in norms and biases.
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
     model.save_pretrained(directory / "start")
-    # Reloaded, as the layout loads it: transformers changes some weights on the way (a dtype, the padding token's row).
+    # Load the model like the layout does, since loading changes some weights (a dtype, the padding token's row).
     with make_float64():
         model = case.auto_class.from_pretrained(
             directory / "start", dtype=torch.float64, **case.hf_kwargs
@@ -294,11 +303,13 @@ def _reference(case: Case, batch_world: int, directory: Path) -> None:
 
 
 def _with_random_adapters(model: Any, case: Case, directory: Path) -> Any:
-    """Put stock PEFT around ``model``, and save it; untouched new adapters would be no-ops, and hide errors."""
+    """Wrap ``model`` in stock PEFT with random adapters, and save it; new adapters compute nothing and would hide
+    errors.
+    """
     import peft
 
     with warnings.catch_warnings():
-        # PEFT 0.21 uses a name that transformers 5.23 has deprecated.
+        # PEFT 0.21 reads a name that transformers 5.23 deprecates.
         warnings.filterwarnings(
             "ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning
         )
@@ -312,7 +323,7 @@ def _with_random_adapters(model: Any, case: Case, directory: Path) -> Any:
 
 
 def plain_name(name: str) -> str:
-    """Return a parameter's name in the plan."""
+    """Return a parameter's name as it is in the plan."""
     name = name.removeprefix("base_model.model.")
     adapted = any(part in name for part in NEW_WEIGHTS)
     return name if adapted else stock_name(name)
@@ -327,7 +338,7 @@ def stored(directory: Path) -> dict[str, Tensor]:
 
 
 def _built(case: Case, layout: ParallelConfig, directory: str) -> Any:
-    """Build the model of one rank in its initial state."""
+    """Build one rank's model in its initial state."""
     start = Path(directory) / "start"
     adapter = str(Path(directory) / "adapter") if case.peft is not None else None
     later = adapter is not None and (
@@ -336,7 +347,7 @@ def _built(case: Case, layout: ParallelConfig, directory: str) -> Any:
     if case.build == "parallelize":
         with make_float64():
             whole = case.auto_class.from_pretrained(start, dtype=torch.float64, **case.hf_kwargs)
-        # In float64 before, since FSDP2's parameters cannot be converted so.
+        # Convert to float64 first, because parameters of FSDP2 cannot be converted this way.
         model = hfscale.parallelize(in_float64(whole), layout, memory=case.memory, **case.asked)
     else:
         with make_float64():
@@ -357,7 +368,7 @@ def run_rank(case: Case, layout: ParallelConfig, directory: str) -> Parity:
     runtime = runtime_of(model)
     ranks = runtime.mesh.ranks
     batch_rank = hfscale.batch_rank(model)
-    # Including frozen ones, which optimizers skip: a pipeline stage may train nothing.
+    # Give the optimizer frozen parameters too, which it skips, since a pipeline stage may train nothing.
     optimizer = torch.optim.SGD(model.parameters(), lr=case.learning_rate)
     parity = Parity(0.0, 0.0, "", 0.0, 0.0, "", 0.0)
     with keep_float64():

@@ -1,7 +1,7 @@
-"""Measure parity of models with their own loss in a plain loop: ``loss = model(**batch).loss; loss.backward()``.
+"""Measure parity for models with their own loss in a plain loop: ``loss = model(**batch).loss; loss.backward()``.
 
-Classification, masked tokens, translation, speech, images. Such a loss is a mean over its
-batch, and the loop's is the mean over microbatches; the data axes average over distinct batches.
+For classification, masked tokens, translation, speech, and images. Such a loss is a mean over its batch; the loop
+averages over microbatches, and data-parallel ranks average over distinct batches.
 """
 
 from collections.abc import Callable
@@ -17,18 +17,18 @@ Maker = Callable[["PlainCase", torch.Generator, int], Batch]
 
 
 def causal_lm(case: "PlainCase", generator: torch.Generator, length: int) -> Batch:
-    """Return tokens with themselves as labels; also for masked LMs, where they need not be masked for a gradient."""
+    """Return tokens that are their own labels; used for masked LMs too, whose gradient does not need masked tokens."""
     return ragged_batch(generator, vocabulary_of(case.config), case.rows, length, masked=False)
 
 
 @dataclass
 class PlainCase(Case):
-    """Define a case whose model computes its own loss, trained by a plain loop."""
+    """Define a case whose model computes its own loss, and which a plain loop trains."""
 
-    # Makes a microbatch of some length: a function of this module, or a similar one.
+    # Makes a microbatch of a given length: a function of this module, or a similar one.
     make_batch: Maker = causal_lm
-    rows: int = 3  # samples of a microbatch; three test a contrastive loss better than two
-    # seed of torch's default generator, for models with dropout; the same in one process and on every rank
+    rows: int = 3  # samples per microbatch; three test contrastive losses better than two
+    # seed of torch's default generator for models with dropout; the same in one process and on every rank
     seed: int | None = None
 
     def batches(self, batch_world: int) -> list[list[list[Batch]]]:
@@ -59,17 +59,17 @@ class PlainCase(Case):
         return total
 
     def loss_of(self, model: Any, batch: Batch) -> Tensor:
-        """Return the loss on which the loop calls backward."""
+        """Return the loss on which the loop calls ``backward``."""
         return model(**batch).loss
 
 
 @dataclass
 class OwnLossCase(PlainCase):
-    """Define a case with the model's own loss in :func:`hfscale.train_step`: a mean over a step's rows or labels."""
+    """Define a case that trains the model's own loss, a mean over rows or labels, by :func:`hfscale.train_step`."""
 
     over: str = "rows"  # ``"rows"`` or ``"labels"``
 
-    # as any case, with microbatches weighted by their rows, or labels
+    # like any case, with microbatches weighted by their number of rows or labels
     reference_step = Case.reference_step
     layout_step = Case.layout_step
 
@@ -79,7 +79,7 @@ class OwnLossCase(PlainCase):
 
 
 def sequence_classification(case: PlainCase, generator: torch.Generator, length: int) -> Batch:
-    """Return texts with a class each."""
+    """Return texts with one class each."""
     labels = torch.randint(0, _classes(case), (case.rows,), generator=generator)
     return {**causal_lm(case, generator, length), "labels": labels}
 
@@ -97,27 +97,27 @@ def token_classification(case: PlainCase, generator: torch.Generator, length: in
 
 
 def sequence_to_sequence(case: PlainCase, generator: torch.Generator, length: int) -> Batch:
-    """Return texts with a shorter target text each."""
+    """Return texts with one shorter target text each."""
     batch = causal_lm(case, generator, length)
     target = causal_lm(case, generator, length - 2)
     return {**batch, "labels": target["labels"]}
 
 
 def speech_to_text(case: PlainCase, generator: torch.Generator, length: int) -> Batch:
-    """Return spectra of one full window (Whisper takes no other), with a text each."""
+    """Return spectra of one full window (Whisper accepts no other length), with one text each."""
     shape = (case.rows, case.config.num_mel_bins, 2 * case.config.max_source_positions)
     features = torch.randn(shape, dtype=torch.float64, generator=generator)
     return {"input_features": features, "labels": causal_lm(case, generator, length)["labels"]}
 
 
 def image_classification(case: PlainCase, generator: torch.Generator, length: int) -> Batch:
-    """Return images with a class each."""
+    """Return images with one class each."""
     labels = torch.randint(0, _classes(case), (case.rows,), generator=generator)
     return {"pixel_values": images(case.config, case.rows, generator), "labels": labels}
 
 
 def images(config: Any, rows: int, generator: torch.Generator) -> Tensor:
-    """Return random images of the sizes in a vision config."""
+    """Return random images of the size in a vision config."""
     shape = (rows, config.num_channels, config.image_size, config.image_size)
     return torch.randn(shape, dtype=torch.float64, generator=generator)
 

@@ -1,8 +1,9 @@
 """Run functions on a pool of rank processes that stays alive between tests.
 
-Importing torch and transformers costs seconds per process, so one server imports them, every rank is forked from it,
-and ranks are started once per world size and are sent functions. They rendezvous through a file, not a port. If a rank
-fails or a call times out, the pool reports each failing rank's error and each other rank's stack, and starts new ranks.
+Importing torch and transformers takes seconds per process. So one server process imports them, every rank is forked
+from the server, and the ranks of each world size start once and then receive functions to run. Ranks rendezvous through
+a file, not a port. If a rank fails or a call times out, the pool reports the error of each failing rank and the stack
+of each other rank, and starts new ranks.
 """
 
 import faulthandler
@@ -25,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 _GRACE_SECONDS = 3.0
-# Slow imports; hfscale itself is imported by the ranks, which know its path.
+# Modules that are slow to import; hfscale itself is imported by the ranks, which have its path.
 PRELOADED = (
     "torch.distributed.fsdp",
     "torch.distributed.pipelining",
@@ -37,19 +38,19 @@ PRELOADED = (
 
 
 class RankError(AssertionError):
-    """Raised if a function failed, or did not return in time, on some rank."""
+    """Raised if a function failed on some rank, or did not return in time."""
 
 
 class RankPool(AbstractContextManager["RankPool"]):
     """Run functions on ``world`` processes in one process group.
 
     Args:
-        world: how many ranks.
+        world: number of ranks.
         timeout: seconds that one call of :meth:`run` may take.
         threads: torch threads per rank.
         preload: modules that are imported once for all ranks.
-        backend: called on every rank, registers another backend than gloo and returns its name.
-        as_large: let small tensors take the paths of large ones, which tests are about.
+        backend: a function that runs on every rank, registers a backend other than gloo, and returns its name.
+        as_large: whether small tensors take the code paths of large tensors, which tests are about.
     """
 
     def __init__(
@@ -74,8 +75,8 @@ class RankPool(AbstractContextManager["RankPool"]):
     ) -> list[Any]:
         """Call ``function(*args, **kwargs)`` on every rank; return the results by rank.
 
-        ``function`` is pickled by reference, so it is defined at the top of an importable module. Raise
-        :class:`RankError` if it raised on a rank, or a rank did not return within the timeout.
+        ``function`` is pickled by reference, so define it at the top level of an importable module. Raise
+        :class:`RankError` if it raises on a rank, or if a rank does not return within the timeout.
         """
         if not self._processes:
             self._start()
@@ -110,8 +111,8 @@ class RankPool(AbstractContextManager["RankPool"]):
     def _start(self) -> None:
         from .._compat.torch_device import accelerators
 
-        # Forking this process would copy its threads' locks; a GPU's driver, which the server's imports start, does not
-        # outlive a fork; Windows cannot fork at all.
+        # Forking this process would copy locks that its threads hold. A GPU's driver, which imports in the server
+        # start, does not survive a fork. Windows cannot fork at all.
         forks = (
             "forkserver" in multiprocessing.get_all_start_methods()
             and not accelerators().is_available()
@@ -160,7 +161,7 @@ class RankPool(AbstractContextManager["RankPool"]):
                     ok = False
                     value = "the process died"
                 (results if ok else errors)[rank] = value
-                if not ok:  # the others may wait for this rank forever
+                if not ok:  # other ranks may wait for this rank forever
                     deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
         if errors or waiting:
             raise self._failure(errors, sorted(waiting.values()))
@@ -170,7 +171,7 @@ class RankPool(AbstractContextManager["RankPool"]):
         lines = [f"rank {rank} failed:\n{text}" for rank, text in sorted(errors.items())]
         if waiting:
             assert self._directory is not None
-            # A rank that is still starting has no such file yet, and would die of the signal.
+            # A rank that is still starting has no stack file yet, and the signal would kill it.
             stacks = {rank: Path(self._directory.name) / f"stack-{rank}" for rank in waiting}
             for rank, stack in stacks.items():
                 if stack.exists():
@@ -186,7 +187,9 @@ class RankPool(AbstractContextManager["RankPool"]):
 def _take_over(
     path: list[str], environment: dict[str, str], directory: str, as_large: bool
 ) -> None:
-    """Make a rank's path, environment and directory those of the calling process; the server's are outdated."""
+    """Set a rank's import path, environment and directory to those of the calling process; the server's are
+    outdated.
+    """
     sys.path[:] = path
     os.environ.clear()
     os.environ.update(environment)
@@ -211,7 +214,7 @@ def _serve(
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world)
     )
-    # Accelerate insists on an address, also where the process group exists; nothing listens there.
+    # Accelerate requires an address even if the process group exists already; nothing listens at this address.
     os.environ.update(
         ACCELERATE_USE_CPU="1", MASTER_ADDR="localhost", MASTER_PORT="29500", HFSCALE_FAILURES="0"
     )
@@ -224,14 +227,14 @@ def _serve(
 
         from .._compat.torch_gloo import share_gloo_thread
 
-        # Or each bar would own a lock of the machine's, which a rank that is stopped leaves behind.
+        # Otherwise each bar would hold a lock shared by all processes, which a stopped rank would never release.
         tqdm.set_lock(threading.RLock())
         logging.disable_progress_bar()
         torch.set_num_threads(threads)
         warnings.simplefilter("ignore")
         share_gloo_thread()
         store = torch.distributed.FileStore(str(Path(directory) / "store"), world)  # type: ignore[attr-defined]
-        # Longer than the pool's own patience, so that a hang is reported by the pool, with stacks.
+        # Longer than the pool's own timeout, so that the pool reports a hang, with stacks.
         patience = timedelta(seconds=2 * timeout)
         try:
             name = "gloo" if backend is None else backend()
@@ -241,12 +244,12 @@ def _serve(
         except Exception:
             pipe.send((False, traceback.format_exc()))
             return
-        gc.freeze()  # imported modules stay: the garbage collector need not traverse them in tests
-        # Models are built and dropped all the time: a tenth of a test's time otherwise.
+        gc.freeze()  # exclude imported modules from garbage collection
+        # Tests build and drop models all the time; with the default threshold, collection takes a tenth of their time.
         gc.set_threshold(20_000)
-        # Or a loader's workers would import everything again.
+        # Otherwise the workers of data loaders would import everything again.
         multiprocessing.set_start_method(None, force=True)
-        multiprocessing.current_process().daemon = False  # which may have no children
+        multiprocessing.current_process().daemon = False  # daemons may not have children
         while True:
             try:
                 function, args, kwargs = pipe.recv()

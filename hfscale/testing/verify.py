@@ -1,6 +1,6 @@
-"""Train a tiny clone of a model in a layout and in one process, and compare (``hfscale verify``).
+"""Train a tiny clone of a model in a layout and in one process, and compare both (``hfscale verify``).
 
-It needs no GPU and no weights, and takes less than a minute.
+The comparison needs no GPU and no weights, and takes less than a minute.
 """
 
 import re
@@ -30,7 +30,7 @@ from . import plain
 from .parity import Case, Parity, in_float64, measure_parity
 from .pool import RankError, RankPool
 
-# Auto class -> function that makes its batches. Causal LMs with a loss that train_step knows are trained by that.
+# Auto class -> function that makes its batches. Causal LMs whose loss train_step supports are trained by train_step.
 _MAKERS: dict[str, plain.Maker] = {
     "AutoModelForCausalLM": plain.causal_lm,
     "AutoModelForImageClassification": plain.image_classification,
@@ -60,22 +60,22 @@ MAX_LAYERS = 8
 
 @dataclass(frozen=True)
 class ParityCases:
-    """How an extension verifies models of an Auto class."""
+    """Describe how an extension verifies models of an Auto class."""
 
-    clone: Callable[..., Any]  # as :func:`hfscale.models.clone.tiny_clone`
-    by_step: Callable[[Any], Case]  # the case of a clone that ``train_step`` trains
-    by_loop: Callable[[Any], Case]  # ... and of one that a plain loop does
+    clone: Callable[..., Any]  # like :func:`hfscale.models.clone.tiny_clone`
+    by_step: Callable[[Any], Case]  # the case for a clone that ``train_step`` trains
+    by_loop: Callable[[Any], Case]  # the case for a clone that a plain loop trains
 
 
 def changes_for(config: PreTrainedConfig, auto_class: Any) -> dict[str, Any]:
-    """Return the fields that a clone needs changed to fit its batches; refuse a class without batches."""
+    """Return the config changes that make a clone fit its batches; refuse an Auto class without batches."""
     name = auto_class.__name__
     if name in added(_SLOT):
         return {}
     if name not in _MAKERS:
         known = ", ".join((*_MAKERS, *added(_SLOT)))
         raise ConfigError(
-            f"--auto-class {name}: verify makes batches for {known}, and knows of no batch for this one. "
+            f"--auto-class {name}: verify makes batches for {known}, but not for this class. "
             "Compare it in Python: hfscale.testing.assert_layout_equal(hfscale.testing.plain.PlainCase(config, "
             f"auto_class=transformers.{name}, make_batch=...), layout, pool)"
         )
@@ -83,7 +83,7 @@ def changes_for(config: PreTrainedConfig, auto_class: Any) -> dict[str, Any]:
     changes: dict[str, Any] = {
         field: value for field, value in _SMALL_INPUTS.items() if isinstance(fields.get(field), int)
     }
-    if name in _CLASSES:  # integers are classes; one class would be a number to predict
+    if name in _CLASSES:  # labels are classes; with one class they would be numbers to predict
         changes["id2label"] = {
             number: f"class {number}" for number in range(min(max(2, config.num_labels or 0), 5))
         }
@@ -94,7 +94,7 @@ def changes_for(config: PreTrainedConfig, auto_class: Any) -> dict[str, Any]:
         name == "AutoModelForSequenceClassification"
         and getattr(config, "pad_token_id", None) is None
     ):
-        changes["pad_token_id"] = 0  # decoders find the last token by it
+        changes["pad_token_id"] = 0  # decoders find the last token by the padding token
     if (
         getattr(config, "is_encoder_decoder", False)
         and getattr(config, "decoder_start_token_id", None) is None
@@ -104,7 +104,7 @@ def changes_for(config: PreTrainedConfig, auto_class: Any) -> dict[str, Any]:
 
 
 def clone_for(config: PreTrainedConfig, auto_class: Any, layers: int, **changes: Any) -> Any:
-    """Return a tiny config of the same family, as an extension that brings cases of the class makes it."""
+    """Return a tiny config of the same family; an extension with cases for the Auto class may make it."""
     cases: ParityCases | None = provided(_SLOT, auto_class.__name__)
     make = tiny_clone if cases is None else cases.clone
     try:
@@ -114,13 +114,13 @@ def clone_for(config: PreTrainedConfig, auto_class: Any, layers: int, **changes:
     except Exception as error:  # transformers may raise anything for an untested config
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         raise ConfigError(
-            f"no tiny clone of this {config.model_type!r} can be built on which to compare ({type(error).__name__}: "
+            f"no tiny clone of this {config.model_type!r} can be built to compare with ({type(error).__name__}: "
             f"{' '.join(lines[:2])}): hfscale plan shows what becomes of the model itself"
         ) from error
 
 
 def case_for(clone: PreTrainedConfig, auto_class: Any, planned: Plan) -> Case:
-    """Return the case to train: by ``train_step`` if it knows the loss, else by a plain loop."""
+    """Return the case to train: by ``train_step`` if that supports the model's loss, else by a plain loop."""
     if planned.loss is not None and auto_class.__name__ == "AutoModelForCausalLM":
         return Case(clone, auto_class=auto_class)
     cases: ParityCases | None = provided(_SLOT, auto_class.__name__)
@@ -129,14 +129,14 @@ def case_for(clone: PreTrainedConfig, auto_class: Any, planned: Plan) -> Case:
         return cases.by_loop(clone) if by_loop else cases.by_step(clone)
     given: dict[str, Any] = {"auto_class": auto_class, "make_batch": _MAKERS[auto_class.__name__]}
     own = planned.feature(OwnLossPlan)
-    # Which train_step alone cuts.
+    # With stages or context-parallel ranks, only train_step can split a step.
     if own is not None and (planned.stages is not None or planned.layout.cuts_sequences):
         return plain.OwnLossCase(clone, over=own.over, **given)
     return plain.PlainCase(clone, **given)
 
 
 def check_stock(case: Case) -> None:
-    """Run one forward and backward pass of the stock clone; refuse one that transformers itself cannot train."""
+    """Run a forward and a backward pass of the stock clone; refuse a clone that transformers itself cannot train."""
     try:
         model = in_float64(
             case.auto_class.from_config(case.config, dtype=torch.float64, **case.hf_kwargs)
@@ -154,9 +154,10 @@ def check_stock(case: Case) -> None:
 
 
 def scale_down(layout: ParallelConfig) -> ParallelConfig:
-    """Return the layout scaled down to one machine, with all numbers of its pipeline chosen: above :data:`MAX_RANKS`,
-    every axis keeps at most two ranks (a pipeline from a file its own). Microbatches and layers of stages stay if they
-    are few and the stages are the same; else two microbatches per pipeline rank, and a layer or two in each stage.
+    """Return the layout scaled down to one machine, with all numbers of its pipeline set. Above :data:`MAX_RANKS`
+    ranks, every axis keeps at most two ranks, except that a pipeline from a file keeps its own number. If stages stay
+    the same, small numbers of microbatches and of layers per stage are kept; otherwise there are two microbatches per
+    pipeline rank, and a layer or two per stage.
     """
     sizes: dict[str, Any] = {}
     from_file = str(layout.pipeline_schedule).endswith(".csv")
@@ -194,9 +195,9 @@ def verify(
     auto_class: Any = AutoModelForCausalLM,
     **hf_kwargs: Any,
 ) -> tuple[ParallelConfig, Parity]:
-    """Compare the layout, scaled down to one machine, with one process on a tiny clone of the model, of the class that
-    ``auto_class`` chooses, and with it loss and batches. ``lora`` puts adapters around modules in both: ``all-linear``,
-    or names joined by commas.
+    """Compare the layout, scaled down to one machine, with one process, on a tiny clone of the model. ``auto_class``
+    selects the clone's class, loss and batches. ``lora`` adds adapters to both models: ``all-linear``, or module names
+    joined by commas.
     """
     if not layout.flushes:
         others = ", ".join(name for name in schedule_names() if schedule_of(name).flushes)
@@ -204,14 +205,14 @@ def verify(
             f"pipeline_schedule={layout.pipeline_schedule!r} updates weights while microbatches are under way, so its "
             f"steps are not those of one process: verify {others}, or a .csv file"
         )
-    # Plan the model itself first: its clone gets whatever heads, experts and layers the layout needs.
+    # Plan the model itself first, because the clone gets as many heads, experts and layers as the layout needs.
     plan(config, layout, auto_class=auto_class, **hf_kwargs)
     config, _ = split_stored_form(config)
     small = scale_down(layout)
     changes = _heads_that_fit(config, layout.tp, small.tp) | _experts_that_fit(config, small.ep)
     changes |= changes_for(config, auto_class)
     clone = clone_for(config, auto_class, _layers(config, small), **changes)
-    # Refuse before any process is started.
+    # Refuse before any process starts.
     planned = plan(clone, small, auto_class=auto_class, **hf_kwargs)
     case = case_for(clone, auto_class, planned)
     case.hf_kwargs = hf_kwargs
@@ -226,7 +227,7 @@ def verify(
         )
         sizes: dict[str, Any] = {f"{axis}_size": 1 for axis in AXES}
         one = ParallelConfig(**sizes)
-        # May refuse.
+        # Building it may refuse the adapters.
         from_config(clone, parallel=one, auto_class=auto_class, peft_config=case.peft, **hf_kwargs)
     if small.total_size == 1:
         return small, measure_parity(case, small, None)
@@ -235,7 +236,7 @@ def verify(
 
 
 def _measure(case: Case, layout: ParallelConfig, pool: RankPool) -> Parity:
-    """Run the comparison; turn a rank's refusal into :class:`ConfigError`."""
+    """Run the comparison; raise a rank's refusal as :class:`ConfigError`."""
     try:
         return measure_parity(case, layout, pool)
     except RankError as error:
@@ -246,7 +247,7 @@ def _measure(case: Case, layout: ParallelConfig, pool: RankPool) -> Parity:
 
 
 def _layers(config: PreTrainedConfig, layout: ParallelConfig) -> int:
-    """Return the number of layers of the clone: all kinds of them, and at least one per stage."""
+    """Return the clone's number of layers: enough for every kind of layer, and at least one per stage."""
     if layout.stage_layers is not None:
         return sum(layout.stage_layers)
     return max(
@@ -255,7 +256,9 @@ def _layers(config: PreTrainedConfig, layout: ParallelConfig) -> int:
 
 
 def _heads_that_fit(config: PreTrainedConfig, asked: int, tensor: int) -> dict[str, int]:
-    """Return changes to a clone's heads that divide between ``tensor`` ranks, with few key heads if ``asked``."""
+    """Return changes to a clone's heads: divisible by ``tensor`` ranks, with fewer key heads if ``asked`` ranks exceed
+    the model's key heads.
+    """
     fields = config.to_dict()
     if "num_key_value_heads" not in fields:
         return {}
@@ -269,7 +272,7 @@ def _heads_that_fit(config: PreTrainedConfig, asked: int, tensor: int) -> dict[s
 
 
 def _experts_that_fit(config: PreTrainedConfig, ranks: int) -> dict[str, int]:
-    """Return changes to a clone's experts so that they divide between ``ranks``."""
+    """Return changes to a clone's experts that make their number divisible by ``ranks``."""
     if EXPERTS % ranks == 0:
         return {}
     return {
@@ -295,7 +298,7 @@ def render(
     lora: str | None = None,
     auto_class: str = "",
 ) -> str:
-    """Return the comparison as a table; ``auto_class`` is named if it is not the one for causal language models."""
+    """Return the comparison as a table. ``auto_class`` is shown unless it is that of causal language models."""
     rows = [
         ("loss", parity.loss, ""),
         ("worst gradient", parity.gradient, parity.worst_gradient),

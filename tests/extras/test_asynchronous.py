@@ -224,7 +224,7 @@ def test_plans_that_need_a_flush_are_refused(schedule: str) -> None:
     with pytest.raises(ConfigError, match="later microbatches in flight"):
         hfscale.plan(tiny("llama"), layout, mixed_precision="fp16")
     bart = BartConfig(vocab_size=67, d_model=32, encoder_layers=2, decoder_layers=2)
-    with pytest.raises(PlanError, match="has no flush, and the decoder of bart"):
+    with pytest.raises(PlanError, match="has no flush, but the decoder of bart"):
         hfscale.plan(bart, layout, auto_class=AutoModelForSeq2SeqLM)
 
 

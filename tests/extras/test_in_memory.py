@@ -219,10 +219,10 @@ def test_another_run(
     assert steps_in(memory) == ["6"]
     memory.save(2)  # of a run that begins anew
     assert steps_in(memory) == ["2"]
-    assert "is of another run, which" in caplog.text
+    assert "belongs to another run" in caplog.text
     shutil.rmtree(tmp_path / "states")
     memory, before = start(ONE, 1, root)[1], memory
-    assert "is of a run whose directory has been removed" in caplog.text
+    assert "belongs to a run whose directory has been removed" in caplog.text
     assert memory.load().step == 0
     assert not before.directory.exists()
     usage = namedtuple("usage", "free")(1000)

@@ -399,7 +399,7 @@ def test_says_that_nothing_was_measured(caplog: pytest.LogCaptureFixture) -> Non
     (batch,) = batches(0, 1, 0, 1, rows="plain")
     hfscale.train_step(model, batch)
     optimizer.step()
-    assert "qk_clip has seen no attention since the last step" in caplog.text
+    assert "qk_clip has measured no attention since the last step" in caplog.text
 
 
 def test_scores_follow_exactly() -> None:

@@ -240,7 +240,7 @@ def shard(sampler: Any) -> Any:
 
 def refused(root: str) -> None:
     with pytest.raises(
-        CheckpointError, match="behind batches of 4 rows over all ranks, and now they have 8"
+        CheckpointError, match="after batches of 4 rows over all ranks, but now they have 8"
     ):
         prepared_leg("shuffled", root, 4, {"dp_shard_size": 2}, range(3, 5))
 

@@ -169,7 +169,7 @@ def test_text_may_be_packed_by_document(tokenizer, tmp_path):
         ),
         (
             {"format": "text", "text_column": "talk"},
-            "data.text_column='talk' of talks.jsonl:0 is no text",
+            "data.text_column='talk' of talks.jsonl:0 must be a text",
         ),
         (
             {"format": "chat", "chat_template": "plain", "sequence_length": 8},

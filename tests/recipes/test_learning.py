@@ -179,13 +179,13 @@ def test_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("changes", "message"),
     [
         ({"teacher": {"base": "a", "stored": "b", "write": "c"}}, "and no teacher.stored"),
-        ({"teacher": {"write": "b"}}, "teacher.write stores what the model"),
-        ({"teacher": {"stored": "b"}, "trl": {"top_k": 3}}, "not what the model generates"),
+        ({"teacher": {"write": "b"}}, "teacher.write stores the predictions of the model"),
+        ({"teacher": {"stored": "b"}, "trl": {"top_k": 3}}, "not for generated ones"),
         ({"teacher": {"base": "a"}, "rewards": ["f1"]}, "are different things to learn from"),
         ({"trl": {"beta": 0.1}}, "which rewards or teacher.base judge"),
         (
             {"rewards": ["f1"]},
-            "data.format=text has no texts without pictures to begin: use chat or",
+            "data.format=text has no texts without pictures to generate from: use chat or",
         ),
         ({"teacher": {"base": "a"}, "data": {"format": "pairs"}}, "to teach on: use text or chat"),
         ({"data": {"format": "prompts"}}, "give rewards"),

@@ -128,7 +128,7 @@ def test_only_the_assistants_words_have_labels(pictures: Path) -> None:
     assert first["pixel_values"].shape[0] == second["pixel_values"].shape[0] == 2
     assert (second["labels"][1] == -100).all()
     assert int((first["labels"][:, 1:] != -100).sum()) == rows.labels[:2].sum()
-    with pytest.raises(RecipeError, match=r"x names the picture 'none.png', and there is no file"):
+    with pytest.raises(RecipeError, match=r"x names the picture 'none.png', but there is no file"):
         encode_pictures(
             data,
             processor,
@@ -144,7 +144,7 @@ def test_only_the_assistants_words_have_labels(pictures: Path) -> None:
     [
         (["data.format=text"], "needs conversations, one per row"),
         (["data.packing=true"], "needs conversations, one per row"),
-        (["parallel.pp_size=2"], "and a layout without stages"),
+        (["parallel.pp_size=2"], "and a layout without pipeline stages"),
     ],
 )
 def test_what_cannot_be_is_refused(overrides: list[str], message: str) -> None:

@@ -351,12 +351,12 @@ _QUANTIZED = (*_ADAPTED, "quantization.load_in_4bit=true")
             "without an adapter: weights in 4 or 8 bits cannot be trained",
         ),
         (["merge=true"], "without an adapter: there is nothing to merge"),
-        (["parallel.pp_size=2"], "a layout without stages: set data.samples=0"),
+        (["parallel.pp_size=2"], "a layout without pipeline stages: set data.samples=0"),
         ([*_ADAPTED, "merge=maybe"], "merge='maybe' is not known"),
         ([*_ADAPTED, "merge=bfloat16"], "the base is not quantized: use merge=true"),
         (
             [*_QUANTIZED, "merge=true"],
-            "does not say what type its weights are unpacked into: use merge=bfloat16",
+            "does not say what dtype its weights are dequantized into: use merge=bfloat16",
         ),
         (
             ["training.dtype=bfloat16"],

@@ -209,7 +209,7 @@ def test_a_state_goes_on_as_what_it_was(directory: Path) -> None:
     check_places(recipe(resume=True, save_every=3, log_every=1))
     with pytest.raises(
         RecipeError,
-        match=r"with training.learning_rate=0.001, and the recipe has 0.5: use the saved",
+        match=r"with training.learning_rate=0.001, but the recipe has 0.5: use the saved",
     ):
         check_places(recipe(resume=True, learning_rate=0.5))
     other = FinetuneRecipe(name="x", base="y")

@@ -100,8 +100,8 @@ def test_operations_of_a_token() -> None:
             "tracking=[wandb]",
             "tracking=wandb needs a package that is not installed: pip install wandb",
         ),
-        ("profile=three", "says no number of steps: write profile: 3 steps"),
-        ("profile=319 steps", "and training.steps=320: use at most 318"),
+        ("profile=three", "is not a number of steps: write profile: 3 steps"),
+        ("profile=319 steps", "but training.steps=320: use at most 318"),
         ("training.peak_tflops=0", "training.peak_tflops=0.0 is invalid"),
     ],
 )

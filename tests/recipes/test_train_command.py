@@ -75,7 +75,7 @@ def test_a_recipe_of_no_kind_or_two_is_refused(
         (["demo_lra"], "did you mean demo_lora?"),
         (["demo_lora.yaml"], "demo_lora.yaml: there is no such file"),
         (["demo_lora", "training.stepz=3"], "did you mean 'steps'"),
-        (["demo_lora"], "is not there: pretrain first (hfscale train demo_pretrain"),
+        (["demo_lora"], "does not exist: pretrain first (hfscale train demo_pretrain"),
         (["demo_pretrain", "parallel.tp_size=two"], "tp_size='two' is invalid"),
         (["demo_pretrain", "--max-memory=40", "steps"], "unrecognized arguments: steps"),
     ],
@@ -107,7 +107,7 @@ def test_packages_that_are_missing_are_named(
     assert main(["train", "--list"]) == 2
     said = capsys.readouterr().err
     assert (
-        "recipes need omegaconf, PyYAML, which the rest of hfscale does not, and which are not installed"
+        "recipes need omegaconf, PyYAML, which the rest of hfscale does not need, but which are not installed"
         in said
     )
     assert 'pip install "hfscale[recipes]"' in said
@@ -175,7 +175,7 @@ def test_fewer_gpus_than_ranks_are_refused(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert main(["train", "demo_pretrain"]) == 2
-    assert "needs 2 processes and this machine has 1 GPU(s)" in capsys.readouterr().err
+    assert "needs 2 processes, but this machine has 1 GPU(s)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ def test_the_class_asked_for_is_the_one_compared(
         (
             "bert",
             ["--auto-class", "AutoModelForQuestionAnswering"],
-            "knows of no batch for this one. Compare it in",
+            "but not for this class. Compare it in",
         ),
         ("t5", [], "AutoModelForCausalLM cannot build a 't5' model"),
         ("llava", [], "AutoModelForCausalLM cannot build a 'llava' model"),

@@ -1,4 +1,4 @@
-"""Layers that a feature adds behind those of a stock model, and the names of their tensors in a checkpoint."""
+"""Layers that a feature appends to the layers of a stock model, and the names of their tensors in a checkpoint."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,25 +12,26 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class AddedLayers:
-    """Declare a child of the model, with ``layers``, and with ``embed_tokens``: the model's embedding once more, which
-    may be on another pipeline stage.
+    """Declare added layers: a child module of the model, with ``layers``, and with ``embed_tokens``, a second reference
+    to the model's embedding, which may be on another pipeline stage.
     """
 
-    name: str  # of the child
-    words: str  # what the layers are
-    option: str  # the field of ``Options`` that asks for them by any value but ``None``
-    decoder: str  # in each of the layers, the module of the class of the model's own
-    add: Callable[[Any], None]  # adds them to a new stock model, on the meta device
+    name: str  # name of the child module
+    words: str  # description of the layers, for messages
+    option: str  # field of ``Options`` that adds them, unless it is ``None``
+    decoder: str  # in each layer, the name of its decoder layer of the model's class
+    add: Callable[[Any], None]  # adds the layers to a new stock model, on the meta device
 
     @property
     def lookup(self) -> str:
-        """The name of the embedding."""
+        """The name of the embedding in the model."""
         return f"{self.name}.embed_tokens"
 
 
 class StoredNames:
-    """Name tensors as a checkpoint does: ``prefixes`` maps those in the model to those in the checkpoint, and
-    ``copies`` a tensor of the model to its other names there, as ``layers.61.shared_head.head.weight``.
+    """Rename tensors to their names in the checkpoint. ``prefixes`` maps prefixes in the model to prefixes in the
+    checkpoint; ``copies`` maps a tensor of the model to further stored names, such as
+    ``layers.61.shared_head.head.weight``.
     """
 
     def __init__(self, prefixes: dict[str, str]) -> None:
@@ -38,7 +39,7 @@ class StoredNames:
         self.copies: dict[str, list[str]] = {}
 
     def stored_keys(self, tensors: Mapping[str, _T]) -> dict[str, _T]:
-        """Return tensors by their names in the checkpoint."""
+        """Return the tensors by their names in the checkpoint."""
         stored: dict[str, _T] = {}
         for name, tensor in tensors.items():
             ours = next((prefix for prefix in self.prefixes if name.startswith(prefix)), "")
@@ -47,20 +48,20 @@ class StoredNames:
         return stored
 
     def read(self, model: Any, keys: Iterable[str]) -> dict[str, str | None]:
-        """Return stored key -> name in the model of a checkpoint's tensors of added layers, before the conversions of
-        experts and the like, or ``None`` for a copy of another tensor; remember the checkpoint's prefixes. Without
-        added layers there are none.
+        """Map each stored key of the added layers to its name in the model, before conversions (of experts, for
+        example), or to ``None`` for a copy of another tensor. Record the checkpoint's prefixes. Without added layers,
+        the map is empty.
         """
         return {}
 
 
 def added_layers(model: Any) -> AddedLayers | None:
-    """Return the declaration of the layers that were added to a model; ``None`` without any."""
+    """Return the declaration of the layers that were added to a model; ``None`` without added layers."""
     return _noted(model)[0]
 
 
 def added_decoders(model: Any) -> dict[str, str]:
-    """Return added layer -> the module in it of the class of the model's own layers, in order."""
+    """Map each added layer, in order, to the module inside of it that has the class of the model's own layers."""
     added = added_layers(model)
     if added is None:
         return {}
@@ -70,13 +71,13 @@ def added_decoders(model: Any) -> dict[str, str]:
 
 
 def stored_names(model: Any) -> StoredNames:
-    """Return what tensors of a model are called in its checkpoint."""
+    """Return the object that renames a model's tensors to their names in its checkpoint."""
     return _noted(model)[1]
 
 
 @contextmanager
 def without_added(model: Any) -> Iterator[None]:
-    """Take the added layers out of a model inside the ``with`` block, so that it is what its class builds."""
+    """Remove the added layers from a model inside the ``with`` block, so that only its class's own layers are left."""
     added = added_layers(model)
     child = None if added is None else own_modules(model).pop(added.name, None)
     try:

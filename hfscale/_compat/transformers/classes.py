@@ -1,4 +1,4 @@
-"""Stock classes, models built from them, and errors about both and their configs in our own words."""
+"""Stock classes and the models built from them; errors about configs and models in hfscale's words."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -30,18 +30,20 @@ def stock_class(model: nn.Module) -> Any:
 
 
 def class_name(model: nn.Module) -> str:
-    """Return the name of a model's stock class, by which users know it."""
+    """Return the name of a model's stock class, the name that users know."""
     return str(stock_class(model).__name__)
 
 
 def from_config(kind: Any, config: Any, **kwargs: Any) -> Any:
-    """Build a randomly initialized model of ``kind``, an Auto class or a stock one."""
+    """Build a randomly initialized model of ``kind``, an Auto class or a stock model class."""
     build = kind.from_config if hasattr(kind, "from_config") else kind._from_config
     return build(config, **kwargs)
 
 
 def model_class(given: Any) -> Any:
-    """Return the class for ``auto_class=``: an Auto class, a model's, or the one of that name in transformers."""
+    """Return the class for ``auto_class=``, which is an Auto class, a model class, or the name of one in
+    transformers.
+    """
     chosen = getattr(transformers, given, None) if isinstance(given, str) else given
     if (
         isinstance(chosen, type)
@@ -58,22 +60,22 @@ def model_class(given: Any) -> Any:
 
 
 def classes_by_config(auto_class: Any) -> Any:
-    """Return the class, or classes, that ``auto_class`` builds by class of config; ``None`` for a stock class."""
+    """Return the map of config classes to the model classes that ``auto_class`` builds; ``None`` for a model class."""
     return getattr(auto_class, "_model_mapping", None)
 
 
 def layer_classes(model: Any) -> set[str]:
-    """Return the names of the classes that transformers keeps on one device; ``model`` may be a class."""
+    """Return the names of the classes that transformers never splits over devices; ``model`` may be a class."""
     return set(getattr(model, "_no_split_modules", None) or ())
 
 
 def is_adapted_by_host(model: Any) -> bool:
-    """Return whether a model has adapters by transformers' own ``add_adapter`` or ``load_adapter``, and saves them."""
+    """Return whether a model has adapters of transformers' own ``add_adapter`` or ``load_adapter``, which it saves."""
     return bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
 def empty_copy(model: Any) -> Any:
-    """Return the full stock model of which ``model`` holds one rank's part, on the meta device."""
+    """Return the full stock model, on the meta device, for a ``model`` that holds one rank's shards."""
     config = copy.deepcopy(model.config)
     name_hosts(config)
     with torch.device("meta"):
@@ -85,12 +87,14 @@ def empty_copy(model: Any) -> Any:
 
 
 def empty_model(directory: Path, trusted: bool) -> Any:
-    """Return a full meta model of the class that the config in ``directory`` names; LookupError without one."""
+    """Return a full meta model of the class that the config in ``directory`` names; raise LookupError if it
+    names none.
+    """
     return model_of(AutoConfig.from_pretrained(directory, trust_remote_code=trusted), trusted)
 
 
 def model_of(config: Any, trusted: bool = False) -> Any:
-    """Return a full meta model of the class that a config names; LookupError without one."""
+    """Return a full meta model of the class that a config names; raise LookupError if the class does not exist."""
     name = (config.architectures or [""])[0]
     kind = getattr(transformers, name, None)
     extra = dict[str, Any]()
@@ -109,18 +113,20 @@ def model_of(config: Any, trusted: bool = False) -> Any:
 
 
 def is_distributed_by_host(model: nn.Module, spread: bool) -> str | None:
-    """Return why ``model`` is distributed already, or ``None``; ``spread``: it is to be, over several processes."""
+    """Return why ``model`` is already distributed; ``None`` if it is not. ``spread``: it will run on
+    several processes.
+    """
     if isinstance(model, PreTrainedModel) and model.tp_size is not None:
         return "transformers already distributed it (distributed_config or tp_plan)"
     placed = set((getattr(model, "hf_device_map", None) or {}).values())
-    # A map of one device, which scripts give to load on it, leaves an ordinary model there.
+    # A device map with a single device, with which scripts load onto that device, leaves an ordinary model.
     if placed and (spread or len(placed) > 1 or "disk" in placed):
         return "it was loaded with a device_map"
     return None
 
 
 def has_causal_loss(model: Any) -> bool:
-    """Return whether a model's loss function is that of causal language models, regardless of the class's name."""
+    """Return whether a model's loss function is that of causal language models, whatever the class's name is."""
     return (
         LOSS_MAPPING.get(getattr(model, "loss_type", None) or "ForCausalLM")
         is LOSS_MAPPING["ForCausalLM"]
@@ -133,12 +139,12 @@ def loss_replaced(model: Any, loss: Callable[..., Any]) -> AbstractContextManage
 
 
 def loss_function_of(model: Any) -> Any:
-    """Return the user's ``model.loss_function``; ``None`` if the class chooses by its config."""
+    """Return the loss function that the user set as ``model.loss_function``; ``None`` if the config decides."""
     return vars(model).get("_loss_function")
 
 
 def is_causal_lm(name: str) -> bool:
-    """Return whether transformers lists a class as causal language model; its Trainer then shifts labels."""
+    """Return whether transformers lists a class as a causal language model, for which its Trainer shifts labels."""
     return name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
 
@@ -149,7 +155,7 @@ def takes_argument(model: nn.Module, name: str) -> bool:
 
 @lru_cache(maxsize=64)
 def forward_arguments(forward: Callable[..., Any]) -> tuple[frozenset[str], bool]:
-    """Return the names of the arguments of a class's forward pass, and whether it also takes others."""
+    """Return the argument names of a class's forward pass, and whether it also takes other named arguments."""
     parameters = signature(forward).parameters.values()
     named = frozenset(
         parameter.name for parameter in parameters if parameter.kind != parameter.VAR_KEYWORD
@@ -158,7 +164,7 @@ def forward_arguments(forward: Callable[..., Any]) -> tuple[frozenset[str], bool
 
 
 def input_embedding(model: Any) -> Any:
-    """Return the token embedding, or ``None`` if transformers does not know it (two towers, audio models)."""
+    """Return the token embedding; ``None`` if transformers has no token embedding for the model (two towers, audio)."""
     try:
         return model.get_input_embeddings()
     except NotImplementedError:
@@ -167,7 +173,7 @@ def input_embedding(model: Any) -> Any:
 
 @contextmanager
 def made_or_explained(source: str) -> Iterator[None]:
-    """Raise ConfigError with the reason if reading a config of ``source`` fails inside the ``with`` block."""
+    """Raise ConfigError with the reason if a config of ``source`` cannot be made inside the ``with`` block."""
     try:
         yield
     except ArithmeticError as error:  # division by a size of 0
@@ -187,7 +193,7 @@ def made_or_explained(source: str) -> Iterator[None]:
 
 @contextmanager
 def built_or_explained(auto_class: Any, config: Any, *others: type[Exception]) -> Iterator[None]:
-    """Raise ConfigError for a ValueError, or ``others``, of building a model inside the ``with`` block."""
+    """Raise ConfigError if building a model inside the ``with`` block raises ValueError or one of ``others``."""
     try:
         yield
     except Exception as error:
@@ -196,7 +202,7 @@ def built_or_explained(auto_class: Any, config: Any, *others: type[Exception]) -
         reason = str(error).strip().partition("\n")[0]
         if not reason.startswith("Unrecognized configuration class"):
             raise ConfigError(
-                f"no {config.model_type!r} model can be built of this config and these arguments: "
+                f"no {config.model_type!r} model can be built from this config and these arguments: "
                 f"{type(error).__name__}: {reason}"
             ) from error
         built = {

@@ -1,7 +1,8 @@
 """Attention functions, masks and recomputation of stock models.
 
-Transformers looks attention functions and masks up by the name of the attention implementation in a config. Registered
-names of our own wrap its implementations, so that every case not handled here goes to its function, bit for bit.
+Transformers finds attention functions and masks by the name of the attention implementation in a config. Names that
+hfscale registers wrap transformers' implementations: every case that hfscale does not handle goes to the wrapped
+function, bit for bit.
 """
 
 import re
@@ -30,20 +31,24 @@ from .implementations import implementation_of, note_host
 __all__ = ["and_masks", "leave_out_padding"]
 
 causal_mask_function: Any = masking_utils.causal_mask_function
-"""The mask function of a plain decoder; transformers passes this very function."""
+"""The mask function of a plain causal decoder; transformers passes this same object, so it can be compared."""
 
 Attend = Callable[..., Any]
 """``(stock function, module, query, key, value, mask, **kwargs)`` -> the stock function's result."""
 MakeMask = Callable[..., Any]
-"""``(stock function, whether a query with all keys hidden reads all of them, **kwargs)`` -> a mask."""
+"""``(stock function, reads_all, **kwargs)`` -> a mask. If ``reads_all``, a query whose keys are all hidden
+reads all.
+"""
 _READS_ALL = ("eager",)
-"""Implementations that hide a key by a large negative number: if all keys of a query are hidden, none is."""
+"""Implementations that hide a key by a large negative number: if all keys of a query are hidden, it reads
+all of them.
+"""
 encoder_outputs: Callable[[Tensor], Any] = BaseModelOutput
-"""Return an encoder's hidden states in the form in which an encoder-decoder takes them instead of running its own."""
+"""Wrap an encoder's hidden states so that an encoder-decoder takes them instead of running its encoder."""
 
 
 def place_by_place(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Vectorize a mask function of one position over indices that broadcast, ``[b, 1, 1, 1]`` and so on."""
+    """Vectorize a mask function of single positions over index tensors that broadcast (``[b, 1, 1, 1]``, ...)."""
 
     def spread(*indices: Tensor) -> Tensor:
         flat = [index.flatten() for index in indices]
@@ -68,7 +73,9 @@ def _stock_mask(
 
 
 def answer(prefix: str, host: str, attend: Attend, make_mask: MakeMask = _stock_mask) -> str:
-    """Register ``attend`` and ``make_mask`` in front of the implementation ``host``; return the name of both."""
+    """Register ``attend`` and ``make_mask`` as wrappers of the implementation ``host``; return their
+    registered name.
+    """
     name = f"{prefix}{host}"
 
     def attention(
@@ -93,7 +100,7 @@ def answer(prefix: str, host: str, attend: Attend, make_mask: MakeMask = _stock_
 
 
 def _function_of(host: str, module: nn.Module) -> Callable[..., Any]:
-    """Return the stock attention function; the eager one is in the file of the module's class, or of a base class."""
+    """Return the stock attention function; the eager one comes from the file of the module's class or a base class."""
     files = (sys.modules.get(kind.__module__) for kind in type(module).__mro__)
     eager: Any = next(
         (f for file in files if (f := getattr(file, "eager_attention_forward", None)) is not None),
@@ -104,8 +111,8 @@ def _function_of(host: str, module: nn.Module) -> Callable[..., Any]:
 
 @contextmanager
 def masks_made_here(kind: type) -> Iterator[None]:
-    """Let transformers accept masks of type ``kind`` as ready-made inside the ``with`` block; it then also looks for no
-    examples that begin within the row.
+    """Let transformers accept masks of type ``kind`` as ready-made inside the ``with`` block. In the block,
+    transformers also does not search positions for packed examples.
     """
     prepared = masking_utils._preprocess_mask_arguments
 
@@ -114,7 +121,7 @@ def masks_made_here(kind: type) -> Iterator[None]:
     ) -> Any:
         if not isinstance(attention_mask, kind):
             return prepared(config, inputs_embeds, attention_mask, *args, **kwargs)
-        # Which transformers takes for a ready-made mask.
+        # A tensor of four dims, which transformers takes for a ready-made mask.
         of_four_dims = torch.empty(1, 1, 1, 1, device="meta")
         leaves, _, *rest = prepared(config, inputs_embeds, of_four_dims, *args, **kwargs)
         return leaves, attention_mask, *rest
@@ -129,14 +136,15 @@ def masks_made_here(kind: type) -> Iterator[None]:
 
 
 def uses_flash_attention(model: Any) -> bool:
-    """Return whether attention is a flash kernel of any version, which takes the texts of a row by their lengths."""
+    """Return whether attention is a flash kernel, of any version; such kernels take the lengths of texts in a row."""
     config = model.config.get_text_config()
     return "flash" in implementation_of(config)
 
 
 def position_counter(model: nn.Module) -> Callable[[Mapping[str, Any]], Tensor | None]:
-    """Return the function from a batch to the positions ``[1 or b, s]`` that the model counts by itself: from 0, or, in
-    RoBERTa's kind, from the token after ``padding_idx``; ``None`` for a model that takes no positions.
+    """Return a function that returns, for a batch, the positions ``[1 or b, s]`` that the model would count by itself:
+    from 0, or (in models like RoBERTa) from the token after ``padding_idx``. The function returns ``None`` if the model
+    takes no positions, or if the batch already has them.
     """
     takes_positions = takes_argument(model, "position_ids")
     names = {name: f"create_position_ids_from_{name}" for name in ("input_ids", "inputs_embeds")}
@@ -148,7 +156,7 @@ def position_counter(model: nn.Module) -> Callable[[Mapping[str, Any]], Tensor |
         ),
         None,
     )
-    # Where positions have axes of pictures, transformers counts them for every row.
+    # If positions have axes (of pictures), transformers counts positions for every row.
     by_axes = any(hasattr(module, "mrope_section") for module in model.modules())
 
     def count(batch: Mapping[str, Any]) -> Tensor | None:
@@ -164,21 +172,23 @@ def position_counter(model: nn.Module) -> Callable[[Mapping[str, Any]], Tensor |
 
 
 def stays_in_32_bits(model: Any) -> Callable[[str], bool]:
-    """Return whether transformers keeps the parameter of a name in 32 bits where it loads the model in 16."""
+    """Return a predicate for names: whether transformers keeps the parameter in 32 bits when it loads the
+    model in 16.
+    """
     kept = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
     pattern = re.compile("|".join(each.replace("*", ".*") for each in kept))
     return lambda name: bool(kept) and pattern.search(name) is not None
 
 
 def recomputes(modules: Iterable[nn.Module]) -> bool:
-    """Return whether the activations of some of these modules are recomputed in the backward pass."""
+    """Return whether any of these modules recomputes its activations in the backward pass."""
     return any(vars(module).get("gradient_checkpointing", False) for module in modules)
 
 
 def without_cache(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return a layer's arguments, also by position, without the key/value cache: recomputation would fill it again."""
+    """Return a layer's arguments without the key/value cache, which recomputation would fill a second time."""
     emptied = {
         name: None
         for name, value in kwargs.items()
@@ -193,8 +203,8 @@ def without_cache(
 
 
 def enable_checkpointing(model: Any, **kwargs: Any) -> None:
-    """Recompute activations in the backward pass, layer by layer, without re-entering autograd."""
-    # Renamed in 5.2x, with a warning about the old name.
+    """Enable activation checkpointing, layer by layer, with recomputation that does not re-enter autograd."""
+    # transformers renamed this method in 5.2x, and warns about the old name.
     enable = (
         getattr(model, "activation_checkpointing_enable", None)
         or model.gradient_checkpointing_enable

@@ -1,15 +1,15 @@
-"""Mixtures of experts in stock models."""
+"""Mixture-of-experts layers in stock models."""
 
 from typing import Any
 
 from torch import Tensor, nn
 
-# These record the softmax of their logits as logits.
+# These routers record the softmax of their logits under the name of logits.
 _RECORD_PROBABILITIES = ("Gemma4TextRouter", "DiffusionGemmaTextRouter")
 
 
 def use_eager_experts(model: nn.Module) -> None:
-    """Let mixtures of experts run the stock classes' eager code, since grouped matrix products do not take float64."""
+    """Let mixture-of-experts layers run the stock classes' eager code, since grouped matrix products lack float64."""
     configs: dict[int, Any] = {
         id(m.config): m.config for m in model.modules() if hasattr(m, "config")
     }
@@ -24,20 +24,21 @@ def compute_eagerly(config: Any) -> None:
 
 
 def apply_gate(experts: Any, both: Tensor) -> Tensor:
-    """Apply the gate of a stock module of experts to gate and up projections side by side."""
+    """Apply the gate of a stock experts module to its gate and up projections, which ``both`` holds concatenated."""
     return experts._apply_gate(both)
 
 
 def runs_grouped_products(experts: Any) -> bool:
-    """Return whether a stock module of experts calls torch's grouped matrix product."""
+    """Return whether a stock experts module calls torch's grouped matrix product."""
     return (
         getattr(getattr(experts, "config", None), "_experts_implementation", None) == "grouped_mm"
     )
 
 
 def router_logits(model: nn.Module) -> dict[type[nn.Module], int]:
-    """Return the classes of routers whose logits transformers records -> index of the logits in their output. Routers
-    that record a softmax as logits are left out, as are modules recorded by another mark than their class.
+    """Map each router class whose logits transformers records to the index of the logits in the router's output.
+    Routers that record a softmax as logits are left out, and so are modules that transformers does not record by their
+    class.
     """
     indices: dict[type[nn.Module], int] = {}
     for part in model.modules():

@@ -1,4 +1,4 @@
-"""Ask transformers what it makes of GGUF files: names of tensors, the config, the tokenizer, and whole models."""
+"""Read GGUF files by transformers: names of tensors, the config, the tokenizer, and whole models."""
 
 from pathlib import Path
 from typing import Any
@@ -17,19 +17,19 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from .loading import forget_quantization
 
 _METHOD = "gguf"
-_OF_BLOCKS = "transformers.integrations.gguf"  # has the modules whose weights stay in blocks
+_OF_BLOCKS = "transformers.integrations.gguf"  # layers whose weights stay in blocks
 
 
 def names_in_gguf(model: Any, architecture: str) -> dict[str, str]:
-    """Return the parameter of a full model by the name of its tensor in files of an ``architecture``; those of experts
-    are without the ending ``.weight``.
+    """Map the names of tensors in GGUF files of an ``architecture`` to parameters of a full model. Names of experts'
+    tensors lack the ending ``.weight``.
     """
     processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(model.config.to_dict())
     return get_gguf_hf_weights_map(model, processor, architecture)
 
 
 def config_of_gguf(path: Path) -> Any:
-    """Return the config of the model in a file, with the class that reads it by default."""
+    """Return the config of the model in a file; ``architectures`` defaults to the family's causal language model."""
     config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
     name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
     if not config.architectures and isinstance(name, str):
@@ -38,13 +38,13 @@ def config_of_gguf(path: Path) -> Any:
 
 
 def tokenizer_of_gguf(path: Path) -> Any:
-    """Return the tokenizer in a file; raise what transformers raises where it makes none of it."""
+    """Return the tokenizer in a file; raise transformers' own error if it cannot make one."""
     return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
 
 
 def weights_of_gguf(kind: Any, path: Path, config: Any, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return all weights of the model in a file, as its class ``kind`` loads them."""
-    asks = getattr(transformers, "GgufConfig", None)  # releases before it always make plain values
+    """Return all weights of the model in a file, dequantized, as the class ``kind`` loads them."""
+    asks = getattr(transformers, "GgufConfig", None)  # older releases always dequantize
     options = {} if asks is None else {"quantization_config": asks(dequantize=True)}
     model = kind.from_pretrained(
         path.parent, gguf_file=path.name, config=config, dtype=dtype, **options
@@ -53,7 +53,9 @@ def weights_of_gguf(kind: Any, path: Path, config: Any, dtype: torch.dtype) -> d
 
 
 def forget_gguf(model: Any) -> None:
-    """Remove transformers' marks of quantization from a model that it made of a GGUF file, if all weights are plain."""
+    """Remove the marks of quantization from a model that transformers read from a GGUF file, if all weights
+    are plain.
+    """
     described = getattr(getattr(model, "config", None), "quantization_config", None)
     method = getattr(described, "quant_method", None)
     in_blocks = any(type(module).__module__.startswith(_OF_BLOCKS) for module in model.modules())

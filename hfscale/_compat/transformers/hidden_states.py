@@ -1,4 +1,4 @@
-"""Find the hidden states in the arguments of stock layers and blocks: the first argument, or by name."""
+"""Find the hidden states in the arguments of stock layers and blocks: the first positional argument, or a named one."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ def hidden_states_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def with_hidden_states(
     args: tuple[Any, ...], kwargs: dict[str, Any], states: Any
 ) -> tuple[Any, dict[str, Any]]:
-    """Return the arguments of a call with ``states`` as hidden states."""
+    """Return the arguments of a call with the hidden states replaced by ``states``."""
     return (
         ((states, *args[1:]), kwargs)
         if args
@@ -28,5 +28,5 @@ def with_hidden_states(
 
 
 def other_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the named arguments without the hidden states."""
+    """Return the named arguments other than the hidden states."""
     return {name: value for name, value in kwargs.items() if name != _NAME}

@@ -1,4 +1,4 @@
-"""Hook into transformers' ``from_pretrained``, its initialization of modules, and its mark on loaded tensors."""
+"""Hook into transformers' ``from_pretrained`` and initialization of modules, and use its mark of loaded tensors."""
 
 import copy
 import inspect
@@ -31,7 +31,7 @@ from .classes import empty_copy
 _LOADED = "_is_hf_initialized"
 _READ = (".safetensors", ".bin")
 FILE = "gguf_file"
-"""Argument of ``from_pretrained``: the one file of the directory that has config, tokenizer and weights."""
+"""Argument of ``from_pretrained`` that names a single file with config, tokenizer and weights."""
 HUB_ARGUMENTS = (
     "cache_dir",
     "force_download",
@@ -41,7 +41,7 @@ HUB_ARGUMENTS = (
     "subfolder",
     "trust_remote_code",
 )
-"""Arguments of ``from_pretrained`` that say where its files are, and whether code among them may run."""
+"""Arguments of ``from_pretrained`` that tell where the files are, and whether their code may run."""
 
 
 @contextmanager
@@ -59,13 +59,14 @@ def loading_through(
     initialize: Callable[[Any], None],
     sourced: bool = False,
 ) -> Iterator[dict[str, Any]]:
-    """Call ``prepare`` with each freshly built meta model before ``from_pretrained`` reads weights, in the block.
+    """Call ``prepare`` with each newly built meta model, before ``from_pretrained`` reads weights, in the ``with``
+    block.
 
-    ``prepare(model, weight_mapping, files, quantizer)`` may change the model's shapes and take modules out, and returns
-    the state dict to load from; ``sourced``: it knows itself where weights lie, and gets no files. The yielded dict
-    receives the missing and mismatched keys that transformers reports. Only parameters are tied for which
-    ``name_of_tie`` returns a name by which they are still in the model; ``initialize`` replaces transformers'
-    initialization of a model whose weights have been read.
+    ``prepare(model, weight_mapping, files, quantizer)`` may change the model's shapes and remove modules, and returns
+    the state dict to load from. With ``sourced``, ``prepare`` itself knows where the weights are, and gets no files.
+    The yielded dict receives the missing and mismatched keys that transformers reports. Only those parameters are tied
+    for which ``name_of_tie`` returns a name that is still in the model. After the weights are read, ``initialize``
+    replaces transformers' initialization of the model.
     """
     report: dict[str, Any] = {}
     original = PreTrainedModel.__dict__["_load_pretrained_model"]
@@ -76,8 +77,8 @@ def loading_through(
         read = bool(files) and str(files[0]).endswith(_READ)
         if not sourced and (state_dict is not None or not read):
             raise CheckpointError(
-                f"hfscale loads safetensors and pytorch_model.bin, {load_config.pretrained_model_name_or_path!r} has "
-                f"{Path(files[0]).name if files else 'none'}: convert it once with "
+                f"hfscale loads safetensors and pytorch_model.bin, but {load_config.pretrained_model_name_or_path!r} "
+                f"has {Path(files[0]).name if files else 'none'}: convert it once with "
                 "AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
             )
         quantizer = load_config.hf_quantizer
@@ -114,12 +115,13 @@ def loading_through(
 
 
 def from_no_path(kind: Any, directory: Path, kwargs: dict[str, Any]) -> Any:
-    """Run ``from_pretrained`` of a model class, for ``kwargs["config"]``, where what loads the weights knows their
-    place; the model gets the name of the ``directory``, and its generation config, if there is one.
+    """Run ``from_pretrained`` of a model class for ``kwargs["config"]``, without a path, because the caller's hooks
+    load the weights. The model gets the name of ``directory``, and the generation config in the directory, if there is
+    one.
     """
     config = copy.deepcopy(kwargs.pop("config"))
     kwargs = {name: value for name, value in kwargs.items() if name not in HUB_ARGUMENTS}
-    # Of no tensor: it says that there is nothing to look for.
+    # The empty state dict tells transformers not to search for weights.
     model = kind.from_pretrained(None, config=config, state_dict={}, **kwargs)
     model.name_or_path = model.config.name_or_path = str(directory)
     if (directory / GENERATION_CONFIG_NAME).exists() and model.can_generate():
@@ -129,7 +131,9 @@ def from_no_path(kind: Any, directory: Path, kwargs: dict[str, Any]) -> Any:
 
 @cache
 def loading_arguments() -> frozenset[str]:
-    """Return arguments of ``from_pretrained`` and ``from_config`` that are no fields of a config, by their source."""
+    """Return the arguments of ``from_pretrained`` and ``from_config`` that are no config fields, found in
+    their source.
+    """
     names = set[str]()
     takers = (PreTrainedModel, AutoModelForCausalLM)
     for taker, name in product(takers, ("from_pretrained", "from_config", "_from_config")):
@@ -145,7 +149,9 @@ def loading_arguments() -> frozenset[str]:
 
 
 def quantizes(model: Any, config: Any) -> Callable[[str], bool]:
-    """Return a predicate: whether transformers' bitsandbytes quantizer, given ``config``, quantizes a module."""
+    """Return a predicate for module names: whether transformers' bitsandbytes quantizer quantizes them with
+    ``config``.
+    """
     kept = HfQuantizer.get_modules_to_not_convert(
         model, config.llm_int8_skip_modules, model._keep_in_fp32_modules
     )
@@ -153,7 +159,7 @@ def quantizes(model: Any, config: Any) -> Callable[[str], bool]:
 
 
 def forget_quantization(model: Any) -> None:
-    """Remove transformers' marks of quantization from a model that is not quantized any more."""
+    """Remove transformers' marks of quantization from a model that is no longer quantized."""
     for name in (
         "hf_quantizer",
         "quantization_method",
@@ -167,7 +173,7 @@ def forget_quantization(model: Any) -> None:
 
 
 def initialize_weights(model: Any, unit: nn.Module, recurse: bool) -> None:
-    """Initialize ``unit``, a part of ``model`` in real memory, as transformers does within the full model."""
+    """Initialize ``unit``, a module of ``model`` in real memory, as transformers would within the full model."""
     owner = model
     for module in model.modules():  # the innermost model that contains the unit
         if isinstance(module, PreTrainedModel) and any(part is unit for part in module.modules()):
@@ -181,7 +187,7 @@ def initialize_weights(model: Any, unit: nn.Module, recurse: bool) -> None:
 
 
 def initializations(model: Any) -> Iterator[tuple[str, nn.Module, Callable[[], None]]]:
-    """Yield each module with its name and initializer, which leaves loaded tensors alone, in transformers' order."""
+    """Yield (name, module, initializer) in transformers' order; initializers leave loaded tensors unchanged."""
     custom = model.is_custom_code()
 
     def initialize(module: nn.Module, owner: Any) -> None:
@@ -203,9 +209,9 @@ def _children_first(
 
 
 def construct(model: Any, kinds: Collection[type[nn.Module]]) -> Any:
-    """Build a copy of ``model`` on the meta device, with the own tensors of modules of these ``kinds`` in real memory.
-    These get the values that constructors and then transformers' initialization give them, including that of modules
-    around them; NaN where nothing does.
+    """Build a copy of ``model`` on the meta device, except that modules of ``kinds`` have their own tensors in real
+    memory. Constructors set the values of these tensors, then transformers' initialization, also that of enclosing
+    modules; tensors that nothing sets are NaN.
     """
     with ExitStack() as stack:
         stack.enter_context(attribute_replaced(PreTrainedModel, "init_weights", lambda _: None))
@@ -216,7 +222,7 @@ def construct(model: Any, kinds: Collection[type[nn.Module]]) -> Any:
         made = empty_copy(model)
     for module in made.modules():
         for name, buffer in own_buffers(module).items() if type(module) in kinds else ():
-            if buffer is not None and buffer.is_meta:  # set by a module around this one
+            if buffer is not None and buffer.is_meta:  # an enclosing module has set it
                 own_buffers(module)[name] = torch.full_like(buffer, torch.nan, device="cpu")
     initialize_weights(made, made, recurse=True)
     return made
@@ -242,5 +248,5 @@ def is_loaded(tensor: Tensor) -> bool:
 
 
 def mark_loaded(tensor: Tensor) -> None:
-    """Mark a parameter or buffer as transformers marks loaded ones."""
+    """Mark a parameter or buffer as loaded, like transformers does."""
     setattr(tensor, _LOADED, True)

@@ -1,4 +1,4 @@
-"""Packed rows, several documents in one: what tells them apart, and transformers' masks that keep them apart."""
+"""Packed rows (several documents in one row): find the documents, and keep them apart in transformers' masks."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,8 +18,8 @@ documents_here: ContextVar[Tensor | None] = ContextVar(
 
 
 def text_positions(position_ids: Tensor) -> Tensor | None:
-    """Return the positions ``[1 or b, s]`` in which transformers looks for documents; ``None`` if it has none. Vision
-    models take ``[3, b, s]``, or with the text's positions in front ``[4, b, s]``.
+    """Return the positions ``[1 or b, s]`` in which transformers searches for documents; ``None`` if there are none.
+    Vision models take positions ``[3, b, s]``, or ``[4, b, s]`` with the text's positions first.
     """
     if position_ids.ndim == 2:
         return position_ids
@@ -27,33 +27,38 @@ def text_positions(position_ids: Tensor) -> Tensor | None:
 
 
 def begins_anew(position_ids: Tensor, attention_mask: Any = None) -> Tensor:
-    """Return where a document begins within its row: ``[b, s - 1]`` flags for the tokens after the first. As in
-    transformers, that is where a position is not the previous one plus one. With a padding mask, for which transformers
-    assumes one document per row: where the positions of two attended neighbours do not increase.
+    """Return flags ``[b, s - 1]``, for all tokens but the first, that are true where a document begins within its row.
+    As in transformers, a document begins where a position is not its predecessor plus one. With a padding mask,
+    transformers assumes one document per row; then one begins where the positions of two attended neighbours do not
+    increase.
     """
     steps = position_ids.diff(dim=-1)
     if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2:
         return steps != 1
-    tokens = position_ids.shape[-1]  # the mask may have more, in front: a cache's, or a prefix
+    tokens = position_ids.shape[-1]  # masks may begin with a cache's or prefix's tokens
     attended = attention_mask[:, -tokens:].to(position_ids.device) != 0
     return (steps <= 0) & attended[:, 1:] & attended[:, :-1]
 
 
 def documents_of(position_ids: Tensor, attention_mask: Any = None) -> Tensor:
-    """Return the document of each token, ``[b, s]``, counted from 0 in each row."""
+    """Return the index of each token's document, ``[b, s]``, counted from 0 in each row."""
     return nn.functional.pad(begins_anew(position_ids, attention_mask).cumsum(-1), (1, 0))
 
 
 def starts_of(documents: Tensor) -> tuple[tuple[int, ...], ...]:
-    """Return where documents ``[b, s]``, counted in each row, begin, by row or once for all; wait for their device."""
+    """Return where each row's documents begin (one tuple if equal in all rows), given indices ``[b, s]``.
+    Synchronizes.
+    """
     starts = tuple(tuple((row.diff().nonzero().flatten() + 1).tolist()) for row in documents.cpu())
     return starts[:1] if len(set(starts)) == 1 else starts
 
 
 def told_apart_by(batch: Mapping[str, Any]) -> str:
-    """Return which of a batch's arguments may tell documents within a row apart, by shapes alone: ``"positions"`` of a
-    text; ``"axes"``, positions in time, height and width, in which transformers looks for no documents; ``"mask"``, a
-    mask ``[b, h, s, s]`` without positions; or nothing where there is no such argument.
+    """Return the kind of the argument that may separate documents within a row of a batch, judged by shapes alone.
+
+    ``"positions"`` are positions of a text. ``"axes"`` are positions in time, height and width, in which transformers
+    searches for no documents. ``"mask"`` is a mask ``[b, h, s, s]`` without positions. The empty string: no such
+    argument.
     """
     positions = batch.get("position_ids")
     mask = batch.get("attention_mask")
@@ -66,7 +71,7 @@ def told_apart_by(batch: Mapping[str, Any]) -> str:
 
 
 def holds_documents(batch: Mapping[str, Any]) -> Tensor | None:
-    """Return a flag that says whether some row holds several documents; ``None`` where none can."""
+    """Return a scalar flag: whether any row holds several documents; ``None`` if the batch cannot hold several."""
     kind = told_apart_by(batch)
     positions: Any = batch.get("position_ids")
     mask: Any = batch.get("attention_mask")
@@ -76,7 +81,7 @@ def holds_documents(batch: Mapping[str, Any]) -> Tensor | None:
         seen = mask > -1.0 if mask.is_floating_point() else mask != 0
         itself, before, after = (seen.diagonal(offset, -2, -1) for offset in (0, -1, 1))
         return (itself[..., 1:] & itself[..., :-1] & ~before & ~after).any()
-    # Time never runs back within a document, and no two of its tokens are at one place.
+    # Within a document, time never decreases, and no two tokens are at the same place.
     if kind == "axes":
         steps = positions.diff(dim=-1)
         begins = (steps[0] < 0) | (steps == 0).all(0)
@@ -91,8 +96,10 @@ def holds_documents(batch: Mapping[str, Any]) -> Tensor | None:
 def keep_documents_apart(
     function: Callable[..., Tensor], position_ids: Tensor, documents: Tensor
 ) -> Callable[..., Tensor]:
-    """Return the mask function for packed rows from ``function``; positions and documents are ``[b, s]``."""
-    # Newer versions count windows and chunks from where an example begins.
+    """Return a mask function that also keeps documents apart, made from ``function``; positions and documents: ``[b,
+    s]``.
+    """
+    # Newer versions of transformers count windows and chunks from the beginning of an example.
     remapped: Any = getattr(masking_utils, "remap_positions_for_packed_sequence", None)
     within = function if remapped is None else remapped(function, position_ids)
     return and_masks(within, masking_utils.packed_sequence_mask_function(documents))
@@ -100,9 +107,9 @@ def keep_documents_apart(
 
 @contextmanager
 def packing(restarts: bool | None, batch: Mapping[str, Any]) -> Iterator[None]:
-    """Keep documents apart in transformers' masks inside the ``with`` block, a forward pass of ``batch``, if its
-    positions restart within rows (``restarts``). With ``None``, transformers looks: at the positions that a model
-    passes to its mask functions, which many do not, and with a synchronization in every pass.
+    """Keep documents apart in transformers' masks during a forward pass of ``batch`` (the ``with`` block), if positions
+    restart within rows (``restarts``). With ``None``, transformers itself searches the positions that the model passes
+    to its mask functions; many models pass none, and each search synchronizes with the device.
     """
     if restarts is None:
         yield
@@ -112,7 +119,8 @@ def packing(restarts: bool | None, batch: Mapping[str, Any]) -> Iterator[None]:
     given = batch.get("position_ids") is not None
 
     def known(position_ids: Tensor) -> Tensor | None:
-        # Transformers' default positions are the same in all rows; a model may make others if it gets none.
+        # transformers' default positions are equal in all rows, but a model that gets no positions may count different
+        # ones.
         other = not restarts and not given and len(position_ids) > 1 and position_ids.stride(0)
         return look(position_ids) if other else None
 
@@ -136,7 +144,7 @@ class _DocumentMasks:
     def __init__(self, masks: Any, batch: Mapping[str, Any]) -> None:
         self._masks = masks
         positions = text_positions(batch["position_ids"])
-        assert positions is not None  # documents were found in them
+        assert positions is not None  # earlier code has found documents in the positions
         self._positions = positions
         self.documents = documents_of(positions, batch.get("attention_mask"))
 
@@ -156,7 +164,7 @@ class _DocumentMasks:
                     self._positions.expand(batch_size, -1),
                     self.documents.expand(batch_size, -1),
                 )
-                # The mask has to be made.
+                # A mask that transformers may skip has to be made here.
                 kwargs |= {name: False for name in kwargs if name.endswith("skip")}
             kwargs |= {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length}
             return made(mask_function=mask_function, **kwargs)

@@ -1,6 +1,6 @@
-"""Multi-token-prediction layers (DeepSeek-AI 2024, V3, section 2.2), which transformers leaves out of its models.
+"""Multi-token-prediction layers (DeepSeek-AI 2024, V3, section 2.2), which transformers' models leave out.
 
-Here they are a child of the model, ``mtp``, with a layer for each depth. In a checkpoint they have one of two forms::
+In hfscale they are a child of the model, ``mtp``, with a layer per depth (left); checkpoints have two forms (right)::
 
     mtp.layers.0.mtp_block.*    model.layers.61.*                    mtp.layers.0.*
     mtp.layers.0.enorm.*        model.layers.61.enorm.*              mtp.pre_fc_norm_embedding.*
@@ -38,12 +38,12 @@ _COPY = re.compile(r".*\.(embed_tokens|shared_head|shared_head\.head)\.weight")
 
 
 class PredictionLayer(MtpLayer):
-    """Predict a token further ahead from ``[b, s, 2 h]``: embeddings beside the hidden states one depth before."""
+    """Predict one token further ahead, from ``[b, s, 2 h]``: embeddings and the hidden states of the depth before."""
 
-    rope: dict[str, str]  # arguments of the rotary embedding, besides positions
+    rope: dict[str, str]  # arguments of the rotary embedding other than positions
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:  # type: ignore[override]
-        """Return hidden states ``[b, s, h]``; other arguments are those of the model's own layers."""
+        """Return hidden states ``[b, s, h]``; further arguments are those of the model's own layers."""
         given = {
             "attention_mask": None,
             "position_ids": None,
@@ -60,7 +60,7 @@ class _StoredNames(StoredNames):
         self._renamings = renamings
 
     def read(self, model: Any, keys: Iterable[str]) -> dict[str, str | None]:
-        """Read by the numbers behind those of the model's layers, or by the names apart."""
+        """Read keys of numbered layers after the model's own, or keys under a separate prefix (``mtp``)."""
         first = model.config.get_text_config().num_hidden_layers
         count = prediction_depths(model.config)
         numbers = "|".join(str(first + depth) for depth in range(count))
@@ -90,23 +90,25 @@ class _StoredNames(StoredNames):
 
 
 def prediction_depths(config: Any) -> int:
-    """Return how many tokens ahead, besides the next one, a config's layers predict; refuse configs without any."""
+    """Return how many tokens ahead, after the next one, a config's layers predict; refuse configs without
+    such layers.
+    """
     depths = getattr(config.get_text_config(), "num_mtp_layers", None)
     try:
         if not depths:
             raise ValueError(
-                "its config has no num_nextn_predict_layers above 0 that transformers knows"
+                "its config has no num_nextn_predict_layers above 0 that transformers reads"
             )
         if not hasattr(_Host, "get_weight_conversions"):
             raise ValueError(
-                "this version of transformers does not name the stored tensors of such layers"
+                "this version of transformers cannot convert the names of such layers' stored tensors"
             )
         if hasattr(config.get_mtp_config(), "chain_hidden_post_norm"):
-            raise ValueError("its layers share a norm behind them")
+            raise ValueError("its layers share a norm that follows them")
     except ValueError as error:
         raise ConfigError(
-            f"mtp_loss_weight does not fit {config.model_type!r}: {error}: leave it out, and saves carry such layers "
-            "along as they are"
+            f"mtp_loss_weight does not fit {config.model_type!r}: {error}: leave it out; saves then carry such layers "
+            "along unchanged"
         ) from error
     return int(depths)
 

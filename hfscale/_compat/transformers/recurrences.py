@@ -1,8 +1,10 @@
-"""Functions of stock modules that read earlier tokens: causal convolutions and scans, and how each takes a state.
+"""Functions of stock modules that read earlier tokens: causal convolutions and scans, and how each function takes a
+state.
 
-Stock mixers (gated delta nets, KDA, Mamba, Mamba-2, short convolutions) compute token by token but for two functions of
-their file, by the same names in all families: what is here of a function holds for every family that calls it, and for
-the kernels (fla, mamba_ssm, causal_conv1d) that transformers puts behind it where they are installed.
+Stock mixers (gated delta nets, KDA, Mamba, Mamba-2, short convolutions) compute token by token, except for two
+functions of their file, which have the same names in all families. So each description here holds for every family that
+calls the function, and for the kernels (fla, mamba_ssm, causal_conv1d) by which transformers replaces it if they are
+installed.
 """
 
 import inspect
@@ -22,30 +24,30 @@ from ..replaced import attribute_replaced
 CONVOLUTION = "causal_conv1d_fn"
 """``(x [b, d, s], weight [d, width], ...)`` -> ``[b, d, s]``."""
 _FUSED = ("mamba2_split_conv1d_scan_combined", "mamba_inner_fn")
-"""Convolution, scan and projections as one kernel; a mixer goes on with its parts where it returns nothing."""
+"""Kernels that fuse convolution, scan and projections; if one returns nothing, a mixer calls the separate functions."""
 _BORDERS = ("cu_seqlens", "cu_seq_lens_q", "seq_idx")
 
 READING = ("query", "C", "D", "z")
-"""Arguments of scans that read states, and enter none."""
+"""Arguments that read the state of a scan, but do not change the state."""
 
 Named = Mapping[str, Any]
-"""Arguments of a call, by name."""
+"""The named arguments of a call."""
 
 
 @dataclass(frozen=True)
 class Scan:
-    """Describe a scan over tokens whose state is linear in the state that it begins with."""
+    """Describe a scan over tokens whose results are linear in its initial state."""
 
-    # Argument -> along which dim its tokens lie, which is that of the output.
+    # Argument -> the dim of its tokens, which is also the dim of the output's tokens.
     tokens: Mapping[str, int]
-    output: str  # the argument whose shape the output has
-    final: str  # the argument that asks for the final state, which is returned beside the output
-    shape: Callable[[Named], tuple[int, ...]]  # of the state
-    initial: str = ""  # the argument that takes the initial state; empty: there is none
-    pairs: bool = False  # whether a final state, or ``None``, is returned beside the output whether asked for or not
-    # the output and the final state that an initial state adds, for functions that take none
+    output: str  # the output has the shape of this argument
+    final: str  # this argument asks for the final state as second result
+    shape: Callable[[Named], tuple[int, ...]]  # shape of the state
+    initial: str = ""  # this argument is the initial state; empty: no such argument
+    pairs: bool = False  # whether there is always a second result: state or ``None``
+    # for functions without an initial state: returns what a state would add to the output and to the final state
     adds: Callable[[Named, Tensor], tuple[Tensor, Tensor]] | None = None
-    # the final state from one of zeros, for functions of which a kernel gives it without a gradient
+    # for functions whose kernel returns the final state without a gradient: computes the final state from zeros
     makes: Callable[[Named], Tensor] | None = None
 
 
@@ -58,7 +60,7 @@ def _mamba_steps(given: Named, dtype: torch.dtype) -> Tensor:
 
 
 def _mamba_makes(given: Named) -> Tensor:
-    """Return the state ``[b, d, n]`` after the tokens of ``mamba_selective_scan``, from one of zeros."""
+    """Return the state ``[b, d, n]`` after the tokens of ``mamba_selective_scan``, starting from zeros."""
     x = given["hidden_states"]
     wide = torch.promote_types(x.dtype, torch.float32)
     steps = _mamba_steps(given, wide)
@@ -74,7 +76,9 @@ def _mamba_makes(given: Named) -> Tensor:
 
 
 def _mamba_adds(given: Named, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Let ``state [b, d, n]`` decay and be read as in ``mamba_selective_scan`` (Gu and Dao 2023, equation 2)."""
+    """Return what an initial ``state [b, d, n]`` adds to the output of ``mamba_selective_scan``, and the decayed state
+    (Gu and Dao 2023, equation 2).
+    """
     c = given["C"]
     gate = given.get("z")
     total = _mamba_steps(given, state.dtype).cumsum(-1)
@@ -122,11 +126,11 @@ SCANS: dict[str, Scan] = {
         makes=_mamba_makes,
     ),
 }
-"""The scans that are known, by name."""
+"""Supported scans by function name."""
 
 
 def reads_by_functions(module: nn.Module) -> bool:
-    """Return whether a module calls such functions of the transformers file that its class is in."""
+    """Return whether a module calls a supported function of its class's file in transformers."""
     kind = type(module)
     if not kind.__module__.startswith("transformers.models."):
         return False
@@ -137,7 +141,9 @@ def reads_by_functions(module: nn.Module) -> bool:
 def functions_replaced(
     kind: type, replace: Callable[[str, Any], Any]
 ) -> AbstractContextManager[Any]:
-    """Let such functions in the file of the class ``kind`` be ``replace(name, function)`` inside the `with` block."""
+    """Replace these functions, in the file of class ``kind``, by ``replace(name, function)`` inside the
+    `with` block.
+    """
     file = sys.modules[kind.__module__]
     stack = ExitStack()
     for name in (CONVOLUTION, *SCANS):
@@ -145,13 +151,13 @@ def functions_replaced(
             stack.enter_context(attribute_replaced(file, name, replace(name, getattr(file, name))))
     for name in _FUSED:
         if hasattr(file, name):
-            # Computes nothing, as transformers does where the kernel is not installed.
+            # Return nothing, like transformers' stand-ins for kernels that are not installed.
             stack.enter_context(attribute_replaced(file, name, lambda *_, **__: None))
     return stack
 
 
 def without_states(args: tuple[Any, ...], kwargs: Named) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return a mixer's arguments without a cache, whose states are those of one document."""
+    """Return a mixer's arguments without caches and document borders, since states are those of a single document."""
     return tuple(None if isinstance(arg, Cache) else arg for arg in args), {
         name: None if isinstance(arg, Cache) else arg
         for name, arg in kwargs.items()

@@ -1,4 +1,4 @@
-"""transformers' sampler of batches of equal cost, for rows without padding."""
+"""transformers' sampler of batches with equal costs, for rows without padding."""
 
 from collections.abc import Callable, Sequence
 
@@ -6,8 +6,8 @@ from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 
 class PackedBatches(BatchRebalanceSampler):
-    """Sample rows whose costs, given in place of ``lengths``, add up; ``share(costs, bins)`` returns the items of bins,
-    of which those that follow each other cost alike.
+    """Sample batches of rows by their costs, which are given as ``lengths`` and add up. ``share(costs, bins)`` returns
+    the rows of each bin; consecutive bins have about equal costs.
     """
 
     share: Callable[[Sequence[float], int], list[list[int]]]

@@ -1,5 +1,5 @@
-"""Map stored tensors to parameters by transformers' conversion of weights, and parameters to stored tensors and configs
-as transformers saves them.
+"""Map stored tensors to parameters by transformers' conversions of weights. Map parameters to stored tensors, and write
+configs, as transformers saves them.
 """
 
 import copy
@@ -33,14 +33,14 @@ from .classes import class_name, empty_copy, stock_class
 
 @dataclass(frozen=True)
 class Merge:
-    """Describe a converter that does nothing but concatenate or stack stored tensors, in transformers' order: by
-    source, then by the numbers in their names (``experts.9`` before ``experts.10``).
+    """Describe a converter that only concatenates or stacks stored tensors, in transformers' order: by source, then by
+    the numbers in their names (``experts.9`` before ``experts.10``).
     """
 
-    source: int  # index of this tensor among the converter's sources: a gate projection, say, before an up projection
-    # The new dim along which the tensors of one source are stacked; ``None``: they are not.
+    source: int  # index of this tensor's source: a gate projection precedes an up projection
+    # The new dim along which the tensors of one source are stacked; ``None`` if they are not stacked.
     stack: int | None
-    # The dim along which the sources are then concatenated; ``None`` for one source.
+    # The dim along which the sources are then concatenated; ``None`` if there is only one source.
     join: int | None
 
 
@@ -48,20 +48,21 @@ class Merge:
 class Destination:
     """The parameter or buffer that a stored tensor loads into."""
 
-    name: str  # the parameter or buffer; the first, if a converter makes several of it
-    converter: WeightConverter | None = None  # the conversion; ``None`` if it loads as it is
-    pattern: str = ""  # the one of the converter's sources that its key matched
-    others: tuple[str, ...] = ()  # the other tensors that the converter makes of it
-    merge: Merge | None = None  # the converter, if it changes neither values nor their order
+    name: str  # name of the (first) parameter or buffer
+    converter: WeightConverter | None = None  # the conversion; ``None`` if there is none
+    pattern: str = ""  # the source pattern of the converter that the key matched
+    others: tuple[str, ...] = ()  # further tensors that the converter makes
+    merge: Merge | None = None  # set if the converter only merges tensors
 
 
 def checkpoint_targets(
     model: Any, keys: list[str], weight_mapping: list[Any]
 ) -> dict[str, Destination]:
-    """Return stored key -> destination, in transformers' order. Entries of ``weight_mapping`` that these keys use are
-    marked as used: transformers saves through those, and a rank with one stage's keys has to save every stage's.
+    """Map stored keys to destinations, in transformers' order. Entries of ``weight_mapping`` that these keys use are
+    marked as used, because transformers saves by used entries, and a rank that reads only one stage's keys must save
+    all stages.
     """
-    copies = copy.deepcopy(weight_mapping)  # matching leaves other marks too
+    copies = copy.deepcopy(weight_mapping)  # matching also sets other marks
     result = _destinations(keys, copies, model.base_model_prefix, model.state_dict())
     for entry, copied in zip(weight_mapping, copies, strict=True):
         entry._was_used = entry.was_used() or copied.was_used()
@@ -69,7 +70,7 @@ def checkpoint_targets(
 
 
 def loaded_conversions(model: Any) -> list[Any] | None:
-    """Return the conversions that transformers noted as it loaded the model; ``None`` if it noted none."""
+    """Return the conversions that transformers recorded when it loaded the model; ``None`` if it recorded none."""
     return getattr(model, "_weight_conversions", None)
 
 
@@ -78,7 +79,7 @@ def loaded_targets(
     keys: list[str],
     names: Collection[str],
 ) -> dict[str, Destination]:
-    """Return the destinations, among ``names``, of the keys of the checkpoint that ``model`` came from or went to."""
+    """Map the keys of the checkpoint that ``model`` was loaded from, or saved to, to destinations among ``names``."""
     used = loaded_conversions(model)
     used = copy.deepcopy(
         get_model_conversion_mapping(model, add_legacy=False) if used is None else used
@@ -98,7 +99,7 @@ def _destinations(
         pattern: converter for converter in converters for pattern in converter.source_patterns
     }
     result = {}
-    # Transformers' order, which some entries depend on.
+    # In transformers' order, because the results of some entries depend on the order.
     for key in sorted(keys, key=dot_natural_key):
         target, pattern = rename_source_key(key, renamings, converters, prefix, expected)
         if target not in expected and key in expected:
@@ -132,9 +133,9 @@ def _merge(converter: WeightConverter, pattern: str) -> Merge | None:
 def convert(
     tensors: Mapping[str, Tensor], found: Mapping[str, Destination], like: Any, config: Any
 ) -> dict[str, Tensor]:
-    """Convert all stored full tensors of one destination, in transformers' order, as transformers does; return the
-    parameter, or those that the converter makes, by name. ``like`` is a stand-in for the model:
-    ``like.get_parameter(name)`` has the shape that a converter may ask for.
+    """Convert all stored full tensors of one destination like transformers does, in transformers' order; return the
+    resulting parameters by name. ``like`` stands in for the model: ``like.get_parameter(name)`` has the shape that a
+    converter may ask for.
     """
     first = found[next(iter(tensors))]
     if first.converter is None:
@@ -150,20 +151,22 @@ def convert(
 
 
 def never_stored(model: Any) -> set[str]:
-    """Return the names of tensors that ``save_pretrained`` leaves out because the model computes them."""
+    """Return the names of tensors that ``save_pretrained`` leaves out, because the model computes them."""
     return set(getattr(model, "_keys_to_ignore_on_save", None) or ())
 
 
 class AsStored:
-    """Convert a model's own tensors to those of a plain Hugging Face checkpoint, on the meta device too."""
+    """Convert a model's tensors to those of a plain Hugging Face checkpoint; this works on the meta device too."""
 
     def __init__(self, model: Any, contents: dict[str, Tensor]) -> None:
-        """Take tensors on the meta device; raise :class:`CheckpointError` if converting them by groups differs."""
+        """Take all tensors on the meta device; raise :class:`CheckpointError` if they cannot be converted group by
+        group.
+        """
         self._model, self._whole, self._conversions = model, contents, _conversions(model)
         self._names = stored_names(model)
         with self._reverting():
             expected: dict[str, Tensor] = revert_weight_conversion(model, dict(contents))
-            # parameter -> those stored together with it, itself included, in order; without those stored alone
+            # parameter -> all parameters stored together with it, in order, itself included; only for groups of several
             self.together, renamed = _together(model, contents, self._conversions)
             self.together |= _after_another(model, contents, self.together, set(expected))
         self._renamed = {name: key for name, key in renamed.items() if name not in self.together}
@@ -177,12 +180,14 @@ class AsStored:
         }:
             odd = sorted(set(expected) ^ set(self.layout))
             raise CheckpointError(
-                f"transformers stores several parameters of {class_name(model)} as one ({', '.join(odd[:4])}), "
-                "which several ranks cannot write: save the model with one process"
+                f"transformers stores several parameters of {class_name(model)} as one ({', '.join(odd[:4])}), which "
+                "several ranks cannot write: save the model with one process"
             )
 
     def made_of(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """Return the stored tensors made of one parameter; none until the last of a fused group comes."""
+        """Return the stored tensors made of a parameter; for parameters stored together, only with the group's last
+        one.
+        """
         if name in self._renamed:
             return self._names.stored_keys({self._renamed[name]: tensor})
         names = self.together.get(name, (name,))
@@ -196,14 +201,16 @@ class AsStored:
         return self._names.stored_keys(stored)
 
     def again(self) -> "AsStored":
-        """Return one for the same tensors, to convert them anew."""
+        """Return a converter of the same tensors, to convert them again."""
         other = copy.copy(self)
         other._waiting = {}
         return other
 
     @contextmanager
     def _reverting(self) -> Iterator[None]:
-        """Let transformers find the conversions, and the shapes of full tensors, on the model in the ``with`` block."""
+        """Provide the conversions, and full tensors' shapes, on the model for transformers inside the
+        ``with`` block.
+        """
         model = self._model
         known = self._whole
 
@@ -220,7 +227,9 @@ class AsStored:
 def _together(
     model: Any, contents: dict[str, Tensor], conversions: list[Any]
 ) -> tuple[dict[str, tuple[str, ...]], dict[str, str]]:
-    """Map tensors to those stored with them, itself included, in order; and those that nothing changes to names."""
+    """Return two maps: tensors stored together -> the group's names, in order; unchanged tensors -> their
+    stored names.
+    """
     renamed: dict[str, str] = {}
     converters = [
         entry.reverse_transform()
@@ -252,7 +261,9 @@ def _after_another(
     known: dict[str, tuple[str, ...]],
     expected: set[str],
 ) -> dict[str, tuple[str, ...]]:
-    """Return groups whose stored names need a sibling converted first: ``norm0`` and ``norm1`` of ``norm1``, say."""
+    """Return groups of tensors whose stored names are right only if a sibling is converted first (``norm0``,
+    ``norm1``).
+    """
     together: dict[str, tuple[str, ...]] = {}
     alone = {name: tensor for name, tensor in contents.items() if name not in known}
     for name, tensor in alone.items():
@@ -275,14 +286,16 @@ def _after_another(
 
 
 def _conversions(model: Any) -> list[Any]:
-    """Return the conversions noted at loading, or else those of the model's class, whose name FSDP2 changes."""
+    """Return the conversions recorded at loading, or else those of the model's class (FSDP2 changes the
+    class's name).
+    """
     if (loaded := loaded_conversions(model)) is not None:
         return loaded
     own = type(model) is stock_class(model)
     conversions = get_model_conversion_mapping(
         model if own else empty_copy(model), add_legacy=False
     )
-    # A prefix is known from loading only, as in transformers' own `revert_weight_conversion`.
+    # A change of prefix is known only from loading, as in transformers' own `revert_weight_conversion`.
     conversions = [entry for entry in conversions if type(entry).__name__ != "PrefixChange"]
     if not own:
         model._weight_conversions = conversions or None  # as loading records them
@@ -290,7 +303,7 @@ def _conversions(model: Any) -> list[Any]:
 
 
 def write_configs(model: Any, directory: Path) -> None:
-    """Write ``config.json`` and, for models that generate, ``generation_config.json``, as ``save_pretrained`` would."""
+    """Write ``config.json``, and ``generation_config.json`` for models that generate, like ``save_pretrained``."""
     config = model.config
     config.architectures = [stock_class(model).__name__]
     config.save_pretrained(directory)
@@ -301,9 +314,9 @@ def write_configs(model: Any, directory: Path) -> None:
 
 
 class Fp8Encoder:
-    """Quantize the tensors of ``model``, the stock model or a rank's shard of it, to 8-bit floating point with a scale
-    per block, as transformers does on a GPU; raise :class:`ConfigError` for any config but ``FineGrainedFP8Config``, or
-    if transformers cannot quantize this model.
+    """Quantize tensors of ``model``, a stock model or a rank's shards of one, to 8-bit floating point with a scale per
+    block, like transformers on a GPU. Raise :class:`ConfigError` for any config but ``FineGrainedFP8Config``, and if
+    transformers cannot quantize this model.
     """
 
     def __init__(self, model: Any, config: Any) -> None:
@@ -317,7 +330,7 @@ class Fp8Encoder:
         names = [name for name, _ in whole.named_parameters()]
         try:
             quantizer.preprocess_model(whole)
-        except Exception as error:  # a mixture that its layers do not fit
+        except Exception as error:  # of any type, for mixture-of-experts layers that do not fit
             raise ConfigError(
                 f"transformers cannot hold {class_name(model)} in 8-bit floating point ({type(error).__name__}: "
                 f"{error}): leave quantization_config out"
@@ -330,5 +343,7 @@ class Fp8Encoder:
         return name in self._wanted
 
     def made_of(self, key: str, tensor: Tensor) -> dict[str, Tensor]:
-        """Return the quantized tensor and its scales, ``KEY_scale_inv``; unchanged if blocks do not fit."""
+        """Return the quantized tensor and its scales, ``KEY_scale_inv``; the tensor unchanged if blocks do not divide
+        it.
+        """
         return self._operation.convert({key: tensor})

@@ -1,4 +1,4 @@
-"""Hooks of ``transformers.Trainer`` that are private, under names of our own.
+"""Private hooks of ``transformers.Trainer``, under public names of hfscale.
 
 Read and run with transformers 5.17 and 5.23; ``tests/integrations/trainer/test_host.py`` compares signatures.
 """
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import (
-    Trainer as StockTrainer,  # scripts may put ours in its place
+    Trainer as StockTrainer,  # scripts may replace the public name by hfscale's
     trainer as _module,
 )
 
@@ -21,21 +21,21 @@ from ..replaced import attribute_replaced
 
 _trainer: Any = _module
 _DEVICES = "_setup_devices"  # a cached property of TrainingArguments that counts the processes
-_Mixin: Any = object  # so that type checkers take what a Trainer has
+_Mixin: Any = object  # so that type checkers accept a Trainer's attributes
 accelerator_made_by = partial(attribute_replaced, _trainer, "Accelerator")
 """Let Trainer create its accelerator from a class inside the ``with`` block."""
-RANDOM = "rng_state.pth"  # read by stock Trainer in one process
+RANDOM = "rng_state.pth"  # stock Trainer reads this file in a single process
 
 
 class TrainerHooks(_Mixin):
-    """A mixin with the methods that a Trainer calls for saving, resuming and clipping, all of them on every rank.
+    """A mixin that overrides a Trainer's methods for saving, resuming and clipping; all of them run on every rank.
 
-    A subclass has ``write_state(directory)`` and ``read_state(checkpoint)`` of optimizer, schedule and RNG states,
-    ``write_random_states(directory)`` for stock Trainer, ``put_back_random_states()`` of the checkpoint whose state was
-    read, ``read_weights(checkpoint)`` of a checkpoint that is resumed from, and ``read_best_weights(checkpoint)``;
-    ``written_aside(target)``, a context in whose directory Trainer writes one of the name of ``target``,
-    ``kept_in_memory()``, such a context if a step is to be saved to memory, and ``around_inputs()``, a context for
-    preparing a batch.
+    A subclass has, for states: ``write_state(directory)`` and ``read_state(checkpoint)`` of optimizer, schedule and
+    RNG, ``write_random_states(directory)`` for stock Trainer, and ``put_back_random_states()``, which restores the RNG
+    states that were read last. For weights: ``read_weights(checkpoint)`` to resume, and
+    ``read_best_weights(checkpoint)``. And contexts: ``written_aside(target)``, which yields a directory in which
+    Trainer writes in place of ``target``; ``kept_in_memory()``, such a context if the step is to be saved to memory,
+    else ``None``; and ``around_inputs()``, around the preparation of a batch.
     """
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -87,9 +87,7 @@ class TrainerHooks(_Mixin):
         **more: Any,
     ) -> None:
         super()._maybe_log_save_evaluate(tr_loss, grad_norm, model, trial, *rest, **more)
-        if (
-            kept := self.kept_in_memory()
-        ) is not None:  # behind what other callbacks see of the step
+        if (kept := self.kept_in_memory()) is not None:  # after the step's other callbacks
             self._write_aside(kept, model, trial)
 
     def _get_output_dir(self, trial: Any) -> str:
@@ -104,14 +102,14 @@ class TrainerHooks(_Mixin):
             return super()._prepare_inputs(inputs)
 
     def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
-        return False  # the accelerator knows the axes; Trainer takes plain tensors for full ones
+        return False  # the accelerator handles meshes; Trainer takes shards for full tensors
 
     def _move_model_to_device(self, model: nn.Module, device: Any) -> None:
-        pass  # it is where hfscale has put it
+        pass  # hfscale has already placed the model
 
 
 def batches_skipped_by_accelerator(trainer: Any) -> AbstractContextManager[None]:
-    """Let Trainer resume within an epoch with the accelerator's own loader, looked up at the call, in the block."""
+    """Let Trainer resume within an epoch by the accelerator's ``skip_first_batches``, looked up at each call."""
 
     def skip(loader: Any, count: int = 0) -> Any:
         return trainer.accelerator.skip_first_batches(loader, count)
@@ -120,7 +118,7 @@ def batches_skipped_by_accelerator(trainer: Any) -> AbstractContextManager[None]
 
 
 def evaluated_with_logits(trainer: Any, step: Callable[..., Any]) -> Callable[..., Any]:
-    """Return Trainer's prediction step, called so that Liger's models do not leave logits out."""
+    """Return Trainer's prediction step, called such that models with Liger's kernels do not leave out logits."""
 
     def evaluated(*args: Any, **kwargs: Any) -> Any:
         with attribute_replaced(trainer.args, "use_liger_kernel", False):
@@ -130,9 +128,10 @@ def evaluated_with_logits(trainer: Any, step: Callable[..., Any]) -> Callable[..
 
 
 def kernels_left_alone() -> AbstractContextManager[None]:
-    """Stop Trainer from applying Liger's kernels to its model inside the ``with`` block; hfscale has applied them.
+    """Stop Trainer from applying Liger's kernels to its model inside the ``with`` block, since hfscale has applied
+    them.
 
-    Where Liger is not installed Trainer is left to say so, as it does before its first step.
+    If Liger is not installed, Trainer reports that itself, before its first step.
     """
     if not liger.is_installed():
         return nullcontext()
@@ -140,7 +139,7 @@ def kernels_left_alone() -> AbstractContextManager[None]:
 
 
 def taken_for_adapted(model: Any) -> AbstractContextManager[None]:
-    """Make a quantized model with adapters inside, but no ``PeftModel``, pass as adapted in the ``with`` block."""
+    """Make a quantized model that contains adapters, but is no ``PeftModel``, pass as adapted in the ``with`` block."""
     return attribute_replaced(model, "_hf_peft_config_loaded", True)
 
 
@@ -158,20 +157,22 @@ def use_one_gpu(arguments: Any) -> None:
 
 
 def seed_workers_by(loader: Any, rank: int) -> None:
-    """Seed a Trainer's loader workers by the distinct batch instead of the process."""
+    """Seed the workers of a Trainer's loader by the index of the distinct batch, not of the process."""
     seed = getattr(loader, "worker_init_fn", None)
     if isinstance(seed, partial) and seed.func is _trainer.seed_worker:
         seed.keywords["rank"] = rank
 
 
 def random_states_of_processes(checkpoint: Path) -> int:
-    """Return how many processes of stock Trainer wrote RNG states into a checkpoint, each a file of its own."""
+    """Return how many processes of stock Trainer wrote RNG states into a checkpoint, one file each."""
     alone = (checkpoint / RANDOM).exists()
     return 0 if alone else len(list(checkpoint.glob("rng_state_*.pth")))
 
 
 def read_random_states(checkpoint: Path) -> dict[str, Any] | None:
-    """Return the contents of a checkpoint's :data:`RANDOM`: states of ``python``, ``numpy``, ``cpu``, devices, more."""
+    """Return the contents of a checkpoint's :data:`RANDOM`: RNG states of ``python``, ``numpy``, ``cpu``,
+    devices, ...
+    """
     if not (checkpoint / RANDOM).exists():
         return None
     with _trainer.safe_globals():
@@ -187,21 +188,22 @@ def has_stock_loss(trainer: Any) -> bool:
 
 
 def has_own_prediction_step(trainer: Any) -> bool:
-    """Return whether a class other than ``transformers.Trainer`` has a prediction step, as ``Seq2SeqTrainer``."""
+    """Return whether a class other than ``transformers.Trainer`` overrides the prediction step (``Seq2SeqTrainer``)."""
     kinds = [kind for kind in type(trainer).__mro__ if "prediction_step" in vars(kind)]
     return any(kind is not StockTrainer and not issubclass(kind, TrainerHooks) for kind in kinds)
 
 
 def labels_of_step(trainer: Any, batches: Any) -> Any:
-    """Return the number of labels, over all distinct batches, by which a Trainer divides these microbatches' loss: the
-    predicted ones; for classes that it does not list as causal (``GPT2LMHeadModel``), also the first of each row.
+    """Return the number of labels, over all distinct batches, by which a Trainer divides the loss of these
+    microbatches: labels of predicted tokens. For classes that it does not list as causal (``GPT2LMHeadModel``), it also
+    counts the first label of each row.
     """
     stock = StockTrainer.get_batch_samples
     return stock(trainer, iter(batches), len(batches), trainer.args.device)[1]
 
 
 def prepared(trainer: Any, inputs: Any) -> Any:
-    """Return a batch as a subclass prepares it; otherwise as the loader gave it, on the CPU."""
+    """Return a batch as prepared by a subclass, or else as it came from the loader, on the CPU."""
     known = (TrainerHooks, StockTrainer)
     own = any(
         "_prepare_inputs" in vars(kind) for kind in type(trainer).__mro__ if kind not in known

@@ -48,7 +48,7 @@ def versions() -> list[Finding]:
 
 
 def _version(asked: Requirement, newer: str | None) -> Finding:
-    """Return what is installed of one library; ``newer``: how it is outside of the tested range."""
+    """Return a finding about one library's installed version; ``newer`` tells how it is outside the tested range."""
     optional = asked.name in _ALSO
     try:
         version = metadata.version(asked.name)
@@ -56,7 +56,9 @@ def _version(asked: Requirement, newer: str | None) -> Finding:
         missing = "is not installed" + (" (optional)" if optional else f": pip install '{asked}'")
         return Finding(asked.name, "note" if optional else "problem", missing)
     if not asked.specifier.contains(version, prereleases=True):
-        text = f"{version}, and hfscale is made for {asked.specifier}: install one of those"
+        text = (
+            f"{version}, but hfscale is made for {asked.specifier}: install one of those versions"
+        )
         return Finding(asked.name, "problem", text)
     if newer:
         return Finding(asked.name, "note", f"{version}, which hfscale was not tested with: {newer}")
@@ -64,13 +66,13 @@ def _version(asked: Requirement, newer: str | None) -> Finding:
 
 
 def devices() -> list[Finding]:
-    """Return the GPUs, or the number of cores, and the backends for collectives."""
+    """Return findings about the GPUs (or the number of CPU cores) and the backends for collectives."""
     carried = [name for name in ("nccl", "gloo", "mpi") if getattr(dist, f"is_{name}_available")()]
     findings = [
         Finding(
             "backends",
             "ok" if "gloo" in carried else "problem",
-            ", ".join(carried) or "none: another torch",
+            ", ".join(carried) or "none: install another build of torch",
         )
     ]
     gpus = accelerators().device_count()
@@ -86,13 +88,13 @@ def devices() -> list[Finding]:
             )
         )
     if not any("expandable_segments" in os.environ.get(name, "") for name in _ALLOCATOR):
-        text = f"mixtures and ragged batches leave gaps between tensors: set {_ALLOCATOR[0]}=expandable_segments:True"
+        text = f"MoE models and batches of varying length fragment memory: set {_ALLOCATOR[0]}=expandable_segments:True"
         findings.append(Finding("GPU memory", "note", text))
     return [Finding("GPUs", "ok", text), *findings]
 
 
 def eight_bit_step() -> Finding:
-    """Take a step of bitsandbytes' 8-bit AdamW."""
+    """Run a step of bitsandbytes' 8-bit AdamW."""
     device = torch.device(ACCELERATOR, 0) if accelerators().is_available() else torch.device("cpu")
     try:
         text = try_step(device)
@@ -109,7 +111,7 @@ def collectives() -> Finding:
     try:
         total = run_ranks(world, sum_of_ranks, timeout=300)
     except MeasurementError as error:
-        return Finding("collectives", "problem", f"{error}; NCCL_DEBUG=INFO says more of GPUs")
+        return Finding("collectives", "problem", f"{error}; NCCL_DEBUG=INFO tells more about GPUs")
     if total != world * (world - 1) / 2:
         return Finding(
             "collectives",
@@ -120,25 +122,27 @@ def collectives() -> Finding:
     return Finding(
         "collectives",
         "ok",
-        f"{world} ranks talk over {over}; hfscale bench collectives says how fast",
+        f"{world} ranks communicate over {over}; hfscale bench collectives measures how fast",
     )
 
 
 def sum_of_ranks(device: torch.device) -> float:
-    """Return the sum of all ranks' numbers by an all-reduce in torch's process group."""
+    """Return the sum of all ranks' numbers, computed by an all-reduce in torch's process group."""
     own = torch.tensor([float(dist.get_rank())], device=device)
     dist.all_reduce(own)
     return float(own)
 
 
 def accelerate_config(path: Path | None = None) -> Finding:
-    """Check the config file with defaults of ``accelerate launch``; ``path``: by default Accelerate's own."""
+    """Check the config file that sets the defaults of ``accelerate launch``: at ``path``, or in
+    Accelerate's own place.
+    """
     from accelerate.commands.config.config_args import default_config_file
 
     file = Path(default_config_file) if path is None else path
     about = "accelerate"
     if not file.is_file():
-        return Finding(about, "ok", "no config file: launch lines say all")
+        return Finding(about, "ok", "no config file: launch commands set everything")
     try:
         told: Any = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
@@ -150,20 +154,21 @@ def accelerate_config(path: Path | None = None) -> Finding:
         return Finding(
             about,
             "problem",
-            f"{file} says {kind} with {count} processes, of which accelerate launch starts one, silently: write "
-            f"--multi_gpu --num_processes {count} on the line (hfscale train does), also on machines without GPUs",
+            f"{file} sets {kind} with {count} processes, but accelerate launch starts one, silently: write "
+            f"--multi_gpu --num_processes {count} on the command line (as hfscale train does), also on machines "
+            "without GPUs",
         )
     if kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "TP"):
-        text = f"{file} asks for {kind}, which hfscale does not use: its layout is hfscale.ParallelConfig"
+        text = f"{file} asks for {kind}, which hfscale does not use: set the layout by hfscale.ParallelConfig"
         return Finding(about, "note", text)
     precision = str(told.get("mixed_precision") or "no")
     if precision != "no":
-        text = f"{file} asks for {precision}, which a model does not follow: build it with"
+        text = f"{file} asks for {precision}, which does not affect an hfscale model: build it with"
         return Finding(about, "note", f"{text} mixed_precision={precision!r}")
     return Finding(about, "ok", f"{file}: {kind}, {count} process(es)")
 
 
 def environment() -> list[Finding]:
-    """Return the environment variables that change the meaning of a launch line or a layout."""
+    """Return the environment variables that change the effect of a launch command or a layout."""
     names = [name for name in sorted(os.environ) if name in _TOLD or name.startswith(_LAYOUT)]
     return [Finding("environment", "note", f"{name}={os.environ[name]}") for name in names]

@@ -1,13 +1,13 @@
-"""Compute the activation bytes of a rank, and choose the layers to recompute under a budget; nothing runs.
+"""Compute the activation bytes of a rank, and choose the layers to recompute under a budget. Nothing runs.
 
-A recomputed layer keeps its input, and during its own backward pass everything it would have kept::
+A recomputed layer keeps its input and, during its own backward pass, everything that it would otherwise have kept::
 
-    kept        sum over layers of   in flight x tokens x (input where recomputed, else all)
-                + what is before the layers, and what stages were sent and have sent
-    behind      what final norm and loss keep, until the last layer runs backward
-    again       tokens x the largest of the layers that are recomputed, but its input
-    passing     gradients of a layer's activations while it runs backward
-    in norm     what there is in the final norm while it runs backward: it makes five gradients in 32 bits
+    kept        sum over layers of   in flight x tokens x (input if recomputed, else all)
+                + what is kept before the layers, and the hidden states that stages received and sent
+    behind      kept by final norm and loss until the last layer's backward pass
+    again       tokens x the largest recomputed layer, without its input
+    passing     gradients of a layer's activations during its backward pass
+    in norm     bytes in the final norm's backward pass: five gradients in 32 bits
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -30,12 +30,12 @@ from .situation import LayerBytes, Situation, Types
 
 @dataclass(frozen=True)
 class LayerHeld:
-    """Hold one layer on this rank and its activation bytes."""
+    """Hold a layer on this rank with its activation bytes."""
 
     name: str
-    bytes: LayerBytes  # what it keeps of one token
-    in_flight: int  # microbatches whose backward pass it waits for at once
-    again: float  # what it keeps beside its input while it is computed again, as it is
+    bytes: LayerBytes  # bytes per token
+    in_flight: int  # microbatches that wait for their backward pass at once
+    again: float  # bytes in addition to its input while it is recomputed
 
     def kept(self, chosen: Collection[str]) -> float:
         """Return the bytes kept per token and microbatch: only the input if the layer is recomputed."""
@@ -44,14 +44,14 @@ class LayerHeld:
 
 @dataclass(frozen=True)
 class Activations:
-    """Hold the activation bytes of a rank, as the head of this file names them."""
+    """Hold the activation bytes of a rank, by the names at the top of this file."""
 
     kept: int
     behind: int
     again: int
     passing: int
     in_norm: int
-    # Of those kept, what is there while the first layer runs backward, the last that does.
+    # Bytes of ``kept`` that exist during the backward pass of the first layer, which is the last one to run.
     last: int
     on_host: int
     notes: list[str]
@@ -130,7 +130,9 @@ def _notes(
 
 
 def _around_layers(plan: Plan, situation: Situation, types: Types) -> tuple[float, float, float]:
-    """Return the bytes kept before the first layer and after the last, and those in the final norm meanwhile."""
+    """Return three numbers of bytes: kept before the first layer, kept after the last layer, and in the final norm's
+    backward pass.
+    """
     before = 0.0
     behind = 0.0
     in_norm = 0.0
@@ -155,7 +157,7 @@ def _bytes_behind_layers(
     types: Types,
     trained: Collection[str],
 ) -> tuple[float, float]:
-    """Return the bytes per token that final norm and loss keep, and those in the norm, unless it is recomputed."""
+    """Return the bytes per token that final norm and loss keep, and those in the norm unless it is recomputed."""
     if not plan.layers:
         return 0.0, 0.0
     width = stream_width(plan, plan.layers[-1])
@@ -182,8 +184,8 @@ def _border_bytes(
     held: Sequence[LayerHeld],
     chosen: frozenset[str],
 ) -> float:
-    """Return the bytes of hidden states that stages receive and send, unless they are kept here already."""
-    # counted bytes contain a layer's input
+    """Return the bytes of hidden states that stages receive and send, except those that this rank keeps anyway."""
+    # exact bytes include a layer's input
     as_they_are = set[str]()
     measured = situation.measured is not None
     if offloaded(plan).activations is None and compressed(plan) is None:
@@ -206,19 +208,21 @@ def _on_host(
     chosen: frozenset[str],
     tokens: int,
 ) -> tuple[float, int]:
-    """Return the bytes on the device in backward (a layer and the next one), and those waiting on the host."""
+    """Return the bytes on the device during the backward pass (two layers), and the bytes that wait in CPU memory."""
     one = [tokens * layer.kept(chosen) for layer in held]
     layers = sum(layer.in_flight * size for layer, size in zip(held, one, strict=True))
     pieces = (
         tokens * (layer.bytes.stream if layer.name in chosen else layer.bytes.piece)
         for layer in held
     )
-    read = max(pieces, default=0.0) if len(held) < 3 else 0.0  # of three, two are there whole later
+    read = max(pieces, default=0.0) if len(held) < 3 else 0.0  # of three, two whole ones count
     return min(2, len(held) - 1) * max(one, default=0.0) + read, ceil(layers)
 
 
 def layers_to_recompute(plan: Plan, situation: Situation) -> frozenset[str]:
-    """Choose the fewest layers of a pipeline rank to recompute to fit the budget, the cheapest per byte saved first."""
+    """Choose the fewest layers of a pipeline rank to recompute to fit the budget; the cheapest per saved byte come
+    first.
+    """
     planned = recomputed(plan)
     tokens = situation.tokens
     assert planned.budget is not None
@@ -248,7 +252,7 @@ def layers_to_recompute(plan: Plan, situation: Situation) -> frozenset[str]:
 
 
 def layers_held(plan: Plan, situation: Situation) -> list[LayerHeld]:
-    """Return every layer of this rank, in order."""
+    """Return the layers of this rank, in order."""
     plain = types_of(plan, situation.mixed)
     held_layers = []
     for _, in_flight, layers in _stages(plan, situation):
@@ -256,7 +260,7 @@ def layers_held(plan: Plan, situation: Situation) -> list[LayerHeld]:
             whole = _layer(plan, name, plain, situation)
             if compressed(plan) is None:
                 held_layers.append(LayerHeld(name, whole, in_flight, whole.kept - whole.as_input))
-            else:  # what is computed again keeps it as it is, and reads a copy of the input
+            else:  # recomputed layers keep unrounded values and a copy of the input
                 held = _layer(plan, name, replace(plain, kept=BYTES), situation)
                 held_layers.append(
                     LayerHeld(name, replace(held, again=whole.again), in_flight, whole.kept)
@@ -265,7 +269,7 @@ def layers_held(plan: Plan, situation: Situation) -> list[LayerHeld]:
 
 
 def _stages(plan: Plan, situation: Situation) -> Iterator[tuple[int, int, tuple[str, ...]]]:
-    """Yield index, microbatches in flight and layers of every stage on this rank."""
+    """Yield index, microbatches in flight and layers of each stage on this rank."""
     places = [(0, plan.layers)]
     if plan.stages is not None:
         places = [(stage.index, stage.layers) for stage in plan.stages.of_rank(situation.pp_rank)]
@@ -281,7 +285,7 @@ def _layer(plan: Plan, layer: str, types: Types, situation: Situation) -> LayerB
     if seen is not None:
         return seen
     first = layer == plan.layers[0]
-    if first:  # of a layer behind it the input needs a gradient
+    if first:  # later layers' inputs need a gradient
         looked_up = (
             name
             for name in around_layers(plan)
@@ -301,7 +305,7 @@ def around_layers(plan: Plan) -> list[str]:
 
 
 def trained_names(plan: Plan) -> frozenset[str]:
-    """Return the parameters that train by default: adapters, or all that are not quantized."""
+    """Return the parameters that train by default: adapters, or all parameters that are not quantized."""
     adapters = frozenset(adapter.name for adapter in plan.adapters)
     return adapters or frozenset(p.name for p in plan.owned()) - set(plan.quantized_weights)
 
@@ -317,7 +321,7 @@ def is_matrix(plan: Plan, name: str) -> bool:
 
 
 def _flops(plan: Plan, layer: str, situation: Situation) -> float:
-    """Return the FLOPs of a forward pass for one token: two per entry of each matrix that it uses."""
+    """Return the FLOPs of a layer's forward pass per token: two per entry of each matrix that a token uses."""
     total = 0.0
     for planned in plan.owned():
         if planned.name.startswith(f"{layer}.") and len(planned.shape) > 1:

@@ -1,4 +1,4 @@
-"""Describe a step for the time model: axis sizes, batch, recomputation, and the contents of each rank."""
+"""Describe a step for the time model: axis sizes, batch, recomputation, and the model parts on each rank."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -18,47 +18,47 @@ from .activation_bytes import has_head, is_matrix, layers_held, trained_names
 from .layer_bytes import types_of, widest
 from .situation import Situation
 
-_DECODED = {4: 9.0, 8: 10.0}  # by bits: read, written in 16 bits and read again, in both passes
-_STORED = {4: 0.5 + 4 / 64, 8: 1.0}  # bytes of a weight by bits, with a scale for each block
+_DECODED = {4: 9.0, 8: 10.0}  # bits -> bytes moved per weight to dequantize it, in both passes
+_STORED = {4: 0.5 + 4 / 64, 8: 1.0}  # bits -> bytes per weight, with a scale for each block
 
 
 @dataclass(frozen=True)
 class Job:
-    """Describe one step of one layout, as far as its time depends on it."""
+    """Describe one step in one layout, as far as its time depends on it."""
 
     layout: ParallelConfig
-    sequence: int  # tokens of a sequence
-    batch: int  # sequences of one microbatch
-    microbatches: int  # of one batch rank in a step
+    sequence: int  # tokens per sequence
+    batch: int  # sequences per microbatch
+    microbatches: int  # microbatches of one batch rank in a step
     # Whether weights are gathered for every microbatch, in both passes (ZeRO-3).
     gathers: bool = False
-    sequence_parallel: bool = False  # whether norms and residuals are cut over the tensor ranks
-    # Values that a layer's collectives send and receive for each of the stream's, over all of its passes: 8 for two
-    # gathers and two scatters in each direction, 10 where the backward pass gathers inputs again.
+    sequence_parallel: bool = False  # whether norms and residuals are sharded over tp
+    # Values that a layer's collectives send and receive per value of hidden states, over all passes: 8 for two gathers
+    # and two scatters in each direction, 10 if the backward pass gathers inputs again.
     exchanged: float = 8
-    recompute: float = 0.0  # fraction of the layers that the backward pass computes again
-    # Whether it computes all but products and attention again in all layers.
+    recompute: float = 0.0  # fraction of layers that are recomputed
+    # Whether everything except products and attention is recomputed in all layers.
     elementwise: bool = False
-    # Whether it computes attention between its projections again in all layers.
+    # Whether attention between its projections is recomputed in all layers.
     attention_again: bool = False
-    tile: int = 0  # tokens of a tile, in which norms and MLPs run once more; 0: they run whole
-    eight: float = 0.0  # fraction of the layers' weights whose products are in 8 bits
-    exchange: Exchange = NO_EXCHANGE  # how ranks that share sequences read one another's keys
-    causal: bool = True  # whether attention leaves out what comes later
-    adapted: float = 0.0  # values per token and layer that products with adapters read and give
-    # Fraction of the weights that train; the others have no gradient of their own.
+    tile: int = 0  # tokens per tile in which norms and MLPs run, and are recomputed; 0: no tiles
+    eight: float = 0.0  # fraction of layer weights whose products run in 8 bits
+    exchange: Exchange = NO_EXCHANGE  # how context-parallel ranks exchange keys and values
+    causal: bool = True  # whether attention is causal
+    adapted: float = 0.0  # values per token and layer that adapter products read and write
+    # Fraction of the weights that train; frozen weights have no gradients.
     trained: float = 1.0
-    value_bytes: float = 2  # of a value of the stream between the blocks
-    gradient_bytes: float = 4  # of a gradient as ranks exchange it
-    gathered_bytes: float = 2  # of a weight as data ranks gather it
-    decoded: float = 0.0  # bytes moved for every weight of a quantized base, to have it in 16 bits in both passes
-    # Bytes to the host and from it beside a step's passes: activations, or shards.
+    value_bytes: float = 2  # bytes per value of hidden states
+    gradient_bytes: float = 4  # bytes per gradient in collectives
+    gathered_bytes: float = 2  # bytes per weight in all-gathers of data-parallel ranks
+    decoded: float = 0.0  # bytes moved per quantized weight to dequantize it in both passes
+    # Bytes to and from CPU memory in addition to a step's passes: activations, or shards.
     offloaded: float = 0.0
-    steps_on_host: bool = False  # whether the optimizer steps in the host's memory
+    steps_on_host: bool = False  # whether the optimizer steps in CPU memory
 
     @property
     def tokens(self) -> int:
-        """The most tokens of a microbatch that a rank has."""
+        """Tokens of a microbatch on the context-parallel rank with most tokens."""
         return self.layout.own_tokens(self.sequence * self.batch)
 
     @property
@@ -68,7 +68,7 @@ class Job:
 
     @property
     def expert_ranks(self) -> int:
-        """Ranks over which the experts of a layer are spread or cut."""
+        """Ranks over which the experts of a layer are spread or sharded."""
         return self.layout.ep * self.layout.expert_tp if self.layout.ep > 1 else self.layout.tp
 
     @property
@@ -77,11 +77,13 @@ class Job:
         return self.layout.virtual_stages or 1
 
     def shard_of(self, weights: float, experts: float) -> float:
-        """Return one data rank's share of the given numbers of weight and expert entries."""
+        """Return the entries on one data-parallel rank, given numbers of weight and expert entries."""
         return weights / self.layout.dp_shard + experts / self.layout.size("edp_shard")
 
     def with_host(self, what: Collection[str], activations: float, entries: float) -> "Job":
-        """Return the job with ``activations`` bytes and a shard of ``entries`` weights offloaded to the host."""
+        """Return the job with ``activations`` bytes, and a shard of ``entries`` weights, offloaded to CPU memory as in
+        ``what``.
+        """
         shards = self.gradient_bytes * (
             (2 * self.microbatches if self.gathers else 1) + self.trained
         )
@@ -93,18 +95,18 @@ class Job:
 
 @dataclass(frozen=True)
 class Place:
-    """Hold the contents of one pipeline rank. Entries are summed over its data ranks."""
+    """Describe the parts of the model on one pipeline rank. Entries are summed over its data-parallel ranks."""
 
     layers: int
     embedding: bool
     head: bool
-    layer_weights: float  # entries of the layers, without experts
-    expert_weights: float  # of experts, over the data ranks that share these out
-    table_weights: float  # of what is around the layers
-    forward: int = 0  # how many of its stages hand their output to another rank
-    backward: int = 0  # likewise gradients
-    trained: float = 1.0  # fraction of all these that trains
-    # Bytes of gradients on this rank that are summed over its tensor ranks, once in a step.
+    layer_weights: float  # entries of layers, without experts
+    expert_weights: float  # entries of experts, summed over the data-parallel ranks that shard them
+    table_weights: float  # entries outside layers
+    forward: int = 0  # number of stages that send their output to another rank
+    backward: int = 0  # number of stages that send gradients to another rank
+    trained: float = 1.0  # fraction of these entries that trains
+    # Bytes of gradients on this rank that are all-reduced over tensor-parallel ranks, once per step.
     partial: float = 0.0
 
     @property
@@ -126,7 +128,7 @@ def job_of(
     microbatches: int,
     mixed: str = "no",
 ) -> Job:
-    """Return the job of a plan's step under a ``mixed`` precision."""
+    """Return the job of a plan's step, with ``mixed`` precision."""
     layout = plan.layout
     again = recomputed(plan)
     count = max(1, len(plan.layers))
@@ -170,7 +172,7 @@ def matrix_entries(plan: Plan) -> dict[str, int]:
 
 
 def _gathered_bytes(plan: Plan, mixed: bool) -> float:
-    """Return the bytes of a weight as data ranks gather it: in the compute dtype, in 8 bits, or quantized."""
+    """Return the bytes per weight in all-gathers of data-parallel ranks: the compute dtype, 8 bits, or quantized."""
     quantized = frozenset(plan.quantized_weights)
     size = 0.0
     if plan.quantized is not None:
@@ -185,7 +187,7 @@ def _gathered_bytes(plan: Plan, mixed: bool) -> float:
 
 
 def with_host_of(plan: Plan, job: Job) -> Job:
-    """Return the job with the host traffic of the pipeline rank that has most."""
+    """Return the job with the offload traffic of the pipeline rank that has the most traffic."""
     on_host = offloaded(plan)
     ranks = range(plan.layout.pp)
     what = (
@@ -215,7 +217,7 @@ def with_host_of(plan: Plan, job: Job) -> Job:
 
 
 def places_of(plan: Plan) -> list[Place]:
-    """Return the contents of each pipeline rank."""
+    """Return the model parts on each pipeline rank."""
     return [_place(plan, rank) for rank in range(plan.layout.pp)]
 
 

@@ -1,36 +1,37 @@
-"""Compute the activation bytes per token of a layer from the shapes of a plan; nothing runs.
+"""Compute the activation bytes per token of a layer from the shapes in a plan; nothing runs.
 
-LLaMA's layer has a formula (Korthikanti et al. 2022, section 4, recounted) in units of one value per token and
-hidden unit, with ``k`` key/value heads per head, ``f`` intermediate over hidden size, ``t`` tensor ranks; all trained,
-in one type::
+A LLaMA layer has a formula (Korthikanti et al. 2022, section 4, counted again), in units of one value per token and
+hidden unit. ``k`` are key/value heads per head, ``f`` is intermediate over hidden size, ``t`` the tensor-parallel
+ranks; all weights train, in one dtype::
 
     between the blocks   each of two norms: its input, the normed input, its output                     6
     attention            queries and result, keys and values                                            2 + 2k
     MLP                  gate, its activation, up, their product                                        4f
-    cut over tp          6 + (2 + 2k + 4f) / t;  with the sequence cut too, all of it / t, and
+    sharded over tp      6 + (2 + 2k + 4f) / t;  if the sequence is sharded too, everything / t, and
                          2 (1 - 1/t) for the gathered inputs of both blocks, unless they are gathered again
 
-A frozen norm does not keep its normed input, and a frozen projection without an adapter does not keep its input. A
-low-rank adapter keeps its ``r`` values and its input; unless it is fused, it keeps a copy where its factors have
-another type. In 16 bits a norm keeps its input in 32.
+A frozen norm does not keep its normed input. A frozen projection without an adapter does not keep its input. A low-rank
+adapter keeps its ``r`` values and its input; unless it is fused, it keeps a copy of the input if its weights have
+another dtype. In 16 bits, a norm keeps its input in 32 bits.
 
-Where all but products and attention is computed again (``recompute="elementwise"``), it keeps its input, queries and
-result, keys and values, what the first block returns (the second norm's input is the sum), gate and up: 3 + 1 + 2k + 2f
-before it is cut over tensor ranks; of the norms' outputs, and of what adapters read, nothing but what is gathered.
+With ``recompute="elementwise"``, everything except matrix products and attention is recomputed. Then a layer keeps its
+input, queries and result, keys and values, the first block's result (the second norm's input is the sum), gate and up:
+3 + 1 + 2k + 2f before sharding over tensor-parallel ranks; of norm outputs and adapter inputs only gathered ones.
 
-Under autocast over weights of 32 bits, blocks compute in 16, and what is between them (the stream, norms and what they
-return) stays in 32. So every projection that reads a norm's output keeps its own copy in 16 bits, and so does every
-adapter; fused ones share a copy. Where parameters are cast, by FSDP2 or under ``"bf16_params"``, all of it is in 16.
+Under autocast over 32-bit weights, blocks compute in 16 bits, but everything between blocks (hidden states, norms and
+their outputs) stays in 32 bits. So every projection that reads a norm's output keeps its own 16-bit copy, and so does
+every adapter; fused adapters share a copy. If parameters are cast, by FSDP2 or by ``"bf16_params"``, everything has 16
+bits.
 
-Any other layer is measured (:class:`.situation.MeasuredLayers`) or else estimated from above: twice the rows and
-columns of every matrix, and the shorter of the two once more; of experts, twice both for each that a token is sent to;
-four times every vector. Dropout in front of adapters is not in such an estimate.
+Other layers are measured (:class:`.situation.MeasuredLayers`), or else estimated from above: twice the rows and columns
+of every matrix, plus the smaller of both; for experts, twice rows and columns per expert that a token is sent to; four
+times every vector. Dropout on adapters' inputs is not included in this estimate.
 
-SDPA and flash attention keep no scores. Eager attention keeps one for each head and token of the sequence, in 32 bits
-and, where the layer computes in another type, in that as well; and keys and values once for each head of queries.
+SDPA and flash attention keep no scores. Eager attention keeps one score per head and token of the sequence in 32 bits,
+and a second one in the layer's dtype if that differs. It also keeps keys and values once per query head.
 
-Context ranks that share out heads keep key heads once more for each rank that reads them, and the result of attention
-twice: of some heads, and of their own tokens. What they run on whole sequences they keep of all tokens.
+If context-parallel ranks exchange heads, each rank that reads a key head keeps it, and the attention result is kept
+twice: for the rank's heads, and for its own tokens. Modules that run on whole sequences keep activations of all tokens.
 """
 
 from collections import Counter
@@ -44,13 +45,13 @@ from .situation import LayerBytes, Situation, Types, own_parameters
 
 
 def types_of(plan: Plan, mixed: str = "no") -> Types:
-    """Return the sizes of the types that the plan's model and its adapters compute in under a ``mixed_precision``."""
+    """Return the bytes per value in which the plan's model and its adapters compute under a ``mixed_precision``."""
     size = next(
         (p.dtype.itemsize for p in plan.owned() if p.name.startswith(plan.layers[:1])), widest(plan)
     )
     if mixed == "bf16_params" or (mixed != "no" and plan.layout.data_world > 1):
         return Types(2, 2)
-    if mixed != "no" and size == 4:  # autocast leaves 64 bits alone, and 16 are what it computes in
+    if mixed != "no" and size == 4:  # autocast leaves 64-bit weights alone, and computes in 16
         return Types(2, 2, autocasts=size)
     return Types(
         size, max((plan.by_name[a.name].dtype.itemsize for a in plan.adapters), default=size)
@@ -70,13 +71,13 @@ def sequence_ranks(plan: Plan) -> int:
 def layer_bytes(
     plan: Plan, layer: str, situation: Situation, types: Types, *, first: bool = False
 ) -> LayerBytes:
-    """Return the activation bytes per token of ``layer``; ``first``: whether nothing before it trains."""
+    """Return the activation bytes per token of ``layer``; ``first``: whether nothing before the layer trains."""
     hidden = stream_width(plan, layer)
     sequence = sequence_ranks(plan)
     stream = types.as_kept(types.stream) * hidden / sequence
     roles = _llama_roles(plan, layer)
     if roles is None:
-        # And not attention or MLP alone.
+        # Only layers with attention and MLP blocks are sharded.
         cut = sum(block.name.startswith(f"{layer}.") for block in plan.blocks) > 1
         ranks = plan.layout.tp if cut else 1
         scores = score_bytes(types) * situation.length * heads_with_scores(plan) / ranks
@@ -92,7 +93,7 @@ def layer_bytes(
 
 
 def is_known(plan: Plan, layer: str) -> bool:
-    """Return whether ``layer`` has a formula: it is LLaMA's."""
+    """Return whether ``layer`` has a formula, because it is a LLaMA layer."""
     return _llama_roles(plan, layer) is not None
 
 
@@ -131,7 +132,7 @@ def _llama_roles(plan: Plan, layer: str) -> dict[str, ParameterPlan] | None:
 
 
 def _at_most(plan: Plan, layer: str, situation: Situation, types: Types) -> float:
-    """Return an upper estimate of what a layer of any kind keeps."""
+    """Return an upper estimate of the bytes that a layer of any kind keeps per token."""
     count = next((e.count for e in plan.mixtures if e.name.startswith(f"{layer}.")), 1)
     often = min(situation.routes or count, count)
     experts = tuple(f"{e.name}." for e in plan.mixtures)
@@ -144,7 +145,7 @@ def _at_most(plan: Plan, layer: str, situation: Situation, types: Types) -> floa
         if len(local) >= 3 and inside:
             values += often * 2 * sum(local[-2:]) / tensor
         elif len(local) == 2:
-            # Whichever is the output.
+            # Rows and columns once more in the smaller size, since either may be the output.
             values += (often / count if inside else 1) * (2 * sum(local) + min(local))
         elif len(local) == 1 and planned.name.endswith("weight"):
             wide += 4 * local[0]  # norms compute in 32 bits
@@ -156,7 +157,9 @@ def _at_most(plan: Plan, layer: str, situation: Situation, types: Types) -> floa
 
 
 def _of_adapters(plan: Plan, layer: str, situation: Situation, types: Types) -> int:
-    """Return the values that a layer's adapters keep beside their inputs: of their rank, and copies in another type."""
+    """Return the number of values that a layer's adapters keep in addition to their inputs: ``r`` each, and copies of
+    inputs in another dtype.
+    """
     kept = 0
     for adapter in plan.adapters:
         if adapter.kept_in == LORA_A and adapter.name.startswith(f"{layer}."):

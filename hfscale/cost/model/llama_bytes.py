@@ -1,4 +1,4 @@
-"""Compute the activation bytes per token of a LLaMA layer: the formula at the head of :mod:`.layer_bytes`."""
+"""Compute the activation bytes per token of a LLaMA layer, by the formula at the top of :mod:`.layer_bytes`."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -18,23 +18,23 @@ from .situation import Situation, Types
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
-_HEAD_SIZE = 64  # a guess, for one number per head and token beside some thousands
+_HEAD_SIZE = 64  # a guess; it decides one value per head among thousands per token
 
 
 @dataclass(frozen=True)
 class Llama:
-    """Compute what a LLaMA layer keeps on one rank."""
+    """Compute the bytes that a LLaMA layer keeps on one rank for its backward pass."""
 
     plan: Plan
     roles: dict[str, ParameterPlan]
     hidden: int
-    sequence: int  # tensor ranks that cut what is between the blocks
+    sequence: int  # tensor-parallel ranks that shard hidden states between blocks
     situation: Situation
     types: Types
 
     @cached_property
     def scores(self) -> float:
-        """Scores per token, if attention keeps them."""
+        """Attention scores per token; 0 if attention does not keep scores."""
         part = self._out("q_proj") / self.roles["q_proj"].shape[0]
         return (
             self.situation.length
@@ -44,7 +44,7 @@ class Llama:
 
     @cached_property
     def ranks_of_adapters(self) -> Counter[str]:
-        """The ranks of the low-rank adapters of each weight."""
+        """The ranks of the low-rank adapters on each weight."""
         ranks = Counter[str]()
         for adapter in self.plan.adapters:
             if adapter.kept_in == LORA_A:
@@ -52,14 +52,14 @@ class Llama:
         return ranks
 
     def keeps_input(self, first: bool) -> bool:
-        """Return whether the first norm keeps the layer's input unchanged, without a copy in 32 bits."""
+        """Return whether the first norm keeps the layer's input itself, not a copy in 32 bits."""
         return self.again.elementwise or (
             self.types.stream >= 4 and (not first or self._trains("input_layernorm"))
         )
 
     def norms(self, first: bool) -> float:
-        """Return the bytes that both norms keep, their inputs and normed inputs, per token of the full sequence."""
-        # The layer's input, and what the first block returns, which is in its type.
+        """Return the bytes that both norms keep (inputs and normed inputs), per token of the full sequence."""
+        # The layer's input, and the first block's result, which has the block's dtype.
         if self.again.elementwise:
             kept = self._kept(self.hidden, self.types.stream) + self._kept(
                 self.hidden, self.types.size
@@ -75,7 +75,9 @@ class Llama:
         return total / self.sequence
 
     def blocks(self) -> tuple[float, float]:
-        """Return the bytes that the blocks keep, and the most that one recomputed by itself keeps meanwhile."""
+        """Return two numbers of bytes: those that the blocks keep, and the most that a separately recomputed block
+        keeps while it is recomputed.
+        """
         if self.again.elementwise:
             return self._needed(), self._made_at_once()
         total = 0.0
@@ -98,7 +100,7 @@ class Llama:
         return total, again
 
     def _needed(self) -> float:
-        """Return the bytes that the blocks keep where all but products and attention is computed again."""
+        """Return the bytes that the blocks keep if everything except matrix products and attention is recomputed."""
         size = self.types.size
         inner = self._out("gate_proj")
         queries = self._out("q_proj")
@@ -118,8 +120,10 @@ class Llama:
         )
 
     def _made_at_once(self) -> float:
-        """Return the most bytes computed again at once: an activation, and its product with what is up."""
-        if self.again.tile:  # of the MLP its input, and one tile
+        """Return the most bytes that are recomputed at the same time: an activation, and its product with the up
+        projection.
+        """
+        if self.again.tile:  # the MLP's input, and one tile of the MLP
             return (
                 self._kept(self.hidden, self.types.size)
                 + self._tile * 4 * self._out("gate_proj") * self.types.size
@@ -130,7 +134,9 @@ class Llama:
         return self._out("gate_proj") * (self.types.size + product)
 
     def piece(self) -> float:
-        """Return the bytes per token read by the operation that reads most: the product in the MLP, or attention."""
+        """Return the bytes per token that the operation with the largest inputs reads: the MLP's product,
+        or attention.
+        """
         size = self.types.size
         sizes = [self._kept(self.hidden, self.types.stream)]
         if not self._is_alone("down_proj"):
@@ -143,7 +149,9 @@ class Llama:
         return max(sizes)
 
     def passing(self) -> float:
-        """Return the bytes per token of gradients: of the layer's output, and of both factors of the MLP, or a tile."""
+        """Return the bytes per token of gradients: of the layer's output, and of both factors in the MLP (or in a
+        tile).
+        """
         part = self._tile
         stream = self.hidden * self.types.stream / self.sequence
         return (2 - part) * stream + part * 2 * self._out("gate_proj") * self.types.size
@@ -155,26 +163,28 @@ class Llama:
 
     @cached_property
     def exchange(self) -> Exchange:
-        """Return how attention reads what other ranks have of a sequence."""
+        """Return how attention exchanges keys and values between context-parallel ranks."""
         return exchange_of(self.plan)
 
     @cached_property
     def again(self) -> RecomputePlan:
-        """Return what is computed again of a layer."""
+        """Return how layers are recomputed."""
         return recomputed(self.plan)
 
     def _is_alone(self, output: str) -> bool:
-        """Return whether the block of an output projection is recomputed by itself."""
+        """Return whether the block with this output projection is recomputed separately."""
         return self.roles[output].name.removesuffix(f".{output}.weight") in self.again.modules
 
     def _adapted(self, readers: tuple[str, ...]) -> tuple[bool, list[int]]:
-        """Return whether any of these projections trains, and the ranks of their adapters."""
+        """Return whether any of these projections trains, and the ranks of the adapters on them."""
         names = [self.roles[name].name for name in readers]
         adapted = [self.ranks_of_adapters[name] for name in names if name in self.ranks_of_adapters]
         return any(map(self._trains, readers)), adapted
 
     def _fused(self, readers: tuple[str, ...]) -> bool:
-        """Return whether adapters of these projections keep the input that they read, and no copies of it."""
+        """Return whether the adapters on these projections are fused: they keep the projections' input, and no copies
+        of it.
+        """
         return all(is_fused(self.plan, self.roles[name].name) for name in readers)
 
     def _attention(self) -> float:
@@ -194,16 +204,16 @@ class Llama:
                 total += self._kept(width, max(4, size)) + self._kept(width, size) * self._trains(
                     name
                 )
-        if self.scores or self.again.attention:  # nothing but what the output projection keeps
+        if self.scores or self.again.attention:  # only the output projection's input is kept
             total += self._read(queries, ("o_proj",))
-        else:  # SDPA keeps its result anyway, and an adapter's copy of it comes on top
+        else:  # SDPA keeps its result in any case; an adapter's copy is extra
             total += self._kept(queries, size) + self._read(
                 queries, ("o_proj",), kept=not self.exchange.moves_heads
             )
         return total + self._read_stream(ATTENTION[:3])
 
     def _kept(self, values: float, size: float) -> float:
-        """Return the bytes of ``values`` values per token; small tensors are kept as they are."""
+        """Return the bytes of ``values`` values per token; small tensors are not stored in 8 bits."""
         return values * (
             size if values * FEW <= self.hidden / self.sequence else self.types.as_kept(size)
         )
@@ -218,7 +228,7 @@ class Llama:
         return self.roles[name].name in self.situation.trained
 
     def _read_stream(self, readers: tuple[str, ...]) -> float:
-        """Return the bytes that projections keep of a norm's output: only this rank's shard if it is gathered again."""
+        """Return the bytes of a norm's output that projections keep: only this rank's shard if it is gathered again."""
         if self.sequence > 1 and self.plan.layout.sequence_regather:
             trains, adapted = self._adapted(readers)
             # Dropout may come before the cast.
@@ -236,7 +246,9 @@ class Llama:
         readers: tuple[str, ...],
         kept: bool = False,
     ) -> float:
-        """Return the bytes that projections keep of ``width`` input values; ``kept``: another module keeps these."""
+        """Return the bytes that projections keep of ``width`` input values; with ``kept``, another module keeps the
+        input.
+        """
         (trains, adapted), size, wide = self._adapted(readers), self.types.size, self.types.adapters
         casts = not self._fused(readers) and (wide != size or bool(self.types.autocasts))
         own = self._kept(width, size) * (trains or bool(adapted and not casts))
@@ -245,5 +257,5 @@ class Llama:
 
 
 def score_bytes(types: Types) -> int:
-    """Return the bytes per score of eager attention, whose softmax is in 32 bits."""
+    """Return the bytes per score of eager attention, whose softmax computes in 32 bits."""
     return 4 + (types.size if types.size != 4 else 0)

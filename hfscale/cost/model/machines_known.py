@@ -1,9 +1,9 @@
 """Look up machines and their timing constants: data files with sources, or a file of ``hfscale calibrate``.
 
-``constants.json`` is written by ``scripts/bench/fit_planner.py`` from the runs of 1B and 3B models of the Ultra-Scale
-Playbook's sweep (Tazi et al. 2025; nanotron on H100); its ``own``, which goes before, by
-``scripts/bench/fit_measured.py`` from steps of hfscale on one H100 and one H200. Fractions are of what a machine's data
-file says, so that they carry over to other machines; seconds are of the host, and ``hfscale calibrate`` measures them.
+``scripts/bench/fit_planner.py`` writes ``constants.json``, from the runs of 1B and 3B models of the Ultra-Scale
+Playbook's sweep (Tazi et al. 2025; nanotron on H100). ``scripts/bench/fit_measured.py`` writes its entry ``own``, which
+has priority, from steps of hfscale on one H100 and one H200. Fractions are relative to a machine's data file, so that
+they carry over to other machines. Seconds are those of the CPU that launches; ``hfscale calibrate`` measures them.
 """
 
 import json
@@ -24,30 +24,30 @@ TIGHT = "tight"
 DOES_NOT_FIT = "does not fit"
 CONSTANTS = Path(__file__).parent / "constants.json"
 _FOLDER = Path(__file__).parent / "machines"
-# Of the memory: all public runs that were measured above it were 2.7 to 9.3 times slow.
+# Fraction of the memory: all public runs that were measured above this fraction were 2.7 to 9.3 times slower.
 _BUDGET = 0.875
 _LEAST = ("flops", "memory_bandwidth", "memory", "link_bandwidth", "nic_bandwidth")
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Describe one accelerator and its links. Bandwidths are in bytes per second and in one direction."""
+    """Describe one accelerator and its links. Bandwidths are bytes per second in one direction."""
 
-    name: str  # as in hardware=
-    flops: float  # products and sums of dense 16-bit matrix products, per second
+    name: str  # name for hardware=
+    flops: float  # dense 16-bit FLOPs per second
     memory_bandwidth: float
-    memory: float  # bytes that a process can have
-    link_bandwidth: float  # to the others of its node
-    nic_bandwidth: float  # to other nodes, for each rank
+    memory: float  # bytes that a process can use
+    link_bandwidth: float  # to other ranks of the node
+    nic_bandwidth: float  # per rank, to other nodes
     ranks_per_node: int = 8
-    host_bandwidth: float = 32e9  # to the host's memory
-    flops_8: float | None = None  # likewise of products in 8 bits, where it has them
-    # Fraction of flops that large products reach, where runs told; else the constants'.
+    host_bandwidth: float = 32e9  # to the CPU's memory
+    flops_8: float | None = None  # dense 8-bit FLOPs per second, if supported
+    # Fraction of ``flops`` that large products reach, if runs measured it; else the constants' fraction.
     products: float | None = None
-    # Whether steps of hfscale on it are among those that the constants were fitted on.
+    # Whether the constants were fitted on steps of hfscale on this machine, among others.
     measured: bool = False
-    title: str = ""  # for people
-    sources: tuple[str, ...] = ()  # where the numbers are from
+    title: str = ""  # title to print
+    sources: tuple[str, ...] = ()  # sources of the numbers
 
     @property
     def label(self) -> str:
@@ -56,12 +56,12 @@ class Machine:
 
     @property
     def budget(self) -> float:
-        """Bytes that a run may use without being slowed down by an allocator short of memory."""
+        """Bytes that a run may use without being slowed down by an allocator that is short of memory."""
         return _BUDGET * self.memory
 
     @property
     def rates(self) -> str:
-        """The rates that estimates take, in words."""
+        """The rates on which estimates are based, in words."""
         peaks = [f"{self.flops / 1e12:g} TFLOP/s in 16 bits"]
         if self.flops_8:
             peaks.append(f"{self.flops_8 / 1e12:g} in 8")
@@ -72,7 +72,7 @@ class Machine:
         )
 
     def verdict(self, needed: float, likely: float, budget: float | None = None) -> str:
-        """Return ``fits``, ``tight`` (the allocator will be short of memory, and slow) or ``does not fit``."""
+        """Return ``fits``, ``tight`` (the allocator will be short of memory, and so slow) or ``does not fit``."""
         if needed > self.memory:
             return DOES_NOT_FIT
         return TIGHT if likely > (self.budget if budget is None else budget) else FITS
@@ -84,7 +84,7 @@ def machine_names() -> tuple[str, ...]:
 
 
 def find_machine(hardware: str | Machine) -> Machine:
-    """Return the machine for a name or a JSON file; a :class:`Machine` is returned unchanged."""
+    """Return the machine for a name or a JSON file; return a :class:`Machine` unchanged."""
     if isinstance(hardware, Machine):
         return hardware
     if not isinstance(hardware, str):
@@ -126,39 +126,39 @@ class Constants:
     """Hold the timing constants of a software stack on a machine."""
 
     products: float  # fraction of the peak that matrix products reach
-    attention: float  # likewise the attention kernel
-    memory: float  # fraction of the memory's bandwidth
-    elementwise: float  # bytes moved between the products, over those that the time model counts
-    loss_bytes: float  # bytes moved for every logit, forward and backward
-    link: float  # fraction of the link's bandwidth that a layer's collectives reach where nothing hides them
-    # Fraction of the network's that they reach where tensor ranks are on several nodes.
+    attention: float  # fraction of the peak that the attention kernel reaches
+    memory: float  # fraction of the memory bandwidth that elementwise kernels reach
+    elementwise: float  # real bytes moved between products / bytes in the time model
+    loss_bytes: float  # bytes moved per logit, forward and backward
+    link: float  # fraction of the link's bandwidth for a layer's exposed collectives
+    # Fraction of the network's bandwidth for these collectives, if tensor-parallel ranks are on several nodes.
     far_nic: float
-    far_latency: float  # seconds per tensor rank that a layer waits besides, there
-    # Fraction of the link's bandwidth that collectives of gradients reach within a node.
+    far_latency: float  # extra seconds per tensor-parallel rank and layer in that case
+    # Fraction of the link's bandwidth that gradient collectives reach within a node.
     data_link: float
-    nic: float  # fraction of the network's bandwidth
-    # By how much more a collective of gradients takes for every doubling of the nodes.
+    nic: float  # fraction of the network's bandwidth for gradient collectives
+    # Relative increase of a gradient collective's time per doubling of the nodes.
     spread: float
-    hidden: float  # seconds of gradients' all-reduce that a second of backward pass hides
-    hidden_shards: float  # likewise where gradients are scattered and weights gathered again (ZeRO)
-    latency: float  # seconds per data rank of a step's all-reduces
-    latency_shards: float  # likewise of its scatters and gathers
-    layer_host: float  # seconds that the host needs to launch a layer's forward and backward pass
-    ends_host: float  # likewise embedding, and head and loss, on the stages that have them
-    hop: float  # seconds of handing over between two stages, forward and backward
-    step: float  # seconds of a step's own: reading a batch, clipping, logging
-    update_bytes: float  # bytes that the optimizer moves for every weight
-    sharpness: float  # of the maximum of host and device; larger is sharper
+    hidden: float  # seconds of gradient all-reduce hidden per second of backward pass
+    hidden_shards: float  # the same for reduce-scatter and all-gather (ZeRO)
+    latency: float  # seconds per data-parallel rank of a step's all-reduces
+    latency_shards: float  # the same for reduce-scatters and all-gathers
+    layer_host: float  # seconds of the CPU to launch a layer, forward and backward
+    ends_host: float  # the same for embedding, head and loss
+    hop: float  # seconds of a transfer between two stages, forward and backward
+    step: float  # other seconds of a step: reading a batch, clipping, logging
+    update_bytes: float  # bytes that the optimizer moves per weight
+    sharpness: float  # of the soft maximum of CPU and device time; larger is sharper
 
 
 @cache
 def fitted() -> Constants:
-    """Return the constants of the committed file: fitted on public runs of other code, and on hfscale's own."""
+    """Return the constants of the committed file, fitted on public runs of other code, and on hfscale's own runs."""
     return replace(read_constants(CONSTANTS), **json.loads(CONSTANTS.read_text())["own"])
 
 
 def constants_of(hardware: str | Machine) -> Constants:
-    """Return the constants that a calibration measured, or those fitted on runs."""
+    """Return the constants that a calibration file has measured; without one, those fitted on runs."""
     path = Path(hardware) if isinstance(hardware, str) else None
     if path is not None and path.is_file() and '"time"' in path.read_text():
         return read_constants(path)
@@ -166,7 +166,7 @@ def constants_of(hardware: str | Machine) -> Constants:
 
 
 def evidence(hardware: str | Machine) -> tuple[str, str]:
-    """Return what estimates take of a machine, and what their seconds rest on."""
+    """Return two phrases: the rates that estimates use for a machine, and what their seconds are based on."""
     machine = find_machine(hardware)
     if machine.name not in machine_names():
         source = "as its file says"

@@ -1,26 +1,26 @@
-"""Estimate the bytes that a rank holds in training, from a plan; no weights, no run.
+"""Estimate the bytes that a rank holds in training, from a plan alone: no weights, no run.
 
 ::
 
-    weights     what the plan leaves of every parameter on the rank; of a quantized one, bytes and scales; under
-                a schedule without a flush older versions of what trains
-    adapters    likewise of adapters
-    gradients   of what trains
-    optimizer   its state: :mod:`.optimizer_bytes`
-    activations what layers and final norm keep for backward passes, of all microbatches alive: :mod:`.activation_bytes`
-    backward    gradients of activations, of one layer at a time
-    gathered    whole weights while the data axes have them gathered, or copies in the type of mixed precision
-    exchanged   what ranks that share sequences hold of one another's keys and values: :meth:`.Exchange.held`
-    loss        one chunk of logits with its gradient, and the head's gradient on its way
+    weights     the rank's shard of every parameter; of quantized ones, bytes and scales; under a schedule without a
+                flush, older versions of trained weights too
+    adapters    the same for adapters
+    gradients   gradients of trained weights
+    optimizer   the optimizer's state: :mod:`.optimizer_bytes`
+    activations kept for backward passes by layers and final norm, for all microbatches alive: :mod:`.activation_bytes`
+    backward    gradients of activations, one layer at a time
+    gathered    whole weights while they are all-gathered, or copies in the dtype of mixed precision
+    exchanged   keys and values of other context-parallel ranks: :meth:`.Exchange.held`
+    loss        one chunk of logits with its gradient, and the head's gradient before it is stored
 
-Not all of it is there at once: what a rank needs is the most of these moments::
+These bytes do not all exist at once. A rank needs the maximum over these moments::
 
     the loss            kept + behind + loss
     the final norm      kept + in norm
     the last layer      kept + again + passing
-    the first layer     likewise of one layer, or of two whose activations are on the host
+    the first layer     the same for one layer, or for two if activations are offloaded
 
-with all gradients of weights, or in a step of one microbatch with those that are made by then.
+plus all gradients of weights; in a step of one microbatch, plus the gradients that exist by then.
 """
 
 from collections import Counter
@@ -49,10 +49,10 @@ from .layer_bytes import stream_width, types_of
 from .optimizer_bytes import optimizer_bytes
 from .situation import Situation
 
-OVERHEAD = 0.3 * 2**30  # what libraries and collectives take beside torch's tensors
-_FRAGMENTS = 1.1  # of activations: what an allocator needs for them, in the public runs
+OVERHEAD = 0.3 * 2**30  # memory of libraries and collectives, in addition to torch's tensors
+_FRAGMENTS = 1.1  # allocated / used bytes of activations, in public runs
 _DATA = ("dp_shard", "edp_shard")
-# Fields of an estimate that are no kind of bytes on the device.
+# Fields of an estimate that are not kinds of bytes on the device.
 _BESIDE = (
     "on_host",
     "again",
@@ -63,28 +63,28 @@ _Bytes = TypeVar("_Bytes", int, float)
 
 
 def likely_bytes(needed: float, activations: float) -> float:
-    """Return the bytes that a rank is likely to reserve: an allocator needs a tenth more for activations."""
+    """Return the bytes that a rank is likely to reserve: an allocator needs 10% more than the activations."""
     return needed + (_FRAGMENTS - 1) * activations
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Hold the bytes of one rank by kind; ``print`` it for one line per kind."""
+    """Hold the bytes of one rank by kind; ``print`` it for a line per kind."""
 
-    weights: int  # of the model's parameters; bytes and scales of quantized ones
+    weights: int  # shards of the model's parameters; bytes and scales of quantized ones
     adapters: int
-    gradients: int  # of the parameters that train
-    optimizer: int  # its state, once there has been a step
-    # What is kept for the backward pass, of all microbatches that are in flight at once.
+    gradients: int  # gradients of the parameters that train
+    optimizer: int  # the optimizer's state after the first step
+    # Kept for backward passes, for all microbatches that are in flight at once.
     activations: int
-    backward: int  # gradients of activations, at the most of one layer, or of the final norm
-    gathered: int  # whole weights of one layer and of what is around the layers, where data ranks shard them
-    exchanged: int  # keys and values of other context ranks, or what attention sends of its own, a layer at a time
-    loss: int  # one chunk of logits with its gradient, and the head's gradient before it is .grad
-    on_host: int = 0  # what lies on the host instead; no part of the total
-    again: int = 0  # of the activations, what a layer computes again, at the most
-    apart: int = 0  # of all kinds, bytes that are not there while most is
-    notes: tuple[str, ...] = ()  # what of this is estimated, and how
+    backward: int  # gradients of activations, of one layer or the final norm
+    gathered: int  # whole weights of one layer and outside layers, if these are sharded
+    exchanged: int  # keys and values (or heads) that context-parallel ranks exchange, in one layer
+    loss: int  # a chunk of logits with its gradient, and the head's gradient before it is .grad
+    on_host: int = 0  # bytes in CPU memory instead; not part of the total
+    again: int = 0  # most bytes of the activations that one layer recomputes
+    apart: int = 0  # bytes of all kinds that do not exist at the peak
+    notes: tuple[str, ...] = ()  # how the bytes were estimated
 
     @property
     def kinds(self) -> dict[str, int]:
@@ -95,12 +95,12 @@ class MemoryEstimate:
 
     @property
     def total(self) -> int:
-        """Bytes of all kinds: an upper bound of the peak, since not all kinds peak at the same time."""
+        """Bytes of all kinds: an upper bound of the peak, because kinds peak at different times."""
         return sum(self.kinds.values())
 
     @property
     def needed(self) -> float:
-        """Bytes that a rank needs to run: all kinds that are there at once, and the libraries' own."""
+        """Bytes that a rank needs to run: all kinds that exist at once, and the memory of libraries."""
         return self.total - self.apart + OVERHEAD
 
     @property
@@ -115,19 +115,18 @@ class MemoryEstimate:
 
 def estimate_memory(
     plan: Plan,
-    ranks: Mapping[str, int] | None = None,  # coordinates, axis -> rank; those left out are 0
+    ranks: Mapping[str, int] | None = None,  # coordinates, axis -> rank; 0 by default
     *,
-    pp_rank: int = 0,  # whose stages are meant
+    pp_rank: int = 0,  # pipeline rank
     optimizer: str = "adamw_torch_fused",  # as for create_optimizer
-    options: Mapping[str, Any] | None = None,  # its own that change its state
-    tokens: int = 2048,  # of one microbatch of one batch rank; context ranks share them
+    options: Mapping[str, Any] | None = None,  # optimizer options that change its state
+    tokens: int = 2048,  # tokens per microbatch of a batch rank, over its context-parallel ranks
     mixed_precision: str = "no",
     trained: Collection[str]
-    | None = None,  # parameters that train; by default adapters, or all that is not quantized
-    chunk_rows: int
-    | None = None,  # rows of one chunk of the loss; by default a quarter of the tokens
-    fused: bool = False,  # whether kernels of a GPU turn logits into their gradient, in place
-    apart: bool = False,  # whether gradients are made while activations go: one microbatch, and none left of the last
+    | None = None,  # parameters that train; by default adapters, or all but quantized ones
+    chunk_rows: int | None = None,  # rows per chunk of the loss; by default a quarter of the tokens
+    fused: bool = False,  # whether GPU kernels overwrite logits with their gradient
+    apart: bool = False,  # whether no gradients exist before the step's only backward pass
     **further: Any,  # fields of Situation
 ) -> MemoryEstimate:
     """Estimate the bytes that one rank holds in training."""
@@ -187,8 +186,10 @@ def estimate_memory(
 def most_at_once(
     kept: _Bytes, loss: _Bytes, running: _Bytes, first: _Bytes, gradients: _Bytes
 ) -> _Bytes:
-    """Return the bytes of the fullest moment: beside all that is ``kept``, in the loss or while the last layer is
-    ``running``; or in the ``first`` layer, once there are ``gradients`` of those behind it.
+    """Return the bytes at the fullest of three moments.
+
+    The moments are: everything ``kept`` plus the ``loss``; everything ``kept`` plus the last layer's backward pass
+    (``running``); the ``first`` layer's backward pass plus the ``gradients`` of later layers.
     """
     return max(kept + max(loss, running), first + gradients)
 
@@ -200,7 +201,7 @@ def _bytes_not_at_once(
     all_kinds: MemoryEstimate,
     training: Iterable[ParameterPlan],
 ) -> int:
-    """Return the bytes that are not there while most is; ``training`` has no gradients before the step."""
+    """Return the bytes that do not exist at the peak; parameters in ``training`` have no gradients before the step."""
     made = [] if offloaded(plan).parameters else training
     sizes = {planned.name: weight_bytes(plan, planned, situation.ranks) for planned in made}
     tables, (first, last) = (
@@ -223,7 +224,7 @@ def _bytes_not_at_once(
 
 
 def _looked_up(plan: Plan, pp_rank: int) -> set[str]:
-    """Return the names of the matrices around the layers that are no head."""
+    """Return the names of the matrices outside the layers that are not the head."""
     head = plan.by_name.get(f"{plan.head}.weight") if has_head(plan, pp_rank) else None
     multiplied = {head.tied_to or head.name} if head is not None else set[str]()
     return {name for name in around_layers(plan) if is_matrix(plan, name)} - multiplied
@@ -237,7 +238,7 @@ def _kept_versions(plan: Plan, pp_rank: int) -> tuple[int, int]:
 def _left_out_bytes(
     plan: Plan, training: Iterable[ParameterPlan], ranks: dict[str, int], mixed: bool
 ) -> int:
-    """Return the bytes that compression of gradients keeps between steps, in 32 bits at least."""
+    """Return the bytes of errors that gradient compression keeps between steps, in at least 32 bits."""
     compressor = provided("gradient_compressions", str(plan.layout.gradient_compression))
     if compressor is None:
         return 0
@@ -258,7 +259,9 @@ def weight_bytes(
     ranks: dict[str, int],
     axes: Collection[str] = (),
 ) -> int:
-    """Return a parameter's bytes on the rank at ``ranks``, unsharded over ``axes``; data shards are padded alike."""
+    """Return a parameter's bytes on the rank at ``ranks``, unsharded over ``axes``; padding makes all data shards
+    equal.
+    """
     cuts = [cut for cut in planned.cuts if cut.axis not in axes]
     quantized = plan.quantized
     if quantized is not None and planned.name in quantized.weights:
@@ -282,11 +285,11 @@ def _padded(
 
 
 def _copied(plan: Plan, held: Sequence[ParameterPlan], situation: Situation) -> int:
-    """Return the bytes of copies of 32-bit parameters; microbatches with the same weights share one."""
+    """Return the bytes of 16-bit copies of 32-bit parameters; microbatches with the same weights share one copy."""
     all_cast = situation.mixed == "bf16_params"
     looked_up = _looked_up(plan, situation.pp_rank)
     quantized = frozenset(plan.quantized_weights)
-    # Those in 8 bits are made again.
+    # Copies in 8 bits are made again in each pass.
     left = quantized if all_cast else looked_up | quantized | weights_in_8_bits(plan)
     copied = [
         p
@@ -298,7 +301,7 @@ def _copied(plan: Plan, held: Sequence[ParameterPlan], situation: Situation) -> 
     total = 0
     for planned in copied:
         count = situation.held_by(planned.stage)
-        # The host casts stacked weights of a mixture that nobody described in every pass.
+        # transformers casts stacked weights of undescribed mixtures again in every pass.
         if all_cast or len(planned.shape) == 2 or planned.name.startswith(mixtures):
             count = min(count, versions)
         total += 2 * prod(planned.local_shape(situation.ranks)) * count
@@ -306,14 +309,14 @@ def _copied(plan: Plan, held: Sequence[ParameterPlan], situation: Situation) -> 
 
 
 def _is_read_in_place(plan: Plan, planned: ParameterPlan, cast: bool) -> bool:
-    """Return whether data ranks compute with a parameter as they hold it."""
+    """Return whether data-parallel ranks compute with a parameter's stored tensor itself."""
     moved = planned.data_cuts or offloaded(plan).parameters
     return not (moved or (cast and planned.dtype.itemsize != 2))
 
 
 def _gathered(plan: Plan, held: Sequence[ParameterPlan], situation: Situation) -> int:
-    """Return the bytes of gathered weights: those outside the layers and the largest layer, or all if none is freed.
-    Replicas compute with weights that nobody shards, or casts, as they are.
+    """Return the bytes of all-gathered weights: those outside the layers and of the largest layer, or of all layers if
+    none is freed. Replicas compute with unsharded, uncast weights in place.
     """
     layout = plan.layout
     mixed = situation.mixed != "no"
@@ -337,7 +340,9 @@ def _gathered(plan: Plan, held: Sequence[ParameterPlan], situation: Situation) -
 
 
 def _exchanged(plan: Plan, situation: Situation, tokens: int) -> int:
-    """Return the context-parallel buffers of a layer with LLaMA's names or projections as wide as hidden states."""
+    """Return the context-parallel buffers of a layer, with LLaMA's names or with projections as wide as
+    hidden states.
+    """
     if not plan.layers:
         return 0
     size = types_of(plan, situation.mixed).size

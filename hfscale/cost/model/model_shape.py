@@ -1,4 +1,4 @@
-"""Read the sizes of a decoder that its step time depends on, from a transformers config or from a plan."""
+"""Read the sizes of a decoder that its step time depends on, from a config of transformers or from a plan."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -14,19 +14,19 @@ from .layer_bytes import stream_width
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Describe a decoder whose layers are all of one kind."""
+    """Describe a decoder whose layers all have the same kind."""
 
     layers: int
-    hidden: int  # width of the stream between the blocks
+    hidden: int  # width of the hidden states
     queries: int  # width of all query heads together
-    keys: int  # width of all key heads together; values have as much
-    ffn: int  # width inside of the MLP, of one expert where there are experts
+    keys: int  # width of all key heads together, and of all value heads
+    ffn: int  # width inside the MLP, or inside one expert
     vocabulary: int  # entries of the embedding and of the head
-    gated: bool = True  # whether the MLP has a gate beside its first projection
-    tied: bool = False  # whether head and embedding are one weight
-    experts: int = 0  # of a mixture; 0 for a plain MLP
-    routed: int = 0  # experts that a token is sent to
-    shared: int = 0  # width of an MLP beside the experts that every token passes
+    gated: bool = True  # whether the MLP has a gate projection
+    tied: bool = False  # whether head and embedding share a weight
+    experts: int = 0  # experts of a mixture; 0 for a plain MLP
+    routed: int = 0  # experts per token
+    shared: int = 0  # width of a shared MLP that every token passes
 
     @property
     def attention_weights(self) -> int:
@@ -35,7 +35,7 @@ class ModelShape:
 
     @property
     def mlp_width(self) -> int:
-        """Width inside the MLP per token: over all experts that it is sent to."""
+        """Width inside the MLP per token: summed over all experts that the token is sent to."""
         return self.ffn * max(self.routed, 1) + self.shared if self.experts else self.ffn
 
     @property
@@ -54,7 +54,7 @@ class ModelShape:
         return self._dense(self.shared if self.experts else self.ffn) + self.expert_weights
 
     def held(self, tp: int) -> float:
-        """Return the entries of one layer, without its experts, on one of ``tp`` tensor ranks."""
+        """Return the entries of one layer, without experts, on one of ``tp`` tensor-parallel ranks."""
         return (self.layer_weights - self.expert_weights) / tp
 
     @property
@@ -64,7 +64,7 @@ class ModelShape:
 
     @property
     def weights(self) -> int:
-        """Entries of all matrices."""
+        """Number of entries of all matrices."""
         return self.layers * self.layer_weights + (1 if self.tied else 2) * self.table_weights
 
     @property
@@ -83,7 +83,7 @@ class ModelShape:
 def shape_of(config: Any) -> ModelShape:
     """Return the shape of the decoder that a config of transformers describes."""
     text = text_config(config)
-    # Families differ in names, seldom in what they mean.
+    # Families name these fields differently, but seldom mean different things.
     layers = _first(text, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
     hidden = _first(text, "hidden_size", "n_embd", "d_model")
     heads = _first(text, "num_attention_heads", "n_head", "n_heads")
@@ -116,12 +116,16 @@ def shape_of(config: Any) -> ModelShape:
 
 
 def _first(config: Any, *names: str) -> int:
-    """Return the first of the fields ``names`` that a config has, the minimum if layers differ; 0 if it has none."""
+    """Return the first field of ``names`` that a config has (the minimum if layers differ); 0 if it has
+    none of them.
+    """
     return min(counts(config, names), default=0)
 
 
 def shape_of_plan(plan: Plan, config: Any = None) -> ModelShape:
-    """Return the shape of a plan's decoder, with the mean number of weights per layer; ``config`` has heads' widths."""
+    """Return the shape of a plan's decoder, with the mean number of weights per layer. ``config`` gives the widths of
+    heads.
+    """
     if not plan.layers:
         raise ConfigError(
             f"a {plan.family!r} model has no layers that hfscale knows: its times cannot be estimated"
@@ -131,9 +135,9 @@ def shape_of_plan(plan: Plan, config: Any = None) -> ModelShape:
     gated = any(name.endswith((".w3.weight", ".wi_1.weight")) for name in names)
     gated = gated or any("gate" in name.removeprefix(plan.layers[0]) for name in names)
     shape = replace(shape, layers=len(plan.layers), gated=gated)
-    if plan.mixtures and not shape.experts:  # under a name that no other config gives them
+    if plan.mixtures and not shape.experts:  # the config names them by a field of its own
         shape = replace(shape, experts=plan.mixtures[0].count, routed=shape.routed or 1)
-    # Entries that one more of width is.
+    # Entries per unit of width.
     rows = shape.hidden * (3 if shape.gated else 2) * len(plan.layers)
     matrices = list(_matrices(plan, shape.experts))
     dense = sum(entries for _, entries, spread in matrices if not spread)

@@ -2,10 +2,10 @@
 
 Per entry of a shard, after the first step::
 
-    torch AdamW     2 of the weight's own type, and 4 bytes for a count of steps per parameter
-    8 bits          one byte per moment, and 4 bytes of scale per moment and 256 entries (Dettmers et al. 2022)
+    torch AdamW     2 values of the weight's dtype; per parameter 4 bytes for a step count
+    8 bits          1 byte per moment; per 256 entries and moment a 4-byte scale (Dettmers et al. 2022)
     Adafactor       4 bytes per row and per column of a matrix (Shazeer and Stern 2018)
-    Muon            1 of the weight's own type for matrices of the layers; AdamW's for the rest (Jordan et al. 2024)
+    Muon            1 value of the weight's dtype for matrices of layers; AdamW's for others (Jordan et al. 2024)
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,10 +19,10 @@ from ...errors import ConfigError
 from ...plan.parameter import ParameterPlan
 from ...plan.quantized import flat_blocks_align
 
-BLOCK = 256  # entries that share a scale in bitsandbytes' 8-bit states
-# The option that keeps states of embeddings wide, as HF Trainer does.
+BLOCK = 256  # entries per scale in bitsandbytes' 8-bit states
+# The option that keeps states of embeddings in 32 bits, like HF Trainer.
 WIDE_EMBEDDINGS = "embeddings_in_32_bits"
-MIN_8BIT_SIZE = 4096  # bitsandbytes' default: states of tensors with fewer entries have 32 bits
+MIN_8BIT_SIZE = 4096  # bitsandbytes' default: smaller tensors have 32-bit states
 _MOMENTS = {
     "AdamW": (2, 2),
     "Adam": (2, 2),
@@ -30,7 +30,7 @@ _MOMENTS = {
     "Lion": (1, 1),
     "RMSprop": (1, 1),
 }
-# bitsandbytes' classes -> moments per entry, and tables of 8-bit values
+# Above: bitsandbytes' classes -> moments per entry, and tables of 8-bit values
 _CODE_BOOK = 4 * 256  # bytes of the table of 8-bit values of one moment
 _COUNT = 4  # bytes of a count of steps
 
@@ -40,8 +40,8 @@ class BitsAndBytesOptimizer:
     """Describe one of bitsandbytes' optimizers."""
 
     stock: str  # the class in bitsandbytes
-    bits: int  # of its state
-    paged: bool = False  # whether the state may be moved out of a GPU that is full
+    bits: int  # bits per value of the state
+    paged: bool = False  # whether a full GPU's state moves to CPU memory
 
 
 _BITSANDBYTES_NAMES = {
@@ -58,11 +58,11 @@ BITSANDBYTES = {
     for stock, names in _BITSANDBYTES_NAMES.items()
     for name in names
 }
-"""Optimizers of bitsandbytes by the names that HF Trainer has for them, and ``adam_8bit``."""
+"""bitsandbytes' optimizers by their names in HF Trainer; ``adam_8bit`` in addition."""
 
 _TORCH = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
 NAMES = (*_TORCH, "adafactor", "muon", *BITSANDBYTES)
-"""The optimizers whose state is known: those of :func:`hfscale.create_optimizer`."""
+"""The optimizers whose state can be computed: those of :func:`hfscale.create_optimizer`."""
 
 
 def optimizer_bytes(
@@ -74,13 +74,15 @@ def optimizer_bytes(
     stacks: Sequence[str] = (),
     lookup: str | None = None,
 ) -> int:
-    """Return the bytes of the optimizer's state after its first step on the rank at ``ranks``, which holds ``trained``.
+    """Return the bytes of the optimizer's state after its first step, on the rank at ``ranks``, which holds
+    ``trained``.
+
     ``options`` are those that change the state: ``momentum``, ``amsgrad``, ``min_8bit_size``,
-    ``embeddings_in_32_bits``, ``experts``. ``layers`` are the names of the layers, whose matrices Muon takes,
-    ``stacks`` of the modules of stacked experts, and ``lookup`` of the embedding of tokens.
+    ``embeddings_in_32_bits``, ``experts``. ``layers`` are the names of layers, whose matrices Muon steps; ``stacks``
+    those of modules with stacked experts; ``lookup`` is the name of the token embedding.
     """
     given = dict(options or {})
-    if given.get("stochastic_rounding"):  # steps copies in 32 bits
+    if given.get("stochastic_rounding"):  # the optimizer steps 32-bit copies
         trained = [
             replace(p, dtype=torch.float32) if p.dtype == torch.bfloat16 else p for p in trained
         ]
@@ -152,7 +154,7 @@ def _bitsandbytes_bytes(
         if kind.bits == 32 or whole < least or wide in (planned.name, planned.tied_to):
             total += 4 * moments * entries
         elif flat_blocks_align(planned, BLOCK):
-            # Stepped where it is; one code book for all of these.
+            # Shards are stepped in place, and share one code book.
             total += moments * (entries + 4 * ceil(entries / BLOCK))
             shared = shared or (books * _CODE_BOOK if entries else 0)
         else:

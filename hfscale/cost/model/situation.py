@@ -1,4 +1,4 @@
-"""Describe what memory depends on besides the plan: rank, batch, and measured layers."""
+"""Describe everything except the plan that memory depends on: rank, batch, and measured layers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -6,18 +6,18 @@ from dataclasses import dataclass, field
 from ...plan import ParameterPlan, Plan
 
 Kind = tuple[tuple[str, tuple[int, ...]], ...]
-"""Names in a layer and shapes of its parameters: layers with the same ones keep as much."""
+"""Names and shapes of a layer's parameters. Layers with the same names and shapes keep the same bytes."""
 
 
 @dataclass(frozen=True)
 class Types:
-    """Hold the bytes per value of each tensor in a forward pass."""
+    """Hold the bytes per value of the tensors in a forward pass."""
 
-    size: int  # within blocks
-    adapters: int  # of adapters' factors, as they are multiplied
-    # Between blocks, where autocast alone computes in another type within; 0: the same.
+    size: int  # bytes per value within blocks
+    adapters: int  # bytes per value of adapters' weights in their products
+    # Bytes per value between blocks, if only autocast makes blocks compute in another dtype; 0: same as ``size``.
     autocasts: int = 0
-    kept: float | None = None  # that a layer keeps, of whatever type, where it keeps them in 8 bits
+    kept: float | None = None  # bytes per kept value of any dtype, if kept in 8 bits
 
     @property
     def stream(self) -> int:
@@ -31,15 +31,15 @@ class Types:
 
 @dataclass(frozen=True)
 class LayerBytes:
-    """Hold the bytes that one layer keeps per token."""
+    """Hold the bytes per token of one layer."""
 
-    kept: float  # bytes for the backward pass
-    stream: float  # bytes of its input alone, which is kept where activations are recomputed
-    counted: bool  # and not estimated from above
-    again: float = 0.0  # bytes that its largest block that is recomputed by itself keeps while that runs backward
-    as_input: float = 0.0  # bytes of `kept` that are its input, as it was given
-    piece: float = 0.0  # bytes of `kept` that its backward pass reads at once, at the most: those of one operation
-    # Bytes of gradients that are there beside it, at the most, while it runs backward.
+    kept: float  # bytes that the layer keeps for its backward pass
+    stream: float  # bytes of the input, kept if the layer is recomputed
+    counted: bool  # whether the bytes are exact, not estimated from above
+    again: float = 0.0  # bytes of its largest separately recomputed block, in its backward pass
+    as_input: float = 0.0  # bytes of `kept` that are the layer's unchanged input
+    piece: float = 0.0  # most bytes of `kept` that one operation of its backward pass reads
+    # Most bytes of gradients that exist in addition, while the layer runs backward.
     passing: float = 0.0
 
 
@@ -47,12 +47,12 @@ class LayerBytes:
 class MeasuredLayers:
     """Hold the measured bytes per token of a model's own layers, on one rank of a layout."""
 
-    first: LayerBytes  # the first layer's, whose input may need no gradient; with those of the plan's first stage alone
-    layers: Mapping[Kind, LayerBytes]  # any other layer's
-    shared: float  # what layers keep of the same memory: positions, masks
-    before: float  # what is kept in front of the layers
-    behind: float  # behind them, without logits
-    # The same where layers keep it in 8 bits, if that was asked for.
+    first: LayerBytes  # bytes of the first layer, whose input may need no gradient
+    layers: Mapping[Kind, LayerBytes]  # bytes of all other layers, by kind
+    shared: float  # memory that layers share: positions, masks
+    before: float  # memory kept before the layers
+    behind: float  # memory kept after the layers, without logits
+    # The same measurements with layers that keep activations in 8 bits, if requested.
     in_8_bits: "MeasuredLayers | None" = None
 
     def of_layer(self, plan: Plan, layer: str) -> LayerBytes | None:
@@ -62,24 +62,22 @@ class MeasuredLayers:
 
 @dataclass(frozen=True)
 class Situation:
-    """Describe a run as far as the plan does not: rank, tokens, schedule."""
+    """Describe a run, as far as its plan does not: rank, tokens, schedule."""
 
-    tokens: int  # of one microbatch on one rank
-    pp_rank: int = 0  # whose stages are meant
-    # Coordinates on the other axes; those left out are 0.
+    tokens: int  # tokens of one microbatch on one rank
+    pp_rank: int = 0  # pipeline rank
+    # Coordinates on the other axes; axes that are left out are 0.
     ranks: dict[str, int] = field(default_factory=dict)
-    in_flight: tuple[
-        int, ...
-    ] = ()  # for each stage, microbatches that it holds at once; 1 where it is not said
-    mixed: str = "no"  # the ``mixed_precision``: how 16 bits compute over weights of another type
+    in_flight: tuple[int, ...] = ()  # microbatches that each stage holds at once; 1 by default
+    mixed: str = "no"  # the ``mixed_precision``
     trained: frozenset[str] = frozenset()  # names of the parameters that train
-    routes: int | None = None  # experts that a token is sent to; None: all
-    all_recomputed: bool = False  # whether all layers are, whatever the plan says
-    # Layers that are recomputed under a budget, where that is known.
+    routes: int | None = None  # experts per token; None: all
+    all_recomputed: bool = False  # whether all layers are recomputed, whatever the plan
+    # Layers that are recomputed under a budget, if they are chosen already.
     chosen: frozenset[str] | None = None
-    # What the model's own layers were seen to keep, where no formula says it.
+    # Measured bytes of the model's own layers, for layers without a formula.
     measured: MeasuredLayers | None = None
-    # Of a sequence, which scores of eager attention are kept for; all tokens.
+    # Length of a sequence, which eager attention's scores depend on; ``None``: all tokens.
     sequence_length: int | None = None
 
     @property

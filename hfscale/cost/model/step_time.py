@@ -1,20 +1,20 @@
-"""Estimate the seconds of a step by term: parts of the decoder, pipeline bubble, data ranks, optimizer.
+"""Estimate the seconds of a step by term: parts of the decoder, pipeline bubble, data parallelism, optimizer.
 
-Per layer, for forward and backward of one microbatch::
+Per layer, for the forward and backward pass of one microbatch::
 
-    products      2 for every token and weight forward, 4 backward, 2 more where a layer is recomputed, and 2 for those
-                  of MLPs in tiles; in 8 bits at their own rate, and casts
-    attention     2 s q forward for every token where it is causal, 2.5 times that backward (Dao 2023)
-    elementwise   norms and residuals 44 bytes for every value of the stream, 8 for every value of queries, keys, values
-                  and attention's result, 30 for every value inside of a gated MLP (14 of a plain one), in 16 bits
-    accumulation  12 bytes for every weight: the gradient is written, read, and added in 32 bits
-    exchange      what the blocks' collectives send within the layer, exposed
+    products      2 FLOPs per token and weight forward, 4 backward, 2 more if a layer is recomputed, and 2 for MLPs
+                  that run in tiles; 8-bit products at their own rate, plus casts
+    attention     2 s q FLOPs per token forward if causal, 2.5 times as many backward (Dao 2023)
+    elementwise   norms and residuals: 44 bytes per value of hidden states, 8 per value of queries, keys, values and
+                  attention's result, 30 per value inside a gated MLP (14 inside a plain one), in 16 bits
+    accumulation  12 bytes per weight: the gradient is written, read, and added in 32 bits
+    exchange      bytes that the blocks' collectives send within the layer, not overlapped
 
-Products are taken to be equally fast for every shape: the runs show no difference.
+Products are assumed to run at the same rate for every shape, since the runs show no difference.
 
-A pipeline with a flush takes ``sum(t_s) + (m - 1) max(t_s)`` with ``t_s`` a stage's forward and backward pass of one
-microbatch: with uneven stages as well, within 3.6% of playing 1F1B through. With ``v`` stages on a rank the first
-term is that of one of them: ``sum(t_r) / v`` (Narayanan et al. 2021).
+A pipeline with a flush takes ``sum(t_s) + (m - 1) max(t_s)``, where ``t_s`` is a stage's forward and backward pass of
+one microbatch; with uneven stages, this is within 3.6% of a simulation of 1F1B. With ``v`` stages per rank, the first
+term is ``sum(t_r) / v`` (Narayanan et al. 2021).
 """
 
 from collections.abc import Sequence
@@ -27,9 +27,9 @@ from .machines_known import Constants, Machine, find_machine, fitted
 from .model_shape import ModelShape, shape_of_plan
 from .traffic import data_bus, data_traffic, edge_traffic, layer_traffic, sent, tensor_bus
 
-_CAST = 21  # bytes moved for a value that is cast to 8 bits
-_ADAPTED = 24  # for a value that a product with an adapter reads or gives
-_TILE = 3.2  # of what the host needs to launch a layer: a tile's norms and MLP, three times
+_CAST = 21  # bytes moved per value that is cast to 8 bits
+_ADAPTED = 24  # bytes moved per value that an adapter product reads or writes
+_TILE = 3.2  # time to launch a tile's norms and MLP three times / time to launch a layer
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,11 @@ class Seconds:
 
     products: float = 0.0  # matrix products
     attention: float = 0.0  # scores and weighted sums
-    elementwise: float = 0.0  # what reads and writes memory
+    elementwise: float = 0.0  # operations bound by memory bandwidth
     loss: float = 0.0  # head and cross entropy, products included
-    accumulation: float = 0.0  # adding gradients up
-    exchange: float = 0.0  # tensor, expert and context ranks waiting for each other
-    host: float = 0.0  # launching all of it; not part of the sum
+    accumulation: float = 0.0  # adding up gradients
+    exchange: float = 0.0  # tensor-, expert- and context-parallel communication
+    host: float = 0.0  # CPU time to launch kernels; not part of the sum
 
     @property
     def device(self) -> float:
@@ -57,7 +57,7 @@ class Seconds:
         )
 
     def stage(self, constants: Constants) -> float:
-        """Return the seconds that a part takes: the longer of the device's work and the host's kernel launches."""
+        """Return the seconds of a part: a smooth maximum of the device's work and the CPU's kernel launches."""
         p = constants.sharpness
         most = max(self.device, self.host)
         return (
@@ -120,8 +120,8 @@ def layer_seconds(shape: ModelShape, job: Job, machine: Machine, constants: Cons
 
 
 def pair_cost(plan: Plan, config: Any) -> float:
-    """Return what a pair of tokens of one row costs in attention on an H100, where everything else costs a token 1: a
-    row of ``n`` tokens takes a time like ``n + n * n * pair_cost``.
+    """Return the cost in attention of a pair of tokens of one row on an H100, in units of the other cost of one token.
+    A row of ``n`` tokens takes a time proportional to ``n + n * n * pair_cost``.
     """
     shape = shape_of_plan(plan, config)
     job = job_of(plan, sequence=1, batch=1, microbatches=1)
@@ -133,7 +133,7 @@ def pair_cost(plan: Plan, config: Any) -> float:
 
 
 def head_seconds(shape: ModelShape, job: Job, machine: Machine, constants: Constants) -> Seconds:
-    """Return the seconds of the head with its loss; the vocabulary is cut over tensor ranks."""
+    """Return the seconds of the head with its loss; the vocabulary is sharded over tensor-parallel ranks."""
     bandwidth = constants.memory * machine.memory_bandwidth
     logits = job.tokens * shape.vocabulary / job.layout.tp
     products = (4 + 2 * job.trained) * logits * shape.hidden / _product_rate(machine, constants)
@@ -148,7 +148,7 @@ def _product_rate(machine: Machine, constants: Constants) -> float:
     return (machine.products or constants.products) * machine.flops
 
 
-# A layer, the head, and what tensor ranks exchange at embedding or head.
+# A layer, the head, and the communication of tensor-parallel ranks at embedding or head.
 Parts = tuple[Seconds, Seconds, Seconds]
 
 
@@ -167,16 +167,16 @@ def stage_seconds(places: Sequence[Place], parts: Parts) -> list[Seconds]:
 
 @dataclass(frozen=True)
 class StepTime(Seconds):
-    """Hold the seconds of one step by term; their sum is :attr:`total`. Those of a part are the slowest stage's, and
-    ``host`` is how long its device waits for the host.
+    """Hold the seconds of one step by term; their sum is :attr:`total`. The terms of a part are those of the slowest
+    stage, and ``host`` is the time that its device waits for the CPU.
     """
 
-    handover: float = 0.0  # between stages
+    handover: float = 0.0  # transfers between stages
     bubble: float = 0.0  # waiting for other stages
-    data: float = 0.0  # gradients and weights between data ranks, as far as nothing hides them
+    data: float = 0.0  # data-parallel communication that is not overlapped
     update: float = 0.0
-    offload: float = 0.0  # what goes to the host and back, as far as nothing hides it
-    other: float = 0.0  # of a step's own
+    offload: float = 0.0  # transfers to CPU memory and back that are not overlapped
+    other: float = 0.0  # other work of a step
 
     @property
     def terms(self) -> dict[str, float]:
@@ -190,17 +190,16 @@ class StepTime(Seconds):
 
 
 def step_time(
-    stages: Sequence[Seconds],  # of each pipeline rank, a microbatch's forward and backward pass
-    weights: Sequence[float],  # of each, entries over data ranks all together
+    stages: Sequence[Seconds],  # per pipeline rank: a microbatch's forward and backward pass
+    weights: Sequence[float],  # per pipeline rank: entries, summed over its data-parallel ranks
     job: Job,
     machine: Machine,
     constants: Constants,
     bubble: float
-    | None = None,  # seconds that the slowest stage waits for others, if a schedule was played through
+    | None = None,  # seconds that the slowest stage waits, if a schedule was simulated
     experts: Sequence[float]
-    | None = None,  # of each rank, entries besides, over the data ranks that share these out
-    parts: int
-    | None = None,  # into which a stage's seconds are divided where others wait for the first of them
+    | None = None,  # per rank: expert entries, summed over the data-parallel ranks that shard them
+    parts: int | None = None,  # parts of a stage's time; other stages wait only for the first part
 ) -> StepTime:
     """Estimate the seconds of one step."""
     hop = constants.hop if job.layout.pp > 1 else 0.0
@@ -217,7 +216,7 @@ def step_time(
     )
     own = max(job.shard_of(w, e) for w, e in zip(weights, spread, strict=True))
     moved = constants.update_bytes * job.trained * own
-    # For want of a better number, the host's own memory's too.
+    # Also for steps in CPU memory, whose own bandwidth is not known.
     to_host = constants.memory * machine.host_bandwidth
     return StepTime(
         **{term: many * seconds for term, seconds in vars(one).items() if term != "host"},
@@ -242,7 +241,9 @@ def _data_seconds(
     machine: Machine,
     constants: Constants,
 ) -> float:
-    """Return the seconds that a step waits for its data ranks, beyond what the last ``backward`` pass hides."""
+    """Return the seconds that a step waits for data-parallel communication beyond what the last ``backward`` pass
+    hides.
+    """
     layout = job.layout
     shards = job.layout.dp_shard
     if layout.data_world == 1:
@@ -260,7 +261,7 @@ def _data_seconds(
     exposed = max(moved - hidden * backward, 0.0) + latency * (layout.data_world - 1)
     if not job.gathers:
         return exposed
-    # Whole layers are gathered while the one before computes: what that does not hide remains, in both passes.
+    # A layer is gathered while the previous layer computes; the rest of the transfer is exposed, in both passes.
     whole = sent(shards) * weights + sent(layout.size("edp_shard")) * experts
     gathered = 2 * job.gathered_bytes * whole / bus
     return exposed + job.microbatches * max(gathered - 1.5 * backward, 0.0)

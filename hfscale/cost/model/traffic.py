@@ -1,28 +1,29 @@
 """Compute the bytes that a rank sends over each axis, from the shapes of model and step.
 
-Collectives run as rings: with ``n`` ranks, ``(n-1)/n`` of a gather's or a scatter's whole tensor, twice that for an
-all-reduce. With ``x`` the bytes of a microbatch's stream and ``w`` those of a rank's weights, were they not sharded::
+Collectives run as rings. With ``n`` ranks, a gather or a scatter sends ``(n-1)/n`` of the whole tensor, an all-reduce
+twice as much. ``x`` are the bytes of a microbatch's hidden states, ``w`` those of a rank's weights before data
+sharding::
 
-    tp             8 x (n-1)/n for each layer: two blocks, a gather and a scatter (or an all-reduce) both ways;
-                   10 where inputs are gathered again for the weights' gradients; of a layer that is recomputed all
-                   of its forward pass but the last scatter besides: 3, or the 2 of one all-reduce;
-                   2 at the embedding and 2 at the head. Of a mixture whose experts are whole, half of that, for
-                   attention: each rank sends a share of the tokens, which is gathered again behind it and before it
-                   (2 more) unless the sequence is cut anyway; or 4 as ever where sums are fewer bytes than routes.
-                   Once in a step 2 (n-1)/n of the gradients that are partial: of adapters' factors, of routers
-    ep             4 x (n-1)/n for each expert that a token is sent to: there and back, and their gradients; 2 more
-                   where the layer is recomputed
-    cp             3 (n-1)/n of all keys and values: gathered in both passes, and their gradients scattered; where heads
-                   are exchanged, 4 (n-1)/n of this rank's queries and results, keys and values, half of it forward;
-                   what is sent forward again where the layer is recomputed
-    pp             x forward and its gradient backward, cut over the tensor ranks where the sequence is
-    dp_shard       (n-1)/n w once, to reduce gradients; weights are gathered once, or, without stages, in both passes of
-                   every microbatch, those around the layers in one; experts that are spread over n of these ranks
-                   have a n-th of them for themselves
+    tp             8 x (n-1)/n per layer: two blocks, each with a gather and a scatter (or an all-reduce) in
+                   both directions; 10 if inputs are gathered again for the weights' gradients; 3 more (2 with
+                   all-reduces) if the layer is recomputed: its forward pass without the last scatter; 2 at the
+                   embedding and 2 at the head. If a mixture's experts are whole, half of the layer's bytes, for
+                   attention: each rank sends its shard of the tokens, which is gathered before and after the
+                   mixture (2 more) unless the sequence is sharded anyway; or the usual 4, if sums are fewer bytes
+                   than routes. Once per step 2 (n-1)/n of the partial gradients: of adapters' weights, of routers
+    ep             4 x (n-1)/n per expert that a token is sent to: dispatch, combine, and their gradients; 2 more
+                   if the layer is recomputed
+    cp             3 (n-1)/n of all keys and values: gathered in both passes, gradients scattered; if heads are
+                   exchanged, 4 (n-1)/n of this rank's queries, results, keys and values, half of it forward;
+                   the forward part again if the layer is recomputed
+    pp             x forward and its gradient backward, sharded over the tensor-parallel ranks if the sequence is
+    dp_shard       (n-1)/n w once, to reduce gradients; weights are gathered once, or (without stages) in both
+                   passes of each microbatch, weights around the layers in one pass; experts that are spread over n
+                   of these ranks have only 1/n of the ranks to shard over
     dp_replicate   2 (n-1)/n of the shards' gradients
 
-The bandwidth of a collective is that of nccl-tests (``bus``). Within a node it is that of its links; between nodes
-``1/bus = 1/link + 1/(local ranks x nic)``, as each local rank has a network card of its own.
+The bandwidth of a collective is the bus bandwidth of nccl-tests (``bus``). Within a node it is the links' bandwidth.
+Between nodes, ``1/bus = 1/link + 1/(local ranks x nic)``, because each local rank has its own network card.
 """
 
 from dataclasses import dataclass, replace
@@ -46,7 +47,7 @@ class Traffic:
 
 
 def stream_bytes(shape: ModelShape, job: Job) -> float:
-    """Return the bytes of a microbatch's hidden states, over all tensor ranks."""
+    """Return the bytes of a microbatch's hidden states, summed over all tensor-parallel ranks."""
     return job.value_bytes * job.tokens * shape.hidden
 
 
@@ -58,11 +59,11 @@ def layer_traffic(shape: ModelShape, job: Job) -> Traffic:
     if layout.ep > 1 and shape.experts and not sums_experts(shape, job):
         times = (4 + 2 * job.recompute) * shape.routed / (layout.tp if layout.slices_tokens else 1)
         experts = times * sent(layout.ep) * stream
-    # A gather or a scatter counts one.
+    # In units of one gather or one scatter.
     often = job.exchanged / 2 + 2 * job.recompute + 2 * (not job.sequence_parallel)
     if not (shape.experts and layout.slices_tokens) or sums_experts(shape, job):
         often = job.exchanged + (3 if job.sequence_parallel else 2) * job.recompute
-    # Of what context ranks exchange each sends all but its own.
+    # Each context-parallel rank sends everything that is exchanged except its own shard.
     own = job.value_bytes * job.tokens / layout.tp
     exchanged = (3 + job.recompute) * 2 * own * layout.cp * shape.keys
     if job.exchange.moves_heads:
@@ -76,19 +77,23 @@ def layer_traffic(shape: ModelShape, job: Job) -> Traffic:
 
 
 def sums_experts(shape: ModelShape, job: Job) -> bool:
-    """Return whether all-reducing experts' outputs over tensor ranks takes fewer bytes than sending routes."""
+    """Return whether all-reducing the experts' outputs over tensor-parallel ranks takes fewer bytes than sending
+    routes.
+    """
     layout = job.layout
     alone = layout.slices_tokens and not job.sequence_parallel and layout.expert_batches == 1
     return alone and 2 * shape.routed >= layout.tp
 
 
 def edge_traffic(shape: ModelShape, job: Job) -> float:
-    """Return the bytes between tensor ranks at the embedding, or at the head, per microbatch."""
+    """Return the bytes per microbatch between tensor-parallel ranks, at the embedding or at the head."""
     return 2 * sent(job.layout.tp) * stream_bytes(shape, job)
 
 
 def data_traffic(layers: float, tables: float, experts: float, job: Job) -> Traffic:
-    """Return the bytes that data ranks exchange in a step, given a rank's matrix entries before data sharding."""
+    """Return the bytes that data-parallel ranks exchange per step, given a rank's matrix entries before
+    data sharding.
+    """
     layout = job.layout
     sharded = 0.0
     replicated = 0.0
@@ -121,7 +126,7 @@ def rank_traffic(shape: ModelShape, job: Job, place: Place) -> Traffic:
 
 
 def tensor_bus(size: int, machine: Machine, constants: Constants) -> float:
-    """Return the bytes per second of a collective in a layer over ``size`` neighbouring ranks."""
+    """Return the bandwidth, in bytes per second, of a layer's collective over ``size`` neighbouring ranks."""
     within = constants.link * machine.link_bandwidth
     local = min(size, machine.ranks_per_node)
     return (
@@ -132,7 +137,9 @@ def tensor_bus(size: int, machine: Machine, constants: Constants) -> float:
 
 
 def data_bus(size: int, apart: int, machine: Machine, constants: Constants) -> float:
-    """Return the bytes per second of a collective of weights over ``size`` ranks, ``apart`` ranks from each other."""
+    """Return the bandwidth, in bytes per second, of a collective of weights over ``size`` ranks with distance
+    ``apart``.
+    """
     within = constants.data_link * machine.link_bandwidth
     local = max(1, min(size, machine.ranks_per_node // min(apart, machine.ranks_per_node)))
     nodes = size / local
@@ -143,14 +150,15 @@ def data_bus(size: int, apart: int, machine: Machine, constants: Constants) -> f
 
 
 def ring_share(collective: str, size: int) -> float:
-    """Return the bytes that a rank sends per byte that it passes to a ring collective over ``size`` ranks:
-    ``allreduce``, ``allgather`` (given this rank's piece), ``reduce_scatter`` or ``alltoall``. ``recv`` sends nothing,
-    and anything else what it is given.
+    """Return the bytes that a rank sends per byte that it passes to a ring collective over ``size`` ranks.
+
+    The collective is ``allreduce``, ``allgather`` (given this rank's shard), ``reduce_scatter`` or ``alltoall``.
+    ``recv`` sends nothing, and any other collective sends the bytes that it is given.
     """
     shares = {"allreduce": 2 * sent(size), "allgather": size - 1.0, "recv": 0.0}
     return {**shares, "reduce_scatter": sent(size), "alltoall": sent(size)}.get(collective, 1.0)
 
 
 def sent(size: int) -> float:
-    """Return the fraction of a gathered tensor that a rank receives from others."""
+    """Return the fraction of a gathered tensor that a rank receives from other ranks."""
     return (size - 1) / size

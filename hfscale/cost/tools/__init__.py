@@ -1,1 +1,1 @@
-"""Estimate, search layouts, dry-run and report, by the cost models."""
+"""Tools that use the cost models: estimates, search for layouts, dry runs and reports."""

@@ -1,8 +1,8 @@
-"""Run one step per kind of pipeline rank without weights, processes or GPUs, and compare it with the estimate.
+"""Run one step per kind of pipeline rank, without weights, processes or GPUs, and compare its counts with the estimate.
 
-One rank for each kind of stage is built by the code that trains, on the meta device, as one of all ranks of the layout
-over torch's fake process group (:mod:`.simulated_rank`), and takes a step. What it hands to collectives, and
-what it keeps for its backward passes, is counted.
+For each kind of stage, the training code builds one rank on the meta device, as one of all ranks of the layout over
+torch's fake process group (:mod:`.simulated_rank`), and runs a step. The bytes that the rank passes to collectives, and
+those that it keeps for backward passes, are counted.
 """
 
 import gc
@@ -26,19 +26,19 @@ from ..model.traffic import Traffic, rank_traffic
 from .estimate import costs
 from .simulated_rank import SimulatedTraffic, meta_model, run_spec, take_step
 
-# Of what is counted, the name in an estimate: experts have data axes of their own.
+# Counted axis -> its name in an estimate, since experts have their own data axes.
 _NAMES = {"stages": "pp", "edp_shard": "dp_shard", "edp_replicate": "dp_replicate"}
-_BESIDE = ("host", "pp", "ties", "others")  # numbers of the step, and what estimates leave out
+_BESIDE = ("host", "pp", "ties", "others")  # counts of the step that estimates leave out
 
 
 @dataclass(frozen=True)
 class Compared:
-    """Hold counted and estimated bytes that a rank sends over one axis, or keeps."""
+    """Compare counted with estimated bytes that a rank sends over one axis, or keeps."""
 
-    axis: str  # of the layout; ``pp`` is the stream between stages
-    calls: int  # collectives
-    counted: float  # bytes of the step
-    estimated: float  # those that the estimate is made of
+    axis: str  # axis of the layout; ``pp``: hidden states between stages
+    calls: int  # number of collectives
+    counted: float  # counted bytes of the step
+    estimated: float  # estimated bytes of the step
 
     @property
     def ratio(self) -> float:
@@ -51,17 +51,17 @@ class StageRun:
     """Hold the counts of one pipeline rank's step."""
 
     rank: int
-    like: tuple[int, ...]  # ranks that have the same
+    like: tuple[int, ...]  # ranks with the same contents
     layers: int
-    traffic: tuple[Compared, ...]  # axis by axis
-    # The most kept at once for backward passes, without what is computed again.
+    traffic: tuple[Compared, ...]  # bytes sent, by axis
+    # The most bytes kept at once for backward passes, without recomputed ones.
     activations: Compared
-    # Bytes that estimates leave out: words between hosts, numbers, ties between stages.
+    # Bytes that estimates leave out: words between hosts, numbers, gradients of ties between stages.
     beside: Mapping[str, float]
 
     @property
     def compared(self) -> list[Compared]:
-        """Every count beside its estimate."""
+        """All counts with their estimates: traffic by axis, then activations."""
         return [*self.traffic, self.activations]
 
 
@@ -113,14 +113,14 @@ def dry_run(
     parallel: ParallelConfig,
     *,
     sequence_length: int = 4096,
-    batch_size: int = 1,  # sequences of a microbatch
+    batch_size: int = 1,  # sequences per microbatch
     num_microbatches: int
-    | None = None,  # of a batch rank in a step; the layout's, or one per stage
+    | None = None,  # per batch rank and step; default: the layout's, or one per stage
     mixed_precision: str = "no",
-    progress: bool = False,  # whether a terminal shows a bar
+    progress: bool = False,  # whether to show a progress bar in a terminal
     **given: Any,  # arguments of hfscale.plan
 ) -> DryRun:
-    """Let one rank of every kind of stage take a step on the meta device."""
+    """Run a step of one rank of every kind of stage on the meta device."""
     check_count("sequence_length", sequence_length)
     check_count("batch_size", batch_size)
     plan = make_plan(config, parallel, mixed_precision=mixed_precision, **given)
@@ -157,7 +157,7 @@ def dry_run(
 
 
 def _kinds(plan: Plan, places: list[Place]) -> list[tuple[int, ...]]:
-    """Group the pipeline ranks with equal contents; the first of each group is run."""
+    """Group the pipeline ranks with equal contents; the first rank of each group is run."""
     kinds: dict[Any, list[int]] = {}
     for rank, place in enumerate(places):
         own = (
@@ -172,7 +172,7 @@ def _kinds(plan: Plan, places: list[Place]) -> list[tuple[int, ...]]:
 
 
 def _compared(counted: SimulatedTraffic, estimated: Traffic) -> tuple[Compared, ...]:
-    """Return the bytes sent over each axis beside the estimate, without axes that have neither."""
+    """Return the counted bytes per axis with the estimate; leave out axes without any bytes."""
     sent = defaultdict[str, float](float)
     calls = Counter[str]()
     for axis in counted.calls.keys() - set(_BESIDE):

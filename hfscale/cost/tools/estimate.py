@@ -27,7 +27,7 @@ from .measure_layers import measured_layers
 from .memory_report import check_asked, memory_of_ranks
 from .simulated_rank import RunSpec, run_spec
 
-_MOST_ACTIONS = 100_000  # that are played through; a formula says the rest
+_MOST_ACTIONS = 100_000  # most actions to simulate; larger schedules use a formula
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class StageEstimate:
 
     rank: int
     layers: int
-    seconds: float  # of a microbatch's forward and backward pass
+    seconds: float  # seconds of a microbatch's forward and backward pass
     memory: MemoryEstimate
 
 
@@ -45,14 +45,14 @@ class Estimate:
     """Hold the estimated seconds and bytes of a step. ``print`` it for a table."""
 
     hardware: Machine
-    layout: str  # in words
-    stages: tuple[StageEstimate, ...]  # for each pipeline rank what it has, takes and holds
+    layout: str  # description of the layout
+    stages: tuple[StageEstimate, ...]  # layers, seconds and memory of each pipeline rank
     time: StepTime  # seconds of the step, by term
-    tokens: int  # of the step, over all ranks
-    ranks: int  # how many there are
-    flops: float  # of the step, over all ranks, as usually counted: 6 for every token and weight, and attention
-    notes: tuple[str, ...] = ()  # what is not in it
-    # Played through; none of one stage, or too long.
+    tokens: int  # tokens of the step, over all ranks
+    ranks: int  # number of ranks
+    flops: float  # of the step over all ranks: 6 per token and weight, plus attention
+    notes: tuple[str, ...] = ()  # what the estimate is based on and leaves out
+    # The simulated schedule; ``None`` with one stage, or if it is too long.
     schedule: Timeline | None = field(default=None, repr=False)
 
     @property
@@ -72,7 +72,7 @@ class Estimate:
 
     @property
     def fullest(self) -> StageEstimate:
-        """The rank that is likely to need most memory."""
+        """The rank that is likely to need the most memory."""
         return max(self.stages, key=lambda stage: stage.memory.likely)
 
     @property
@@ -87,7 +87,7 @@ class Estimate:
 
     @property
     def verdict(self) -> str:
-        """``fits``, ``tight`` (the allocator will be short of memory, and slow) or ``does not fit``."""
+        """``fits``, ``tight`` (the allocator will be short of memory, and so slow) or ``does not fit``."""
         return self.hardware.verdict(self.needed, self.likely)
 
     def to_json(self, indent: int | None = 2) -> str:
@@ -171,23 +171,24 @@ def estimate(
     mixed_precision: str = "no",
     **plan_kwargs: Any,
 ) -> Estimate:
-    """Estimate seconds and bytes of one training step, for every pipeline rank, by kind and by term. Nothing is run.
+    """Estimate seconds and bytes of one training step, for each pipeline rank, by kind and by term. Nothing runs.
 
     Bytes are those of :func:`hfscale.memory_estimate`. Seconds come from constants that were fitted on runs of hfscale
-    on one H100 and one H200 (of other code on H100s for what ranks exchange), or from what ``hfscale calibrate`` found.
+    on one H100 and one H200 (for communication, on runs of other code on H100s), or from the measurements of ``hfscale
+    calibrate``.
 
     Args:
-        source: a plan, or what :func:`hfscale.plan` takes: a config, a path or an id.
-        parallel: the layout; with a plan, the plan's.
+        source: a plan, or the source of one for :func:`hfscale.plan`: a config, a path or an id.
+        parallel: the layout; leave it out if ``source`` is a plan.
         hardware: a name (``h100``, ``rtx-4090``, ``mi300x``, ...: :func:`machine_names`), a JSON file of
             ``hfscale calibrate``, or a :class:`hfscale.cost.model.machines_known.Machine`.
         sequence_length: tokens of a sequence.
-        batch_size: sequences of one microbatch of one batch rank.
-        num_microbatches: of one batch rank in a step; by default the layout's, or as many as there are stages.
-        optimizer: a name that :func:`hfscale.create_optimizer` knows.
-        optim_args: its options, where they change its state.
+        batch_size: sequences per microbatch of one batch rank.
+        num_microbatches: microbatches of one batch rank per step; by default the layout's, or one per stage.
+        optimizer: a name that :func:`hfscale.create_optimizer` accepts.
+        optim_args: options of the optimizer that change its state.
         mixed_precision: ``"no"``, ``"bf16"``, ``"bf16_params"`` or ``"fp8"``.
-        plan_kwargs: of :func:`hfscale.plan`: ``dtype``, ``memory``, ``peft_config``, ``quantization_config``, ...
+        plan_kwargs: arguments of :func:`hfscale.plan`: ``dtype``, ``memory``, ``peft_config``, ...
 
     Raises:
         ConfigError: the hardware or the optimizer is unknown, or a size is impossible.
@@ -229,7 +230,9 @@ def costs(
     mixed_precision: str,
     **of_optimizer: Any,
 ) -> tuple[ModelShape, Job, list[MemoryEstimate]]:
-    """Return shape, job and memory of each pipeline rank of a plan; ``spec`` measures layers without a formula."""
+    """Return shape, job, and the memory of each pipeline rank of a plan; ``spec`` is used to measure layers without a
+    formula.
+    """
     count = microbatches or plan.layout.num_microbatches or plan.layout.pp
     shape = shape_of_plan(plan, None if spec is None else spec.config)
     job = job_of(plan, sequence=sequence, batch=batch, microbatches=count, mixed=mixed_precision)
@@ -254,7 +257,7 @@ def _of_plan(
     constants: Constants,
     held: Sequence[MemoryEstimate],
 ) -> Estimate:
-    """Return the estimate of a plan whose memory is known."""
+    """Return the estimate of a plan, given the memory of its ranks."""
     places = places_of(plan)
     weights = shape.layers * shape.active_weights + shape.table_weights
     attention = 12 * shape.layers * job.sequence * shape.queries / (2 if job.causal else 1)
@@ -286,7 +289,9 @@ def _of_plan(
 def _range_of_mixture(
     shape: ModelShape, job: Job, time: StepTime, held: Sequence[MemoryEstimate]
 ) -> list[str]:
-    """Return a note on a mixture: what it takes and holds if the busiest expert rank gets half as many tokens again."""
+    """Return a note on a mixture: time and memory if the busiest expert-parallel rank gets half as many
+    tokens again.
+    """
     if not shape.experts:
         return []
     equal = "mixture: estimated with equally many tokens for every expert"
@@ -294,7 +299,7 @@ def _range_of_mixture(
         return [f"{equal}; without expert ranks a rank keeps as much whatever its router does"]
     more = (
         1 - (shape.layer_weights - shape.expert_weights) / shape.active_weights
-    ) / 2  # of a layer's work
+    ) / 2  # additional work of a layer
     seconds = time.total + more * (time.products + time.elementwise) + time.exchange / 2
     full = max(held, key=lambda each: each.likely)
     reserved = human(round(full.likely + more * full.activations))
@@ -304,7 +309,7 @@ def _range_of_mixture(
 
 
 def _played(plan: Plan, taken: list[float], job: Job) -> Timeline | None:
-    """Simulate the plan's schedule with each rank's own seconds, if it can be simulated."""
+    """Simulate the plan's schedule with each rank's seconds; ``None`` if there are no stages or too many actions."""
     if plan.stages is None or plan.layout.pp * job.microbatches * job.virtual > _MOST_ACTIONS:
         return None
     again = 1 + job.recompute

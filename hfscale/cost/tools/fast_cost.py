@@ -1,8 +1,8 @@
-"""List every layout for a number of GPUs and a global batch, and compute the seconds and bytes of each from a model's
-summary, fast enough to search thousands.
+"""List all layouts for a number of GPUs and a global batch, and compute seconds and bytes of each from a summary of the
+model, fast enough to search thousands of layouts.
 
-Seconds are the time model's. Bytes are those of :mod:`hfscale.cost.model.memory_model` for layers of one kind; a test
-compares the two. What is the same for many candidates is computed once: a layer's seconds, the cut into stages.
+Seconds are those of the time model. Bytes are those of :mod:`hfscale.cost.model.memory_model` for layers of one kind; a
+test compares both. Results that many candidates share are computed once: the seconds of a layer, the split into stages.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,10 +26,10 @@ from ..model.step_time import Parts, part_seconds, stage_seconds, step_time
 from .model_summary import ModelSummary
 
 SCHEDULES = (("1f1b", 1), ("interleaved1f1b", 2), ("zbv", 2))
-"""Schedules that are tried, with stages per rank; the first of them alone where there is one stage."""
+"""Schedules to try, with stages per rank; without pipeline stages, only the first one."""
 WAYS = ("none", "elementwise", "full")
-"""Ways to compute activations again that are tried."""
-_LONG = 16384  # tokens of a sequence from which on it is worth cutting
+"""Ways of recomputing activations to try."""
+_LONG = 16384  # sequences with more tokens are worth sharding
 _NODES_OF_TENSOR_RANKS = 2
 OFFLOADS = (
     ("optimizer",),
@@ -41,31 +41,31 @@ OFFLOADS = (
 
 @dataclass(frozen=True)
 class Candidate:
-    """Describe a step in one layout; tensor ranks imply sequence parallelism."""
+    """Describe a step in one layout; tensor parallelism implies sequence parallelism."""
 
     job: Job
     offload: tuple[
         str, ...
-    ] = ()  # what lies on the host: ``optimizer``, ``activations``, ``parameters``
+    ] = ()  # offloaded to CPU memory: ``optimizer``, ``activations``, ``parameters``
 
     @property
     def schedule(self) -> str:
-        """The pipeline schedule, also if there is only one stage."""
+        """The pipeline schedule, also for a single stage."""
         return str(self.job.layout.pipeline_schedule)
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Number of ranks by axis, innermost first."""
+        """Number of ranks per axis, innermost axis first."""
         return {axis: self.job.layout.asked(axis) for axis in reversed(AXES)}
 
     @property
     def recompute(self) -> str:
-        """The choice of :attr:`hfscale.MemoryConfig.recompute`."""
+        """The value of :attr:`hfscale.MemoryConfig.recompute`."""
         return "full" if self.job.recompute else "elementwise" if self.job.elementwise else "none"
 
     @property
     def levers(self) -> dict[str, Any]:
-        """Return what is computed again, in tiles of how many tokens, and what lies on the host."""
+        """How activations are recomputed, tokens per tile, and what is offloaded to CPU memory."""
         return {
             "recompute": self.recompute,
             "tile_tokens": self.job.tile or None,
@@ -73,7 +73,7 @@ class Candidate:
         }
 
     def memory_arguments(self) -> dict[str, Any]:
-        """Return the arguments of :class:`hfscale.MemoryConfig` that are not its defaults."""
+        """Return the arguments of :class:`hfscale.MemoryConfig` that differ from the defaults."""
         changed = {
             name: value for name, value in self.levers.items() if value not in ("none", None)
         }
@@ -82,7 +82,7 @@ class Candidate:
 
     @property
     def kind(self) -> str:
-        """The axes that it uses, in words."""
+        """The axes in use, in words."""
         layout = self.job.layout
         names = [
             ("tensor", layout.tp),
@@ -96,7 +96,7 @@ class Candidate:
         return " x ".join(used) or "replicas" if layout.total_size > 1 else "one process"
 
     def describe(self) -> str:
-        """Describe the layout, as in ``tp2 x dp_shard8 x pp4, 16 x 1 sequences, 1f1b``."""
+        """Describe the layout, for example ``tp2 x dp_shard8 x pp4, 16 x 1 sequences, 1f1b``."""
         job = self.job
         named = (
             " x ".join(f"{axis}{size}" for axis, size in self.sizes.items() if size > 1)
@@ -111,7 +111,7 @@ class Candidate:
         return f"{named}, {job.microbatches} x {job.batch} sequences{extra}{again}{host}"
 
     def parallel_arguments(self) -> dict[str, Any]:
-        """Return the arguments of :class:`hfscale.ParallelConfig` that are not its defaults."""
+        """Return the arguments of :class:`hfscale.ParallelConfig` that differ from the defaults."""
         job = self.job
         arguments: dict[str, Any] = {
             f"{axis}_size": size for axis, size in self.sizes.items() if size > 1
@@ -136,7 +136,7 @@ def candidates(
     """Yield every layout of ``gpus`` ranks for ``sequences`` sequences per step."""
     most = _NODES_OF_TENSOR_RANKS * machine.ranks_per_node
     sequence = summary.job.sequence
-    longest = 1 if sequence < _LONG else sequence // (_LONG // 4)  # of context ranks
+    longest = 1 if sequence < _LONG else sequence // (_LONG // 4)  # most context-parallel ranks
     for tp in (size for size in _divisors(gpus) if size <= most and summary.heads % size == 0):
         for pp in (size for size in _divisors(gpus // tp) if size <= summary.shape.layers):
             for cp in (size for size in _divisors(gpus // tp // pp) if size <= longest):
@@ -146,7 +146,7 @@ def candidates(
 
 
 def offloading(found: Iterable[Candidate], ways: Sequence[tuple[str, ...]]) -> Iterator[Candidate]:
-    """Yield layouts that offload to the host, for models that fit in no other way; only with 1F1B."""
+    """Yield layouts that offload to CPU memory, for models that do not fit otherwise; only with 1F1B."""
     for candidate in found:
         for what in ways if candidate.schedule == SCHEDULES[0][0] else ():
             if "parameters" not in what or candidate.job.layout.dp_shard > 1:
@@ -156,7 +156,7 @@ def offloading(found: Iterable[Candidate], ways: Sequence[tuple[str, ...]]) -> I
 def _of_sizes(
     summary: ModelSummary, machine: Machine, sizes: tuple[int, int, int, int], sequences: int
 ) -> Iterator[Candidate]:
-    """Yield every batch, schedule, expert axis, sharding and recomputation for given axis sizes."""
+    """Yield every batch size, schedule, expert axis, sharding and recomputation for the given axis sizes."""
     tp, pp, cp, dp = sizes
     local = max(1, machine.ranks_per_node // (tp * cp))
     shards = sorted(
@@ -192,18 +192,18 @@ def _ways(
     cp: int,
     schedule: str,
 ) -> list[tuple[str, int]]:
-    """Return how activations may be computed again, and the tokens of a tile, where there are several tiles."""
+    """Return (way of recomputing, tokens per tile) pairs; tiles only if there would be several."""
     tile = summary.job.tile
     ways = [(way, 0) for way in WAYS]
     several = tile and summary.job.sequence * batch / cp > 2 * tile
     ways += [("elementwise", tile), ("full", tile)] if several else []
-    # Split passes recompute layers twice.
+    # Split backward passes would recompute layers twice.
     return [way for way in ways if way[0] != "full" or schedule != "zbv"]
 
 
 @cache
 def _layout(schedule: str, virtual: int, *sizes: int) -> ParallelConfig:
-    """Return the layout with these sizes, in the order of the axes."""
+    """Return the layout with these sizes, which are in the order of the axes."""
     named: dict[str, Any] = {f"{axis}_size": size for axis, size in zip(AXES, sizes, strict=True)}
     return ParallelConfig(**named, pipeline_schedule=schedule, virtual_stages=virtual)
 
@@ -216,7 +216,7 @@ def step_of(
     recompute: str,
     tile: int = 0,
 ) -> Job:
-    """Return the job of a model's step in a layout, with sequence parallelism over tensor ranks."""
+    """Return the job of a model's step in a layout; tensor parallelism comes with sequence parallelism."""
     sizes: dict[str, Any] = {"batch": batch, "microbatches": microbatches}
     sizes |= {
         "recompute": float(recompute == "full"),
@@ -243,18 +243,18 @@ def _divisors(number: int) -> list[int]:
 
 @dataclass(frozen=True)
 class CandidateCost:
-    """Hold a candidate with its seconds and the bytes of its fullest rank."""
+    """Hold a candidate with its seconds, and the bytes of its fullest rank."""
 
     candidate: Candidate
-    seconds: float  # of a step
-    needed: float  # bytes without which it does not run
-    likely: float  # bytes that it is likely to reserve
-    states: float  # of these, weights, gradients and optimizer
-    activations: float  # of these, what is kept for backward passes
+    seconds: float  # seconds per step
+    needed: float  # bytes that the rank needs to run
+    likely: float  # bytes that the rank is likely to reserve
+    states: float  # bytes of weights, gradients and optimizer
+    activations: float  # bytes kept for backward passes
 
     @property
     def mostly(self) -> str:
-        """The kind that takes most of its bytes, in words."""
+        """The kind with most of the rank's bytes, in words."""
         return (
             "weights, gradients and optimizer" if self.states > self.activations else "activations"
         )
@@ -280,11 +280,11 @@ class FastCost:
         self._layers = cache(self._balanced)
 
     def estimate(self, candidate: Candidate) -> CandidateCost:
-        """Return seconds and bytes of one candidate."""
+        """Return the seconds and bytes of a candidate."""
         job = candidate.job
         places = self._rank_contents(candidate)
         stages = stage_seconds(places, self._seconds(job))
-        # Ranks wait for a forward pass of half their layers alone.
+        # In zbv, ranks wait only for a forward pass of half of a rank's layers.
         parts = 6 if candidate.schedule == "zbv" else None
         if candidate.offload:
             kept, *_, stream = self._kept_bytes(job)
@@ -306,7 +306,7 @@ class FastCost:
         )
 
     def _kept_bytes(self, job: Job) -> tuple[float, float, float, float]:
-        """Return a layer's bytes per token: kept, computed again, gradients of activations, and its input."""
+        """Return a layer's bytes per token: kept, recomputed, gradients of activations, and its input."""
         summary = self.summary
         layout = job.layout
         kept = (
@@ -321,7 +321,7 @@ class FastCost:
         )
         whole = kept.over(layout.tp)
         tiles = 0.0
-        # Of one tile an MLP holds all, and a summary has it for each token of a whole sequence.
+        # An MLP keeps everything of one tile; the summary spreads that over all tokens of a sequence.
         if job.tile:
             tiles = (
                 2
@@ -330,7 +330,8 @@ class FastCost:
                 * job.tile
                 * (1 / job.tokens - 1 / job.sequence)
             )
-        # Attention's result once more, of this rank's tokens, and shared key heads.
+        # Attention's result is kept once more for this rank's tokens, and shared key heads on each rank that reads
+        # them.
         if job.exchange.moves_heads:
             more = summary.shape.queries + 2 * (job.exchange.replicas - 1) * summary.shape.keys
             whole += job.value_bytes * more / layout.tp
@@ -362,7 +363,9 @@ class FastCost:
         return places
 
     def _balanced(self, p: int, virtual: int, back: bool) -> list[int]:
-        """Return the layers of ``p`` ranks, by the planner's costs; ``back``: second stages in reverse order."""
+        """Return the numbers of layers of ``p`` ranks, by the planner's costs; ``back``: second stages in reverse
+        order.
+        """
         shape = self.summary.shape
         layer = Cost(2 * shape.active_weights, shape.layer_weights).work()
         before = Cost(0, shape.table_weights).work()
@@ -379,7 +382,7 @@ class FastCost:
         rank: int,
         place: Place,
     ) -> tuple[float, float, float]:
-        """Return the bytes of states, of activations, and of all that one rank needs."""
+        """Return the bytes of states, of activations, and all bytes that one rank needs."""
         summary = self.summary
         shape = self.summary.shape
         job = c.job
@@ -415,12 +418,12 @@ class FastCost:
                 summary.head * shape.table_weights / tp
                 + job.value_bytes * rows * shape.vocabulary / tp
             )
-        values = job.value_bytes / tp  # bytes of a value of each head of a token
+        values = job.value_bytes / tp  # bytes per value on one tensor-parallel rank
         exchanged = job.exchange.held(
             2 * values * shape.keys, values * shape.queries, job.sequence * job.batch, job.tokens
         )
         gradients = 0.0
-        # Gradients are made while activations go.
+        # With one microbatch, gradients are created while activations are freed.
         if job.microbatches == 1 and "parameters" not in c.offload:
             gradients = (
                 job.gradient_bytes * job.trained * job.shard_of(place.weights, place.expert_weights)

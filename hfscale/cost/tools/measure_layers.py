@@ -1,9 +1,9 @@
-"""Measure the activation bytes of a model's own layers in full size, on a rank of a layout.
+"""Measure the activation bytes of a model's own layers, in full size, on one rank of a layout.
 
-The first layers of the model's own class are built by the code that trains, on the meta device and as one rank of the
-layout (:mod:`.simulated_rank`), and take a step on one sequence, in which saved-tensor hooks see what each layer keeps.
-Of a whole run it is as many times that as there are layers, sequences and microbatches alive. Small are the sizes alone
-that a layer's bytes do not depend on: how many layers, stages and data ranks there are.
+The first layers of the model's own class are built by the training code, on the meta device and as one rank of the
+layout (:mod:`.simulated_rank`). They take a step on one sequence, in which saved-tensor hooks record the tensors that
+each layer keeps. A whole run keeps these bytes times the numbers of layers, sequences and microbatches in flight. Only
+sizes that a layer's bytes do not depend on are reduced: the numbers of layers, stages and data-parallel ranks.
 """
 
 import gc
@@ -36,7 +36,7 @@ from ..model.model_shape import shape_of_plan
 from ..model.situation import Kind, LayerBytes, MeasuredLayers, kind_of
 from .simulated_rank import RunSpec, meta_model, take_step
 
-_MOST_LAYERS = 16  # that are looked at for another kind
+_MOST_LAYERS = 16  # layers that are searched for different kinds
 _BEFORE = "before"
 _BEHIND = "behind"
 _SHARED = "shared"
@@ -48,12 +48,13 @@ _log = logging.getLogger(__name__)
 def measured_layers(
     plan: Plan, spec: RunSpec, sequence: int, batch: int = 1, layout: ParallelConfig | None = None
 ) -> MeasuredLayers | None:
-    """Measure the layers of a model on a rank, under ``layout`` or else the plan's; ``None`` if a formula covers them
-    or they cannot run on the meta device. Several sequences keep as many times what two do; one may keep less.
+    """Measure the layers of a model on a rank, under ``layout`` or else the plan's layout. Return ``None`` if a formula
+    covers all layers, or if they cannot run on the meta device. At most two sequences run: more keep proportionally
+    more, but a single one may keep less.
     """
     if all(is_known(plan, layer) for layer in plan.layers):
         return None
-    first = dict[Kind, int]()  # of each kind, the first layer behind another one
+    first = dict[Kind, int]()  # kind -> its first layer that follows another layer
     for index, layer in enumerate(plan.layers[1:_MOST_LAYERS], 1):
         first.setdefault(kind_of(plan, layer), index)
     few = replace(
@@ -90,7 +91,7 @@ def measured_layers(
 
 
 def _small(layout: ParallelConfig) -> ParallelConfig:
-    """Return the layout with the fewest stages and data ranks that do not change a layer's bytes."""
+    """Return the layout with the fewest stages and data-parallel ranks that leave a layer's bytes unchanged."""
     data = max(layout.expert_batches, min(2, layout.batch_world))
     few: dict[str, Any] = {"pp_size": 1, "dp_replicate_size": 1, "dp_shard_size": data}
     few |= {
@@ -105,7 +106,7 @@ def _small(layout: ParallelConfig) -> ParallelConfig:
 def _measured_once(
     spec: RunSpec, layout: ParallelConfig, sizes: dict[str, int]
 ) -> MeasuredLayers | None:
-    """Measure layers of each kind once."""
+    """Measure one layer of each kind, once per process."""
     config = json.dumps(spec.config.to_dict(), sort_keys=True, default=str)
     key = (
         config + implementation_of(spec.config),
@@ -116,7 +117,7 @@ def _measured_once(
     if key not in _SEEN:
         try:
             _SEEN[key] = _count(spec, layout, sizes)
-        except Exception as error:  # whatever a class of anybody's says on a device without numbers
+        except Exception as error:  # of any type: classes may fail on the meta device
             _log.info("layers of %s cannot be measured: %s", spec.config.model_type, error)
             _SEEN[key] = None
     return _SEEN[key]
@@ -157,12 +158,12 @@ def _count(spec: RunSpec, layout: ParallelConfig, sizes: dict[str, int]) -> Meas
 
 
 def _with_again(part: LayerBytes, whole: LayerBytes) -> LayerBytes:
-    """Return a partly recomputed layer's bytes, with those that the recomputed part keeps meanwhile."""
+    """Return the bytes of a layer whose ``part`` is kept, and which keeps the rest of ``whole`` while recomputed."""
     return replace(part, again=max(0.0, whole.kept - part.kept))
 
 
 class _LayerCounter(SavedCounter):
-    """Count saved bytes by the layer that saved a tensor first, at the start of the backward pass."""
+    """Count saved bytes by the layer that first saved a tensor, at the start of the backward pass."""
 
     def __init__(
         self,
@@ -171,11 +172,11 @@ class _LayerCounter(SavedCounter):
         head: str | None,
         copies: Collection[int],
     ) -> None:
-        # kept, and most at once: layer, or what is no layer -> bytes
-        # streams: layer -> bytes of its input, as it is kept where the layer is computed again
+        # kept and most (at once): layer, or name of a part outside the layers -> bytes
+        # streams: layer -> bytes of its input, as kept if the layer is recomputed
         self.kept, self.most, self.streams = Counter[str](), Counter[str](), dict[str, float]()
-        # pieces: layer -> the most bytes of those that its backward pass reads at once
-        # inputs: layer -> bytes of its input among those that it saved, as it was given
+        # pieces: layer -> the most bytes that its backward pass reads at once
+        # inputs: layer -> bytes of its unchanged input among the saved tensors
         self.inputs, self.pieces, self._read = Counter[str](), Counter[str](), Counter[str]()
         self._inputs, self._reading, self._rounds = (
             dict[str, int](),
@@ -185,7 +186,7 @@ class _LayerCounter(SavedCounter):
         self._names = {id(model.get_submodule(name)): name for name in layers}
         self._place = _BEFORE
         self._done = False
-        self._given = dict[int, Tensor]()  # what several layers read, and is not their stream
+        self._given = dict[int, Tensor]()  # inputs that layers share, other than hidden states
         super().__init__(model, layers, head, self._count_kind, copies)
 
     def enter(
@@ -215,7 +216,7 @@ class _LayerCounter(SavedCounter):
         self._place = _BEHIND
 
     def kind_of(self, tensor: Tensor) -> str:
-        """Return the layer, or the kind of anything outside the layers."""
+        """Return the layer that saved a tensor, or the name of a part outside the layers."""
         if storage_key(tensor) in self._given:
             return _SHARED
         if self._place == _BEHIND and (
@@ -225,8 +226,8 @@ class _LayerCounter(SavedCounter):
         return self._place
 
     def unpack(self, saved: Any) -> Tensor:
-        """Record that the backward pass has begun."""
-        if not self._done:  # norms that widen their input keep a copy of it instead
+        """Note that the backward pass has begun, and count the tensor as being read."""
+        if not self._done:  # norms that widen their input keep a copy instead
             self._done = True
             self.inputs = Counter(
                 {
@@ -238,7 +239,7 @@ class _LayerCounter(SavedCounter):
         tensor = super().unpack(saved)
         key = storage_key(tensor)
         kind = self.saved_as(key)
-        # There until the last that saved it has read it.
+        # The tensor exists until the last operation that saved it has read it.
         if kind is not None and key not in self._reading:
             self._reading[key] = kind, tensor.untyped_storage().nbytes()
             self._reads(*self._reading[key])
@@ -249,7 +250,7 @@ class _LayerCounter(SavedCounter):
         self._reads(kind, -size)
 
     def follow(self, part: KeptActivations | None) -> None:
-        """Count the tensors that ``part`` stores in 8 bits, which other hooks do not see."""
+        """Count the tensors that ``part`` stores in 8 bits, because other hooks do not receive them."""
         if part is None or not part.rounds:
             return
         store, known, self._rounds = part.store, set[int](), True

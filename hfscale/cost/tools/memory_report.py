@@ -1,8 +1,8 @@
-"""Report the memory of one rank: predicted by the plan, and measured.
+"""Report the memory of one rank, as predicted by its plan and as measured.
 
-The estimate is :mod:`hfscale.cost.model.memory_model`'s, with what only a model or a schedule knows filled in. What
-is held is counted by storages, each once: those of parameters, gradients and the optimizer's state. What the forward
-pass keeps for the backward pass is :mod:`hfscale.features.memory.saved`'s.
+The prediction is that of :mod:`hfscale.cost.model.memory_model`, with further inputs that only a model or a schedule
+has. The measurement counts distinct storages of parameters, gradients and the optimizer's state. Tensors that the
+forward pass keeps for the backward pass are counted by :mod:`hfscale.features.memory.saved`.
 """
 
 from collections.abc import Iterable, Mapping
@@ -39,26 +39,27 @@ def memory_estimate(
     mixed_precision: str | None = None,
     optim_args: Mapping[str, Any] | None = None,
 ) -> MemoryEstimate:
-    """Estimate the bytes that one rank holds in training, by kind. Nothing is run, and ranks do not communicate.
+    """Estimate the bytes that one rank holds in training, by kind. Nothing runs, and ranks do not communicate.
 
-    Weights, adapters, gradients and optimizer state are exact. Activations are counted for LLaMA's kind of layer, and
-    estimated from above for any other; the notes say which. Not in it: what kernels and collectives use meanwhile.
+    Weights, adapters, gradients and optimizer state are exact. Activations are exact for layers like LLaMA's, and
+    estimated from above for other layers; the notes tell which. Temporary buffers of kernels and collectives are not
+    included.
 
     Args:
-        model_or_plan: a model that hfscale parallelized, of which this rank's part is meant; or a plan, of which the
-            rank is meant that holds most.
-        optimizer: a name that :func:`hfscale.create_optimizer` knows.
-        tokens: tokens of one microbatch of one batch rank, over all of its sequences.
-        sequence_length: tokens of one of these sequences, on which scores of eager attention depend; by default there
-            is one sequence, of all tokens.
-        num_microbatches: that go through pipeline stages in a step; by default the layout's, or one per stage.
-        gradient_checkpointing: whether all layers are recomputed in the backward pass; by default as the model is set,
-            by transformers' switch or by ``memory=``.
+        model_or_plan: a model that hfscale parallelized, for an estimate of this rank; or a plan, for an estimate of
+            the rank that holds the most.
+        optimizer: a name that :func:`hfscale.create_optimizer` accepts.
+        tokens: tokens of one microbatch of one batch rank, over all sequences.
+        sequence_length: tokens per sequence, on which scores of eager attention depend; by default there is a single
+            sequence with all tokens.
+        num_microbatches: microbatches per step in a pipeline; by default the layout's, or one per stage.
+        gradient_checkpointing: whether the backward pass recomputes all layers; by default as set on the model, by
+            transformers' switch or by ``memory=``.
         mixed_precision: as for :func:`hfscale.from_pretrained`; by default the model's.
-        optim_args: the optimizer's options, where they change its state: ``momentum``, ``amsgrad``, ``min_8bit_size``.
+        optim_args: options of the optimizer that change its state: ``momentum``, ``amsgrad``, ``min_8bit_size``.
 
     Raises:
-        ConfigError: something is unknown or impossible, or what is given is neither a model of hfscale's nor a plan.
+        ConfigError: an argument is unknown or impossible, or the first one is neither a model of hfscale nor a plan.
     """
     check_asked(
         tokens, num_microbatches, mixed_precision, optim_args, sequence_length=sequence_length
@@ -100,7 +101,7 @@ def memory_estimate(
 
 
 def memory_of_ranks(plan: Plan, **given: Any) -> list[MemoryEstimate]:
-    """Return the :func:`memory_estimate` of each pipeline rank of a plan, on GPUs."""
+    """Return the :func:`memory_estimate` of each pipeline rank of a plan, for GPUs."""
     return [
         _memory_of_rank(plan, rank, torch.device(ACCELERATOR), **given)
         for rank in range(plan.layout.pp)
@@ -116,7 +117,7 @@ def _memory_of_rank(
     num_microbatches: int | None,
     **given: Any,
 ) -> MemoryEstimate:
-    """Estimate one rank, with the device's loss chunks and the schedule's microbatches in flight."""
+    """Estimate one rank, with the device's chunks of the loss and the schedule's microbatches in flight."""
     rows = 0
     if plan.head is not None:
         width = plan.by_name[f"{plan.head}.weight"].model_shape({})[0]
@@ -139,7 +140,7 @@ def check_asked(
     tokens: str = "tokens",
     **counts: Any,
 ) -> None:
-    """Refuse invalid arguments of an estimate; ``tokens`` is the name of ``count``, and ``None`` is a default."""
+    """Refuse invalid arguments of an estimate. ``tokens`` is the name of ``count``; ``None`` means a default."""
     check_count(tokens, count)
     for name, value in {"num_microbatches": microbatches, **counts}.items():
         if value is not None:
@@ -153,7 +154,9 @@ def check_asked(
 
 
 def held_bytes(model: nn.Module, optimizer: Any = None) -> dict[str, int]:
-    """Count what this rank holds between steps by kind, each storage once; also of stock models, with PEFT's names."""
+    """Count the bytes that this rank holds between steps, by kind, each storage once. Works for stock models too, whose
+    adapters have PEFT's names.
+    """
     runtime = find_runtime(model)
     older = list[Any]()
     waiting = list[Any]()
@@ -185,7 +188,7 @@ def held_bytes(model: nn.Module, optimizer: Any = None) -> dict[str, int]:
 
 
 def _storage_bytes(values: Iterable[Any]) -> int:
-    """Return the bytes of the distinct storages behind ``values``."""
+    """Return the bytes of the distinct storages of ``values``."""
     by_storage: dict[int, int] = {}
     with torch.no_grad():
         for value in values:

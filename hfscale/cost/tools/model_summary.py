@@ -1,4 +1,4 @@
-"""Summarize a model for a search over layouts: read the plan of one process once, then only arithmetic."""
+"""Summarize a model for a search over layouts: read its plan for one process once, so that the search only computes."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
@@ -20,51 +20,51 @@ from ..model.situation import LayerBytes, MeasuredLayers, Situation, Types
 from .measure_layers import measured_layers
 from .simulated_rank import RunSpec, run_spec
 
-TILE = 8192  # tokens of the tiles that are tried where sequences are several times as long
+TILE = 8192  # tokens per tile to try if sequences are several times longer
 
 
 @dataclass(frozen=True)
 class Kept:
-    """Hold the bytes that a layer keeps per token."""
+    """Hold the bytes per token that a layer keeps."""
 
-    cut: float  # what tensor ranks with sequence parallelism share out
-    whole: float  # what each of them has
-    again: float = 0.0  # what it computes again at once, cut
-    passing: float = 0.0  # gradients of activations while it runs backward, cut
-    # where all but products and attention is computed again ("elementwise"), and likewise in tiles ("tiles")
+    cut: float  # bytes that tensor-parallel ranks shard, with sequence parallelism
+    whole: float  # bytes that each tensor-parallel rank has in addition
+    again: float = 0.0  # bytes that the layer recomputes at once; sharded
+    passing: float = 0.0  # gradients of activations in its backward pass; sharded
+    # the same bytes if all but products and attention is recomputed ("elementwise"), and in tiles as well ("tiles")
     ways: "Mapping[str, Kept]" = field(default_factory=dict)
 
     def over(self, tp: int) -> float:
-        """Return the bytes on each of ``tp`` tensor ranks; one rank has nothing to gather."""
+        """Return the bytes on each of ``tp`` tensor-parallel ranks; a single rank has nothing to gather."""
         return self.cut / tp + self.whole * (1 - 1 / tp)
 
 
 @dataclass(frozen=True)
 class ModelSummary:
-    """Hold the summary of a model and how it is trained."""
+    """Hold the summary of a model, and of how it is trained."""
 
     shape: ModelShape
-    heads: int  # query heads, which tensor ranks share out
-    job: Job  # a step of one process, of which layouts change the sizes
-    # Bytes of weights, adapters, gradients and optimizer, for every entry of a weight.
+    heads: int  # query heads, which tensor-parallel ranks shard
+    job: Job  # a step of one process; layouts change its sizes
+    # Bytes of weights, adapters, gradients and optimizer state per matrix entry.
     states: float
-    optimizer: float  # of these, the optimizer's
-    weight: float  # bytes of a weight, likewise
-    kept: Kept  # what a layer keeps of a token
-    kept_alone: Kept  # likewise without data ranks, where mixed precision is autocast
-    kept_spread: Kept  # likewise where experts are spread over ranks
+    optimizer: float  # bytes of optimizer state per matrix entry
+    weight: float  # bytes of weights per matrix entry
+    kept: Kept  # bytes that a layer keeps
+    kept_alone: Kept  # the same without data parallelism, where mixed precision is autocast
+    kept_spread: Kept  # the same if experts are spread over ranks
     stream: float  # bytes of a layer's input, on one rank
-    head: float  # bytes of the head's gradient for each of its entries, before it is added up
+    head: float  # bytes per entry of the head's gradient, before it is added up
     family: str
 
     def gathered(
         self, job: Job, layers: float, whole: float, around: float, offload: Collection[str]
     ) -> float:
-        """Return the bytes of weights as a rank computes with them, where that is not as it holds them: of its
-        ``layers``, ``whole`` weights of them all, and weights ``around`` them.
+        """Return the bytes of gathered or cast weights, where a rank does not compute with its stored weights. The rank
+        has ``layers`` layers with ``whole`` weights in all, and ``around`` weights outside of them.
         """
         width = job.gathered_bytes
-        casts = width < 0.9 * self.weight  # which has vectors too
+        casts = width < 0.9 * self.weight  # ``weight`` includes vectors
         sharded = job.layout.dp_shard > 1
         if not (sharded or casts or "parameters" in offload):
             return 0.0
@@ -81,11 +81,10 @@ def summarize(
     mixed_precision: str = "no",
     optimizer: str = "adamw_torch_fused",
     sequence: int = 4096,
-    tile: int
-    | None = None,  # tokens of a tile; by default those worth it for long sequences, if any
+    tile: int | None = None,  # tokens per tile; by default chosen if sequences are long
     **given: Any,
 ) -> ModelSummary:
-    """Summarize a model and its training; ``given`` are arguments of its plan for one process."""
+    """Summarize a model and its training. ``given`` are arguments of its plan for one process."""
     mixed = mixed_precision
     plan = make_plan(config, mixed_precision=mixed_precision, **given)
     spec = run_spec(config, mixed_precision=mixed_precision, **given)
@@ -143,7 +142,9 @@ def _kept(
     types: Types,
     situation: Situation,
 ) -> dict[str, Kept]:
-    """Return a layer's bytes by a formula or as measured on one and two tensor ranks, also under the ``ways``."""
+    """Return a layer's bytes, by formula or as measured on one and two tensor-parallel ranks; also for each of
+    ``ways``.
+    """
     mixed = full[1].mixed_precision
     data = {"dp_shard_size": 2}
 
@@ -176,7 +177,9 @@ def _parts(layer: LayerBytes) -> tuple[float, float, float]:
 
 
 def _mean(seen: MeasuredLayers, plan: Plan) -> tuple[float, float, float]:
-    """Return the mean over the layers of what they keep, and the most that one computes again, and of its gradients."""
+    """Return the layers' mean kept bytes, the most bytes that a layer recomputes, and the most gradients of
+    one layer.
+    """
     sizes = [
         _parts(known)
         for known in (seen.of_layer(plan, layer) for layer in plan.layers)

@@ -1,4 +1,4 @@
-"""Search for the best layout for a number of GPUs and a global batch; write a recipe of the winner."""
+"""Search for the best layout for a number of GPUs and a global batch; write a recipe with the winner's layout."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from ..model.machines_known import (
 from .fast_cost import OFFLOADS, WAYS, CandidateCost, FastCost, candidates, offloading
 from .model_summary import ModelSummary
 
-_MOST_TIMES = 256  # as many GPUs as asked for, tried where nothing fits
+_MOST_TIMES = 256  # if nothing fits, try up to this many times the GPUs
 
 
 @dataclass(frozen=True)
@@ -30,15 +30,15 @@ class Search:
 
     machine: Machine
     gpus: int
-    sequences: int  # of a step
-    sequence: int  # tokens of one
-    budget: float  # bytes that a rank may be likely to hold
-    tried: int  # how many candidates there were
-    # The fastest that fit, one for each kind of layout, the fastest first.
+    sequences: int  # sequences per step
+    sequence: int  # tokens per sequence
+    budget: float  # upper limit of a rank's likely bytes
+    tried: int  # number of candidates
+    # The fastest candidates that fit, one per kind of layout, the fastest first.
     best: tuple[CandidateCost, ...]
-    # Of all that fit, those that nothing beats in memory and time, likewise.
+    # Candidates that fit and that no other one beats in both memory and time, the fastest first.
     frontier: tuple[CandidateCost, ...]
-    rejected: dict[str, str]  # kind of layout -> why none of it fits
+    rejected: dict[str, str]  # kind of layout -> why no layout of this kind fits
 
     @property
     def winner(self) -> CandidateCost:
@@ -52,7 +52,7 @@ class Search:
 
     @property
     def uses_host(self) -> bool:
-        """Return whether models fit only with offload to the host's memory."""
+        """Whether layouts fit only with offload to CPU memory."""
         return bool(self.winner.candidate.offload)
 
     def to_dict(self) -> dict[str, Any]:
@@ -108,14 +108,15 @@ def search(
     gpus: int,
     hardware: str | Machine = "h100",
     *,
-    tokens_per_step: int,  # of all ranks; sequences are whole, so it may be a little less
+    tokens_per_step: int,  # over all ranks; rounded down to whole sequences
     max_memory: float
-    | None = None,  # bytes that a rank may be likely to hold; by default 87.5% of the device's
-    only: Mapping[str, Any]
-    | None = None,  # of a candidate's ``levers``, those that are given; others are tried
-    constants: Constants | None = None,  # of time; by default those fitted on public runs
+    | None = None,  # limit of a rank's likely bytes; by default 87.5% of the device's
+    only: Mapping[str, Any] | None = None,  # ``levers`` of candidates that are fixed; others vary
+    constants: Constants | None = None,  # constants of the time model; by default the fitted ones
 ) -> Search:
-    """Estimate all layouts of a model on ``gpus`` GPUs, and return the best; offload only where nothing else fits."""
+    """Estimate all layouts of a model on ``gpus`` GPUs, and return the best ones; try offload only if nothing else
+    fits.
+    """
     machine = find_machine(hardware)
     budget = machine.budget if max_memory is None else max_memory
     trial = _Trial(FastCost(summary, machine, constants or fitted()), budget, only or {})
@@ -155,11 +156,11 @@ def search(
 
 @dataclass
 class _Trial:
-    """Judge candidates of one model on one machine by a memory budget."""
+    """Judge candidates of one model on one machine, by a memory budget."""
 
     cost: FastCost
     budget: float
-    only: Mapping[str, Any]  # levers that are given
+    only: Mapping[str, Any]  # levers with fixed values
 
     def __post_init__(self) -> None:
         self.asked = "".join(f", {name}={value}" for name, value in self.only.items())
@@ -169,7 +170,7 @@ class _Trial:
             )
 
     def check(self, gpus: int, tokens_per_step: int) -> None:
-        """Refuse impossible sizes, and memory budgets beyond the machine's."""
+        """Refuse impossible sizes, and memory budgets above the machine's memory."""
         machine = self.cost.machine
         sequence = self.cost.summary.job.sequence
         check_count("gpus", gpus)
@@ -184,7 +185,7 @@ class _Trial:
             )
 
     def run(self, gpus: int, sequences: int, on_host: bool = False) -> list[CandidateCost]:
-        """Estimate every candidate; with ``on_host`` those that offload to the host instead."""
+        """Estimate every candidate; with ``on_host``, those that offload to CPU memory instead."""
         layouts = candidates(self.cost.summary, self.cost.machine, gpus, sequences)
         if on_host or self.only.get("offload"):
             layouts = offloading(
@@ -207,7 +208,7 @@ class _Trial:
         return self.cost.machine.verdict(found.needed, found.likely, self.budget)
 
     def why(self, every: Iterable[CandidateCost]) -> dict[str, str]:
-        """Return, per kind of layout, why it does not fit: the bytes of its smallest candidate."""
+        """Return, per kind of layout, why no layout of the kind fits: the bytes of its smallest candidate."""
         least = dict[str, CandidateCost]()
         for cost in every:
             known = least.get(cost.candidate.kind, cost)
@@ -220,7 +221,7 @@ class _Trial:
         }
 
     def nothing_fits(self, every: Sequence[CandidateCost], gpus: int, sequences: int) -> str:
-        """Return a message with the candidate closest to fitting, and what would fit: a larger budget, more GPUs."""
+        """Return a message that names the smallest candidate, and what would fit: a larger budget or more GPUs."""
         machine = self.cost.machine
         budget = self.budget
         least = min(every, key=lambda each: each.likely)
@@ -256,7 +257,9 @@ class _Trial:
 
 
 def recipe_of(found: Search, model: str, **training: Any) -> str:
-    """Return the text of a recipe that trains ``model`` in the winner's layout, with further keys of its schema."""
+    """Return the text of a recipe that trains ``model`` in the winner's layout; ``training`` are further
+    recipe keys.
+    """
     chosen = found.winner.candidate
     own: dict[str, Any] = {"batch_size": found.sequences}
     if chosen.job.layout.pp == 1:
@@ -281,11 +284,11 @@ def recipe_of(found: Search, model: str, **training: Any) -> str:
 
 @dataclass(frozen=True)
 class Rule:
-    """Hold a rule for the learning rate when the global batch changes."""
+    """Describe a rule for scaling the learning rate with the global batch."""
 
     name: str
     learning_rate: float
-    says: str  # where it is from, and what for
+    says: str  # source of the rule, and where it applies
 
 
 def learning_rates(learning_rate: float, tokens: float, new_tokens: float) -> tuple[Rule, ...]:

@@ -1,7 +1,7 @@
-"""Simulate one rank of a run that was never launched: the training code on the meta device, without other ranks.
+"""Simulate one rank of a run without launching the run: the training code on the meta device, without other ranks.
 
-A step runs as it does on GPUs, without numbers: it takes the branches that are not the CPU's, collectives are recorded
-and not sent, and the host gets made-up answers instead of waiting for the device or another host.
+A step takes the branches that it takes on GPUs, but computes no values. Collectives are recorded instead of sent, and
+the CPU gets made-up values instead of waiting for the device or another host.
 """
 
 import logging
@@ -51,7 +51,7 @@ from ..model.traffic import ring_share
 
 HOST = "host"
 OTHERS = "others"
-# Operators whose result has a size, or a number, that the host must know.
+# Operators whose result has a size or a value that the CPU needs.
 WAITING = {
     "_local_scalar_dense",
     "nonzero",
@@ -68,12 +68,12 @@ Answer = Callable[[Tensor], Tensor]
 
 @dataclass
 class SimulatedTraffic:
-    """Hold the bytes that one rank passed to collectives, by axis; ``"host"``: between hosts, ``"stages"``: hidden
-    states between stages, ``"ties"``: gradients of tied tensors.
+    """Hold the bytes that one rank passed to collectives, by axis. Further keys: ``"host"`` (between hosts),
+    ``"stages"`` (hidden states between stages) and ``"ties"`` (gradients of tied tensors).
     """
 
-    calls: dict[str, Counter[str]] = field(default_factory=dict)  # axis -> collective -> how often
-    # Bytes that this rank sends, if each runs as a ring.
+    calls: dict[str, Counter[str]] = field(default_factory=dict)  # axis -> collective -> calls
+    # Bytes that this rank sends, if each collective runs as a ring.
     sent: dict[str, float] = field(default_factory=dict)
 
 
@@ -83,7 +83,7 @@ def simulated_rank(
     rank: int = 0,
     like: str = "cuda",
 ) -> Iterator[dict[int, Any]]:
-    """Make this process one of ``world`` ranks without a device; yield the memory of autocast's copies of weights."""
+    """Make this process one of ``world`` ranks without a device; yield the storages of autocast's copies of weights."""
     with ExitStack() as stack:
         stack.enter_context(attribute_replaced(process_groups, "own_device", lambda: META))
         stack.enter_context(meta_as_accelerator())
@@ -94,14 +94,16 @@ def simulated_rank(
 
 
 class SimulatedRank(TorchDispatchMode):
-    """Record in :attr:`traffic` what a rank sends; ``answer`` gives what the host reads from tensors on the device."""
+    """Record the bytes that a rank sends in :attr:`traffic`. ``answer`` replaces values that the CPU reads from the
+    device.
+    """
 
     def __init__(self, runtime: Runtime, answer: Answer) -> None:
         super().__init__()
         self.traffic = SimulatedTraffic()
         self._answer = answer
         own = runtime.mesh
-        # The first of those that a group spans names it.
+        # If a group spans several axes, the first one names the group.
         axes = reversed((*MESH_AXES, *EXPERT_AXES, *AXES))
         self._axes = {
             str(group.group_name): axis for axis in axes if (group := own.group(axis)) is not None
@@ -161,7 +163,7 @@ class SimulatedRank(TorchDispatchMode):
         if axis != HOST:
             return finished(func, args)
         result = func(*args, **kwargs)
-        if name == "allreduce":  # sums, to which all ranks add what this one does
+        if name == "allreduce":  # a sum to which all ranks add the same values
             for tensor in given:
                 tensor.mul_(size)
         return result
@@ -172,7 +174,9 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 def _grouped(left: Tensor, right: Tensor, ends: Tensor | None) -> Tensor:
-    """Return the shape of grouped products; the meta device supports only those of GPUs: 16 bits, aligned rows."""
+    """Return a tensor with the shape of grouped products; the meta device supports only those of GPUs (16 bits,
+    aligned).
+    """
     groups = list(left.shape[:1]) if left.ndim == right.ndim == 3 else []
     if left.ndim == right.ndim == 2 and ends is not None:
         groups = [len(ends)]
@@ -180,9 +184,9 @@ def _grouped(left: Tensor, right: Tensor, ends: Tensor | None) -> Tensor:
 
 
 class FusedAttention(TorchFunctionMode):
-    """Make attention keep no scores, as GPU kernels do; torch's choice on the meta device keeps them.
+    """Make attention keep no scores, like GPU kernels; torch's own choice on the meta device would keep them.
 
-    Biases that train have no such kernel, nor have few key heads, unless torch repeats them.
+    No such kernel exists for biases that train, or for fewer key heads than query heads unless torch repeats key heads.
     """
 
     def __init__(self) -> None:
@@ -205,7 +209,7 @@ class FusedAttention(TorchFunctionMode):
         repeats = kwargs.get("enable_gqa") or (k.shape[1] == 1 and self._broadcasts)
         if trains or (q.shape[1] != k.shape[1] and not repeats):
             return func(*args, **kwargs)
-        if mask is not None and mask.dtype == torch.bool:  # torch makes a bias of it in each call
+        if mask is not None and mask.dtype == torch.bool:  # torch makes it a bias in each call
             mask = torch.empty_like(mask, dtype=q.dtype)
         scale = kwargs.get("scale") or q.shape[-1] ** -0.5
         return flash_on_cpu(
@@ -220,29 +224,29 @@ class FusedAttention(TorchFunctionMode):
 
 @dataclass(frozen=True)
 class RunSpec:
-    """Describe the model and layout to build."""
+    """Describe the model and the options of a rank to build."""
 
     config: PreTrainedConfig
     mixed_precision: str = "no"
     memory: MemoryConfig | None = None
     peft_config: Any = None
     auto_class: Any = AutoModelForCausalLM
-    stock: tuple[tuple[str, Any], ...] = ()  # arguments of the stock model, such as ``dtype``
-    device: str = "cuda"  # the kind that computes
+    stock: tuple[tuple[str, Any], ...] = ()  # arguments of the stock model: ``dtype``
+    device: str = "cuda"  # the kind of device to simulate
 
 
 def run_spec(config: PreTrainedConfig, **given: Any) -> RunSpec:
-    """Return the spec for arguments of :func:`hfscale.plan`; quantized weights count as frozen."""
+    """Return the spec for arguments of :func:`hfscale.plan`; quantized weights are treated as frozen ones."""
     given.pop("quantization_config", None)
     own = {field.name: given.pop(field.name) for field in fields(RunSpec) if field.name in given}
     return RunSpec(config, **own, stock=tuple(given.items()))
 
 
 class _WithoutValues(FromSeed):
-    """Provide weights without values: shards on the meta device take no memory."""
+    """Provide weights without values: shards on the meta device, which take no memory."""
 
     def load(self, plan: Plan, mesh: Mesh) -> tuple[Any, LocalWeights]:
-        """Return the model and its weights on the meta device, in this rank's sizes."""
+        """Return the model, and its weights on the meta device in this rank's sizes."""
         model = self.template(None)
         drop_other_stages(model, plan, mesh.pp_rank)
         cut_parameters(model, plan, mesh)
@@ -264,13 +268,15 @@ class _WithoutValues(FromSeed):
 def meta_model(
     spec: RunSpec, layout: ParallelConfig, rank: int = 0
 ) -> Iterator[tuple[Any, Mapping[int, Any]]]:
-    """Yield the model of ``rank`` of a layout, in training, and the memory of autocast's copies of its weights."""
+    """Yield the model of ``rank`` in a layout, in training mode, and the storages of autocast's copies of
+    its weights.
+    """
     options = Options(spec.mixed_precision, memory=spec.memory)
     adapter = None if spec.peft_config is None else read_config(spec.peft_config)
     logger = logging.getLogger("hfscale")
     with simulated_rank(layout.total_size, rank, spec.device) as copies, ExitStack() as stack:
         stack.callback(logger.setLevel, logger.level)
-        logger.setLevel(logging.ERROR)  # warnings are about a run that is never launched
+        logger.setLevel(logging.ERROR)  # warnings would be about a run that is never launched
         outline = Outline(spec.config, spec.auto_class, dict(spec.stock))
         yield build(_WithoutValues(outline, 0), layout, options, adapter).train(), copies
 
@@ -282,11 +288,11 @@ def take_step(
     counting: AbstractContextManager[Any],
     mixed_precision: str,
 ) -> SimulatedTraffic:
-    """Run a step of the job's microbatches on a meta model; ``counting`` records the bytes that it keeps."""
+    """Run a step of the job's microbatches on a meta model; ``counting`` records the bytes that are kept."""
     runtime = runtime_of(model)
     streams = runtime.streams
     executor = runtime.executor
-    # Ranks agree on random seeds before the first step, and stages on dtypes.
+    # In a real run, ranks agree on random seeds before the first step, and stages on dtypes.
     if streams is not None:
         streams.agreed = True
     if isinstance(executor, Pipeline):
@@ -307,7 +313,9 @@ def take_step(
 
 
 def _value_on_host(job: Job, shape: ModelShape, looked_at: Tensor) -> Tensor:
-    """Return what the host would read from the device: zeros, or this rank's routes, spread evenly over experts."""
+    """Return the values that the CPU reads from the device: zeros, or this rank's routes, spread evenly
+    over experts.
+    """
     indices = torch.zeros(looked_at.shape, dtype=looked_at.dtype)
     if not (shape.experts and looked_at.ndim == 3 and len(looked_at) == 2):
         return indices
@@ -321,5 +329,5 @@ def _value_on_host(job: Job, shape: ModelShape, looked_at: Tensor) -> Tensor:
     )
     routes_of_expert, rest = divmod(routes, indices[0].numel())
     indices[0] = routes_of_expert + (torch.arange(indices[0].numel()) < rest).view_as(indices[0])
-    indices[1] = indices[0, :1]  # of rank 0: every other sends it as much as it keeps for itself
+    indices[1] = indices[0, :1]  # rank 0 receives from each rank what that rank keeps itself
     return indices

@@ -1,22 +1,23 @@
 """Train without a flush: PipeDream (Narayanan et al. 2019) and PipeDream-2BW (Narayanan et al. 2021).
 
-A step does not wait for its own microbatches. A call of ``train_step`` puts its batch into the pipeline and returns
-with the gradients that were finished meanwhile, so that the usual loop, ``train_step`` and ``optimizer.step``, is the
-papers' one-forward-one-backward::
+A step does not wait for its own microbatches. A call of ``train_step`` feeds its batch into the pipeline, and returns
+the gradients that became complete meanwhile. So the usual loop, ``train_step`` and ``optimizer.step``, runs the papers'
+one-forward-one-backward schedule::
 
     call k on stage s of p, m microbatches a call
 
     forward  k m,  backward k m - (p-1-s),  forward k m + 1,  backward k m + 1 - (p-1-s),  ...
 
-    pipedream      m = 1; .grad is that of batch k - (p-1-s): another one on every stage
-    pipedream_2bw  m >= p; .grad is that of batch k - 1 on all stages
+    pipedream      m = 1; .grad belongs to batch k - (p-1-s), which differs between stages
+    pipedream_2bw  m >= p; .grad belongs to batch k - 1 on all stages
 
-Nothing is in ``.grad`` while the pipeline fills, and :meth:`AsynchronousPipeline.drain` hands out the rest.
+``.grad`` stays empty while the pipeline fills; :meth:`AsynchronousPipeline.drain` returns the remaining gradients.
 
-The backward pass of a microbatch needs the weights of its forward pass, but optimizers change weights in place. So
-every call computes with its own leaf tensors, which share the parameters' memory. If some of its microbatches are still
-in flight when it ends, the parameters move to new memory, where the optimizer changes them, and the leaves keep the old
-one: the weight stash. It has ``p - s`` versions on stage ``s`` in PipeDream, two in PipeDream-2BW, with the newest.
+The backward pass of a microbatch needs the weights of its forward pass, but optimizers change weights in place. So each
+call computes with its own leaf tensors, which share the parameters' memory. If some of the call's microbatches are
+still in flight when it ends, the parameters move to new memory, which the optimizer changes, while the leaves keep the
+old memory: the weight stash. Stage ``s`` has ``p - s`` versions in PipeDream and two in PipeDream-2BW, the newest
+included.
 """
 
 from collections import deque
@@ -43,7 +44,7 @@ from ...train.runtime.batches import Microbatch
 
 
 class _Version:
-    """Hold the weights that the microbatches of one call compute with."""
+    """Hold the version of the weights with which the microbatches of one call compute."""
 
     def __init__(self, model: nn.Module, call: int, microbatches: int) -> None:
         leaves: dict[int, tuple[Tensor, nn.Parameter]] = {}
@@ -54,7 +55,7 @@ class _Version:
                     if id(parameter) not in leaves:
                         leaves[id(parameter)] = parameter, nn.Parameter(parameter.data)
                     self._places.append((own_parameters(module), name, leaves[id(parameter)][1]))
-        # Parameters, each with the weight that microbatches compute with.
+        # Pairs: a parameter, and the leaf tensor with which microbatches compute in its place.
         self.leaves = list(leaves.values())
         self.kept: list[tuple[Tensor, Tensor]] = []
         self._casts = Casts()
@@ -68,12 +69,12 @@ class _Version:
             yield
 
     def gradients(self) -> list[Tensor]:
-        """Return the gradients that backward passes have made so far."""
+        """Return the gradients that backward passes have computed so far."""
         made = [leaf.grad for _, leaf in self.leaves] or [gradient for _, gradient in self.kept]
         return [gradient for gradient in made if gradient is not None]
 
     def retire(self) -> None:
-        """Keep the gradients and free the weights, which no microbatch needs any more."""
+        """Keep the gradients, and free the weights, because no microbatch needs these weights any more."""
         self.kept = [
             (parameter, leaf.grad) for parameter, leaf in self.leaves if leaf.grad is not None
         ]
@@ -87,7 +88,7 @@ class AsynchronousPipeline(Pipeline):
         super().__init__(runtime)
         self._last = self._layout.pp - 1
         self._depth = self._last - self._rank  # microbatches in flight between two calls
-        # All stages update with one batch's gradient.
+        # Whether all stages update with the gradient of the same batch.
         self._every = self._layout.pipeline_schedule == "pipedream_2bw"
         self._broken = False
         self._trained: list[str] = []
@@ -99,28 +100,30 @@ class AsynchronousPipeline(Pipeline):
         self._held: dict[int, Microbatch] = {}  # microbatches in flight, by number
         self._versions: dict[int, _Version] = {}  # microbatch -> the weights of its forward pass
         self._finished: deque[_Version] = deque()  # versions whose backward passes are over
-        # Losses of calls, being sent to all stages.
+        # Losses of calls that are being sent to all stages.
         self._reports: deque[tuple[Tensor, Any]] = deque()
-        # The last call's, on its way from the device, and its arrival.
+        # The last call's loss, which is being copied from the device, and the event of the end of that copy.
         self._unsent: tuple[Tensor, Any] | None = None
         for worker in self.workers:
             worker.reset()
 
     @property
     def under_way(self) -> bool:  # type: ignore[override]
-        """Return whether gradients are still to come."""
+        """Return whether some gradients are not complete yet."""
         return self._calls > 0
 
     def share_out(self, given: Sequence[Batch]) -> list[dict[str, Any]]:
-        """Split the batches of one call into microbatches; refuse several in PipeDream, fewer than stages in 2BW."""
+        """Split the batches of one call into microbatches. PipeDream allows one per call; 2BW needs one per stage or
+        more.
+        """
         if not torch.is_grad_enabled():  # an evaluation
             return super().share_out(given)
         if not self._every:
             if len(given) > 1 or (self._layout.num_microbatches or 1) > 1:
                 raise ConfigError(
-                    f"pipedream updates the weights after every microbatch, and {len(given)} batches were given "
-                    f"with num_microbatches={self._layout.num_microbatches}: pass one batch per train_step and "
-                    "leave num_microbatches out, or use pipedream_2bw, which accumulates gradients"
+                    f"pipedream updates the weights after every microbatch, but train_step got {len(given)} batches "
+                    f"with num_microbatches={self._layout.num_microbatches}: pass one batch per train_step and leave "
+                    "num_microbatches out, or use pipedream_2bw, which accumulates gradients"
                 )
             return [dict(batch) for batch in given]
         pp_size = self._layout.pp
@@ -130,11 +133,11 @@ class AsynchronousPipeline(Pipeline):
         )
 
     def older_weights(self) -> list[Tensor]:
-        """Return the weights of all versions in flight; the newest may share memory with the parameters."""
+        """Return the weights of all versions in flight; the newest version may share memory with the parameters."""
         return [leaf for version in self._versions.values() for _, leaf in version.leaves]
 
     def waiting_gradients(self) -> list[Tensor]:
-        """Return the gradients of versions in flight, and of finished ones not handed out yet."""
+        """Return the gradients of versions in flight, and those of finished versions that are not yet in ``.grad``."""
         return [
             gradient
             for version in (*self._versions.values(), *self._finished)
@@ -142,14 +145,14 @@ class AsynchronousPipeline(Pipeline):
         ]
 
     def agrees(self, train: bool) -> bool:
-        """Return whether the stages exchange reports now: not while microbatches are in flight."""
+        """Return whether the stages exchange their reports now, which they cannot while microbatches are in flight."""
         return not train or not self._calls
 
     def run(
         self, model: nn.Module, batches: Sequence[Microbatch], objective: Objective, backward: bool
     ) -> Tensor:
-        """Run one call, and return the loss of the batch whose gradients have reached the first stage, on all stages:
-        the one of ``p - 1`` calls ago (PipeDream), of the last call (2BW); nan while the pipeline fills.
+        """Run one call. Return, on all stages, the loss of the batch whose gradients have reached the first stage: the
+        batch of ``p - 1`` calls ago (PipeDream) or of the last call (2BW); nan while the pipeline fills.
         """
         if not backward:  # with separate workers, so that microbatches in flight stay untouched
             with attribute_replaced(self, "workers", self._evaluators):
@@ -159,7 +162,7 @@ class AsynchronousPipeline(Pipeline):
         return loss
 
     def _hand_out(self) -> None:
-        """Add finished gradients to ``.grad``; none while the pipeline fills."""
+        """Add a finished version's gradients to ``.grad``; do nothing while the pipeline fills."""
         if self._finished and (not self._every or self._finished[0].call < self._calls - 1):
             with self._ties.summed():
                 for parameter, gradient in self._finished.popleft().kept:
@@ -170,8 +173,8 @@ class AsynchronousPipeline(Pipeline):
     def _call(self, batches: Sequence[Microbatch], objective: Objective) -> Tensor:
         if self._broken:
             raise ConfigError(
-                f"an earlier call of train_step under {self._layout.pipeline_schedule} was interrupted by an error, "
-                "and the microbatches in flight are lost: build the model again"
+                f"an earlier call of train_step under {self._layout.pipeline_schedule} was interrupted by an error, so "
+                "the microbatches in flight are lost: build the model again"
             )
         self._send_report()
         if not self._calls:
@@ -210,14 +213,14 @@ class AsynchronousPipeline(Pipeline):
             raise
         finally:
             self._objective = None
-        # The stash: the optimizer changes new memory.
+        # Leave the old memory to the stash: the optimizer changes new memory.
         for parameter, _ in version.leaves if version.left else ():
             parameter.data = parameter.data.clone()
         self._calls += 1
         return self._reported()
 
     def _order(self, num_microbatches: int) -> Order:
-        """Return the order of an evaluation, which needs the forward passes only."""
+        """Return the order of an evaluation, which runs forward passes only."""
         return order("1f1b", self._layout.pp, num_microbatches)
 
     def _what_trains(self) -> list[str]:
@@ -244,8 +247,8 @@ class AsynchronousPipeline(Pipeline):
             self._finished.append(version)
 
     def _reported(self) -> Tensor:
-        """Begin to copy this call's loss to the host, and return that of an earlier call, which has arrived. The next
-        call sends it to all stages: sent now, it would make the host wait for this call.
+        """Begin to copy this call's loss to the CPU, and return the loss of an earlier call, which has arrived. The
+        next call sends this loss to all stages, because sending it now would make the CPU wait for this call.
         """
         device = self._mesh.device
         copied = None
@@ -266,7 +269,7 @@ class AsynchronousPipeline(Pipeline):
         return self._report()
 
     def _send_report(self) -> None:
-        """Send the last call's loss to all stages."""
+        """Send the last call's loss, which has arrived on the CPU, to all stages."""
         if self._unsent is not None:
             (carried, copied), self._unsent = self._unsent, None
             if copied is not None:
@@ -289,7 +292,7 @@ class AsynchronousPipeline(Pipeline):
         )
 
     def drain(self) -> Iterator[Tensor]:
-        """Finish the microbatches in flight: yield a loss for each set of gradients, equally often on all stages."""
+        """Finish the microbatches in flight; yield a loss for each set of gradients, the same number on all stages."""
         (worker,) = self.workers
         rounds = min(self._calls, 1 if self._every else self._last)
         self._send_report()

@@ -1,4 +1,4 @@
-"""Describe the schedules without a flush: their orders, the weights they keep, what they cannot run; no torch."""
+"""Describe the schedules without a flush: their orders, the versions they keep, and their limits. Imports no torch."""
 
 from functools import partial
 from typing import TYPE_CHECKING
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def asynchronous_order(pp_size: int, num_microbatches: int, steps: int, *, every: int = 0) -> Order:
-    """Return 1F1B over all steps in a row, with an update after ``every`` so many microbatches, or after each step."""
+    """Return 1F1B over consecutive steps, with an update after ``every`` microbatches (default: after each step)."""
     every = every or num_microbatches
     ranks = []
     for stage in range(pp_size):
@@ -28,42 +28,42 @@ def asynchronous_order(pp_size: int, num_microbatches: int, steps: int, *, every
 
 
 def _kept_by_pipedream(pp_size: int, rank: int) -> tuple[int, int]:
-    """Return a version of the weights for every microbatch under way (Narayanan et al. 2019)."""
+    """Return one version of the weights for every microbatch in flight (Narayanan et al. 2019)."""
     return pp_size - 1 - rank, 1
 
 
 def _kept_by_2bw(pp_size: int, rank: int) -> tuple[int, int]:
-    """Return two versions at most; gradients of a step wait for the end of the next (Narayanan et al. 2021)."""
+    """Return at most two versions; gradients of a step wait for the end of the next step (Narayanan et al. 2021)."""
     return min(pp_size - 1 - rank, 1), min(pp_size, 2)
 
 
 def _check(plan: "Plan", options: "Options") -> None:
-    """Refuse what needs the end of a step to be the end of its microbatches."""
+    """Refuse features that need all microbatches of a step to be finished at its end."""
     layout = plan.layout
     schedule = layout.pipeline_schedule
     if layout.data_world > 1:
         raise ConfigError(
-            f"{layout.describe()}: {schedule} keeps several weight versions, which FSDP2 cannot: use "
+            f"{layout.describe()}: {schedule} keeps several weight versions, which FSDP2 does not support: use "
             "dp_shard_size=1 and dp_replicate_size=1, or a schedule with a flush"
         )
     if options.mixed_precision == "fp16":
         raise ConfigError(
-            f"mixed_precision='fp16' skips a step whose gradients overflow, and {schedule} has later microbatches in "
+            f"mixed_precision='fp16' skips a step whose gradients overflow, but {schedule} has later microbatches in "
             "flight by then: use mixed_precision='bf16', or a schedule with a flush such as '1f1b'"
         )
     if plan.adds_loss:
         raise PlanError(
-            f"{plan.adds_loss} needs a schedule with a flush, and {schedule} has none: use 1f1b"
+            f"{plan.adds_loss} needs a schedule with a flush, but {schedule} has none: use 1f1b"
         )
     if plan.stages is not None and plan.stages.stacks is not None:
         raise PlanError(
-            f"pipeline_schedule={schedule} has no flush, and the decoder of {plan.family} reads what its encoder "
-            "makes: use 1f1b"
+            f"pipeline_schedule={schedule} has no flush, but the decoder of {plan.family} needs one, because it reads "
+            "its encoder's output: use 1f1b"
         )
 
 
 def _check_pipedream(plan: "Plan", options: "Options") -> None:
-    """Refuse copies of one weight, which would diverge, too."""
+    """Refuse what :func:`_check` refuses, and tied weights on several stages, whose copies would diverge."""
     _check(plan, options)
     if plan.stages is not None and plan.ties:
         names = " = ".join(plan.stages.ties[0].names)

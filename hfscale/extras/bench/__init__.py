@@ -1,4 +1,4 @@
-"""Measure the collectives of this machine's links, by message size."""
+"""Measure collectives over this machine's links, by message size."""
 
 from ...extensions import Extension
 

@@ -1,8 +1,8 @@
-"""Time the collectives of training by message size, between ranks of this machine or within torch's process group.
+"""Time the collectives of training by message size, between ranks of this machine or in torch's process group.
 
-A message is a rank's larger side: all that it sends (reduce-scatter, all-to-all, scatter's root) or receives
-(all-gather, gather's root). The *bus bandwidth* is the least that each link must carry, whatever the number of ranks,
-so that collectives and machines can be compared; with ``n`` ranks and ``S`` bytes in ``t`` seconds::
+A message is the larger side of a rank: everything that it sends (reduce-scatter, all-to-all, scatter's root) or
+receives (all-gather, gather's root). The *bus bandwidth* is the minimum that each link must carry, whatever the number
+of ranks; with it, collectives and machines can be compared. With ``n`` ranks and ``S`` bytes in ``t`` seconds::
 
     all-reduce                                          S / t * 2 (n - 1) / n
     all-gather, reduce-scatter, all-to-all,
@@ -25,7 +25,7 @@ from ..._compat.torch_device import device_module, is_accelerator
 
 Call = Callable[[], object]
 
-_NEW_NAME = "reduce_scatter_single"  # since torch 2.13, which warns of the old name
+_NEW_NAME = "reduce_scatter_single"  # since torch 2.13, which warns about the old name
 _reduce_scatter_into: Callable[[Tensor, Tensor], object] = getattr(
     dist, _NEW_NAME, dist.reduce_scatter_tensor
 )
@@ -36,16 +36,16 @@ _MOST = 200
 
 @dataclass(frozen=True)
 class Measured:
-    """One collective with one size of message."""
+    """The time of one collective with one message size."""
 
     collective: str  # a name of :data:`COLLECTIVES`
     size: int  # bytes of the message
-    ranks: int  # how many took part
+    ranks: int  # number of ranks that took part
     seconds: float  # time of one call, the median of its repetitions on the slowest rank
 
     @property
     def bus_bandwidth(self) -> float:
-        """The least bytes per second that a link carries."""
+        """The minimum bytes per second that each link carries."""
         passes = {
             "all-reduce": 2 * (self.ranks - 1) / self.ranks,
             "broadcast": 1.0,
@@ -81,13 +81,13 @@ COLLECTIVES: dict[str, Callable[[Tensor, Tensor], Call]] = {
         dist.all_to_all_single, torch.empty_like(whole), whole
     ),
 }
-"""Name -> function that makes a call of it from a full message and one rank's piece of it."""
+"""Name -> a function that returns a call of the collective, given a full message and one rank's shard of it."""
 
 
 def measure(
     device: torch.device, sizes: Sequence[int], seconds: float = _SECONDS
 ) -> list[Measured]:
-    """Time every collective with every size (bytes, rounded up) for ``seconds`` each; call it on every rank."""
+    """Time each collective for each size (bytes, rounded up), for ``seconds`` each. Call it on every rank."""
     ranks = dist.get_world_size()
     measured = []
     for asked in sizes:
@@ -101,7 +101,7 @@ def measure(
 
 
 def _median(call: Call, device: torch.device, seconds: float) -> float:
-    first = min(_timed(call, device) for _ in range(2))  # the very first one connects ranks
+    first = min(_timed(call, device) for _ in range(2))  # the very first call connects the ranks
     repeats = torch.tensor(
         [min(_MOST, max(3, int(seconds / max(first, 1e-6))))],
         device=device,
@@ -128,7 +128,9 @@ def _wait(device: torch.device) -> None:
 
 
 def suggested_bucket(measured: Sequence[Measured]) -> int | None:
-    """Return the least bytes at which all-reduce has 0.8 of its best bandwidth, as for DDP's ``bucket_cap_mb``."""
+    """Return the smallest message, in bytes, with which all-reduce reaches 80% of its best bandwidth: a good size for
+    DDP's ``bucket_cap_mb``. Return ``None`` without measurements.
+    """
     all_reduces = [
         measurement for measurement in measured if measurement.collective == "all-reduce"
     ]
@@ -140,7 +142,7 @@ def suggested_bucket(measured: Sequence[Measured]) -> int | None:
 
 
 def draw(target: Path, measured: Sequence[Measured], title: str) -> None:
-    """Write the picture."""
+    """Draw bus bandwidth over message size, one line per collective, into the file ``target``."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7.5, 4.5), layout="constrained")

@@ -1,6 +1,6 @@
 """Time broadcast, reduce, all-reduce, gather, all-gather, scatter, reduce-scatter and all-to-all by message size, and
-print the bus bandwidth: between all GPUs of this machine over NCCL, or between processes over gloo. Started by a
-launcher, between its ranks, on several machines too.
+print the bus bandwidth. Measures between all GPUs of this machine over NCCL, or between CPU processes over gloo; if
+started by a launcher, between the launched ranks, also on several machines.
 """
 
 import argparse
@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _measured(sizes: list[int], processes: int | None) -> tuple[list["Measured"], str]:
-    """Return the measurements, and over which links; none on a launcher's other ranks."""
+    """Return the measurements and a description of the links; on other ranks than the first, no measurements."""
     import torch.distributed as dist
 
     from ..._compat.torch_device import accelerators
@@ -118,7 +118,7 @@ def _show(arguments: argparse.Namespace, measured: Sequence["Measured"], where: 
     )
     latency = min(of["all-reduce", size].seconds for size in sizes)
     print(
-        f"\nan all-reduce takes {1e6 * latency:,.0f} us at least; from {human(bucket)} on it has 80% of its best "
+        f"\nan all-reduce takes {1e6 * latency:,.0f} us at least, and reaches from {human(bucket)} on 80% of its best "
         f"bandwidth:\nDDP(bucket_cap_mb={max(1, round(bucket / 2**20))}), and layers of about that size over data axes"
     )
     if arguments.out is not None:

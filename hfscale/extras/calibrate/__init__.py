@@ -1,4 +1,4 @@
-"""Measure this machine's constants, for estimates with ``--hardware FILE``."""
+"""Measure this machine's constants, to be used in estimates with ``--hardware FILE``."""
 
 from ...extensions import Extension
 

@@ -1,8 +1,8 @@
 """Measure a machine for :func:`hfscale.estimate`: matmuls, attention, copies, a layer, the loss, the optimizer.
 
-One stock LLaMA layer at the shapes of :class:`Sizes` is what constants are taken from: what its forward and backward
-pass takes beside its products and its attention is elementwise work; with a few tokens it is what the host takes to
-launch it. On a CPU device and host are one processor, so their times add up.
+The constants come from one stock LLaMA layer with the shapes of :class:`Sizes`. The time of its forward and backward
+pass minus matrix products and attention is elementwise work. With only a few tokens, the time is that of the CPU's
+launches. Without a GPU, one processor does both, so these times add up.
 """
 
 import os
@@ -24,27 +24,27 @@ from ...cost.model.machines_known import Constants, Machine, fitted
 from ...cost.model.model_shape import ModelShape
 from ...cost.model.step_time import layer_seconds
 
-_TINY = 4  # tokens with which a layer takes nothing but the host's time
-_SHARED = 64  # ranks of one machine without GPUs: none is far away
+_TINY = 4  # so few tokens that a layer's time is only that of launching it
+_SHARED = 64  # ranks per node without GPUs: all ranks are near
 _UNKNOWN_LINK = 1e9
 _UNKNOWN_LATENCY = 1e-4
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Hold the sizes of the measured layer."""
+    """Hold the sizes of the layer to measure."""
 
-    hidden: int = 512  # width of the stream
-    ffn: int = 1376  # width inside of the MLP
+    hidden: int = 512  # width of the hidden states
+    ffn: int = 1376  # width inside the MLP
     heads: int = 8
     sequence: int = 512  # tokens of a sequence
     batch: int = 4  # sequences
     vocabulary: int = 8192
-    seconds: float = 2.0  # about as long as one of the measurements takes
+    seconds: float = 2.0  # about the duration of one measurement
 
     @property
     def shape(self) -> ModelShape:
-        """The shape of the layer, for the time model."""
+        """The shape of the layer, in the form of the time model."""
         return ModelShape(1, self.hidden, self.hidden, self.hidden, self.ffn, self.vocabulary)
 
 
@@ -55,12 +55,12 @@ def calibrate(
     name: str,
     device: torch.device,
     links: tuple[float, float]
-    | None = None,  # bytes per second of a large all-reduce, and seconds of a small one
+    | None = None,  # bandwidth (bytes/s) of a large all-reduce, and seconds of a small one
     sizes: Sizes
-    | None = None,  # of the layer; by default LLaMA 8B's on a GPU, and small ones on a CPU
-    reference: Machine | None = None,  # whose links are taken where none were measured
+    | None = None,  # sizes of the layer; by default LLaMA 8B's on a GPU, and small on a CPU
+    reference: Machine | None = None,  # gives the links if they were not measured
 ) -> dict[str, Any]:
-    """Measure this machine; return a document that ``hardware=`` accepts: the machine and its constants."""
+    """Measure this machine; return a document for ``hardware=`` that describes the machine and its constants."""
     chosen = sizes or (GPU_SIZES if is_accelerator(device) else Sizes())
     dtype = torch.bfloat16 if is_accelerator(device) else torch.float32
     meter = _Meter(chosen, device, dtype)
@@ -123,7 +123,7 @@ def _constants(meter: "_Meter", machine: Machine, latency: float, one_processor:
 
 
 class _Meter:
-    """Time operations on a device. Rates are operations or bytes per second, forward and backward."""
+    """Time operations on a device. Rates are FLOPs or bytes per second; layers are timed forward and backward."""
 
     def __init__(self, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> None:
         self.sizes = sizes
@@ -162,13 +162,13 @@ class _Meter:
         return 7 * s.batch * s.sequence**2 * s.hidden / self._time(both)
 
     def copy(self) -> float:
-        """Return the bytes read and written per second by a copy on the device."""
+        """Return the bandwidth of a copy on the device: bytes read plus bytes written per second."""
         source = self._random((1 << 26) if is_accelerator(self.device) else (1 << 23))
         target = torch.empty_like(source)
         return 2 * source.nbytes / self._time(lambda: target.copy_(source))
 
     def to_host(self) -> float:
-        """Return the bytes per second of copies to the host's memory."""
+        """Return the bytes per second of copies from the device to the CPU's memory."""
         source = self._random(1 << 23)
         target = torch.empty(
             source.shape, dtype=source.dtype, pin_memory=is_accelerator(self.device)
@@ -176,14 +176,16 @@ class _Meter:
         return source.nbytes / self._time(lambda: target.copy_(source))
 
     def layer(self, sequence: int, batch: int) -> float:
-        """Return the seconds of a stock LLaMA layer, forward and backward: half of three layers minus one."""
+        """Return the seconds of a stock LLaMA layer, forward and backward: half the difference of three
+        layers and one.
+        """
         return max(
             1e-6,
             (self._layers(3, sequence, batch) - self._layers(1, sequence, batch)) / 2,
         )
 
     def loss(self, flops: float) -> float:
-        """Return the seconds per logit of head and cross entropy, without the head's matrix product."""
+        """Return the seconds per logit of head and cross entropy, minus the head's matrix product."""
         s = self.sizes
         tokens = s.sequence * s.batch
         hidden, weight = (
@@ -229,9 +231,11 @@ class _Meter:
         return torch.randn(*shape, device=self.device).to(self.dtype)
 
     def _time(self, call: Callable[[], object], parts: int = 1) -> float:
-        """Return the median seconds of a call, repeated for the time allowed; one CPU thread's are processor time."""
+        """Return the median seconds of a call, repeated for the allowed time. With one CPU thread, count processor
+        time.
+        """
         alone = self.device.type == "cpu" and torch.get_num_threads() == 1
-        clock = time.thread_time if alone else default_timer  # which waits for the accelerator
+        clock = time.thread_time if alone else default_timer  # this timer waits for the accelerator
         timer = Timer(
             "call()", timer=clock, globals={"call": call}, num_threads=torch.get_num_threads()
         )

@@ -1,5 +1,5 @@
-"""Time products, attention, a copy, one real layer, the loss, the optimizer and collectives on this machine, in at most
-a minute, and write what --hardware and hfscale.estimate take.
+"""Time matrix products, attention, a copy, one real layer, the loss, the optimizer and collectives on this machine, in
+at most a minute, and write the result as a file for --hardware and hfscale.estimate.
 """
 
 import argparse
@@ -16,17 +16,19 @@ EXAMPLE = "hfscale calibrate --out mine.json && hfscale estimate MODEL --hardwar
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="write it there (default: print it)"
+        "--out", type=Path, metavar="FILE", help="write the result to this file (default: print it)"
     )
-    parser.add_argument("--name", default="this machine", help="its name (default: %(default)s)")
     parser.add_argument(
-        "--like", metavar="NAME", help="a known machine, whose links are taken instead of measured"
+        "--name", default="this machine", help="name of this machine (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--like", metavar="NAME", help="a known machine; use its links instead of measuring links"
     )
     parser.add_argument(
         "--processes",
         type=int,
         metavar="N",
-        help="ranks that talk (default: one for each GPU, or 2; 1: none)",
+        help="ranks to measure links between (default: one per GPU, or 2; 1: no links)",
     )
     parser.add_argument(
         "--seconds", type=float, default=2.0, metavar="N", help="seconds per measurement"
@@ -48,7 +50,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     if not 0 < arguments.seconds <= 5:
         raise ConfigError(
-            f"--seconds {arguments.seconds:g} is invalid: use more than 0 and at most 5"
+            f"--seconds {arguments.seconds:g} is invalid: use more than 0 and at most 5 seconds"
         )
     device = torch.device(ACCELERATOR, 0) if accelerators().is_available() else torch.device("cpu")
     reference = None if arguments.like is None else find_machine(arguments.like)

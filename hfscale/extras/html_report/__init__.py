@@ -1,4 +1,4 @@
-"""Write an estimate, or a search of layouts, as a page with pictures."""
+"""Write an estimate, or a search of layouts, as an HTML page with pictures."""
 
 from ...extensions import Extension
 

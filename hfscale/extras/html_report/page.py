@@ -1,6 +1,6 @@
-"""Render an estimate or a search as one HTML page with pictures: no scripts, no external files.
+"""Render an estimate or a search as one HTML page with pictures, without scripts or external files.
 
-Pictures are SVG in the page; each mark has a ``<title>``, which browsers show under the pointer.
+Pictures are inline SVG; each mark has a ``<title>``, which browsers show under the pointer.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -37,7 +37,7 @@ _STYLE = (
 
 
 def page_of(found: Estimate | Search, title: str) -> str:
-    """Return the HTML page of an estimate or of a search."""
+    """Return the HTML page of an estimate or a search."""
     if isinstance(found, Search):
         sections = [
             ("Seconds and memory: the frontier, and the fastest of each kind", _scatter(found))
@@ -129,7 +129,7 @@ def _schedule(timeline: Timeline) -> str:
 
 
 def _scatter(found: Search) -> str:
-    """Plot seconds over memory on logarithmic axes, since layouts differ by factors."""
+    """Plot seconds over memory on logarithmic axes, because layouts differ by factors."""
     shown: list[tuple[CandidateCost, str]] = [
         (candidate, _COLORS[0]) for candidate in found.frontier
     ]
@@ -169,7 +169,7 @@ def _scatter(found: Search) -> str:
 
 
 class _Scale:
-    """Map values to positions on a logarithmic axis with a margin on both sides."""
+    """Map values to positions on a logarithmic axis that has a margin at both ends."""
 
     def __init__(self, values: Sequence[float], start: float, end: float) -> None:
         self._low, self._high = log10(min(values) / 1.1), log10(max(values) * 1.1)
@@ -181,7 +181,7 @@ class _Scale:
         return self._start + share * (self._end - self._start)
 
     def ticks(self) -> list[float]:
-        """Return round tick values in range: ones, twos and fives, or more if these are few."""
+        """Return round tick values in the range: 1, 2 and 5 times powers of ten, or more values if these are few."""
         ticks = list[float]()
         decades = range(floor(self._low), floor(self._high) + 1)
         for steps in ((1, 2, 5), (1, 1.2, 1.4, 1.6, 1.8, 2, 2.5, 3, 3.5, 4, 4.5, 5, 6, 7, 8, 9)):

@@ -1,13 +1,13 @@
-"""Read GGUF files, as llama.cpp writes them: a box of a tensor is read by the blocks that it touches.
+"""Read GGUF files of llama.cpp: for a box of a tensor, only the blocks that overlap the box are read.
 
 ::
 
     b"GGUF"  version  number of tensors  number of fields
     fields   name, type, value                             of the model and its tokenizer: stock code reads them
-    tensors  name, sizes, the last dim first, type, place
+    tensors  name, sizes (the last dim first), type, place
     data     at places that are multiples of general.alignment
 
-Values are those of the package gguf, in float32, as transformers loads them.
+Values are dequantized by the package gguf, to float32, as in transformers.
 """
 
 import struct
@@ -30,7 +30,7 @@ SUFFIX = ".gguf"
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# Types of values, by llama.cpp's numbers.
+# Type of a field's value (llama.cpp's number) -> bytes.
 _SIZES = {
     **dict.fromkeys((0, 1, 7), 1),
     **dict.fromkeys((2, 3), 2),
@@ -44,7 +44,7 @@ _SCALING = ".rope.scaling.type"
 _ALIGNMENT = "general.alignment"
 _PARTS = "split.count"
 _FORMATS = {_ALIGNMENT: "<I", _PARTS: "<H"}
-# What a file may ask for; those that there are stay far below.
+# Upper limits for numbers in a file; existing files stay far below.
 _MOST_DIMS = 4
 _MOST_FIELDS = 1 << 16
 _MOST_TENSORS = 1 << 20
@@ -55,26 +55,26 @@ _LARGEST = 1 << 48
 
 @dataclass(frozen=True)
 class _Entry:
-    """Describe one tensor of a file."""
+    """Describe one tensor of a file: shape, quantization, and place."""
 
     shape: tuple[int, ...]
     kind: Any  # the package's GGMLQuantizationType
-    begin: int  # of its bytes in the data
-    size: int  # in bytes
+    begin: int  # first byte, from the start of the data
+    size: int  # number of bytes
 
 
 @dataclass(frozen=True)
 class _Header:
-    """Hold what a file says of its tensors."""
+    """Hold the description of a file's tensors."""
 
     architecture: str
-    scaling: str  # of rotary embeddings
+    scaling: str  # kind of scaling of rotary embeddings
     entries: Mapping[str, _Entry]
-    start: int  # of the data
+    start: int  # first byte of the data in the file
 
 
 class GgufFile(BytesOnDisk):
-    """Read tensors of a GGUF file on demand; raise :class:`CheckpointError` if it is not a complete one."""
+    """Read tensors of a GGUF file on demand; raise :class:`CheckpointError` if the file is incomplete or invalid."""
 
     def __init__(self, path: str | Path) -> None:
         super().__init__(path)
@@ -91,7 +91,7 @@ class GgufFile(BytesOnDisk):
             ) from error
 
     def slices(self) -> dict[str, TensorOnDisk]:
-        """Return a lazy tensor for every tensor of the file, by its own names, most of them of float32."""
+        """Return a lazy tensor, mostly in float32, for every tensor of the file, by the names in the file."""
         return {name: self._slice(name, entry) for name, entry in self._header.entries.items()}
 
     @property
@@ -101,11 +101,11 @@ class GgufFile(BytesOnDisk):
 
     @property
     def scaling(self) -> str:
-        """Return how rotary embeddings are scaled, ``none`` if they are not."""
+        """Return the kind of scaling of rotary embeddings; ``none`` if they are not scaled."""
         return self._header.scaling
 
     def describe(self) -> str:
-        """Return its architecture and the types of its tensors, in words."""
+        """Return a phrase with the architecture and the quantization types of the tensors."""
         kinds = sorted({each.kind.name for each in self._header.entries.values()})
         return f"{self.architecture} in {', '.join(kinds)}"
 
@@ -115,8 +115,8 @@ class GgufFile(BytesOnDisk):
             return _TensorAt(self, entry.begin, entry.shape, plain)
         if len(entry.shape) == 1:
             raise CheckpointError(
-                f"{self.path}: {name} is a vector in {entry.kind.name}, which is read of matrices alone: write it in "
-                "F32, as llama.cpp does"
+                f"{self.path}: {name} is a vector in {entry.kind.name}, but only matrices can be read in that type: "
+                "write it in F32, as llama.cpp does"
             )
         entries, size = self._gguf.GGML_QUANT_SIZES[entry.kind]
         shape = (*entry.shape[:-1], entry.shape[-1] // entries * size)
@@ -129,7 +129,7 @@ class GgufFile(BytesOnDisk):
 
 
 class _TensorAt(TensorOnDisk):
-    """One tensor of a file, by its place."""
+    """Read one plain tensor of a file at its place."""
 
     def __init__(
         self, file: BytesOnDisk, begin: int, shape: tuple[int, ...], dtype: torch.dtype
@@ -141,7 +141,7 @@ class _TensorAt(TensorOnDisk):
 
 
 class _Cursor:
-    """Read a header from its beginning on; raise ValueError where the file ends first."""
+    """Read a header from its beginning on; raise ValueError if the file ends before the header."""
 
     def __init__(self, file: IO[bytes], size: int) -> None:
         self._file = file
@@ -149,56 +149,60 @@ class _Cursor:
         self.at = 0
 
     def take(self, length: int) -> bytes:
-        """Return the next bytes."""
+        """Return the next ``length`` bytes."""
         self._go_on(length)
         return self._file.read(length)
 
     def skip(self, length: int) -> None:
-        """Pass over bytes."""
+        """Skip the next ``length`` bytes."""
         self._go_on(length)
         self._file.seek(length, 1)
 
     def number(self, form: str) -> Any:
-        """Return the next number, in a format of ``struct``."""
+        """Return the next number; ``form`` is a format of the module ``struct``."""
         return struct.unpack(form, self.take(struct.calcsize(form)))[0]
 
     def count(self, most: int, what: str) -> int:
-        """Return the next number, of things of which there are at least as many bytes."""
+        """Return the next number, a count of things that take at least one byte each, so that it can be checked."""
         found = int(self.number("<Q"))
         if found > min(most, self.size - self.at):
-            raise ValueError(f"{found} {what}")
+            raise ValueError(f"it claims to have {found} {what}")
         return found
 
     def text(self) -> str:
-        """Return the next string, which is a name."""
+        """Return the next string, a name."""
         return self.take(self.count(_LONGEST_NAME, "bytes of a name")).decode()
 
     def _go_on(self, length: int) -> None:
         if length > self.size - self.at:
-            raise ValueError(f"{length} bytes from byte {self.at} on, in a file of {self.size}")
+            raise ValueError(
+                f"{length} bytes are expected from byte {self.at} on, but it has {self.size} bytes"
+            )
         self.at += length
 
 
 @lru_cache(maxsize=4)
 def _read_header(path: Path, size: int, changed: int) -> _Header:
-    """Return the header of a file as it was ``changed`` last; a load asks several times, and tokenizers are long."""
+    """Return the header of a file, cached until the file changes (``changed``): a load reads it several times, and the
+    tokenizer in it is long.
+    """
     with path.open("rb") as file:
         cursor = _Cursor(file, size)
         if cursor.take(len(_MAGIC)) != _MAGIC:
             raise ValueError("it does not begin with GGUF")
         version = cursor.number("<I")
         if version not in _VERSIONS:
-            raise ValueError(f"version {version} of the format, not {_VERSIONS}")
+            raise ValueError(f"its format has version {version}, not one of {_VERSIONS}")
         tensors = cursor.count(_MOST_TENSORS, "tensors")
         fields = _fields(cursor, cursor.count(_MOST_FIELDS, "fields"))
         architecture = fields[_ARCHITECTURE]
         if (parts := fields.get(_PARTS, 1)) > 1:
             raise ValueError(f"it is one of {parts} parts: join them by llama-gguf-split --merge")
-        # ``none`` of some, which is as if it were not there
+        # some files have ``none``, which means the same as no entry
         scaling = next((v for k, v in fields.items() if k.endswith(_SCALING)), "none")
         alignment = fields.get(_ALIGNMENT, 32)
         if not 0 < alignment <= 1 << 20:
-            raise ValueError(f"places are multiples of {alignment}")
+            raise ValueError(f"its alignment of data is {alignment} bytes")
         entries = _table(cursor, tensors, the_package(path))
         start = ceil(cursor.at / alignment) * alignment
     _check_places(entries, size - start, alignment)
@@ -216,13 +220,13 @@ def _table(cursor: _Cursor, count: int, package: Any) -> dict[str, _Entry]:
         kind = package.GGMLQuantizationType(cursor.number("<I"))
         block, size = package.GGML_QUANT_SIZES[kind]
         if name in entries or not 0 < prod(shape) < _LARGEST or shape[-1] % block:
-            raise ValueError(f"{name} of shape {list(shape)} in {kind.name}")
+            raise ValueError(f"{name} cannot have the shape {list(shape)} in the type {kind.name}")
         entries[name] = _Entry(shape, kind, cursor.number("<Q"), prod(shape) // block * size)
     return entries
 
 
 def _fields(cursor: _Cursor, count: int) -> dict[str, Any]:
-    """Return the fields that say how the file is laid out, and pass over the others."""
+    """Return the fields that tell how the file is laid out; skip all other fields."""
     found: dict[str, Any] = {}
     for _ in range(count):
         name = cursor.text()
@@ -251,35 +255,37 @@ def _pass_over(cursor: _Cursor, kind: int) -> None:
 
 
 def _check_places(entries: Mapping[str, _Entry], size: int, alignment: int) -> None:
-    """Raise ValueError if the bytes of tensors overlap, or are not within ``size`` bytes of data."""
+    """Raise ValueError if the bytes of two tensors overlap, or lie outside the ``size`` bytes of data."""
     placed = sorted((each.begin, each.begin + each.size, name) for name, each in entries.items())
     for begin, end, name in placed:
         if begin % alignment or end > size:
-            raise ValueError(f"{name} in bytes {begin} to {end} of {size} bytes of data")
+            raise ValueError(
+                f"the bytes {begin} to {end} of {name} are not inside the {size} bytes of data"
+            )
     for (_, end, first), (begin, _, second) in pairwise(placed):
         if begin < end:
-            raise ValueError(f"{first} and {second} share bytes")
+            raise ValueError(f"the bytes of {first} and {second} overlap")
 
 
 def begins_like_one(path: Path) -> bool:
-    """Return whether a file begins as GGUF files do."""
+    """Return whether a file begins like a GGUF file."""
     with path.open("rb") as file:
         return file.read(len(_MAGIC)) == _MAGIC
 
 
 def the_package(path: str | Path) -> Any:
-    """Return the package gguf; raise :class:`CheckpointError` if it is not installed."""
+    """Return the package ``gguf``; raise :class:`CheckpointError` if it is not installed."""
     try:
         import gguf
     except ImportError as error:
         raise CheckpointError(
-            f"{path} is read by the package gguf, as transformers reads it: pip install 'hfscale[gguf]'"
+            f"{path} needs the package gguf to be read, also by transformers: pip install 'hfscale[gguf]'"
         ) from error
     return gguf
 
 
 def _values(words: Tensor, kind: Any, package: Any) -> Tensor:
-    """Return the values of whole blocks: of ``[..., n * bytes]`` ``[..., n * entries]``, in float32."""
+    """Dequantize whole blocks: bytes ``[..., n * bytes]`` -> float32 values ``[..., n * entries]``."""
     return torch.from_numpy(package.dequantize(words.contiguous().numpy(), kind))
 
 

@@ -1,8 +1,9 @@
-"""Read tensors of GGUF files by transformers' names, and in its order of rows.
+"""Read tensors of GGUF files by the names of transformers, and in the row order of transformers.
 
-llama.cpp stores some in another way, by architecture: rows of queries and keys by the pairs that are rotated together,
-projections of experts apart, norms with one added. A rule for each says which boxes of the file a box is made of;
-:data:`BY_SLICES` has the architectures that these rules are enough for.
+llama.cpp stores some tensors differently, by architecture: rows of queries and keys are ordered by the pairs that are
+rotated together, projections of experts are separate, and norms have one added. A rule per architecture tells from
+which boxes of the file a box of a tensor is read. :data:`BY_SLICES` lists the architectures for which these rules are
+enough.
 """
 
 import logging
@@ -21,14 +22,14 @@ from .titan_names import HalvesApart
 _log = logging.getLogger(__name__)
 _WEIGHT = ".weight"
 _EXPERTS = "_exps.weight"
-_FACTORS = "rope_freqs.weight"  # of Llama 3.1's rotary embeddings
+_FACTORS = "rope_freqs.weight"  # factors of Llama 3.1's rotary embeddings
 
 _Rule = Callable[[str, TensorOnDisk, Any], TensorOnDisk]
-"""Make the tensor of transformers' of one in the file, by its name there, and the model's config."""
+"""Return transformers' tensor for one in the file, given its name in the file, the tensor, and the model's config."""
 
 
 class _InFloat32(TensorOnDisk):
-    """Read ``source`` in float32, with ``added`` to each value."""
+    """Read ``source`` in float32, and add ``added`` to each value."""
 
     def __init__(self, source: TensorOnDisk, added: float = 0.0) -> None:
         self._source = source
@@ -47,7 +48,7 @@ def _as_it_is(name: str, tensor: TensorOnDisk, config: Any) -> TensorOnDisk:
 
 
 def _by_pairs(name: str, tensor: TensorOnDisk, config: Any) -> TensorOnDisk:
-    """Undo the order of rows in which neighbours are rotated together."""
+    """Undo llama.cpp's order of rows, in which neighbouring rows are rotated together."""
     heads = 0
     if ".attn_q." in name:
         heads = config.num_attention_heads
@@ -78,12 +79,12 @@ BY_SLICES: dict[str, _Rule] = {
     "stablelm": _as_it_is,
     "command-r": _as_it_is,
 }
-"""llama.cpp's name of an architecture -> the rule of its tensors."""
+"""llama.cpp's name of an architecture -> the rule for its tensors."""
 
 
 def as_transformers(file: GgufFile, model: Any) -> dict[str, TensorOnDisk]:
-    """Return the tensors of a file, in float32, by their names in a full ``model``, whose architecture is in
-    :data:`BY_SLICES`; those that transformers does not read are left out.
+    """Return the tensors of a file, in float32, by their names in a full ``model``, whose architecture must be in
+    :data:`BY_SLICES`; tensors that transformers does not read are left out.
     """
     names = names_in_gguf(model, file.architecture)
     rule = BY_SLICES[file.architecture]
@@ -101,27 +102,30 @@ def as_transformers(file: GgufFile, model: Any) -> dict[str, TensorOnDisk]:
     _warn_of_rotary(file, config, _FACTORS in others)
     if left := [key for key in others if key != _FACTORS]:
         _log.warning(
-            "%s: transformers reads %d tensors of this file not (%s)", file.path, len(left), left[0]
+            "%s: transformers does not read %d tensors of this file (%s)",
+            file.path,
+            len(left),
+            left[0],
         )
     return {name: _joined(name, parts) for name, parts in found.items()}
 
 
 def _warn_of_rotary(file: GgufFile, config: Any, factors: bool) -> None:
-    """Warn where the file scales rotary embeddings, by ``factors`` or by its fields, and the config does not."""
+    """Warn if the file scales rotary embeddings, by ``factors`` or by its fields, but the config does not."""
     told = getattr(config, "rope_parameters", None) or {}
     inner = [each for each in told.values() if isinstance(each, Mapping)]  # of kinds of layers
     kinds = {each.get("rope_type", "default") for each in (inner or [told])}
     if (file.scaling != "none" or factors) and kinds == {"default"}:
         _log.warning(
-            "%s scales rotary embeddings (%s), which transformers leaves out of the config that it makes of it: give "
-            "the model's own, config=",
+            "%s scales rotary embeddings (%s), but the config that transformers makes of the file does not: give the "
+            "model's own, config=",
             file.path,
             _FACTORS if factors else file.scaling,
         )
 
 
 def _joined(name: str, parts: list[TensorOnDisk]) -> TensorOnDisk:
-    """Return one tensor ``[experts, 2 * rows, columns]`` of gates and inputs, which sort in this order."""
+    """Return one tensor ``[experts, 2 * rows, columns]`` of gate and up projections, whose names sort in this order."""
     if len(parts) == 1:
         return parts[0]
     pieces = []

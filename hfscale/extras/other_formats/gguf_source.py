@@ -1,5 +1,5 @@
-"""Find GGUF files, and choose how their weights are read: by slices, or, of other architectures, by transformers as a
-whole.
+"""Find GGUF files, and choose how to read their weights: by slices or, for other architectures, all at once by
+transformers.
 """
 
 import logging
@@ -27,7 +27,7 @@ from .gguf_file import SUFFIX, GgufFile, begins_like_one
 from .gguf_names import BY_SLICES, as_transformers
 
 _log = logging.getLogger(__name__)
-_NOT_OF_FILES = ("subfolder", "trust_remote_code")  # of HUB_ARGUMENTS
+_NOT_OF_FILES = ("subfolder", "trust_remote_code")  # unlike other HUB_ARGUMENTS
 
 
 @dataclass(frozen=True)
@@ -37,22 +37,25 @@ class GgufSource(Source):
     file: Path
 
     def describe(self) -> str:
-        """Return what it is, in words; raise :class:`CheckpointError` for a damaged one."""
+        """Return a phrase that describes the file; raise :class:`CheckpointError` for a damaged file."""
         return f"{self.form} ({GgufFile(self.file).describe()})"
 
     def open(self, model: Any = None) -> dict[str, TensorOnDisk]:
-        """Return lazy tensors by their names in a full ``model``; without one, by the file's own."""
+        """Return lazy tensors by their names in a full ``model``; without a model, by the names in the file."""
         file = GgufFile(self.file)
         return file.slices() if model is None else as_transformers(file, model)
 
     def fitting(self, model: Any, tells: bool = False) -> Source:
-        """Return itself, or, of another architecture, all that transformers reads of the file."""
+        """Return this source; for architectures without rules, return a source of all weights as transformers reads
+        them.
+        """
         architecture = GgufFile(self.file).architecture
         if architecture in BY_SLICES:
             return self
         if tells:
             _log.warning(
-                "%s: every rank reads all of this file, since its architecture (%s) is read by slices for %s alone",
+                "%s: every rank reads all of this file, since its architecture (%s) is not one that is read by "
+                "slices: %s",
                 self.file,
                 architecture,
                 ", ".join(BY_SLICES),
@@ -65,14 +68,14 @@ class GgufSource(Source):
         return model_of(config_of_gguf(self.file))
 
     def write_small_files(self, model: Any, target: Path) -> None:
-        """Write the config of a ``model`` that the file describes to ``target``, and the tokenizer that is in it."""
+        """Write the config of ``model``, and the tokenizer in the file, into the directory ``target``."""
         model.config.save_pretrained(target)
         try:
             tokenizer_of_gguf(self.file).save_pretrained(target)
-        except Exception as error:  # whatever transformers says of tokens that it does not know
+        except Exception as error:  # of any type: transformers' errors about tokens
             _log.warning(
-                "%s: transformers makes no tokenizer of what is in this file (%s): copy the model's own beside the "
-                "weights",
+                "%s: transformers cannot make a tokenizer of this file (%s): copy the model's own tokenizer next to "
+                "the weights",
                 self.file,
                 errors.first_line(error),
             )
@@ -86,15 +89,16 @@ class _Gguf(AddedSource):
         return _source(files[0]) if len(files) == 1 else None
 
     def locate(self, path: Any, kwargs: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
-        """Look for a file given by its path, by ``gguf_file=``, a name in a directory or on the Hub, or a path, or by a
-        directory that holds nothing else. Its header is looked at, before transformers reads it.
+        """Find a GGUF file that is given by its path, by ``gguf_file=`` (a path, or a name in a directory or on the
+        Hub), or by a directory that contains nothing else. The file's header is checked before transformers reads the
+        file.
         """
         file = _named(path, kwargs) if isinstance(path, str | os.PathLike) else None
         if file is None:
             return None
         GgufFile(file)
         rest = {key: value for key, value in kwargs.items() if key not in ("subfolder", FILE)}
-        # Weights are plain values in any case.
+        # The weights become plain values in any case.
         if method_of(rest.get("quantization_config")) == OF_GGUF:
             del rest["quantization_config"]
         return str(file.parent), {**rest, FILE: file.name}
@@ -108,7 +112,7 @@ def _source(path: Path) -> GgufSource:
 
 
 def _files_in(directory: Path) -> list[Path]:
-    """Return the GGUF files in a directory that has no other weights."""
+    """Return the GGUF files in a directory; none if the directory has other weights."""
     found = sorted(directory.glob(f"*{SUFFIX}")) if directory.is_dir() else []
     return [] if found and weight_files(directory) else found
 
@@ -129,7 +133,7 @@ def _named(path: str | os.PathLike[str], kwargs: Mapping[str, Any]) -> Path | No
         if given.suffix == SUFFIX and given.is_file():
             return given
         return None if (directory / "config.json").exists() else _alone(directory)
-    if Path(name).is_file():  # so it is in transformers
+    if Path(name).is_file():  # transformers accepts a path too
         return Path(name)
     if not given.exists() and not errors.written_like_a_path(str(path)):
         options = {key: value for key, value in kwargs.items() if key in HUB_ARGUMENTS}
@@ -139,7 +143,7 @@ def _named(path: str | os.PathLike[str], kwargs: Mapping[str, Any]) -> Path | No
         return Path(str(found))
     if not (directory / name).is_file():
         raise errors.CheckpointError(
-            f"gguf_file={str(name)!r} must be a file in {directory}, and is none: give the name of one, or its path"
+            f"gguf_file={str(name)!r} must be a file in {directory}, but is none: give the name of one, or its path"
         )
     return directory / name
 

@@ -1,4 +1,4 @@
-"""Find DeepSpeed's partitions, and weights by torchtitan's names."""
+"""Find DeepSpeed's ZeRO partitions, and weights with torchtitan's names."""
 
 from collections.abc import Mapping
 from pathlib import Path

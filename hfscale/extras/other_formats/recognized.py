@@ -1,6 +1,6 @@
-"""Recognize what other trainers write, by the names of files alone, and name the tool that converts it.
+"""Recognize checkpoints of other trainers by the names of files alone, and name the tool that converts each.
 
-Nothing is opened: the metadata of torch's distributed checkpoints are pickles.
+No file is opened, because the metadata of torch's distributed checkpoints are pickles.
 """
 
 from collections.abc import Iterator
@@ -12,8 +12,8 @@ from pathlib import Path
 from ...distributed.files.sources import AddedSource
 from ...distributed.files.weight_files import SLICED
 
-_DEEP = 2  # levels of directories below the one that is given
-_MOST = 200  # directories that are looked into
+_DEEP = 2  # levels of subdirectories to search
+_MOST = 200  # at most so many directories are searched
 _NO_WEIGHTS = (
     "optimizer",
     "scheduler",
@@ -23,7 +23,7 @@ _NO_WEIGHTS = (
     "sampler",
     "training_args",
 )
-_BESIDE = "copy the model's config.json and tokenizer beside them"
+_BESIDE = "copy the model's config.json and tokenizer into the same directory"
 _CONFIG = "the config of its model as config="
 _IN_STOCK_CODE = (
     "load it once in stock code (model.load_state_dict(...); model.save_pretrained(OUT))"
@@ -32,9 +32,9 @@ _IN_STOCK_CODE = (
 
 @dataclass(frozen=True)
 class _Kind:
-    """Describe one way to write checkpoints; ``{}`` in ``tool`` stands for the directory that has it."""
+    """Describe one format of checkpoints. ``{}`` in ``tool`` stands for the checkpoint's directory."""
 
-    names: tuple[str, ...]  # patterns of paths in the directory, which are all there
+    names: tuple[str, ...]  # patterns; a path in the directory must match each
     what: str
     tool: str
 
@@ -65,7 +65,7 @@ _KINDS = (
         _Kind(
             (name,),
             "DeepSpeed's partitions",
-            "merge them once by the zero_to_fp32.py that DeepSpeed writes beside them, or by "
+            "merge them once by the zero_to_fp32.py that DeepSpeed writes next to them, or by "
             "deepspeed.utils.zero_to_fp32, and " + _BESIDE,
         )
         for name in ("*_model_states.pt", "global_step*/*_model_states.pt")
@@ -109,11 +109,14 @@ _KINDS = (
         for name in ("*.nemo", "*.msgpack", "*.h5", "*.npz")
     ),
 )
-"""The first that fits counts, so special ones come before general ones."""
+"""The first entry that fits counts, so special formats precede general ones."""
 
 
 def recognize(source: Path) -> str | None:
-    """Return what another trainer wrote to a file or directory, or just below it, and the tool that converts it."""
+    """Return a phrase with the format of a checkpoint in ``source``, or just below it, and the tool that converts it.
+
+    Return ``None`` if no format is recognized.
+    """
     if source.is_file():
         return _of({source.name}, source.parent)
     for directory in islice(_directories(source, _DEEP), _MOST):
@@ -135,7 +138,7 @@ def _fits(path: str, name: str) -> bool:
 
 
 def _paths(directory: Path) -> set[str]:
-    """Return the paths of files in a directory and in those inside it, relative to it, that may hold weights."""
+    """Return relative paths of the files in a directory and its subdirectories that may contain weights."""
     files = (
         file
         for place in _directories(directory, 1)
@@ -147,7 +150,7 @@ def _paths(directory: Path) -> set[str]:
 
 
 def _directories(directory: Path, deep: int) -> Iterator[Path]:
-    """Yield a directory and those below it, not hidden, level by level."""
+    """Yield a directory and its subdirectories, level by level, except hidden ones."""
     level = [directory]
     for _ in range(deep + 1):
         level = [each for each in level if each.is_dir()]

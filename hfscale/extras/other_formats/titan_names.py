@@ -1,7 +1,8 @@
-"""Read weights by torchtitan's names for Llama 3, as transformers names and orders them.
+"""Read weights with torchtitan's names for Llama 3, by the names and in the row order of transformers.
 
-torchtitan rotates neighbouring entries of a head, transformers one half against the other, so that rows of queries and
-keys come in another order: entry ``2 i + half`` of a head there is entry ``half * d / 2 + i`` here.
+torchtitan rotates neighbouring entries of a head together; transformers rotates the first half of a head against the
+second. So rows of queries and keys are ordered differently: entry ``2 i + half`` of a head in torchtitan is entry
+``half * d / 2 + i`` in transformers.
 """
 
 import re
@@ -17,7 +18,7 @@ _TABLE = "tok_embeddings.weight"
 _NAMES = {
     _TABLE: "model.embed_tokens.weight",
     "norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",  # of older versions
+    "output.weight": "lm_head.weight",  # in older versions
     "lm_head.weight": "lm_head.weight",
 }
 _IN_LAYERS = {
@@ -40,7 +41,7 @@ _TOOL = (
 
 
 class HalvesApart(TensorOnDisk):
-    """Read rows of ``source [heads * d, h]`` with both halves of each head side by side."""
+    """Read rows of ``source [heads * d, h]`` in transformers' order: the halves of each head one after the other."""
 
     def __init__(self, source: TensorOnDisk, head_dim: int) -> None:
         self._source = source
@@ -49,7 +50,7 @@ class HalvesApart(TensorOnDisk):
         self.dtype = source.dtype
 
     def read(self, spans: Box) -> Tensor:
-        """Return a copy of the box ``spans``; whole heads are read."""
+        """Return a copy of the box ``spans``; all rows of its heads are read."""
         (start, stop), *rest = spans
         size = self._head_dim
         first = start // size * size
@@ -60,25 +61,25 @@ class HalvesApart(TensorOnDisk):
 
 
 def is_torchtitans(names: Mapping[str, Any]) -> bool:
-    """Return whether weights have torchtitan's names."""
+    """Return whether the names of weights are torchtitan's."""
     return _TABLE in names
 
 
 def as_transformers(tensors: Mapping[str, TensorOnDisk], config: Any) -> dict[str, TensorOnDisk]:
-    """Return the tensors by transformers' names, in its order of rows.
+    """Return the tensors by transformers' names, in transformers' order of rows.
 
     Args:
-        config: of the model; ``None`` if only names are asked for.
+        config: the model's config; ``None`` if only the names are needed.
 
     Raises:
-        CheckpointError: a name is not that of a Llama 3.
+        CheckpointError: a name does not belong to a Llama 3 model.
     """
     found = {}
     for key, tensor in tensors.items():
         name = _name(key)
         if name is None:
             raise CheckpointError(
-                f"weights by torchtitan's names must be a Llama 3's, got {key}: {_TOOL}"
+                f"weights with torchtitan's names must be a Llama 3's, got {key}: {_TOOL}"
             )
         if config is not None and any(part in name for part in _ROTATED):
             text = config.get_text_config()

@@ -1,18 +1,19 @@
-"""Read DeepSpeed's ZeRO checkpoints: flat partitions of each rank, in which parameters follow one another.
+"""Read DeepSpeed's ZeRO checkpoints: each rank has flat partitions, in which parameters follow one another.
 
 ::
 
     latest                                         global_step3
     global_step3/mp_rank_00_model_states.pt        stages 1 and 2: names and shapes of parameters, by group; schedule
-    global_step3/zero_pp_rank_0_mp_rank_00_...     stage 3: the same for each rank
+    global_step3/zero_pp_rank_0_mp_rank_00_...     stage 3: the same contents, one file per rank
         ..._optim_states.pt                        partitions of each group, of weights and of moments, in 32 bits
 
-    stages 1, 2    rank 0 [q q q q k] rank 1 [k v v v v]     a group is cut where it happens to
-    stage 3        rank 0 [q q k v v] rank 1 [q q k v v]     each parameter is cut over all ranks, its end padded
+    stages 1, 2    rank 0 [q q q q k] rank 1 [k v v v v]     a group is split at any place
+    stage 3        rank 0 [q q k v v] rank 1 [q q k v v]     each parameter is sharded over all ranks, padded at its end
 
-Trained weights are the masters in 32 bits. Those that do not train are in the model states, in their own type: whole
-with stages 1 and 2, a fragment of each in every rank's file with stage 3; buffers are there too. Files hold objects of
-DeepSpeed's classes; stand-ins are made for them, and nothing of DeepSpeed is imported or run.
+Trained weights are the 32-bit master weights. Frozen weights are in the model states, in their own dtype: whole with
+stages 1 and 2; with stage 3, every rank's file has a fragment of each frozen weight. Buffers are in the model states
+too. The files contain objects of DeepSpeed's classes; stand-ins replace these, and nothing of DeepSpeed is imported or
+run.
 """
 
 from collections.abc import Collection, Iterator
@@ -44,7 +45,7 @@ _STATES = {1: "base_optimizer_state", 2: "base_optimizer_state", 3: "optimizer_s
 
 @dataclass(frozen=True)
 class Run:
-    """Say where values of a tensor lie side by side in one flat tensor."""
+    """Describe where consecutive values of a tensor are in one flat tensor: ``length`` values from ``begin`` on."""
 
     flat: TensorOnDisk  # ``[n]``
     begin: int
@@ -52,7 +53,7 @@ class Run:
 
 
 class TensorInRuns(TensorOnDisk):
-    """Read one tensor whose values, row after row, are those of several runs."""
+    """Read one tensor whose values, row after row, are the concatenation of several runs."""
 
     def __init__(self, name: str, shape: tuple[int, ...], runs: list[Run]) -> None:
         self.name = name
@@ -63,11 +64,11 @@ class TensorInRuns(TensorOnDisk):
         if found != prod(shape):
             raise CheckpointError(
                 f"{name} of shape {list(shape)} must have {prod(shape):,} values in the partitions of all ranks, got "
-                f"{found:,}: copy the files of all of them"
+                f"{found:,}: copy the files of all ranks"
             )
 
     def read(self, spans: Box) -> Tensor:
-        """Return a copy of the box ``spans``; only its rows are read."""
+        """Return a copy of the box ``spans``; only the rows of the box are read."""
         if not self.shape:
             return self._values(0, 1).view(())
         (first, last), *rest = spans
@@ -89,7 +90,7 @@ class TensorInRuns(TensorOnDisk):
 
 
 class ZeroCheckpoint:
-    """Hold what a directory of DeepSpeed's has; raise :class:`CheckpointError` if it cannot be read."""
+    """Hold the contents of a DeepSpeed checkpoint; raise :class:`CheckpointError` if it cannot be read."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory_of_step(directory)
@@ -98,7 +99,7 @@ class ZeroCheckpoint:
         if not states or any("_mp_rank_00_" not in f"_{path.name}" for path in (*paths, *states)):
             raise CheckpointError(
                 f"{self.directory} must be of data ranks alone (mp_rank_00), got {[path.name for path in states]}, of "
-                "model ranks with slices that no file describes: join them where it was trained (DeepSpeed's "
+                "model-parallel ranks, whose slices no file describes: join them where it was trained (DeepSpeed's "
                 "engine.save_16bit_model), or with Megatron-DeepSpeed's deepspeed_to_transformers.py"
             )
         self._model = _read(states[0])
@@ -116,12 +117,12 @@ class ZeroCheckpoint:
         if count != len(paths):
             raise CheckpointError(
                 f"{self.directory} must have the files of {count} ranks ({OPTIMIZER_STATES}), got {len(paths)}: copy "
-                "those of all of them"
+                "the files of all ranks"
             )
 
     @contextmanager
     def _as_written(self) -> Iterator[None]:
-        """Raise :class:`CheckpointError` where files have not what DeepSpeed writes."""
+        """Raise :class:`CheckpointError` if the files do not contain the entries that DeepSpeed writes."""
         try:
             yield
         except (LookupError, TypeError, ValueError, AttributeError) as error:
@@ -132,12 +133,12 @@ class ZeroCheckpoint:
 
     @property
     def step(self) -> int:
-        """Return the number of optimizer steps done."""
+        """Return the number of optimizer steps that were done."""
         return int(self._model["global_steps"])
 
     @property
     def schedule(self) -> dict[str, Any] | None:
-        """Return the state of the learning rate's schedule, if DeepSpeed had it."""
+        """Return the state of the learning-rate schedule, if DeepSpeed saved one."""
         return self._model.get("lr_scheduler")
 
     def weights(self) -> dict[str, TensorOnDisk]:
@@ -153,13 +154,13 @@ class ZeroCheckpoint:
         return found
 
     def _frozen(self) -> dict[str, TensorOnDisk]:
-        """Return the weights that did not train: whole, or of a fragment in every rank's file."""
+        """Return the frozen weights: whole ones, or (stage 3) ones composed of a fragment in every rank's file."""
         shapes = self._model.get("frozen_param_shapes") or {}
         paths = self._model_files if shapes and self.stage == 3 else self._model_files[:1]
         if shapes and self.stage == 3 and len(paths) != len(self._ranks):
             raise CheckpointError(
-                f"{self.directory} must have the model states of {len(self._ranks)} ranks, whose fragments are of "
-                f"frozen weights, got {len(paths)}: copy those of all of them"
+                f"{self.directory} must have the model states of all {len(self._ranks)} ranks, which hold fragments of "
+                f"frozen weights, got {len(paths)}: copy the files of all ranks"
             )
         files = [RawFile(path) for path in paths]
         held = [_read(path)["frozen_param_fragments"] for path in paths] if shapes else []
@@ -175,12 +176,12 @@ class ZeroCheckpoint:
             elif parts[0].shape == shape:
                 found[name] = parts[0]
             else:
-                raise ValueError(f"{name} of shape {shape} is there in {parts[0].shape}")
+                raise ValueError(f"{name} of shape {shape} is stored in shape {parts[0].shape}")
         return found
 
     def _add_whole(self, found: dict[str, TensorOnDisk], shared: Collection[str]) -> None:
-        """Add what the model states hold whole, but for ``shared`` names: buffers; with stages 1 and 2 every weight, in
-        its own type.
+        """Add the tensors that the model states hold whole, except ``shared`` names: buffers, and with stages 1 and 2
+        every weight, in its own dtype.
         """
         file = RawFile(self._model_files[0])
         buffers = self._model.get("buffer_names") or ()
@@ -190,7 +191,7 @@ class ZeroCheckpoint:
             told = self.stage < 3 or name in buffers
             if isinstance(place, PlaceInFile) and told and name not in shared:
                 places[name] = place
-        # Tied weights lie at one place.
+        # Tied weights have the same place in the file.
         known = {places[name].begin: name for name in found if name in places}
         for name, place in places.items():
             if name not in found and 0 not in place.shape and place.begin in known:
@@ -199,11 +200,13 @@ class ZeroCheckpoint:
                 found[name] = TensorInTorchFile(file, name, place)
 
     def optimizer(self) -> dict[str, Any]:
-        """Return the optimizer's state as ``state_dict`` has it, with lazy tensors and names in place of numbers."""
+        """Return the optimizer's state like ``state_dict()``, but with lazy tensors, and with names instead
+        of numbers.
+        """
         base = [rank[_STATES[self.stage]] for rank in self._ranks]
         if not isinstance(base[0], dict) or not base[0].get("state"):
             raise CheckpointError(
-                f"{self.directory} must hold an optimizer's state of one entry per group, and holds none: train on "
+                f"{self.directory} must hold an optimizer's state of one entry per group, but holds none: train on "
                 "from the weights alone"
             )
         names = [list(group) for group in self.shapes]
@@ -214,7 +217,7 @@ class ZeroCheckpoint:
         return {"state": self._states([each["state"] for each in base]), "param_groups": groups}
 
     def _states(self, by_rank: list[dict[int, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
-        """Return each parameter's state, of those of every rank's partitions."""
+        """Return each parameter's state, given the states of every rank's partitions."""
         state: dict[str, dict[str, Any]] = {name: {} for group in self.shapes for name in group}
         numbers = sorted(by_rank[0])
         for key, value in by_rank[0][numbers[0]].items():
@@ -231,12 +234,12 @@ class ZeroCheckpoint:
         return self._flat(0, value)[...] if isinstance(value, PlaceInFile) else value
 
     def _tensors(self, partitions: list[list[PlaceInFile]]) -> list[tuple[str, TensorInRuns]]:
-        """Return every parameter's tensor in flat partitions: of each rank, one per group."""
+        """Return every parameter's tensor in flat partitions, of which each rank has one per group."""
         by_rank = [[self._flat(n, each) for each in rank] for n, rank in enumerate(partitions)]
         return self._cut_everywhere(by_rank) if self.stage == 3 else self._one_by_one(by_rank)
 
     def _one_by_one(self, by_rank: list[list[TensorOnDisk]]) -> list[tuple[str, TensorInRuns]]:
-        """Place parameters in the concatenation of all ranks' partitions of their group."""
+        """Locate parameters in the concatenation of all ranks' partitions of their group (stages 1 and 2)."""
         found = []
         paddings = self._ranks[0].get("param_alignment_paddings")
         for number, group in enumerate(self.shapes):
@@ -250,7 +253,7 @@ class ZeroCheckpoint:
         return found
 
     def _cut_everywhere(self, by_rank: list[list[TensorOnDisk]]) -> list[tuple[str, TensorInRuns]]:
-        """Place parameters in each rank's own partition, of which every one has a part."""
+        """Locate parameters in the ranks' partitions, each of which has a shard of every parameter (stage 3)."""
         found = []
         at = 0
         for name, shape in ((n, shape) for group in self.shapes for n, shape in group.items()):
@@ -269,7 +272,7 @@ class ZeroCheckpoint:
 
 
 def directory_of_step(directory: Path) -> Path:
-    """Return the directory of the step that ``latest`` names, or the one that is given."""
+    """Return the directory of the step that the file ``latest`` names; ``directory`` itself without that file."""
     latest = directory / LATEST
     if not latest.is_file():
         return directory
@@ -279,7 +282,7 @@ def directory_of_step(directory: Path) -> Path:
 
 
 def open_partitions(directory: Path) -> dict[str, TensorOnDisk]:
-    """Return lazy tensors of the weights, in 32 bits, by their names in the model."""
+    """Return lazy tensors of the weights, in 32 bits where they trained, by their names in the model."""
     return ZeroCheckpoint(directory).weights()
 
 
@@ -288,9 +291,9 @@ def _read(path: Path) -> dict[str, Any]:
         found = structure_of_file(path, "deepspeed")
         if not isinstance(found, dict):
             raise ValueError(f"it holds a {type(found).__name__}")
-    except Exception as error:  # of a damaged file, or one with other classes
+    except Exception as error:  # of any type: damaged files, or other classes
         raise CheckpointError(
-            f"{path} must be a file of DeepSpeed's, and cannot be read ({first_line(error)}): copy it again, or merge "
+            f"{path} must be a file of DeepSpeed's, but cannot be read ({first_line(error)}): copy it again, or merge "
             "the checkpoint once with DeepSpeed's zero_to_fp32.py"
         ) from error
     return found
@@ -302,7 +305,7 @@ def _rank(path: Path) -> int:
 
 
 def _runs(flats: list[TensorOnDisk], start: int, length: int) -> list[Run]:
-    """Return where ``length`` values from ``start`` on lie in the concatenation of flat tensors."""
+    """Return the runs of ``length`` values, from ``start`` on, in the concatenation of flat tensors."""
     found = []
     at = 0
     for flat in flats:

@@ -1,4 +1,4 @@
-"""Explain, as a process ends because memory ran out, what held it and what would need less."""
+"""Explain, when a process ends because memory ran out, what held the memory and what would need less."""
 
 from ...extensions import Extension
 

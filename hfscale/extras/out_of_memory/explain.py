@@ -1,8 +1,7 @@
-"""Explain that memory ran out: what held it, by kind, beside the plan's numbers, and what would need less.
+"""Explain that memory ran out: the bytes held, by kind, next to the planned bytes, and settings that need less.
 
-:mod:`hfscale.distributed.failures` asks for it as the process ends. So nothing is noted while training goes
-on: models and optimizers are found among the objects that are alive, and the batch among the variables of the error's
-traceback.
+:mod:`hfscale.distributed.failures` calls this when the process ends, so nothing is recorded during training. Models and
+optimizers are found among the live objects of Python, and the batch among the variables of the error's traceback.
 """
 
 import gc
@@ -38,7 +37,7 @@ _LEVERS: dict[str, dict[str, Any]] = {
 
 
 def explain(error: BaseException) -> str:
-    """Return lines for the log about every model that hfscale parallelized; empty if there is none."""
+    """Return lines for the log about every live model that hfscale parallelized; empty if there is none."""
     alive = [
         each for each in gc.get_objects() if issubclass(type(each), Runtime | torch.optim.Optimizer)
     ]
@@ -75,7 +74,7 @@ def _of_model(runtime: Runtime, optimizer: Any, batch: Tensor | None) -> list[st
     if batch is None or planned is None:
         return lines
     lines.append(
-        f"what a microbatch of {batch.numel():,} tokens would need, in place of {human(planned.total)}"
+        f"a microbatch of {batch.numel():,} tokens would need, instead of {human(planned.total)}"
     )
     for words, changed in _LEVERS.items():
         estimate = _planned(runtime, optimizer, batch, **changed)
@@ -94,8 +93,10 @@ def _of_model(runtime: Runtime, optimizer: Any, batch: Tensor | None) -> list[st
 def _planned(
     runtime: Runtime, stepping: Any, batch: Tensor, **changed: Any
 ) -> MemoryEstimate | None:
-    """Estimate a step over microbatches like ``batch``, ``tokens`` of them being a share; ``None`` if that fails."""
-    context = runtime.mesh.layout.cp  # which a microbatch on the device is a piece over
+    """Estimate a step over microbatches like ``batch``, with a fraction ``tokens`` of the batch's tokens; ``None`` if
+    that fails.
+    """
+    context = runtime.mesh.layout.cp  # context-parallel ranks, which share a microbatch's tokens
     tokens = max(
         1,
         int(batch.numel() * context * changed.pop("tokens", 1)),
@@ -104,12 +105,12 @@ def _planned(
     length = min(tokens, batch.shape[-1] * context)
     try:
         return memory_estimate(runtime.model, sequence_length=length, **{**given, **changed})
-    except HFScaleError:  # an optimizer of the user's
+    except HFScaleError:  # the optimizer is not one that can be estimated
         return None
 
 
 def _batch(error: BaseException) -> Tensor | None:
-    """Return the token ids of a microbatch among the variables of a traceback, the innermost ones."""
+    """Return the token ids of a microbatch in the innermost frame of a traceback that has one."""
     for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
         for value in frame.f_locals.values():
             for batch in value if isinstance(value, list) else [value]:

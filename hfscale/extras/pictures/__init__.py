@@ -1,4 +1,4 @@
-"""Verify layouts of models of pictures and text: small configs of them, and cases with pictures in their batches."""
+"""Verify layouts of vision-language models: tiny configs, and parity cases whose batches have pictures."""
 
 from ...extensions import Extension
 

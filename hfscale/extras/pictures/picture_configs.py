@@ -1,4 +1,4 @@
-"""Make tiny configs of families that their default configs do not build: texts, and towers with placeholders."""
+"""Make tiny configs of families whose default configs build no model: text models, and vision-language models."""
 
 import json
 from pathlib import Path
@@ -8,15 +8,15 @@ from transformers import AutoConfig
 
 from ...models.clone import HEAD_DIM, merged, tiny_clone
 
-# What default configs need, to be tiny: changes to decoders; sizes in a config that reads pictures (``tower``) and in
-# one around it (``whole``); changes to such families, in dicts to nested configs; and those with rotary sections
-# (``sectioned``) that their configs do not name.
+# Changes that make default configs tiny: of text models (``decoders``); sizes in configs that read pictures (``tower``)
+# and in configs around them (``whole``); of vision-language families, nested dicts (``pictures``); and the families
+# with rotary sections that their configs do not name (``sectioned``).
 _KNOWN = json.loads((Path(__file__).parent / "tiny_configs.json").read_text())
 CHANGES: dict[str, dict[str, Any]] = _KNOWN["decoders"]
 SIDE = 16
 PATCH = 4
 GRID = SIDE // PATCH
-# Special tokens, by the word in the name of their field: distinct, and never drawn at random.
+# Special tokens by the beginning of their field's name: distinct, and never drawn at random.
 TOKENS = {
     **dict.fromkeys(("image_token", "image_patch"), 60),
     **dict.fromkeys(("image_start", "vision_start", "boi_token"), 61),
@@ -26,13 +26,13 @@ TOKENS = {
 LOWEST = min(TOKENS.values())
 IMAGE_TOKEN = TOKENS["image_token"]
 PLACEHOLDERS = ("image_token_id", "image_token_index", "image_patch_id", "video_token_index")
-# Families whose encoder reads pictures alone -> inputs of a text that they are not given.
+# Families whose encoder reads only pictures -> text inputs to leave out.
 LABELS_ONLY = {"pp_formulanet": ("attention_mask",), "pix2struct": ("attention_mask",)}
 FAMILIES: dict[str, dict[str, Any]] = {
     **_KNOWN["pictures"],
     "aria": {"projector_patch_to_query_dict": {GRID**2: 4}},
 }
-# Changes to a nested text config, by its own family.
+# Changes to a nested text config, by the text config's own family.
 TEXTS = {
     **CHANGES,
     "nemotron_h": {
@@ -43,7 +43,7 @@ TEXTS = {
 
 
 def with_pictures(family: Any, **changes: Any) -> Any:
-    """Return a tiny config of a vision-language family, by name or config, with pictures of ``SIDE x SIDE``."""
+    """Return a tiny config of a vision-language family (name or config) for pictures of ``SIDE x SIDE``."""
     config = AutoConfig.for_model(family) if isinstance(family, str) else family
     fields = config.to_dict()
     if fields.get("vision_config", {}) is None:  # some default configs have none
@@ -59,7 +59,7 @@ def with_pictures(family: Any, **changes: Any) -> Any:
 def _sizes_for_pictures(
     fields: dict[str, Any], seeing: bool, besides: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return changes to a config and nested ones; ``seeing``: the config, or one around it, reads pictures."""
+    """Return changes to a config and its nested configs; ``seeing``: this config or an enclosing one reads pictures."""
     wanted = {**(_KNOWN["tower"] if seeing else {}), **besides, **_tokens(fields)}
     sizes: dict[str, Any] = dict(TEXTS.get(fields.get("model_type", ""), {}))
     for name, value in fields.items():
@@ -91,7 +91,7 @@ def _tokens(fields: dict[str, Any]) -> dict[str, int]:
 
 
 def _with_sections(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return rotary sections (time, height, width) for such small heads, if the config has any."""
+    """Return rotary sections (time, height, width) that fit the tiny heads, if the config has sections."""
     rope = fields.get("rope_parameters") or {}
     if fields.get("model_type") not in _KNOWN["sectioned"] and "mrope_section" not in rope:
         return {}

@@ -1,7 +1,7 @@
 """Make tiny vision-language models, and batches of texts with pictures for them.
 
-Families differ in the format of pictures; a tower's features replace placeholders in the text. The number of
-placeholders per picture is not computed here: the model computes features, and they are counted.
+Families differ in the format of pictures. Features of the vision tower replace placeholders in the text. The number of
+placeholders per picture is not computed by rules: a model computes the features once, and the features are counted.
 """
 
 import inspect
@@ -24,7 +24,7 @@ _ROWS: dict[str, int] = {}
 Picture = dict[str, Tensor]
 _Noise = Callable[..., Tensor]
 _PLACED = ("token_type_ids", "mm_token_type_ids", "image_embeds_position_mask")
-"""Inputs that distinguish placeholders from text."""
+"""Inputs that tell placeholders and text apart."""
 _WAYS = (
     "image_grid_thw",
     "image_grid_hw",
@@ -43,19 +43,19 @@ _WAYS = (
     "image_grid_pinpoints",
     "image_patches",
 )
-"""The first of these that is an input of the class, or a field of its config, says how it takes pictures."""
+"""Inputs or config fields, by which the format of pictures is recognized: the first one that a family has decides."""
 
 
 @dataclass
 class PictureCase(Case):
-    """Define a case with texts, some of which have a picture in the middle."""
+    """Define a parity case whose texts have a picture in the middle, some texts excepted."""
 
     auto_class: Any = AutoModelForImageTextToText
-    # which ``(step, distinct batch, microbatch)`` have no pictures
+    # the ``(step, distinct batch, microbatch)`` without pictures
     text_alone: frozenset[tuple[int, int, int]] = frozenset()
 
     def batches(self, batch_world: int) -> list[list[list[Batch]]]:
-        """Return the batches of any case, with pictures."""
+        """Return the batches of the base class, with pictures added."""
         generator = torch.Generator().manual_seed(12)
         return [
             [
@@ -70,7 +70,7 @@ class PictureCase(Case):
         ]  # fmt: skip
 
     def illustrated(self, batch: Batch, generator: torch.Generator) -> Batch:
-        """Return a batch's texts, each with a picture."""
+        """Return the texts of a batch, with a picture in each text."""
         pictures = [
             make_picture(self.config, self._arguments, generator) for _ in batch["input_ids"]
         ]
@@ -86,13 +86,13 @@ class PictureCase(Case):
 
     @property
     def _token(self) -> int:
-        """The placeholder's token id; a token that is never drawn if attention reads pictures without placeholders."""
+        """The placeholder's token id; if attention reads pictures without placeholders, a token that is never drawn."""
         fields = self.config.to_dict()
         names = [name for name in PLACEHOLDERS if isinstance(fields.get(name), int)]
         return int(fields[names[0]]) if names else IMAGE_TOKEN
 
     def _placed(self, batch: Batch, rows: int) -> Batch:
-        """Return the text with ``rows`` placeholders, whose labels are ignored."""
+        """Return the text with ``rows`` placeholders inserted; labels of placeholders are ignored."""
         fill = {"input_ids": self._token, "labels": -100, "attention_mask": 1}
         return {
             name: torch.cat(
@@ -107,7 +107,7 @@ class PictureCase(Case):
         }
 
     def _typed(self, batch: Batch) -> Batch:
-        """Return a batch with the additional inputs of the class, and without inputs that it does not take."""
+        """Return a batch with the further inputs of the class, and without inputs that the class does not take."""
         given = self._arguments
         ids = batch["input_ids"]
         typed = {
@@ -116,7 +116,7 @@ class PictureCase(Case):
         }
         if "image_attention_mask" in given:  # [samples, tokens, pictures]
             typed["image_attention_mask"] = torch.ones(*ids.shape, 1, dtype=torch.long)
-        if "bbox" in given:  # the place of a token on its page
+        if "bbox" in given:  # a token's box on its page
             corner = torch.arange(ids.shape[1], dtype=torch.float64) / (2 * ids.shape[1])
             typed["bbox"] = torch.stack(
                 [corner, corner, corner + 0.3, corner + 0.4], dim=-1
@@ -132,7 +132,7 @@ class PictureCase(Case):
         return inspect.signature(kind.forward).parameters
 
     def _rows(self, picture: dict[str, Tensor]) -> int:
-        """Return the number of a picture's features; 0 if attention reads them without placeholders."""
+        """Return the number of features per picture; 0 if attention reads them without placeholders."""
         fields = self.config.to_dict()
         if not {*PLACEHOLDERS} & fields.keys():
             return int(fields.get("latent_query_num", 0))
@@ -144,7 +144,7 @@ class PictureCase(Case):
 
 @dataclass
 class PlainPictureCase(PictureCase, PlainCase):
-    """Define a case with pictures and a loss computed by the class, trained by a plain loop."""
+    """Define a case with pictures whose loss the class computes, trained by a plain loop."""
 
 
 def _count_features(config: Any, picture: dict[str, Tensor]) -> int:
@@ -171,16 +171,18 @@ def _count_features(config: Any, picture: dict[str, Tensor]) -> int:
 
 
 def _features_in(output: Any) -> Any:
-    """Return the features that replace placeholders."""
+    """Return the features that replace placeholders, from a tower's output."""
     if getattr(output, "pooler_output", None) is not None:
         return output.pooler_output
-    if getattr(output, "deepstack_features", None) is not None:  # (layer, what is added there)
+    if getattr(output, "deepstack_features", None) is not None:  # (layer, features to add)
         return output.deepstack_features[0][1]
     return output.last_hidden_state
 
 
 def make_picture(config: Any, given: Any, generator: torch.Generator) -> Picture:
-    """Return a picture for a class that takes the ``given`` inputs; a batch concatenates them along their first dim."""
+    """Return a picture in the format of a class with the inputs ``given``; a batch concatenates pictures
+    along dim 0.
+    """
     way = next((name for name in _WAYS if name in given or hasattr(config, name)), "")
     vision = vision_part(config)
     channels = int(getattr(vision, "num_channels", 0) or getattr(vision, "in_channels", 3))
@@ -214,7 +216,7 @@ def join_pictures(pictures: list[Picture]) -> Picture:
 
 
 def vision_part(config: Any) -> Any:
-    """Return the nested config with the size of pictures."""
+    """Return the nested config that has the picture's size."""
     for name in ("vision_config", "vlm_config", "vq_config", "encoder"):
         inside = getattr(config, name, None)
         if inside is not None:
@@ -229,12 +231,12 @@ def _patches(
     channels: int,
     noise: _Noise,
 ) -> Picture | None:
-    """Return a picture as patches with their positions, for families that take patches; else ``None``."""
+    """Return a picture as patches with positions, for families that take patches; ``None`` for other families."""
     sides = torch.tensor([[GRID, GRID]])
     width = channels * PATCH**2
     match way:
-        case "image_grid_thw":  # all pictures of a batch lie in one dim
-            if vision.model_type == "inkling2_vision":  # squares of all patches of a token
+        case "image_grid_thw":  # patches of all pictures along one dim
+            if vision.model_type == "inkling2_vision":  # all patches of a token form a square
                 side = PATCH * vision.spatial_merge_size
                 tokens = GRID // vision.spatial_merge_size
                 grid = torch.tensor([[1, tokens, tokens]])
@@ -256,7 +258,7 @@ def _patches(
         case "spatial_shapes":
             room = {"pixel_attention_mask": torch.ones(1, GRID**2, dtype=torch.long)}
             return {"pixel_values": noise(1, GRID**2, width), "spatial_shapes": sides, **room}
-        case "target_sizes":  # side by side, along the last dim
+        case "target_sizes":  # patches are concatenated along the last dim
             return {
                 "pixel_values": noise(1, channels, PATCH, GRID**2 * PATCH),
                 "target_sizes": sides.int(),
@@ -277,7 +279,7 @@ def _patches(
                 "image_token_pooling": tokens,
                 "image_grids": grids,
             }
-        case "flattened_patches":  # which begin with their row and their column, counted from one
+        case "flattened_patches":  # each patch begins with its row and column, from 1
             places = 1.0 + torch.cartesian_prod(torch.arange(GRID), torch.arange(GRID)).double()
             return {"flattened_patches": torch.cat([places, noise(GRID**2, width)], dim=1)[None]}
         case "image_patches":
@@ -334,7 +336,7 @@ def _squares(
             }
         case "pixel_attention_mask" | "image_attention_mask":  # [samples, pictures, ...]
             return {"pixel_values": noise(1, 1, *square)}
-        case "image_grid_pinpoints":  # with two tiles of it
+        case "image_grid_pinpoints":  # the picture and two tiles of it
             return {
                 "pixel_values": noise(1, 3, *square),
                 "image_sizes": torch.tensor([[2 * SIDE, SIDE]]),

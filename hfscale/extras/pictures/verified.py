@@ -1,4 +1,4 @@
-"""How models of pictures and text are verified."""
+"""The parity cases by which vision-language models are verified."""
 
 from ...testing.verify import ParityCases
 from .picture_configs import with_pictures

@@ -1,4 +1,4 @@
-"""Gradients between replicas as low-rank factors: PowerSGD (Vogels et al. 2019)."""
+"""Average gradients between replicas as low-rank factors: PowerSGD (Vogels et al. 2019)."""
 
 from ...extensions import Extension
 

@@ -5,10 +5,11 @@
     M = matrix + error    P = M Q    mean of P, made orthonormal    Q = M^T P    mean of Q
     matrix <- P Q^T       error <- M - P Q^T
 
-A rank compresses its own shard of a matrix, as DALL-E did (Ramesh et al. 2021, appendix E); vectors, and matrices whose
-factors would be no smaller, are averaged as they are. Under a loss scale errors are scaled as gradients are, and follow
-it where it changes; of a step whose gradients are no numbers nothing is kept, or no later step would have any. Matrices
-in 16 bits are factored in 32, in which their errors are kept too.
+Each rank compresses its own shard of a matrix, like DALL-E (Ramesh et al. 2021, appendix E). Vectors are averaged
+uncompressed, and so are matrices whose factors would be no smaller. Under a loss scale, errors are scaled like
+gradients, and rescaled when the loss scale changes. If a step's gradients are not finite, its errors and factors are
+discarded, since they would make all later steps not finite. Matrices in 16 bits are factored in 32 bits, and their
+errors are kept in 32 bits too.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -46,7 +47,7 @@ class PowerSGD(Compressor):
         self._made_in = 1.0
 
     def __call__(self, flat: Tensor) -> None:
-        """Average ``flat`` over the replicas in place."""
+        """Average the gradient buffer ``flat`` over the replicas, in place."""
         if sum(map(prod, self._sizes)) != flat.numel():  # some have no gradient
             self._mean([flat])
             return
@@ -85,28 +86,30 @@ class PowerSGD(Compressor):
             self._factors[i] = torch.where(numbers, right[i], factor)
 
     def tensors(self) -> list[Tensor]:
-        """Return errors and factors."""
+        """Return the errors and factors."""
         return [*self._errors.values(), *self._factors.values()]
 
     def state(self) -> dict[str, Any]:
-        """Return errors and factors, and the unit of the errors."""
+        """Return the errors and factors, and the loss scale of the errors."""
         return {"errors": self._errors, "factors": self._factors, "unit": self._made_in}
 
     def put_state(self, state: Mapping[str, Any], device: torch.device) -> None:
-        """Load errors and factors."""
+        """Load the errors and factors of a saved state."""
         self._errors = {i: saved.to(device) for i, saved in state["errors"].items()}
         self._factors = {i: saved.to(device) for i, saved in state["factors"].items()}
-        self._made_in = state.get("unit", self._unit())  # states of before had none
+        self._made_in = state.get("unit", self._unit())  # older states have no unit
 
     @staticmethod
     def entries_kept(shape: Sequence[int], rank: int) -> int:
-        """Return how many numbers error and factor have; 0 where factors would be no smaller than the gradient."""
+        """Return the number of values that error and factor have; 0 if factors would be no smaller than the
+        gradient.
+        """
         rows, columns = (shape[0], prod(shape[1:])) if len(shape) > 1 else (1, 1)
         is_smaller = rank * (rows + columns) < rows * columns and rank <= min(rows, columns)
         return (rows + rank) * columns if is_smaller else 0
 
     def _error(self, i: int, matrix: Tensor) -> Tensor:
-        # In 32 bits at least: roundings of matrices in 16 are among the errors.
+        # Errors have at least 32 bits: they include the rounding of 16-bit matrices.
         if i not in self._errors:
             self._errors[i] = torch.zeros_like(
                 matrix, dtype=torch.promote_types(matrix.dtype, torch.float32)
@@ -124,13 +127,13 @@ class PowerSGD(Compressor):
         return self._factors[i]
 
     def _mean(self, tensors: list[Tensor]) -> None:
-        """Average tensors over the replicas in place with one all-reduce."""
+        """Average tensors over the replicas, in place, by one all-reduce."""
         if tensors:
             all_reduce_together(tensors, self._group, dist.get_world_size(self._group))
 
 
 def first_factor(seed: int, number: int, columns: int, rank: int) -> Tensor:
-    """Return a random normal ``[columns, rank]``, for matrix ``number`` of a buffer."""
+    """Return a random normal factor ``[columns, rank]`` for matrix ``number`` of a buffer."""
     return torch.randn(
         columns,
         rank,

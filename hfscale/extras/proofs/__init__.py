@@ -1,7 +1,7 @@
-"""Prove facts about a model class that plans need: each proof runs a tiny clone, or the model without memory.
+"""Prove facts about a model class that plans need; each proof runs a tiny clone, or the model without memory.
 
-:mod:`hfscale.models.facts` asks for them where its table has no answer; ``scripts/prove_facts.py`` writes the table
-with them. A proof returns its answer, which is JSON, and whether it holds for all models of the same digest, whatever
+:mod:`hfscale.models.facts` calls a proof if its table has no answer; ``scripts/prove_facts.py`` fills the table by the
+same proofs. A proof returns its answer (JSON), and whether the answer holds for all models of the same digest, whatever
 their sizes.
 """
 

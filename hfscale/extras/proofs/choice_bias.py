@@ -1,4 +1,4 @@
-"""Prove which tensors a mixture's router adds to its scores for the choice of experts alone (Wang et al. 2024)."""
+"""Prove which tensors a router adds to its scores only for the choice of experts (Wang et al. 2024)."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -18,14 +18,14 @@ from .probe import end_texts, perturb, tiny_model_of, without_cache
 _LITTLE = 1e-3
 _MUCH = 100.0
 _CALLED = ("bias", "biases")
-Routes = tuple[Tensor, Tensor]  # the experts that tokens chose, and their weights
+Routes = tuple[Tensor, Tensor]  # indices and weights of the chosen experts
 
 
 def prove_choice_bias(model: Any, kind: Any) -> tuple[dict[str, str], bool]:
-    """Return, by name of a mixture's experts, the name within its block of the bias that decides only which experts are
-    chosen: where it changes a little, and no choice does, no weight does; where one entry is large, its expert is
-    chosen. Where no tiny clone can be made it is the one tensor that may be such a bias and is called one. The model,
-    of the stock class ``kind``, may be parallelized.
+    """Map the name of a mixture's experts module to the name, within its block, of the bias that affects only the
+    choice of experts. A tensor is such a bias if a small change that leaves the choice as it is changes no routing
+    weight, and if one large entry makes its expert chosen. If no tiny clone can be made, a tensor of the right shape
+    whose name ends in "bias" is taken. The model, of the stock class ``kind``, may be parallelized.
     """
     biases: dict[str, str] = {}
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
@@ -49,14 +49,14 @@ def prove_choice_bias(model: Any, kind: Any) -> tuple[dict[str, str], bool]:
 
 
 def _mixtures(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
-    """Yield the name of each module of experts, the block around it, and the module."""
+    """Yield (name, block, module) for each module of experts; the block is the module around the experts."""
     for name, module in model.named_modules():
         if holds_experts(module):
             yield name, model.get_submodule(name.rpartition(".")[0]), module
 
 
 def _layers_of_every_block(whole: nn.Module) -> int:
-    """Return how many of the first layers have a mixture of each structure: some families begin with dense layers."""
+    """Return how many first layers include a mixture of each structure, since some families begin with dense layers."""
     firsts: dict[frozenset[str], int] = {}
     for name, block, experts in _mixtures(whole):
         numbers = [int(part) for part in name.split(".") if part.isdigit()]
@@ -67,7 +67,7 @@ def _layers_of_every_block(whole: nn.Module) -> int:
 
 
 def _candidates(block: nn.Module, experts: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensors of a block with an entry for each of the ``experts``, or more, that its class does not train."""
+    """Yield the block's tensors that its class does not train and that have at least one entry per expert."""
     inside = {id(tensor) for tensor in (*experts.parameters(), *experts.buffers())}
     frozen = (
         (name, parameter)
@@ -100,8 +100,8 @@ def _is_for_the_choice(clone: Any, block: nn.Module, experts: Any, tensor: Tenso
 
 
 def _routes(clone: Any, block: nn.Module, experts: nn.Module) -> Routes | None:
-    """Return the routes ``[n, k]`` with which the ``block`` of a clone calls its ``experts``, within the model, or by
-    itself where that needs more than tokens; ``None`` where neither can be run.
+    """Return the routes ``[n, k]`` with which a clone's ``block`` calls its ``experts``. The block runs within the
+    model, or alone if the model needs more than tokens. Return ``None`` if neither can run.
     """
     taken: list[Routes] = []
 
@@ -130,7 +130,7 @@ def _routes(clone: Any, block: nn.Module, experts: nn.Module) -> Routes | None:
             lambda: clone(input_ids=ids, **given, **without_cache(clone)),
             lambda: block(hidden),
         ):
-            with suppress(Exception):  # of stock code, which may need more
+            with suppress(Exception):  # stock code may need more inputs
                 run()
             if taken:
                 return taken[0]

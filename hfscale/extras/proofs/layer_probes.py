@@ -1,4 +1,4 @@
-"""Prove facts about modules before, between and after a model's layers, modules that tokens do not reach, and loans."""
+"""Prove facts about modules before, between and after the layers of a model, unused modules, and loans."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -25,15 +25,15 @@ from .probe import (
     without_cache,
 )
 
-_TOKENS = 5  # of the text on which a loan is proved
+_TOKENS = 5  # tokens of the text on which a loan is proved
 
 
 def prove_entry(
     model: Any, firsts: dict[str, str], embedding: str | None
 ) -> tuple[dict[str, Any], bool]:
-    """Trace the model up to its first layers; ``firsts`` maps the first layer of each list to the module that runs the
-    list. Return ``before`` and ``direct`` of :class:`_EntryProbe`, its ``failure``, and ``odd``: the shapes that are no
-    samples, tokens and width.
+    """Trace the model up to its first layers. ``firsts`` maps the first layer of each layer list to the module that
+    runs the list. Return ``before`` and ``direct`` of :class:`_EntryProbe`, its ``failure``, and ``odd``: the shapes of
+    layer inputs that are not samples, tokens and width.
     """
     probe = probed(_EntryProbe, model, firsts, embedding)
     odd = {
@@ -47,7 +47,7 @@ def prove_entry(
 
 
 class _EntryProbe(Probe):
-    """Run a model up to its first layers, and record the modules called before them."""
+    """Run a model up to its first layers; record the modules that are called before these layers."""
 
     def __init__(
         self,
@@ -57,11 +57,11 @@ class _EntryProbe(Probe):
     ) -> None:
         super().__init__(model)
         modules: dict[str, Any] = dict(model.named_modules())
-        # owner -> modules directly below it that were called before its first layer
+        # owner -> its direct children that were called before its first layer
         self.before: dict[str, set[str]] = {}
-        # The first layer that got what the embedding returned, when nothing else did.
+        # the first layer that got the embedding's output, if no other operation used that output
         self.direct: str | None = None
-        # owner -> the shape of what its first layer got, where it got a tensor
+        # owner -> the shape of its first layer's input, if the input is a tensor
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._embedded: Tensor | None = None
         self._uses = 0
@@ -113,7 +113,9 @@ def prove_passage(
     layer_list: str,
     items: Iterable[str],
 ) -> tuple[dict[str, Any], bool]:
-    """Run the model through one list of layers with ``items`` around it; return a :class:`PassageProbe`'s record."""
+    """Run the model through one list of layers, with ``items`` around it; return the record of a
+    :class:`PassageProbe`.
+    """
     probe = probed(PassageProbe, model, layer_list, list(items))
     answer = {
         "phases": {item: sorted(phases) for item, phases in probe.phases.items()},
@@ -127,33 +129,35 @@ def prove_passage(
 
 
 class PassageProbe(Probe):
-    """Run a model to its end, and record what happens before, between and after the layers of one list."""
+    """Run a model to its end; record what happens before, between and after the layers of one list."""
 
     def __init__(self, model: Any, layer_list: str, items: Iterable[str]) -> None:
         super().__init__(model)
         modules = dict(model.named_modules())
         layers = list(model.get_submodule(layer_list))
-        # module or parameter of ``items`` -> when it was used: ``"before"``, ``"between"`` or ``"after"`` the layers
+        # module or parameter among ``items`` -> phases of its use: ``"before"``, ``"between"`` or ``"after"`` the
+        # layers
         self.phases: dict[str, set[str]] = {}
-        # what a layer returns: ``None`` for a tensor, ``n`` for a tuple of ``n`` with the stream first
+        # structure of a layer's result: ``None`` for a tensor, ``n`` for a tuple of ``n`` that begins with hidden
+        # states
         self.returns: int | None = None
-        # the same of the modules among ``items`` that were called; 0 for anything else
+        # the same structure for the called modules among ``items``; 0 for anything else
         self.item_returns: dict[str, int | None] = {}
-        # what keeps the layers from being run by several processes that pass on the stream alone, in words
+        # reasons why several processes cannot run the layers if they pass only hidden states on, in words
         self.obstacles: list[str] = []
-        # those of ``items`` that the layers get something from besides the stream (inputs per layer, positions from a
-        # table): every process would have to hold them
+        # the ``items`` from which layers get more than hidden states (inputs per layer, positions from a table): every
+        # process would need these items
         self.shared: set[str] = set()
         self._count = len(layers)
         self._entered = 0
         self._left = 0
         self._inside = False
-        self._stream: Tensor | None = None  # what the last layer returned
-        # Tensor -> the items that it depends on; "" for the layers.
+        self._stream: Tensor | None = None  # hidden states of the last layer
+        # Tensor -> the items that it depends on; "" means that it depends on layers.
         self._sources = WeakTensorKeyDictionary()
-        self._offered: list[Tensor] = []  # by layers before, in a mapping, to the one that runs
+        self._offered: list[Tensor] = []  # in a mapping, from earlier layers to this one
         self._calling: list[str] = []
-        self._uses: dict[int, str] = {}  # parameters that one item alone has -> the item
+        self._uses: dict[int, str] = {}  # id of a parameter -> the only item with it
         for item in items:
             self._watch(modules, item)
         for index, layer in enumerate(layers):
@@ -185,7 +189,7 @@ class PassageProbe(Probe):
             else []
         )
         for tensor in tensors:
-            # A tensor that two items share (a tied head) is told apart by which module is called.
+            # If two items share a tensor (a tied head), the called module tells which item uses the tensor.
             self._uses[id(tensor)] = item if self._uses.get(id(tensor), item) == item else ""
         if isinstance(child_module, nn.Module):
             self._before(child_module, lambda *_: self._begin(item))
@@ -221,7 +225,8 @@ class PassageProbe(Probe):
                     if "" in self._sources[leaf]:
                         self._obstacle(GIVEN)
                     self.shared |= self._sources[leaf]
-            # Layers may write to a mapping what no other reads (Gemma 4, where none share keys and values).
+            # Layers may write tensors into a mapping that no other layer reads (Gemma 4 without shared keys and
+            # values).
             lying = [leaf for leaf in _tensors_in_mappings(given) if leaf in self._sources]
             self._offered = [leaf for leaf in lying if "" in self._sources[leaf]]
             self.shared |= frozenset().union(*(self._sources[leaf] for leaf in lying)) - {""}
@@ -255,7 +260,7 @@ class PassageProbe(Probe):
         self._inside = False
 
     def _operated(self, given: list[Tensor], result: Any) -> None:
-        # Which item a tensor of two items (a tied head) is used for, the module that is being called says.
+        # If two items share a tensor (a tied head), the module that is being called tells which item uses the tensor.
         items = [
             self._uses[id(tensor)] or "".join(self._calling[-1:])
             for tensor in given
@@ -273,7 +278,7 @@ class PassageProbe(Probe):
 
 
 def _tensors_in_mappings(leaves: Iterable[Any]) -> Iterator[Tensor]:
-    """Yield the tensors in the model's own mappings among call arguments: keys and values that layers share."""
+    """Yield the tensors in a model's own mappings among call arguments, such as keys and values that layers share."""
     for leaf in leaves:
         if isinstance(leaf, Mapping):
             inside = tree_leaves(dict(leaf))
@@ -282,7 +287,7 @@ def _tensors_in_mappings(leaves: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def _structure(output: Any) -> int | None:
-    """Return ``None`` for a tensor, ``n`` for a tuple of ``n`` that begins with one, else 0."""
+    """Return ``None`` for a tensor, ``n`` for a tuple of ``n`` that begins with a tensor, and 0 for anything else."""
     if isinstance(output, Tensor):
         return None
     return (
@@ -293,7 +298,9 @@ def _structure(output: Any) -> int | None:
 
 
 def prove_reach(model: Any, layers: list[str]) -> tuple[dict[str, list[str]], bool]:
-    """Return the layers that are not called: the ``classes`` without any called layer, or else layer ``names``."""
+    """Return the layers that are never called: as ``classes`` if no layer of these classes is called, else as
+    ``names``.
+    """
     probe = _ReachProbe(model, layers)
     if probe.failure:
         return {"classes": [], "names": []}, True
@@ -306,7 +313,7 @@ def prove_reach(model: Any, layers: list[str]) -> tuple[dict[str, list[str]], bo
 
 
 def prove_unused(model: Any) -> tuple[list[str], bool]:
-    """Return the largest modules, and parameters of other modules, that no operation uses."""
+    """Return the largest modules that no operation uses, and unused parameters of the remaining modules."""
     probe = probed(_ReachProbe, model)
     items = list(_unused(probe.model, probe.used)) if not probe.failure else []
     return items, not any(part.isdigit() for item in items for part in item.split("."))
@@ -317,23 +324,23 @@ def _unused(
     used: set[int],
     path: str = "",
 ) -> Iterator[str]:
-    """Yield the largest modules, and other modules' parameters, that hold none of the ``used`` parameters."""
+    """Yield the largest modules without any ``used`` parameter, and unused parameters of the remaining modules."""
     for name, parameter in module.named_parameters(recurse=False):
         if id(parameter) not in used:
             yield f"{path}{name}"
     for name, child in module.named_children():
         held = {id(parameter) for parameter in child.parameters()}
-        if held and not takes_routes(child):  # no token may come to an expert
+        if held and not takes_routes(child):  # an expert may get no token
             yield from _unused(child, used, f"{path}{name}.") if used & held else (f"{path}{name}",)
 
 
 class _ReachProbe(Probe):
-    """Run a model on tokens, and record the layers and parameters that it uses."""
+    """Run a model on tokens; record the layers that are called and the parameters that are used."""
 
     def __init__(self, model: Any, layers: Iterable[str] = ()) -> None:
         super().__init__(model)
         self.reached: set[str] = set()  # the layers that were called
-        self.used: set[int] = set()  # the parameters that an operation was given, by their identity
+        self.used: set[int] = set()  # ids of the parameters that operations use
         self._parameters = {id(parameter) for parameter in model.parameters()}
         for layer in layers:
             self._before(
@@ -341,7 +348,7 @@ class _ReachProbe(Probe):
                 lambda *_, name=layer: self.reached.add(name),
             )
         places = torch.zeros(*PROBED, 4, device=next(model.parameters()).device)
-        # Of tokens on a page.
+        # Boxes of the tokens on a page.
         self._run(**({"bbox": places} if takes_argument(model, "bbox") else {}))
 
     def _operated(self, given: list[Tensor], result: Any) -> None:
@@ -351,7 +358,7 @@ class _ReachProbe(Probe):
 def prove_loan(model: Any, loan: Loan) -> tuple[bool, bool]:
     """Return whether a tiny clone shows that layers can use the loan."""
     clone = tiny_model(model)
-    # Whatever stock code says of layers that are not given what they were.
+    # Stock code may raise anything if layers do not get their usual arguments.
     with suppress(Exception):
         return clone is not None and proved(clone, loan), True
     return False, True
@@ -359,15 +366,15 @@ def prove_loan(model: Any, loan: Loan) -> tuple[bool, bool]:
 
 @torch.no_grad()
 def proved(model: Any, loan: Loan) -> bool:
-    """Return whether a model computes the same if layers get hidden states and the loan only; changes the model."""
+    """Return whether a model computes the same if its layers get hidden states and the loan only; changes the model."""
     model.eval()
     lent = model.get_submodule(loan.name)
-    for parameter in lent.parameters():  # a table of zeros would prove nothing
+    for parameter in lent.parameters():  # zeros would prove nothing
         parameter.normal_()
     together = _output(model)
     first, *others = model.get_submodule(loan.layer_list)
     for layer in (first, *others):
-        layer.register_forward_hook(  # returns the hidden states alone, as the placeholder of a layer does
+        layer.register_forward_hook(  # return hidden states only, like a layer's stand-in
             lambda _, args, out: (
                 (out[0], *(None for _ in out[1:])) if isinstance(out, tuple) else out
             )
@@ -378,7 +385,7 @@ def proved(model: Any, loan: Loan) -> bool:
 
 
 def _output(model: Any) -> Tensor:
-    # All tokens differ: attention to equal ones is the same whatever its scores.
+    # All tokens differ, because attention to equal tokens does not depend on its scores.
     ids = torch.arange(3, 3 + _TOKENS)[None]
     inputs: dict[str, Any] = (
         {"decoder_input_ids": ids.flip(1)} if model.config.is_encoder_decoder else {}

@@ -1,8 +1,8 @@
 """Prove whether a model's loss is that of causal language models, or a mean over rows or over labels.
 
-Names do not tell: classes whose loss goes by another name use that very function, and some of those with its name shift
-labels themselves, or add to the loss. Also prove that a model separates documents in one row: a tiny copy must compute
-the same for them one by one.
+Names of classes do not tell: some classes use that very function for a loss of another name, and some classes with its
+name shift labels themselves, or add to the loss. Also prove that a model separates the documents of a row: a tiny copy
+must compute the same for the row as for each document alone.
 """
 
 from collections.abc import Iterator
@@ -45,13 +45,15 @@ _TOLERANCE = 1e-9
 _COUNTS = {"rows": len, "labels": lambda labels: (labels != _IGNORED).sum()}
 
 
-_LENGTHS = (1, 6, 1, 4)  # of documents in one row
-_NOWHERE = 64  # a length that nothing reaches
-_APART = 1e-4  # relative, in float32. What passes from one document to the next changes these logits by 1e-2 and more
+_LENGTHS = (1, 6, 1, 4)  # lengths of documents in one row
+_NOWHERE = 64  # a length longer than the row
+_APART = 1e-4  # relative, in float32; leaks between documents change logits by 1e-2 or more
 
 
 def prove_loss(model: Any) -> tuple[str | None, bool]:
-    """Return why the loss is not the shifted one, called once on all logits and given labels; ``None`` where it is."""
+    """Return why the loss is not the shifted causal loss, called once on all logits and the given labels; ``None`` if
+    it is that loss.
+    """
     if not has_causal_loss(model):
         why: str | None = f"its loss_type is {getattr(model, 'loss_type', None)!r}"
     else:
@@ -61,7 +63,7 @@ def prove_loss(model: Any) -> tuple[str | None, bool]:
 
 
 class _LossProbe(Probe):
-    """Run a model on two tokens with labels, with a recording function in place of its loss."""
+    """Run a model on two tokens with labels, with a recording function in place of its loss function."""
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)
@@ -109,31 +111,31 @@ class _LossProbe(Probe):
 
 
 def prove_own_loss(model: Any) -> tuple[dict[str, Any] | None, bool]:
-    """Return the fields of a :class:`hfscale.plan.feature_plans.OwnLossPlan`, or ``None`` if the loss depends on how a
-    step is divided: unless a tiny clone's loss of two batches together is the mean of their losses, weighted by rows
-    (text classification) or by labels that are not ignored (tokens).
+    """Return the fields of a :class:`hfscale.plan.feature_plans.OwnLossPlan`; ``None`` if the loss depends on how a
+    step is divided. The loss does not depend on that if a tiny clone's loss of two batches together is the mean of both
+    losses, weighted by rows (text classification) or by labels that are not ignored (tokens).
     """
     config = model.config
     model = tiny_model_of(type(model), config, torch.float64)
     if model is None:
         return None, True
     model.eval()
-    use_eager_experts(model)  # the host's grouped matrix products take no float64
+    use_eager_experts(model)  # transformers' grouped products lack float64
     text = text_config(model.config)
     for part in (model.config, text):
-        # Decoders find the last token of each row by padding; without it they take one row at a time.
+        # Decoders find the last token of each row by the padding token; without it they accept only one row at a time.
         part.pad_token_id = 0 if getattr(part, "pad_token_id", None) is None else part.pad_token_id
-    end = getattr(text, "eos_token_id", None)  # which encoder-decoders classify texts by
+    end = getattr(text, "eos_token_id", None)  # encoder-decoders classify texts at this token
     end = (
         end if isinstance(end, int) and getattr(model.config, "is_encoder_decoder", False) else None
     )
-    vocabulary = getattr(text, "vocab_size", _LARGEST_ID)  # some look up hashes of characters
+    vocabulary = getattr(text, "vocab_size", _LARGEST_ID)  # some hash characters
     for first, second in _pairs(
         int(getattr(config, "num_labels", 2) or 2),
         int(vocabulary),
         end,
     ):
-        # Whatever stock code says of labels of a wrong kind.
+        # Stock code may raise anything for labels of a wrong kind.
         with (
             suppress(Exception),
             torch.no_grad(),
@@ -155,29 +157,29 @@ def prove_own_loss(model: Any) -> tuple[dict[str, Any] | None, bool]:
             )
             if over is not None:
                 return asdict(OwnLossPlan(over, _divides(model, first, losses[0]))), True
-            # No row was ignored.
+            # If no row was ignored, other labels will not help.
             if first["labels"].ndim > 1 or not (first["labels"] == _IGNORED).any():
                 return None, True
     return None, True
 
 
 def prove_token_loss(model: Any) -> tuple[bool, bool]:
-    """Return whether the model's loss is the mean of the cross entropies of labels ``[b, s]`` and the scores beside
-    them, and so, of a part of the tokens, the mean over theirs; on a tiny clone.
+    """Return whether the model's loss is the mean cross entropy of its logits and labels ``[b, s]`` at the same
+    positions, so that the loss over some tokens is the mean over those tokens; tried on a tiny clone.
     """
     model = tiny_model_of(type(model), model.config, torch.float64)
     ids = torch.randint(
         3, _LARGEST_ID, (max(_ROWS), _TOKENS), generator=torch.Generator().manual_seed(3)
     )
     labels = (ids % 2).masked_fill(ids % 3 == 0, _IGNORED)
-    # No clone, or whatever stock code says of such labels.
+    # There may be no clone, and stock code may raise anything for such labels.
     with (
         suppress(Exception),
         torch.no_grad(),
         keep_float64(),
     ):
         use_eager_experts(model)
-        # Some leave out labels on padding, which others count.
+        # Some models leave out labels on padding, but other models count them.
         padded = takes_argument(model, "attention_mask")
         mask = (
             {"attention_mask": (torch.arange(_TOKENS) < _TOKENS - 2).long().expand_as(ids)}
@@ -193,7 +195,7 @@ def prove_token_loss(model: Any) -> tuple[bool, bool]:
 def _pairs(
     classes: int, vocabulary: int, end: int | None
 ) -> Iterator[tuple[dict[str, Tensor], dict[str, Tensor]]]:
-    """Yield pairs of batches labelled by row or by token, some with ignored labels; every row ends with ``end``."""
+    """Yield pairs of batches with labels per row or per token, some of them ignored; every row ends with ``end``."""
     generator = torch.Generator().manual_seed(3)
     ids = [
         torch.randint(3, min(_LARGEST_ID, vocabulary), (rows, _TOKENS), generator=generator)
@@ -251,9 +253,9 @@ def prove_documents(
     name: str,
     length: int,
 ) -> tuple[str, bool]:
-    """Return why documents in one row affect each other, in words; empty where they do not. The model, of the stock
-    class ``kind``, may be parallelized. Its attention is told of documents as ``flash`` kernels are, or by a mask
-    (``masked``), or by positions, which begin at ``start``; its config's field ``name``, if any, shall say ``length``.
+    """Return why documents in one row affect each other; empty if they do not. The model, of the stock class ``kind``,
+    may be parallelized. Its attention learns of documents by lengths, like ``flash`` kernels, by a mask (``masked``),
+    or else by positions, which begin at ``start``. The config's field ``name``, if any, is set to ``length``.
     """
     lengths = dict.fromkeys(lengths_of(model.config), _NOWHERE) | ({name: length} if name else {})
     config = with_lengths(model.config, lengths)
@@ -263,7 +265,7 @@ def prove_documents(
         if model is None:
             return "no tiny copy of it could be made to prove the contrary", True
         perturb(model, 0.1)
-        if flash:  # without a mask, as transformers makes none for flash kernels
+        if flash:  # no mask, because transformers makes none for flash kernels
             like_flash = answer("documents_", "sdpa", _attend, lambda *_, **__: None)
             set_implementation(model.config.get_text_config(), like_flash)
         keep_states_apart(model, PackedRows().segments)
@@ -273,7 +275,7 @@ def prove_documents(
                 _logits(model.eval(), {"input_ids": part}) for part in ids.split(_LENGTHS, dim=1)
             ]
             packed = _in_one_row(model, ids, flash, masked, start)
-        except Exception as error:  # whatever stock code says of arguments that it does not take
+        except Exception as error:  # of any type: stock code refuses arguments
             return f"{type(error).__name__}: {error}".split("\n")[0][:200], True
     expected = torch.cat(parts, dim=1)
     if packed.shape != expected.shape:
@@ -319,11 +321,11 @@ def _attend(
     mask: Any,
     **kwargs: Any,
 ) -> Any:
-    """Attend as a flash kernel does, which separates documents by the lengths in ``cu_seq_lens_q`` alone."""
+    """Attend like a flash kernel, which separates documents only by the lengths in ``cu_seq_lens_q``."""
     starts = kwargs.pop(LENGTHS[0], None)
     if starts is not None:
         documents = torch.bucketize(torch.arange(q.shape[2]), starts, right=True)
         mask = documents[:, None] == documents
         mask = (mask.tril() if getattr(module, "is_causal", True) else mask)[None, None]
-    kwargs.pop("softcap", None)  # which sdpa does not take, and flash kernels do
+    kwargs.pop("softcap", None)  # an argument of flash kernels that sdpa lacks
     return host(module, q, k, v, mask, **kwargs)

@@ -1,10 +1,11 @@
-"""Prove, on a tiny clone, that attention is all that mixes the tokens of a family.
+"""Prove, on a tiny clone, that only attention mixes the tokens of a family.
 
-A few passes in float64, in one process. First the clone as it is, and with attention answered here: the same output
-means that its attention is the one that is built here. Then attention is taken for a function of one token (its own
-query, key and value), and so are the convolutions and scans whose states can be handed on; over parts of the sequence
-the output must be what it is over the whole one. Where it is not, something else reads other tokens, or counts its own:
-a recurrence in code of a family's own, positions made of local shapes.
+The proof takes a few passes in float64, in one process. First the clone runs with its own attention, then with
+hfscale's: equal outputs mean that both attentions are the same. Then attention is replaced by a function of each single
+token (its query, key and value), and so are convolutions and scans whose states can be passed on between
+context-parallel ranks. Now the output over parts of a sequence must equal the output over the whole sequence. If it
+does not, something else reads other tokens or counts tokens: a recurrence in a family's own code, or positions made
+from local shapes.
 """
 
 import traceback
@@ -36,7 +37,7 @@ _TOLERANCE = 1e-9
 _TOKENS = 13
 _PARTS = 2
 _PICTURE = slice(5, 9)
-_PADDED = 3  # tokens at the left of the first row, and at the right of the second
+_PADDED = 3  # padding on the left of the first row, and on the right of the second
 
 
 def prove_mixing(
@@ -44,21 +45,26 @@ def prove_mixing(
     text: str,
     layers: int,
 ) -> tuple[dict[str, Any], bool]:
-    """Prove it on a tiny model of ``layers`` layers in float64; some take half a minute. Sequences are cut in the model
-    named ``text`` inside of it; empty: in itself. Return ``mixing``: why its sequences cannot be cut, in words; whether
-    it ``pads``; and the names of the classes of modules that mix and need whole sequences, ``kinds``, of those, if any,
-    that need the states before a part alone, ``handing``, and of those looked at, ``seen``.
+    """Prove on a tiny model with ``layers`` layers, in float64, which modules mix tokens; this may take half a minute.
+
+    Sequences are split in the submodule named ``text``, or in the model itself if the name is empty. The answer has:
+
+    - ``mixing``: why sequences cannot be split; empty if they can.
+    - ``pads``: whether rows may be padded.
+    - ``kinds``: names of module classes that mix tokens and need whole sequences.
+    - ``handing``: names of module classes that mix tokens, but only need the states before their part of a sequence.
+    - ``seen``: names of all module classes that were examined.
     """
-    # Windows and chunks are shorter than the tried sequences.
+    # Windows and chunks must be shorter than the sequences of the proof.
     short = {name: _WINDOW for name in _WINDOWS if isinstance(field(model.config, name), int)}
     clone = tiny_model_of(type(model), model.config, torch.float64, layers=layers, **short)
     if clone is None:
         return {
             "mixing": "no tiny clone of it can be built, on which to prove what reads which tokens"
         }, True
-    # What a family keeps in 32 bits by itself, too: nothing but the arithmetic is compared.
+    # Also convert tensors that a family keeps in 32 bits, so that only the arithmetic is compared.
     clone = clone.double()
-    use_eager_experts(clone)  # the host's grouped products take no float64
+    use_eager_experts(clone)  # transformers' grouped products lack float64
     candidates = list(modules_in_layers(clone, text).values())
     keep_states_apart(
         clone,
@@ -90,7 +96,9 @@ def prove_mixing(
 
 
 def _find_mixing(model: Any, padded: bool, mixers: "_Mixers", text: str) -> str:
-    """Return why a tiny model's sequences cannot be cut (empty if they can); ``mixers`` then know which mix tokens."""
+    """Return why a tiny model's sequences cannot be split (empty if they can); ``mixers`` then has the
+    mixing classes.
+    """
     mixers.mix = set(mixers.read_masks)
     try:
         with keep_float64(), torch.no_grad(), _as_in_training(model), mixers:
@@ -98,7 +106,7 @@ def _find_mixing(model: Any, padded: bool, mixers: "_Mixers", text: str) -> str:
                 _Subject(model, text, mixers), _batch(model, padded, bool(text)), mixers
             )
     except Exception as error:
-        # The override's, or whatever stock code says of masks and parts of sequences.
+        # An error of the attention override, or any error of stock code about masks and parts of sequences.
         kind = None if padded else mixers.raised_in(error)
         if kind is not None and kind not in mixers.read_masks:
             mixers.read_masks.add(kind)
@@ -112,14 +120,16 @@ def _find_mixing(model: Any, padded: bool, mixers: "_Mixers", text: str) -> str:
 
 
 class _Mixers:
-    """Find modules whose output for a part of a sequence is not that for all of it, and make them return the latter."""
+    """Find modules whose output over a part of a sequence differs from that over the whole; replace it by
+    the latter.
+    """
 
     def __init__(self, candidates: Sequence[nn.Module]) -> None:
         self._candidates, self._handles = candidates, list[Any]()
         self.mix: set[type] = set()
-        # Of attention in code of its own, which needs masks as tensors.
+        # Classes of attention modules with their own code, which need masks as tensors.
         self.read_masks: set[type] = set()
-        self.whole_mask = False  # whether the model is given the attention_mask of all tokens
+        self.whole_mask = False  # whether the model gets the attention_mask of all tokens
 
     def __enter__(self) -> "_Mixers":
         self._calls_of: dict[int, list[tuple[Any, Any]]] = {}
@@ -136,7 +146,7 @@ class _Mixers:
         return self
 
     def raised_in(self, error: BaseException) -> type | None:
-        """Return the class of the candidate in whose forward pass an error was raised."""
+        """Return the class of the candidate module in whose forward pass an error was raised."""
         objects = [
             frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)
         ]
@@ -151,8 +161,8 @@ class _Mixers:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Run attention in code of its own as outside of a pass, on all tokens, also where its input is a part."""
-        if self.gathers:  # :class:`WholeSequences` does it
+        """Run attention modules with their own code on all tokens, also if their input is only a part of a sequence."""
+        if self.gathers:  # :class:`WholeSequences` gathers the tokens
             return None
         if self._part is None:
             args = tuple(_as_tensor(value) for value in args)
@@ -179,7 +189,7 @@ class _Mixers:
         return [module for module in self._candidates if type(module) in self.mix]
 
     def begin(self, part: CutBatch | None = None, records: bool = False) -> None:
-        """Begin a pass: one that ``records`` full sequences, one over a part, or one that is ignored."""
+        """Begin a pass: over full sequences if it ``records``, over ``part``, or (without both) one that is ignored."""
         self._records, self._part, self._calls = records, part, dict[int, int]()
 
     def _after(
@@ -191,7 +201,7 @@ class _Mixers:
     ) -> Any:
         given = hidden_states_of(args, kwargs)
         if self._records:
-            # Code may add to it in place.
+            # Clone, because later code may add to the output in place.
             kept = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, output)
             self._calls_of.setdefault(id(module), []).append((given, kept))
             return output
@@ -203,9 +213,9 @@ class _Mixers:
             return inner_hooks.own_tokens(whole, self._part)
         first, every = (x[0] if isinstance(x, (tuple, list)) else x for x in (output, whole))
         if not _of_tokens(whole_given) or not _of_tokens(every):
-            return output  # of tokens that are laid out in another way, the model's output tells
+            return output  # other layouts of tokens: judged by the model's output
         if apart(given, inner_hooks.own_tokens(whole_given, self._part)) > _TOLERANCE:
-            return output  # something before it mixes
+            return output  # an earlier module mixes tokens
         if apart(first, inner_hooks.own_tokens(every, self._part)) <= _TOLERANCE:
             return output
         self.mix.add(type(module))
@@ -221,7 +231,7 @@ def _of_tokens(x: Any) -> bool:
 
 
 class _Subject:
-    """Hold a model whose attention is computed here, and whose sequences are cut as in a run."""
+    """Hold a model whose attention is replaced by hfscale's, and whose sequences are split as in a run."""
 
     def __init__(self, model: Any, text: str, mixers: "_Mixers") -> None:
         self._whole_mask, self._count = mixers.whole_mask, position_counter(model)
@@ -229,7 +239,7 @@ class _Subject:
             model,
             attention_override.AttentionOverride(attention_override.attention_configs(model)),
         )
-        for module in mixers.found():  # so far those that read masks
+        for module in mixers.found():  # at first only those that read masks
             self.seam.leave_out(module)
         inner = model.get_submodule(text)
         self._handles = inner_hooks.ask_for_all_positions(inner)
@@ -295,7 +305,7 @@ def _compare(subject: _Subject, batch: dict[str, Tensor], mixers: _Mixers) -> st
 
 
 def _compare_gathered(subject: _Subject, batch: dict[str, Tensor], mixers: _Mixers) -> str:
-    """Compare again with mixers run on full sequences, as in a run: their inputs must have a token dim."""
+    """Compare again, with mixers that get whole sequences as in a run, for which their inputs need a token dim."""
     mixers.begin()
     mixers.gathers = True
     tape = list[Tensor]()
@@ -343,7 +353,7 @@ def _compare_gathered(subject: _Subject, batch: dict[str, Tensor], mixers: _Mixe
 def _differ(
     outputs: Tensor, wanted: Tensor, batch: dict[str, Tensor], part: CutBatch | None = None
 ) -> bool:
-    """Return whether outputs for a batch, or a part of it, differ anywhere but in padding."""
+    """Return whether outputs for a batch, or for a part of it, differ from ``wanted`` outside of padding."""
     mask = batch.get("attention_mask")
     if mask is not None:
         real = (mask if part is None else mask[:, part.places()]).bool()
@@ -359,7 +369,7 @@ def _run(model: Any, batch: dict[str, Any]) -> Tensor:
 
 
 class _OneToken:
-    """Replace attention by a function of each token's own query, key and value; record the masks."""
+    """Replace attention by a function of each single token's query, key and value; record the masks."""
 
     def __init__(self) -> None:
         self.masks: list[Tensor] = []
@@ -386,7 +396,7 @@ class _OneToken:
 
 
 def _batch(model: Any, padded: bool, marked: bool) -> dict[str, Tensor]:
-    """Return a batch of tokens; ``marked``: some belong to a picture, whose other tokens may read them."""
+    """Return a batch of tokens; if ``marked``, some tokens belong to a picture, whose tokens may read each other."""
     vocabulary = int(model.config.get_text_config().vocab_size)
     ids = torch.randint(
         3,
@@ -407,7 +417,7 @@ def _batch(model: Any, padded: bool, marked: bool) -> dict[str, Tensor]:
 
 @contextmanager
 def _as_in_training(model: nn.Module) -> Iterator[None]:
-    """Disable dropout and perturb the weights, so that differences show, inside the with block."""
+    """Switch dropout off, and perturb the weights so that differences show, inside the ``with`` block."""
     model.eval()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)

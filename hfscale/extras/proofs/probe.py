@@ -1,4 +1,4 @@
-"""Build tiny clones, and run a model on two tokens, mostly without memory, to record the order of its modules."""
+"""Build tiny clones; run a model on two tokens, mostly without memory, to record the order of its modules."""
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator
@@ -18,11 +18,13 @@ from ...models.module_kinds import takes_routes
 from ...plan.drafting.boundary_modules import PROBED
 from ...testing.differences import difference
 
-_LARGEST = 30_000_000  # parameters of a clone: a second or two of first values
+_LARGEST = 30_000_000  # maximum of a clone's parameters, which take a second or two to draw
 
 
 def tiny_model(model: Any) -> Any | None:
-    """Return a tiny clone with real weights in float32, which every kernel supports; ``None`` if none can be built."""
+    """Return a tiny clone with real float32 weights, a dtype that every kernel supports; ``None`` if it cannot be
+    built.
+    """
     return tiny_model_of(type(model), model.config, torch.float32)
 
 
@@ -32,17 +34,19 @@ def tiny_model_of(
     dtype: torch.dtype,
     **changes: Any,
 ) -> Any | None:
-    """Return a tiny clone with ``changes`` as of :func:`hfscale.models.clone.tiny_clone`; ``None`` if none is small."""
+    """Return a tiny clone with ``changes`` (see :func:`hfscale.models.clone.tiny_clone`); ``None`` if it is
+    not small.
+    """
     with torch.random.fork_rng(devices=[]):
         try:
             small = tiny_clone(config, **changes)
             return None if size_of(kind, small) > _LARGEST else on_cpu(kind, small, dtype)
-        except Exception:  # whatever stock code says of a clone it cannot build
+        except Exception:  # of any type: stock code cannot build it
             return None
 
 
 def size_of(kind: Any, config: Any) -> int:
-    """Return the number of parameters of a class's model."""
+    """Return the number of parameters of a model of class ``kind``."""
     with torch.device("meta"):
         return sum(
             parameter.numel()
@@ -51,14 +55,16 @@ def size_of(kind: Any, config: Any) -> int:
 
 
 def on_cpu(kind: Any, config: Any, dtype: torch.dtype) -> Any:
-    """Build a class's model on the CPU, whatever the default device."""
+    """Build a model of class ``kind`` on the CPU, whatever the default device is."""
     with torch.device("cpu"):
         return from_config(kind, config, dtype=dtype)
 
 
 @torch.no_grad()
 def perturb(model: nn.Module, scale: float) -> None:
-    """Change all weights: norms start as ones and biases as zeros, small first values hardly change anything."""
+    """Add noise to all weights, because norms start as ones, biases as zeros, and small initial values hide
+    differences.
+    """
     for parameter in model.parameters():
         parameter.add_(torch.randn_like(parameter) * scale)
 
@@ -74,23 +80,23 @@ def apart(found: Tensor, wanted: Tensor, floor: float = 1e-30) -> float:
 
 
 def end_texts(ids: Tensor, config: Any) -> None:
-    """Make texts for an encoder-decoder end with its end-of-text token, at which it classifies them."""
+    """Let texts for an encoder-decoder end with its end-of-text token, at which it classifies texts."""
     end = getattr(text_config(config), "eos_token_id", None)
     if config.is_encoder_decoder and isinstance(end, int):
         ids[:, -1] = end
 
 
 def names_no_size(*texts: str) -> bool:
-    """Return whether a reason contains no number, so that it also holds for other model sizes."""
+    """Return whether a reason contains no digit, so that it also holds for models of other sizes."""
     return not any(letter.isdigit() for text in texts for letter in text)
 
 
 class Reached(Exception):
-    """Signal that the probe has seen enough."""
+    """Signal that the probe has recorded enough, so that the run can end."""
 
 
 class Probe(TorchDispatchMode):
-    """Run ``model`` with hooks on its modules; ``failure`` says why it could not be run, if so."""
+    """Run ``model`` with hooks on its modules; ``failure`` is the reason why it could not run, or empty."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -110,7 +116,7 @@ class Probe(TorchDispatchMode):
         ids = torch.full(PROBED, 3, dtype=torch.long, device=device)
         end_texts(ids, model.config)
         if device.type != "meta" and takes_argument(model, "use_cache"):
-            # Without values, the host's masks want a cache; with them, classes without attention want none.
+            # On the meta device transformers' masks need a cache; elsewhere, classes without attention must have none.
             inputs.setdefault("use_cache", False)
         modes = [(module, module.training) for module in model.modules()]
         inputs = {
@@ -124,7 +130,7 @@ class Probe(TorchDispatchMode):
                 model(**inputs)
         except Reached:
             pass
-        except Exception as error:  # whatever stock code says of a run without memory
+        except Exception as error:  # of any type: stock code may need values
             self.failure = f"{type(error).__name__}: {error}".split("\n")[0][:100]
         finally:
             for module, training in modes:
@@ -133,7 +139,7 @@ class Probe(TorchDispatchMode):
                 self._handles.pop().remove()
 
     def _operated(self, given: list[Tensor], result: Any) -> None:
-        """Inspect the tensors of an operation."""
+        """Inspect the input tensors and the result of an operation."""
 
     def __torch_dispatch__(
         self,
@@ -153,7 +159,7 @@ ProbeT = TypeVar("ProbeT", bound=Probe)
 
 
 def probed(probe: Callable[..., ProbeT], model: Any, *about: Any) -> ProbeT:
-    """Probe the model itself, mostly without memory, or, where its code looks at values, a tiny clone of it."""
+    """Probe the model itself, mostly without memory; if its code reads values, probe a tiny clone instead."""
     result = probe(model, *about)
     clone = tiny_model(model) if result.failure else None
     return result if clone is None else probe(clone, *about)
@@ -161,7 +167,9 @@ def probed(probe: Callable[..., ProbeT], model: Any, *about: Any) -> ProbeT:
 
 @contextmanager
 def skipped_experts(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Skip experts inside the with block: routes depend on values, kernels take few dtypes; no layer ends in them."""
+    """Skip experts inside the ``with`` block, because routes depend on values, and expert kernels support few dtypes.
+    No layer ends in an expert.
+    """
     skipped = [
         module for module in modules if takes_routes(module) and "forward" not in module.__dict__
     ]
@@ -175,10 +183,10 @@ def skipped_experts(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 class TokenByToken:
-    """Replace convolutions and scans by functions of each token's own arguments."""
+    """Replace convolutions and scans by functions of each single token's arguments."""
 
     def replacement(self, name: str, function: Any) -> Any:
-        """Return what a mixer calls instead of the ``function`` of this name."""
+        """Return the function that a mixer calls instead of the ``function`` of this name."""
         if name == CONVOLUTION:
             return lambda x, weight, *_, **__: torch.tanh(x) * weight.sum(-1)[:, None]
         scan = SCANS[name]

@@ -1,4 +1,4 @@
-"""QK-clip (Kimi Team 2025): an option of Muon that shrinks queries and keys where attention scores grow too large."""
+"""QK-clip (Kimi Team 2025): an option of Muon that scales down queries and keys if attention scores grow too large."""
 
 from ...extensions import Extension
 

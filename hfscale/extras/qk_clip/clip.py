@@ -1,13 +1,15 @@
-"""QK-clip (Kimi Team 2025): after a step, shrink queries and keys of heads whose largest attention score is too large.
+"""QK-clip (Kimi Team 2025): after a step, scale down queries and keys of heads whose largest attention score is too
+large.
 
-Attention keeps no scores. Transformers looks it up by a name in the config; a name of our own, in front of the one that
-was there, gets queries and keys behind norms and rotary embeddings, and multiplies them once more, in blocks::
+Attention functions keep no scores. Transformers finds them by a name in the config. A name registered by hfscale wraps
+the original function, gets queries and keys after norms and rotary embeddings, and multiplies them once more, in
+blocks::
 
     some rows of q [b, h, s, d], all of k  -->  scores [b, h, rows, s]  --those not hidden-->  largest [h]
     q, k, v                                -->  the attention that was there
 
-A head with the largest score ``s`` above the threshold ``t`` has ``gamma = t / s``, another one 1. Of the heads that
-read one key head, ``g`` is the smallest ``gamma``. Outputs of the projections are multiplied, by their rows, by ::
+If the largest score ``s`` of a head exceeds the threshold ``t``, ``gamma = t / s``, else ``gamma = 1``. Among the query
+heads that share a key head, ``g`` is the smallest ``gamma``. Rows of the projections' weights are multiplied by ::
 
     keys  sqrt(g)        queries of head h  gamma_h / sqrt(g)        so that scores of head h are multiplied by gamma_h
 """
@@ -42,15 +44,15 @@ from ...train.runtime import Runtime, recomputing
 PROJECTIONS = ("q_proj", "k_proj")
 _PREFIX = "measured_"
 _SCORES = 1 << 26  # entries in memory at once
-_ROWS = 256  # queries at once where the keys behind them are hidden, and not multiplied
-_HIDDEN = -9e3  # from here down, what a mask adds hides a key: code that does not take a type's least number adds -1e4
+_ROWS = 256  # queries per block under a causal mask; later keys are skipped
+_HIDDEN = -9e3  # masks hide a key by adding a dtype's minimum, or -1e4
 
 
 class LargestScores:
-    """Measure the largest score of each query head of some attention ``modules``, as long as it is referenced.
+    """Measure the largest score of each query head of some attention ``modules``, as long as this object is referenced.
 
-    A score is a query times a key times the scaling: before softcaps, biases and sinks. Hidden pairs do not count, nor
-    do evaluation, recomputation and infinite scores. ``context`` is the group of the ranks that have the other keys.
+    A score is query times key times scaling, before softcaps, biases and sinks. Hidden pairs do not count, and neither
+    do evaluations, recomputed passes and infinite scores. ``context`` is the process group of context-parallel ranks.
     """
 
     needs_rows = "qk_clip, whose scores padding would change"
@@ -79,7 +81,7 @@ class LargestScores:
         return largest
 
     def drop(self) -> None:
-        """Forget what was measured since the last step, which is skipped."""
+        """Forget the scores since the last step, if that step is skipped."""
         self._found = {}
 
     @torch.no_grad()
@@ -92,7 +94,7 @@ class LargestScores:
         scaling: float,
         causal: bool,
     ) -> None:
-        """Take the scores of one attention call into account; collective over ``context`` for cut sequences."""
+        """Include the scores of one attention call; collective over ``context`` if sequences are sharded."""
         if isinstance(mask, MaskBlocks):
             assert self._context is not None
             key = gather_sequences(key.transpose(1, 2), mask.batch, self._context).transpose(1, 2)
@@ -109,10 +111,10 @@ class LargestScores:
         largest = self._found.setdefault(
             module, query.new_full((heads,), float("-inf"), dtype=dtype)
         )
-        query = query * scaling  # before the product, which may be too large for float16 otherwise
+        query = query * scaling  # before the product, which could overflow float16
         for start in range(0, length, rows):
             own = slice(start, min(start + rows, length))
-            # All that read one key head.
+            # Group the query heads that share a key head.
             asking = query[:, :, own].unflatten(1, (key.shape[1], -1)).flatten(2, 3)
             keys = key[:, :, : own.stop] if triangle else key
             scores = (asking @ keys.mT).view(samples, heads, -1, keys.shape[2])
@@ -146,17 +148,17 @@ def _attention(
         causal = kwargs.get("is_causal")
         scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
         causal = getattr(module, "is_causal", True) if causal is None else causal
-        with without_dispatch_modes():  # of checkpointing, which would keep the products
+        with without_dispatch_modes():  # activation checkpointing's modes would save the products
             scores.measure(module, query, key, mask, scaling, causal)
     return host(module, query, key, value, mask, **kwargs)
 
 
 def _hide(mask: Any, own: slice, scores: Tensor) -> None:
-    """Set ``scores`` of the queries ``own`` of this rank to minus infinity where a key is hidden from them."""
+    """Set ``scores`` of this rank's queries ``own`` to minus infinity where a key is hidden from a query."""
     if isinstance(mask, MaskBlocks):
         hidden = ~mask.of_own(own)
-    elif mask is None:  # a causal one, which transformers leaves to torch's attention
-        # Keys before the first of these queries are read by all of them.
+    elif mask is None:  # a causal mask, which torch's attention itself applies
+        # All of these queries read all keys before the first of them.
         scores = scores[..., own.start :]
         hidden = torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1)
     else:
@@ -166,7 +168,9 @@ def _hide(mask: Any, own: slice, scores: Tensor) -> None:
 
 
 def scale_scores(gamma: Tensor, outputs: Sequence[int]) -> list[Tensor]:
-    """Return factors of the ``outputs`` of queries and of keys that multiply the scores of each head by ``gamma``."""
+    """Return factors for the ``outputs`` of the query and the key projection that multiply each head's scores by
+    ``gamma``.
+    """
     width = outputs[0] // len(gamma)
     grouped = gamma.view(outputs[1] // width, -1)
     keys = grouped.amin(1, keepdim=True).sqrt()
@@ -174,22 +178,22 @@ def scale_scores(gamma: Tensor, outputs: Sequence[int]) -> list[Tensor]:
 
 
 def along_outputs(factors: Tensor, shape: Sequence[int]) -> Tensor:
-    """Expand numbers of outputs to the shape of a weight or a bias."""
+    """Expand one factor per output to the shape of a weight or a bias."""
     return factors.view(-1, *[1] * (len(shape) - 1)).expand(*shape)
 
 
 @dataclass(frozen=True)
 class _Attention:
     module: nn.Module
-    own: Tensor  # the numbers of this rank's heads
-    projections: list[list[Member]]  # weight, and bias if there is one, of queries and of keys
+    own: Tensor  # indices of this rank's heads
+    projections: list[list[Member]]  # query and key projection: weight, and bias if any
 
 
 class QueryKeyClip(Stepper):
-    """Clip the attention scores of a model's layers at ``threshold``: a stepper to be called after all others.
+    """Clip the attention scores of a model's layers at ``threshold``: a stepper to be called after all other steppers.
 
-    ``members`` are all that the optimizer steps. The scores of all microbatches since the last step count; an overflow
-    that skips a step drops them.
+    ``members`` are all parameters that the optimizer steps. Scores of all microbatches since the last step count;
+    scores of a step that is skipped because of an overflow are dropped.
     """
 
     def __init__(self, threshold: float, members: Sequence[Member], runtime: Runtime) -> None:
@@ -202,7 +206,7 @@ class QueryKeyClip(Stepper):
             )
         if runtime.compiled:
             raise ConfigError(
-                "qk_clip measures scores between the operators of a layer's graph: use compile=False"
+                "qk_clip measures scores between the operators of a layer, which compiling hides: use compile=False"
             )
         self._threshold = threshold
         self._heads = first_count(text_config(runtime.model.config), HEAD_FIELDS) or 1
@@ -212,22 +216,24 @@ class QueryKeyClip(Stepper):
         modules = [attention.module for attention in self._attentions]
         self._runtime = runtime
         scores = LargestScores(runtime.model, modules, runtime.mesh.group("cp"))
-        # Held there alone, so that measuring ends on all ranks together: where another optimizer is made.
+        # Only the runtime references the scores, so that measuring ends on all ranks together if another optimizer is
+        # made.
         runtime.observer = scores
         self._own = ref(scores)
 
     def step(self, groups: Groups, state: State) -> None:
-        """Shrink the heads that have exceeded the threshold since the last step; one collective over each axis."""
+        """Scale down the heads that have exceeded the threshold since the last step; one collective per mesh axis."""
         if (scores := self._own()) is None or scores is not self._runtime.observer:
             raise ConfigError(
-                "another optimizer was made for the model since the one with qk_clip: make this one last"
+                "another optimizer was made for the model after the one with qk_clip: make the one with qk_clip last"
             )
         if not self._attentions:
             return
         scored = scores.take()
         if not scored and self._attentions[0].projections[0][0].parameter.grad is not None:
             _log.warning(
-                "qk_clip has seen no attention since the last step: keep its implementation, and use_reentrant=False"
+                "qk_clip has measured no attention since the last step: keep attn_implementation, and "
+                "use_reentrant=False"
             )
         dtype = torch.promote_types(
             self._attentions[0].projections[0][0].weight.dtype, torch.float32
@@ -254,12 +260,12 @@ class QueryKeyClip(Stepper):
                     member.weight.mul_(member.planned.take(every, self._mesh.ranks))
 
     def _find(self, known: Mapping[str, Member], runtime: Runtime) -> Iterator[_Attention]:
-        """Yield the attention modules of this rank's layers; refuse those whose scores cannot be clipped."""
+        """Yield the attention modules of this rank's layers; refuse modules whose scores cannot be clipped."""
         kind = stock_class(runtime.model)
         answers = ask("score scaling", runtime.model, stock=kind, kind=kind)
         if not answers:
             raise ConfigError(
-                f"qk_clip: no tiny {kind.__name__} attends by functions of transformers: leave it out"
+                f"qk_clip needs transformers' attention functions, but a tiny {kind.__name__} uses none: leave it out"
             )
         for layer in filter(runtime.is_local, runtime.plan.layers):
             for name, module in runtime.model.get_submodule(layer).named_modules(prefix=layer):
@@ -273,7 +279,7 @@ class QueryKeyClip(Stepper):
     def _attention(
         self, name: str, module: nn.Module, known: Mapping[str, Member], runtime: Runtime
     ) -> _Attention:
-        """Return one attention module, given the members ``known`` by name; refuse projections that do not train."""
+        """Return one attention module with its projections among the members ``known``; refuse frozen projections."""
         every = [[f"{name}.{each}.{kind}" for kind in ("weight", "bias")] for each in PROJECTIONS]
         for missing in (
             each for each in chain(*every) if each in runtime.plan.by_name and each not in known
@@ -294,9 +300,9 @@ class QueryKeyClip(Stepper):
 
 
 def _steppers(threshold: Any, members: Sequence[Member], runtime: Runtime) -> list[Stepper]:
-    """Return what clips the scores behind an optimizer's other steppers: nothing without a ``threshold``."""
+    """Return the stepper that clips scores after an optimizer's other steppers; none without a ``threshold``."""
     return [] if threshold is None else [QueryKeyClip(threshold, members, runtime)]
 
 
 OPTION = AddedOption(optimizers=("muon",), parse=or_none(float), steppers=_steppers)
-"""The largest attention score that a head may have: ``create_optimizer(model, "muon", qk_clip=100.0)``."""
+"""The maximum attention score of a head: ``create_optimizer(model, "muon", qk_clip=100.0)``."""

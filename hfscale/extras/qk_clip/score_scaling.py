@@ -17,8 +17,8 @@ _TOLERANCE = 1e-9
 
 
 def prove_score_scaling(model: Any, kind: Any) -> tuple[dict[str, str], bool]:
-    """Return, by class of module that attends by transformers' functions, why its scores cannot be scaled, in words;
-    empty where they can. The model, of the stock class ``kind``, may be parallelized.
+    """Map each class of attention modules (called through transformers' attention functions) to the reason why its
+    scores cannot be scaled; empty if they can. The model, of the stock class ``kind``, may be parallelized.
     """
     answers = dict[str, str]()
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad(), keep_float64():
@@ -29,7 +29,7 @@ def prove_score_scaling(model: Any, kind: Any) -> tuple[dict[str, str], bool]:
         ids = torch.randint(3, 60, (2, 7))
         if clone is None:
             return {}, True
-        perturb(clone.double().train(), 3.0)  # so that clipped queries and keys are clipped
+        perturb(clone.double().train(), 3.0)  # so that clipping models clip
         use_eager_experts(clone)
         scores = LargestScores(clone, clone.modules())
 
@@ -40,7 +40,7 @@ def prove_score_scaling(model: Any, kind: Any) -> tuple[dict[str, str], bool]:
 
         try:
             modules = list(measured())
-        except Exception:  # of stock code, which may need more than tokens
+        except Exception:  # stock code may need more than tokens
             return {}, True
         for module in modules:
             answers[type(module).__name__] = answers.get(type(module).__name__) or _why_not(
@@ -50,7 +50,7 @@ def prove_score_scaling(model: Any, kind: Any) -> tuple[dict[str, str], bool]:
 
 
 def _why_not(module: Any, measured: Callable[[], dict[nn.Module, Tensor]]) -> str:
-    """Scale the scores of a module's heads, and return what keeps them from following, in words."""
+    """Scale the scores of a module's heads by its projections; return why the scores do not follow, or nothing."""
     if not all(isinstance(getattr(module, each, None), nn.Linear) for each in PROJECTIONS):
         return f"has no linear layers {' and '.join(PROJECTIONS)} (it has latent attention or fused projections)"
     projections = [getattr(module, each) for each in PROJECTIONS]

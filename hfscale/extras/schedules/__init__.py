@@ -1,4 +1,4 @@
-"""Look at pipeline schedules: draw them in the terminal or as a picture, record how a run's steps went."""
+"""Show pipeline schedules: draw them in the terminal or as a picture, and record how the steps of a run went."""
 
 from ...extensions import Extension
 

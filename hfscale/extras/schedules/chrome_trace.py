@@ -1,8 +1,8 @@
-"""Recorded runs as Chrome trace events, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
+"""Write and read recorded runs as Chrome trace events, for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
-One complete event (``"ph": "X"``) per action: ``pid`` is the run, or one step of it, ``tid`` the rank, ``ts`` and
-``dur`` microseconds, ``args`` the stage, the microbatch and the kind. A timeline in another unit than seconds is
-written with one unit as one millisecond.
+Each action is one complete event (``"ph": "X"``): ``pid`` is the number of the run or of its step, ``tid`` the rank,
+``ts`` and ``dur`` are microseconds, and ``args`` has stage, microbatch and kind. Timelines whose unit is not seconds
+are written with one unit as one millisecond.
 """
 
 import json
@@ -16,7 +16,7 @@ from ...parallel.pipeline.timeline import KINDS, LETTERS, RELEASE, Action, Span,
 
 
 def write_trace(path: Path, *timelines: Timeline, labels: Sequence[str] = ()) -> None:
-    """Write runs, or steps of one, (``pid`` 0, 1, ...) to ``path``, called by ``labels`` or by their schedules."""
+    """Write runs, or steps of a run, to ``path`` as ``pid`` 0, 1, ...; names are ``labels`` or the schedules' names."""
     names = labels or [timeline.name or f"run {run}" for run, timeline in enumerate(timelines)]
     events = [
         event
@@ -37,7 +37,7 @@ def write_trace(path: Path, *timelines: Timeline, labels: Sequence[str] = ()) ->
 
 
 def read_runs(path: Path) -> dict[int, Timeline]:
-    """Read every run in the file by its number (``pid``), each starting at 0."""
+    """Read every run in the file by its number (``pid``); each run starts at time 0."""
     try:
         document = json.loads(Path(path).read_text())
         recorded = document["traceEvents"] if isinstance(document, dict) else document
@@ -46,7 +46,7 @@ def read_runs(path: Path) -> dict[int, Timeline]:
         for event in recorded:
             arguments = event.get("args", {})
             if event.get("ph") != "X" or arguments.get("kind") not in KINDS:
-                continue  # metadata, or what a profiler wrote beside ours
+                continue  # metadata, or an event of a profiler
             run = int(event.get("pid", 0))
             factor = 1e-6 if _about(about, run).get("unit", "s") == "s" else 1e-3
             action = Action(
@@ -80,19 +80,19 @@ def read_runs(path: Path) -> dict[int, Timeline]:
         ) from error
     if not runs:
         raise ConfigError(
-            f"{path} has no actions: a trace is what hfscale.record_schedule and `hfscale schedule --save-trace` write"
+            f"{path} has no actions: give a trace of hfscale.record_schedule or `hfscale schedule --save-trace`"
         )
     return runs
 
 
 def last_whole_step(runs: dict[int, Timeline]) -> Timeline:
-    """Return the last run in which every rank has trained (no evaluation, no interrupted step); else the last run."""
+    """Return the last run that trained on every rank (no evaluation, no interrupted step); otherwise the last run."""
     whole = [timeline for timeline in runs.values() if all(map(_trained, timeline.ranks))]
     return whole[-1] if whole else list(runs.values())[-1]
 
 
 def _trained(spans: Sequence[Span]) -> bool:
-    """Return whether every forward of a rank has its backward."""
+    """Return whether every forward pass of a rank is followed by its backward pass."""
     kinds = [span.action.kind for span in spans]
     return 0 < kinds.count("forward") == sum(kind in RELEASE for kind in kinds)
 
@@ -102,8 +102,9 @@ def _about(runs: list[dict[str, Any]], run: int) -> dict[str, Any]:
 
 
 def merge_records(records: Sequence[Record], name: str = "", microbatches: int = 0) -> Timeline:
-    """Return the timeline in seconds, from 0, of all ranks' records, given by rank."""
-    # perf_counter is the machine's monotonic clock: comparable between its processes, and with no other machine's.
+    """Return the timeline in seconds, from 0, of all ranks' records, which are given in the order of ranks."""
+    # perf_counter is the machine's monotonic clock: comparable between processes of a machine, but not between
+    # machines.
     clock = {record.host: record.origin for record in reversed(records)}
     rows = [
         [

@@ -1,5 +1,5 @@
-"""Draw the timeline of a pipeline schedule: rows are ranks, the number in a box is the microbatch. Reads no model and
-starts no processes.
+"""Draw the timeline of a pipeline schedule: rows are ranks, and the number in a box is the microbatch. Reads no model
+and starts no processes.
 """
 
 import argparse
@@ -9,7 +9,7 @@ from ...cli.look import check_writable
 from ...config.schedules import schedule_names
 from ...errors import ConfigError
 
-HELP = "draw what a pipeline schedule does, and beside it how a run went"
+HELP = "draw a pipeline schedule, and next to it a recorded run"
 EXAMPLE = "hfscale schedule zbv --pp 4 --microbatches 8"
 
 
@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"one of {', '.join(schedule_names())}, or a .csv file (default: the trace's, 1f1b)",
     )  # fmt: skip
     parser.add_argument(
-        "--schedule", metavar="NAME", help="the same, named as other commands name it"
+        "--schedule", metavar="NAME", help="the same as NAME, for the flag that other commands use"
     )
     parser.add_argument("--pp", type=int, metavar="N", help="pipeline ranks")
     parser.add_argument(
@@ -36,17 +36,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="time of a transfer, in forward passes of a stage (default: 0)",
     )
     parser.add_argument(
-        "--steps", type=int, metavar="N", help="steps in a row, of a schedule without a flush"
+        "--steps",
+        type=int,
+        metavar="N",
+        help="consecutive steps to draw, for a schedule without a flush",
     )
     parser.add_argument(
         "--csv", type=Path, metavar="FILE", help="write the order of actions, in torch's format"
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="draw a picture: .png or .svg")
     parser.add_argument(
-        "--trace", type=Path, metavar="FILE", help="a run's recorded trace, drawn below the plan"
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="a recorded trace of a run, to draw below the plan",
     )
     parser.add_argument(
-        "--step", type=int, metavar="N", help="step of the trace (default: the last complete)"
+        "--step", type=int, metavar="N", help="step of the trace (default: the last complete one)"
     )
     parser.add_argument(
         "--save-trace",

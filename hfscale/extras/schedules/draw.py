@@ -1,4 +1,4 @@
-"""Show a pipeline schedule before it runs, or beside a recorded run (``hfscale schedule``)."""
+"""Draw a pipeline schedule before it runs, or next to a recorded run (``hfscale schedule``)."""
 
 import argparse
 import shutil
@@ -22,7 +22,7 @@ _WIDEST_FORWARD = 4  # columns
 
 
 def run_schedule(arguments: argparse.Namespace) -> None:
-    """Carry out one ``hfscale schedule``."""
+    """Run one ``hfscale schedule`` command."""
     measured = _measured(arguments.trace, arguments.step)
     actions, schedule, microbatches = _asked(arguments, measured)
     if measured:
@@ -39,7 +39,7 @@ def run_schedule(arguments: argparse.Namespace) -> None:
         ranks = measured.num_ranks
         if ranks != planned.num_ranks:
             raise ConfigError(
-                f"{arguments.trace} has {ranks} ranks and the plan {planned.num_ranks}: use --pp {ranks}"
+                f"{arguments.trace} has {ranks} ranks, but the plan {planned.num_ranks}: use --pp {ranks}"
             )
         name = measured.name or schedule
         count = measured.microbatches or microbatches
@@ -57,7 +57,7 @@ def _write(
     shown: list[tuple[str, Timeline]],
 ) -> None:
     """Write the requested files, and print the timelines to the terminal."""
-    if arguments.out:  # first: it may refuse
+    if arguments.out:  # first, because it may fail
         draw(arguments.out, shown)
     if arguments.csv:
         write_csv(planned_order, arguments.csv)
@@ -74,7 +74,7 @@ def _write(
 
 
 def described(timeline: Timeline) -> dict[str, Any]:
-    """Return a timeline as plain data; times in its unit, idle time as a fraction of the work."""
+    """Return a timeline as plain data; times are in its unit, idle time is a fraction of the work."""
     return {
         "schedule": timeline.name,
         "unit": timeline.unit,
@@ -97,11 +97,11 @@ def described(timeline: Timeline) -> dict[str, Any]:
 
 
 def _measured(trace: Path | None, step: int | None) -> Timeline | None:
-    """Return the step to draw of a recorded run."""
+    """Return the step of a recorded run that is to be drawn; ``None`` without a trace."""
     if trace is None:
         if step is not None:
             raise ConfigError(
-                f"--step {step} chooses from a recorded run: give its --trace as well"
+                f"--step {step} chooses a step of a recorded run: give its --trace as well"
             )
         return None
     runs = read_runs(trace)
@@ -115,7 +115,7 @@ def _measured(trace: Path | None, step: int | None) -> Timeline | None:
 
 
 def _as_measured(planned: Order, measured: Timeline) -> Order:
-    """Add a run's updates to the order, and leave out backward passes if the run has none."""
+    """Add a run's updates to the planned order, and remove backward passes if the run has none."""
     kinds = {span.action.kind for _, span in measured.spans()}
     if kinds == {"forward"}:
         return tuple(
@@ -132,13 +132,15 @@ def _as_measured(planned: Order, measured: Timeline) -> Order:
 
 
 def measured_costs(timeline: Timeline) -> Costs:
-    """Return each kind of action's mean duration in a run; kinds that did not run keep their ratio to a forward."""
+    """Return the mean duration of each kind of action in a run; for kinds that did not run, the usual ratio to a
+    forward pass.
+    """
     lengths: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for _, span in timeline.spans():
         lengths[span.action.kind].append(span.end - span.start)
     if not lengths["forward"]:
         raise ConfigError(
-            "a trace must have forward actions to be compared with a plan, and this one has none: record a step"
+            "a trace must have forward actions to be compared with a plan, but this one has none: record a step"
         )
     forward = sum(lengths["forward"]) / len(lengths["forward"])
     own = {kind: sum(lengths[kind]) / len(lengths[kind]) for kind in KINDS if lengths[kind]}
@@ -149,7 +151,9 @@ def measured_costs(timeline: Timeline) -> Costs:
 
 
 def _asked(arguments: argparse.Namespace, measured: Timeline | None) -> tuple[Order, str, int]:
-    """Return the order asked for, completed from the recorded run or CSV file, its schedule, and its microbatches."""
+    """Return the requested order, its schedule and its number of microbatches; a recorded run or CSV file completes the
+    request.
+    """
     known = measured is not None and (
         measured.name in schedule_names() or measured.name.endswith(".csv")
     )
@@ -166,7 +170,7 @@ def _asked(arguments: argparse.Namespace, measured: Timeline | None) -> tuple[Or
     ranks = size(arguments.pp, "num_ranks")
     if not ranks:
         raise ConfigError("--pp is missing: say how many pipeline ranks, as in --pp 4")
-    # As in plans, and in runs.
+    # The default number of microbatches is that of plans and runs.
     microbatches = size(arguments.microbatches, "num_microbatches", 2 * ranks)
     virtual = size(arguments.virtual_stages, "virtual_stages", schedule_of(schedule).default_stages)
     steps = arguments.steps or _steps(schedule, microbatches, measured)
@@ -174,7 +178,9 @@ def _asked(arguments: argparse.Namespace, measured: Timeline | None) -> tuple[Or
 
 
 def _steps(schedule: str, microbatches: int, measured: Timeline | None) -> int:
-    """Return the number of steps to draw: those of a recorded run without flushes, or enough to see them overlap."""
+    """Return the number of steps to draw: of a run without flushes, all recorded steps, or enough to show
+    the overlap.
+    """
     kind = schedule_of(schedule)
     if kind.flushes:
         return 1
@@ -185,23 +191,24 @@ def _steps(schedule: str, microbatches: int, measured: Timeline | None) -> int:
         return max(1, run // microbatches)
     return (
         3 if kind.microbatches_per_rank else 1
-    )  # one that updates after each microbatch overlaps in one step
+    )  # with an update per microbatch, one step shows the overlap
 
 
 def render(
     timelines: Sequence[tuple[str, Timeline]], width: int = 100, colour: bool = False
 ) -> str:
-    """Render ``(heading, timeline)`` pairs, all in one unit, below each other on one time scale of ``width`` columns.
+    """Render ``(heading, timeline)`` pairs in one unit, below each other, on a common time scale of ``width`` columns.
 
-    Without colour a box is a letter (F forward, B backward, I and W its two halves, U update), the microbatch where it
-    fits, and dashes to its end; a dot is idle. With ``colour``, in ANSI codes, the letter gives way to the background.
+    Without colour, a box is a letter (F forward, B backward, I and W the halves of a split backward pass, U update),
+    the microbatch if it fits, and dashes; a dot is idle time. With ``colour`` (ANSI codes), the background replaces the
+    letter.
     """
     margin = len(f"rank {max(timeline.num_ranks for _, timeline in timelines) - 1} ")
     horizon = max(timeline.end for _, timeline in timelines)
     room = max(width - margin, 20)
     forward = forward_length(timelines[0][1])
     scale = room / horizon
-    if forward:  # an integer number of columns for it where there is room for that
+    if forward:  # use whole columns for it if there is enough room
         columns = min(scale * forward, float(_WIDEST_FORWARD))
         scale = (int(columns) if columns >= 1 else columns) / forward
     lines = []
@@ -244,7 +251,7 @@ def _box(span: Span, columns: int, colour: bool, later: bool) -> list[str]:
         text = letter + number if len(number) < columns else letter
         return list(text.ljust(columns, "-"))
     text = number if len(number) <= columns else ""
-    # A thin bar keeps neighbours of one colour apart where the number leaves room for it.
+    # A thin bar separates neighbours of one colour, if the number leaves room for it.
     text = ("▏" + text if len(text) < columns else text).ljust(columns)
     cells = list(text)
     cells[0] = f"\x1b[48;5;{LOOKS[span.action.kind].backgrounds[later]};38;5;231m" + cells[0]

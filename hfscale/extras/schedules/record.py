@@ -1,4 +1,4 @@
-"""Record how the steps of a real run went, as a trace to look at in Perfetto or beside the plan."""
+"""Record the steps of a real run as a trace, to view in Perfetto or next to the planned schedule."""
 
 import os
 from collections.abc import Iterable, Iterator
@@ -28,9 +28,9 @@ from .chrome_trace import merge_records, write_trace
 
 @contextmanager
 def record_schedule(model: nn.Module, path: str | os.PathLike[str]) -> Iterator[None]:
-    """Record what every pipeline rank computes, and when, inside the with block; rank 0 writes it to ``path``.
+    """Record each pipeline rank's actions with their times inside the ``with`` block; rank 0 writes them to ``path``.
 
-    Call it on every rank, around as many steps as you want to see (the first ones are slower than the rest)::
+    Call it on every rank, around as many steps as you want to record (the first steps are slower than later ones)::
 
         with hfscale.record_schedule(model, "steps.json"):
             for batch in itertools.islice(batches, 3):
@@ -39,12 +39,12 @@ def record_schedule(model: nn.Module, path: str | os.PathLike[str]) -> Iterator[
                 optimizer.zero_grad()
 
     The file opens in Perfetto (ui.perfetto.dev), and ``hfscale schedule --trace steps.json`` draws its last full step
-    below the planned one. Of several pipelines (tensor or data ranks), the first is written. Optimizer steps over the
-    model's parameters are recorded as updates. On a GPU the host synchronizes after every action, so that its time is
-    that of its kernels; outside the block nothing is recorded and nothing costs time.
+    below the planned one. If there are several pipelines (tensor-parallel or data-parallel ranks), the first one is
+    written. Optimizer steps over the model's parameters are recorded as updates. On a GPU, the CPU synchronizes after
+    every action, so that an action's time is that of its kernels. Outside the block nothing is recorded, at no cost.
 
     Raises:
-        ConfigError: on every rank: the model has no pipeline stages, is being recorded already, or the folder of
+        ConfigError: on every rank: the model has no pipeline stages or is already being recorded, or the folder of
             ``path`` does not exist.
     """
     runtime = runtime_of(model)
@@ -60,7 +60,7 @@ def record_schedule(model: nn.Module, path: str | os.PathLike[str]) -> Iterator[
         raise ConfigError(
             "this model is being recorded already: leave the first record_schedule before the next"
         )
-    # Of rank 0, for which the others would wait at the end.
+    # Check the folder on rank 0, for whose error the other ranks would wait at the end.
     missing = [not target.absolute().parent.is_dir()]
     dist.broadcast_object_list(missing, src=0, group=runtime.mesh.control)
     if missing[0]:
@@ -68,7 +68,7 @@ def record_schedule(model: nn.Module, path: str | os.PathLike[str]) -> Iterator[
             f"{target} cannot be written: {target.absolute().parent} is not a folder: make it first"
         )
     device = runtime.mesh.device
-    # Synchronize the compute stream, not the device: sends and receives in flight go on.
+    # Synchronize the compute stream, not the device, so that sends and receives in flight continue.
     recorder = Recorder(
         device_module(device).current_stream(device).synchronize if is_accelerator(device) else None
     )
@@ -86,7 +86,7 @@ def record_schedule(model: nn.Module, path: str | os.PathLike[str]) -> Iterator[
     if records:
         layout = runtime.mesh.layout
         count = 0
-        # Where steps overlap, microbatches of one cannot be counted.
+        # If steps overlap, the microbatches of one step cannot be counted in the records.
         if not layout.flushes:
             accumulates = schedule_of(layout.pipeline_schedule).microbatches_per_rank
             count = int(layout.num_microbatches or (0 if accumulates else 1))
@@ -100,7 +100,7 @@ def record_schedule(model: nn.Module, path: str | os.PathLike[str]) -> Iterator[
 
 
 def split_steps(whole: Timeline) -> list[Timeline]:
-    """Split a run into steps, each begun by an action that repeats; overlapping (asynchronous) steps stay one."""
+    """Split a run into steps; a step begins at an action that repeats. Overlapping (asynchronous) steps stay one."""
     ranks = [_parts(spans) for spans in whole.ranks]
     return [
         replace(whole, ranks=tuple(parts[step] for parts in ranks))
@@ -121,7 +121,7 @@ def _parts(spans: Iterable[Span]) -> list[tuple[Span, ...]]:
 
 
 def _gather(record: Record, mesh: Mesh) -> list[Record]:
-    """Gather the records of the ranks of rank 0's pipeline, in order; return none on other ranks."""
+    """Gather the records of the ranks of rank 0's pipeline, in order; other ranks get an empty list."""
     first = not any(rank for axis, rank in mesh.ranks.items() if axis != "pp")
     records: list[Any] | None = [None] * mesh.layout.total_size if dist.get_rank() == 0 else None
     dist.gather_object(
@@ -143,7 +143,7 @@ def _gather(record: Record, mesh: Mesh) -> list[Record]:
 def _updates_noted(
     recorder: Recorder, stage: int, parameters: Iterable[nn.Parameter]
 ) -> Iterator[None]:
-    """Record optimizer steps over any of ``parameters`` as updates of ``stage``, from the first recorded action on."""
+    """Record optimizer steps over any of ``parameters`` as updates of ``stage``, after the first recorded action."""
     own = {id(parameter) for parameter in parameters}
     begun: list[int] = []
     count = 0

@@ -9,12 +9,12 @@ from ...parallel.pipeline.timeline import Kind, Span, Timeline
 
 
 class Look(NamedTuple):
-    """Hold how a kind of action is drawn: in pictures, and in the terminal."""
+    """Hold the look of a kind of action, in pictures and in the terminal."""
 
     label: str
     colour: str
     letter: str
-    # Of the terminal's 256 colours: of a rank's first stage, and of its later ones.
+    # Of the terminal's 256 colours: one for a rank's first stage, one for its later stages.
     backgrounds: tuple[int, int]
 
 
@@ -32,7 +32,7 @@ _EDGE = "#ffffff"
 
 
 def title(timeline: Timeline) -> str:
-    """Return schedule, sizes and bubble in one line."""
+    """Return a line with the schedule's name, sizes and bubble."""
     parts = [timeline.name] if timeline.name else []
     parts += [f"p = {timeline.num_ranks}", f"m = {timeline.num_microbatches}"]
     if timeline.virtual_stages > 1:
@@ -49,7 +49,7 @@ def title(timeline: Timeline) -> str:
 
 
 def draw(path: Path, timelines: Sequence[tuple[str, Timeline]]) -> None:
-    """Draw ``(heading, timeline)`` pairs, in one unit, one above the other: PNG or SVG by the suffix of ``path``."""
+    """Draw ``(heading, timeline)`` pairs, in one unit, below each other; the suffix of ``path`` selects PNG or SVG."""
     check_drawing(path)
     import matplotlib
     from matplotlib.figure import Figure
@@ -86,7 +86,7 @@ def draw(path: Path, timelines: Sequence[tuple[str, Timeline]]) -> None:
 
 
 def _draw_one(axes: Any, timeline: Timeline, horizon: float, inches: float) -> None:
-    """Draw one timeline; ``inches`` per unit of time."""
+    """Draw one timeline; ``inches`` is the width of a unit of time."""
     from matplotlib.patches import Rectangle
 
     for rank, spans in enumerate(timeline.ranks):
@@ -102,7 +102,7 @@ def _draw_one(axes: Any, timeline: Timeline, horizon: float, inches: float) -> N
             )
             wide = (span.end - span.start) * inches
             thin = 0.35 if wide < 0.05 else 0.8
-            if wide < 0.012:  # an instant: a mark that can still be seen
+            if wide < 0.012:  # too short for a box: draw a visible mark
                 axes.plot(
                     [span.start] * 2,
                     [rank - 0.46, rank + 0.46],
@@ -139,7 +139,7 @@ def _number(
     wide: float,
 ) -> None:
     text = str(span.action.microbatch)
-    size = min(9.0, wide * 72 / (0.68 * len(text) + 0.25))  # a digit is about 0.6 of its size wide
+    size = min(9.0, wide * 72 / (0.68 * len(text) + 0.25))  # a digit is 0.6 of its size wide
     if size >= 4.5 and span.action.kind != "update":
         middle, (red, green, blue) = (span.start + span.end) / 2, _rgb(face)
         ink = "#1a1a1a" if 0.299 * red + 0.587 * green + 0.114 * blue > 150 else "#ffffff"
@@ -199,7 +199,7 @@ def shown_kinds(timelines: Sequence[tuple[str, Timeline]]) -> list[Kind]:
 
 
 def has_later_stages(timelines: Sequence[tuple[str, Timeline]]) -> bool:
-    """Return whether a rank has several stages."""
+    """Return whether any rank has several stages."""
     return any(
         len({span.action.stage for span in row}) > 1
         for _, timeline in timelines

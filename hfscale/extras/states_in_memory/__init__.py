@@ -1,4 +1,4 @@
-"""Keep a run's newest state in its hosts' memory, start failed ranks again in place, and rehearse both."""
+"""Keep a run's newest state in the memory of its machines, restart failed ranks in place, and rehearse failures."""
 
 from ...extensions import Extension
 

@@ -1,4 +1,4 @@
-"""Save a Trainer's run to its hosts' memory, and go on from there."""
+"""Save a Trainer's run to its hosts' memory, and resume from there."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,8 +14,8 @@ from .in_memory import StatesInMemory
 
 
 class StatesInMemoryCallback(StatesAside):
-    """Save a Trainer's run to its hosts' memory every few steps: ``train(resume_from_checkpoint=True)`` goes on from
-    there, or from a newer checkpoint on disk. ``every`` and ``memory``: as for :class:`hfscale.StatesInMemory`.
+    """Save a Trainer's run to its hosts' memory every few steps. ``train(resume_from_checkpoint=True)`` resumes from
+    memory, or from a newer checkpoint on disk. ``every`` and ``memory``: as for :class:`hfscale.StatesInMemory`.
     """
 
     def __init__(self, every: int, memory: str | Path = MEMORY) -> None:
@@ -25,7 +25,7 @@ class StatesInMemoryCallback(StatesAside):
         self.states: StatesInMemory | None = None
 
     def states_of(self, trainer: Any) -> StatesInMemory:
-        """Return the states of a trainer; collective the first time."""
+        """Return the states of a trainer; the first call is collective."""
         if self.states is None:
             output: str = trainer.args.output_dir
             self.states = StatesInMemory(
@@ -34,33 +34,35 @@ class StatesInMemoryCallback(StatesAside):
         return self.states
 
     def newest(self, trainer: Any, found: Path | None) -> Path | None:
-        """Return a state in memory that is newer than the one ``found`` on the disk, if there is one. Collective."""
+        """Return the state in memory if it is newer than the one ``found`` on disk, else ``None``. Call it on every
+        rank.
+        """
         return self.states_of(trainer).newest(found)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Let the Trainer save to memory behind the step."""
+        """Let the Trainer save to memory after the step."""
         between = state.global_step % self.every
         self.due = not between and state.global_step < state.max_steps
         if between and self.states is not None:
-            self.states.save(state.global_step)  # says whether the last one failed
+            self.states.save(state.global_step)  # raises if the last save failed
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Save nothing to memory behind a save to the disk."""
+        """Skip the save to memory after a save to disk."""
         self.due = False
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Free the memory after the last step, also where it came early."""
+        """Free the memory after the last step, also after an early stop."""
         self.free()
 
     def free(self) -> None:
-        """Free the memory; collective."""
+        """Free the memory. Call it on every rank."""
         if self.states is not None:
             self.states.remove()
             self.states = None
 
     @contextmanager
     def kept(self, trainer: Any) -> Iterator[Path]:
-        """Let Trainer write its small files to a directory; save them with the run's state behind the block."""
+        """Yield a directory for Trainer's small files; save these with the run's state after the ``with`` block."""
         states = self.states_of(trainer)
         self.due = False
         states.optimizer = trainer.optimizer

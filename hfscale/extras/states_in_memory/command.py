@@ -1,6 +1,7 @@
-"""Run a recipe under torch's elastic agent, once undisturbed and once with ranks killed in steps, saves and loads, or
-stopped for a while. Prints seconds from each kill to the next step, steps lost and effective time. Exits with 1 if the
-end differs in a bit. Results go to runs/<name>-drill-plain and runs/<name>-drill, replaced.
+"""Run a recipe under torch's elastic agent twice: undisturbed, and with ranks that are killed in steps, saves and
+loads, or stopped for a while. Prints the seconds from each kill to the next step, the lost steps, and the effective
+time. Exits with 1 if the results differ in any bit. Results go to runs/<name>-drill-plain and runs/<name>-drill,
+replacing earlier ones.
 """
 
 import argparse
@@ -8,7 +9,7 @@ import argparse
 from ...cli.look import working
 from ...recipes import check_installed
 
-HELP = "rehearse failures: kill and stop ranks of a recipe's run at random, and compare its end"
+HELP = "rehearse failures: kill and stop ranks of a run at random, and compare its results"
 JSON = False
 COUNTS = ("kills",)
 EXAMPLE = (
@@ -21,13 +22,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "recipe", metavar="RECIPE", help="a YAML file, or a name that hfscale train --list shows"
     )
     parser.add_argument(
-        "overrides", metavar="key=value", nargs="*", help="recipe keys, as training.steps=20"
+        "overrides",
+        metavar="key=value",
+        nargs="*",
+        help="recipe keys to override, such as training.steps=20",
     )
     parser.add_argument(
-        "--kills", type=int, default=5, metavar="N", help="how often to strike (default: 5)"
+        "--kills",
+        type=int,
+        default=5,
+        metavar="N",
+        help="how often to kill or stop ranks (default: 5)",
     )
     parser.add_argument(
-        "--seed", type=int, default=0, metavar="S", help="of kinds, ranks and moments (default: 0)"
+        "--seed",
+        type=int,
+        default=0,
+        metavar="S",
+        help="seed of the kinds, ranks and moments (default: 0)",
     )
 
 

@@ -1,7 +1,7 @@
-"""Rehearse failures: kill and stop the ranks of a recipe's run at random, and compare its end with an undisturbed run.
+"""Rehearse failures: kill and stop ranks of a run at random, and compare its results with an undisturbed run.
 
-torch's elastic agent (``torchrun --max-restarts``) starts the ranks again. What happens when is drawn from a seed; what
-the run does is read from its ``metrics.jsonl``, so nothing in it knows of the drill.
+torch's elastic agent (``torchrun --max-restarts``) starts the ranks again. Kinds and moments are drawn from a seed. The
+drill reads the run's progress from its ``metrics.jsonl``, so the run itself needs no code for the drill.
 """
 
 import hashlib
@@ -29,23 +29,25 @@ from ...recipes.run_log import read_metrics
 from ...recipes.schema import RecipeError
 
 KINDS = ("rank", "save", "load", "all", "node", "stop", "full")
-"""A rank is killed in a step, in a save, or while it starts again; all are, with their parents, and with the launcher,
-which a scheduler would start again; one is stopped for a while; one can write no more than a few bytes."""
+"""Kinds of strikes: kill one rank in a step, in a save, or while it starts again (load); kill all ranks with their
+parents, or also the launcher (node), which a scheduler would restart; stop one rank for a while; let one rank's files
+be full.
+"""
 # seconds
 _STOPPED = 3.0
 _LOAD = 4.0
 _LOOK = 0.02
-_FULL = 100  # bytes
-_PARENTS = ("all", "node")  # kinds of strikes that kill parents too
+_FULL = 100  # bytes that a rank can still write to a file
+_PARENTS = ("all", "node")  # kinds of strikes that also kill parent processes
 
 
 class Strike(NamedTuple):
-    """Hold what was done to a run."""
+    """Describe one strike against a run."""
 
     kind: str
     rank: int
-    step: int  # the last one before
-    lost: int  # steps
+    step: int  # the last step before the strike
+    lost: int  # number of steps that were lost
     seconds: float  # from the last signal to the end of the next step of the ranks that were started again
 
 
@@ -55,20 +57,20 @@ def drill(
     kills: int,
     seed: int,
 ) -> tuple[str, bool]:
-    """Run a recipe as ``NAME-drill-plain``, and again with ``kills`` strikes as ``NAME-drill``.
+    """Run a recipe as ``NAME-drill-plain``, and again as ``NAME-drill`` with ``kills`` strikes against its ranks.
 
     Returns:
-        a report, and whether both ended alike: weights bit for bit, and losses of all steps.
+        A report, and whether both runs have the same results: weights bit for bit, and losses of all steps.
 
     Raises:
-        RecipeError: a run failed by itself, or ended before all strikes.
+        RecipeError: a run failed by itself, or ended before all strikes were done.
     """
     recipe = read_recipe(source, overrides)
     steps = recipe.training.steps
     every = recipe.training.save_every or max(1, recipe.training.steps // 10)
     if steps < 2 * kills:
         raise RecipeError(
-            f"{kills} kills need at least {2 * kills} steps, and training.steps={steps}: use more"
+            f"{kills} kills need at least {2 * kills} steps, but training.steps={steps}: use more"
         )
     fixed = [
         *overrides,
@@ -128,7 +130,7 @@ def _report(
 
 
 class _Run:
-    """A run of a recipe under torch's elastic agent; ``finish`` and ``end`` say how long it took, and its results."""
+    """Run a recipe under torch's elastic agent; ``finish`` returns the seconds it took, ``end`` its results."""
 
     def __init__(self, source: str, overrides: list[str], kills: int) -> None:
         recipe = read_recipe(source, overrides)
@@ -183,7 +185,7 @@ class _Run:
         }
 
     def strike(self, kind: str, due: int, chance: random.Random) -> Strike:
-        """Wait for step ``due``, strike, and wait until the ranks have done a step again."""
+        """Wait for step ``due``, strike, and wait until the ranks have done another step."""
         self._wait(lambda: self._step() >= due)
         if kind == "save":
             disk = self._directory / "state"
@@ -197,7 +199,7 @@ class _Run:
         step = resumed = self._step()
         if kind == "stop":
             process = self._pids()[rank]
-            with suppress(ProcessLookupError):  # it has ended
+            with suppress(ProcessLookupError):  # the process has ended
                 os.kill(process, signal.SIGSTOP)
                 time.sleep(_STOPPED)
                 os.kill(process, signal.SIGCONT)
@@ -209,7 +211,7 @@ class _Run:
                 begun = self._kill([rank], kind)
             step = self._step()
             written = self._metrics.stat().st_mtime_ns
-            # until steps behind the last save have been taken out
+            # wait until the resumed run has removed the metrics of lost steps
             self._wait(lambda: self._metrics.stat().st_mtime_ns != written)
             resumed = self._step()
         self._wait(lambda: self._step() > resumed)
@@ -222,7 +224,7 @@ class _Run:
         )
 
     def _kill(self, ranks: Iterable[int], kind: str) -> float:
-        """Kill ranks; return when, once all have been started again."""
+        """Kill ranks; return the time of the kill, once all killed ranks have been started again."""
         before, begun = self._pids(), time.monotonic()
         if kind == "node":
             self._agent.kill()
@@ -267,13 +269,13 @@ class _Run:
         return int(logged[-1]) if logged else 0
 
     def _pids(self) -> dict[int, int]:
-        """Return the process of each rank: children of the agent's children, which are their parents."""
+        """Map each rank to its process: a grandchild of the agent; its parent process is recorded too."""
         pids = {}
         self._parents = {
             c: parent for parent in _children(self._agent.pid) for c in _children(parent)
         }
         for child in self._parents:
-            with suppress(OSError, KeyError):  # it has ended, or is no rank
+            with suppress(OSError, KeyError):  # the process has ended, or is no rank
                 text = Path(f"/proc/{child}/environ").read_text()
                 pids[int(dict(each.partition("=")[::2] for each in text.split("\0"))["RANK"])] = (
                     child
@@ -282,7 +284,7 @@ class _Run:
 
 
 def _children(process: int) -> list[int]:
-    with suppress(OSError):  # it has ended
+    with suppress(OSError):  # the process has ended
         return [
             int(c)
             for path in Path(f"/proc/{process}/task").glob("*/children")
@@ -292,7 +294,7 @@ def _children(process: int) -> list[int]:
 
 
 def _imports(ranks: int) -> float:
-    """Return the seconds that ranks take for their imports, all at once."""
+    """Return the seconds that all ranks together take for their imports, started at the same time."""
     begun = time.monotonic()
     every = [
         subprocess.Popen([sys.executable, "-c", "import hfscale.recipes.run"]) for _ in range(ranks)

@@ -1,4 +1,4 @@
-"""Hosts that each have a directory of one run in their own memory, and files that go from one to another."""
+"""Hosts that each have a directory of a run in their own memory, and transfers of files between hosts."""
 
 import os
 import secrets
@@ -15,10 +15,12 @@ Files = dict[str, FileSum]
 
 
 class Hosts:
-    """The hosts of a run, each known by its first rank; ``first``: for each rank, the first one of its host."""
+    """Describe the hosts of a run. A host is identified by its first rank; ``first`` has that rank for every rank."""
 
     def __init__(self, mesh: Mesh, directory: Path) -> None:
-        """Find out which ranks see each other's files in ``directory``; collective."""
+        """Find out which ranks share a host: those that see each other's files in ``directory``. Call it on
+        every rank.
+        """
         token = directory / f".{secrets.token_hex(8)}"
         token.touch()
         tokens = mesh.all_gather_object(token.name)
@@ -26,20 +28,20 @@ class Hosts:
         self.first = mesh.all_gather_object(seen)
         token.unlink()
         self.here = self.ranks(self.first[mesh.rank])
-        # Whether this rank makes the directories of its host.
+        # Whether this rank creates the directories of its host.
         self.makes = mesh.rank == self.here[0]
 
     def ranks(self, first: int) -> list[int]:
-        """Return the ranks of a host."""
+        """Return the ranks of the host whose first rank is ``first``."""
         return [rank for rank, its in enumerate(self.first) if its == first]
 
     def before(self, first: int) -> list[int]:
-        """Return the ranks of the host before, of which this one keeps copies; none if it is the only one."""
+        """Return the ranks of the previous host, whose files this host copies; none if there is only one host."""
         order = sorted({*self.first})
         return self.ranks(order[order.index(first) - 1]) if len(order) > 1 else []
 
     def copy_to_next(self, mesh: Mesh, every: list[Files], directory: Path) -> Files:
-        """Send the files that each rank has written (``every``) to the next host; return all of this one."""
+        """Send the files that each rank has written (``every``) to the next host; return all files of this host."""
         own = [
             {name: file for name, file in files.items() if name.startswith("rank-")}
             for files in every
@@ -61,7 +63,9 @@ class Hosts:
         files: Files,
         directory: Path,
     ) -> None:
-        """Send to each host the ``files`` that it lacks, from the ranks in ``lacks``; alike on all ranks."""
+        """Send to each host the ``files`` that it lacks, from the ranks in ``lacks``. All ranks get the
+        same arguments.
+        """
         transfers: list[tuple[Any, int, int]] = []  # contents, from, to
         for host, sources in sorted(lacks.items()):
             ranks = self.ranks(host)
@@ -71,7 +75,7 @@ class Hosts:
                 if mesh.rank == target:
                     with (directory / name).open(
                         "wb"
-                    ) as file:  # an error now, and no signal later, if it is full
+                    ) as file:  # if memory is full: an error now, no signal later
                         if files[name].size:
                             os.posix_fallocate(file.fileno(), 0, files[name].size)
                 if files[name].size and mesh.rank in (source, target):
@@ -79,7 +83,7 @@ class Hosts:
                     size = files[name].size
                     content = torch.from_file(path, mesh.rank == target, size, dtype=torch.uint8)
                 transfers.append((content, source, target))
-        mesh.all_gather_object(None)  # nobody sends to a rank without room
+        mesh.all_gather_object(None)  # nobody sends to a rank without enough memory
         moves: list[Any] = []
         for tag, (content, source, target) in enumerate(transfers):
             if content is not None:

@@ -1,13 +1,14 @@
-"""Keep the newest state of a run in the memory of its hosts, where it survives the processes.
+"""Keep the newest state of a run in the memory of its machines (hosts), where it survives the processes.
 
 ::
 
     /dev/shm/hfscale-UID-NAME-DIGEST/RUN/step-40-of-4-ID/    a directory of hfscale.save_state
-    DIRECTORY/_hfscale_run                                       RUN, drawn as the run begins
+    DIRECTORY/_hfscale_run                                       RUN, drawn when the run begins
 
-A host has the files of its own ranks and of those of the host before it, so a run goes on from memory though a host is
-lost. A state replaces what was there once it is complete on all hosts. ``ID`` is drawn as the ranks start: files of two
-attempts at a step are never mixed. Memory of a run whose directory on disk has been removed has another ``RUN``.
+A host has the files of its own ranks and those of the previous host's ranks, so a run can continue from memory even if
+one host is lost. A new state replaces the old one once it is complete on all hosts. ``ID`` is drawn when the ranks
+start, so files of two attempts at a step never mix. If a run's directory on disk is removed, a new run has another
+``RUN``.
 """
 
 import logging
@@ -53,7 +54,7 @@ _log = logging.getLogger(__name__)
 
 
 class StatesInMemory:
-    """Save a run to its hosts' memory every few steps, and go on from there in any layout; make it on every rank::
+    """Save a run to its hosts' memory every few steps, and resume from memory in any layout; create it on every rank::
 
         memory = hfscale.StatesInMemory(model, "states", every=10, optimizer=optimizer, scheduler=scheduler)
         for step in range(memory.load().step, steps):
@@ -62,13 +63,13 @@ class StatesInMemory:
         memory.remove()
 
     Args:
-        directory: of the run's states on disk, which need not exist. Who removes it removes what is in memory.
-        every: steps from one state to the next: at most that many are lost.
-        optimizer: as for :func:`hfscale.save_state`, as are ``others``.
-        memory: a file system in memory.
+        directory: directory of the run's states on disk; it need not exist. Removing it also discards the memory.
+        every: steps between states, and so the maximum number of lost steps.
+        optimizer: as for :func:`hfscale.save_state`; ``others`` too.
+        memory: a directory on a file system in memory.
 
     Raises:
-        CheckpointError: the memory cannot be used, or has no room for two states (from the first :meth:`save`).
+        CheckpointError: the memory cannot be used, or (from the first :meth:`save`) has no room for two states.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class StatesInMemory:
         self.every = every
         self.optimizer = optimizer
         self.others = others
-        # of the latest state: on this host, and that the steps waited for it
+        # of the latest state: bytes on this host, and seconds that the steps waited
         self.bytes = 0
         self.seconds = 0.0
         self._model, self._disk = model, target_of(directory)
@@ -109,18 +110,18 @@ class StatesInMemory:
                     *self.directory.glob(".step-*.incomplete"),
                     *self.directory.glob(".step-*.discarded"),
                 ):
-                    shutil.rmtree(left, ignore_errors=True)  # of a process that was killed
+                    shutil.rmtree(left, ignore_errors=True)  # left by a killed process
                 _remove_others(
-                    whole, self.directory, "is of a run whose directory has been removed"
+                    whole, self.directory, "belongs to a run whose directory has been removed"
                 )
 
     def save(self, step: int, beside: dict[str, bytes] | None = None) -> bool:
-        """Save behind the steps if ``every`` divides ``step``, the steps done; return whether it does. Collective.
-        ``beside``: more files, the first rank's.
+        """Save in the background if ``every`` divides ``step``, the number of steps done; return whether it does. Call
+        it on every rank. ``beside``: further files to save, given on the first rank.
         """
         if step % self.every:
             if not save_runs():
-                wait_for_saves()  # the last one may have failed, and a step more would be lost
+                wait_for_saves()  # report a failed save before another step is done
             return False
         begun = time.perf_counter()
         mesh = self._mesh
@@ -148,20 +149,24 @@ class StatesInMemory:
         return True
 
     def load(self) -> Resumed:
-        """Go on from the newest state, in memory or on disk; of step 0 if there is none. Collective."""
+        """Resume from the newest state, in memory or on disk; without any state, begin at step 0. Call it on every
+        rank.
+        """
         given = {"optimizer": self.optimizer, **self.others}
         try:
             if (newest := self.newest()) is not None:
                 return load_state(self._model, newest, **given)
         except CheckpointError as error:
-            # To begin anew would replace the state in memory.
+            # Starting from step 0 would replace the state in memory.
             if none_there(self._disk, self._mesh):
                 raise
             _log.warning("%s: taking the newest state of %s instead", error, self._disk)
         return load_state(self._model, self._disk, missing_ok=True, **given)
 
     def newest(self, disk: Path | None = None) -> Path | None:
-        """Return the newest state, fetched to every host; ``None`` if none is newer than ``disk``'s. Collective."""
+        """Return the newest state in memory, fetched to every host; ``None`` if ``disk`` has a newer one. Call it on
+        every rank.
+        """
         mesh = self._mesh
         with all_or_none(mesh, f"{self.directory} could not be read"):
             wait_for_saves()
@@ -176,7 +181,7 @@ class StatesInMemory:
                 name: {file for state in every if name in state for file in state[name].files}
                 for name in marks
             }
-            ranks = {name: range(int(name.split("-")[3])) for name in marks}  # those that wrote it
+            ranks = {name: range(int(name.split("-")[3])) for name in marks}  # its writers
             whole = [
                 name for name in marks if all(rest_name(rank) in held[name] for rank in ranks[name])
             ]
@@ -191,14 +196,14 @@ class StatesInMemory:
         return self.directory / name
 
     def remove(self) -> None:
-        """Free the memory, at the end of a run. Collective."""
+        """Free the memory at the end of a run. Call it on every rank."""
         with all_or_none(self._mesh, f"{self.directory} could not be removed"):
             wait_for_saves()
             self._mesh.all_gather_object(None)
             shutil.rmtree(self.directory.parent, ignore_errors=True)
 
     def _name_of_run(self) -> str:
-        """Return the name of the run on disk, a new one if it has none; collective."""
+        """Return the name of the run on disk; draw a new name if there is none. Call it on every rank."""
         self._mesh.all_gather_object(None)  # the first rank may have removed an earlier run
         path = self._disk / RUN
         own = path.read_text() if path.exists() else ""
@@ -207,7 +212,7 @@ class StatesInMemory:
         return next((name for name, _ in names if name), names[0][1])
 
     def _name_it(self) -> None:
-        """Write the name of the run to its directory on disk, if it has another, or none: never half of it."""
+        """Write the run's name into its directory on disk, unless it is there already; atomically."""
         path = self._disk / RUN
         aside = self._disk / f".{RUN}.{self._mesh.rank}"
         if not path.exists() or path.read_text() != self.directory.name:
@@ -215,13 +220,13 @@ class StatesInMemory:
             aside.replace(path)
 
     def _write(self, taken: TakenState, target: Path) -> None:
-        """Write a state, and remove what it replaces, once it is complete on all hosts."""
+        """Write a state; once it is complete on all hosts, remove the states that it replaces."""
         write_state(taken, target, None, None, self._hosts)
         if self._hosts.makes:
-            _remove_others(self.directory, target, "is of another run, which", taken.runtime.run)
+            _remove_others(self.directory, target, "belongs to another run", taken.runtime.run)
 
     def _fetch(self, name: str, every: list[dict[str, Mark]]) -> None:
-        """Fetch the files that this host lacks of a state, and mark it complete."""
+        """Fetch the files of a state that this host lacks, and mark the state as complete."""
         mesh = self._mesh
         hosts = self._hosts
         directory = self.directory / name
@@ -240,7 +245,9 @@ class StatesInMemory:
             mark_complete(directory, files, mark.step, mark.run)
 
     def _outdated(self, mark: Mark, disk: Path) -> bool:
-        """Return whether the disk has a newer state (of another run: one written later) that is whole. Collective."""
+        """Return whether the disk has a complete state that is newer (or, of another run, written later).
+        Collective.
+        """
         mesh = self._mesh
 
         def newer(directory: Path) -> bool:
@@ -259,13 +266,13 @@ class StatesInMemory:
             return False
         try:
             on_disk = find_whole(disk, mesh, verify=True)
-        except CheckpointError as error:  # on all ranks alike
+        except CheckpointError as error:  # the same error on all ranks
             _log.warning("%s: going on from memory", error)
             return False
         return bool(mesh.all_gather_object(newer(on_disk))[0])
 
     def _check_room(self, here: int, before: int) -> None:
-        """Raise if there is no room for two states, of which one may be there, and a copy that is being written."""
+        """Raise if there is no room for two states (one may exist already) and for a copy that is being written."""
         there = sum(path.stat().st_size for path in self.directory.rglob("*"))
         needed = max(there, here + before) + 2 * here + before
         match = re.search(r"MemAvailable: *(\d+)", Path("/proc/meminfo").read_text())
@@ -278,7 +285,7 @@ class StatesInMemory:
         )
         if needed > free:
             raise CheckpointError(
-                f"states in memory take {needed:,} bytes of this host, and {self.directory.parent} has {free:,} free: "
+                f"states in memory take {needed:,} bytes of this host, but {self.directory.parent} has {free:,} free: "
                 "save to the disk (hfscale.save_state), or make room"
             )
 
@@ -289,9 +296,11 @@ def _remove_others(
     why: str,
     run: str | None = None,
 ) -> None:
-    """Remove what a directory has beside ``kept``; say so, and ``why``, unless it is a state of ``run``."""
+    """Remove everything in a directory except ``kept``; log the reason ``why``, except for states of ``run``."""
     for path in directory.iterdir():
         if path != kept:
             if run is None or (not problems_of(path) and mark_of(path).run != run):
-                _log.warning("%s %s %s: it is removed from memory", path, why, kept)
+                _log.warning(
+                    "%s %s, and %s replaces it: it is removed from memory", path, why, kept
+                )
             shutil.rmtree(path, ignore_errors=True)

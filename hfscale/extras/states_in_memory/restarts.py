@@ -1,4 +1,4 @@
-"""Start a run's ranks again without imports: parents import once, and fork those that train, anew if one fails."""
+"""Restart a run's ranks without repeating imports: parent processes import once, and fork the processes that train."""
 
 import ctypes
 import os
@@ -22,7 +22,7 @@ from ...distributed.processes import (
 )
 from ...errors import ConfigError, check_count
 
-# seconds between looks; to say why it ends; the exit code of a refusal
+# seconds between checks; seconds to report an error before the end; the exit code of a refusal
 _LOOK = 0.1
 _GRACE = 5.0
 _REFUSED = 2
@@ -30,22 +30,22 @@ _DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
 def restart_in_place(restarts: int = 100) -> None:
-    """Fork a process that goes on from here, and another whenever one fails on some rank, without imports.
+    """Fork a process that continues from this call, and fork another one whenever one fails on some rank.
 
-    Call it on every rank, behind the imports and before anything else. It returns in the forked process; this one
-    waits, passes signals on, and ends as that did. Where ranks end with code 2, and none otherwise, they are refused,
-    and do not start again.
+    Call it on every rank, after the imports and before anything else. It returns in the forked process. The parent
+    process waits, forwards signals, and ends with the same exit code. If ranks end with code 2 and no rank ends
+    otherwise, the run was refused, and the ranks do not start again.
 
     Args:
-        restarts: how often, before it is the launcher's turn (``--max-restarts``).
+        restarts: number of restarts before the launcher takes over (``--max-restarts``).
 
     Raises:
-        ConfigError: this process has started CUDA, threads or process groups, or no launcher of torch its ranks.
+        ConfigError: CUDA, threads or process groups are already started here, or ranks without a launcher of torch.
     """
     check_count("restarts", restarts, 0)
     if accelerators().is_initialized() or dist.is_initialized() or threading.active_count() > 1:
         raise ConfigError(
-            "restart_in_place must come before CUDA, threads and process groups: call it behind imports"
+            "restart_in_place must come before CUDA, threads and process groups: call it right after the imports"
         )
     world = started_processes()
     outer = int(os.environ.get(RESTARTS, "0"))
@@ -59,7 +59,7 @@ def restart_in_place(restarts: int = 100) -> None:
         sys.stdout.flush()
         child = os.fork()
         if child == 0:
-            with suppress(AttributeError):  # no Linux
+            with suppress(AttributeError):  # only Linux has it
                 ctypes.CDLL(None).prctl(_DIES_WITH_PARENT, signal.SIGKILL)
             os.environ[RESTARTS] = str(outer * 1000 + attempt)
             renew_thread_pool()
@@ -71,14 +71,16 @@ def restart_in_place(restarts: int = 100) -> None:
 
 
 def _wait(child: int, store: Any, world: int) -> tuple[int, bool]:
-    """Return how this rank's child ended, once those of all ranks have, and whether to fork again."""
+    """Return the exit code of this rank's child after the children of all ranks have ended, and whether to
+    fork again.
+    """
 
     def count(what: str, more: bool = False) -> int:
         return int(store.add(what, int(more)))
 
     def pass_on(number: int, _: Any) -> None:
         told.append(number)
-        if code is None:  # or it has ended
+        if code is None:  # the child has not ended
             os.kill(child, number)
 
     told = list[int]()
@@ -100,21 +102,23 @@ def _wait(child: int, store: Any, world: int) -> tuple[int, bool]:
         time.sleep(_LOOK)
     for number, handler in before.items():
         signal.signal(number, handler)
-    count("final", bool(told))  # also behind its child's end
-    # What else goes wrong may look like a refusal on other ranks.
+    count("final", bool(told))  # also if the signal came after the child's end
+    # Other failures may look like a refusal on other ranks.
     refused = count("refused") and not count("broken")
     return code, count("failed") > 0 and not count("final") and not refused
 
 
 def _too_long(child: int, code: int | None, graces: float) -> bool:
-    """Kill a child that outlives another rank's; return whether its parent waits for a machine that is gone."""
+    """Kill a child that outlives another rank's child; return whether this parent waits for a machine that is gone."""
     if code is None and graces:
         os.kill(child, signal.SIGKILL)
     return code is not None and graces > 3
 
 
 def _kinds_of_end(code: int, told: bool, late: bool) -> list[str]:
-    """Return what to count of a child's end; ``told``: its parent was to end it, ``late``: it outlived other ranks'."""
+    """Return the counters for a child's end. ``told``: its parent got a signal; ``late``: it outlived other
+    children.
+    """
     broken = not late and code not in (0, _REFUSED, CODE)
     kinds = {
         "final": told,

@@ -1,6 +1,6 @@
-"""Write a mixture of experts whose experts start as copies of a dense model's MLPs: llama and mistral become mixtral,
-qwen2 qwen2_moe, qwen3 qwen3_moe, olmo2 flex_olmo, granite granitemoe. One process, a few tensors in memory at a time,
-no GPU.
+"""Write a mixture of experts whose experts start as copies of a dense model's MLPs. Targets: llama and mistral become
+mixtral, qwen2 qwen2_moe, qwen3 qwen3_moe, olmo2 flex_olmo, granite granitemoe. Runs in one process, with a few tensors
+in memory at a time, without a GPU.
 """
 
 import argparse
@@ -26,20 +26,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=2,
         metavar="N",
-        help="experts of a token (default: %(default)s)",
+        help="experts per token (default: %(default)s)",
     )
     parser.add_argument(
-        "--every", type=int, default=1, metavar="N", help="interval of sparse layers (qwen only)"
+        "--every",
+        type=int,
+        default=1,
+        metavar="N",
+        help="make every N-th layer a mixture (qwen only)",
     )
     parser.add_argument(
-        "--noise", type=float, default=0.0, help="noise relative to experts' standard deviation"
+        "--noise",
+        type=float,
+        default=0.0,
+        help="standard deviation of noise, relative to that of each weight matrix",
     )
     parser.add_argument(
         "--reinitialize",
         type=float,
         default=0.0,
         metavar="SHARE",
-        help="of each expert's channels, to redraw",
+        help="fraction of each expert's channels to redraw",
     )
     parser.add_argument(
         "--seed",
@@ -58,5 +65,5 @@ def run(arguments: argparse.Namespace) -> None:
     given = {name: getattr(arguments, name) for name in names}
     written = upcycle(arguments.model, arguments.directory, **given)
     size = sum(file.stat().st_size for file in written.glob("*.safetensors"))
-    text = f"{written}: {arguments.num_experts} experts, of a token {arguments.top_k}, {size / 2**20:,.0f} MiB"
+    text = f"{written}: {arguments.num_experts} experts, {arguments.top_k} per token, {size / 2**20:,.0f} MiB"
     show(arguments, {"directory": str(written), "bytes": size, **given}, text)

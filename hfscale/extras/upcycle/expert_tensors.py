@@ -1,8 +1,9 @@
-"""Read a dense model, from a directory, the Hub or memory, and make the tensors of a mixture of experts, one at a time.
+"""Read a dense model (a directory, a Hub id, or in memory), and make the tensors of a mixture of experts one by one.
 
-Data flow: the target on the meta device tells the contents of its checkpoint; every dense tensor is read once. Tensors
-outside of MLPs are copied under their names, and an MLP's projection is copied once per expert, varied on request. Two
-tensors are in memory at a time, or four if experts vary; plus the stacked one if the target stores all together.
+The target on the meta device determines the contents of its checkpoint; every dense tensor is read once. Tensors
+outside MLPs are copied under their names. A projection of an MLP is copied once per expert, and varied on request. At
+most two tensors are in memory at a time (four if experts vary), plus the stacked tensor if the target stores all
+experts in one.
 """
 
 import os
@@ -55,12 +56,12 @@ _GENERATION = "generation_config.json"
 
 @dataclass(frozen=True)
 class WholeModel:
-    """A full model's config and tensors, read on demand."""
+    """A full model's config and tensors; tensors are read on demand."""
 
     config: PreTrainedConfig
     tensors: Mapping[str, Tensor | TensorOnDisk]  # stored name -> tensor, on disk or in memory
-    generation: GenerationConfig | None  # its generation config, if it has one
-    directory: Path | None  # its directory; ``None`` in memory
+    generation: GenerationConfig | None  # generation config, if the model has one
+    directory: Path | None  # the model's directory; ``None`` if it is in memory
 
     def read(self, name: str) -> Tensor:
         """Return a copy of one tensor on the CPU."""
@@ -77,8 +78,8 @@ def _in_memory(model: Any) -> WholeModel:
     kind = class_name(model)
     if not isinstance(model, PreTrainedModel):
         raise ConfigError(
-            f"a {kind} is not a model of transformers: give one, the directory of a checkpoint or a Hub id; an adapter "
-            "is merged first (merge_and_unload())"
+            f"a {kind} is not a model of transformers: give one, the directory of a checkpoint or a Hub id; merge an "
+            "adapter first (merge_and_unload())"
         )
     tensors = dict(model.named_parameters())
     spread = is_distributed_by_host(model, spread=False)
@@ -89,7 +90,7 @@ def _in_memory(model: Any) -> WholeModel:
         reason = "it has no weights (meta device)"
     if reason:
         raise ConfigError(
-            f"this {kind} is not a full model in memory ({reason}): save it, and give the directory"
+            f"this {kind} is not a full model in memory ({reason}): save it, and give its directory"
         )
     return WholeModel(model.config, tensors, getattr(model, "generation_config", None), None)
 
@@ -119,7 +120,7 @@ def _on_disk(source: str | os.PathLike[str]) -> WholeModel:
 
 
 def _weight_files(directory: Path) -> list[Path]:
-    if (directory / WEIGHTS).is_file():  # transformers prefers it too
+    if (directory / WEIGHTS).is_file():  # like transformers, prefer the single file
         return [directory / WEIGHTS]
     if (directory / INDEX).is_file():
         return named_files(directory / INDEX)
@@ -132,7 +133,7 @@ def _weight_files(directory: Path) -> list[Path]:
 
 @dataclass(frozen=True)
 class Variation:
-    """How experts differ from the dense MLP: by noise, and by partial re-initialization.
+    """Describe how experts differ from the dense MLP: by noise, and by partial re-initialization.
 
     Drop-Upcycling (Nakamura et al. 2025, "Drop-Upcycling: Training Sparse Mixture of Experts with Partial
     Re-initialization") redraws a fraction of an expert's hidden channels, with the mean and standard deviation of the
@@ -140,9 +141,9 @@ class Variation:
     """
 
     noise: float = 0.0  # standard deviation of the noise on each weight, relative to that of the weight's matrix
-    # Fraction of the channels that are redrawn, different ones in each expert.
+    # Fraction of the channels that are redrawn; the channels differ between experts.
     reinitialize: float = 0.0
-    seed: int = 0  # of both, and of the router
+    seed: int = 0  # seed of noise, channels and router
 
     def __post_init__(self) -> None:
         check_number("noise", self.noise, least=0)
@@ -154,12 +155,12 @@ class Variation:
         return torch.Generator().manual_seed(seed_of(self.seed, name))
 
     def channels(self, width: int, layer: int, expert: int) -> Tensor:
-        """Return the channels of an expert that are redrawn, the same in its three projections."""
+        """Return the channels of an expert that are redrawn, the same channels in all three projections."""
         count = round(self.reinitialize * width)
         return torch.randperm(width, generator=self.generator(f"{layer}/{expert}/channels"))[:count]
 
     def apply(self, weight: Tensor, projection: str, layer: int, expert: int) -> Tensor:
-        """Return an expert's weight made from the dense one, or that itself if nothing varies."""
+        """Return an expert's weight made from the dense ``weight``; the dense weight itself if nothing varies."""
         if not self.noise and not self.reinitialize:
             return weight
         generator = self.generator(f"{layer}/{expert}/{projection}")
@@ -183,7 +184,9 @@ class Variation:
 
 
 class Upcycling:
-    """Convert a dense model to the mixture ``model``, on the meta device; :class:`CheckpointError` if they misfit."""
+    """Convert a dense model to the mixture ``model`` on the meta device. Raise :class:`CheckpointError` if
+    they misfit.
+    """
 
     def __init__(
         self, dense: WholeModel, config: PreTrainedConfig, every: int, variation: Variation
@@ -192,7 +195,7 @@ class Upcycling:
         self.config = config
         self.variation = variation
         self.family = find_family(dense.config)
-        # That become mixtures.
+        # The layers that become mixtures.
         self.layers = range(every - 1, dense.config.num_hidden_layers, every)
         self.num_experts: int = getattr(config, self.family.count_field)
         with torch.device("meta"):
@@ -202,11 +205,11 @@ class Upcycling:
         types = {dense.tensors[self.stored[name]].dtype for name in self._projections()}
         if len(types) > 1:
             raise CheckpointError(
-                f"the MLPs of the dense checkpoint have several types, {', '.join(sorted(map(str, types)))}, and "
-                "the experts of a layer are one tensor in transformers: load it with one dtype and save it again"
+                f"the MLPs of the dense checkpoint have several dtypes, {', '.join(sorted(map(str, types)))}, but the "
+                "experts of a layer are one tensor in transformers: load it with one dtype and save it again"
             )
-        self.dtype: torch.dtype = types.pop()  # of experts and routers
-        # The config of a model in memory may be older than its weights.
+        self.dtype: torch.dtype = types.pop()  # dtype of experts and routers
+        # The config of a model in memory may tell an older dtype than its weights have.
         self.model.config.dtype = self.dtype
         if dense.generation is not None:
             self.model.generation_config = dense.generation
@@ -227,7 +230,7 @@ class Upcycling:
         }
 
     def with_progress(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield :meth:`tensors`, under a progress bar if it takes long."""
+        """Yield :meth:`tensors` with a progress bar, if it takes long."""
         hidden = not logging.is_progress_bar_enabled()
         with tqdm(
             desc="upcycle", unit="B", unit_scale=True, delay=_BAR_AFTER_SECONDS, disable=hidden
@@ -237,7 +240,7 @@ class Upcycling:
                 bar.update(tensor.nbytes)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every tensor of the mixture under its stored name; each dense one is read once."""
+        """Yield every tensor of the mixture under its stored name; each dense tensor is read once."""
         projections = self._projections()
         for name in self.stored:
             if name not in projections:
@@ -252,7 +255,9 @@ class Upcycling:
                 )
 
     def _gates(self, layer: int) -> Iterator[tuple[str, Tensor]]:
-        """Yield a random router: equal scores would send every token to the first experts, and leave them equal."""
+        """Yield a random router, because equal scores would send all tokens to the first experts, which would stay
+        equal.
+        """
         router = torch.empty(self.num_experts, self.config.hidden_size, dtype=self.dtype)
         generator = self.variation.generator(f"{layer}/router")
         yield (
@@ -310,7 +315,7 @@ def _prefix(layer: int) -> str:
 
 
 def _names_as_found(model: PreTrainedModel, dense: WholeModel) -> dict[str, str]:
-    """Map each tensor that the dense ``model`` needs to the one of its tied names that is stored."""
+    """Map each tensor that the dense ``model`` needs to that one of its tied names that is stored."""
     others: dict[str, list[str]] = {}
     for tied, owner in model.all_tied_weights_keys.items():
         others.setdefault(owner, []).append(tied)
@@ -330,7 +335,7 @@ def _names_as_found(model: PreTrainedModel, dense: WholeModel) -> dict[str, str]
             missing.append(name)
         elif tuple(dense.tensors[there[0]].shape) != tuple(parameter.shape):
             raise CheckpointError(
-                f"the dense model's {there[0]} has the shape {tuple(dense.tensors[there[0]].shape)} and its config "
+                f"the dense model's {there[0]} has the shape {tuple(dense.tensors[there[0]].shape)} but its config "
                 f"says {tuple(parameter.shape)}: use the config it was saved with"
             )
         else:

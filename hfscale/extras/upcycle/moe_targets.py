@@ -1,10 +1,11 @@
-"""The table of dense families and the mixtures of experts they are upcycled to, and how configs translate.
+"""The table of dense families and their mixture-of-experts targets, and the translation of configs.
 
 Sparse upcycling (Komatsuzaki et al. 2023, "Sparse Upcycling: Training Mixture-of-Experts from Dense Checkpoints") gives
-every expert a copy of the dense MLP and initializes the router at random. While the experts are equal a token's output
-is their output times the sum of its routing weights, so a target family must be able to normalize those to one.
+every expert a copy of the dense MLP, and initializes the router at random. While the experts are equal, a token's
+output is the experts' output times the sum of the routing weights. So a target family must be able to normalize these
+to one.
 
-Everything here is names and numbers. :mod:`hfscale.extras.upcycle.expert_tensors` makes the weights.
+This file has only names and numbers. :mod:`hfscale.extras.upcycle.expert_tensors` makes the weights.
 """
 
 from collections.abc import Mapping
@@ -15,13 +16,13 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from ...errors import ConfigError
 
-# Fields about how a config was saved, not what the model computes; ``auto_map`` names code of the dense model.
+# Fields that describe the saved file, not the computation; ``auto_map`` names code of the dense model.
 _OF_THE_FILE = ("architectures", "auto_map", "model_type", "transformers_version", "_name_or_path")
 
 DENSE = "mlp.{projection}_proj.weight"
-"""Name in a layer of the MLP's ``gate``, ``up`` or ``down`` projection, in every dense family below."""
+"""Name of the MLP's ``gate``, ``up`` or ``down`` projection within a layer, the same in all dense families below."""
 
-# The dim of each projection's weight that has the MLP's width.
+# The dim of each projection's weight that is the MLP's width.
 INTERMEDIATE_DIM = {
     "gate": 0,
     "up": 0,
@@ -31,19 +32,20 @@ INTERMEDIATE_DIM = {
 
 @dataclass(frozen=True)
 class ExpertWeight:
-    """One tensor, or one per expert, of a layer's routed experts in the target's checkpoint."""
+    """Describe a tensor of a layer's routed experts (one for all, or one per expert) in the target's checkpoint."""
 
-    # inside the layer, as stored. With ``{expert}`` each expert has its own tensor; without, one tensor holds all
+    # stored name inside the layer. With ``{expert}``, each expert has its own tensor; otherwise one tensor stacks all
     # experts along a new first dim
     name: str
-    parts: tuple[str, ...]  # the projections in it, concatenated along an expert's first dim
+    parts: tuple[str, ...]  # projections in the tensor, concatenated along an expert's first dim
 
 
 @dataclass(frozen=True)
 class SharedExpert:
-    """Describe an expert that computes every token in addition to the routed ones, times the sigmoid of a gate. It gets
-    a copy of the MLP too. Its gate starts at zero, whose sigmoid is a half, and the routed experts' ``down`` starts
-    halved: two halves of the dense output, exact in any floating-point type, and everything trains.
+    """Describe an expert that every token passes in addition to the routed experts, multiplied by the sigmoid of a
+    gate. It gets a copy of the MLP too. The gate starts at zero, whose sigmoid is a half, and the routed experts'
+    ``down`` weights start halved. So the sum is two halves of the dense output, exact in any floating-point dtype, and
+    all weights train.
     """
 
     name: str
@@ -53,17 +55,17 @@ class SharedExpert:
 
 @dataclass(frozen=True)
 class Family:
-    """How a dense family becomes a mixture of experts."""
+    """Describe how a dense family becomes a mixture of experts."""
 
-    target: str  # the ``model_type`` it becomes
+    target: str  # the target's ``model_type``
     weights: tuple[ExpertWeight, ...]  # the routed experts' tensors
     router: str  # the name of the router's matrix inside a layer
     count_field: str  # the target's field with the number of experts
     width_field: str = "intermediate_size"  # the target's field with the width of one expert
-    fixed: Mapping[str, Any] = field(default_factory=dict)  # further fields, as ``norm_topk_prob``
-    # The target's field that makes every n-th layer a mixture; ``None``: all are.
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # further fields: ``norm_topk_prob``
+    # The target's field that makes every n-th layer a mixture; ``None``: all layers are mixtures.
     every_field: str | None = None
-    # fields that only the dense family has, and the values with which they have no effect; ``None``: any
+    # fields that only the dense family has, and their values without effect; ``None``: any value
     neutral: Mapping[str, tuple[Any, ...] | None] = field(default_factory=dict)
     kept: tuple[str, ...] = ()  # fields that the target reads without declaring them
     # Whether the target has one sliding window for all layers, whatever their types.
@@ -134,18 +136,18 @@ FAMILIES: dict[str, Family] = {
     "olmo2": _FLEX_OLMO,
     "granite": _GRANITEMOE,
 }
-"""Dense ``model_type`` -> how it is upcycled."""
+"""Dense ``model_type`` -> its target and the translation."""
 
 REFUSED = {
     "olmo": "its layer norms have no weights and its queries and keys no norms, while olmoe's have both",
     "olmo3": "flex_olmo, which has its layers, has no sliding windows",
     "phi3": "phimoe has layer norms where phi3 has RMS norms, and routing weights that do not sum to one",
 }
-"""Families that seem to fit a mixture of experts, and why they do not."""
+"""Families that seem to fit a mixture of experts but do not, and why."""
 
 
 def find_family(config: PreTrainedConfig) -> Family:
-    """Return how the family of ``config`` is upcycled; ConfigError if it is not in the table."""
+    """Return how the family of ``config`` is upcycled; raise ConfigError if it is not in the table."""
     kind = config.model_type
     if kind in FAMILIES:
         return FAMILIES[kind]
@@ -158,7 +160,7 @@ def find_family(config: PreTrainedConfig) -> Family:
     ):
         why = "it is a mixture of experts already"
     else:
-        why = "hfscale knows no mixture of experts with its layers"
+        why = "hfscale has no mixture of experts with such layers in its table"
     raise ConfigError(
         f"a {kind!r} model cannot be upcycled: {why}. Upcycled are {known}; another family is an entry in "
         "hfscale/extras/upcycle/moe_targets.py"
@@ -168,14 +170,14 @@ def find_family(config: PreTrainedConfig) -> Family:
 def upcycled_config(
     config: PreTrainedConfig, *, num_experts: int, top_k: int, every: int
 ) -> PreTrainedConfig:
-    """Return the target's config: common fields are copied, the rest is translated; refuse with every reason."""
+    """Return the target's config: common fields are copied, others translated. Refuse with a list of all problems."""
     family = find_family(config)
     problems = _arguments(config, family, num_experts, top_k, every)
     values: dict[str, Any] = config.to_dict()
     if values.get("quantization_config"):
         problems.append(
-            "its weights are quantized (quantization_config), and copies of codes cannot be varied or trained: load it "
-            "with dtype='bfloat16' or dequantize() it, save it, and upcycle that"
+            "its weights are quantized (quantization_config), and quantized copies cannot be varied or trained: load "
+            "it with dtype='bfloat16' or dequantize() it, save it, and upcycle that"
         )
     kind = CONFIG_MAPPING[family.target]
     ours = _fields(type(config))
@@ -212,7 +214,7 @@ def upcycled_config(
 
 
 def _fields(kind: type[PreTrainedConfig]) -> set[str]:
-    """Return the fields that a config class declares; the model does not read others."""
+    """Return the fields that a config class declares; models read no other fields."""
     return set(kind().to_dict())
 
 
@@ -230,7 +232,7 @@ def _arguments(
         )
     elif every != 1 and family.every_field is None:
         problems.append(
-            f"every={every} leaves layers dense, and in a {family.target} model every layer is a mixture: use every=1"
+            f"every={every} leaves layers dense, but in a {family.target} model every layer is a mixture: use every=1"
         )
     return problems
 
@@ -240,11 +242,11 @@ def _one_window(
     family: Family,
     problems: list[str],
 ) -> dict[str, Any]:
-    """Return the one sliding window of all layers; the dense family may mix layers with and without one."""
+    """Return the sliding window that all layers share; refuse a model that mixes layers with and without a window."""
     kinds = set(config.layer_types)
     if len(kinds) > 1:
         problems.append(
-            f"its layer_types mix {' and '.join(sorted(kinds))}, and a {family.target} model has one window for all "
+            f"its layer_types mix {' and '.join(sorted(kinds))}, but a {family.target} model has one window for all "
             "layers: set layer_types alike (which changes what the model computes), or use_sliding_window=False"
         )
     slides = kinds == {"sliding_attention"}

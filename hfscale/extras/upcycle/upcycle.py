@@ -1,4 +1,4 @@
-"""The function that upcycles a dense model to a mixture of experts, in memory or to a directory."""
+"""The function that upcycles a dense model to a mixture of experts, in memory or into a directory."""
 
 import os
 import shutil
@@ -31,22 +31,22 @@ def upcycle(
 ) -> Any:
     """Turn a dense model into a mixture of experts of a stock class (llama -> mixtral, qwen3 -> qwen3_moe, ...).
 
-    Every expert starts as a copy of the layer's MLP and the router at random (Komatsuzaki et al. 2023, "Sparse
-    Upcycling"), so the mixture computes what the dense model does until it is trained, or until ``noise`` or
-    ``reinitialize`` (Nakamura et al. 2025, "Drop-Upcycling") make its experts differ from the start. Dtypes, tied
+    Every expert starts as a copy of the layer's MLP, and the router starts at random (Komatsuzaki et al. 2023, "Sparse
+    Upcycling"). So the mixture computes what the dense model computes until it is trained, unless ``noise`` or
+    ``reinitialize`` (Nakamura et al. 2025, "Drop-Upcycling") make the experts differ from the start. Dtypes, tied
     embeddings, attention biases, rotary parameters and sliding windows are kept.
 
     Call it in one process.
 
     Args:
         model_or_path: a dense causal language model: in memory, a directory, or a Hub id.
-        directory: where to write the mixture, with the tokenizer of a directory. Then no more than a few tensors are
+        directory: where to write the mixture, and a directory's tokenizer. Then only a few tensors are
             in memory at a time. ``None``: return the model.
         num_experts: experts in each mixture.
-        top_k: how many of them each token is sent to. With one, normalized routing weights are 1 and the router learns
-            from a load-balancing loss alone.
+        top_k: experts per token. With 1, normalized routing weights are always 1, so the router learns only from a
+            load-balancing loss.
         every: every ``every``-th layer becomes a mixture, for targets that can leave layers dense.
-        noise: standard deviation of noise on every expert weight, relative to that of the weight's matrix.
+        noise: standard deviation of the noise on expert weights, relative to the standard deviation of each matrix.
         reinitialize: fraction of each expert's hidden channels that are redrawn at random.
         seed: of the router, the noise and the channels. The same seed gives the same bytes.
         max_shard_size: the maximum size of one file, as for ``save_pretrained``.
@@ -95,7 +95,7 @@ def _write(job: Upcycling, target: Path, max_shard_size: str | int) -> Path:
         )
     if source is not None and target.resolve() == source.resolve():
         raise ConfigError(
-            f"{target} holds the dense model, which would be overwritten: name another"
+            f"{target} holds the dense model, which would be overwritten: name another directory"
         )
     with atomic_directory(target, stale=STALE) as staging:
         writer = CheckpointWriter(staging.path, job.contents(), max_shard_size)

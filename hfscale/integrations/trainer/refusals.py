@@ -207,7 +207,7 @@ def check_trainer(trainer: Any, scores_tokens: bool) -> None:
 
 
 def _is_partial(layout: ParallelConfig) -> bool:
-    """Return whether a rank has some layers only, or a part of the sequences."""
+    """Return whether a rank holds only some layers, or only some tokens of each sequence."""
     return layout.pp > 1 or layout.cuts_sequences
 
 

@@ -45,7 +45,7 @@ def test_versions_outside_of_the_bounds(monkeypatch: pytest.MonkeyPatch) -> None
         "bitsandbytes": "note",
         "trl": "ok",
     }
-    assert "2.13.0+cpu, and hfscale is made for >=2.14" in found["torch"].text
+    assert "2.13.0+cpu, but hfscale is made for >=2.14" in found["torch"].text
     assert found["transformers"].text.endswith(
         "not tested with: transformers 5.30.0 (tested: <5.24)"
     )
@@ -113,7 +113,7 @@ def test_a_step_in_8_bits_and_ranks_that_talk(
         raise MeasurementError("2 processes could not communicate: no answer within 120 s")
 
     for answer, verdict, said in (
-        (lambda *_, **__: 1.0, "ok", "talk over gloo"),
+        (lambda *_, **__: 1.0, "ok", "communicate over gloo"),
         (silent, "problem", "no answer"),
     ):
         monkeypatch.setattr(machine, "run_ranks", answer)
@@ -167,7 +167,7 @@ def test_a_recipe_with_adapters(
     assert out.endswith("\nno problems\n")
     assert main(["doctor", "--recipe-only", "demo_lora", "--json"]) == 1
     (found,) = json.loads(capsys.readouterr().out).values()
-    assert "is not there: pretrain first" in next(
+    assert "does not exist: pretrain first" in next(
         each["text"] for each in found if each["about"] == "places"
     )
 

@@ -40,7 +40,7 @@ from .dense import SMALL, distance, load, save_dense, stored
             "llama",
             {},
             {"every": 2},
-            "every=2 leaves layers dense, and in a mixtral model every layer.*use every=1",
+            "every=2 leaves layers dense, but in a mixtral model every layer.*use every=1",
         ),
         ("qwen3", {}, {"every": 4}, "every=4 is invalid with 3 layers"),
         (
@@ -62,7 +62,7 @@ from .dense import SMALL, distance, load, save_dense, stored
             "qwen3",
             {"use_sliding_window": True, "max_window_layers": 1},
             {},
-            "layer_types mix full_attention and sliding_attention, and a qwen3_moe model has one window",
+            "layer_types mix full_attention and sliding_attention, but a qwen3_moe model has one window",
         ),
         (
             "olmo",
@@ -75,7 +75,7 @@ from .dense import SMALL, distance, load, save_dense, stored
             "gemma",
             {"head_dim": 8},
             {},
-            "knows no mixture of experts with its layers.*hfscale/extras/upcycle/moe_targets.py",
+            "has no mixture of experts with such layers.*hfscale/extras/upcycle/moe_targets.py",
         ),
         (
             "llama",
@@ -142,12 +142,12 @@ def test_a_checkpoint_that_is_not_whole_is_refused(tmp_path: Path) -> None:
     }
     save_file(narrow, source / "model.safetensors", {"format": "pt"})
     with pytest.raises(
-        CheckpointError, match=r"has the shape \(5, 32\) and its config says \(48, 32\)"
+        CheckpointError, match=r"has the shape \(5, 32\) but its config says \(48, 32\)"
     ):
         hfscale.upcycle(source, tmp_path / "mixture")
     mixed = {name: t.bfloat16() if "layers.1.mlp.up" in name else t for name, t in tensors.items()}
     save_file(mixed, source / "model.safetensors", {"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"several types, torch.bfloat16, torch.float32"):
+    with pytest.raises(CheckpointError, match=r"several dtypes, torch.bfloat16, torch.float32"):
         hfscale.upcycle(source, tmp_path / "mixture")
     (source / "model.safetensors").unlink()
     with pytest.raises(

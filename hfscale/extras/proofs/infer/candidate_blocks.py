@@ -1,8 +1,8 @@
-"""Find which projections of a layer could make a block: those that write the hidden states, and those that feed them.
+"""Find the projections of a layer that may form a block: those that write hidden states, and those that feed them.
 
-In a layer, a projection whose result reaches the layer's output with no other projection between is a *row* candidate,
-if everything it reads comes from projections of the same layer that are not rows themselves; those are its *columns*.
-Where a column is itself fed by such projections, or feeds another column (low-rank attention), the first stay whole.
+A projection of a layer is a *row* candidate if its result reaches the layer's output without another projection in
+between, and if its input comes only from projections of the same layer that are no rows; those are its *columns*. If
+such projections also feed a column, or a column feeds another one (low-rank attention), the earlier ones stay whole.
 """
 
 from collections.abc import Iterable, Iterator
@@ -19,16 +19,18 @@ Names = tuple[str, ...]
 
 @dataclass(frozen=True)
 class CandidateBlock:
-    """Describe a possible block. Paths of parts are relative to the block; its own is relative to the layer."""
+    """Describe a possible block. Paths of its modules are relative to the block; the block's path is relative to the
+    layer.
+    """
 
-    layer: str  # the first layer that has it
-    path: str  # the smallest module that holds all its parts; empty where that is the layer
-    column: Names  # projections to cut along their outputs
-    row: Names  # projections to cut along their inputs
-    uncut: Names  # projections in front of the columns
-    inner: Names  # modules with parameters that are used between columns and rows; the empty path is the block
-    attends: bool  # what is written at a token depends on other tokens
-    optional: bool = False  # not every layer with this path has the same parts
+    layer: str  # the first layer that has the block
+    path: str  # the smallest module around the block; empty if it is the layer
+    column: Names  # projections to shard along their outputs
+    row: Names  # projections to shard along their inputs
+    uncut: Names  # whole projections that feed the columns
+    inner: Names  # modules with parameters between columns and rows; "" is the block
+    attends: bool  # whether a token's result depends on other tokens
+    optional: bool = False  # whether layers differ in the modules of the block
 
     @property
     def block(self) -> str:
@@ -41,7 +43,7 @@ class CandidateBlock:
 
 
 def find_candidates(subject: Subject, trace: Trace) -> tuple[list[CandidateBlock], list[str]]:
-    """Return the candidates of all layers, equal ones once, and why others were rejected."""
+    """Return the distinct candidates of all layers, and the reasons why others were rejected."""
     candidates: dict[tuple[str, Names], CandidateBlock] = {}
     passed: list[str] = []
     for layer in subject.layer_names:
@@ -67,7 +69,7 @@ def find_candidates(subject: Subject, trace: Trace) -> tuple[list[CandidateBlock
 def _groups(
     calls: dict[str, Call], written: frozenset[str]
 ) -> Iterator[tuple[list[str], list[str], list[str]]]:
-    """Yield ``(columns, rows, uncut)`` of one layer; rows that share columns are one group."""
+    """Yield ``(columns, rows, uncut)`` for one layer; rows that share columns form one group."""
     rows: list[str] = []
     groups: list[tuple[set[str], list[str]]] = []
     for name, call in calls.items():
@@ -95,7 +97,7 @@ def _is_internal(
     calls: dict[str, Call],
     rows: list[str],
 ) -> bool:
-    """Return whether all inputs of a call come from projections of its layer that do not write the hidden states."""
+    """Return whether all inputs of a call come from projections of the same layer that do not write hidden states."""
     return bool(call.feeds) and all(feed in calls and feed not in rows for feed in call.feeds)
 
 
@@ -122,7 +124,7 @@ def _candidate(
     rows: list[str],
     uncut: list[str],
 ) -> CandidateBlock | str:
-    """Return the candidate, or why there is none."""
+    """Return the candidate, or the reason why there is none."""
     what = ", ".join(name.removeprefix(f"{layer}.") for name in rows)
     inner = _inner(calls, columns, rows, uncut)
     outside = [name for name in inner if name != layer and not name.startswith(f"{layer}.")]
@@ -166,7 +168,7 @@ def _smallest(
     cut: list[str],
     uncut: list[str],
 ) -> str:
-    """Return the smallest module that holds all parts of a block."""
+    """Return the smallest module that contains all modules of a block."""
     split = [
         place.split(".") for place in [name.rpartition(".")[0] for name in (*cut, *uncut)] + inner
     ]
@@ -176,7 +178,7 @@ def _smallest(
             break
         common.append(parts[0])
     block = ".".join(common)
-    # What has parameters of its own may be the block itself; a projection is inside of it.
+    # A module with its own parameters may be the block itself, but a projection is always inside the block.
     if block in inner and not any(name.startswith(f"{block}.") for name in cut):
         block = block.rpartition(".")[0]
     return block
@@ -191,7 +193,7 @@ def _owners(outer: str, name: str) -> Iterator[str]:
 
 
 def _mixes_tokens(subject: Subject, row: Call, column: Call) -> bool:
-    """Return whether the row's input at the first sample's last token depends on the column at another token."""
+    """Return whether the row's input at the last token of the first sample depends on the column at another token."""
     samples, length = subject.inputs["input_ids"].shape
     if row.input.numel() // row.input.shape[-1] != samples * length or row.input.shape[0] == length:
         return True

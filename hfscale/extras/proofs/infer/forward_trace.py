@@ -1,7 +1,7 @@
-"""Trace one forward pass of the clone: which projections feed which, and the parameters between them.
+"""Trace one forward pass of the clone: which projections feed which ones, and the parameters in between.
 
-Every projection's output is tagged in the autograd graph. Walking back from a projection's input to the nearest tags
-gives the projections that feed it, and the parameters on the way.
+Each projection's output is tagged in the autograd graph. Walking back from a projection's input to the nearest tags
+gives the projections that feed the input, and the parameters on the way.
 """
 
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ....models.module_kinds import PROJECTIONS
 from .subject import Subject, run
 
-_TAG = "hfscale projection"  # in the autograd graph
+_TAG = "hfscale projection"  # key of a tag in the autograd graph
 
 
 @dataclass
@@ -30,11 +30,11 @@ class Call:
 class Trace:
     """Hold the results of tracing one forward pass."""
 
-    # projection -> its call, in the order of the calls; those called several times are left out
+    # projection -> its call, in order of the calls; projections that are called several times are left out
     calls: dict[str, Call] = field(default_factory=dict)
-    # layer -> the projections that its output is made of, without another one between
+    # layer -> the last projections before its output
     outputs: dict[str, frozenset[str]] = field(default_factory=dict)
-    # module -> tensors among its keyword arguments, by name
+    # module -> the tensors among its keyword arguments, by name
     arguments: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     # Projection -> the dropout module that reads its output.
     dropouts: dict[str, str] = field(default_factory=dict)
@@ -50,7 +50,7 @@ def trace(subject: Subject) -> Trace:
         args: tuple[Any, ...],
         output: Tensor,
     ) -> Tensor:
-        output = output.clone()  # not a view: what follows may change it in place
+        output = output.clone()  # a copy: later code may change it in place
         node: Any = output.grad_fn
         if node is not None:
             node.metadata[_TAG] = name
@@ -97,7 +97,7 @@ def run_hooked(
     inputs: dict[str, Tensor],
     handles: list[Any],
 ) -> None:
-    """Run a model, and remove the hooks with these handles."""
+    """Run a model, and then remove the hooks of these handles."""
     try:
         run(model, inputs)
     finally:
@@ -129,7 +129,7 @@ def _install(
 
 
 def _walk_back(tensor: Tensor, names: dict[int, str]) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the nearest projections that a tensor was computed from, and the parameters used since."""
+    """Return the nearest projections from which a tensor was computed, and the parameters used after them."""
     tags = set()
     parameters = set()
     seen = set()

@@ -1,6 +1,6 @@
-"""Enumerate hypotheses about the roles in a candidate block, in the plan's terms, most likely first.
+"""Enumerate hypotheses about the roles of modules in a candidate block, in the terms of plans, most likely first.
 
-Nothing here is trusted: each hypothesis is proved or dropped.
+No hypothesis is trusted: each one is either proved or dropped.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,14 +18,14 @@ from .candidate_blocks import CandidateBlock
 from .forward_trace import Trace
 from .subject import Subject
 
-_MOST_LOCAL = 4  # attributes of one block
-_MOST_READ = 7  # integers that may be local sizes; with more, only those named like heads or widths
+_MOST_LOCAL = 4  # attributes of one block that become local
+_MOST_READ = 7  # possible local sizes; if more, only names of heads and widths
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_head_kv", "kv_heads")
 Parts = dict[str, int | Callable[[Any], tuple[int, ...]]]
 
 
 class Guesses:
-    """Enumerate hypotheses about one candidate."""
+    """Enumerate hypotheses about one candidate block."""
 
     def __init__(self, subject: Subject, trace: Trace, candidate: CandidateBlock) -> None:
         self.subject = subject
@@ -33,12 +33,12 @@ class Guesses:
         self.candidate = candidate
         self.config = subject.model.config
         self.modules: dict[str, Any] = {}
-        # Not every layer has all of them; the first that does speaks.
+        # Not every layer has all modules; the first layer that has one decides.
         for layer in reversed(subject.layer_names):
             inside = dict(subject.model.get_submodule(layer).named_modules())
             if candidate.path in inside:
                 self.modules.update(inside[candidate.path].named_modules())
-        # the number of attention heads of the clone; 0 where its config does not say
+        # the number of attention heads of the clone; 0 if its config has no such field
         self.heads = first_count(self.config, HEAD_FIELDS) or 0
         # The number of key/value heads.
         self.key_heads = first_count(self.config, _KEY_HEADS) or self.heads
@@ -46,7 +46,9 @@ class Guesses:
         self.widths |= {self._width(name, of_input=True) for name in candidate.row}
 
     def insides(self) -> Iterator[Block]:
-        """Yield hypotheses about the block's inside: edges at its projections, or at the block if parts are uncut."""
+        """Yield hypotheses about the inside of the block. Edges are at its projections, or at the block itself if some
+        modules before the columns stay whole.
+        """
         uncut = self.candidate.uncut
         base = Block(
             column=self.candidate.column,
@@ -72,7 +74,7 @@ class Guesses:
             yield replace(base, parts=parts, key_value=key_value, **given)
 
     def edges(self, block: Block) -> Iterator[Block]:
-        """Yield a proved block with its edges elsewhere, as near to the block itself as possible first."""
+        """Yield a proved block with other edges, starting with those nearest to the block itself."""
         if not self.candidate.path:
             return
         leaves = [
@@ -80,7 +82,7 @@ class Guesses:
             *([dropouts] if (dropouts := self._dropouts()) else []),
             self.candidate.row,
         ]
-        # Or together, at a module that holds all columns and no row, and has a forward of its own.
+        # Or enter at one module that contains all columns and no row, and has its own forward pass.
         parents = {name.rpartition(".")[0] for name in self.candidate.column}
         parent = parents.pop() if len(parents) == 1 else ""
         within = any(name.startswith(f"{parent}.") for name in self.candidate.row)
@@ -94,7 +96,7 @@ class Guesses:
             yield replace(block, enter=enter, leave=leave)
 
     def _dropouts(self) -> tuple[str, ...]:
-        """Return the dropout modules after every row: an edge there comes after an adapter around the row, too."""
+        """Return the dropout modules after all rows; an edge at the dropout also follows an adapter around the row."""
         block = self.candidate.block
         dropouts = [self.trace.dropouts.get(f"{block}.{row}", "") for row in self.candidate.row]
         inside = [
@@ -135,7 +137,7 @@ class Guesses:
         parts: Parts,
         across: tuple[str, ...],
     ) -> dict[str, tuple[int, ...]]:
-        """Return the projections that make only key/value heads, if there are fewer of these than heads."""
+        """Return the projections that compute only key/value heads, if there are fewer key/value heads than heads."""
         if not self.candidate.attends or not 0 < self.key_heads < self.heads:
             return {}
         fused = {name: (1, 2) for name, lengths in parts.items() if lengths is query_key_value}
@@ -151,7 +153,7 @@ class Guesses:
         return int(module.weight.shape[weight_dims(module)[1 if of_input else 0]])
 
     def _parts(self) -> Iterator[Parts]:
-        """Yield the ways in which the columns may be fused."""
+        """Yield the ways in which columns may be fused."""
         yield {}
         columns = self.candidate.column
         for count in (2, 3):
@@ -164,7 +166,7 @@ class Guesses:
                 AttributeError,
                 TypeError,
                 RuntimeError,
-            ):  # it lacks a number, or has one per layer
+            ):  # the config lacks a number, or has one per layer
                 return
             if sum(lengths) == self._width(columns[0]):
                 yield {columns[0]: query_key_value}
@@ -184,7 +186,7 @@ class Guesses:
         yield {}
 
     def _local(self) -> Iterator[tuple[str, ...]]:
-        """Yield sets of integer attributes, read by the forward, that may have to become local sizes."""
+        """Yield sets of integer attributes that the forward pass reads and that may have to become local sizes."""
         sizes = self.widths | {
             width // part for width in self.widths for part in (2, 3) if width % part == 0
         }

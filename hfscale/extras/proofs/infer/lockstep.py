@@ -1,13 +1,13 @@
-"""Prove a blueprint: threads act as tensor ranks and must compute what one process does, in float64.
+"""Prove a blueprint: threads act as tensor-parallel ranks, and must compute what one process computes, in float64.
 
-Every rank runs a copy of the model with its shards, forward and backward, in lockstep with the others; they meet at the
-edges of blocks as processes do::
+Every rank runs a copy of the model with its shards, forward and backward, in lockstep with the other ranks; ranks
+exchange tensors at the edges of blocks, like processes::
 
     enter   forward: x itself              backward: the sum over the ranks
     leave   forward: the sum of all ranks  backward: the gradient itself
     gather  forward: all ranks' slices     backward: the rank's own slice
 
-A parameter that the plan does not call cut or partial has the gradient of its own rank alone, as in a real run.
+A parameter that the plan lists neither as cut nor as partial has the gradient of its own rank only, as in a real run.
 """
 
 import copy
@@ -33,21 +33,21 @@ from ..probe import apart
 from .subject import Subject, Unplanned, Unproved, brief, run_backward
 
 _PATIENCE = 60.0  # seconds to wait for another rank
-# Of the largest gradient: what is left of a gradient that is zero in truth is rounding.
+# Relative to the largest gradient: smaller values are the rounding of gradients that are exactly zero.
 _FLOOR = 1e-6
 
-Gradients = dict[str, Tensor | None]  # by name in the clone
+Gradients = dict[str, Tensor | None]  # gradients by the parameter's name in the clone
 
 
 def prove(subject: Subject, blueprint: Blueprint, tp_size: int = 2) -> Proof:
-    """Compare the clone with ``tp_size`` ranks sharing the blocks of ``blueprint``, planned as for real runs."""
+    """Compare the clone with ``tp_size`` ranks that share the blocks of ``blueprint``, planned like real runs."""
     sizes: dict[str, Any] = {f"{axis}_size": 1 for axis in AXES}
-    # Nothing from the environment.
+    # All sizes are explicit, so that none comes from the environment.
     layout = ParallelConfig(**{**sizes, "tp_size": tp_size}, sequence_parallel=False)
     draft = Draft(subject.model, layout)
     try:
         blocks = plan_blocks(draft, blueprint, subject.layer_names)
-    except (AttributeError, KeyError) as error:  # it names what some layer does not have
+    except (AttributeError, KeyError) as error:  # some layer lacks a named module
         raise Unproved(brief(error)) from error
     if draft.problems:
         raise Unplanned(draft.problems[0].partition(": ")[2] or draft.problems[0])
@@ -77,7 +77,7 @@ def _gradient_apart(found: Tensor | None, wanted: Tensor | None, floor: float) -
 def _run_as_ranks(
     subject: Subject, draft: Draft, blocks: Sequence[BlockPlan]
 ) -> tuple[list[Tensor], tuple[Gradients, ...]]:
-    """Run the batch on ``draft.tp`` ranks; return each one's output, and its gradients of full parameters."""
+    """Run the batch on ``draft.tp`` ranks; return each rank's output, and its gradients of full parameters."""
     rules = {id(subject.model.get_parameter(name)): rule for name, rule in draft.rules.items()}
     group = _Group(draft.tp)
     try:
@@ -95,7 +95,7 @@ def _run_as_ranks(
         AttributeError,
         TypeError,
         ValueError,
-    ) as error:  # a name, a size or a number that is not there to be cut
+    ) as error:  # a name, size or number to cut does not exist
         raise Unproved(brief(error)) from error
     outputs, own = zip(
         *group.run([partial(rank.run, subject) for rank in ranks]),
@@ -169,7 +169,7 @@ class _Group:
 
 
 class _RankModel:
-    """Hold one rank's copy of a model, with edges."""
+    """Hold one rank's copy of a model, with its shards and with edges at the blocks."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Search for a proved blueprint among the candidates, and for the dropout inside its blocks."""
+"""Search the candidate blocks for a blueprint that can be proved, and find the dropout inside its blocks."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -26,7 +26,7 @@ _RAISED = (0.5, 1)  # some configs take whole numbers only
 
 
 def prove_blueprint(model: Any) -> tuple[dict[str, Any], bool]:
-    """Return the blueprint of a model, or why it is ``refused``."""
+    """Return the blueprint of a model; if none can be proved, return the reason as ``refused``."""
     try:
         return as_data(infer(model)), True
     except PlanError as error:
@@ -38,13 +38,15 @@ def prove_completed(
     blueprint: Blueprint,
     forgotten: list[str],
 ) -> tuple[bool, bool]:
-    """Return whether two ranks of a clone compute the same as one, with roles for the ``forgotten`` parameters."""
+    """Return whether two ranks of a clone compute the same as one process, with roles for the ``forgotten``
+    parameters.
+    """
     try:
         subject = make_subject(model)
         if {wild_name(name) for name in forgotten} - {
             wild_name(name) for name, _ in subject.model.named_parameters()
         }:
-            # Somebody has put them into this model, and a clone proves nothing of them.
+            # A user has added these parameters to this model, so a clone of its class proves nothing about them.
             return (
                 False,
                 True,
@@ -57,11 +59,11 @@ def prove_completed(
 
 
 def prove_holds(model: Any, blueprint: Blueprint) -> tuple[str | None, bool]:
-    """Return why two ranks of a clone do not compute the same as one with a written blueprint; empty if they do, and
-    ``None`` if no clone can tell (of a model that reads no tokens, say).
+    """Return why two ranks of a clone compute something else than one process with a written blueprint: empty if they
+    do not, ``None`` if no clone can tell (for example because the model reads no tokens).
     """
     groups = max((block.head_groups for block in blueprint.blocks.values()), default=1)
-    # Each of two ranks needs a head of every group.
+    # Each of the two ranks needs a head of every group.
     changes = {"num_attention_heads": 2 * groups} if groups > 1 else {}
     try:
         subject = make_subject(model, **changes)
@@ -74,18 +76,20 @@ def prove_holds(model: Any, blueprint: Blueprint) -> tuple[str | None, bool]:
         return None, True
     except Unproved as difference:
         return str(difference), True
-    except Exception:  # of foreign code that runs in the proof
+    except Exception:  # errors of stock code that runs in the proof
         return None, True
     return "", True
 
 
 def infer(model: Any) -> Inference:
-    """Derive a model's blueprint from a traced tiny clone, and prove it; the same in every process, no RNG moves."""
+    """Infer a model's blueprint from a traced tiny clone, and prove it. All processes get the same result, and RNG
+    states do not change.
+    """
     try:
         subject = make_subject(model)
         with aside():
             return _infer(model, subject)
-    except Exception as error:  # foreign code runs in all of this
+    except Exception as error:  # of any type: stock code runs here
         reason = (
             str(error)
             if isinstance(error, Unproved)
@@ -108,7 +112,7 @@ class _Search:
         return prove(self.subject, Blueprint(self.layers, blocks), tp_size)
 
     def objection(self, blocks: dict[str, Block], tp_size: int = 2) -> str:
-        """Return why these blocks cannot be proved; empty if they are."""
+        """Return why these blocks cannot be proved; empty if they can."""
         try:
             self.prove(blocks, tp_size)
         except Unproved as unproved:
@@ -116,7 +120,9 @@ class _Search:
         return ""
 
     def find(self, candidate: CandidateBlock) -> Block | None:
-        """Return the first hypothesis that holds, with edges as near to the block as possible; ``None`` without one."""
+        """Return the first hypothesis that holds, with edges as near to the block as possible; ``None`` if
+        none holds.
+        """
         guesses = Guesses(self.subject, self.traced, candidate)
         path = candidate.path
         first = ""
@@ -134,7 +140,7 @@ class _Search:
         )
         few_keys = candidate.attends and guesses.key_heads < guesses.heads
         if few_keys and self.objection({path: inside}, 2 * guesses.key_heads):
-            # Several ranks cannot hold the same key/value head here: more ranks than such heads will be refused.
+            # Several ranks cannot hold the same key/value head here, so plans refuse more ranks than key/value heads.
             alone = replace(inside, key_value={})
             inside = inside if self.objection({path: alone}) else alone
         return inside
@@ -144,7 +150,7 @@ def _infer(model: Any, subject: Subject) -> Inference:
     layers = subject.layers.removeprefix(base_prefix(model))
     try:
         traced = trace(subject)
-    except Exception as error:  # foreign code may not bear being watched
+    except Exception as error:  # of any type: stock code may fail under hooks
         raise Unproved(f"its clone cannot be traced: {brief(error)}") from error
     candidates, passed = find_candidates(subject, traced)
     _check_layer_kinds(model, subject)
@@ -174,7 +180,7 @@ def _infer(model: Any, subject: Subject) -> Inference:
 def _together(
     search: _Search, found: Iterable[tuple[CandidateBlock, Block]]
 ) -> tuple[dict[str, Block], set[str]]:
-    """Prove all blocks together, with those of one path merged; return the blocks and the paths of attention."""
+    """Prove all blocks together, merging blocks of the same path; return the blocks, and the paths of attention."""
     blocks: dict[str, Block] = {}
     attention = set()
     for candidate, block in found:
@@ -190,7 +196,7 @@ def _together(
 
 
 def _union(first: Block, second: Block) -> Block:
-    """Merge two sets of roles in modules of one path: in different layers, or side by side in one."""
+    """Merge two sets of roles of modules at the same path: in different layers, or next to each other in one layer."""
     listed = (
         "column",
         "row",
@@ -219,7 +225,7 @@ def _union(first: Block, second: Block) -> Block:
 def _that_hold_with_odd_widths(
     search: _Search, model: Any, blocks: dict[str, Block]
 ) -> dict[str, Block]:
-    """Return the blocks that also hold on a clone with other sizes (odd MLP widths), so not by coincidence."""
+    """Return the blocks that also hold on a clone with other sizes (odd MLP widths), and thus not by coincidence."""
     fields = search.subject.model.config.to_dict()
     odd = {
         name: value + 1
@@ -230,7 +236,7 @@ def _that_hold_with_odd_widths(
         return blocks
     try:
         other = _Search(make_subject(model, **odd), search.traced, search.layers)
-    except Unproved:  # some sizes are tied to others
+    except Unproved:  # some sizes must not be odd
         return blocks
     if not other.objection(blocks):
         return blocks
@@ -242,7 +248,7 @@ def _that_hold_with_odd_widths(
 
 
 def _check_layer_kinds(model: Any, subject: Subject) -> None:
-    """Refuse a model with kinds of layers that the clone lacks: nothing about them is proved."""
+    """Refuse a model that has kinds of layers that its clone lacks, because nothing is proved about such layers."""
     shown = {_kind_of_layer(subject.model.get_submodule(name)) for name in subject.layer_names}
     for name, layer in model.get_submodule(subject.layers).named_children():
         missing = _kind_of_layer(layer)
@@ -257,14 +263,16 @@ def _check_layer_kinds(model: Any, subject: Subject) -> None:
 
 
 def _kind_of_layer(layer: Any) -> frozenset[tuple[str, str]]:
-    """Return the layer's modules by path and class, with numbers in paths masked, since lists may differ in length."""
+    """Return the classes of the layer's modules by path. Numbers in paths are masked, since lists may
+    differ in length.
+    """
     return frozenset(
         (wild_name(name), type(module).__name__) for name, module in layer.named_modules()
     )
 
 
 def find_dropouts(model: Any, blocks: dict[str, Block]) -> dict[str, tuple[str, ...]]:
-    """Return, by block, the config fields of its dropout: those that, raised, draw between columns and rows."""
+    """Map each block to the config fields of its dropout: fields that, if raised, draw between columns and rows."""
     fields_of: dict[str, list[str]] = {path: [] for path in blocks}
     for name in _fields(model.config.to_dict()):
         raised = _raised(model, name)
@@ -289,7 +297,7 @@ def _that_draw(subject: Subject, blocks: dict[str, Block]) -> set[str]:
     ) -> None:
         now = torch.random.get_rng_state()
         drawn = not torch.equal(states.get(block, now), now)
-        if drawn or not args[0].any():  # a probability of 1 draws nothing, and leaves nothing
+        if drawn or not args[0].any():  # a probability of 1 draws no numbers, but zeroes all
             drawing.add(path)
 
     modules = dict(subject.model.named_modules())
@@ -307,9 +315,9 @@ def _that_draw(subject: Subject, blocks: dict[str, Block]) -> set[str]:
 
 
 def _fields(fields: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yield the names of the dropout probabilities of a config, and of nested configs (``attn_config.attn_pdrop``)."""
+    """Yield names of the dropout probabilities in a config and its nested configs (``attn_config.attn_pdrop``)."""
     for name, value in fields.items():
-        if not isinstance(name, str):  # labels are listed by number
+        if not isinstance(name, str):  # keys of label maps are numbers
             continue
         if isinstance(value, dict) and not prefix:
             yield from _fields(value, f"{name}.")
@@ -322,7 +330,7 @@ def _fields(fields: dict[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def _raised(model: Any, field: str) -> Subject | None:
-    """Return a clone in training mode with one probability raised; ``None`` if it cannot be built."""
+    """Return a clone in training mode with one dropout probability raised; ``None`` if it cannot be built."""
     outer, _, name = field.rpartition(".")
     for probability in _RAISED:
         change: dict[str, Any] = {field: probability}

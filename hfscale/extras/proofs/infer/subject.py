@@ -17,26 +17,26 @@ from ....models.precision import keep_float64
 from ....plan.drafting.layers import find_layer_list
 from ..probe import on_cpu, perturb, size_of
 
-_LARGEST = 3_000_000  # parameters of a clone; one with more was not made small
+_LARGEST = 3_000_000  # maximum of a clone's parameters; more means that it is not small
 _ROWS = 3
 _LENGTH = 7
 _PADDED = 2
 
 
 class Unproved(Exception):
-    """Raised if a hypothesis does not hold on the clone, or the clone cannot be judged; says why."""
+    """Raised if a hypothesis does not hold on the clone, or the clone cannot be judged; the message tells why."""
 
 
 class Unplanned(Unproved):
-    """Raised if a plan refuses the clone itself, whose sizes a rank cannot share, say."""
+    """Raised if a plan refuses the clone itself, for example because its sizes do not divide over ranks."""
 
 
 @dataclass
 class Subject:
-    """Hold a tiny clone of a model and a ragged batch."""
+    """Hold a tiny clone of a model, and a ragged batch for it."""
 
     model: Any  # the clone, in evaluation mode
-    inputs: dict[str, Tensor]  # what its forward gets
+    inputs: dict[str, Tensor]  # arguments of its forward pass
     layers: str  # name of the layer list in the clone
 
     @property
@@ -49,13 +49,13 @@ class Subject:
 
     @cached_property
     def reference(self) -> tuple[Tensor, dict[str, Tensor | None]]:
-        """The output of the untouched clone, and the gradients of its parameters, tied ones once."""
+        """The output of the unchanged clone, and the gradients of its parameters, each tied one once."""
         return run_backward(self.model, self.inputs, dict(self.model.named_parameters()))
 
 
 @contextmanager
 def aside() -> Iterator[None]:
-    """Use a random stream apart and one torch thread in the with block: tensors so small make threads wait."""
+    """Use separate random numbers and a single torch thread in the ``with`` block, since threads slow small tensors."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -73,11 +73,11 @@ def make_subject(model: Any, **changes: Any) -> Subject:
         raise Unproved(f"it reads {reads}, and is tried on tokens alone")
     try:
         config = tiny_clone(model.config, **changes)
-    except Exception as error:  # whatever the host says of sizes that it checks against one another
+    except Exception as error:  # of any type: transformers checks sizes
         raise Unproved(f"its config cannot be made small: {brief(error)}") from error
     try:
         config.use_cache = False
-        compute_eagerly(config)  # the host's grouped matrix products take no float64
+        compute_eagerly(config)  # transformers' grouped products lack float64
         size = size_of(type(model), config)
         if size > _LARGEST:
             raise Unproved(
@@ -86,7 +86,7 @@ def make_subject(model: Any, **changes: Any) -> Subject:
             )
         with aside(), torch.device("cpu"):
             clone = on_cpu(type(model), config, torch.float32).double().eval()
-            # `from_pretrained` makes parameters train that stock code freezes as it makes them.
+            # Train all parameters, as `from_pretrained` does even with those that stock code freezes.
             clone.requires_grad_(True)
             perturb(clone, 0.05)
             inputs = _batch(clone)
@@ -96,12 +96,12 @@ def make_subject(model: Any, **changes: Any) -> Subject:
         raise
     except PlanError as error:
         raise Unproved(str(error)) from error
-    except Exception as error:  # whatever foreign code says of a clone it cannot build or run
+    except Exception as error:  # of any type: errors of stock code
         raise Unproved(f"its clone does not run: {brief(error)}") from error
 
 
 def brief(error: BaseException) -> str:
-    """Return the class of an error and the start of its message."""
+    """Return an error's class and the beginning of its message."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:160]
 
 
@@ -115,7 +115,7 @@ def _batch(model: Any) -> dict[str, Tensor]:
 
 
 def run(model: Any, inputs: dict[str, Tensor]) -> Tensor:
-    """Return the first tensor that the model returns: its logits, or its last hidden states."""
+    """Return the model's first result: its logits, or its last hidden states."""
     with torch.enable_grad(), torch.device("cpu"), keep_float64():
         output = model(**inputs)
     return output if isinstance(output, Tensor) else output[0]
@@ -124,8 +124,8 @@ def run(model: Any, inputs: dict[str, Tensor]) -> Tensor:
 def run_backward(
     model: Any, inputs: dict[str, Tensor], parameters: dict[str, Tensor]
 ) -> tuple[Tensor, dict[str, Tensor | None]]:
-    """Return :func:`run`'s output, and the gradients of a fixed random combination of all its entries; ``None`` for
-    parameters that the class itself freezes.
+    """Return :func:`run`'s output, and the gradients of a fixed random combination of all its entries. Parameters that
+    the class itself freezes have ``None``.
     """
     output = run(model, inputs)
     generator = torch.Generator().manual_seed(1)
