@@ -35,9 +35,9 @@ SHOWN = [
     "safetensors",
     "huggingface_hub",
 ]
-NEWER = """A package that is newer than the tested versions works, with one warning when hfscale is first used. If it lacks
-a name that hfscale imports, `ImportError` gives the name. `pip install "hfscale[tested]"` installs the newest tested
-versions. `hfscale doctor` lists packages outside their range.
+NEWER = """A package that is newer than the tested versions works, with one warning when hfscale is first used. If it
+lacks a name that hfscale imports, `ImportError` gives the name. `pip install "hfscale[tested]"` installs the newest
+tested versions. `hfscale doctor` lists packages outside their range.
 """
 HEAD = """# Tested versions
 
