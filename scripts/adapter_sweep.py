@@ -29,10 +29,11 @@ from hfscale.testing import Case, RankPool, plain
 IDS = torch.arange(3, 19).reshape(2, 8)
 HEAD = """# Adapters over families
 
-Written by `scripts/adapter_sweep.py`: LoRA around all linear modules of a tiny model of every causal-LM family
-(transformers {transformers}, PEFT {peft}), tp2 against stock PEFT in one process in float64 (loss, every gradient,
-norm, weights after two steps, saved adapter), again with `sequence_parallel=True`, and again in two pipeline stages.
-Where PEFT knows a mixture, that includes its fused experts and router (`target_parameters`).
+Written by `scripts/adapter_sweep.py`. A tiny model of every causal-LM family has LoRA on all linear modules
+(transformers {transformers}, PEFT {peft}). It is compared with stock PEFT in one process in float64 (loss, every
+gradient, norm, weights after two steps, saved adapter), with tp2, with `sequence_parallel=True` as well, and in
+two pipeline stages. If PEFT supports the family's MoE layers, fused experts and routers have LoRA too
+(`target_parameters`).
 
 {summary}.
 

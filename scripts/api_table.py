@@ -89,14 +89,14 @@ FIELDS = ["ParallelConfig", "MemoryConfig", "Float8Config", "RoutingConfig"]
 DECLARED = {"ParallelConfig": ("LayoutFields", "hfscale.config.layout")}
 HEAD = """# Public names
 
-Written by `scripts/api_table.py` from the docstrings, which say more: arguments, results, errors. Names not listed here
-may change without notice. On the site, [reference.md](reference.md) has all of it. `hfscale.testing` is for tests: see
-[testing.md](testing.md).
+Written by `scripts/api_table.py` from the docstrings. The docstrings also describe arguments, results and errors;
+on the site they are in [reference.md](reference.md). Names not listed here may change without notice.
+`hfscale.testing` is for tests: see [testing.md](testing.md).
 """
 REFERENCE_HEAD = """# Every argument
 
-Written by `scripts/api_table.py`; `make site` puts the docstrings here: arguments with types and defaults, results,
-errors, and the papers that they follow. In a clone read [api.md](api.md), or `help(hfscale.from_pretrained)`.
+Written by `scripts/api_table.py`. `make site` inserts the docstrings here: arguments with types and defaults, results,
+errors, and the papers of the methods. In a clone read [api.md](api.md), or `help(hfscale.from_pretrained)`.
 """
 
 

@@ -327,11 +327,12 @@ def judged(kind: Kind, family: str, columns: tuple[str, ...], only_plan: bool) -
 
 HEAD = f"""# Classes of models
 
-Written by `scripts/class_sweep.py`: a tiny model of every family that transformers {transformers.__version__} has of a
-class, as far as stock code trains one, in four layouts against one process in float64 (loss, every gradient, norm,
-weights after two steps, saved checkpoint). A percentage is the share of the parameters on the rank that holds most:
-50% is an even cut in two, 100% no cut at all. Buffers (running statistics of batch norms) differ between data ranks, as
-under DDP, and are not compared there. planned: planned, and not run yet; stock: stock code cannot train it.
+Written by `scripts/class_sweep.py`. For each class, a tiny model of every family in transformers
+{transformers.__version__} that stock code can train is compared in four layouts with one process in float64 (loss,
+every gradient, norm, weights after two steps, saved checkpoint). A percentage is the fraction of the parameters on
+the rank that holds most: 50% means two equal halves, 100% means that nothing is sharded. Buffers (running statistics
+of batch norms) differ between data ranks, as under DDP, and are not compared there. planned: planned, but not run
+yet; stock: stock code cannot train it.
 """
 
 

@@ -52,12 +52,12 @@ COLUMNS: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
 HEAD = [
     "# Types of numbers",
     "",
-    "Written by `scripts/dtype_sweep.py`: a tiny model of each causal-LM family below, loaded by `from_pretrained`",
-    "from what stock saved, and trained for a step. Parameters and buffers have the types that stock gives them, one",
-    "by one, and gradients those of their parameters; loss and gradient norm are stock's within bfloat16's noise. The",
-    "first columns are with `dtype=torch.bfloat16`; those that say mixed with",
+    "Written by `scripts/dtype_sweep.py`. A tiny model of each causal-LM family below is saved by stock transformers,",
+    "loaded by `from_pretrained`, and trained for a step. Each parameter and buffer must have the dtype that stock",
+    "code gives it, and each gradient the dtype of its parameter; loss and gradient norm must equal stock code's",
+    "within the noise of bfloat16. The first columns use `dtype=torch.bfloat16`; the columns named mixed use",
     '`mixed_precision="bf16"` over float32 weights,',
-    "against torch's autocast in one process.",
+    "compared with torch's autocast in one process.",
     "",
 ]
 IDS = torch.randint(3, 60, (4, 8), generator=torch.Generator().manual_seed(0))

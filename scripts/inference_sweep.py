@@ -94,7 +94,7 @@ def main() -> int:
     summary = (
         f"Of {len(own)} decoders in hfscale's own table, inference alone proves attention in "
         f"{sum(row[2] for row in own)} and an MLP (or a recurrence) in {sum(row[3] for row in own)}; of {len(new)} "
-        f"families that have no plan anywhere, something in {sum(row[2] or row[3] for row in new)}."
+        f"families without any plan, it proves a block in {sum(row[2] or row[3] for row in new)}."
     )
     print(summary)
     if arguments.out:
@@ -102,9 +102,9 @@ def main() -> int:
         lines = [
             "# Inferred blueprints",
             "",
-            "Written by `scripts/inference_sweep.py`: every family is treated as if nobody had written its blueprint.",
-            "A block counts where two tensor ranks compute on a tiny clone what one process does, output and every",
-            f"gradient, in float64, to 1e-10. transformers {transformers.__version__}.",
+            "Written by `scripts/inference_sweep.py`. Every family is treated as if it had no blueprint. A block is",
+            "proved if, on a tiny clone, its output and every gradient on two tensor ranks equal those of one",
+            f"process, in float64, to 1e-10. transformers {transformers.__version__}.",
             "",
             summary,
             "",

@@ -68,11 +68,11 @@ _TRAINER = (
 )
 _WHOLE = (
     "Every process loads the whole model, and `hfscale.Trainer` shards it there. If it does not fit in one process's\n"
-    "  memory, let each rank read its part only: in place of `AutoModelFor...from_pretrained(` write\n"
+    "  memory, let each rank read only its shards: instead of `AutoModelFor...from_pretrained(` write\n"
     "  `hfscale.from_pretrained(` with `parallel=hfscale.ParallelConfig()`, without `from_tf`."
 )
 _PATH = (
-    "The trainer is given a path, so each rank reads only its part of the weights: large models "
+    "The trainer gets a path, so each rank reads only its shards of the weights: large models "
     "need no other change."
 )
 EXAMPLES = [
@@ -252,32 +252,32 @@ def page(example: Example, columns: dict[str, list[dict[str, float]]]) -> str:
     )
     return f"""# {example.title}
 
-[{example.file}]({example.url}) as it is, with {added} line{"s" if added > 1 else ""} written anew:
+[{example.file}]({example.url}), with {added} line{"s" if added > 1 else ""} changed:
 
 ```diff
 {difference(example)}
 ```
 
-The layout comes from the environment; on 8 GPUs:
+The layout is read from the environment; on 8 GPUs:
 
 {where}    export PARALLELISM_CONFIG_TP_SIZE=2 PARALLELISM_CONFIG_DP_SHARD_SIZE=4
     accelerate launch --multi_gpu --num_processes 8 {example.file} {example.asked}
 
 ## The numbers
 
-The first steps of a small Llama in float32 on CPUs: the stock script in one process with batches of 8 rows, and the
-changed one on two processes, with
+These are the first steps of a small Llama in float32 on CPUs: the stock script in one process with batches of 8 rows,
+and the changed script on two processes, with
 {layouts}. Losses and gradient norms:
 
 {table(columns)}
 
-Written by `scripts/official_examples.py`, which runs them.
+`scripts/official_examples.py` runs both scripts and writes this table.
 
 ## What to know
 
-{notes}- Every argument of the script stays, except `--deepspeed` and `--fsdp`, which raise an error: a layout does what
-  they do ([migrating.md](migrating.md)).
-- [trainer.md](trainer.md) says what is equal, and what to do about a loss of your own.
+{notes}- All arguments of the script work, except `--deepspeed` and `--fsdp`, which raise an error: use a layout instead
+  ([migrating.md](migrating.md)).
+- [trainer.md](trainer.md) lists what is equal, and explains how to use your own loss.
 """
 
 

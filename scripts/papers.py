@@ -256,7 +256,8 @@ PAPERS: dict[str, dict[str, tuple[str, str, str]]] = {
 }
 HEAD = """# Papers
 
-Written by `scripts/papers.py` from what docstrings and comments of the package name: whose method each file follows.
+Written by `scripts/papers.py` from the papers that docstrings and comments of the package name, with the files that
+follow each paper's method.
 """
 
 

@@ -75,8 +75,9 @@ def main() -> int:
         "# Parity with one process",
         "",
         "Written by `make test-all`. Each cell is the largest relative difference from plain transformers in one",
-        "process, in float64: loss, every gradient, clipped norm, every weight after each of two optimizer steps,",
-        "saved checkpoint; with uneven labels, padding, a microbatch and a rank without labels, and accumulation.",
+        "process, in float64, over the loss, every gradient, the clipped norm, every weight after each of two",
+        "optimizer steps, and the saved checkpoint. The runs have uneven labels, padding, a microbatch without labels,",
+        "a rank without labels, and accumulation.",
         f"torch {torch.__version__.split('+')[0]}, transformers {transformers.__version__}.",
         f"A cell over {TOLERANCE:g} fails.",
         "",
@@ -104,7 +105,7 @@ def main() -> int:
             lines.append(f"| {model} | " + " | ".join(cells) + " |")
         lines += [
             "",
-            "Pipeline stages, five layers, four microbatches (1f1b where no schedule is named):",
+            "Pipeline stages, with five layers and four microbatches (the schedule is 1f1b unless another is named):",
             "",
         ]
         lines += ["| layout | " + " | ".join(STAGED) + " |", "|---|" + "---|" * len(STAGED)]
@@ -116,7 +117,8 @@ def main() -> int:
             lines.append(f"| {name} | " + " | ".join(cells) + " |")
         lines += [
             "",
-            "Experts: four in each layer, whole on their ranks or (`of tp2`) cut over two; four layers in stages:",
+            "Experts: four per layer, each whole on one rank or (`of tp2`) sharded over two; with stages, four",
+            "layers:",
             "",
         ]
         lines += ["| layout | " + " | ".join(MIXTURES) + " |", "|---|" + "---|" * len(MIXTURES)]

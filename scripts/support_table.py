@@ -22,17 +22,17 @@ TABLE = """
 | tensor parallel | {tensor} of {families} causal-LM families, {classes} other classes; blocks, vocabulary, loss |
 | sequence parallel | {sequence} of those families, {sequence_classes} of those classes; any sequence length |
 | pipeline stages | {stages} families; {schedules} schedules (zero bubble, DualPipeV, PipeDream, ...) and CSV files |
-| experts | of {mixtures} families with mixtures {expert_data} over data ranks, {expert_tensor} over tensor ranks |
+| experts | {mixtures} MoE families: {expert_data} shard experts over data ranks, {expert_tensor} over tensor ranks |
 | data | FSDP2 and HSDP, any causal LM, with every other axis; accumulation, clipping, recomputation, dropout |
-| context parallel | {context} families ({handing} pass states, {whole} gather in mixers); all-gather, ring, Ulysses |
-| other classes | pictures, rewards, classifiers: [docs/other-classes.md](docs/other-classes.md) |
-| families nobody described | blueprint inferred and used only if proved: [docs/inference.md](docs/inference.md) |
+| context parallel | {context} families ({handing} pass recurrent states, {whole} gather); all-gather, ring, Ulysses |
+| other classes | vision-language, reward models, classifiers: [docs/other-classes.md](docs/other-classes.md) |
+| unlisted families | hfscale infers a blueprint and uses it only if proved: [docs/inference.md](docs/inference.md) |
 | adapters (PEFT) | 23 types, several at once; LoRA on all linear layers of {lora} of {lora_all} families |
-| 4-bit and 8-bit weights | bitsandbytes in every layout, experts too; stored FP8, MXFP4, INT4, NVFP4 read or kept |
+| 4-bit and 8-bit weights | bitsandbytes in every layout, experts too; reads or keeps FP8, MXFP4, INT4, NVFP4 |
 | optimizers | HF Trainer's names, 8-bit, Adafactor, Muon; equal to one process in every layout |
 | precision | float32, bfloat16, `mixed_precision="bf16"`, `"fp16"`, `"fp8"`, scaled over all ranks; Liger's kernels |
-| memory | recomputation: full, selective, elementwise, every n-th layer, by name, to a budget; tiles; offload; 8 bits |
-| checkpoints | safetensors, `pytorch_model.bin` in; any layout to any layout, runs too; MTP layers train |
+| memory | recomputation: full, selective, elementwise, every n-th layer, by name, to a budget; tiling; offload; 8-bit |
+| checkpoints | reads safetensors, `pytorch_model.bin`; load and resume in any layout; MTP layers train |
 | Accelerate | `hfscale.Accelerator`: prepare, accumulate, clip, gather for metrics, save and load state |
 | `transformers.Trainer`, TRL | in every layout; SFT, DPO, GRPO with vLLM, ...: [docs/trainer.md](docs/trainer.md) |
 | tested with | {versions}, Python 3.11, CPUs over gloo |

@@ -35,9 +35,9 @@ SHOWN = [
     "safetensors",
     "huggingface_hub",
 ]
-NEWER = """What is newer than tested warns once, when hfscale is first used, and runs; if it lacks a name that hfscale
-imports, `ImportError` says which. `pip install "hfscale[tested]"` installs the newest tested versions. `hfscale doctor`
-names what is outside of a range.
+NEWER = """A package that is newer than the tested versions works, with one warning when hfscale is first used. If it
+lacks a name that hfscale imports, `ImportError` gives the name. `pip install "hfscale[tested]"` installs the newest
+tested versions. `hfscale doctor` lists packages outside their range.
 """
 HEAD = """# Tested versions
 
@@ -94,7 +94,7 @@ def page() -> str:
     }
     parts = [HEAD + _lines("versions"), "## Packages\n", *rows, ""]
     parts += [
-        "Beside other libraries, each in an environment of its own:\n",
+        "With further libraries, each tested in its own environment:\n",
         "| library | version |",
         "|---|---|",
     ]
@@ -102,7 +102,7 @@ def page() -> str:
     parts += ["", NEWER]
     parts += [
         "## Python\n",
-        "Built with `python -m build`, installed into a new environment, `hfscale doctor` run there:\n",
+        "Built with `python -m build`, installed into a new environment, and checked with `hfscale doctor`:\n",
     ]
     parts += ["| Python | from | torch | transformers | doctor |", "|---|---|---|---|---|"]
     for row in json.loads(PYTHONS.read_text()):
@@ -111,7 +111,7 @@ def page() -> str:
         )
     parts += [
         "",
-        f"`make test` runs on Python 3.11; accepted is {project['requires-python']}. TRL needs Python 3.11.",
+        f"`make test` runs on Python 3.11; hfscale accepts {project['requires-python']}. TRL needs Python 3.11.",
         "",
     ]
     return "\n".join(parts)

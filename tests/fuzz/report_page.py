@@ -50,17 +50,19 @@ _NAMED = ("compress_activations", "stochastic_rounding")
 
 _HEAD = """# Random layouts
 
-Written by `scripts/layout_fuzz.py`: per draw a random family, config, layout, schedule, batch, precision, adapters,
-optimizer and way through a run, against plain transformers (PEFT, bitsandbytes) in one process with the same weights.
+Written by `scripts/layout_fuzz.py`. Each draw is a run with a random family, config, layout, schedule, batch,
+precision, adapters, optimizer and entry point. It is compared with plain transformers (PEFT, bitsandbytes) in one
+process with the same weights.
 
-- equal: loss of every step, gradients, clipped norm, weights and saved checkpoint agree to 1e-9 in float64; in others
-  they are as near to stock code in float64 as stock code in that type is (tests/fuzz/measures.py). Under
-  dropout and delayed updates, which one process does not repeat, ranks are compared with each other. Levers that round
-  are compared with one process that rounds alike (fp8 in float64, loss scales and skipped steps), or may be off by as
-  much as it is (activations in 8 bits, gradients in 16); of PowerSGD, gradients are projections, errors included.
-- refused: hfscale says what does not fit, before anything is trained.
-- stock: stock code cannot train that config in one process.
-- late, wrong, crash, hang: defects. late is a refusal in the first step that the plan could have made.
+- equal: loss of every step, gradients, clipped norm, weights and saved checkpoint agree to 1e-9 in float64. In other
+  dtypes their distance to stock code in float64 is that of stock code in the same dtype (tests/fuzz/measures.py). One
+  process cannot reproduce dropout and delayed updates, so for these the ranks are compared with one another. Levers
+  that round are compared with one process that rounds in the same way (fp8 in float64, loss scales and skipped
+  steps), or may differ by as much as one process does (activations in 8 bits, gradients in 16). PowerSGD's gradients
+  must be projections, with the accumulated errors included.
+- refused: hfscale raises an error that names the cause, before anything is trained.
+- stock: stock code cannot train this config in one process.
+- late, wrong, crash, hang: defects. late is a refusal in the first step that the plan could have raised.
 
     python scripts/layout_fuzz.py --seed 1 --draws 1000 --jobs 2
     python scripts/layout_fuzz.py --seed 1 --only 17 --shrink      # one draw again, made as small as it still fails
