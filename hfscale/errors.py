@@ -104,7 +104,7 @@ def check_names(name: str, given: Any, like: str) -> None:
     """Refuse a value other than a list of names, ``like`` this example, for an argument called ``name``."""
     listed = isinstance(given, Sequence) and not isinstance(given, str)
     if not listed or not all(isinstance(each, str) and each for each in given):
-        raise ConfigError(f"{name}={given!r} is invalid: pass a list of names, as {like}")
+        raise ConfigError(f"{name}={given!r} is invalid: pass a list of names, such as {like}")
 
 
 def check_switch(name: str, given: object) -> None:

@@ -24,7 +24,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(
-            f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}"
+            f"module {__name__!r} has no attribute {name!r}: use one of {', '.join(__all__)}"
         )
     try:
         stock = getattr(importlib.import_module("trl"), name)

@@ -82,7 +82,9 @@ def get_peft_model(
     if seed is not None:
         check_count("seed", seed, least=0)
     if not isinstance(adapter_name, str) or not adapter_name:
-        raise ConfigError(f"adapter_name={adapter_name!r} is invalid: use a name, as 'default'")
+        raise ConfigError(
+            f"adapter_name={adapter_name!r} is invalid: use a name, such as 'default'"
+        )
     config, source = read_config(peft_config)
     if revision is not None:
         _name_revision(config, revision)
@@ -126,7 +128,8 @@ def get_peft_model(
 def _name_revision(config: Any, revision: str) -> None:
     if config.revision not in (None, revision):
         warnings.warn(
-            f"the PEFT config names the base's revision {config.revision!r}: it is {revision!r} from here",
+            f"the PEFT config names revision {config.revision!r} of the base checkpoint, but the model was loaded "
+            f"from revision {revision!r}: the saved config will name {revision!r}",
             stacklevel=3,
         )
     config.revision = revision
@@ -141,8 +144,9 @@ def _is_left_to_peft(runtime: Runtime, config: Any, mixed: bool, empty: bool) ->
         return adapts or mixed or empty or not is_known(config, runtime.plan)
     if mixed:
         raise ConfigError(
-            f"mixed=True must be used in one process, got {runtime.mesh.layout.describe()}: PEFT's mixed models hold "
-            "adapters of several methods, and a model over ranks has one; leave it out"
+            f"mixed=True must be used in one process, got {runtime.mesh.layout.describe()}: a PEFT mixed model holds "
+            "adapters of several methods, but a model over several ranks can have only one method; leave mixed=True "
+            "out"
         )
     if (existing := runtime.adapters) is not None:
         raise ConfigError(
@@ -182,14 +186,14 @@ def merge_and_unload(
     adapters = runtime.adapters
     if not isinstance(adapters, Adapters):
         raise ConfigError(
-            f"{class_name(runtime.model)} has no adapters to merge: see hfscale.get_peft_model"
+            f"{class_name(runtime.model)} has no adapters to merge: add adapters with hfscale.get_peft_model first"
         )
     quantized = runtime.plan.quantized
     if quantized is not None and dtype is None:
         raise ConfigError(
-            f"adapters cannot be added to weights {quantized.described} without rounding them again: pass "
-            "dtype=torch.bfloat16 to merge into weights of that type, or keep the base as it is and write the adapter "
-            "alone with hfscale.save_pretrained"
+            f"adapters cannot be merged into weights that are {quantized.described}, because the sums would be rounded "
+            "again: pass dtype=torch.bfloat16 to merge into dequantized bfloat16 weights, or keep the base as it is "
+            "and write the adapter alone with hfscale.save_pretrained"
         )
     refuse_tied(adapters, runtime.plan)
     refuse_not_finite(runtime)
@@ -236,7 +240,7 @@ def _names_to_merge(adapters: Adapters, asked: Sequence[str] | None) -> list[str
     names = list(asked or adapters.active)
     if unknown := [name for name in names if name not in adapters.names]:
         raise ConfigError(
-            f"adapter_names must be of the model's, {', '.join(adapters.names)}, got {unknown[0]!r}"
+            f"adapter_names must be names of the model's adapters ({', '.join(adapters.names)}), got {unknown[0]!r}"
         )
     return names
 
@@ -247,7 +251,7 @@ def _unload(model: nn.Module) -> Any:
     adapters = runtime.adapters
     if not isinstance(adapters, Adapters):
         raise ConfigError(
-            f"{class_name(runtime.model)} has no adapters to unload: see hfscale.get_peft_model"
+            f"{class_name(runtime.model)} has no adapters to unload: add adapters with hfscale.get_peft_model first"
         )
     refuse_tied(adapters, runtime.plan, kinds=(COPY,))
     training = runtime.model.training
@@ -298,6 +302,6 @@ def coverage_report(model: nn.Module) -> str:
     runtime = runtime_of(model)
     if runtime.adapters is None:
         raise ConfigError(
-            f"{class_name(runtime.model)} has no adapters: see hfscale.get_peft_model"
+            f"{class_name(runtime.model)} has no adapters: add adapters with hfscale.get_peft_model first"
         )
     return describe_coverage(runtime.plan)

@@ -87,16 +87,16 @@ class AdaptedBase:
             shape = tuple(self.trained[key].shape)
             if shape != planned.shape:
                 raise CheckpointError(
-                    f"{self.directory}: {key} has the shape {shape}, and the checkpoint's {name} is {planned.shape}: "
-                    "merge it into the checkpoint that it was trained on"
+                    f"{self.directory}: {key} has the shape {shape}, but the checkpoint's {name} has the shape "
+                    f"{planned.shape}: merge the adapter into the checkpoint that it was trained on"
                 )
             if name in factors:
                 continue
             other = found.setdefault(planned.tied_to or name, key)
             if not self._equal(key, other):
                 raise CheckpointError(
-                    f"{self.directory}: {other} and {key} differ, and are one weight of the checkpoint: set "
-                    "tie_word_embeddings=false in its config.json, with a copy of the weight under both names"
+                    f"{self.directory}: {other} and {key} differ, but they are tied to one weight of the checkpoint: "
+                    "set tie_word_embeddings=false in its config.json, with a copy of the weight under both names"
                 )
         return found
 
@@ -108,8 +108,8 @@ class AdaptedBase:
         dora = bool(getattr(self.config, "use_dora", False))
         if method != "LORA" or dora:
             raise ConfigError(
-                f"{self.directory} must be plain LoRA for an engine, got {'DoRA' if dora else method}: merge it "
-                "(hfscale merge)"
+                f"{self.directory} must be plain LoRA to be served by an engine, got {'DoRA' if dora else method}: "
+                "merge it (hfscale merge)"
             )
         factors = {
             self.keys[each.name]
@@ -120,16 +120,16 @@ class AdaptedBase:
         if other is not None:
             tokens = "" if self.tokens is None else f", and {self.tokens} tokens"
             raise ConfigError(
-                f"{self.directory} must be low-rank factors alone for an engine, got {other}, a weight of the model "
-                f"itself{tokens}: merge it (hfscale merge)"
+                f"{self.directory} must contain only low-rank factors to be served by an engine, got {other}, a weight "
+                f"of the model itself{tokens}: merge it (hfscale merge)"
             )
 
     def _refuse_missing(self, needed: Iterable[str]) -> None:
         missing = [key for key in needed if key not in self.trained]
         if missing:
             raise CheckpointError(
-                f"{self.directory} lacks {len(missing)} tensors of its config, {missing[0]} for one: save or download "
-                "the adapter again"
+                f"{self.directory} lacks {len(missing)} tensors that its adapter_config.json requires, for example "
+                f"{missing[0]}: save or download the adapter again"
             )
 
     def _refuse_strange(self) -> None:
@@ -140,8 +140,8 @@ class AdaptedBase:
             again = self.keys.get(self._every_key.get(key, ""), key.replace(f".{COPY}.", "."))
             if again == key or again not in known or not self._equal(key, again):
                 raise CheckpointError(
-                    f"{self.directory} has {key}, which its config and the checkpoint have no place for: merge it with "
-                    "the library that wrote it, or into the checkpoint that it was trained on"
+                    f"{self.directory} has {key}, which its config and the checkpoint have no place for: merge the "
+                    "adapter with the library that wrote it, or into the checkpoint that it was trained on"
                 )
 
     def _equal(self, key: str, other: str) -> bool:
@@ -158,8 +158,8 @@ def _refuse_source(base: Path) -> None:
     source = find_source(base)
     if source is not None and not (base / "config.json").exists():
         raise CheckpointError(
-            f"{base} must be a Hugging Face directory, and holds {source.form} alone: make one of it first (hfscale "
-            f"convert {base} OUT)"
+            f"{base} must be a Hugging Face directory, but holds only {source.form}: convert it first (hfscale convert "
+            f"{base} OUT)"
         )
 
 

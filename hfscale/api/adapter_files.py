@@ -81,8 +81,8 @@ class _Merged:
         lost = [key for name, key in self.placed.items() if name not in self.keys_of]
         if lost:
             raise CheckpointError(
-                f"{adapter} has {lost[0]}, and {base} stores no such weight: merge it into the checkpoint that it was "
-                "trained on"
+                f"{adapter} adapts {lost[0]}, but {base} stores no such weight: merge the adapter into the checkpoint "
+                "that it was trained on"
             )
         self._refuse_rows(base)
 
@@ -91,9 +91,9 @@ class _Merged:
         for key, shape in self.resized().items():
             if not self.changed(key) and not self._is_buffer(key):
                 raise CheckpointError(
-                    f"the adapter was trained with {self.adapted.tokens} tokens, and has no {key}, of which {base} "
-                    f"stores {self.stored[key].shape[0]} rows and {shape[0]} are needed: save it with the embedding "
-                    "and the head (PEFT's save_embedding_layers=True)"
+                    f"the adapter was trained with {self.adapted.tokens} tokens but contains no {key}; {base} stores "
+                    f"{self.stored[key].shape[0]} rows of it, and {shape[0]} are needed: save the adapter with the "
+                    "embedding and the head (PEFT's save_embedding_layers=True)"
                 )
 
     def resized(self) -> dict[str, tuple[int, ...]]:
@@ -198,7 +198,7 @@ def merge_adapter(
     form = merged.adapted.form if as_stored else None
     if as_stored and form is None:
         raise ConfigError(
-            f"{base} does not store quantized weights, as --as-stored expects: leave it out"
+            f"{base} does not store quantized weights, which --as-stored needs: leave --as-stored out"
         )
     if form is not None:
         refuse_other_forms(form)
@@ -252,8 +252,8 @@ def logit_difference(
     kind = stock_class(empty)
     if not reads_tokens(empty):
         raise ConfigError(
-            f"a model must read tokens for its logits to be compared, got {class_name(empty)}, which reads "
-            f"{empty.main_input_name}: look at the result with --no-check"
+            f"comparing logits needs a model that takes input_ids, got {class_name(empty)}, which takes "
+            f"{empty.main_input_name}: pass --no-check, and inspect the result yourself"
         )
     tokens = AdaptedBase(base, adapter, trusted).tokens
     apart = _logits(kind, base, trusted, str(adapter), tokens)
@@ -264,9 +264,9 @@ def logit_difference(
     rounding = _EXACT if form_in(out) is None and types <= _WIDE else _ROUNDED
     if not usual <= rounding:
         raise CheckpointError(
-            f"the merged model's logits of half of all tokens differ from {base} with {adapter} by {usual:.1e} "
-            f"of the largest, where rounding explains {rounding:.0e}: nothing is written; report it with the adapter's "
-            "config, or look at the result with --no-check"
+            f"for half of the tokens, the merged model's logits differ from those of {base} with {adapter} by more "
+            f"than {usual:.1e} of the largest logit, where rounding explains {rounding:.0e}: nothing was written; "
+            "report this with the adapter's config, or pass --no-check to write the result and inspect it"
         )
     return float(by_token.max())
 
@@ -316,14 +316,15 @@ def adapter_for_engine(
     init = getattr(adapted.config, "init_lora_weights", True)
     if init in DECOMPOSING:
         raise ConfigError(
-            f"{adapter} must be added to its base as it is stored, as engines do, got init_lora_weights={init!r}, "
-            "which PEFT takes out of the base first: merge it (hfscale merge)"
+            f"{adapter} must apply to its base as stored, because an engine adds it to the stored weights, got "
+            f"init_lora_weights={init!r}, whose initial value PEFT subtracts from the base first: merge it (hfscale "
+            "merge)"
         )
     by_rows = next((each for each in adapted.adapters if each.tokens), None)
     if by_rows is not None:
         raise ConfigError(
-            f"{adapter} must be low-rank factors, got rows of {len(by_rows.tokens)} tokens of {by_rows.base}, which "
-            "engines do not add to a base: merge it (hfscale merge)"
+            f"{adapter} must contain only low-rank factors, got rows for {len(by_rows.tokens)} tokens of "
+            f"{by_rows.base}, which engines do not apply to a base: merge it (hfscale merge)"
         )
     adapted.refuse_beside_factors()
     stored = {key: tensor[...] for key, tensor in adapted.trained.items()}
@@ -381,8 +382,8 @@ def _pieces(
         if pieces:
             return pieces
     raise ConfigError(
-        f"the adapter of {parameter} cannot be rewritten: its experts are stored neither alone nor stacked: merge "
-        "into the weights (hfscale merge) for this family"
+        f"the adapter of {parameter} cannot be rewritten, because the checkpoint stores its experts neither as one "
+        "tensor per expert nor as one stack: merge the adapter into the weights instead (hfscale merge)"
     )
 
 
@@ -409,7 +410,8 @@ def _record_rank(
     projections = {name.rpartition(".")[2] for name in modules}
     if any("expert" in pattern for pattern in settings.get("alpha_pattern") or {}):
         raise ConfigError(
-            "alpha_pattern must not name experts, since engines use one scale for all: train with one lora_alpha"
+            "alpha_pattern must not name experts, because engines use one scale for all experts: train with one "
+            "lora_alpha"
         )
     known = settings.get("target_modules") or []
     settings["target_modules"] = sorted(

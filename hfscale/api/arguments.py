@@ -60,12 +60,13 @@ def check_layout(parallel: ParallelConfig | None, kwargs: Mapping[str, Any]) -> 
         )
     if kwargs.get("output_loading_info"):
         raise errors.ConfigError(
-            "output_loading_info=True would return a pair, and hfscale returns the model alone: leave it out; missing "
+            "output_loading_info=True would return a pair, but hfscale returns only the model: leave it out; missing "
             "and unexpected weights are printed"
         )
     if kwargs.get("state_dict") is not None:
         raise errors.ConfigError(
-            "state_dict= would replace the checkpoint's weights, which hfscale reads by slices: leave it out"
+            "state_dict= would replace the checkpoint's weights, but hfscale reads its shards from the checkpoint's "
+            "files: leave it out"
         )
     clashing = [name for name in _EXCLUSIVE if kwargs.get(name) is not None]
     if clashing:
@@ -125,8 +126,8 @@ def _read_config(path: str, source: Any, taken: dict[str, Any]) -> tuple[Any, di
         if os.path.exists(path) or not taken.get("local_files_only"):
             raise
         raise errors.CheckpointError(
-            f"{path} is no directory here, and the Hub cannot be reached for it: give a directory with a "
-            "config.json, or a Hub id that is in the cache"
+            f"{path} is no directory here, and the Hub cannot be reached for it: give a directory "
+            "with a config.json, or a Hub id that is in the cache"
         ) from error
     return config, rest
 
@@ -136,8 +137,8 @@ def refuse_weights_alone(directory: Path) -> None:
     source = find_source(directory)
     if source is not None and not (directory / "config.json").exists():
         raise errors.CheckpointError(
-            f"{directory} must have a config.json, and holds weights alone ({source.form}): give that of their model, "
-            "as config=, a directory, a Hub id or a config of transformers"
+            f"{directory} must have a config.json, but holds only weights ({source.form}): pass the model's config as "
+            "config=: a directory, a Hub id or a transformers config"
         )
 
 

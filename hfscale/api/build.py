@@ -223,14 +223,14 @@ def from_config(
     )
     if hf_kwargs.get("quantization_config") is not None:
         raise ConfigError(
-            "from_config(quantization_config=...) would quantize random weights: quantize those of a checkpoint, with "
-            "hfscale.from_pretrained(path, quantization_config=...)"
+            "from_config(quantization_config=...) would quantize random weights: quantize a checkpoint's weights "
+            "instead, with hfscale.from_pretrained(path, quantization_config=...)"
         )
     check_count("seed", seed, least=0)
     adapter = None if peft_config is None else read_config(peft_config)
     if not isinstance(config, PreTrainedConfig):
         raise ConfigError(
-            f"config={_shown(config)} is no config of transformers: make one (LlamaConfig(...), or "
+            f"config={_shown(config)} is no config of transformers: pass one (LlamaConfig(...), or "
             "AutoConfig.from_pretrained(path)), or load weights with hfscale.from_pretrained(path)"
         )
     arguments.known_dtype(hf_kwargs)
@@ -275,7 +275,7 @@ def parallelize(
     )
     if not isinstance(model, nn.Module):
         raise ConfigError(
-            f"parallelize takes a model of transformers, and got {_shown(model)}: load it first"
+            f"parallelize takes a model of transformers, got {_shown(model)}: load the model first"
         )
     reason = (
         "hfscale already parallelized it"
@@ -284,8 +284,8 @@ def parallelize(
     )
     if not reason and not is_a_hosts(model):
         raise ConfigError(
-            f"parallelize takes a model of transformers (a PreTrainedModel), and got {class_name(model)}: train other "
-            "modules with accelerate, or parallelize the model of transformers inside it before it is wrapped"
+            f"parallelize takes a model of transformers (a PreTrainedModel), got {class_name(model)}: train other "
+            "modules with accelerate, or parallelize the inner transformers model before you wrap it"
         )
     if any(parameter.is_meta for parameter in model.parameters()):
         reason = (
@@ -301,9 +301,9 @@ def parallelize(
         return build(InMemory(model), layout, options)
     if layout.total_size > 1:
         raise ConfigError(
-            f"{class_name(model)} has adapters of PEFT's, which {layout.describe()} cannot take: parallelize the model "
-            "without them, and then call hfscale.get_peft_model(model, peft_config); for saved ones, "
-            "hfscale.from_pretrained(path, peft_config=directory)"
+            f"{class_name(model)} already has PEFT adapters, which cannot be sharded over {layout.describe()}: "
+            "parallelize the model without them, and then call hfscale.get_peft_model(model, peft_config); for a "
+            "saved adapter, call hfscale.from_pretrained(path, peft_config=directory)"
         )
     build(Adapted(adapted_model(model)), layout, options)
     runtime_of(model)  # knows what is around it from now on
@@ -380,7 +380,7 @@ def _outline(
     config, stored = split_quantization(config)
     if stored is not None and quantization is not None:
         raise ConfigError(
-            "quantization_config= is given, and the checkpoint is quantized already: leave it out"
+            "quantization_config= is given, but the checkpoint is quantized already: leave it out"
         )
     return Outline(
         config,

@@ -65,7 +65,7 @@ def _saving(peft_model: Any) -> Callable[..., None]:
                 f"selected_adapters must name adapters of the model, {', '.join(names)}, got {unknown[0]!r}"
             )
         if os.path.isfile(save_directory):
-            raise ConfigError(f"{call} needs a directory, got a file: give another path")
+            raise ConfigError(f"{call} needs a directory, got the path of a file: give a directory")
         everyone_arrives(runtime.mesh, timeout, call)
         # Scripts say on which rank they write; where it is none, stock code writes nothing.
         if any(runtime.mesh.all_gather_object(is_main_process and bool(wanted))):
@@ -82,12 +82,13 @@ def _refuse_arguments(call: str, converts: bool, others: dict[str, Any]) -> None
     """Raise :class:`ConfigError` for what PEFT would do with one rank's part of the adapter."""
     if converts:
         raise ConfigError(
-            f"{call} cannot convert an adapter that ranks hold parts of: leave "
-            "path_initial_model_for_weight_conversion out, load what is written in one process, and convert it there"
+            f"{call} cannot convert an adapter that is sharded over ranks: leave "
+            "path_initial_model_for_weight_conversion out, load the saved adapter in one process, and convert it in "
+            "that process"
         )
     given = sorted(name for name, value in others.items() if value is not None)
     if given:
         raise ConfigError(
-            f"{call} gathers the adapter itself on a model whose ranks hold parts of it, got {', '.join(given)}=...: "
-            "leave it out, and call it on every rank"
+            f"{call} gathers the adapter itself from all ranks, got {', '.join(given)}=...: leave it out, and call "
+            f"{call} on every rank"
         )

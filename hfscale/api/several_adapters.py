@@ -100,7 +100,8 @@ def put_several(peft_model: Any, put_methods: Callable[[], None]) -> None:
             raise ConfigError(f"Adapter {adapter_name} does not exist")
         if len(peft_model.peft_config) == 1:
             raise ConfigError(
-                f"{adapter_name!r} is the model's only adapter over ranks: call unload(), which leaves the stock model"
+                f"{adapter_name!r} is the model's only adapter over ranks: call unload() instead, which returns the "
+                "stock model"
             )
         changed("delete_adapter", _without(adapter_name))
 
@@ -113,7 +114,8 @@ def _adapters_of(runtime: Runtime, by: str) -> Adapters:
     adapters = runtime.adapters
     if not isinstance(adapters, Adapters):
         raise ConfigError(
-            f"{by} needs a model with adapters, and this one's were merged or unloaded: call hfscale.get_peft_model"
+            f"{by} needs a model with adapters, but this model's adapters were merged or unloaded: call "
+            "hfscale.get_peft_model"
         )
     return adapters
 

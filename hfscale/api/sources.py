@@ -245,8 +245,9 @@ def _refuse_different(model: nn.Module, mesh: Mesh) -> None:
         if other != sums:
             name = next((name for name in sums if sums[name] != other.get(name)), "a parameter")
             raise ConfigError(
-                f"{name} must be the same on every rank, since parallelize gives each rank a shard of one model: load "
-                "it from one checkpoint, or set the same seed (torch.manual_seed) first; or use hfscale.from_config"
+                f"{name} must have the same values on every rank, because parallelize gives each rank a shard of one "
+                "model: load the model from one checkpoint, or set the same seed (torch.manual_seed) first; or use "
+                "hfscale.from_config"
             )
 
 
@@ -261,8 +262,8 @@ def _refuse_hooks(model: nn.Module, mesh: Mesh) -> None:
         hooked = next(hooked_names, "")
     for name in filter(None, mesh.all_gather_object(hooked)):
         raise ConfigError(
-            f"parameters must have no hooks before {mesh.layout.describe()} cuts them, got one on {name}: register it "
-            "after parallelize, which makes new parameters"
+            f"parameters must have no hooks before parallelize shards them over {mesh.layout.describe()}, got one on "
+            f"{name}: register it after parallelize, which creates new parameters"
         )
 
 
@@ -301,9 +302,10 @@ def resize_vocabulary(
         or changed - dict(after.named_parameters(remove_duplicate=False)).keys()
     ):
         raise ConfigError(
-            f"resize_token_embeddings={tokens}: {class_name(before)} has sizes other than rows of parameters that "
-            f"depend on the number of tokens ({', '.join(sorted(changed))}): resize it with stock transformers "
-            "(model.resize_token_embeddings(...); model.save_pretrained(directory)), and load that"
+            f"resize_token_embeddings={tokens}: {class_name(before)} has parameters that depend on the number of "
+            f"tokens in another way than by their rows ({', '.join(sorted(changed))}): resize the model with stock "
+            "transformers (model.resize_token_embeddings(...); model.save_pretrained(directory)), and load the saved "
+            "directory"
         )
     return before.config, frozenset(changed)
 

@@ -60,7 +60,7 @@ def carried_tensors(model: nn.Module, as_stored: bool = False) -> dict[str, Tens
     lost = sorted(carried.names - found.keys())
     if found:
         _log.info(
-            "%d tensors that %s does not load are copied from %s as they are: %s",
+            "%d tensors that %s does not load are copied unchanged from %s: %s",
             len(found), class_name(model), carried.directory, _some(found),
         )  # fmt: skip
     if lost:

@@ -62,8 +62,8 @@ def verify_experts(model: nn.Module, directory: str | Path) -> dict[str, Sums]:
         runtime.plan.by_name[name].cut_over("ep") for name in quantized.weights
     ):
         raise ConfigError(
-            "verify_experts compares values with the checkpoint's, and the experts are held in 4 bits: load the model "
-            "without quantization_config, or with the experts in llm_int8_skip_modules"
+            "verify_experts compares the experts' values with the checkpoint's, but the model holds its experts in 4 "
+            "bits: load the model without quantization_config, or with the experts in llm_int8_skip_modules"
         )
     held = runtime.mesh.all_gather_object(_held(runtime))
     types = {name: dtype for rank in held for name, (dtype, _, _) in rank.items()}

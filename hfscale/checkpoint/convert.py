@@ -56,8 +56,8 @@ def convert_state(
     missing = [name for name, key in index.stored.items() if key not in index.tensors]
     if missing:
         raise CheckpointError(
-            f"{directory} lacks {len(missing)} weights, {missing[0]} for one, which were held in 4 or 8 bits: they are "
-            "in the checkpoint that the model was loaded from"
+            f"{directory} lacks {len(missing)} weights, for example {missing[0]}, because the run held them in 4 or 8 "
+            "bits and a state omits such weights: take them from the checkpoint that the model was loaded from"
         )
     with atomic_directory(target, stale=REPLACED) as staging:
         if index.adapter:

@@ -115,8 +115,8 @@ def _compare_with_config(source: Source) -> None:
     for name, tensor in model.state_dict().items():
         if name in stored and stored[name].shape != tuple(tensor.shape):
             raise CheckpointError(
-                f"{name} must have the shape {tuple(tensor.shape)} by {source.directory / _CONFIG}, got "
-                f"{stored[name].shape}: copy the files of all ranks that wrote it"
+                f"{name} must have the shape {tuple(tensor.shape)} according to {source.directory / _CONFIG}, got "
+                f"{stored[name].shape}: copy the files of all ranks that wrote the checkpoint"
             )
 
 
@@ -126,8 +126,8 @@ def _home(source: Source, config: Path | None) -> Path:
     found = next((place for place in places if (place / _CONFIG).exists()), None)
     if found is None:
         raise CheckpointError(
-            f"{source.directory} must be converted by the config of its model, and there is none in {places[0]}: give "
-            "the directory that has it, --config BASE"
+            f"{source.directory} needs its model's config.json for the conversion, and {places[0]} has none: give the "
+            "directory that has it, --config BASE"
         )
     return found
 

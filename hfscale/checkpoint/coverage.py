@@ -23,16 +23,16 @@ def check_coverage(
     if not stored:
         first = f"begins with {sorted(keys)[0]!r}" if keys else "is empty"
         raise CheckpointError(
-            f"{directory} must hold tensors of the model, such as {owned[0].name!r}, got {len(keys)} of other names "
-            f"({first}): rename them, load it by the class that it was saved by (auto_class=...), or begin "
-            "with random weights (hfscale.from_config)"
+            f"{directory} must hold tensors of the model, such as {owned[0].name!r}, got {len(keys)} tensors with "
+            f"other names ({first}): rename them, load the checkpoint with the class that saved it (auto_class=...), "
+            "or begin with random weights (hfscale.from_config)"
         )
     missing = [planned for planned in owned if planned.name not in stored]
     lacking = sum(math.prod(planned.shape) for planned in missing)
     share = lacking / sum(math.prod(planned.shape) for planned in owned)
     if tells and share > _MOST:
         warnings.warn(
-            f"{directory} lacks {len(missing)} tensors of the model, {share:.0%} of its numbers: {missing[0].name!r} "
-            "and the others begin with random values",
+            f"{directory} lacks {len(missing)} tensors of the model, {share:.0%} of the model's parameters: "
+            f"{missing[0].name!r} and the other missing tensors begin with random values",
             stacklevel=2,
         )

@@ -102,7 +102,7 @@ def load_optimizer(
         if found is None:
             raise CheckpointError(
                 f"{directory} must have an optimizer's state (optimizer_0, optimizer.pt, optimizer.bin, .metadata, or "
-                "DeepSpeed's partitions), and has none: train on from the weights alone"
+                "DeepSpeed's partitions), but has none: continue training from the weights alone"
             )
         names = found.names or names_of_groups(runtime, optimizer)
         restore_optimizer(runtime, found.path, found.state, names, optimizer)
@@ -149,8 +149,9 @@ def restore_optimizer(
     if not all(runtime.mesh.all_gather_object(fits)):
         theirs = sum(len(group["params"]) for group in groups)
         raise CheckpointError(
-            f"{path} is the state of {theirs} parameters in {len(groups)} groups, and this run trains "
-            f"{sum(map(len, mine))} here in {len(mine)}: build model and optimizer as they were built then"
+            f"{path} holds the optimizer's state for {theirs} parameters in {len(groups)} groups, but this run's "
+            f"optimizer has {sum(map(len, mine))} parameters in {len(mine)} groups: build the model and the optimizer "
+            "as in the run that wrote it"
         )
     state: dict[Any, dict[str, Any]] = {}
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
@@ -212,7 +213,7 @@ def names_of_groups(runtime: Runtime, optimizer: torch.optim.Optimizer) -> list[
 def _refuse_blocks(path: Path, state: dict[str, Any], planned: ParameterPlan) -> None:
     if "absmax1" in state and planned.cuts:
         raise CheckpointError(
-            f"{path} has 8-bit states in blocks of full tensors, which this layout cannot shard: "
+            f"{path} has 8-bit optimizer states, whose blocks span full tensors, so this layout cannot shard them: "
             "resume in one process, or from a checkpoint of hfscale.Trainer"
         )
 

@@ -148,7 +148,8 @@ class _Loader:
         self.renamed = {name: key for key, name in names.items() if name is not None}
         if not self.renamed:
             _log.warning(
-                "the checkpoint has no %s, so these begin with random weights", added.words
+                "the checkpoint has no %s, so the model begins with random weights for them",
+                added.words,
             )
         return {
             name: tensor
@@ -236,8 +237,8 @@ class _Loader:
                 continue
             if tensor.shape != planned_target.shape:
                 raise CheckpointError(
-                    f"the checkpoint's {key} has the shape {tensor.shape} and the model's {planned_target.name} "
-                    f"{planned_target.shape}: load it with the config it was saved with"
+                    f"the checkpoint's {key} has the shape {tensor.shape}, but the model's {planned_target.name} has "
+                    f"the shape {planned_target.shape}: load the checkpoint with the config it was saved with"
                 )
             share = ShareOnDisk(tensor, planned_target.cuts, self.mesh.ranks)
             first = read_from.setdefault(planned_target.tied_to or target, key)
@@ -249,7 +250,8 @@ class _Loader:
                 ):
                     raise CheckpointError(
                         f"{first} and {key} are tied by the config, but differ in the checkpoint: set "
-                        "tie_word_embeddings=false in its config.json, or save it again with one of them"
+                        "tie_word_embeddings=false in its config.json, or save the checkpoint again with only one of "
+                        "the two"
                     )
                 continue
             # A stage may know a tied tensor by another name than the checkpoint.
@@ -424,8 +426,8 @@ def load_weights(model: nn.Module, directory: str | Path) -> None:
             )
             if missing:
                 raise CheckpointError(
-                    f"{directory} lacks {len(missing)} of the model's weights, {sorted(missing)[0]} for one: it is of "
-                    "another model, give the checkpoint that belongs to this config"
+                    f"{directory} lacks {len(missing)} of the model's weights, for example {sorted(missing)[0]}, "
+                    "because it is of another model: give the checkpoint that belongs to this config"
                 )
             shares = weights.tensors
     for planned, parameter in runtime.parameters():

@@ -104,8 +104,8 @@ def boxes_of_sources(
             boxes[key] = box
     if not alike or not _cover_all(boxes.values(), planned.shape):
         raise CheckpointError(
-            f"{len(boxes)} tensors of the checkpoint, {sources[0][0]} to {sources[-1][0]}, must add up to the model's "
-            f"{planned.name} of shape {planned.shape}, and do not: the checkpoint is incomplete, or was saved "
+            f"{len(boxes)} tensors of the checkpoint, {sources[0][0]} to {sources[-1][0]}, must together fill the "
+            f"model's {planned.name} of shape {planned.shape}, but do not: the checkpoint is incomplete, or was saved "
             "with another config"
         )
     return boxes
@@ -139,8 +139,8 @@ def plan_as_stored(planned: Plan, model: nn.Module, form: StoredForm) -> Plan:
     entries = {name: prod(planned.by_name[name].shape) for name, size in sizes.items() if size}
     if not entries:
         raise ConfigError(
-            f"quantization_config='as_stored' keeps projections and experts that are stored in {form.method}, and by "
-            "its config this model has none: leave it out"
+            f"quantization_config='as_stored' keeps projections and experts that are stored in {form.method}, but "
+            "according to its config this checkpoint has none: leave it out"
         )
     size = sum(sizes[name] * count for name, count in entries.items()) / sum(entries.values())
     quantized = QuantizedPlan(
@@ -180,13 +180,13 @@ def stored_sources(
     } - by_name.keys()
     if not by_name:
         raise CheckpointError(
-            f"quantization_config='as_stored': none of the {len(rest)} weights that are stored quantized can stay so: "
-            "leave it out"
+            f"quantization_config='as_stored': none of the {len(rest)} weights that are stored quantized can stay "
+            "quantized: leave it out"
         )
     if rest and tells:
         _log.warning(
-            "%d weights that are stored quantized cannot stay so and are read as plain values (%s, for one): only "
-            "untied projections can, and experts that the host stacks, concatenates or transposes",
+            "%d weights that are stored quantized cannot stay quantized and are dequantized (%s, for example): only "
+            "untied projections can stay quantized, and experts that transformers stacks, concatenates or transposes",
             len(rest),
             min(rest),
         )

@@ -164,8 +164,8 @@ def find_overwrites(model: Any, loaded: Collection[str]) -> dict[str, Overwrite]
         equal = first == second
         if not bool((equal | (first == _FILLS[0]) & (second == _FILLS[1])).all()):
             raise CheckpointError(
-                f"{type(model).__name__}._init_weights computes new values of {name} from the loaded ones, of which a "
-                "rank has only a shard: make it skip loaded parameters (marked _is_hf_initialized)"
+                f"{type(model).__name__}._init_weights computes new values of {name} from the loaded ones, but each "
+                "rank has only a shard of them: make _init_weights skip loaded parameters (marked _is_hf_initialized)"
             )
         result[name] = Overwrite(equal, first)
     return result

@@ -97,8 +97,7 @@ def save_adapter_files(
     adapters = runtime.adapters
     if adapters is None:
         raise ConfigError(
-            f"{call} writes an adapter, and the model has none: it was merged or unloaded, so "
-            "use hfscale.save_pretrained"
+            f"{call} writes an adapter, but the model's adapter was merged or unloaded: use hfscale.save_pretrained"
         )
     target = target_of(directory)
     with _together(runtime, target, call, timeout, check_replicas=True):
@@ -125,8 +124,8 @@ def _again(runtime: Runtime, quantization: str) -> QuantizedAgain:
         )
     if runtime.adapters is not None:
         raise ConfigError(
-            "quantization='as_stored' is of whole weights, and the model has adapters: merge them first "
-            "(hfscale.merge_and_unload), or leave it out"
+            "quantization='as_stored' writes full weights, but the model has adapters, which are saved alone: merge "
+            "them first (hfscale.merge_and_unload), or leave it out"
         )
     return quantized_again(runtime.model)
 

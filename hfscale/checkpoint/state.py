@@ -275,8 +275,9 @@ def _stateful_objects(others: dict[str, Any]) -> dict[str, Any]:
             by_name[name] = other
         elif isinstance(other, DataLoader):
             _log.warning(
-                "%s, a torch.utils.data.DataLoader, has no state_dict, so its position is not saved: skip the "
-                "batches of the steps done (accelerate.skip_first_batches), or use torchdata's StatefulDataLoader",
+                "%s, a torch.utils.data.DataLoader, has no state_dict, so its position is not saved: after a resume, "
+                "skip the batches of the completed steps (accelerate.skip_first_batches), or use torchdata's "
+                "StatefulDataLoader",
                 name,
             )
         elif other is not None:
@@ -346,7 +347,7 @@ def _room(root: Path, needed: int) -> int:
     free = shutil.disk_usage(root).free
     if free < 2 * _ROOM * needed:
         raise CheckpointError(
-            f"two states of {needed:,} bytes must fit on the disk while one replaces the other, and {root} has "
-            f"{free:,} bytes free: choose another disk, or make room"
+            f"the new state needs {needed:,} bytes in addition to the state that it replaces, but {root} has only "
+            f"{free:,} bytes free: choose another disk, or free some space"
         )
     return free

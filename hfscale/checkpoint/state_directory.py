@@ -163,8 +163,8 @@ def candidates(source: Path) -> list[Path]:
     if not marked:
         holds = "" if (other := _held_by(source)) is None else f". It holds {other}"
         raise CheckpointError(
-            f"{source} is not a state of hfscale.save_state and contains none: give the directory of a state, or "
-            f"its parent{holds}"
+            f"{source} is not a state of hfscale.save_state and contains none: give the directory of "
+            f"a state, or its parent{holds}"
         )
     return marked
 
@@ -186,15 +186,15 @@ def _refuse_other_files(source: Path) -> None:
         return
     if (held := _held_by(source)) is not None:
         raise CheckpointError(
-            f"missing_ok=True is for a directory that is not there yet, or empty, and {source} has no state of "
-            f"hfscale.save_state, but {held}. To begin at step 0 all the same, name another directory"
+            f"missing_ok=True is for a directory that does not exist yet or is empty, and {source} has no state of "
+            f"hfscale.save_state, but {held}. To begin at step 0 anyway, name another directory"
         )
     files = (Path(folder, name) for folder, _, names in os.walk(source) for name in names)
     strange = next((file for file in files if not _may_lie_beside(file.relative_to(source))), None)
     if strange is not None:
         raise CheckpointError(
-            f"missing_ok=True is for a directory that is not there yet, or empty, and {source} has no state of "
-            f"hfscale.save_state, but other files ({strange.relative_to(source)}, for one): name a directory for "
+            f"missing_ok=True is for a directory that does not exist yet or is empty, and {source} has no state of "
+            f"hfscale.save_state, but other files (for example {strange.relative_to(source)}): name a directory for "
             f"states alone, such as {source / 'states'}"
         )
 

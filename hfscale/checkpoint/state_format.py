@@ -138,7 +138,7 @@ class StateIndex:
             told: dict[str, Any] = json.loads((directory / INDEX).read_bytes())
             if (version := told.pop("version")) != _VERSION:
                 raise CheckpointError(
-                    f"{directory} has format {version} and this hfscale reads format {_VERSION}: read it with the "
+                    f"{directory} has format {version}, but this hfscale reads format {_VERSION}: load it with the "
                     f"hfscale that wrote it ({told.get('versions', {}).get('hfscale', 'unknown')})"
                 )
             told["tensors"] = {
@@ -243,8 +243,8 @@ class StateReader:
         written = self.index.tensors.get(key)
         if written is None:
             raise CheckpointError(
-                f"{self.directory} has no {key}: it was saved from another model or optimizer, give a state of "
-                "these"
+                f"{self.directory} has no {key}, because it was saved from another model or optimizer: give a state of "
+                "this model and optimizer"
             )
         if written.own and written.cuts != wanted.cuts:
             raise CheckpointError(
@@ -254,8 +254,8 @@ class StateReader:
             )
         if not written.own and written.shape != wanted.shape:
             raise CheckpointError(
-                f"{self.directory} has no {key} of shape {wanted.shape}, but one of {written.shape}: it is of another "
-                "model, give a state of this one"
+                f"{self.directory} has {key} of shape {written.shape}, but this model needs {wanted.shape}, so the "
+                "state belongs to another model: give a state of this model"
             )
 
     def _piece(self, key: str, written: StateTensor, ranks: dict[str, int]) -> TensorOnDisk:
@@ -263,8 +263,8 @@ class StateReader:
         piece: TensorOnDisk | None = self._file(rank).get(key)
         if piece is None:
             raise CheckpointError(
-                f"{self.directory}/{weights_name(rank)} has no {key}, a shard of that rank: it is damaged, use "
-                "another state"
+                f"{self.directory}/{weights_name(rank)} has no {key}, which must contain that rank's shard: the file "
+                "is damaged, use another state"
             )
         shape = (
             piece.shape
@@ -320,7 +320,7 @@ class StateReader:
                 covered += prod(length for *_, length in box)
         if covered < prod(shape):
             raise CheckpointError(
-                f"{self.directory} has only a part of {key}: it is damaged, use another state"
+                f"{self.directory} has only some of the shards of {key}: the state is damaged, use another state"
             )
         return tensor
 

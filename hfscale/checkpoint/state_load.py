@@ -120,16 +120,16 @@ class _Found:
         )
         if more:
             raise CheckpointError(
-                f"{self.directory} has {len(more)} parameters that this model lacks, {more[0].partition('/')[2]} "
-                "for one: build the model as it was when saved, with its adapters"
+                f"{self.directory} has {len(more)} parameters that this model lacks, for example "
+                f"{more[0].partition('/')[2]}: build the model as it was when saved, with its adapters"
             )
         for planned, parameter in written_parameters(self.runtime):
             key = f"weights/{planned.name}"
             self.reader.check(key, like(planned))
             if (dtype := self.reader.dtype(key)) != parameter.dtype:
                 raise CheckpointError(
-                    f"{self.directory} has {planned.name} in {dtype} and this model in {parameter.dtype}: build the "
-                    "model as it was when saved"
+                    f"{self.directory} has {planned.name} in {dtype}, but this model has it in {parameter.dtype}: "
+                    "build the model as it was when saved"
                 )
 
     def _buffers(self) -> Iterator[tuple[str, Tensor]]:
@@ -147,8 +147,8 @@ class _Found:
                 yield name, buffer
             elif here in saved or self.alike:
                 raise CheckpointError(
-                    f"{self.directory} has no {name} of shape {tuple(buffer.shape)}: it is of another model, "
-                    "give a state of this one"
+                    f"{self.directory} has no buffer {name} of shape {tuple(buffer.shape)}, so the state belongs to "
+                    "another model: give a state of this model"
                 )
 
     def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -161,7 +161,8 @@ class _Found:
         ]
         if self.index.groups is None:
             raise CheckpointError(
-                f"{self.directory} holds no optimizer: save_state was called without it"
+                f"{self.directory} holds no optimizer, because save_state was called without one: leave optimizer= "
+                "out, or save a state with the optimizer"
             )
         name, options = described(optimizer)
         then, then_options = self.index.optimizer or (name, options)
@@ -215,7 +216,7 @@ class _Found:
             name for name, kind in kinds.items() if not isinstance(dict(contents).get(name), kind)
         ]:
             raise CheckpointError(
-                f"{path} is damaged, it has no {' and no '.join(wrong)}: use another state"
+                f"{path} is damaged, because it has no {' and no '.join(wrong)}: use another state"
             )
         return contents
 
@@ -223,16 +224,15 @@ class _Found:
         if name not in self.rest["others"]:
             names = ", ".join(self.rest["others"]) or "nothing else"
             raise CheckpointError(
-                f"{self.directory} holds {names}, and no {name!r}: leave it out, or "
-                "save the state with it"
+                f"{self.directory} holds {names}, but no {name!r}: leave it out, or save the state with it"
             )
         then = self.index.batch_world
         now = self.mesh.batch_world
         if then != now and not self.index.others[name]:
             raise CheckpointError(
-                f"{self.directory} has {then} of {name!r}, one per distinct batch, and this run has {now} distinct "
-                f"batches: leave {name} out, and skip the batches already seen, {then} per step, shared by {now} "
-                "(accelerate.skip_first_batches)"
+                f"{self.directory} has {then} states of {name!r}, one per distinct batch, and this run has {now} "
+                f"distinct batches: leave {name} out, and skip the batches that were seen, {then} per step, divided "
+                f"over {now} (accelerate.skip_first_batches)"
             )
 
 
@@ -294,8 +294,8 @@ class _ReadAside:
     def _copy_later(self, read: Tensor, into: Tensor) -> None:
         if read.shape != into.shape:
             raise CheckpointError(
-                f"{self.reader.directory} has a shard of shape {tuple(read.shape)}, and this rank's has "
-                f"{tuple(into.shape)}: it is damaged, use another state"
+                f"{self.reader.directory} has a shard of shape {tuple(read.shape)}, but this rank's shard has the "
+                f"shape {tuple(into.shape)}: the state is damaged, use another state"
             )
         self._copies.append((read, into))
 

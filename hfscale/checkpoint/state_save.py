@@ -60,8 +60,8 @@ class TakenState:
         tensor = self.index.tensors[key] = replace(tensor, home=home)
         if not tensor.own and tuple(share.shape) != (shape := tensor.local_shape(self.mesh.ranks)):
             raise CheckpointError(
-                f"{key} must have the shape {shape} on this rank, got {tuple(share.shape)}: do not replace "
-                "parameters of a built model"
+                f"{key} must keep its shape {shape} on this rank, got {tuple(share.shape)}: do not replace parameters "
+                "of a built model"
             )
         if is_written_by(self.mesh, tensor):
             self.held[key] = share
@@ -99,8 +99,8 @@ def _add_optimizer(found: TakenState, runtime: Runtime, optimizer: torch.optim.O
     strange = {id(parameter) for group in given for parameter in group} - plans.keys()
     if strange:
         raise CheckpointError(
-            f"the optimizer has {len(strange)} parameters that are not the model's: keep them in an optimizer of their "
-            "own, and pass it to save_state under a name"
+            f"the optimizer has {len(strange)} parameters that do not belong to the model: give them to a second "
+            "optimizer, and pass that optimizer to save_state under a name"
         )
     for parameter, values in optimizer.state.items():
         planned = plans.get(id(parameter))

@@ -65,7 +65,9 @@ class WeightStream(Iterator[tuple[str, Tensor]]):
                 f"({in_words(lost)})"
             ) from lost
         if len(set(versions)) > 1:
-            raise CheckpointError(f"version must be the same on every rank, got {versions}")
+            raise CheckpointError(
+                f"version must be the same on every rank, got {versions}: pass one number on all ranks"
+            )
         self.committed = True
         while aside:
             yield aside.popleft()
@@ -122,8 +124,8 @@ def stream_weights(
     chosen = _chosen(ranks, runtime.mesh.layout.total_size)
     if adapters_only and (adapters is None or merge_adapters or quantization_config is not None):
         raise ConfigError(
-            "adapters_only=True must be asked of a model with adapters, without merge_adapters= and "
-            "quantization_config=, which are about its weights: leave it, or them, out"
+            "adapters_only=True needs a model with adapters, and cannot be combined with merge_adapters= or "
+            "quantization_config=, which concern the full weights: leave adapters_only= out, or the other arguments"
         )
     entries = tensors_to_save(runtime)
     asked = (model, chosen, merge_adapters, adapters_only, repr(quantization_config))
@@ -157,8 +159,8 @@ def _changed(
     fits = isinstance(since, WeightStream) and since.committed and since.asked == asked
     if not (fits and sums and since.sums.keys() == sums.keys()):
         raise ConfigError(
-            "changed_since must be a committed stream of this model with a version and the same choices, and asks for "
-            "version=: stream all weights first"
+            "changed_since must be a committed stream of this model that had a version and the same arguments, and "
+            "needs version= for the new stream: stream all weights first"
         )
     return set(
         compress(
@@ -178,8 +180,9 @@ def _weights(
 ) -> Iterator[tuple[str, Tensor]]:
     if runtime.plan.quantized is not None:
         raise ConfigError(
-            "stream_weights yields weights in 16 or 32 bits, and these are in 4 or 8 bits: merge the adapters "
-            "(hfscale.merge_and_unload), stream a model that is not quantized, or the adapters (adapters_only=True)"
+            "stream_weights yields weights in 16 or 32 bits, but this model holds its weights in 4 or 8 bits: merge "
+            "the adapters (hfscale.merge_and_unload), stream a model that is not quantized, or the adapters "
+            "(adapters_only=True)"
         )
     adapters = runtime.adapters
     factors = {adapter.name for adapter in runtime.plan.adapters}

@@ -60,8 +60,8 @@ class QuantizedAgain:
         lost = [key for key in self._weights if key not in plain]
         if strange and lost:
             raise CheckpointError(
-                f"the checkpoint that the model was loaded from has {lost[0]} quantized, and the model saves none, but "
-                f"{strange[0]}: save it without quantization="
+                f"the checkpoint that the model was loaded from stores {lost[0]} quantized, but the model saves "
+                f"{strange[0]} and no tensor of that name: save the model without quantization="
             )
         for key, tensor in plain.items():
             if key in self._weights:
@@ -89,8 +89,8 @@ def quantized_again(model: nn.Module) -> QuantizedAgain:
     form = form_in(source.directory) if source is not None and source.directory.is_dir() else None
     if source is None or form is None:
         raise ConfigError(
-            f"'as_stored' needs the quantized checkpoint that the model was loaded from, and "
-            f"{str(source.directory) if source else 'a model without one'!r} is none: leave it out"
+            "'as_stored' needs the quantized checkpoint that the model was loaded from, got "
+            f"{str(source.directory) if source else 'a model without one'!r}: leave it out"
         )
     refuse_other_forms(form)
     return QuantizedAgain(source.directory, form)
@@ -100,8 +100,8 @@ def refuse_other_forms(form: StoredForm) -> None:
     """Refuse a form in which weights are read, and not quantized again."""
     if form.method not in ENCODED:
         raise ConfigError(
-            f"'as_stored' quantizes again in {', '.join(ENCODED)}, and the checkpoint is in {form.method}: leave it "
-            "out, which saves plain values"
+            f"'as_stored' can write only {', '.join(ENCODED)}, but the checkpoint is in {form.method}: leave it "
+            "out to save dequantized weights"
         )
 
 
@@ -109,7 +109,8 @@ def encode(weight: DequantizedOnDisk, value: Tensor) -> dict[str, Tensor]:
     """Return the stored tensors, by part, of a weight that now has the values ``value``; refuse another shape."""
     if tuple(value.shape) != weight.shape:
         raise CheckpointError(
-            f"a weight of shape {weight.shape} is now {tuple(value.shape)}: save it without quantization="
+            f"a weight has the shape {weight.shape} in the checkpoint and {tuple(value.shape)} in the model: save the "
+            "model without quantization="
         )
     parts = weight.parts
     made = {
@@ -174,7 +175,8 @@ def _encode_rows(
         return words
     if prod(scales.source.shape[:-2]) < prod(weight.shape[:-2]):
         raise CheckpointError(
-            "one scale is stored for several matrices, which have changed: save it without quantization="
+            "the checkpoint stores one scale for several matrices, and their values have changed: save the model "
+            "without quantization="
         )
     old = Codes(
         _blocks(read["values"], height, width),

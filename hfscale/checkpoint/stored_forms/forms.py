@@ -107,8 +107,9 @@ def _integers(key: str, found: Found, scheme: Scheme) -> DequantizedOnDisk:
     words = arithmetic.codes_in_int32(bits)
     if values.shape[1] != -(-shape[1] * bits // 32):
         raise CheckpointError(
-            f"{key} has {values.shape[1]} words per row for {shape[1]} numbers of {bits} bits, so its config describes "
-            "another weight: download the checkpoint again, or mend quantization_config in its config.json"
+            f"{key} has {values.shape[1]} packed words per row, which does not fit {shape[1]} numbers of {bits} bits, "
+            "so the file and its quantization_config disagree: download the checkpoint again, or correct "
+            "quantization_config in its config.json"
         )
     parts = {
         "values": StoredPart(values, columns=words),
@@ -138,8 +139,8 @@ def _torchao(key: str, found: Found, scheme: Scheme) -> DequantizedOnDisk:
     values = found["values"]
     if "before" in found:
         raise CheckpointError(
-            f"{key} is stored with a scale of its inputs (SmoothQuant), which is no part of a weight: use a checkpoint "
-            "with weights of 16 or 32 bits"
+            f"{key} is stored with a scale of its inputs (SmoothQuant), which a dequantized weight cannot include: use "
+            "a checkpoint with weights of 16 or 32 bits"
         )
     parts = {"values": StoredPart(values)}
     parts |= {
@@ -230,8 +231,8 @@ def _dequantized(
             found = {"values": values, "scales": stored[name], **beside}
             if f"{base}.weight_g_idx" in stored:
                 raise CheckpointError(
-                    f"{base} has its columns in another order (weight_g_idx), which neither the host nor hfscale "
-                    "undoes: use a checkpoint that was quantized without actorder"
+                    f"{base} has its columns in another order (weight_g_idx), which neither transformers nor hfscale "
+                    "can undo: use a checkpoint that was quantized without actorder"
                 )
             weight = form.make(base, found, described.scheme(base))
             weight.stored_as = {
@@ -249,9 +250,9 @@ def _dequantized(
     )
     if lost is not None:
         raise CheckpointError(
-            f"{lost} is stored in {str(rest[lost].dtype).removeprefix('torch.')} and has no scales beside it as "
-            f"{described.method} stores them, so its quantization_config is of other files: use a checkpoint with "
-            "weights of 16 or 32 bits"
+            f"{lost} is stored in {str(rest[lost].dtype).removeprefix('torch.')} and has no scales beside it, which "
+            f"{described.method} stores for every weight, so its quantization_config does not describe these files: "
+            "use a checkpoint with weights of 16 or 32 bits"
         )
     return {**rest, **weights}
 
@@ -310,11 +311,12 @@ def _grid(
             along.append(Along(size // count))
         else:
             raise CheckpointError(
-                f"{key} of shape {shape} has scales of shape {scales.shape}, which are no blocks of it: download the "
-                "checkpoint again, or set weight_block_size in its config.json"
+                f"{key} of shape {shape} has scales of shape {scales.shape}, which do not correspond to blocks of this "
+                "weight: download the checkpoint again, or set weight_block_size in its config.json"
             )
     if prod(scales.shape[:-2]) not in (1, prod(shape[:-2])):
         raise CheckpointError(
-            f"{key} of shape {shape} has scales of shape {scales.shape}: download the checkpoint again"
+            f"{key} of shape {shape} has scales of shape {scales.shape}, which do not fit: download the checkpoint "
+            "again"
         )
     return StoredPart(scales, *along)
