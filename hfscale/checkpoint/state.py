@@ -347,7 +347,7 @@ def _room(root: Path, needed: int) -> int:
     free = shutil.disk_usage(root).free
     if free < 2 * _ROOM * needed:
         raise CheckpointError(
-            f"the new state needs {needed:,} bytes in addition to the state that it replaces, but {root} has only "
-            f"{free:,} bytes free: choose another disk, or free some space"
+            f"two states of {needed:,} bytes must fit on the disk, because an old state is deleted only after the new "
+            f"one is complete, but {root} has {free:,} bytes free: choose another disk, or free some space"
         )
     return free

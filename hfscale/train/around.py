@@ -38,8 +38,8 @@ def refuse_loss_around(runtime: Runtime, model: nn.Module) -> None:
     """Raise :class:`ConfigError` for a loss that is computed around the model, in any layout."""
     if computes_loss(model):
         raise ConfigError(
-            f"the loss must be that of {class_name(runtime.model)}, got PEFT's CPT, which computes another of logits "
-            "that a training step does not have: train it in one process, by loss = model(**batch).loss; "
+            f"the loss must be the loss of {class_name(runtime.model)}, got PEFT's CPT, which computes another loss "
+            "from full logits, but a training step has none: train CPT in one process, by loss = model(**batch).loss; "
             "loss.backward()"
         )
 
@@ -50,8 +50,8 @@ def refuse_trained_around(runtime: Runtime, model: nn.Module) -> None:
     if layout.total_size == 1 or not (trained := trained_around(runtime, model)):
         return
     raise ConfigError(
-        f"{class_name(model)} trains {', '.join(list(trained)[:3])} around {class_name(runtime.model)}, which "
-        f"{layout.describe()} does not know: each rank would train its own. Put it into the model before "
+        f"{class_name(model)} trains {', '.join(list(trained)[:3])} outside of {class_name(runtime.model)}, which "
+        f"{layout.describe()} does not cover, so each rank would train its own copy: put it into the model before "
         "hfscale.parallelize, adapt the layers by hfscale.get_peft_model (LoRA, IA3, LoHa), freeze it, or use one "
         "process"
     )
@@ -62,8 +62,8 @@ def refuse_without_around(runtime: Runtime, model: nn.Module, call: str, instead
     trained = list(trained_around(runtime, model))
     if trained:
         raise ConfigError(
-            f"{call} is of {class_name(runtime.model)} as it was built, and would leave out what trains in it, or "
-            f"around it, since then ({', '.join(trained[:3])}): {instead}"
+            f"{call} writes {class_name(runtime.model)} as it was built, and would omit trainable parameters that were "
+            f"added later in or around the model ({', '.join(trained[:3])}): {instead}"
         )
 
 

@@ -71,7 +71,7 @@ class ModelTeacher:
         """Refuse to teach another model than the student."""
         if runtime is not self._student:
             raise ConfigError(
-                "teacher was made for another student: make hfscale.Teacher(teacher, model) for this one"
+                "teacher was made for another student: make hfscale.Teacher(teacher, model) for this student"
             )
 
     @torch.no_grad()
@@ -205,12 +205,13 @@ class ModelTeacher:
             ]
             if runtime.mesh.largest(not added or any(name not in added for name in trained))[0]:
                 raise ConfigError(
-                    "the student can be its own teacher only where nothing but adapters train: give it a peft_config, "
-                    "or load the teacher as a model of its own"
+                    "the student can be its own teacher only where nothing but adapters train: give the student a "
+                    "peft_config, or load the teacher as a second model"
                 )
         elif any(adapter.base.startswith(f"{plan.head}.") for adapter in plan.adapters):
             raise ConfigError(
-                "the teacher has adapters of its head: merge them first (hfscale.merge_and_unload)"
+                "the teacher has adapters of its head, which distillation does not support: merge them first "
+                "(hfscale.merge_and_unload)"
             )
 
 
@@ -264,8 +265,8 @@ def check_vocabulary(its: Mapping[str, Any], student: Runtime) -> None:
     if its["vocabulary"] != own["vocabulary"] or its["shift"] != own["shift"]:
         raise ConfigError(
             f"the teacher has a vocabulary of {its['vocabulary']} tokens and the student one of {own['vocabulary']}, "
-            "and the divergence compares them token by token, of models that are both causal or both have an encoder: "
-            "use a teacher with the student's tokenizer; if only padding differs, load one with "
+            "but the divergence compares them token by token, between two causal models or two encoder-decoders: use "
+            "a teacher with the student's tokenizer; if only padding differs, load one with "
             "resize_token_embeddings=..."
         )
     apart = (
@@ -273,8 +274,8 @@ def check_vocabulary(its: Mapping[str, Any], student: Runtime) -> None:
     )
     if student.mesh.largest(apart)[0]:  # a file may be missing on one node
         raise ConfigError(
-            f"the tokenizers beside the teacher ({its['model']}) and the student ({own['model']}) have different "
-            "vocabularies, and the divergence compares them token by token: use a teacher with the student's tokenizer"
+            f"the tokenizers of the teacher ({its['model']}) and the student ({own['model']}) have different "
+            "vocabularies, but the divergence compares them token by token: use a teacher with the student's tokenizer"
         )
 
 
@@ -282,7 +283,7 @@ def loss_over_vocabulary(runtime: Runtime) -> StepLoss:
     """Return the loss of a model; refuse one that is not over a vocabulary."""
     if runtime.loss is None or runtime.plan.head is None or runtime.plan.loss is None:
         raise ConfigError(
-            f"{class_name(runtime.model)} has no loss over a vocabulary that hfscale computes: distill a causal "
+            f"{class_name(runtime.model)} has no loss over a vocabulary that hfscale can compute: distill a causal "
             "language model into another"
         )
     return runtime.loss

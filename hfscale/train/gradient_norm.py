@@ -142,8 +142,8 @@ class BadSteps:
         if self.in_a_row >= self.limit:
             raise BadStepError(
                 f"{self.in_a_row} steps in a row had a loss or gradients that were not finite (the last: loss "
-                f"{float(loss)}, norm {float(norm)}): go on from an earlier state with a lower learning rate, or "
-                "look at the data of these steps"
+                f"{float(loss)}, norm {float(norm)}): resume from an earlier state with a lower learning rate, or "
+                "check the data of these steps"
             )
         return False
 

@@ -61,8 +61,8 @@ def microbatches_of(batch: Batch | Sequence[Batch], routes: Any = None) -> list[
                 else type(each).__name__
             )
             raise ConfigError(
-                f"a step takes a batch, a mapping of tensors by the names of the model's arguments, or a list of such "
-                f"microbatches, and found a {what}"
+                "a step takes a batch (a mapping of tensors, by the names of the model's arguments) or a list of such "
+                f"microbatches, but found a {what}"
             )
     if not batches:
         raise ConfigError("a step got an empty list of microbatches: pass at least one")
@@ -71,7 +71,7 @@ def microbatches_of(batch: Batch | Sequence[Batch], routes: Any = None) -> list[
     given = [routes] if isinstance(routes, Tensor) else list(routes)
     if len(given) != len(batches):
         raise ConfigError(
-            f"routes= has {len(given)} tensors for {len(batches)} batches: give one for each"
+            f"routes= has {len(given)} tensors for {len(batches)} batches: pass one tensor for each batch"
         )
     return [
         {
@@ -87,14 +87,14 @@ def check_microbatch(runtime: Runtime, batch: Mapping[str, Any], loss: StepLoss)
     names, takes_more = forward_arguments(stock_class(runtime.model).forward)
     if loss.needs_labels and batch.get("labels") is None:
         raise ConfigError(
-            f"a step needs 'labels' in every batch, and found only {', '.join(batch)}"
+            f"a step needs 'labels' in every batch, but found only {', '.join(batch)}"
         )
     _check_names(batch, names, takes_more or not loss.needs_labels)
     for name, value in batch.items():
         _check_value(name, value, runtime.mesh.device)
     if batch.get("logits_to_keep"):
         raise ConfigError(
-            "logits_to_keep leaves positions without logits, and the loss is over all of them: leave it out"
+            "logits_to_keep leaves positions without logits, but the loss covers all positions: leave it out"
         )
     refuse_lengths_alone(batch)
     labels = ("labels", "shift_labels") if loss.ignores else ()  # others may be regression targets
@@ -107,7 +107,7 @@ def check_microbatch(runtime: Runtime, batch: Mapping[str, Any], loss: StepLoss)
     embeds = batch.get("inputs_embeds")
     if embeds is not None and not embeds.is_floating_point():
         raise ConfigError(
-            f"inputs_embeds must be vectors of a floating-point type, got {embeds.dtype}: use .float()"
+            f"inputs_embeds must be vectors of a floating-point dtype, got {embeds.dtype}: use .float()"
         )
     if "input_ids" in names:
         _check_shapes(runtime, batch, loss)
@@ -129,8 +129,8 @@ def _check_names(
 def _check_value(name: str, value: Any, device: torch.device) -> None:
     if isinstance(value, list | ndarray):
         raise ConfigError(
-            f"{name} is a {type(value).__name__}: give tensors, [rows, tokens], as a collator of transformers makes "
-            "them of rows (DataCollatorForLanguageModeling, default_data_collator), or torch.tensor(...)"
+            f"{name} is a {type(value).__name__}: pass tensors of shape [rows, tokens], made by a collator of "
+            "transformers (DataCollatorForLanguageModeling, default_data_collator) or by torch.tensor(...)"
         )
     if isinstance(value, str | bytes) or (
         name in _TENSORS and not isinstance(value, Tensor | None)
@@ -155,11 +155,12 @@ def _check_shapes(runtime: Runtime, batch: Mapping[str, Any], loss: StepLoss) ->
     embeds = batch.get("inputs_embeds")
     if causal and (ids is None) == (embeds is None):
         raise ConfigError(
-            f"a batch needs input_ids or inputs_embeds, one of the two, and found {', '.join(batch)}"
+            f"a batch needs exactly one of input_ids and inputs_embeds, got {', '.join(batch)}"
         )
     if ids is not None and (ids.ndim < 2 or (causal and ids.ndim > 2)):
         raise ConfigError(
-            f"input_ids is {list(ids.shape)}: give [rows, tokens], one row by input_ids.unsqueeze(0), and labels alike"
+            f"input_ids is {list(ids.shape)}: give [rows, tokens], for one row input_ids.unsqueeze(0), and labels of "
+            "the same shape"
         )
     if embeds is not None and causal:
         _check_embeds(runtime, embeds)
@@ -186,7 +187,7 @@ def _check_beside(
         value = batch.get(name)
         if value is not None and value.shape != place:
             raise ConfigError(
-                f"{name} are {list(value.shape)} {beside}: every token has a label, -100 where it does not count"
+                f"{name} are {list(value.shape)} {beside}: give every token a label, -100 where it does not count"
             )
     mask = batch.get("attention_mask")
     positions = batch.get("position_ids")
@@ -311,9 +312,9 @@ def _loss_of(runtime: Runtime, asked: StepLoss | None) -> StepLoss:
     loss = asked or runtime.loss
     if loss is None:
         raise ConfigError(
-            f"train_step normalizes a causal language model's loss, and {class_name(runtime.model)} has another "
-            f"(loss_type {getattr(runtime.model, 'loss_type', None)!r}): give train_step a loss_fn, or loop over loss "
-            "= model(**batch).loss and loss.backward() instead"
+            f"train_step normalizes the loss of a causal language model, but {class_name(runtime.model)} has another "
+            f"loss (loss_type {getattr(runtime.model, 'loss_type', None)!r}): pass train_step a loss_fn, or loop over "
+            "loss = model(**batch).loss and loss.backward() instead"
         )
     if runtime.mesh.layout.total_size == 1:  # its plan takes what was added
         return loss
@@ -336,9 +337,9 @@ def _loss_of(runtime: Runtime, asked: StepLoss | None) -> StepLoss:
         unknown := added(dict(runtime.model.named_parameters()))
     ):
         raise ConfigError(
-            f"{len(unknown)} parameters that train are not in the plan, {unknown[0]} for one, so their gradients "
-            "would not be summed: give adapters to hfscale.get_peft_model(model, config), and change a model "
-            "otherwise before it is parallelized"
+            f"{len(unknown)} parameters that train are not in the plan, for example {unknown[0]}, so their gradients "
+            "would not be summed over ranks: add adapters with hfscale.get_peft_model(model, config), and make any "
+            "other change before the model is parallelized"
         )
     return loss
 
@@ -361,8 +362,8 @@ def _refuse_outside(runtime: Runtime, outside: int) -> None:
         head = runtime.plan.by_name.get(f"{runtime.plan.head}.weight")
         known = (runtime.plan.lookup_shape or (0,))[0] if head is None else head.shape[0]
         raise ConfigError(
-            f"{outside} labels or input tokens are outside of the vocabulary of {known}: mask labels with -100, and "
-            "resize the embeddings for a tokenizer with more tokens before the model is parallelized"
+            f"{outside} labels or input tokens are outside of the vocabulary of {known} tokens: mask labels with -100, "
+            "and resize the embeddings for a tokenizer with more tokens before the model is parallelized"
         )
 
 

@@ -52,8 +52,8 @@ def preempted(model: nn.Module, *, patience: float = 20.0) -> bool:
     if not _listener:
         if threading.current_thread() is not threading.main_thread():
             raise ConfigError(
-                "preempted must first be called in the main thread, which alone can handle signals: call it "
-                "before threads start"
+                "the first call of preempted must be in the main thread, because only the main thread can handle "
+                "signals: call it before threads start"
             )
         _listener.append(_Listener(patience))
     listener = _listener[0]

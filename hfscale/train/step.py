@@ -116,7 +116,7 @@ def _check_losses(
         _refuse_beside("score_loss", "label_smoothing and num_items_in_batch")
     if score_loss is None and temperature != 1:
         raise ConfigError(
-            f"temperature={temperature} needs a score_loss, and there is none: leave it out"
+            f"temperature={temperature} needs score_loss=, which is missing: leave it out"
         )
 
 
@@ -125,7 +125,7 @@ def _check_teacher(runtime: Runtime, teacher: ModelTeacher | None, other: bool) 
         return
     if not isinstance(teacher, ModelTeacher):
         raise ConfigError(
-            f"teacher must be hfscale.Teacher(teacher, model), got {type(teacher).__name__}"
+            f"teacher must be an hfscale.Teacher, got {type(teacher).__name__}: pass hfscale.Teacher(teacher, model)"
         )
     teacher.check(runtime)
     refuse_without_flush(runtime, "teacher")
@@ -211,8 +211,8 @@ def _divisors(
     given = list(asked) if isinstance(asked, Sequence) and not isinstance(asked, str) else [asked]
     if not given or microbatches % len(given):
         raise ConfigError(
-            f"num_items_in_batch has {len(given)} numbers for a step of {microbatches} microbatches: give one, or one "
-            "for each batch of the list"
+            f"num_items_in_batch has {len(given)} numbers for a step of {microbatches} microbatches: pass one number "
+            "for the step, or one for each microbatch"
         )
     values = [_divisor(batch, count, len(given) == 1) for batch in given]
     return [values[index * len(given) // microbatches] for index in range(microbatches)]
@@ -235,7 +235,7 @@ def _divisor(asked: Any, count: Tensor, alone: bool) -> Tensor:
     check_number("num_items_in_batch", asked, least=0)
     if alone and asked == 0 and count > 1:
         raise ConfigError(
-            f"num_items_in_batch=0 for a step of {int(count)} labels: give their number, or leave it out"
+            f"num_items_in_batch=0 is wrong for a step of {int(count)} labels: pass their number, or leave it out"
         )
     return torch.full((), float(asked) or 1.0, device=count.device)
 

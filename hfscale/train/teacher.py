@@ -179,7 +179,8 @@ class StoredTeacher(ModelTeacher):
         self._loss = loss_over_vocabulary(self._student)
         if not (directory / _ABOUT).is_file():
             raise ConfigError(
-                f"{directory} has no {_ABOUT}: give a directory that hfscale.Teacher.write has written"
+                f"{directory} has no {_ABOUT}, so it holds no stored teacher: give a directory that "
+                "hfscale.Teacher.write has written"
             )
         about = json.loads((directory / _ABOUT).read_text())
         self.beta, self.temperature, self._top_k = (
@@ -193,8 +194,8 @@ class StoredTeacher(ModelTeacher):
         ]
         if missing:
             raise ConfigError(
-                f"{directory} has not been written to the end, it lacks {len(missing)} of {about['shards']} shards: "
-                "call hfscale.Teacher.write again, which goes on"
+                f"{directory} has not been written to the end, because it lacks {len(missing)} of {about['shards']} "
+                "shards: call hfscale.Teacher.write again, which writes the missing shards"
             )
         self._places = dict[
             str, tuple[Any, int, int]
@@ -223,8 +224,8 @@ class StoredTeacher(ModelTeacher):
             refusal = f"{unknown} text(s) of the step are not among those the teacher in {self._directory} was run on"
         if self._student.mesh.largest(bool(refusal))[0]:
             raise ConfigError(
-                f"{refusal or 'another rank has a text that is not stored'}: store these (hfscale.Teacher.write), "
-                "tokenized as they are here, or use a teacher that is a model"
+                f"{refusal or 'another rank has a text that is not stored'}: store these texts with the same "
+                "tokenization (hfscale.Teacher.write), or use a model as the teacher"
             )
         if not self._student.is_local(str(self._student.plan.head)):
             return [()] * len(given)
@@ -329,7 +330,7 @@ def _texts(batch: Mapping[str, Any]) -> list[tuple[int, str, Tensor]]:
         or (mask is not None and mask.ndim != 2)
     ):
         raise ConfigError(
-            "a stored teacher knows texts by input_ids, labels and a mask of tokens: leave out shift_labels, "
+            "a stored teacher finds texts by input_ids, labels and a [rows, tokens] mask: leave out shift_labels, "
             "inputs_embeds and masks of pairs of tokens"
         )
     ids = ids.cpu()
@@ -337,7 +338,7 @@ def _texts(batch: Mapping[str, Any]) -> list[tuple[int, str, Tensor]]:
     attended = torch.ones_like(labelled) if mask is None else mask.cpu() != 0
     if (labelled[:, 1:] & ~attended[:, :-1]).any():
         raise ConfigError(
-            "a stored teacher predicts no label behind padding: the token after it needs the label -100"
+            "a stored teacher cannot predict the token after padding: set the label of that token to -100"
         )
     texts = []
     for row in labelled[:, 1:].any(1).nonzero().flatten().tolist():

@@ -89,7 +89,8 @@ def refuse_without_flush(runtime: Runtime, loss: str) -> None:
     layout = runtime.mesh.layout
     if runtime.plan.stages is not None and not layout.flushes:
         raise ConfigError(
-            f"{layout.pipeline_schedule} takes no {loss}, whose microbatches end in later steps: use '1f1b' or 'zbv'"
+            f"{layout.pipeline_schedule} cannot be used with {loss}, because its microbatches end in later steps: use "
+            "'1f1b' or 'zbv'"
         )
 
 
@@ -159,7 +160,7 @@ def loss_of_scores(
     given = 1 if isinstance(batch, Mapping) else len(batch)
     if given != passes:
         raise ConfigError(
-            f"score_loss needs the {given} given batch(es) uncut, and the schedule would cut them into {passes} "
+            f"score_loss needs the {given} given batch(es) whole, but the schedule would split them into {passes} "
             "microbatches: pass a list of microbatches whose length the schedule takes, and leave num_microbatches out"
         )
 
@@ -202,8 +203,8 @@ def _scores(
 def _with_labels(batch: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(batch, Mapping):
         raise ConfigError(
-            f"token_scores takes one batch, a mapping of tensors, and found a {type(batch).__name__}: call it once for "
-            "each batch"
+            f"token_scores takes one batch (a mapping of names to tensors), got a {type(batch).__name__}: call it once "
+            "for each batch"
         )
     if batch.get("labels") is not None or "input_ids" not in batch:
         return batch
@@ -232,7 +233,7 @@ class _Rows:
         )
         if labels is None:
             raise ConfigError(
-                f"a batch needs a tensor with a row for each sample, and found only {', '.join(batch)}"
+                f"a batch needs a tensor with a row for each sample, but has only {', '.join(batch)}"
             )
         none = torch.zeros((), dtype=torch.int64, device=labels.device)
         return none + len(labels), none
@@ -309,7 +310,7 @@ class UserLoss:
         if not isinstance(found, tuple) or len(found) != 2:
             raise ConfigError(
                 f"loss_fn returned a {type(found).__name__} for {class_name(self._runtime.model)}: return the sum of "
-                "the microbatch's losses, and how many they are"
+                "the microbatch's losses, and their number"
             )
         total, count = found
         if isinstance(count, Tensor) and count.numel() == 1 and not count.is_complex():

@@ -107,8 +107,8 @@ def _integers(key: str, found: Found, scheme: Scheme) -> DequantizedOnDisk:
     words = arithmetic.codes_in_int32(bits)
     if values.shape[1] != -(-shape[1] * bits // 32):
         raise CheckpointError(
-            f"{key} has {values.shape[1]} packed words per row, which does not fit {shape[1]} numbers of {bits} bits, "
-            "so the file and its quantization_config disagree: download the checkpoint again, or correct "
+            f"{key} has {values.shape[1]} words per row for {shape[1]} numbers of {bits} bits, so its "
+            "quantization_config describes other weights: download the checkpoint again, or correct "
             "quantization_config in its config.json"
         )
     parts = {

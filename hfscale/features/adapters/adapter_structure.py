@@ -30,7 +30,7 @@ def wrap(model: Any, config: Any, name: str, autocast: bool = True, beside: bool
     except (ValueError, TypeError, NotImplementedError) as error:
         around = class_name(peft.adapted_model(model))
         raise ConfigError(
-            f"PEFT cannot put {type(config).__name__} around {around}: {error}"
+            f"PEFT cannot apply {type(config).__name__} to {around}: {error}"
         ) from error
 
 
@@ -74,8 +74,8 @@ def adapter_parameters(whole: Any, plan: Plan) -> list[AdapterParameter]:
         wrapper: Any = modules[wrapper_name]
         if kept_in not in (*peft.ADAPTER_DIMS, *peft.COPIES, peft.IA3_SCALES, peft.TOKEN_ROWS):
             raise ConfigError(
-                f"{type(wrapper).__name__} keeps {kept_in!r} in {wrapper_name}, which hfscale does not know how to "
-                "shard: use LoRA (with DoRA, rsLoRA), IA3 or LoHa"
+                f"{type(wrapper).__name__} keeps {kept_in!r} in {wrapper_name}, which hfscale cannot shard: use LoRA "
+                "(with DoRA, rsLoRA), IA3 or LoHa"
             )
         path = stock_name(wrapper_name)
         inner = unwrapped(wrapper)
@@ -84,7 +84,7 @@ def adapter_parameters(whole: Any, plan: Plan) -> list[AdapterParameter]:
         base = f"{path}.{adapted}"
         if base not in plan.by_name:
             raise ConfigError(
-                f"an adapter is on {base}, and the model has no such parameter: correct target_modules or "
+                f"PEFT put an adapter on {base}, but the model has no such parameter: correct target_modules or "
                 "target_parameters"
             )
         owner = owners.setdefault(id(parameter), name)
@@ -185,7 +185,8 @@ def check_matches(
             if target in left and not (is_matched or left_out or by_peft):
                 names = ", ".join(target_names(plan))
                 raise ConfigError(
-                    f"{field} names {target!r}, which matches nothing in the model: it has {names}"
+                    f"{field} names {target!r}, which matches nothing in the model: use names of the model, such as "
+                    f"{names}"
                 )
 
 

@@ -198,7 +198,7 @@ def _refuse_loftq(config: Any, mesh: Mesh) -> None:
     if getattr(config, "init_lora_weights", True) == "loftq" and mesh.device.type == "cpu":
         raise ConfigError(
             "LoraConfig(init_lora_weights='loftq') is computed by bitsandbytes on an accelerator, got a CPU: use "
-            "'pissa', or make the adapter on a machine with a GPU and give its directory as peft_config"
+            "'pissa', or create the adapter on a machine with a GPU and pass its directory as peft_config"
         )
 
 
@@ -259,15 +259,16 @@ def _give_local_shapes(
     for adapter in adapters:
         if adapter.name not in here:
             raise PlanError(
-                f"PEFT did not create {adapter.name}, which the plan has on this rank: report it with the peft_config"
+                f"PEFT did not create {adapter.name}, but the plan has this parameter on this rank: report this with "
+                "the peft_config"
             )
         planned = plan.by_name[adapter.name]
         old = here[adapter.name]
         shape = planned.model_shape(mesh.ranks)
         if tuple(old.shape) != shape and adapter.kept_in != LORA_EMBEDDING_A:
             raise PlanError(
-                f"{adapter.name} must have the shape {shape} on this rank, got {tuple(old.shape)}: report it with the "
-                "peft_config"
+                f"{adapter.name} must have the shape {shape} on this rank, but PEFT created {tuple(old.shape)}: report "
+                "this with the peft_config"
             )
         owner = adapter.tied_to or adapter.name
         if owner not in made:

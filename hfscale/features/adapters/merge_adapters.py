@@ -43,14 +43,14 @@ def refuse_tied(adapters: Any, plan: Plan, kinds: Collection[str] | None = None)
         bias = f"{adapter.base.rpartition('.')[0]}.bias"
         if merged and adapter.kept_in == BEFT_BIAS and bias not in stock.by_name:
             raise ConfigError(
-                f"{adapter.name} must be merged into a bias, got {adapter.base} without one: keep it apart, as "
-                "hfscale.save_pretrained writes it"
+                f"{adapter.name} must be merged into a bias, but {adapter.base} has no bias: save the adapter without "
+                "merging, with hfscale.save_pretrained"
             )
         if merged and adapter.tied_to is None and not same <= alike:
             raise ConfigError(
-                f"{adapter.name} cannot be merged: {' and '.join(sorted(same))} are one weight, and only "
-                f"{adapter.base} has this adapter, which would change the others too: keep it apart, as "
-                "hfscale.save_pretrained writes it, adapt modules of the layers, or train the one weight "
+                f"{adapter.name} cannot be merged: {' and '.join(sorted(same))} are tied to one weight, and merging "
+                f"the adapter of {adapter.base} would change all of them: save the adapter without merging "
+                "(hfscale.save_pretrained), adapt modules of the layers instead, or train the tied weight itself "
                 "(ensure_weight_tying=True, with modules_to_save or trainable_token_indices)"
             )
 
@@ -81,8 +81,8 @@ def refuse_not_finite(runtime: Runtime) -> None:
         # In PEFT's words first, which scripts look for.
         raise ConfigError(
             f"NaNs detected in the merged weights. The adapter {runtime.adapters.name} seems to be broken: "
-            f"{every[rank][0]} holds NaN or infinity on rank {rank}, and cannot be merged: the model is as it was; "
-            "load an earlier state"
+            f"{every[rank][0]} holds NaN or infinity on rank {rank} and cannot be merged. The model was left "
+            "unchanged: load an earlier state"
         )
 
 

@@ -149,19 +149,19 @@ def _check(config: Any, plan: Plan) -> None:
     for field in drawn:
         if getattr(config, field, 0.0) and plan.layout.total_size > 1:
             raise ConfigError(
-                f"{type(config).__name__}({field}=...) draws random numbers by the size of each rank's shard, so ranks "
-                "would draw different ones: leave it out, or use one process"
+                f"{type(config).__name__}({field}=...) draws random numbers by the size of each rank's shard, so they "
+                "would differ from the numbers of one process: leave it out, or use one process"
             )
     if getattr(config, "generator_seed", None) is not None and plan.layout.total_size > 1:
         raise ConfigError(
-            f"{type(config).__name__}(generator_seed=...) draws from generators of its own, alike on ranks with "
-            "different batches, and which no state has: leave it out, or use one process"
+            f"{type(config).__name__}(generator_seed=...) draws from separate generators, which are equal on ranks "
+            "with different batches and which no saved state contains: leave it out, or use one process"
         )
     trains_biases = getattr(config, "bias", "none") != "none"
     if method in OF_WHOLE_PROJECTIONS and trains_biases and plan.layout.tp > 1:
         raise ConfigError(
-            f"{type(config).__name__}(bias={config.bias!r}) trains what each tensor rank has a slice of, beside an "
-            "adapter that computes with all of it: leave it out, or use tp_size=1"
+            f"{type(config).__name__}(bias={config.bias!r}) trains biases of which each tensor rank has only a shard, "
+            "but this adapter computes with full biases: leave it out, or use tp_size=1"
         )
     if plan.quantized is not None:
         check_over_quantized(config, plan.quantized, plan.layout.data_world)
@@ -179,15 +179,16 @@ def _check_tying(config: Any, plan: Plan, tied: ParameterPlan) -> None:
     if adapted:
         # PEFT ties factors by views of one storage, each a parameter with a gradient of its own.
         raise ConfigError(
-            f"ensure_weight_tying=True must have no target_modules on tied weights ({tied.name} is {tied.tied_to}), "
-            f"got {adapted[0]}: train it by modules_to_save or trainable_token_indices, or leave it out"
+            f"ensure_weight_tying=True must have no target_modules on tied weights ({tied.name} is tied to "
+            f"{tied.tied_to}), got {adapted[0]}: train the tied weight with modules_to_save or "
+            "trainable_token_indices, or leave ensure_weight_tying out"
         )
     copies = getattr(config, "modules_to_save", None)
     bias = f"{tied.name.rpartition('.')[0]}.bias"
     if copies and bias in plan.by_name:
         raise ConfigError(
-            f"ensure_weight_tying=True with modules_to_save must be on a head without a bias, got {bias}, which PEFT's "
-            "tied copy leaves out: use trainable_token_indices"
+            f"ensure_weight_tying=True with modules_to_save needs a head without a bias, got {bias}, which PEFT's tied "
+            "copy omits: use trainable_token_indices"
         )
 
 
@@ -202,8 +203,9 @@ def _check_copies(config: Any, plan: Plan) -> None:
         inside = [name for name in cut if f".{wanted}." in f".{name}."]
         if inside:
             raise ConfigError(
-                f"modules_to_save={wanted!r} is or holds {inside[0]}, and only modules around the layers and single "
-                "projections can be copied: name those, or train the whole model without adapters"
+                f"modules_to_save={wanted!r} is or holds {inside[0]}, but modules_to_save can copy only modules "
+                "outside of the layers, and single projections: name such modules, or train the whole model without "
+                "adapters"
             )
     _refuse_quantized_copies(config, plan)
 
@@ -235,8 +237,8 @@ def _refuse_quantized_copies(config: Any, plan: Plan) -> None:
             if quantized.as_stored:
                 instead = "adapt it instead, by target_modules"
             raise ConfigError(
-                f"modules_to_save={wanted!r} trains all weights, and {inside[0]} is {quantized.described}, which have "
-                f"no gradients: {instead}"
+                f"modules_to_save={wanted!r} trains all weights, but {inside[0]} is {quantized.described} and gets no "
+                f"gradients: {instead}"
             )
 
 
@@ -255,7 +257,7 @@ def _check_places(plan: Plan) -> None:
         if sum(plan.is_local(rank, adapter.name) for rank in range(plan.layout.pp)) > 1:
             path = adapter.base.rpartition(".")[0]
             raise ConfigError(
-                f"{path} runs on several pipeline stages, where adapters around it would diverge: leave it out "
+                f"{path} runs on several pipeline stages, where copies of one adapter would diverge: leave it out "
                 f"(exclude_modules=[{path.rpartition('.')[2]!r}]), or use pp_size=1"
             )
 
@@ -272,8 +274,8 @@ def refuse_cut_groups(config: Any, plan: Plan) -> None:
         spans = [span for rank in range(cut.size) for span in cut.spans(base.shape[0], rank)]
         if any(edge % size for span in spans for edge in span):
             raise ConfigError(
-                f"RoadConfig(group_size={size}) must divide the outputs that each tensor rank has of {adapter.base}, "
-                f"got {spans}: use a smaller group_size, or another tp_size"
+                f"RoadConfig(group_size={size}) must divide the number of outputs of {adapter.base} on each tensor "
+                f"rank, got {spans}: use a smaller group_size, or another tp_size"
             )
 
 

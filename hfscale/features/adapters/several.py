@@ -32,8 +32,7 @@ def refuse_beside(whole: Any, plan: Plan) -> None:
     if fixed is not None:
         raise ConfigError(
             f"several adapters over {layout} must compute with their own parameters alone, got {fixed!r} of "
-            f"{type(whole.peft_config[fixed]).__name__}, whose matrices or tables PEFT makes of all its modules: "
-            f"{remedy}"
+            f"{type(whole.peft_config[fixed]).__name__}, whose matrices or tables PEFT shares between modules: {remedy}"
         )
     inits = {
         name: getattr(config, "init_lora_weights", True)
@@ -43,12 +42,12 @@ def refuse_beside(whole: Any, plan: Plan) -> None:
     if changing is not None:
         raise ConfigError(
             f"several adapters over {layout} must share one base, got {changing!r} with "
-            f"init_lora_weights={inits[changing]!r}, which changes it for all of them: {remedy}"
+            f"init_lora_weights={inits[changing]!r}, which changes the base for all adapters: {remedy}"
         )
     if plan.layout.gradient_compression not in ("no", "bf16", "fp16"):
         raise ConfigError(
-            f"gradient_compression={plan.layout.gradient_compression!r} follows one adapter's gradients, and this "
-            "model would get several: use 'bf16', or leave it out"
+            f"gradient_compression={plan.layout.gradient_compression!r} can compress the gradients of one adapter "
+            "only, but this model would have several: use 'bf16', or leave it out"
         )
 
 

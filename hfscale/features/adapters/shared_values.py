@@ -94,13 +94,13 @@ def read_fixed(whole: Any, name: str, stored: Mapping[str, Any], source: str) ->
         expected = holder[name]
         if key not in stored:
             raise CheckpointError(
-                f"{source} lacks {key}, which its adapters compute with: save or download the adapter again"
+                f"{source} lacks {key}, which its adapters need in the forward pass: save or download the adapter again"
             )
         given = stored[key][...]
         if given.shape != expected.shape:
             raise CheckpointError(
-                f"{source}: {key} has the shape {tuple(given.shape)}, and the model's is {tuple(expected.shape)}: load "
-                "it onto the model that it was trained on"
+                f"{source}: {key} has the shape {tuple(given.shape)}, but the model needs {tuple(expected.shape)}: "
+                "load the adapter onto the model that it was trained on"
             )
         holder[name] = given.to(expected.dtype)
     return set(holders)

@@ -197,8 +197,8 @@ def refuse_wrong(config: Any, plan: Plan) -> None:
         return
     if init.startswith("pissa_niter"):
         raise ConfigError(
-            f"LoraConfig(init_lora_weights={init!r}) is drawn anew when the saved adapter is loaded, onto another base "
-            "than it was trained on: use 'pissa', whose decomposition is exact"
+            f"LoraConfig(init_lora_weights={init!r}) is drawn anew when the saved adapter is loaded, so its base would "
+            "differ from the base in training: use 'pissa', whose decomposition is exact"
         )
     wanted = tuple(f".{target}" for target in getattr(config, "target_parameters", None) or ())
     stacked = [name for name, planned in plan.by_name.items() if len(planned.shape) == 3]
@@ -214,15 +214,16 @@ def refuse_unfit_files(config: Any, directory: Path) -> None:
     """Raise :class:`ConfigError` for a saved adapter whose change of the weights its file does not tell."""
     if config.is_prompt_learning:
         raise ConfigError(
-            f"{directory} must be an adapter of weights, got {type(config).__name__}, which puts tokens or keys in "
-            "front of a text: load it with PEFT, beside its base"
+            f"{directory} must be an adapter of weights, got {type(config).__name__}, which adds virtual "
+            "tokens or keys before the text: load it together with its base by PEFT"
         )
     init = getattr(config, "init_lora_weights", True)
     if isinstance(init, str) and init.startswith(("pissa_niter", *_OTHER_DECOMPOSING)):
         raise ConfigError(
-            f"{directory} must hold its change of the base, got init_lora_weights={init!r}, whose start changed the "
-            "base as well, by data or random numbers that no file has: merge where it was trained, "
-            "or save it there as plain LoRA (PEFT's path_initial_model_for_weight_conversion)"
+            f"{directory} must contain its whole change of the base, got init_lora_weights={init!r}, whose "
+            "initialization also changed the base, by data or random numbers that no file contains: merge it in the "
+            "process that trained it, or save it in that process as plain LoRA (PEFT's "
+            "path_initial_model_for_weight_conversion)"
         )
 
 
@@ -252,7 +253,7 @@ def check_config(config: Any) -> None:
     init = config.init_lora_weights
     if isinstance(init, str) and init not in (*_INITS, "pissa"):
         raise ConfigError(
-            f"LoraConfig(init_lora_weights={init!r}) is not known to hfscale: use True, False, "
+            f"LoraConfig(init_lora_weights={init!r}) is not supported by hfscale: use True, False, "
             f"{', '.join(map(repr, _INITS))}, or 'pissa'"
         )
     for name in dict.fromkeys((*_LORA_REFUSED, *variants)):
@@ -269,18 +270,19 @@ def check_over_quantized(config: Any, quantized: QuantizedPlan, batch_world: int
     method = getattr(config.peft_type, "value", config.peft_type)
     if method in _OF_PLAIN_WEIGHTS:
         raise ConfigError(
-            f"{method} needs weights of 16 or 32 bits, and these have {bits}: use LoRA or IA3"
+            f"{method} needs weights of 16 or 32 bits, but the model's weights have {bits} bits: use LoRA or IA3"
         )
     init = getattr(config, "init_lora_weights", True)
     if isinstance(init, str) and init not in ("gaussian", "orthogonal"):
         raise ConfigError(
-            f"LoraConfig(init_lora_weights={init!r}) changes the weights, which would be rounded to {bits} bits once "
-            "more: use True or 'gaussian', or load the weights in 16 or 32 bits"
+            f"LoraConfig(init_lora_weights={init!r}) changes the base weights, which would then be rounded to {bits} "
+            "bits again: use True or 'gaussian', or load the weights in 16 or 32 bits"
         )
     if getattr(config, "use_dora", False) and (bits != 4 or batch_world > 1 or quantized.as_stored):
         raise ConfigError(
             f"LoraConfig(use_dora=True) needs the norms of {bits}-bit weights, which hfscale computes only for 4-bit "
-            "weights without data ranks: use LoRA without it, or tp_size and pp_size alone with load_in_4bit=True"
+            "weights without data-parallel ranks: use LoRA without DoRA, or tp_size and pp_size alone with "
+            "load_in_4bit=True"
         )
 
 
@@ -353,8 +355,8 @@ def load_adapter(
         planned = plan.by_name[parameter]
         if tuple(tensor.shape) != planned.shape:
             raise CheckpointError(
-                f"{path}: {key} has the shape {tuple(tensor.shape)}, and the model's is {planned.shape}: load it "
-                "onto the model that it was trained on"
+                f"{path}: {key} has the shape {tuple(tensor.shape)}, but the model needs {planned.shape}: load the "
+                "adapter onto the model that it was trained on"
             )
         owner = planned.tied_to or parameter
         if owner in here:  # maybe by another name of a tied tensor
@@ -385,7 +387,7 @@ def _by_parameter(
         first, tensor = tensors.setdefault(keys[key], (key, stored[key]))
         if not torch.equal(tensor, stored[key]):
             raise CheckpointError(
-                f"{path}: {first} and {key} are the same parameter of the model, and differ: save the adapter again"
+                f"{path}: {first} and {key} are tied to one parameter of the model, but differ: save the adapter again"
             )
     of_file = set(keys.values())
     own = {
@@ -399,7 +401,7 @@ def _by_parameter(
     if missing or extra:
         raise CheckpointError(
             f"{path} does not fit this model: it lacks {len(missing)} of {len(own)} tensors ({missing[:3]}) and has "
-            f"{len(extra)} others ({extra[:3]}): load it onto the model that it was trained on"
+            f"{len(extra)} unexpected ones ({extra[:3]}): load it onto the model that it was trained on"
         )
     return tensors
 
@@ -477,7 +479,7 @@ def _warn_of_experts(runtime: Runtime) -> None:
     whole = torch.empty(plan.by_name[stacked].shape, device="meta")
     if AsStored(runtime.model, {stacked: whole}).layout.keys() != {stacked}:
         _log.warning(
-            "PEFT loads these adapters of experts, stacked as in %s, and vLLM and SGLang ignore them: for an engine, "
+            "PEFT loads these stacked adapters of experts, such as %s, but vLLM and SGLang ignore them: for an engine, "
             "rewrite the saved adapter with `hfscale convert ADAPTER OUT --adapter-for vllm --base CHECKPOINT`", stacked
         )  # fmt: skip
 

@@ -71,12 +71,12 @@ def refuse_unfit(plan: Plan) -> None:
             )
         if adapter.tokens and adapter.base in quantized and plan.quantized is not None:
             raise ConfigError(
-                f"{asked} rows of plain numbers, got a weight that is {plan.quantized.described}: leave it out of "
-                "quantization"
+                f"{asked} rows of a weight that is not quantized, got a weight that is {plan.quantized.described}: "
+                "exclude the weight from quantization"
             )
         if len(set(adapter.tokens)) < len(adapter.tokens) and plan.layout.total_size > 1:
             raise ConfigError(
-                f"{asked} different tokens, got {list(adapter.tokens)}: name each once"
+                f"{asked} different tokens, got {list(adapter.tokens)}: name each token once"
             )
 
 

@@ -163,7 +163,7 @@ def _with_whole(
     trained = next((name for name in wanted if held[name].requires_grad), None)
     if trained is not None:
         raise ConfigError(
-            f"{plans[trained].name} must be frozen beside its adapter, which reads it from all ranks, got "
+            f"{plans[trained].name} must be frozen, because its adapter gathers it from all tensor ranks, got "
             "requires_grad=True: freeze it, or use tp_size=1"
         )
     full = {

@@ -83,7 +83,7 @@ class Accelerator(accelerate.Accelerator):
         clashing = [name for name in _FOREIGN if kwargs.get(name) is not None]
         if clashing:
             raise ConfigError(
-                f"{', '.join(clashing)} would shard the model a second time: leave it out, and give the layout to "
+                f"{', '.join(clashing)} would shard the model a second time: leave it out, and pass the layout to "
                 "hfscale.from_pretrained(..., parallel=hfscale.ParallelConfig(...))"
             )
         # Without a GPU, Accelerate takes every process for the only one unless cpu=True.
@@ -106,9 +106,9 @@ class Accelerator(accelerate.Accelerator):
         world = dist.get_world_size() if dist.is_initialized() else started_processes()
         if (counted := self.state.num_processes) != world:
             raise ConfigError(
-                f"Accelerate counts {counted} process(es) and {world} were started: something made its "
-                "state before (accelerate.PartialState, accelerate.Accelerator, transformers.TrainingArguments) "
-                "without cpu=True. Make hfscale.Accelerator() first, or set ACCELERATE_USE_CPU=1"
+                f"Accelerate counts {counted} process(es), but {world} were started: Accelerate's state was created "
+                "earlier (by accelerate.PartialState, accelerate.Accelerator or transformers.TrainingArguments) "
+                "without cpu=True. Create hfscale.Accelerator() first, or set ACCELERATE_USE_CPU=1"
             )
         self._told, self._orders, self._worker_seeds = (
             set[int](),
@@ -206,7 +206,8 @@ class Accelerator(accelerate.Accelerator):
         dispatches = bool(self.dispatch_batches)
         if dispatches and self.mesh.batch_world != self.mesh.layout.total_size:
             raise ConfigError(
-                "dispatch_batches=True slices batches over all processes, also those that share one: leave it out"
+                "dispatch_batches=True slices batches over all processes, even processes that must get the same "
+                "batch: leave it out"
             )
         rows = data_loader.batch_size is not None  # or the stream's examples are batches
         if self.mesh.batch_world > 1 and rows and not dispatches and is_stream(data_loader.dataset):
@@ -361,7 +362,8 @@ class Accelerator(accelerate.Accelerator):
             if trained <= given and (trained or still):
                 return clip_grad_norm_(model, max_norm, norm_type) if self.sync_gradients else None
         raise ConfigError(
-            "clip_grad_norm_ clips all the gradients of one prepared model together: pass model.parameters()"
+            "clip_grad_norm_ must get all the parameters of one prepared model, because it clips their gradients "
+            "together: pass model.parameters()"
         )
 
     def save_model(
@@ -436,8 +438,8 @@ class Accelerator(accelerate.Accelerator):
         runtime = runtime_of(model)
         if runtime.mesh.device.type != self.device.type:
             raise ConfigError(
-                f"the accelerator is on {self.device} and the model on {runtime.mesh.device}: to stay on the CPU where "
-                "there are GPUs, set ACCELERATE_USE_CPU=1 (cpu=True reaches the accelerator alone)"
+                f"the accelerator is on {self.device}, but the model is on {runtime.mesh.device}: to train on the CPU "
+                "of a machine with GPUs, set ACCELERATE_USE_CPU=1 (cpu=True affects only the accelerator)"
             )
         if self.mixed_precision not in ("no", "bf16"):
             raise ConfigError(
@@ -449,7 +451,7 @@ class Accelerator(accelerate.Accelerator):
         )
         if expected != self.mixed_precision:
             raise ConfigError(
-                f"the accelerator has mixed_precision={self.mixed_precision!r} and the model was built with "
+                f"the accelerator has mixed_precision={self.mixed_precision!r}, but the model was built with "
                 f"{runtime.options.mixed_precision!r}: give both the same, hfscale.from_pretrained(..., "
                 f"mixed_precision={self.mixed_precision!r}), or the accelerator mixed_precision={expected!r}"
             )
@@ -465,9 +467,10 @@ class Accelerator(accelerate.Accelerator):
             # A schedule's length may have been computed from it.
             if self._told - {batches} and self.is_main_process:
                 warnings.warn(
-                    f"accelerator.num_processes was read as {max(self._told - {batches})} before this model was built, "
-                    f"and with {runtime.mesh.layout.describe()} it is {batches}, the number of distinct batches: build "
-                    "the model first, or a schedule whose length was computed from it is wrong",
+                    f"accelerator.num_processes was read as {max(self._told - {batches})} before this model was "
+                    f"built, but with {runtime.mesh.layout.describe()} it is {batches}, the number of distinct "
+                    "batches: build the model first, because a schedule whose length was computed from the earlier "
+                    "number is wrong",
                     stacklevel=4,
                 )
 
@@ -481,7 +484,8 @@ class Accelerator(accelerate.Accelerator):
             if self.use_stateful_dataloader:
                 raise ConfigError(
                     "use_stateful_dataloader=True needs use_seedable_sampler=True and shuffle=True, got a "
-                    f"{type(sampler).__name__}: a state of a later epoch would go on in the order of the first"
+                    f"{type(sampler).__name__}: a state saved in a later epoch would resume in the order of the first "
+                    "epoch"
                 )
             self._orders.append(OneOrder(sampler, self.mesh))
             by_batches = isinstance(data_loader.sampler, BatchSampler)

@@ -46,8 +46,8 @@ def load_accelerates(
             scheduler.load_state_dict(_read(directory / name))
     if runtime.mesh.rank == 0:
         _log.warning(
-            "%s is Accelerate's: weights, optimizer and schedules go on from it; random streams and the order of data "
-            "begin anew, so skip the batches that were seen (skip_first_batches)",
+            "%s was written by Accelerate: weights, optimizer and schedules continue from it, but random streams and "
+            "the order of the data start anew, so skip the batches that were seen (skip_first_batches)",
             directory,
         )
 
@@ -55,7 +55,7 @@ def load_accelerates(
 def _read(path: Path) -> Any:
     if not path.exists():
         raise CheckpointError(
-            f"{path} must be there to go on from {path.parent}, and is not: load the weights alone "
+            f"{path} must exist to resume from {path.parent}, but does not: load the weights alone "
             "(hfscale.from_pretrained), or copy the directory again"
         )
     return read_state_dict(path)

@@ -38,7 +38,9 @@ def directory_to_load(accelerator: Any, given: Any) -> Path:
         return _told(given)
     states = _states_in(_folder_of(accelerator))
     if not states:
-        raise ConfigError(f"{_folder_of(accelerator)} has no state: save one first, or say where")
+        raise ConfigError(
+            f"{_folder_of(accelerator)} has no state: save one first, or pass the directory of a state"
+        )
     return states[-1]
 
 
@@ -55,7 +57,7 @@ def _states_in(folder: Path) -> list[Path]:
 def _told(given: Any) -> Path:
     if given is None:
         raise ConfigError(
-            "say where: save_state(directory), load_state(directory), or let the project name states: "
-            "ProjectConfiguration(automatic_checkpoint_naming=True)"
+            "a directory is needed: call save_state(directory) or load_state(directory), or let Accelerate name the "
+            "states with ProjectConfiguration(automatic_checkpoint_naming=True)"
         )
     return Path(given).expanduser()

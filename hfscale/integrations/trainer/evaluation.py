@@ -219,20 +219,20 @@ def check_predictions(trainer: Any) -> None:
     layout = runtime.mesh.layout.describe()
     if not has_own_prediction_step(trainer):
         raise ConfigError(
-            f"predict_with_generate=True must be given to a trainer that generates, and {type(trainer).__name__} "
-            "evaluates logits: use hfscale.Seq2SeqTrainer"
+            f"predict_with_generate=True needs a trainer that generates, but {type(trainer).__name__} evaluates "
+            "logits: use hfscale.Seq2SeqTrainer"
         )
     if runtime.mesh.layout.cp > 1:
         raise ConfigError(
-            f"{layout}: predict_with_generate=True needs full sequences, and each context rank has a part of them: use "
-            f"{UNCUT_SEQUENCES}, or predict_with_generate=False"
+            f"{layout}: predict_with_generate=True needs full sequences, but each context rank has only a part of "
+            f"them: use {UNCUT_SEQUENCES}, or predict_with_generate=False"
         )
     if runtime.plan.stages is None:
         return
     if runtime.plan.quantized is not None:
         raise ConfigError(
-            f"{layout}: predict_with_generate=True gathers the full model on one rank, which weights in 4 or 8 "
-            "bits do not allow: use pp_size=1, or predict_with_generate=False"
+            f"{layout}: predict_with_generate=True gathers the full model on one rank, but weights in 4 or 8 bits "
+            "cannot be gathered: use pp_size=1, or predict_with_generate=False"
         )
     if is_accelerator(runtime.mesh.device):
         device = device_module(runtime.mesh.device)
@@ -247,9 +247,9 @@ def _check_room(runtime: Runtime, room: int) -> None:
     least = min(runtime.mesh.all_gather_object(room))
     if size > least:
         raise ConfigError(
-            f"{runtime.mesh.layout.describe()}: predict_with_generate=True gathers the full model on one rank: "
-            f"{size / 2**30:.1f} GiB, of {least / 2**30:.1f}: use pp_size=1 with a larger tp_size or dp_shard_size, or "
-            "predict_with_generate=False"
+            f"{runtime.mesh.layout.describe()}: predict_with_generate=True gathers the full model on one rank, which "
+            f"needs {size / 2**30:.1f} GiB, but the smallest device has {least / 2**30:.1f} GiB: use pp_size=1 with a "
+            "larger tp_size or dp_shard_size, or predict_with_generate=False"
         )
 
 

@@ -171,8 +171,8 @@ def _read_foreign_state(runtime: Runtime, checkpoint: Path, optimizer: Any, sche
         was_read = stock_state.read(runtime, checkpoint, optimizer, scheduler)
     if not was_read and is_writer(runtime.mesh):
         _log.warning(
-            "%s has no optimizer's state: its weights and step go on, the optimizer's moments and the schedule "
-            "begin anew",
+            "%s has no optimizer state: training continues from its weights and step, but the optimizer's moments "
+            "and the schedule start anew",
             checkpoint,
         )
 
@@ -320,7 +320,7 @@ def _newest_whole(output: Path) -> str | bool | None:
     if not problems and not (output / _ASIDE).exists():
         return True  # Trainer refuses it
     _log.warning(
-        "%s has no complete checkpoint, its first save was interrupted: training begins at step 0",
+        "%s has no complete checkpoint, because its first save was interrupted: training begins at step 0",
         output,
     )
     return None
@@ -333,8 +333,7 @@ def _listed(problems: dict[Path, str]) -> str:
 def _whole(checkpoint: Path) -> str:
     if not checkpoint.is_dir():
         raise CheckpointError(
-            f"Can't find a valid checkpoint at {checkpoint}: resume_from_checkpoint must be a directory, and there is "
-            "none"
+            f"Can't find a valid checkpoint at {checkpoint}: resume_from_checkpoint must be a directory that exists"
         )
     problem = problem_of(checkpoint)
     if problem is None:

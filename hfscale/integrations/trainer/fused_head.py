@@ -79,8 +79,8 @@ class FusedHead:
         if runtime.plan.stages is not None:
             if kwargs.get("output_router_logits"):
                 raise ConfigError(
-                    "the router loss is a sum over layers, of which each stage has only some: use pp_size=1, or "
-                    "router_aux_loss_coef=0.0"
+                    "the router loss is a sum over all layers, but each pipeline stage has only some of the layers: "
+                    "use pp_size=1, or router_aux_loss_coef=0.0"
                 )
             given = {name: value for name, value in kwargs.items() if value is not None}
             with runtime.executor.uncut():  # as in a step, so that equal models give equal scores
@@ -125,7 +125,8 @@ class FusedHead:
             return talk.answers[-1]
         if not self._trains or talk.call:
             raise ConfigError(
-                "this loss needs the gradients of several forward passes, and pipeline stages run one: use pp_size=1"
+                "this loss needs the gradients of several forward passes, but pipeline stages run only one: use "
+                "pp_size=1"
             )
         talk.answers.append(_TRAINS)
         talk.call = {name: value for name, value in kwargs.items() if value is not None}

@@ -61,8 +61,8 @@ class LayoutEngine(EngineHooks):
         self.adapter_rank = self._adapter_rank()
         if self.mode == "colocate" and not self.model.name_or_path:
             raise ConfigError(
-                "vllm_mode='colocate' starts engines from the model's checkpoint, and this model is from none: save it "
-                "(hfscale.save_pretrained), and load it with hfscale.from_pretrained"
+                "vllm_mode='colocate' starts engines from the model's checkpoint, but this model was not loaded from "
+                "a checkpoint: save it (hfscale.save_pretrained), and load it with hfscale.from_pretrained"
             )
         if self.mode == "colocate":
             _refuse_other_tokens(runtime_of(self.model).model)
@@ -74,15 +74,16 @@ class LayoutEngine(EngineHooks):
             and self.mode == "colocate"
         ):
             raise ConfigError(
-                "vllm_mode='colocate' lets the engine quantize the checkpoint as it loads, which vLLM does to nf4 "
-                f"alone, and these weights are held in {quantized.kind}: use bnb_4bit_quant_type='nf4', or load it in "
-                "16 bits"
+                "vllm_mode='colocate' lets the engine quantize the checkpoint while it loads, but vLLM quantizes to "
+                f"nf4 alone, and these weights are held in {quantized.kind}: use bnb_4bit_quant_type='nf4', or load it "
+                "in 16 bits"
             )
         if quantized is not None and not self.adapter_rank:
             raise ConfigError(
-                "use_vllm=True sends no weights that are held in 4 or 8 bits, and these adapters need merging: use "
-                "vllm_mode='colocate' without vllm_enable_sleep_mode, and a LoraConfig for linear layers alone, "
-                "without bias, DoRA, PiSSA, modules_to_save, rank_pattern and alpha_pattern; or load it in 16 bits"
+                "use_vllm=True cannot send weights that are held in 4 or 8 bits, but these adapters need to be merged "
+                "into them: use vllm_mode='colocate' without vllm_enable_sleep_mode, and a LoraConfig for linear "
+                "layers alone, without bias, DoRA, PiSSA, modules_to_save, rank_pattern and alpha_pattern; or load it "
+                "in 16 bits"
             )
         if not self.adapter_rank:
             self.weights()
@@ -286,8 +287,8 @@ def _asked_size(arguments: Any, batches: int) -> int | None:
         if usual or arguments.world_size == batches:
             return None
         raise ConfigError(
-            f"{error} must be made behind the import of its trainer of hfscale.trl, got steps_per_generation="
-            f"{arguments.steps_per_generation} of {arguments.world_size} processes, which may come of a "
+            f"{error} must be created after the import of its trainer from hfscale.trl, got steps_per_generation="
+            f"{arguments.steps_per_generation} for {arguments.world_size} processes, which may come from a "
             "generation_batch_size: import the trainer first"
         ) from error
 

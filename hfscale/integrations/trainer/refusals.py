@@ -61,8 +61,8 @@ def check_run(arguments: Any) -> None:
         count_processes_on_cpu(arguments)
     if arguments.world_size != processes:
         raise ConfigError(
-            f"TrainingArguments sees {arguments.world_size} process(es) and {processes} were started: create it, and "
-            "any accelerate state, after the process group"
+            f"TrainingArguments sees {arguments.world_size} process(es), but {processes} were started: create "
+            "TrainingArguments, and any accelerate state, after the process group"
         )
     use_one_gpu(arguments)
 
@@ -75,8 +75,8 @@ def _check_arguments(arguments: Any) -> None:
     Options(compile=compiler_of(arguments))  # or it refuses the backend
     if not arguments.average_tokens_across_devices and arguments.world_size > 1:
         raise ConfigError(
-            "TrainingArguments(average_tokens_across_devices=False) asks for a mean of means, and the loss here is the "
-            "mean over all tokens of a step: leave it out"
+            "TrainingArguments(average_tokens_across_devices=False) asks for a mean of per-rank means, but hfscale's "
+            "loss is the mean over all tokens of a step: leave it out"
         )
     if alone:
         return
@@ -95,8 +95,8 @@ def check_dispatch(arguments: Any) -> None:
     """Refuse batches that are dispatched to several processes."""
     if started_processes() > 1 and arguments.accelerator_config.dispatch_batches:
         raise ConfigError(
-            "TrainingArguments(accelerator_config={'dispatch_batches': True}) slices batches over all processes, also "
-            "those that share one: leave it out"
+            "TrainingArguments(accelerator_config={'dispatch_batches': True}) slices batches over all processes, even "
+            "processes that must get the same batch: leave it out"
         )
 
 
@@ -104,13 +104,13 @@ def check_engine(kind: type, arguments: Any) -> None:
     """Refuse an engine of a trainer that fills it by itself, and a loss of full heads: both would get shards."""
     if distils(kind) and not issubclass(kind, DistillationHooks):
         raise ConfigError(
-            f"{kind.__name__} computes its loss from full heads, which may be sharded here: subclass "
+            f"{kind.__name__} computes its loss from full output heads, but hfscale may shard them: subclass "
             "hfscale.trl.DistillationTrainer"
         )
     if getattr(arguments, "use_vllm", False) and not has_engine(kind):
         raise ConfigError(
             f"{kind.__name__} (use_vllm=True) would give vLLM this rank's shards as full weights: use GRPOTrainer or "
-            "RLOOTrainer of hfscale.trl, with TRL 1.16 or later, or an engine of your own, filled with "
+            "RLOOTrainer of hfscale.trl, with TRL 1.16 or later, or your own engine, with weights from "
             "hfscale.stream_weights (docs/grpo.md)"
         )
 
@@ -120,10 +120,10 @@ def check_layout_of(model: nn.Module, layout: ParallelConfig) -> None:
     processes = started_processes()
     if layout.total_size != processes:
         raise ConfigError(
-            f"{type(model).__name__} is not parallelized, but {processes} processes run and the layout is "
+            f"{type(model).__name__} is not parallelized, but {processes} processes run with the layout "
             f"{layout.describe()}: build the model with hfscale.from_pretrained(path, parallel=layout), or pass "
             "hfscale.Trainer(..., parallel=layout), where layout = hfscale.ParallelConfig(tp_size=...) has as many "
-            "processes as run"
+            "ranks as there are processes"
         )
 
 
@@ -142,7 +142,7 @@ def check_model(runtime: Runtime, arguments: Any) -> None:
             else ""
         )
         raise ConfigError(
-            f"TrainingArguments has {said[asked]}{launcher}, and the model was built with mixed_precision={built!r}: "
+            f"TrainingArguments has {said[asked]}{launcher}, but the model was built with mixed_precision={built!r}: "
             f"give both the same: hfscale.from_pretrained(..., mixed_precision={asked!r}), or {said[built]}"
         )
     if arguments.use_liger_kernel and runtime.options.use_liger_kernel is False:
@@ -150,9 +150,9 @@ def check_model(runtime: Runtime, arguments: Any) -> None:
     layout = runtime.mesh.layout
     if runtime.plan.stages is not None and not layout.flushes:
         raise ConfigError(
-            f"{layout.pipeline_schedule} hands out the gradients of earlier batches, and a Trainer steps after each: "
-            "use a schedule with a flush, such as '1f1b' or 'zbv', or a loop of your own with hfscale.train_step and "
-            "hfscale.drain"
+            f"{layout.pipeline_schedule} returns the gradients of earlier batches, but a Trainer steps the optimizer "
+            "after each batch: use a schedule with a flush, such as '1f1b' or 'zbv', or write a loop with "
+            "hfscale.train_step and hfscale.drain"
         )
     smoothed_by_host = bool(arguments.label_smoothing_factor) and runtime.plan.loss is None
     if smoothed_by_host and is_causal_lm(class_name(runtime.model)) and runtime.mesh.data_world > 1:
@@ -196,15 +196,16 @@ def check_trainer(trainer: Any, scores_tokens: bool) -> None:
         and runtime.mesh.layout.pp * runtime.mesh.layout.cp > 1
     ):
         raise ConfigError(
-            f"{runtime.mesh.layout.describe()}: {name} generates with the model that it trains, and reads its full "
-            f"head, and a rank has some layers, or a part of the sequences: use pp_size=1 and {UNCUT_SEQUENCES}"
+            f"{runtime.mesh.layout.describe()}: {name} generates with the model that it trains and needs the full "
+            "output head, but a rank has only some layers, or a part of the sequences: use pp_size=1 and "
+            f"{UNCUT_SEQUENCES}"
         )
     if runtime.plan.stages is not None:
         _check_stages(trainer, runtime, scores_tokens)
     elif runtime.options.mixed_precision == "fp16" and not trainer.uses_train_step:
         raise ConfigError(
-            f"TrainingArguments(fp16=True): hfscale.train_step scales the loss, and {name} runs the "
-            "backward pass of a loss of its own: use bf16=True, and mixed_precision='bf16' where the model is built"
+            f"TrainingArguments(fp16=True): only hfscale.train_step scales the loss for fp16, but {name} runs the "
+            "backward pass of its own loss: use bf16=True, and build the model with mixed_precision='bf16'"
         )
     _check_step(trainer, runtime)
 
@@ -216,23 +217,23 @@ def _check_generation(trainer: Any, runtime: Runtime) -> None:
     own = not getattr(args, "use_vllm", False) and getattr(trainer, "rollout_func", None) is None
     if own and layout.pp * layout.cp > 1:
         raise ConfigError(
-            f"{layout.describe()}: {type(trainer).__name__} generates with the model that it trains, of which a rank "
-            "has some layers, or a part of the sequences: set use_vllm=True, pass a rollout_func, or use tp_size or "
+            f"{layout.describe()}: {type(trainer).__name__} generates with the model that it trains, but a rank has "
+            "only some layers, or a part of the sequences: set use_vllm=True, pass a rollout_func, or use tp_size or "
             f"dp_shard_size with pp_size=1 and {UNCUT_SEQUENCES}"
         )
     tools = getattr(trainer, "tools", None) or getattr(args, "environment_factory", None)
     if tools and getattr(args, "vllm_enable_sleep_mode", False) and runtime.mesh.batch_world > 1:
         raise ConfigError(
-            "vllm_enable_sleep_mode sends weights before every generation, and ranks whose completions call no tools "
-            "generate less often: leave it out, or use data ranks of one distinct batch"
+            "vllm_enable_sleep_mode sends weights before every generation, on all ranks together, but ranks whose "
+            "completions call no tools generate less often: leave it out, or use data ranks of one distinct batch"
         )
     adapts = getattr(args, "use_adaptive_entropy", False)
     quantile = getattr(args, "top_entropy_quantile", 1.0)
     if runtime.plan.stages is not None and (adapts or quantile < 1.0):
         given = "use_adaptive_entropy=True" if adapts else f"top_entropy_quantile={quantile}"
         raise ConfigError(
-            f"{layout.describe()}: {given} compares the entropies of tokens over all ranks, and only the last stage "
-            "has them as the loss is computed: leave it out, or use pp_size=1"
+            f"{layout.describe()}: {given} compares the entropies of tokens over all ranks, but only the last pipeline "
+            "stage has them when the loss is computed: leave it out, or use pp_size=1"
         )
 
 
@@ -243,26 +244,27 @@ def _check_stages(trainer: Any, runtime: Runtime, scores_tokens: bool) -> None:
     count = trainer.args.gradient_accumulation_steps
     if rebalances(trainer.args) and runtime.mesh.layout.num_microbatches not in (None, count):
         raise ConfigError(
-            f"{layout}: batches of train_sampling_strategy='batch_rebalance', of different numbers of rows, are the "
-            f"schedule's microbatches: set num_microbatches={count}, as gradient_accumulation_steps, or leave it out"
+            f"{layout}: train_sampling_strategy='batch_rebalance' makes batches with different numbers of rows, so "
+            f"each batch must be one microbatch of the schedule: set num_microbatches={count}, equal to "
+            "gradient_accumulation_steps, or leave it out"
         )
     if getattr(trainer, "aux_loss_enabled", False):
         raise ConfigError(
-            f"{layout}: {name} adds the router's loss, a sum over layers of which each stage has "
-            f"some: use {type(trainer.args).__name__}(router_aux_loss_coef=0.0) and load the model with "
+            f"{layout}: {name} adds the router's loss, which is a sum over all layers, but each stage has only some "
+            f"layers: use {type(trainer.args).__name__}(router_aux_loss_coef=0.0) and load the model with "
             "routing=hfscale.RoutingConfig(balance_loss=...), or use pp_size=1"
         )
     if getattr(trainer.args, "activation_offloading", False):
         raise ConfigError(
-            f"{layout}: activation_offloading is not for passes between stages: leave it out"
+            f"{layout}: activation_offloading does not support pipeline stages: leave it out"
         )
     own = not has_stock_loss(trainer)
     if (own and not scores_tokens) or runtime.loss is None:
         whose = f"{name}.compute_loss, or compute_loss_func," if own else class_name(runtime.model)
         raise ConfigError(
             f"{layout}: {whose} needs the model's full output, which only one stage has: "
-            "use pp_size=1, or leave the loss as transformers has it; in a loop of your own, "
-            "hfscale.train_step(score_loss=) runs a loss of scores of tokens there"
+            "use pp_size=1, or keep the loss of transformers; in your own loop, hfscale.train_step(score_loss=) "
+            "computes a loss of token scores on that stage"
         )
 
 
@@ -273,8 +275,8 @@ def _check_step(trainer: Any, runtime: Runtime) -> None:
     if trainer.uses_train_step and args.label_smoothing_factor and runtime.plan.loss is None:
         raise ConfigError(
             f"TrainingArguments(label_smoothing_factor={args.label_smoothing_factor}): {class_name(runtime.model)} "
-            f"computes its loss itself, which is not smoothed over {layout.describe()}: leave it out, or use tensor "
-            "ranks alone, where Trainer smooths it"
+            f"computes its own loss, which cannot be smoothed over {layout.describe()}: leave it out, or use tensor "
+            "ranks alone, where Trainer smooths the loss"
         )
     if trainer.train_dataset is None or (
         runtime.plan.stages is None and not trainer.uses_train_step
@@ -295,8 +297,8 @@ def _check_step(trainer: Any, runtime: Runtime) -> None:
             "" if left else f" and per_device_train_batch_size={rows}, for the same rows per step"
         )
         raise ConfigError(
-            f"{layout.describe()}: the loss of {type(trainer).__name__} needs uncut batches, "
-            f"gradient_accumulation_steps={count} per step, and the schedule would cut them into {len(given)} "
+            f"{layout.describe()}: the loss of {type(trainer).__name__} needs whole batches, "
+            f"gradient_accumulation_steps={count} per step, but the schedule would split them into {len(given)} "
             f"microbatches: {asked}use gradient_accumulation_steps={len(given)}{same}"
         )
 
@@ -305,7 +307,7 @@ def check_cached(dataset: Any, processes: int) -> None:
     """Refuse rows in memory beside which the first rank would cache scores: other ranks would look elsewhere."""
     if processes > 1 and getattr(dataset, "cache_files", None) == []:
         raise ConfigError(
-            f"precompute_ref_log_probs=True in {processes} processes needs rows from a file, beside which the first "
-            "process caches the reference's scores: use datasets.load_dataset(...), or dataset.save_to_disk(path) "
-            "and datasets.load_from_disk(path)"
+            f"precompute_ref_log_probs=True in {processes} processes needs a data set that is read from a file, "
+            "because the first process caches the reference's scores next to that file: use "
+            "datasets.load_dataset(...), or dataset.save_to_disk(path) and datasets.load_from_disk(path)"
         )

@@ -57,7 +57,8 @@ class TrainerRandomStreams:
         states = read_random_states(checkpoint)
         if (processes := random_states_of_processes(checkpoint)) and not own and is_writer(mesh):
             _log.warning(
-                "%s has RNG states of %d processes, which are not taken up: masks of dropout are others than theirs",
+                "%s has RNG states of %d processes, which are ignored: dropout masks will differ from those of the "
+                "earlier run",
                 checkpoint,
                 processes,
             )
@@ -78,8 +79,9 @@ class TrainerRandomStreams:
             self._before = _read(states["began"])
         if states is not None and (then := states.get("rows", rows)) != rows and is_writer(mesh):
             warnings.warn(
-                f"{checkpoint} is of steps of {then} rows over all ranks, and now they have {rows}: rows of an epoch "
-                "are repeated or left out; per_device_train_batch_size, or gradient_accumulation_steps, can mend it",
+                f"{checkpoint} was written by steps of {then} rows over all ranks, but steps now have {rows} rows, so "
+                "rows of an epoch are repeated or left out: change per_device_train_batch_size or "
+                "gradient_accumulation_steps to restore the earlier number",
                 stacklevel=2,
             )
 

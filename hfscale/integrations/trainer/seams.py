@@ -84,8 +84,8 @@ class Seams:
             return
         if cast_lm_head_to_fp32:
             raise ConfigError(
-                "cast_lm_head_to_fp32=True needs a full head, and this one is sharded: leave it out; sums over the "
-                "vocabulary are in float32 anyway"
+                "cast_lm_head_to_fp32=True needs a full head, but this head is sharded: leave it out; sums "
+                "over the vocabulary are in float32 anyway"
             )
         self.heads.append(FusedHead(model, temperature, tuple(outputs), trains=not self.heads))
 
@@ -161,8 +161,8 @@ def reference_of(policy: Runtime) -> dict[str, Any]:
         return given
     if adapters.source is None:
         raise ConfigError(
-            "the model has new adapters, and a second one would be loaded as its reference: give the trainer the "
-            "model without them, and peft_config=; then the reference is the model with its adapters switched off"
+            "the model has new adapters, so the trainer would load a second model as the reference: pass the model "
+            "without adapters, and peft_config=; then the reference is the model with its adapters switched off"
         )
     return {**given, "peft_config": adapters.source}
 

@@ -176,9 +176,9 @@ def warn_of_repeated(trainer: Any, known: tuple[int, int] | None) -> None:
         return
     vars(trainer)["_told_of_repeated"] = True
     warnings.warn(
-        f"data ranks get equally many examples, so {known[0] - known[1]} of an epoch's last batch are repeated, and "
-        f"the loss of {type(trainer).__name__} counts them twice, as in stock data-parallel Trainer: use data sets "
-        "of whole steps, or dataloader_drop_last=True",
+        f"all data ranks get the same number of examples, so {known[0] - known[1]} examples of an epoch's last batch "
+        f"are repeated, and the loss of {type(trainer).__name__} counts them twice, like the stock data-parallel "
+        "Trainer: use data sets of whole steps, or dataloader_drop_last=True",
         stacklevel=2,
     )
 

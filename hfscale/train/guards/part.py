@@ -90,24 +90,25 @@ def refuse_changes(model: Any, layout: ParallelConfig) -> None:
         if new_num_tokens in (None, model.config.get_text_config().vocab_size):
             return model.get_input_embeddings()  # as transformers does if nothing changes
         raise ConfigError(
-            f"resize_token_embeddings({new_num_tokens}) would make this {kind} differ from its plan, which its loss "
-            "and saves follow. Resize it while it is loaded: hfscale.from_pretrained(directory, parallel=..., "
-            f"resize_token_embeddings={new_num_tokens}); hfscale.parallelize(model, parallel) takes a resized model "
-            "from memory"
+            f"resize_token_embeddings({new_num_tokens}) would make this {kind} differ from its plan, on which the loss "
+            "and the saves depend. Resize the model while it is loaded: hfscale.from_pretrained(directory, "
+            f"parallel=..., resize_token_embeddings={new_num_tokens}); hfscale.parallelize(model, parallel) takes a "
+            "model that was resized in memory"
         )
 
     def deepcopy(_: Any) -> Any:
         raise ConfigError(
-            f"{kind} is spread over {layout.describe()}, and a copy of this rank's part cannot run: build a second "
-            "one with hfscale.from_pretrained(path, parallel=...). For an average of its weights, or to go back to "
-            "them, clone model.state_dict()'s tensors on every rank"
+            f"{kind} is spread over {layout.describe()}, and a copy of this rank's part cannot run: build a second one "
+            "with hfscale.from_pretrained(path, parallel=...). To average weights or to restore them later, clone "
+            "model.state_dict()'s tensors on every rank"
         )
 
     def pickled(_: int) -> Any:
         raise ConfigError(
-            f"{kind} is spread over {layout.describe()}, and its groups of processes cannot be pickled, nor can what "
-            "holds it (an Accelerator, a trainer, torch.save of the whole model): write it by "
-            "hfscale.save_pretrained or hfscale.save_state on every rank, or pickle what holds it before it is there"
+            f"{kind} is spread over {layout.describe()}, and its process groups cannot be pickled, so neither can an "
+            "object that contains it (an Accelerator, a trainer, torch.save of the whole model): write it by "
+            "hfscale.save_pretrained or hfscale.save_state on every rank, or pickle the containing object before the "
+            "model is built"
         )
 
     model.resize_token_embeddings = resize
@@ -225,7 +226,7 @@ def _saves_all_of_it(model: Any, save: Callable[..., None]) -> Callable[..., Non
         refused = sorted([*others, *([] if safe_serialization else ["safe_serialization"])])
         if refused:
             raise ConfigError(
-                f"save_pretrained({', '.join(refused)}=...) cannot be used on a model whose ranks hold parts of it: "
+                f"save_pretrained({', '.join(refused)}=...) cannot be used on a model that is sharded over ranks: "
                 "leave it out, and call it on every rank, as hfscale.save_pretrained(model, directory)"
             )
         save(model, save_directory, max_shard_size=max_shard_size)
@@ -265,14 +266,16 @@ def _warn_of_rounding(runtime: Runtime) -> None:
     """Warn of weights that are quantized, and of a launcher's precision that differs from the model's."""
     for line in describe_quantization(runtime.plan)[1:]:
         _log.warning(
-            "%s (losses differ from those of one process by the rounding of these weights)", line
+            "%s (so losses differ from the losses of one process by the rounding of these weights)",
+            line,
         )
     asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     own = runtime.options.mixed_precision
     if asked not in ("no", own, runtime.options.around_products):
         _log.warning(
             "ACCELERATE_MIXED_PRECISION=%s (from accelerate launch, its config file or TrainingArguments) does not "
-            "change a model that was built with mixed_precision=%r: build it with mixed_precision=%r if that is meant",
+            "change a model that was built with mixed_precision=%r: build the model with mixed_precision=%r if you "
+            "want this precision",
             asked,
             own,
             asked,
@@ -296,8 +299,8 @@ def _warn_of_misread_rows(runtime: Runtime) -> None:
     misread = [width for width in sorted(widths) if width % BLOCK and misreads_rows(width)]
     if misread:
         _log.warning(
-            "on CPUs this version of bitsandbytes takes wrong scales for 4-bit matrices whose rows are no whole blocks "
-            "of %d values (%s here), in stock models as well: their numbers are not those that a GPU computes",
+            "on CPUs this version of bitsandbytes uses wrong scales for 4-bit matrices whose rows are not whole "
+            "blocks of %d values (%s here), in stock models too: results differ from those of a GPU",
             BLOCK,
             ", ".join(map(str, misread)),
         )
@@ -315,9 +318,9 @@ def _warn_of_a_base_alone(runtime: Runtime) -> None:
     ]
     if rest and all(parameter.requires_grad for _, parameter in rest):
         _log.warning(
-            "the model is held in %d bits, which do not train, and has no adapters: all that trains are its embeddings "
-            "and norms (%s, for one). Put adapters around it - from_pretrained(..., peft_config=LoraConfig(...)), or "
-            "hfscale.get_peft_model(model, config) - or freeze what should stay with requires_grad_(False)",
+            "the model is held in %d bits, which do not train, and has no adapters: so only its embeddings and norms "
+            "train (for example %s). Add adapters - from_pretrained(..., peft_config=LoraConfig(...)), or "
+            "hfscale.get_peft_model(model, config) - or freeze these parameters with requires_grad_(False)",
             quantized.bits,
             rest[0][0],
         )
@@ -332,8 +335,8 @@ def _warn_of_lost_updates(runtime: Runtime) -> None:
     if half:
         name, dtype = half[0]
         _log.warning(
-            "%d of the %d parameters that train are %s (%s, for one): updates below about 1/512 of a weight are "
-            "rounded away, and AdamW at lr=1e-5 leaves nine weights in ten as they are. Load the model with "
+            "%d of the %d parameters that train are %s (for example %s): updates below about 1/512 of a weight are "
+            "rounded away, so AdamW at lr=1e-5 leaves nine of ten weights unchanged. Load the model with "
             'dtype=torch.float32, mixed_precision="bf16", which computes in bfloat16 over float32 weights, or make the '
             "optimizer by hfscale.create_optimizer(..., stochastic_rounding=True)",
             len(half),

@@ -68,11 +68,13 @@ def check_replicas(
             raise ConfigError(f"{cause} Load the model again: the ranks no longer hold one model")
         raise CheckpointError(
             f"{saving} would write one rank's values: {cause} Nothing was written; check_replicas=False writes the "
-            "first ranks' values all the same"
+            "first ranks' values anyway"
         )
     if not any(runtime.mesh.ranks.values()):
         _log.warning(
-            "%s The relative difference is only %.0e, as from rounding.", _cause(apart), drift
+            "%s The relative difference is only %.0e, which rounding can explain.",
+            _cause(apart),
+            drift,
         )
 
 

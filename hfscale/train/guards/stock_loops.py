@@ -100,8 +100,8 @@ def _check_adapted(
     if runtime is not None and runtime.mesh.layout.total_size > 1:
         raise ConfigError(
             f"{class_name(runtime.model)} is spread over {runtime.mesh.layout.describe()}, and PEFT's own "
-            f"{type(wrapper).__name__} would take this rank's part for all of it: call hfscale.get_peft_model(model, "
-            "config), which takes LoRA, IA3 and LoHa, or use one process"
+            f"{type(wrapper).__name__} would treat this rank's shards as the full model: call "
+            "hfscale.get_peft_model(model, config), which takes LoRA, IA3 and LoHa, or use one process"
         )
     return (wrapper, model, *args)
 
@@ -113,11 +113,12 @@ def _check_models(accelerator: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...
             raise ConfigError(
                 f"{class_name(runtime.model)} is spread over {runtime.mesh.layout.describe()} by hfscale, and "
                 "accelerate.Accelerator - the one inside transformers.Trainer and its subclasses too - treats every "
-                "process as a data rank: it would wrap the model again, give ranks that share a batch different ones, "
-                "and clip each rank by a part of the norm. In place of accelerate.Accelerator use hfscale.Accelerator; "
-                "in place of transformers.Trainer use hfscale.Trainer, or class MyTrainer(hfscale.TrainerMixin, ...) "
-                "for a subclass; or write a loop: loss = hfscale.train_step(model, batch); "
-                "hfscale.clip_grad_norm_(model, 1.0); optimizer.step(). One process may use Trainer as it is"
+                "process as a data rank: it would wrap the model again, give different batches to ranks that need the "
+                "same batch, and clip each rank's gradients by the norm of that rank's shards. In place of "
+                "accelerate.Accelerator use hfscale.Accelerator; in place of transformers.Trainer use "
+                "hfscale.Trainer, or class MyTrainer(hfscale.TrainerMixin, ...) for a subclass; or write a loop: loss "
+                "= hfscale.train_step(model, batch); hfscale.clip_grad_norm_(model, 1.0); optimizer.step(). One "
+                "process may use Trainer as it is"
             )
     return accelerator, *args
 
@@ -161,9 +162,9 @@ def _check_scaler(
     )
     if spread is not None and scaler.is_enabled():
         raise ConfigError(
-            f"torch.amp.GradScaler would look for overflows, on each rank of {spread}, in what that rank holds, and "
-            'one would skip a step that others take: load the model with mixed_precision="fp16", whose one scale and '
-            "one decision are for all ranks, and leave the scaler out"
+            f"torch.amp.GradScaler would search only this rank's shards for overflows, so ranks of {spread} would skip "
+            'different steps: load the model with mixed_precision="fp16", which uses one scale and one decision for '
+            "all ranks, and leave the scaler out"
         )
     return scaler, optimizer, *args
 
@@ -263,9 +264,9 @@ def _warn_of_other_blocks(optimizer: torch.optim.Optimizer) -> None:
     if apart and not any(apart[0].mesh.ranks.values()):
         warnings.warn(
             f"{type(optimizer).__name__} keeps states in 8 bits, with a scale for each {BLOCK} entries of a shard: "
-            f"over {apart[0].layout} shards of {len(apart)} parameters ({apart[0].name}, for one) are no whole blocks, "
-            "so its steps differ from those of one process by rounding. hfscale.create_optimizer(model, 'adamw_8bit', "
-            "lr=...) makes those of one process",
+            f"over {apart[0].layout}, shards of {len(apart)} parameters (for example {apart[0].name}) are not whole "
+            "blocks, so its steps differ from the steps of one process by rounding. hfscale.create_optimizer(model, "
+            "'adamw_8bit', lr=...) takes the same steps as one process",
             stacklevel=2,
         )
 
@@ -289,7 +290,7 @@ def _refuse_over_shards(optimizer: torch.optim.Optimizer, held: Sequence[Tensor]
 def _refuse(optimizer: torch.optim.Optimizer, part: _Held, why: str) -> None:
     raise ConfigError(
         f"{type(optimizer).__name__} is not elementwise (tried on two small matrices, full and sharded), and over "
-        f"{part.layout} {why}: its steps would differ from those of one process. Make {_INSTEAD}"
+        f"{part.layout} {why}: its steps would differ from the steps of one process: make {_INSTEAD}"
     )
 
 

@@ -56,10 +56,10 @@ class Structure:
         """Compare the model with the record, and watch new hooks; :class:`ConfigError` if anything was replaced."""
         if loss_function_of(self._runtime.model) is not self._loss:
             raise ConfigError(
-                f"model.loss_function was set since {self._spread()}, where ranks have parts of the logits or of the "
-                "labels: use hfscale.train_step(model, batch, loss_fn=...), which gives a loss of your own whole "
-                "logits; compute_loss_func of hfscale.Trainer; or call the model without labels, for a loss of its "
-                "logits"
+                f"model.loss_function was set since {self._spread()}, where ranks have only parts of the logits or of "
+                "the labels: use hfscale.train_step(model, batch, loss_fn=...), which calls your loss with full "
+                "logits; compute_loss_func of hfscale.Trainer; or call the model without labels, and compute your "
+                "loss from its logits"
             )
         contents = self._runtime.contents
         if (version := contents.version()) != self._accepted:
@@ -72,10 +72,10 @@ class Structure:
     def _check_contents(self) -> None:
         if (changed := self._changed()) is not None:
             raise ConfigError(
-                f"{changed} since {self._spread()}, and no rank would cut it, sum its gradients with the others' or "
-                "save it: change a model before hfscale.parallelize(model, parallel), "
-                "change its config before it is loaded (num_hidden_layers=..., tie_word_embeddings=...), or give "
-                "adapters to hfscale.get_peft_model(model, config)"
+                f"{changed} since {self._spread()}, so no rank would shard it, sum its gradients over ranks, or save "
+                "it: change a model before hfscale.parallelize(model, parallel), change its config before it is "
+                "loaded (num_hidden_layers=..., tie_word_embeddings=...), or give adapters to "
+                "hfscale.get_peft_model(model, config)"
             )
         # FSDP2 gathers into buffers of the dtype that the first pass found.
         other = next((place for place in self._managed if place.has_another_type()), None)
@@ -83,8 +83,9 @@ class Structure:
             name = self._place(other.module, other.name)
             now = getattr(other.module, other.name).dtype
             raise ConfigError(
-                f"{name} was given another type ({now}) behind a pass, and over "
-                f"{self._runtime.mesh.layout.describe()} its shards travel in the type of the first one: call "
+                f"{name} was converted to another dtype ({now}) after a forward pass, but over "
+                f"{self._runtime.mesh.layout.describe()} its shards are communicated in the dtype of the first pass: "
+                "call "
                 'model.to(...) before the first pass, or load the model with dtype=... or mixed_precision="bf16"'
             )
 
@@ -206,7 +207,7 @@ class Structure:
             if everywhere not in self._said:
                 self._said.add(everywhere)
                 _log.warning(
-                    "a hook on %s, like others of its kind, reads and changes only this rank's part (%s): %s",
+                    "a hook on %s, and any similar hook, reads and changes only this rank's part (%s): %s",
                     name,
                     self._runtime.mesh.layout.describe(),
                     seen,

@@ -49,8 +49,8 @@ def refuse_lengths_alone(batch: Mapping[str, Any]) -> None:
     lengths = batch.get(LENGTHS[0])
     if isinstance(lengths, Tensor) and len(lengths) > 2 and batch.get("position_ids") is None:
         raise ConfigError(
-            f"{LENGTHS[0]} says that a row holds {len(lengths) - 1} documents, and without position_ids most models "
-            "count positions on from one to the next: give position_ids too (return_position_ids=True)"
+            f"{LENGTHS[0]} gives {len(lengths) - 1} documents in a row, but without position_ids most models continue "
+            "to count positions from one document to the next: give position_ids too (return_position_ids=True)"
         )
 
 
@@ -75,8 +75,8 @@ def with_document_lengths(batch: Mapping[str, Any], model: nn.Module) -> dict[st
         if rows == 1:
             return dict(batch)
         raise ConfigError(
-            f"{type(model).__name__} does not take the borders of {rows} packed rows, and flash attention would attend "
-            "across their examples: use microbatches of one row, or attn_implementation='sdpa'"
+            f"{type(model).__name__} does not accept the boundaries of documents in {rows} packed rows, so flash "
+            "attention would attend across documents: use microbatches of one row, or attn_implementation='sdpa'"
         )
     positions = batch["position_ids"].cpu().expand(rows, -1)
     begins = nn.functional.pad(

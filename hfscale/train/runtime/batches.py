@@ -246,9 +246,9 @@ def total_of(
     # Equal only if all have the same.
     if group is not None and squares * dist.get_world_size(group) != every**2:
         raise ConfigError(
-            f"this rank has {passes} microbatches in this step and another has more or fewer, and data ranks "
-            "gather weights, or exchange tokens, in each: pass as many on every rank; of a batch that is cut into "
-            "them, say how many with ParallelConfig(num_microbatches=...)"
+            f"this rank has {passes} microbatches in this step, but another rank has more or fewer, and data ranks "
+            "gather weights or exchange tokens in each microbatch: pass the same number on every rank; for a batch "
+            "that hfscale splits into microbatches, set ParallelConfig(num_microbatches=...)"
         )
     return total
 

@@ -43,8 +43,8 @@ class ForwardPasses(Generic[_T]):
             if start <= number:
                 return known
         raise ConfigError(
-            f"more than {_KEPT} forward passes wait for their backward passes, and the oldest ones' layers cannot be "
-            "recomputed any more: run backward earlier, or do without activation checkpointing"
+            f"more than {_KEPT} forward passes wait for their backward passes, so the layers of the oldest forward "
+            "passes cannot be recomputed any more: run backward earlier, or turn activation checkpointing off"
         )
 
 

@@ -56,9 +56,9 @@ class _Successor:
         if self.planned.cuts and share.shape != new.shape:
             if tuple(share.shape) != self.planned.shape:
                 raise ConfigError(
-                    f"the optimizer's state must have the shape of its parameter, so that {self.by} can cut both, got "
-                    f"{tuple(share.shape)} as {key!r} of {self.name}, which is {self.planned.shape}: make the "
-                    "optimizer, or step it first, after the model is cut"
+                    f"the optimizer's state must have the shape of its parameter, so that {self.by} can shard both, "
+                    f"got {tuple(share.shape)} as {key!r} of {self.name}, which is {self.planned.shape}: create "
+                    "the optimizer, or take its first step, after the model is sharded"
                 )
             share = self.planned.take(share, self.ranks).clone()
         return like_sharded(share.to(new.device), self.parameter)
@@ -171,21 +171,22 @@ def _refuse(
     remedy = f"make the optimizer after {first.by}"
     if getattr(optimizer, "keeps_plain_state", False):
         raise ConfigError(
-            f"the optimizer of hfscale.create_optimizer must be made of the model as it is, got one made before "
-            f"{first.by}: {remedy}"
+            "the optimizer of hfscale.create_optimizer must be made of the model's present parameters, got one made "
+            f"before {first.by}: {remedy}"
         )
     gone = next((each for each in found.values() if each.planned is None), None)
     if gone is not None:
         raise ConfigError(
-            f"{kind} must hold parameters of the model, got {gone.name}, which the model lost by {gone.by}: {remedy}"
+            f"{kind} must hold parameters of the model, got {gone.name}, which {gone.by} removed from the model: "
+            f"{remedy}"
         )
     trained = any(old.requires_grad for old in held)
     new = [old if id(old) not in found else found[id(old)].parameter for old in held]
     here = [each for each in new if each is not None]
     if trained and here and not any(each.requires_grad for each in here):
         raise ConfigError(
-            f"{kind} must hold parameters that train, got {len(here)} that {first.by} has frozen ({first.name}, for "
-            f"one): {remedy}"
+            f"{kind} must hold parameters that train, got {len(here)} parameters that {first.by} has frozen (for "
+            f"example {first.name}): {remedy}"
         )
 
 
@@ -222,5 +223,5 @@ def check_optimizers(optimizers: Sequence[Any], runtimes: Sequence[Runtime]) -> 
     if held and own.isdisjoint(map(id, held)):
         raise ConfigError(
             f"the optimizer must hold parameters of the model that is trained over {spread.mesh.layout.describe()}, "
-            f"got {len(held)} of which none is its own: make it of model.parameters()"
+            f"got {len(held)} parameters, none of which belongs to the model: make it of model.parameters()"
         )

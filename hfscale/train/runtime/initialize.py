@@ -117,8 +117,8 @@ class _Constructors:
             )
             if _untouched(tensors[name]).any():
                 raise CheckpointError(
-                    f"{type(template).__name__} gives {name} no initial value, neither in its constructor nor in its "
-                    "_init_weights: load a checkpoint, or use hfscale.parallelize on a model that has its values"
+                    f"{type(template).__name__} sets no initial value for {name}, neither in its constructor nor in "
+                    "its _init_weights: load a checkpoint, or use hfscale.parallelize on a model that has its values"
                 )
 
 

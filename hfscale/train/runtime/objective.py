@@ -89,8 +89,8 @@ class OwnLoss(KeepsOutputs):
         """Refuse label smoothing: the loss is computed inside the model."""
         if label_smoothing:
             raise ConfigError(
-                f"label_smoothing={label_smoothing} needs a loss over a vocabulary, and {self._name} computes its "
-                "own: leave it out, or smooth labels in a plain loop"
+                f"label_smoothing={label_smoothing} needs a loss over a vocabulary, but {self._name} computes its own "
+                "loss: leave it out, or smooth labels in a plain loop"
             )
 
     def loss_of(
@@ -120,7 +120,8 @@ class OwnLoss(KeepsOutputs):
     def scoring(self, *_: Any, **__: Any) -> AbstractContextManager[Any]:
         """Refuse token scores and distillation: they are defined for causal language models."""
         raise ConfigError(
-            f"token scores and distillation need a causal language model's loss, and {self._name} has another"
+            f"token scores and distillation need a causal language model's loss, but {self._name} has another loss: "
+            "use a causal language model"
         )
 
     distilling = scoring

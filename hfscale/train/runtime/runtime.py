@@ -462,8 +462,8 @@ def runtime_of(model: nn.Module) -> Runtime:
     runtime = find_runtime(model)
     if runtime is None and not hasattr(model, "config"):
         raise ConfigError(
-            f"{class_name(model)} is no model of transformers, and others are not parallelized: leave it out here, and "
-            "move it to the device yourself; over ranks, average its gradients in the loop"
+            f"{class_name(model)} is no model of transformers, and hfscale parallelizes only those: leave it out of "
+            "this call, and move it to the device yourself; over ranks, average its gradients in the loop"
         )
     if runtime is None:
         raise ConfigError(
