@@ -1,7 +1,8 @@
 """Provide TRL's trainers in any layout: ``from hfscale.trl import SFTTrainer``, with TRL's own configs and arguments.
 
-Each is ``class SFTTrainer(hfscale.TrainerMixin, trl.SFTTrainer)``, made when it is first asked for; a trainer that is
-not listed is made so by hand. See :class:`hfscale.TrainerMixin` for ``parallel``, and docs/trainer.md.
+Each is ``class SFTTrainer(hfscale.TrainerMixin, trl.SFTTrainer)``, created at its first import. A trainer of TRL that
+is not listed here can be subclassed in the same way. See :class:`hfscale.TrainerMixin` for ``parallel``, and
+docs/trainer.md.
 """
 
 import importlib

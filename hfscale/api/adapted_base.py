@@ -1,4 +1,4 @@
-"""A checkpoint and an adapter of it on disk: the model on the meta device, and where each key belongs."""
+"""Read a checkpoint and its adapter from disk: build the model on the meta device, and assign each key a weight."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -32,8 +32,9 @@ _FACTOR = ".lora_"  # in the keys of LoRA's factors
 
 
 class AdaptedBase:
-    """A checkpoint and an adapter of it, in two directories, on the meta device; with ``trusted``, its code runs. The
-    model has the adapter's number of tokens, :attr:`tokens`, if that differs from the checkpoint's.
+    """Hold the model of a checkpoint and its saved adapter on the meta device; ``trusted`` allows the checkpoint's own
+    code to run. The model has the adapter's number of tokens, :attr:`tokens`, if this number differs from the
+    checkpoint's.
     """
 
     name = "default"
@@ -57,25 +58,25 @@ class AdaptedBase:
             model.resize_token_embeddings(self.tokens, mean_resizing=False)
         self.model.config, self.form = split_stored_form(self.model.config)
         self.stock_plan = build_plan(self.model, ParallelConfig())
-        # PEFT's model around another of the same class.
+        # PEFT's model around a second model of the same class.
         self.whole: Any = quietly(wrapped, config, self.name)
         self.adapters = adapter_parameters(self.whole, self.stock_plan)
         self.plan = plan_adapters(self.stock_plan, self.adapters)
         self._fixed = read_fixed(self.whole, self.name, self.trained, str(adapter))
-        # keys, in the adapter's file, of its parameters and of other trained ones, by name
+        # parameter name -> key in the adapter's file, for the adapter's own and other trained parameters
         self.keys = stored_names(self.whole, self.name, self.plan, True)
         self._every_key = stored_keys(self.whole, self.name, self.plan, True)
 
     def placed(self) -> dict[str, str]:
-        """Return the keys of trained weights of the model itself (biases, embeddings), by owned name.
+        """Return the adapter file's keys of trained weights of the model itself (biases, embeddings), by owned name.
 
         Raises:
-            CheckpointError: the file lacks a tensor of its config, or has one that belongs nowhere, has another shape,
-                or differs from another of the same weight.
+            CheckpointError: the file lacks a tensor that its config requires, or has a tensor that matches no weight,
+                has another shape than its weight, or differs from a second tensor of a tied weight.
         """
         factors = {adapter.name for adapter in self.adapters}
         plan = self.plan
-        # PEFT writes rows of tokens of a tied weight once, under the name of its owner.
+        # PEFT writes the token rows of a tied weight once, under the name of the weight that owns them.
         own = {adapter.name for adapter in self.adapters if adapter.tied_to is None}
         self._refuse_missing(key for name, key in self.keys.items() if name in own)
         self._refuse_strange()
@@ -101,8 +102,8 @@ class AdaptedBase:
         return found
 
     def refuse_beside_factors(self) -> None:
-        """Raise :class:`ConfigError` for what engines do not add to a base: other methods than plain LoRA, and weights
-        of the model itself, as trained copies and resized embeddings are.
+        """Raise :class:`ConfigError` for adapters that engines cannot apply to a base: methods other than plain LoRA,
+        and weights of the model itself, such as trained copies and resized embeddings.
         """
         method = getattr(self.config.peft_type, "value", self.config.peft_type)
         dora = bool(getattr(self.config, "use_dora", False))
@@ -133,7 +134,9 @@ class AdaptedBase:
             )
 
     def _refuse_strange(self) -> None:
-        """Refuse keys that no weight has; PEFT writes a trained embedding's copy under two of them."""
+        """Raise :class:`CheckpointError` for keys of no known weight; PEFT writes a trained embedding under two
+        keys.
+        """
         known = set(self.keys.values()) | self._fixed
         strange = [key for key in self.trained if key not in known]
         for key in strange:
@@ -154,7 +157,7 @@ class AdaptedBase:
 
 
 def _refuse_source(base: Path) -> None:
-    """Refuse a base whose config, or names of tensors, are not beside its weights."""
+    """Raise :class:`CheckpointError` for a base that is only weights, without its config or Hugging Face's names."""
     source = find_source(base)
     if source is not None and not (base / "config.json").exists():
         raise CheckpointError(
@@ -164,8 +167,8 @@ def _refuse_source(base: Path) -> None:
 
 
 def _other_tokens(model: Any, trained: Mapping[str, TensorOnDisk]) -> int | None:
-    """Return the number of tokens of an adapter that was trained with others than ``model`` has; ``None`` if with as
-    many, or if it has no embedding.
+    """Return the adapter's number of tokens if it differs from the number of ``model``; ``None`` if both are equal, or
+    if the adapter contains no embedding.
     """
     embedding = input_embedding(model)
     if embedding is None:

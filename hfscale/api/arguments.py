@@ -30,7 +30,7 @@ _EXCLUSIVE = (
     "max_memory",
     "offload_folder",
 )
-# Arguments that choose the files from which a config is read, not its values.
+# Arguments that choose the files of a config, but do not change the config's values.
 _CODE = ("trust_remote_code", "code_revision")
 # Fields of a config -> the largest that any model could have.
 _SIZES = {
@@ -42,7 +42,7 @@ _SIZES = {
     "intermediate_size": 10**8,
     "vocab_size": 10**8,
 }
-# In fields of any part of a model.
+# The largest numbers of layers and experts, for configs of any part of a model.
 _MOST_BY_WORD = {
     "layer": 10**4,
     "depth": 10**4,
@@ -53,7 +53,7 @@ _DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def check_layout(parallel: ParallelConfig | None, kwargs: Mapping[str, Any]) -> ParallelConfig:
-    """Return the requested layout, one process by default; refuse other ways to distribute a model."""
+    """Return the requested layout, one process by default; raise for arguments that distribute a model otherwise."""
     if parallel is not None and not isinstance(parallel, ParallelConfig):
         raise errors.ConfigError(
             f"parallel must be a hfscale.ParallelConfig, got {parallel!r}: pass hfscale.ParallelConfig(tp_size=...)"
@@ -78,7 +78,7 @@ def check_layout(parallel: ParallelConfig | None, kwargs: Mapping[str, Any]) -> 
 
 
 def load_config(path: str, kwargs: Mapping[str, Any]) -> tuple[PreTrainedConfig, dict[str, Any]]:
-    """Return the config as transformers loads it, and the arguments that it did not use."""
+    """Return the config that transformers loads, and the arguments that the config did not use."""
     path, kwargs = located(path, kwargs)
     refuse_missing(path)
     finish_move(path)
@@ -112,14 +112,14 @@ def load_config(path: str, kwargs: Mapping[str, Any]) -> tuple[PreTrainedConfig,
 
 
 def _read_config(path: str, source: Any, taken: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return the config of ``source``, which may be another place than the ``path`` of the weights, and what is left of
-    the arguments ``taken``.
+    """Return the config of ``source``, and those of the arguments ``taken`` that the config did not use; ``path`` is
+    the place of the weights, which may differ from ``source``.
     """
     file = os.path.join(path, taken.get(FILE) or "config.json")
     try:
         with made_or_explained(file if os.path.isdir(path) else path):
             told, _ = PreTrainedConfig.get_config_dict(source, **taken)
-            # Classes of configs make lists of as many entries.
+            # Config classes create lists of this length, so a huge number would fill the memory.
             refuse_endless(told, source)
             config, rest = AutoConfig.from_pretrained(source, return_unused_kwargs=True, **taken)
     except errors.ConfigError as error:
@@ -133,7 +133,9 @@ def _read_config(path: str, source: Any, taken: dict[str, Any]) -> tuple[Any, di
 
 
 def refuse_weights_alone(directory: Path) -> None:
-    """Refuse a directory with another trainer's weights and no config, which a user has to give then."""
+    """Raise :class:`CheckpointError` for a directory with another library's weights but no config: users must pass
+    one.
+    """
     source = find_source(directory)
     if source is not None and not (directory / "config.json").exists():
         raise errors.CheckpointError(
@@ -143,7 +145,7 @@ def refuse_weights_alone(directory: Path) -> None:
 
 
 def refuse_endless(told: Mapping[str, Any], path: Any) -> None:
-    """Refuse a config, as read, with more layers or experts than any model could have, in any of its parts."""
+    """Raise :class:`ConfigError` for a config, as read from its file, with impossibly many layers or experts."""
     for name, value in told.items():
         if isinstance(value, Mapping):
             refuse_endless(value, path)
@@ -155,7 +157,7 @@ def refuse_endless(told: Mapping[str, Any], path: Any) -> None:
 
 
 def check_place(path: Any, subfolder: str = "") -> None:
-    """Refuse a ``path`` that cannot contain a checkpoint, or has one of another trainer's."""
+    """Raise :class:`CheckpointError` for a ``path`` that holds no checkpoint, or another library's checkpoint."""
     errors.check_path("path", path)
     if os.path.isfile(path):
         trainer = written_elsewhere(Path(path))
@@ -168,7 +170,7 @@ def check_place(path: Any, subfolder: str = "") -> None:
 
 
 def refuse_missing(path: str) -> None:
-    """Refuse a missing path, which the Hub's own message would call a wrong repository name."""
+    """Raise :class:`CheckpointError` for a missing path; the Hub's own error would complain about a repository name."""
     if not os.path.exists(path) and errors.written_like_a_path(path):
         raise errors.CheckpointError(
             f"{path} does not exist: give a directory with a config.json, or a Hub id like owner/name"
@@ -178,7 +180,9 @@ def refuse_missing(path: str) -> None:
 def arguments_with_config(
     kwargs: Mapping[str, Any], unread: Iterable[str], config: PreTrainedConfig, quantization: Any
 ) -> dict[str, Any]:
-    """Return arguments of ``from_pretrained`` beside ``config``, which contains all of ``kwargs`` except ``unread``."""
+    """Return the arguments of ``from_pretrained``: ``config``, and those of ``kwargs`` that ``config`` left
+    ``unread``.
+    """
     kept = {
         key: value
         for key, value in kwargs.items()
@@ -194,7 +198,7 @@ def arguments_with_config(
 
 
 def check_sizes(config: PreTrainedConfig) -> None:
-    """Refuse sizes that make a model without layers or vocabulary, or one too large to exist."""
+    """Raise :class:`ConfigError` for sizes of zero layers or an empty vocabulary, or impossibly large sizes."""
     for name, most in _SIZES.items():
         size = field(config, name)
         least = 0 if name in _MAY_BE_NONE else 1
