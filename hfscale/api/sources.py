@@ -1,7 +1,7 @@
-"""Sources of a model: a checkpoint, a seed, or memory.
+"""Define the sources of a model: a checkpoint, a seed, or memory.
 
-A source first gives the full model on the meta device, which is planned, and, once the mesh is formed, this rank's
-shards of it with local sizes.
+A source first provides the full model on the meta device, for the plan. After the mesh is formed, the source provides
+the model with local sizes and this rank's shards.
 """
 
 import copy

@@ -1,4 +1,4 @@
-"""Compare what a checkpoint stores with the parameters of the model that is to be loaded from it."""
+"""Compare the tensors of a checkpoint with the parameters of the model that is to be loaded from the checkpoint."""
 
 import math
 import warnings
@@ -7,16 +7,17 @@ from collections.abc import Collection, Sequence
 from ..errors import CheckpointError
 from ..plan import Plan
 
-_MOST = 0.5  # of the model's numbers
+_MOST = 0.5  # the fraction of missing values from which a warning is shown
 
 
 def check_coverage(
     plan: Plan, keys: Sequence[str], found: Collection[str], directory: str, *, tells: bool
 ) -> None:
-    """Raise :class:`CheckpointError` if none of the stored ``keys`` is a parameter of the model, and warn, on the rank
-    that ``tells``, if the checkpoint lacks most of the model's numbers; ``found`` are the names that keys become.
+    """Raise :class:`CheckpointError` if none of the stored ``keys`` is a parameter of the model, and warn (if
+    ``tells``) if the checkpoint lacks most of the model's values; ``found`` are the model's names of the stored keys.
 
-    transformers says so in its log alone, which scripts switch off, and goes on with random weights.
+    transformers reports missing tensors only in its log, which scripts often switch off, and continues with random
+    weights.
     """
     stored = {plan.by_name[name].tied_to or name for name in found if name in plan.by_name}
     owned = list(plan.owned())
