@@ -1,8 +1,8 @@
-"""Trained parameters that stand around a parallelized model: in a user's module, or a prompt of PEFT's.
+"""Find trained parameters outside of a parallelized model: in a user's module around it, or in a PEFT prompt.
 
-No layout knows them: ranks with other batches would each train their own, and no norm or save would count them. So
-over ranks they are refused at the first step. In one process they train as in stock code, and the plan takes them
-(:mod:`.runtime.latecomers`).
+No layout covers such parameters: ranks with different batches would each train their own copy, and no norm or save
+would include them. So over several ranks, the first step raises an error. In one process they train as in stock code,
+and are added to the plan (:mod:`.runtime.latecomers`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,8 +17,8 @@ from .runtime import Runtime
 
 
 def trained_around(runtime: Runtime, model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return trained parameters of ``model`` that are not of the parallelized model in it, by name; in one process,
-    also those that were put into it.
+    """Return trained parameters of ``model`` that do not belong to the parallelized model inside it, by name. In one
+    process, parameters that were added to the parallelized model later are returned, too.
     """
     if late := runtime.latecomers():
         live = runtime.live_parameters()
@@ -35,7 +35,7 @@ def trained_around(runtime: Runtime, model: nn.Module) -> dict[str, nn.Parameter
 
 
 def refuse_loss_around(runtime: Runtime, model: nn.Module) -> None:
-    """Raise :class:`ConfigError` for a loss that is computed around the model, in any layout."""
+    """Raise :class:`ConfigError` for a loss that a wrapper around the model computes, in any layout."""
     if computes_loss(model):
         raise ConfigError(
             f"the loss must be the loss of {class_name(runtime.model)}, got PEFT's CPT, which computes another loss "
@@ -45,7 +45,7 @@ def refuse_loss_around(runtime: Runtime, model: nn.Module) -> None:
 
 
 def refuse_trained_around(runtime: Runtime, model: nn.Module) -> None:
-    """Raise :class:`ConfigError` for such parameters over several ranks."""
+    """Raise :class:`ConfigError` for trained parameters outside of the model over several ranks."""
     layout = runtime.mesh.layout
     if layout.total_size == 1 or not (trained := trained_around(runtime, model)):
         return
@@ -58,7 +58,9 @@ def refuse_trained_around(runtime: Runtime, model: nn.Module) -> None:
 
 
 def refuse_without_around(runtime: Runtime, model: nn.Module, call: str, instead: str) -> None:
-    """Raise :class:`ConfigError`, in any layout, if ``call`` would leave such parameters out, as a save does."""
+    """Raise :class:`ConfigError`, in any layout, if ``call`` (a save) would omit trained parameters outside of the
+    model.
+    """
     trained = list(trained_around(runtime, model))
     if trained:
         raise ConfigError(
@@ -68,8 +70,8 @@ def refuse_without_around(runtime: Runtime, model: nn.Module, call: str, instead
 
 
 def labels_around(model: nn.Module, batch: Any) -> float | None:
-    """Return how many labels a step has where PEFT puts tokens of a prompt in front, so that each row's first label is
-    predicted too; ``None`` without such a prompt.
+    """Return the number of labels of a step if PEFT prepends prompt tokens to each row, so that the row's first label
+    is predicted, too; ``None`` without such a prompt.
     """
     if not puts_tokens_in_front(model):
         return None

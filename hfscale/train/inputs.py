@@ -41,12 +41,12 @@ _INDICES = (
 )
 _TENSORS = (*_INDICES, "inputs_embeds", "labels", "shift_labels", ROUTES)
 _WHOLE = (torch.int64, torch.int32)
-_FILLERS = {"labels": -100, "shift_labels": -100, ROUTES: -1}  # where not 0
-_NEAR = 0.93  # similarity from which an unknown name is taken for a misspelt one
+_FILLERS = {"labels": -100, "shift_labels": -100, ROUTES: -1}  # padding values other than 0
+_NEAR = 0.93  # similarity from which an unknown name counts as misspelled
 
 
 def microbatches_of(batch: Batch | Sequence[Batch], routes: Any = None) -> list[dict[str, Any]]:
-    """Return the ``batch`` of a step, a mapping or a list of mappings, as dictionaries with ``routes`` among them."""
+    """Return the ``batch`` of a step, a mapping or a list of mappings, as dictionaries that include ``routes``."""
     listed: Any = [batch] if isinstance(batch, Mapping) else batch
     batches = (
         list(listed)
@@ -97,7 +97,9 @@ def check_microbatch(runtime: Runtime, batch: Mapping[str, Any], loss: StepLoss)
             "logits_to_keep leaves positions without logits, but the loss covers all positions: leave it out"
         )
     refuse_lengths_alone(batch)
-    labels = ("labels", "shift_labels") if loss.ignores else ()  # others may be regression targets
+    labels = (
+        ("labels", "shift_labels") if loss.ignores else ()
+    )  # labels of other losses may be regression targets
     for name in (*_INDICES, *labels, ROUTES):
         value = batch.get(name)
         if value is not None and value.dtype not in _WHOLE:
@@ -217,14 +219,14 @@ def prepare(
     routes: Any = None,
 ) -> tuple[list[Microbatch], Tensor]:
     """Return the microbatches on this rank's device, and the number of valid labels for ``loss`` (by default the
-    model's) in the whole step, at least 1. Raise :class:`ConfigError` on every rank, if one refuses its batch or the
-    model cannot be trained this way.
+    model's loss) in the whole step, at least 1. Raise :class:`ConfigError` on every rank if any rank refuses its batch,
+    or if the model cannot be trained this way.
     """
     mesh = runtime.mesh
     rows = list[Counts]()
     refused = None
     microbatches = list[Microbatch]()
-    runtime.data.release()  # what FSDP2 holds at rest is looked at
+    runtime.data.release()  # the checks read FSDP2's shards, not gathered parameters
     with runtime.contents.fixed():
         before_step(runtime) if train else check_model(runtime)
         loss = _loss_of(runtime, loss)
@@ -254,7 +256,7 @@ def prepare(
 def _tell_what_is_hardly_meant(
     runtime: Runtime, loss: StepLoss, rows: Sequence[Counts], total: int
 ) -> None:
-    """Warn, on one rank, of what stock code takes in silence."""
+    """Warn, on one rank, of probable mistakes in a batch that stock code accepts silently."""
     if runtime.mesh.speaks_for_batch and any(row.numbered for row in rows):
         tell_of_numbers()
     counts_labels = loss.needs_labels and loss.ignores
@@ -274,7 +276,7 @@ def _as_the_model_takes(
     moved = to_device(microbatches, device)
     if takes_argument(model, "use_cache"):
         for microbatch in moved:
-            # A cache of keys and values is for generation.
+            # A cache of keys and values is needed only for generation.
             microbatch.setdefault("use_cache", False)
     return moved
 
@@ -296,7 +298,7 @@ def _agreed(
         seen = look_at(
             given, loss.count_labels, hashed=sharing is not None, tokens=_vocabulary(runtime, given)
         )
-    except ConfigError as error:  # the others must not wait for this rank
+    except ConfigError as error:  # the other ranks must not wait for this rank
         refused = error
         told = executor.numbers_to_compare(False) if agrees else told
     rows, ranks = agree(given, seen, train, sharing if agrees else None, *told)
@@ -308,7 +310,7 @@ def _agreed(
 
 
 def _loss_of(runtime: Runtime, asked: StepLoss | None) -> StepLoss:
-    """Return the loss that the step is normalized for; refuse models and parameters that no batch can train."""
+    """Return the loss for which the step is normalized; raise for models and parameters that no batch can train."""
     loss = asked or runtime.loss
     if loss is None:
         raise ConfigError(
@@ -316,9 +318,11 @@ def _loss_of(runtime: Runtime, asked: StepLoss | None) -> StepLoss:
             f"loss (loss_type {getattr(runtime.model, 'loss_type', None)!r}): pass train_step a loss_fn, or loop over "
             "loss = model(**batch).loss and loss.backward() instead"
         )
-    if runtime.mesh.layout.total_size == 1:  # its plan takes what was added
+    if runtime.mesh.layout.total_size == 1:  # in one process, added parameters join the plan
         return loss
-    known = runtime.plan.by_name  # and not parameters that were added since the model was built
+    known = (
+        runtime.plan.by_name
+    )  # does not contain parameters that were added after the model was built
 
     def added(live: Mapping[str, nn.Parameter]) -> list[str]:
         strange = {name for name in live.keys() - known.keys() if stock_name(name) not in known}
@@ -332,7 +336,7 @@ def _loss_of(runtime: Runtime, asked: StepLoss | None) -> StepLoss:
             else []
         )
 
-    # second names, which cost less to find, may be of parameters in the plan
+    # an unknown name may be a second name of a parameter in the plan
     if added(runtime.live_parameters()) and (
         unknown := added(dict(runtime.model.named_parameters()))
     ):
@@ -389,7 +393,9 @@ def _microbatches(runtime: Runtime, given: Sequence[Batch], loss: StepLoss) -> l
 
 
 def _without_gaps(runtime: Runtime, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return ``batch``, or, if it has no rows, padding with ignored labels: the rank must join every collective."""
+    """Return ``batch``, or, if it has no rows, padding with ignored labels, because the rank must join all
+    collectives.
+    """
     tokens = next(
         (
             batch[name]

@@ -38,8 +38,9 @@ _log = logging.getLogger(__name__)
 
 
 def count_whole(runtime: Runtime) -> None:
-    """Make ``model.num_parameters()`` return the number of the full model, on every rank, without communication:
-    parameters of other stages are assumed to train as when the model was built (adapters alone, or everything).
+    """Make ``model.num_parameters()`` return the number of parameters of the full model, on every rank, without
+    communication. Parameters of other pipeline stages are assumed to be trainable as when the model was built (only
+    adapters, or everything).
     """
     model = runtime.model
     plan = runtime.plan
@@ -88,7 +89,7 @@ def refuse_changes(model: Any, layout: ParallelConfig) -> None:
 
     def resize(new_num_tokens: int | None = None, *_: Any, **__: Any) -> Any:
         if new_num_tokens in (None, model.config.get_text_config().vocab_size):
-            return model.get_input_embeddings()  # as transformers does if nothing changes
+            return model.get_input_embeddings()  # like transformers if the size does not change
         raise ConfigError(
             f"resize_token_embeddings({new_num_tokens}) would make this {kind} differ from its plan, on which the loss "
             "and the saves depend. Resize the model while it is loaded: hfscale.from_pretrained(directory, "
@@ -118,13 +119,15 @@ def refuse_changes(model: Any, layout: ParallelConfig) -> None:
 
 
 class SharedBatch(Part):
-    """Check that ranks that share a batch get the same one, also in plain loops."""
+    """Check that ranks that must get the same batch do, even in plain loops."""
 
     def __init__(self) -> None:
         self._first: RemovableHandle | None = None
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
-        """Compare the first batch of a plain loop, by a hook. Installed after the parts that synchronize RNG state."""
+        """Add a hook that compares the first batch of a plain loop; installed after parts that synchronize RNG
+        state.
+        """
         sharing = runtime.mesh.sharing
         names = list(inspect.signature(runtime.model.forward).parameters)
 
@@ -155,17 +158,19 @@ class SharedBatch(Part):
     def check_step(
         self, runtime: Runtime, batches: Sequence[Batch], user_loss: bool = False
     ) -> None:
-        """Remove the hook on plain loops: a step compares its batches itself."""
+        """Remove the hook for plain loops, because a training step compares its batches itself."""
         if self._first is not None:
             self._first.remove()
 
 
 class StockCode(Part):
-    """Guard against stock code that takes shards for the full model; ``model.save_pretrained`` becomes ``save``."""
+    """Guard against stock code that would treat shards as the full model; replace ``model.save_pretrained`` by
+    ``save``.
+    """
 
     def __init__(self, save: Callable[..., None]) -> None:
         self._save = save
-        # the modules, parameters and loss that were built; ``None`` in one process
+        # record of the modules, parameters and loss as built; ``None`` in one process
         self.structure: Structure | None = None
         self._looks = True
 
@@ -174,7 +179,7 @@ class StockCode(Part):
         model = runtime.model
         layout = runtime.mesh.layout
         refuse_changes(model, layout)
-        # Transformers would save adapters' wrapped names.
+        # Transformers would save weights under the names of PEFT's wrappers.
         if layout.total_size > 1 or runtime.plan.adapters:
             model.save_pretrained = _saves_all_of_it(model, self._save)
         refuse_other_optimizers(runtime)
@@ -185,7 +190,7 @@ class StockCode(Part):
         refuse_stock_clipping(runtime)
         count_whole(runtime)
         self.structure = Structure(runtime)
-        # Stages run in steps alone, with older weights in some schedules.
+        # Pipeline stages run only in training steps, with older weights in some schedules.
         if runtime.plan.stages is None:
             model.register_forward_pre_hook(self._check_called_model, prepend=True)
 
@@ -195,7 +200,7 @@ class StockCode(Part):
             self.structure.check()
 
     def around_gradients(self, runtime: Runtime) -> AbstractContextManager[None]:
-        """Do not look again at each microbatch of a step, which :func:`before_step` has checked."""
+        """Skip the check at each microbatch of a step, because :func:`before_step` has already checked the model."""
         return attribute_replaced(self, "_looks", False)
 
 
@@ -207,13 +212,15 @@ def check_model(runtime: Runtime) -> None:
 
 
 def as_built(runtime: Runtime) -> AbstractContextManager[None]:
-    """Put the built modules back inside the ``with`` block, and warn of those that replaced them; refuse nothing."""
+    """Restore the built modules inside the ``with`` block, and warn (without an error) of modules that replaced
+    them.
+    """
     stock = runtime.part(StockCode)
     return nullcontext() if stock is None or stock.structure is None else stock.structure.as_built()
 
 
 def _saves_all_of_it(model: Any, save: Callable[..., None]) -> Callable[..., None]:
-    """Return a ``model.save_pretrained`` for stock loops, which call it on every rank with Accelerate's arguments."""
+    """Return a ``model.save_pretrained`` for stock loops, which call it with Accelerate's arguments on every rank."""
 
     def save_pretrained(
         save_directory: Any,
@@ -235,7 +242,9 @@ def _saves_all_of_it(model: Any, save: Callable[..., None]) -> Callable[..., Non
 
 
 def before_step(runtime: Runtime) -> None:
-    """Refuse to train a model that was changed, is in float16, has no gradients or whose replicas drifted apart."""
+    """Raise :class:`ConfigError` if the model was changed, is in float16, or cannot have gradients, or if its replicas
+    differ.
+    """
     check_model(runtime)
     if not torch.is_grad_enabled():
         raise ConfigError(
@@ -244,7 +253,7 @@ def before_step(runtime: Runtime) -> None:
         )
     runtime.steps += 1
     if runtime.steps == 1:
-        # in float16 gradients could not be unscaled; by the plan, the same on every rank
+        # float16 gradients could not be unscaled; decided by the plan, so that every rank raises
         if name := next(
             (p.name for p in runtime.plan.parameters if p.dtype == torch.float16), None
         ):
@@ -263,7 +272,7 @@ def before_step(runtime: Runtime) -> None:
 
 
 def _warn_of_rounding(runtime: Runtime) -> None:
-    """Warn of weights that are quantized, and of a launcher's precision that differs from the model's."""
+    """Warn of quantized weights, and of a launcher's precision that differs from the model's precision."""
     for line in describe_quantization(runtime.plan)[1:]:
         _log.warning(
             "%s (so losses differ from the losses of one process by the rounding of these weights)",
@@ -283,7 +292,9 @@ def _warn_of_rounding(runtime: Runtime) -> None:
 
 
 def _warn_of_misread_rows(runtime: Runtime) -> None:
-    """Warn of 4-bit matrices that bitsandbytes misreads on CPUs, in stock models too, so no comparison shows it."""
+    """Warn of 4-bit matrices that bitsandbytes misreads on CPUs; stock models have the same error, so no comparison
+    detects it.
+    """
     quantized = runtime.plan.quantized
     if (
         quantized is None
@@ -327,7 +338,7 @@ def _warn_of_a_base_alone(runtime: Runtime) -> None:
 
 
 def _warn_of_lost_updates(runtime: Runtime) -> None:
-    """Warn of 16-bit weights that train: most updates are smaller than half their last bit, and rounded away."""
+    """Warn of trainable 16-bit weights: most updates are smaller than half of the last bit, and are rounded away."""
     if runtime.keeps_small_updates:
         return
     trained = [(planned.name, p.dtype) for planned, p in runtime.parameters() if p.requires_grad]

@@ -1,4 +1,4 @@
-"""Say by which numbers documents of a row are told: lengths for flash attention, and a mask that numbers them."""
+"""Find how a batch separates the documents of a row: by lengths for flash attention, or by a mask that numbers them."""
 
 import inspect
 import logging
@@ -22,7 +22,7 @@ LENGTHS = (
 
 
 def numbers_documents(batch: Mapping[str, Any], zero: Tensor) -> Tensor:
-    """Return whether a mask of a batch numbers documents, for which no ``position_ids`` speak."""
+    """Return, as a tensor, whether a batch's mask numbers documents while ``position_ids`` are missing."""
     mask = batch.get("attention_mask")
     if not isinstance(mask, Tensor) or batch.get("position_ids") is not None:
         return zero
@@ -32,7 +32,7 @@ def numbers_documents(batch: Mapping[str, Any], zero: Tensor) -> Tensor:
 
 
 def has_numbered_documents(batch: Mapping[str, Any]) -> bool:
-    """Return whether a batch's mask has numbers of documents and nothing else tells them apart; reads the mask."""
+    """Return whether a batch's mask contains numbers of documents, and nothing else separates them; reads the mask."""
     return bool(numbers_documents(batch, torch.zeros((), dtype=torch.int64)))
 
 
@@ -45,7 +45,7 @@ def tell_of_numbers() -> None:
 
 
 def refuse_lengths_alone(batch: Mapping[str, Any]) -> None:
-    """Raise :class:`ConfigError` for several documents in a row that lengths alone tell."""
+    """Raise :class:`ConfigError` if only lengths, without ``position_ids``, separate several documents in a row."""
     lengths = batch.get(LENGTHS[0])
     if isinstance(lengths, Tensor) and len(lengths) > 2 and batch.get("position_ids") is None:
         raise ConfigError(
@@ -55,9 +55,9 @@ def refuse_lengths_alone(batch: Mapping[str, Any]) -> None:
 
 
 def with_document_lengths(batch: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
-    """Add the ``cu_seq_lens`` arguments by which flash attention keeps packed examples apart; refuse models that take
-    none. Without them, transformers derives borders from ``position_ids`` by a device sync in every layer if there is
-    one row, and attends across examples if there are several.
+    """Add the ``cu_seq_lens`` arguments with which flash attention separates packed documents; raise for models that do
+    not accept them. Without these arguments, transformers derives document boundaries from ``position_ids`` with a
+    device synchronization in every layer if there is one row, and attends across documents if there are several rows.
     """
     if batch.get("attention_mask") is not None or any(
         batch.get(name) is not None for name in LENGTHS
