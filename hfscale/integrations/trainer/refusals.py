@@ -1,6 +1,6 @@
 """Refuse options of a Trainer that cannot work here, before anything is built or trained.
 
-Every function raises :class:`~hfscale.ConfigError`, which names the option and an alternative.
+Every function raises :class:`~hfscale.ConfigError` with a message that names the option and an alternative.
 """
 
 import os
@@ -68,11 +68,11 @@ def check_run(arguments: Any) -> None:
 
 
 def _check_arguments(arguments: Any) -> None:
-    alone = started_processes() == 1  # where stock code runs as it is
+    alone = started_processes() == 1  # in one process, stock code runs unchanged
     for name, why in _REFUSED.items():
         if getattr(arguments, name, None) and not (alone and name in _OF_SEVERAL_RANKS):
             raise ConfigError(f"TrainingArguments({name}={getattr(arguments, name)!r}) {why}")
-    Options(compile=compiler_of(arguments))  # or it refuses the backend
+    Options(compile=compiler_of(arguments))  # raises if the backend is invalid
     if not arguments.average_tokens_across_devices and arguments.world_size > 1:
         raise ConfigError(
             "TrainingArguments(average_tokens_across_devices=False) asks for a mean of per-rank means, but hfscale's "
@@ -92,7 +92,7 @@ def _check_arguments(arguments: Any) -> None:
 
 
 def check_dispatch(arguments: Any) -> None:
-    """Refuse batches that are dispatched to several processes."""
+    """Raise for ``dispatch_batches=True``, which sends slices of batches to several processes."""
     if started_processes() > 1 and arguments.accelerator_config.dispatch_batches:
         raise ConfigError(
             "TrainingArguments(accelerator_config={'dispatch_batches': True}) slices batches over all processes, even "
@@ -101,7 +101,9 @@ def check_dispatch(arguments: Any) -> None:
 
 
 def check_engine(kind: type, arguments: Any) -> None:
-    """Refuse an engine of a trainer that fills it by itself, and a loss of full heads: both would get shards."""
+    """Raise for a trainer that sends weights to its engine itself, or computes its loss from full heads: both would get
+    shards.
+    """
     if distils(kind) and not issubclass(kind, DistillationHooks):
         raise ConfigError(
             f"{kind.__name__} computes its loss from full output heads, but hfscale may shard them: subclass "
@@ -116,7 +118,7 @@ def check_engine(kind: type, arguments: Any) -> None:
 
 
 def check_layout_of(model: nn.Module, layout: ParallelConfig) -> None:
-    """Check that the layout of a model that is not parallelized yet is for the processes that were started."""
+    """Check that the layout for a stock model fits the number of processes that were started."""
     processes = started_processes()
     if layout.total_size != processes:
         raise ConfigError(
@@ -163,9 +165,9 @@ def check_model(runtime: Runtime, arguments: Any) -> None:
 
 
 def _check_kernels(runtime: Runtime) -> None:
-    """Refuse a model that was built without the kernels that its Trainer is asked for.
+    """Raise for a model that was built without the kernels that the Trainer's arguments request.
 
-    In one process a Trainer without Liger may be made, for all but training, which Trainer itself then refuses.
+    In one process, a Trainer can be created without an installed Liger, but its ``train`` raises an error.
     """
     built = (
         "TrainingArguments(use_liger_kernel=True), and the model was built without Liger's kernels"
@@ -180,7 +182,7 @@ def _check_kernels(runtime: Runtime) -> None:
 
 
 def check_trainer(trainer: Any, scores_tokens: bool) -> None:
-    """Check a Trainer that has been made: its loss, which may be of token scores, its data and its microbatches."""
+    """Check a created Trainer: its loss (``scores_tokens``: of token scores), its data and its microbatches."""
     runtime: Runtime = trainer.runtime
     name = type(trainer).__name__
     collator = getattr(trainer, "data_collator", None)
@@ -211,7 +213,9 @@ def check_trainer(trainer: Any, scores_tokens: bool) -> None:
 
 
 def _check_generation(trainer: Any, runtime: Runtime) -> None:
-    """Refuse generation by a model that no rank can run alone, and losses that look at a whole step at once."""
+    """Raise for generation if no rank can run the model alone, and for losses that need all tokens of a step at
+    once.
+    """
     args = trainer.args
     layout = runtime.mesh.layout
     own = not getattr(args, "use_vllm", False) and getattr(trainer, "rollout_func", None) is None
@@ -238,7 +242,7 @@ def _check_generation(trainer: Any, runtime: Runtime) -> None:
 
 
 def _check_stages(trainer: Any, runtime: Runtime, scores_tokens: bool) -> None:
-    """Refuse options that need the full model on one rank."""
+    """Raise for options that need the full model on one rank."""
     layout = runtime.mesh.layout.describe()
     name = type(trainer).__name__
     count = trainer.args.gradient_accumulation_steps
@@ -269,7 +273,7 @@ def _check_stages(trainer: Any, runtime: Runtime, scores_tokens: bool) -> None:
 
 
 def _check_step(trainer: Any, runtime: Runtime) -> None:
-    """Check the microbatches that a step will have, and that their labels can be smoothed."""
+    """Check the microbatches of a step, and whether their labels can be smoothed."""
     args = trainer.args
     layout = runtime.mesh.layout
     if trainer.uses_train_step and args.label_smoothing_factor and runtime.plan.loss is None:
@@ -304,7 +308,9 @@ def _check_step(trainer: Any, runtime: Runtime) -> None:
 
 
 def check_cached(dataset: Any, processes: int) -> None:
-    """Refuse rows in memory beside which the first rank would cache scores: other ranks would look elsewhere."""
+    """Raise for a data set in memory, for which the first rank would cache scores where other ranks cannot find
+    them.
+    """
     if processes > 1 and getattr(dataset, "cache_files", None) == []:
         raise ConfigError(
             f"precompute_ref_log_probs=True in {processes} processes needs a data set that is read from a file, "

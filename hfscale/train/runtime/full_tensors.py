@@ -149,8 +149,8 @@ def _pieces(
     mesh: Mesh,
     to: Sequence[int],
 ) -> dict[int, list[_Piece]]:
-    """Return the shards that each rank sends, in order; if only one rank wants a full tensor that it has, nothing is
-    sent.
+    """Return the shards that each rank sends, in order. A tensor that is not sharded is not sent if its rank is the
+    only one in ``to``.
     """
     result: dict[int, list[_Piece]] = {}
     for entry in bucket:
