@@ -1,4 +1,4 @@
-"""Plan a model with adapters, and refuse unsupported ones. Needs no processes."""
+"""Plan a model with adapters, and raise for unsupported adapters; needs no processes."""
 
 import copy
 import re
@@ -45,17 +45,17 @@ def plan_with_adapters(
 
 
 def is_known(config: Any, plan: Plan) -> bool:
-    """Return whether hfscale places the adapters of a config itself; in one process PEFT's own functions take others.
+    """Return whether hfscale itself adds a config's adapters; in one process, PEFT's own functions add the others.
 
     Raises:
-        ConfigError: the config is right nowhere.
+        ConfigError: the config is supported in no layout.
     """
     refuse_wrong(config, plan)
     _refuse_quantized_copies(config, plan)
     try:
         _check(config, plan)
     except ConfigError:
-        # PEFT does not know modules that hold such weights.
+        # PEFT does not support modules that hold such weights.
         if plan.quantized is not None and plan.quantized.as_stored:
             raise
         return False
@@ -73,7 +73,7 @@ def wrap_and_plan(
     beside: bool = False,
 ) -> tuple[Any, Plan]:
     """Return PEFT's model around ``template``, and the stock ``plan`` with its parameters; PEFT completes ``config``.
-    With ``beside`` ``template`` is PEFT's model with other adapters, which the plan gets as well.
+    With ``beside``, ``template`` is PEFT's model with other adapters, and the plan includes them, too.
     """
     _check(config, plan)
     asked = copy.deepcopy(config)
@@ -87,7 +87,7 @@ def wrap_and_plan(
         )
         raise ConfigError(f"{error}{hint}") from error
     adapters = adapter_parameters(whole, plan)
-    if new:  # saved configs may list names that this model lacks; there the tensors decide
+    if new:  # saved configs may list names that this model lacks; for saved adapters, the tensors are checked instead
         own = [adapter for adapter in adapters if adapter.adapter == name]
         check_matches(asked, config, plan, own)
     planned = plan_with(whole, adapters, plan, fused)
@@ -112,7 +112,7 @@ def plan_with(
 
 
 def _plan_fused(whole: Any, plan: Plan) -> FusedAdaptersPlan:
-    """Return which projections compute LoRA by one operator, and why others do not."""
+    """Return the projections that compute LoRA by one operator, and the reasons why other projections do not."""
     again: set[str] = set()
     if plan.layout.sequence_regather:
         again = {name for block in plan.blocks for name in (*block.column, *block.shared)}
@@ -136,7 +136,7 @@ def _plan_fused(whole: Any, plan: Plan) -> FusedAdaptersPlan:
 
 
 def _check(config: Any, plan: Plan) -> None:
-    """Refuse unsupported configs before anything is wrapped."""
+    """Raise :class:`ConfigError` for unsupported configs before anything is wrapped."""
     refuse_wrong(config, plan)
     check_config(config)
     tied = next((planned for planned in plan.parameters if planned.tied_to is not None), None)
@@ -169,7 +169,9 @@ def _check(config: Any, plan: Plan) -> None:
 
 
 def _check_tying(config: Any, plan: Plan, tied: ParameterPlan) -> None:
-    """Refuse low-rank factors on tied weights, and copies of a head that has a bias, which PEFT's tied copy lacks."""
+    """Raise for low-rank factors on tied weights, and for copies of a head with a bias, which PEFT's tied copy
+    omits.
+    """
     wanted = getattr(config, "target_modules", None) or ()
     ends = {name.rpartition(".")[0] for name in (tied.name, str(tied.tied_to))}
     listed = () if isinstance(wanted, str) else wanted
@@ -177,7 +179,7 @@ def _check_tying(config: Any, plan: Plan, tied: ParameterPlan) -> None:
     if isinstance(wanted, str):
         adapted = [end for end in ends if re.fullmatch(wanted, end)]
     if adapted:
-        # PEFT ties factors by views of one storage, each a parameter with a gradient of its own.
+        # PEFT ties factors as views of one storage, but each view is a parameter with its own gradient.
         raise ConfigError(
             f"ensure_weight_tying=True must have no target_modules on tied weights ({tied.name} is tied to "
             f"{tied.tied_to}), got {adapted[0]}: train the tied weight with modules_to_save or "
@@ -193,7 +195,7 @@ def _check_tying(config: Any, plan: Plan, tied: ParameterPlan) -> None:
 
 
 def _check_copies(config: Any, plan: Plan) -> None:
-    """Refuse trained copies of modules that are cut, or hold cut or quantized ones."""
+    """Raise for trained copies of modules that are sharded, or that contain sharded or quantized modules."""
     # Copies of experts with their router cannot be expert-parallel.
     mixtures = (
         [mixture.name.rpartition(".")[0] for mixture in plan.mixtures] if plan.layout.ep > 1 else []
@@ -211,7 +213,7 @@ def _check_copies(config: Any, plan: Plan) -> None:
 
 
 def _refuse_quantized_copies(config: Any, plan: Plan) -> None:
-    """Refuse trained copies of modules whose weights are quantized: they have no gradients, in stock code neither."""
+    """Raise for trained copies of modules with quantized weights, which have no gradients (in stock code, too)."""
     quantized = plan.quantized
     head = plan.head
     for wanted in getattr(config, "modules_to_save", None) or ():
@@ -221,7 +223,8 @@ def _refuse_quantized_copies(config: Any, plan: Plan) -> None:
             if f".{wanted}." in f".{name}."
         ]
         if inside and quantized is not None:
-            # transformers matches prefixes of names, and a user's list replaces its own, which has the head.
+            # transformers matches prefixes of names, and a user's list replaces transformers' own list, which contains
+            # the head.
             paths = [name[: f".{name}.".index(f".{wanted}.") + len(wanted)] for name in inside]
             skipped = list(
                 dict.fromkeys(
@@ -243,7 +246,9 @@ def _refuse_quantized_copies(config: Any, plan: Plan) -> None:
 
 
 def _check_places(plan: Plan) -> None:
-    """Refuse DoRA on a cut embedding, and adapters on several stages: gradients of the model's own are summed there."""
+    """Raise for DoRA on a sharded embedding, and for adapters on modules of several stages, where only gradients of the
+    model's own parameters are summed.
+    """
     for adapter in plan.adapters:
         embeds = (
             adapter.base == f"{plan.embedding}.weight"
@@ -263,7 +268,7 @@ def _check_places(plan: Plan) -> None:
 
 
 def refuse_cut_groups(config: Any, plan: Plan) -> None:
-    """Raise :class:`ConfigError` if RoAd's groups of outputs, each rotated as one, lie across tensor ranks."""
+    """Raise :class:`ConfigError` if one of RoAd's groups of outputs, which are rotated together, spans tensor ranks."""
     size = int(getattr(config, "group_size", 1) or 1)
     for adapter in plan.adapters:
         base = plan.by_name[adapter.base]
@@ -280,8 +285,8 @@ def refuse_cut_groups(config: Any, plan: Plan) -> None:
 
 
 def type_beside(base: torch.dtype, kept_in: str, autocast: bool = True) -> torch.dtype:
-    """Return an adapter's dtype: PEFT keeps factors of narrower weights in 32 bits, in their own without ``autocast``,
-    and copies in their dtype.
+    """Return an adapter's dtype, by PEFT's rules: factors of quantized weights, and with ``autocast`` of 16-bit
+    weights, are in 32 bits; all other factors, and trained copies, have the weight's dtype.
     """
     wide = base.is_floating_point and (base.itemsize > 2 or not autocast)
     return base if wide or kept_in in COPIES else torch.float32

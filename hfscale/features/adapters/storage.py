@@ -52,7 +52,7 @@ OF_WHOLE_PROJECTIONS = (
     "VERA",
     "WAVEFT",
 )
-"""Methods whose wrappers compute a whole projection on every tensor rank: see ``whole_projections``."""
+"""Methods whose wrappers compute a full projection on every tensor rank: see ``whole_projections``."""
 _METHODS = (
     "LORA",
     "IA3",
@@ -89,9 +89,9 @@ _WHY_REFUSED = {
         "PROMPT_TUNING",
     ),
 }
-# They compute with a weight's own values, or were not tried over quantized ones.
+# Methods that compute with a weight's own values, or were not tested over quantized weights.
 _OF_PLAIN_WEIGHTS = ("LOHA", "HIRA", "ROAD", "BEFT", *OF_WHOLE_PROJECTIONS)
-# Options of LoRA that are refused over ranks, and why; variants that are added later have no reason here.
+# Options of LoRA that raise an error over ranks, and the reason; later variants of PEFT have no reason here.
 _LORA_REFUSED = {
     "layer_replication": "it runs layers several times, which a plan has once",
     "megatron_config": "it is of another library's projections",
@@ -105,9 +105,9 @@ _LORA_REFUSED = {
 }
 _INITS = ("gaussian", "olora", "orthogonal", "loftq")
 DECOMPOSING = ("pissa", "olora")
-"""Starts that take the factors' product out of the weight, which PEFT repeats when it loads the adapter."""
+"""Initializations that subtract the factors' product from the weight; PEFT repeats this when it loads the adapter."""
 _OTHER_DECOMPOSING = ("corda", "loftq", "lora_ga")
-# Which PEFT computes from, or for, a module's own weight.
+# Initializations that PEFT computes from a module's own weight, or that change it.
 _OF_MATRICES = (
     "pissa",
     "olora",
@@ -122,15 +122,15 @@ _CARD = "README.md"
 
 @dataclass(frozen=True)
 class AdapterFiles:
-    """What to write of an adapter, as the arguments of PEFT's ``save_pretrained`` ask for it."""
+    """Hold the arguments of PEFT's ``save_pretrained`` that select the files to write."""
 
-    embeddings: bool | str = "auto"  # its save_embedding_layers
+    embeddings: bool | str = "auto"  # PEFT's argument save_embedding_layers
     safetensors: bool = True
     card: bool = False  # write PEFT's model card
 
 
 def weights_file(directory: Path) -> Path:
-    """Return the file with an adapter's weights: safetensors, or that of older versions of PEFT if it is alone."""
+    """Return the file with an adapter's weights: the safetensors file, or, if it is missing, the file of older PEFT."""
     old = directory / _OLD_WEIGHTS
     return old if old.exists() and not (directory / WEIGHTS).exists() else directory / WEIGHTS
 
@@ -149,7 +149,7 @@ def config_class(method: str) -> tuple[type, dict[str, Any]]:
 
 
 def read_config(source: Any) -> tuple[Any, str | None]:
-    """Return a PEFT config, and the path or Hub id of the saved adapter it was read from, if any."""
+    """Return a PEFT config, and the path or Hub id of the saved adapter from which it was read, if any."""
     from peft import PeftConfig
 
     if isinstance(source, PeftConfig):
@@ -181,16 +181,16 @@ def read_config(source: Any) -> tuple[Any, str | None]:
 
 
 def complete_config(given: Any, resolved: Any) -> None:
-    """Write into the caller's config, if ``given`` is one, what PEFT has put into its copy, as its own functions do:
-    the modules that 'all-linear' or a family's default stands for, and the base model's name.
+    """Copy the fields that PEFT has filled in ``resolved`` to ``given``, if the caller passed a config, like PEFT's own
+    functions: the modules for 'all-linear' or a family's default, and the base model's name.
     """
     if type(given) is type(resolved):
         vars(given).update(vars(resolved))
 
 
 def refuse_wrong(config: Any, plan: Plan) -> None:
-    """Raise :class:`ConfigError` for initial values that are right in no layout: a saved adapter would lose them, or
-    PEFT cannot compute them.
+    """Raise :class:`ConfigError` for initial values that are wrong in every layout, because a saved adapter would lose
+    them, or because PEFT cannot compute them.
     """
     init = getattr(config, "init_lora_weights", True)
     if not isinstance(init, str):
@@ -211,7 +211,7 @@ def refuse_wrong(config: Any, plan: Plan) -> None:
 
 
 def refuse_unfit_files(config: Any, directory: Path) -> None:
-    """Raise :class:`ConfigError` for a saved adapter whose change of the weights its file does not tell."""
+    """Raise :class:`ConfigError` for a saved adapter whose file does not contain its whole change of the weights."""
     if config.is_prompt_learning:
         raise ConfigError(
             f"{directory} must be an adapter of weights, got {type(config).__name__}, which adds virtual "
@@ -228,7 +228,7 @@ def refuse_unfit_files(config: Any, directory: Path) -> None:
 
 
 def check_config(config: Any) -> None:
-    """Raise :class:`ConfigError`, naming the option, if a config is not known to be right over shards."""
+    """Raise :class:`ConfigError`, naming the option, if hfscale does not support a config over shards."""
     method = getattr(config.peft_type, "value", config.peft_type)
     if method not in _METHODS:
         reason = next(
@@ -265,7 +265,7 @@ def check_config(config: Any) -> None:
 
 
 def check_over_quantized(config: Any, quantized: QuantizedPlan, batch_world: int) -> None:
-    """Raise :class:`ConfigError`, naming the option, if a config is not known to be right over quantized weights."""
+    """Raise :class:`ConfigError`, naming the option, if hfscale does not support a config over quantized weights."""
     bits = quantized.bits
     method = getattr(config.peft_type, "value", config.peft_type)
     if method in _OF_PLAIN_WEIGHTS:
@@ -295,7 +295,7 @@ def needs_weights(config: Any) -> bool:
 
 
 def starts_by_products(config: Any) -> bool:
-    """Return whether initial values are products with the weights, in any dtype, and no decompositions of them."""
+    """Return whether initial values are products with the weights, in any dtype, not decompositions of the weights."""
     return getattr(config.peft_type, "value", config.peft_type) == "DEFT"
 
 
@@ -305,8 +305,9 @@ def stored_names(
     plan: Plan,
     embeddings: Any,
 ) -> dict[str, str]:
-    """Map names of parameters in the plan to their keys in a saved adapter: of several that PEFT may write, the first
-    that it reads. It writes biases of trained copies under the wrapper's name as well, which it ignores as it loads.
+    """Map names of parameters in the plan to their keys in a saved adapter. If PEFT may write several keys for a
+    parameter, the first key that PEFT reads is used: PEFT also writes biases of trained copies under the wrapper's
+    name, but ignores this name when it loads.
     """
     keys: dict[str, str] = {}
     for key, parameter in stored_keys(whole, name, plan, embeddings).items():
@@ -323,9 +324,10 @@ def stored_keys(
 ) -> dict[str, str]:
     """Map keys of a saved adapter to names of parameters in the plan, by PEFT's own rules.
 
-    Besides adapters these are trained biases, and the embeddings if they are adapted: ``embeddings`` is PEFT's
-    ``save_embedding_layers``, whose ``"auto"`` reads the base model's config, maybe from the Hub. A trained copy of an
-    embedding or a head has two keys in a file that holds embeddings: ``lm_head.weight``, and that of its wrapper.
+    In addition to adapters, a file contains trained biases, and embeddings if they are adapted. ``embeddings`` is
+    PEFT's ``save_embedding_layers``, whose value ``"auto"`` reads the base model's config, possibly from the Hub. A
+    trained copy of an embedding or a head has two keys in a file with embeddings: ``lm_head.weight``, and the key of
+    its wrapper.
     """
     adapters = {adapter.name for adapter in plan.adapters}
     live_names: dict[str, str] = {}
@@ -342,8 +344,8 @@ def load_adapter(
     plan: Plan,
     mesh: Mesh,
 ) -> dict[str, Tensor]:
-    """Return this rank's shards of a saved adapter, and give ``whole`` its fixed values; raise
-    :class:`CheckpointError` for other names or shapes.
+    """Return this rank's shards of a saved adapter, and set its fixed values in ``whole``; raise
+    :class:`CheckpointError` if names or shapes differ.
     """
     stored = _read_weights(path)
     for key in read_fixed(whole, name, stored, path):
@@ -359,7 +361,7 @@ def load_adapter(
                 "adapter onto the model that it was trained on"
             )
         owner = planned.tied_to or parameter
-        if owner in here:  # maybe by another name of a tied tensor
+        if owner in here:  # possibly under another name of a tied tensor
             shares[owner] = planned.take(tensor, mesh.ranks).clone().to(mesh.device)
     return shares
 
@@ -379,8 +381,9 @@ def _by_parameter(
     keys: Mapping[str, str],
     plan: Plan,
 ) -> dict[str, tuple[str, Tensor]]:
-    """Return the key and the full tensor of each parameter in a saved adapter, whose ``keys`` are of parameters; raise
-    :class:`CheckpointError` if it lacks one, has others, or holds two different tensors of a parameter.
+    """Return the key and the full tensor of each parameter in a saved adapter; ``keys`` maps its keys to parameters.
+    Raise :class:`CheckpointError` if the adapter lacks a parameter, has unexpected keys, or holds two different tensors
+    for one parameter.
     """
     tensors: dict[str, tuple[str, Tensor]] = {}
     for key in (key for key in keys if key in stored):
@@ -415,7 +418,9 @@ def adapter_tensors(
     among: Set[str] | None = None,
     embeddings: bool | str = "auto",
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield a file's tensors by key (``among``: of these names), full on ranks ``to``; every rank must exhaust it."""
+    """Yield a file's tensors by key (only the names in ``among``, if given), full on the ranks ``to``; every rank must
+    exhaust the iterator.
+    """
     plan = runtime.plan
     names = {}
     only_factors = among is not None and among <= {adapter.name for adapter in plan.adapters}
@@ -462,17 +467,17 @@ def save_adapter(
 
 
 def _write_card(whole: Any, target: Path, directory: Path) -> None:
-    """Write PEFT's model card, or what it makes of the one in ``target``, into ``directory``."""
+    """Write PEFT's model card, or PEFT's update of the card in ``target``, into ``directory``."""
     if (target / _CARD).exists():
         shutil.copyfile(target / _CARD, directory / _CARD)
     whole.create_or_update_model_card(str(directory))
 
 
 def _warn_of_experts(runtime: Runtime) -> None:
-    """Warn if engines would ignore the adapters of experts, since they look for each expert's under its own name."""
+    """Warn if engines would ignore the adapters of experts, because engines expect one adapter per expert's name."""
     plan = runtime.plan
     bases = [adapter.base for adapter in plan.adapters if adapter.experts]
-    # And no router's matrix.
+    # Excludes a router's matrix.
     stacked = next((base for base in bases if len(plan.by_name[base].shape) == 3), None)
     if stacked is None:
         return
@@ -485,7 +490,7 @@ def _warn_of_experts(runtime: Runtime) -> None:
 
 
 def write_adapter_config(whole: Any, name: str, directory: Path) -> None:
-    """Write ``adapter_config.json``; without a task it names the base's class, as PEFT's own does."""
+    """Write ``adapter_config.json``; without a task, it names the base model's class, like PEFT's own config."""
     config = whole.peft_config[name]
     base = type(whole.get_base_model())
     named = {"base_model_class": base.__name__, "parent_library": base.__module__}
