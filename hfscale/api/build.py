@@ -113,7 +113,7 @@ def from_pretrained(
     seed: int = 0,
     **hf_kwargs: Any,
 ) -> Any:
-    """Load a Hugging Face checkpoint, sharded, on this rank's device; call it on every rank; each rank reads only its
+    """Load a Hugging Face checkpoint, sharded, on this rank's device. Call it on every rank; each rank reads only its
     shards.
 
     Args:

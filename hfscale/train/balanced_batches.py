@@ -24,9 +24,9 @@ def balanced_batches(
     padded: bool = True,
     **order: Any,
 ) -> BatchRebalanceSampler:
-    """Return a ``batch_sampler`` for this rank whose batches take equally long on all data ranks, because the number of
-    rows varies. Times are estimated with the planner's seconds per token and per pair of tokens. A step has the same
-    rows in every layout, so its loss (the mean over all labels) does not change::
+    """Return a ``batch_sampler`` for this rank, whose batches vary in their number of rows so that they take equally
+    long on all data ranks. Times are estimated with the planner's seconds per token and per pair of tokens. A step has
+    the same rows in every layout, so its loss (the mean over all labels) does not change::
 
         sampler = hfscale.balanced_batches(model, lengths, batch_size=64, microbatches=4)
         batches = iter(DataLoader(rows, batch_sampler=sampler, collate_fn=collate))

@@ -41,7 +41,7 @@ def train_step(
     its number of labels, however the step was divided. A model with its own loss is weighted by rows or by labels,
     whichever its loss averages; ``print(plan)`` shows which. Losses that :class:`hfscale.RoutingConfig` adds are means
     over the tokens of the step; they are in the gradients, but not in the returned loss (see
-    :func:`hfscale.expert_load`). Losses of additional layers (multi-token prediction) are in both. Gradients are added
+    :func:`hfscale.expert_load`). Losses of layers in addition to the stock model are in both. Gradients are added
     to ``.grad``.
 
     Args:
@@ -173,7 +173,7 @@ def eval_step(
     teacher: ModelTeacher | None = None,
 ) -> Any:
     """Return the loss that :func:`train_step` would return, without gradients, in the model's current mode, and without
-    the losses of additional layers (multi-token prediction).
+    the losses of layers in addition to the stock model.
 
     Args:
         loss_fn, label_smoothing, num_items_in_batch, teacher: see :func:`train_step`.
@@ -226,8 +226,8 @@ def _divisors(
 
 def _divisor(asked: Any, count: Tensor, alone: bool) -> Tensor:
     """Return one divisor, or 1 for a zero. A zero that is the only divisor (``alone``) of several labels raises
-    :class:`ConfigError`. A tensor on a device is not read, to avoid waiting: in this case the result is NaN instead of
-    an error.
+    :class:`ConfigError`. A number on a device is not read, to avoid waiting: an invalid number then gives NaN instead
+    of an error.
     """
     if isinstance(asked, Tensor) and asked.numel() == 1:
         if asked.device.type != "cpu":

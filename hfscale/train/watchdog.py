@@ -42,7 +42,7 @@ def watchdog(
     patience: float = PATIENCE,
     end: bool = False,
 ) -> None:
-    """Report on stderr which ranks wait for which others, in which call and over which axis, if one waits too long.
+    """Report on stderr which ranks wait for which others, in which call and over which axis, if a wait takes too long.
 
     The watchdog complements torch's own timeouts, which end a collective after minutes without naming the missing rank.
     If a launcher started the ranks, a watchdog that only reports runs by default, unless ``HFSCALE_FAILURES=0``. Call
