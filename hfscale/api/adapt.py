@@ -197,9 +197,9 @@ def merge_and_unload(
     quantized = runtime.plan.quantized
     if quantized is not None and dtype is None:
         raise ConfigError(
-            f"adapters cannot be merged into weights that are {quantized.described}, because the sums would be rounded "
-            "again: pass dtype=torch.bfloat16 to merge into dequantized bfloat16 weights, or keep the base as it is "
-            "and write the adapter alone with hfscale.save_pretrained"
+            f"adapters cannot be added to weights {quantized.described} without rounding the sums again: pass "
+            "dtype=torch.bfloat16 to merge into dequantized bfloat16 weights, or keep the base as it is and write the "
+            "adapter alone with hfscale.save_pretrained"
         )
     refuse_tied(adapters, runtime.plan)
     refuse_not_finite(runtime)

@@ -96,7 +96,7 @@ class _Merged:
         for key, shape in self.resized().items():
             if not self.changed(key) and not self._is_buffer(key):
                 raise CheckpointError(
-                    f"the adapter was trained with {self.adapted.tokens} tokens but contains no {key}; {base} stores "
+                    f"the adapter was trained with {self.adapted.tokens} tokens, and has no {key}; {base} stores "
                     f"{self.stored[key].shape[0]} rows of it, and {shape[0]} are needed: save the adapter with the "
                     "embedding and the head (PEFT's save_embedding_layers=True)"
                 )
@@ -335,7 +335,7 @@ def adapter_for_engine(
     by_rows = next((each for each in adapted.adapters if each.tokens), None)
     if by_rows is not None:
         raise ConfigError(
-            f"{adapter} must contain only low-rank factors, got rows for {len(by_rows.tokens)} tokens of "
+            f"{adapter} must contain only low-rank factors, got rows of {len(by_rows.tokens)} tokens of "
             f"{by_rows.base}, which engines do not apply to a base: merge it (hfscale merge)"
         )
     adapted.refuse_beside_factors()

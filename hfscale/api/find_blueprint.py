@@ -93,7 +93,7 @@ def _that_holds(model: Any, written: Blueprint) -> Blueprint:
         return infer(model).blueprint
     except PlanError as error:
         raise PlanError(
-            f"tp_size > 1 needs {type(model).__name__} to match hfscale's entry for the family {family!r}, but the "
+            f"tp_size > 1 needs {type(model).__name__} as hfscale's entry of {family!r} describes it, but the "
             f"installed code differs ({objection}): use tp_size=1, or a release of transformers that hfscale was "
             f"tested with. Also, {error}"
         ) from error

@@ -201,7 +201,7 @@ def _refuse_other_files(source: Path) -> None:
     if strange is not None:
         raise CheckpointError(
             f"missing_ok=True is for a directory that does not exist yet or is empty, and {source} has no state of "
-            f"hfscale.save_state, but other files (for example {strange.relative_to(source)}): name a directory for "
+            f"hfscale.save_state, but other files ({strange.relative_to(source)}, for one): name a directory for "
             f"states alone, such as {source / 'states'}"
         )
 

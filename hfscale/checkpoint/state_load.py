@@ -130,8 +130,8 @@ class _Found:
             self.reader.check(key, like(planned))
             if (dtype := self.reader.dtype(key)) != parameter.dtype:
                 raise CheckpointError(
-                    f"{self.directory} has {planned.name} in {dtype}, but this model has it in {parameter.dtype}: "
-                    "build the model as it was when saved"
+                    f"{self.directory} has {planned.name} in {dtype} and this model in {parameter.dtype}: build the "
+                    "model as it was when saved"
                 )
 
     def _buffers(self) -> Iterator[tuple[str, Tensor]]:

@@ -131,7 +131,7 @@ def _check_names(
 def _check_value(name: str, value: Any, device: torch.device) -> None:
     if isinstance(value, list | ndarray):
         raise ConfigError(
-            f"{name} is a {type(value).__name__}: pass tensors of shape [rows, tokens], made by a collator of "
+            f"{name} is a {type(value).__name__}: give tensors, [rows, tokens], made by a collator of "
             "transformers (DataCollatorForLanguageModeling, default_data_collator) or by torch.tensor(...)"
         )
     if isinstance(value, str | bytes) or (
@@ -314,7 +314,7 @@ def _loss_of(runtime: Runtime, asked: StepLoss | None) -> StepLoss:
     loss = asked or runtime.loss
     if loss is None:
         raise ConfigError(
-            f"train_step normalizes the loss of a causal language model, but {class_name(runtime.model)} has another "
+            f"train_step normalizes a causal language model's loss, but {class_name(runtime.model)} has another "
             f"loss (loss_type {getattr(runtime.model, 'loss_type', None)!r}): pass train_step a loss_fn, or loop over "
             "loss = model(**batch).loss and loss.backward() instead"
         )

@@ -48,8 +48,8 @@ def refuse_tied(adapters: Any, plan: Plan, kinds: Collection[str] | None = None)
             )
         if merged and adapter.tied_to is None and not same <= alike:
             raise ConfigError(
-                f"{adapter.name} cannot be merged: {' and '.join(sorted(same))} are tied to one weight, and merging "
-                f"the adapter of {adapter.base} would change all of them: save the adapter without merging "
+                f"{adapter.name} cannot be merged: {' and '.join(sorted(same))} are one weight, and merging the "
+                f"adapter of {adapter.base} would change all of them: save the adapter without merging "
                 "(hfscale.save_pretrained), adapt modules of the layers instead, or train the tied weight itself "
                 "(ensure_weight_tying=True, with modules_to_save or trainable_token_indices)"
             )
@@ -81,8 +81,8 @@ def refuse_not_finite(runtime: Runtime) -> None:
         # The message begins with PEFT's text, which scripts may match.
         raise ConfigError(
             f"NaNs detected in the merged weights. The adapter {runtime.adapters.name} seems to be broken: "
-            f"{every[rank][0]} holds NaN or infinity on rank {rank} and cannot be merged. The model was left "
-            "unchanged: load an earlier state"
+            f"{every[rank][0]} holds NaN or infinity on rank {rank}, and cannot be merged: the model is as it was; "
+            "load an earlier state"
         )
 
 

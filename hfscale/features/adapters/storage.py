@@ -390,7 +390,7 @@ def _by_parameter(
         first, tensor = tensors.setdefault(keys[key], (key, stored[key]))
         if not torch.equal(tensor, stored[key]):
             raise CheckpointError(
-                f"{path}: {first} and {key} are tied to one parameter of the model, but differ: save the adapter again"
+                f"{path}: {first} and {key} are the same parameter of the model, but differ: save the adapter again"
             )
     of_file = set(keys.values())
     own = {

@@ -474,7 +474,7 @@ class Accelerator(accelerate.Accelerator):
             if self._told - {batches} and self.is_main_process:
                 warnings.warn(
                     f"accelerator.num_processes was read as {max(self._told - {batches})} before this model was "
-                    f"built, but with {runtime.mesh.layout.describe()} it is {batches}, the number of distinct "
+                    f"built, and with {runtime.mesh.layout.describe()} it is {batches}, the number of distinct "
                     "batches: build the model first, because a schedule whose length was computed from the earlier "
                     "number is wrong",
                     stacklevel=4,

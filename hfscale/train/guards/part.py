@@ -283,8 +283,8 @@ def _warn_of_rounding(runtime: Runtime) -> None:
     if asked not in ("no", own, runtime.options.around_products):
         _log.warning(
             "ACCELERATE_MIXED_PRECISION=%s (from accelerate launch, its config file or TrainingArguments) does not "
-            "change a model that was built with mixed_precision=%r: build the model with mixed_precision=%r if you "
-            "want this precision",
+            "change a model that was built with mixed_precision=%r: build it with mixed_precision=%r if you want "
+            "this precision",
             asked,
             own,
             asked,
@@ -330,7 +330,7 @@ def _warn_of_a_base_alone(runtime: Runtime) -> None:
     if rest and all(parameter.requires_grad for _, parameter in rest):
         _log.warning(
             "the model is held in %d bits, which do not train, and has no adapters: so only its embeddings and norms "
-            "train (for example %s). Add adapters - from_pretrained(..., peft_config=LoraConfig(...)), or "
+            "train (%s, for one). Add adapters - from_pretrained(..., peft_config=LoraConfig(...)), or "
             "hfscale.get_peft_model(model, config) - or freeze these parameters with requires_grad_(False)",
             quantized.bits,
             rest[0][0],
@@ -346,7 +346,7 @@ def _warn_of_lost_updates(runtime: Runtime) -> None:
     if half:
         name, dtype = half[0]
         _log.warning(
-            "%d of the %d parameters that train are %s (for example %s): updates below about 1/512 of a weight are "
+            "%d of the %d parameters that train are %s (%s, for one): updates below about 1/512 of a weight are "
             "rounded away, so AdamW at lr=1e-5 leaves nine of ten weights unchanged. Load the model with "
             'dtype=torch.float32, mixed_precision="bf16", which computes in bfloat16 over float32 weights, or make the '
             "optimizer by hfscale.create_optimizer(..., stochastic_rounding=True)",
