@@ -295,10 +295,7 @@ def parallelize(
             "modules with accelerate, or parallelize the inner transformers model before you wrap it"
         )
     if any(parameter.is_meta for parameter in model.parameters()):
-        reason = (
-            reason
-            or "some of its weights are on the meta device, so that there is nothing to shard"
-        )
+        reason = reason or "some of its weights are on the meta device and have no values to shard"
     if reason:
         raise ConfigError(
             f"{class_name(model)} cannot be parallelized: {reason}. Load it plainly, or with hfscale.from_pretrained"

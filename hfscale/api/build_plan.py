@@ -119,7 +119,7 @@ def _rules_of_tensors(draft: Draft) -> dict[int, tuple[Cut | None, tuple[str, ..
         first, agreed = chosen.setdefault(id(parameter), (name, rule))
         if rule != agreed:
             draft.problem(
-                f"tp_size={draft.tp}: {wild_name(first)} and {wild_name(name)} are one tensor, and would be cut "
+                f"tp_size={draft.tp}: {wild_name(first)} and {wild_name(name)} are one tensor, but would be sharded "
                 "differently: correct the blueprint, or use tp_size=1"
             )
     return {key: rule for key, (_, rule) in chosen.items() if rule is not None}

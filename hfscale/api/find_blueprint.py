@@ -63,8 +63,8 @@ def find_blueprint(model: Any, may_infer: bool = True) -> Blueprint:
             return translated if not may_infer else _completed(model, translated)
     else:
         missing = (
-            f"tp_size > 1 needs a blueprint of {config.model_type!r}, and neither hfscale's table nor the model "
-            f"({type(model).__name__} has no base_model_tp_plan) gives one: use tp_size=1, or add an entry to "
+            f"tp_size > 1 needs a blueprint of {config.model_type!r}, but neither hfscale's table nor the model "
+            f"({type(model).__name__} has no base_model_tp_plan) has one: use tp_size=1, or add an entry to "
             "hfscale.models.FAMILIES naming the layer list and each block's column and row projections"
         )
     if not may_infer:
@@ -85,7 +85,7 @@ def _that_holds(model: Any, written: Blueprint) -> Blueprint:
         return written
     objection = ask("holds", model, blueprint=written)
     if objection is None:
-        message = "%s has changed since hfscale's entry of %r was proved, and no clone can tell whether it holds"
+        message = "%s has changed since hfscale's entry of %r was proved, and no clone can test whether it holds"
         _log.warning(message, type(model).__name__, family)
     if not objection:
         return written

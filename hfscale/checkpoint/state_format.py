@@ -170,7 +170,7 @@ class StateIndex:
         except FileNotFoundError as error:
             earlier = (directory / "layout.json").exists()
             what = (
-                "was written by an earlier hfscale, in a format of its own"
+                "was written by an earlier hfscale, in another format"
                 if earlier
                 else "is not a state"
             )

@@ -111,9 +111,9 @@ class _Listener:
         else:
             return
         print(
-            f"hfscale: {signal.Signals(number[0]).name} came {time.monotonic() - came:.0f} s ago, and the step has not "
-            "ended: this process waits for another, which is gone, or its steps take longer (preempted(model, "
-            "patience=...)). Ending it",
+            f"hfscale: {signal.Signals(number[0]).name} came {time.monotonic() - came:.0f} s ago, and the step has "
+            "not ended: this process waits for a process that is gone, or its steps take longer than patience "
+            "(preempted(model, patience=...)). Ending this process",
             file=sys.stderr,
             flush=True,
         )

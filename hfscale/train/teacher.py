@@ -225,7 +225,9 @@ class StoredTeacher(ModelTeacher):
             refusal = str(error)
         unknown = sum(digest not in self._places for each in texts for _, digest, _ in each)
         if unknown:
-            refusal = f"{unknown} text(s) of the step are not among those the teacher in {self._directory} was run on"
+            refusal = (
+                f"{unknown} text(s) of the step are not among those stored in {self._directory}"
+            )
         if self._student.mesh.largest(bool(refusal))[0]:
             raise ConfigError(
                 f"{refusal or 'another rank has a text that is not stored'}: store these texts with the same "

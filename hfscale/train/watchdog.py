@@ -234,13 +234,15 @@ def report(
 ) -> str:
     """Return the report of all ranks' states, one line for equal ones; ``silent`` ranks have written no new state."""
     texts = {rank: _in_words(seen, silent=rank in silent) for rank, seen in enumerate(every)}
-    return "\n".join([f"{_HEAD.format(patience)}. Look at those that do not wait", *_lines(texts)])
+    return "\n".join(
+        [f"{_HEAD.format(patience)}. Look at the ranks that do not wait", *_lines(texts)]
+    )
 
 
 def _in_words(seen: RankState | None, silent: bool = False) -> str:
     at = "" if seen is None else ", in ".join(filter(None, (seen.place, seen.inside)))
     if seen is None or silent:
-        text = "gives no sign of life: the process is gone, or its machine, or it is stuck outside of Python"
+        text = "gives no sign of life: the process or its machine is gone, or it is stuck outside of Python"
         return text + (f"; it was last at {at}" if at else "")
     if seen.waits:
         return f"waits in {seen.waits}, for {seen.seconds:.0f} s, at {at}"

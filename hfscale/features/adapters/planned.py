@@ -129,7 +129,7 @@ def _plan_fused(whole: Any, plan: Plan) -> FusedAdaptersPlan:
         elif path in again:
             reason = "its input is gathered again"
         elif keeps:
-            reason = "recompute_keep keeps results that one operator would write into"
+            reason = "recompute_keep keeps results that the fused operator would overwrite"
         if reason is not None:
             others.append((path, reason))
     return FusedAdaptersPlan(len(paths) - len(others), tuple(others))

@@ -22,7 +22,7 @@ from .storage import DECOMPOSING
 def refuse_beside(whole: Any, plan: Plan) -> None:
     """Raise :class:`ConfigError` for adapters that are supported over ranks only if the model has no other adapter."""
     layout = plan.layout.describe()
-    remedy = "give such an adapter a model of its own, or use one process"
+    remedy = "use a separate model for such an adapter, or use one process"
     rows = next((adapter for adapter in plan.adapters if adapter.tokens), None)
     if rows is not None:
         raise ConfigError(

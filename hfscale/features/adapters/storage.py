@@ -65,7 +65,7 @@ _METHODS = (
     *OF_WHOLE_PROJECTIONS,
 )
 _WHY_REFUSED = {
-    "it starts from a decomposition, or the largest entries, of whole weights": (
+    "its initial values come from a decomposition, or the largest entries, of full weights": (
         "ADAMSS",
         "FROD",
         "OSF",
@@ -73,13 +73,13 @@ _WHY_REFUSED = {
         "SUPERTUNING",
         "TINYLORA",
     ),
-    "its modules share matrices or vectors of the whole model": (
+    "its modules share matrices or vectors that are computed from the whole model": (
         "VBLORA",
         "LILY",
     ),
-    "its files hold more than what it trains": ("DELORA", "GLORA", "SHIRA"),
-    "it runs a second model beside the layers": ("SHADOW",),
-    "it puts tokens, or keys and values, in front of a text, which no plan has": (
+    "its files hold more than its trained parameters": ("DELORA", "GLORA", "SHIRA"),
+    "it runs a second model in addition to the layers": ("SHADOW",),
+    "it adds virtual tokens, or keys and values, before the text, which a plan cannot contain": (
         "ADAPTION_PROMPT",
         "CARTRIDGE",
         "CPT",
@@ -93,14 +93,14 @@ _WHY_REFUSED = {
 _OF_PLAIN_WEIGHTS = ("LOHA", "HIRA", "ROAD", "BEFT", *OF_WHOLE_PROJECTIONS)
 # Options of LoRA that raise an error over ranks, and the reason; later variants of PEFT have no reason here.
 _LORA_REFUSED = {
-    "layer_replication": "it runs layers several times, which a plan has once",
-    "megatron_config": "it is of another library's projections",
-    "lora_ga_config": "it starts from gradients of data, which each rank has a part of",
+    "layer_replication": "it runs layers several times, but a plan contains each layer once",
+    "megatron_config": "it replaces projections by another library's",
+    "lora_ga_config": "its initial values come from gradients of data, but each rank has only a part of the data",
     "corda_config": "it starts from activations of data, which each rank has a part of",
     "eva_config": "it starts from activations of data, which each rank has a part of",
     "alora_invocation_tokens": (
-        "PEFT's model counts where it computes from the end of a call's input_ids, which stages and context ranks have "
-        "parts of, and a stock class does not do"
+        "PEFT's model counts where it computes from the end of a call's input_ids, but stages and context ranks have "
+        "only parts of them"
     ),
 }
 _INITS = ("gaussian", "olora", "orthogonal", "loftq")
@@ -233,7 +233,7 @@ def check_config(config: Any) -> None:
     if method not in _METHODS:
         reason = next(
             (why for why, methods in _WHY_REFUSED.items() if method in methods),
-            "hfscale does not know how to shard its parameters",
+            "hfscale cannot shard its parameters",
         )
         raise ConfigError(
             f"peft_type {method} is not supported over ranks: {reason}. Use {', '.join(_METHODS)} (LORA includes DoRA, "
@@ -258,7 +258,7 @@ def check_config(config: Any) -> None:
         )
     for name in dict.fromkeys((*_LORA_REFUSED, *variants)):
         if name != "use_dora" and getattr(config, name, None):
-            reason = _LORA_REFUSED.get(name, "it is not known to hfscale")
+            reason = _LORA_REFUSED.get(name, "hfscale does not support it")
             raise ConfigError(
                 f"LoraConfig({name}=...) is not supported over ranks: {reason}. Leave it out, or use one process"
             )

@@ -57,8 +57,8 @@ _OWN = (
 )
 _UNFINISHED = f"has no {TRAINER_STATE_NAME}, which is written last"
 _OF_ACCELERATE = (
-    "is a state of Accelerate's save_state, and no Trainer's: put the model's config.json into it, load it with "
-    "hfscale.from_pretrained, and train on from its weights"
+    "is a state of Accelerate's save_state, not a Trainer's: put the model's config.json into it, load it with "
+    "hfscale.from_pretrained, and continue training from its weights"
 )
 _MOST_READ = 16 << 20  # maximum bytes of a file whose checksum is compared before a resume
 _log = logging.getLogger(__name__)
@@ -277,7 +277,7 @@ def _not_of_a_trainer(checkpoint: Path) -> str | None:
     """Return why a directory is no complete Trainer checkpoint that hfscale can read; ``None`` if it is one."""
     readable = _has_state(checkpoint) or has_weights(checkpoint) or _in_torch_files(checkpoint)
     if not readable and (other := written_elsewhere(checkpoint)) is not None:
-        return f"holds {other}; then load OUT and train on from its weights: the optimizer's state stays behind"
+        return f"holds {other}; then load OUT and train from its weights: the optimizer's state is not converted"
     if (checkpoint / TRAINER_STATE_NAME).exists():
         return None
     return _OF_ACCELERATE if any(checkpoint.glob("random_states_*.pkl")) else _UNFINISHED

@@ -33,21 +33,21 @@ _OF_SEVERAL_RANKS = frozenset(
 )
 _SHARDS = "would shard the model a second time: use hfscale.ParallelConfig(dp_shard_size=...)"
 _REFUSED = {
-    "torch_compile_mode": "is for whole models, and most modes record CUDA graphs, which replay the addresses of one "
+    "torch_compile_mode": "is for full models, and most modes record CUDA graphs, which reuse the addresses of one "
     "batch: leave it out; torch_compile=True compiles each layer in torch's default mode",
     "fsdp": _SHARDS,
     "deepspeed": _SHARDS,
     "parallelism_config": "would shard the model a second time: give the layout to hfscale.from_pretrained(parallel=)",
     "auto_find_batch_size": "restarts only the rank that ran out of memory: set per_device_train_batch_size",
-    "neftune_noise_alpha": "draws noise that ranks with one batch would not share: leave it out",
+    "neftune_noise_alpha": "draws noise that would differ between ranks with the same batch: leave it out",
     "fp16_full_eval": "casts weights that are sharded: leave it out",
     "bf16_full_eval": "casts weights that are sharded: leave it out",
-    "eval_use_gather_object": "gathers over all processes, also those that share a batch: leave it out",
-    "enable_jit_checkpoint": "saves on each rank when its own signal comes, so ranks signalled at different steps "
+    "eval_use_gather_object": "gathers over all processes, even processes that share a batch: leave it out",
+    "enable_jit_checkpoint": "saves on each rank when that rank gets a signal, so ranks signalled at different steps "
     "would wait for each other: leave it out, and call hfscale.preempted(model) in a "
-    "callback's on_step_end, the same on all ranks: if it is true, set "
+    "callback's on_step_end, on all ranks: if it returns True, set "
     "control.should_save = control.should_training_stop = True",
-    "save_on_each_node": "writes files on every node, and the first rank writes the only ones: save to a directory "
+    "save_on_each_node": "writes files on every node, but here only the first rank writes files: save to a directory "
     "that all nodes see",
 }
 
@@ -139,7 +139,7 @@ def check_model(runtime: Runtime, arguments: Any) -> None:
         said = {"no": "neither bf16 nor fp16", "bf16": "bf16=True", "fp16": "fp16=True"}
         told = os.environ.get("ACCELERATE_MIXED_PRECISION") == asked != "no"
         launcher = (
-            " (accelerate launch may say so: ACCELERATE_MIXED_PRECISION, of its config file)"
+            " (possibly set by accelerate launch: ACCELERATE_MIXED_PRECISION, of its config file)"
             if told
             else ""
         )
@@ -169,9 +169,7 @@ def _check_kernels(runtime: Runtime) -> None:
 
     In one process, a Trainer can be created without an installed Liger, but its ``train`` raises an error.
     """
-    built = (
-        "TrainingArguments(use_liger_kernel=True), and the model was built without Liger's kernels"
-    )
+    built = "TrainingArguments(use_liger_kernel=True) is set, but the model was built without Liger's kernels"
     again = "build it with hfscale.from_pretrained(..., use_liger_kernel=True)"
     if liger.is_installed():
         raise ConfigError(f"{built}: {again}")

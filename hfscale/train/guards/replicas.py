@@ -211,8 +211,8 @@ def _cause(apart: list[tuple[str, list[list[int]]]]) -> str:
     more = f", and {others} more parameters likewise" if others else ""
     return (
         f"{name} is not the same on all ranks that hold it together (it differs between ranks {ranks}{more}): each "
-        "made an update of its own. torch.nn.utils.clip_grad_norm_ and accelerate.Accelerator.clip_grad_norm_ do "
-        "that, since each rank sees but a part of the norm: call hfscale.clip_grad_norm_(model, max_norm). Ranks that "
-        "were given different batches where hfscale.batch_rank is the same, and code that changes weights on some "
-        "ranks only, do it too."
+        "rank made a different update. torch.nn.utils.clip_grad_norm_ and accelerate.Accelerator.clip_grad_norm_ "
+        "cause this, because each rank computes only a part of the norm: call hfscale.clip_grad_norm_(model, "
+        "max_norm). Ranks that were given different batches where hfscale.batch_rank is the same, and code that "
+        "changes weights on some ranks only, also cause this."
     )

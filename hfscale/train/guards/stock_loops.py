@@ -62,7 +62,7 @@ _spread_models: "WeakSet[nn.Module]" = WeakSet()
 _NORMS = {
     "clip_grad_norm_": "would clip each rank of {} by the norm of its own shards, and ranks would drift apart: use "
     "hfscale.clip_grad_norm_(model, max_norm), which returns the norm of the whole model on every rank",
-    "get_total_norm": "would return, on each rank of {}, the norm of what that rank holds: "
+    "get_total_norm": "would return, on each rank of {}, the norm of that rank's shards: "
     'hfscale.clip_grad_norm_(model, float("inf")) returns the norm of the whole model and clips nothing',
 }
 
@@ -307,7 +307,7 @@ def _fails_on_shards(
     fails on plain tensors, too; collective.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
-        return "it puts all of them into one vector"
+        return "it concatenates all parameters into one vector"
     kinds = {parameter.ndim for parameter in held if isinstance(parameter, DTensor)}
     start = [torch.ones((4,) * dims) for dims in sorted(kinds)]
 

@@ -39,8 +39,9 @@ def has_numbered_documents(batch: Mapping[str, Any]) -> bool:
 def tell_of_numbers() -> None:
     """Warn, once per process, of a mask that numbers documents."""
     _tell_once(
-        "attention_mask has numbers above 1, as if it numbered the documents of a row: transformers takes every number "
-        "but 0 for 1, so that documents see each other; give position_ids that begin anew with each document"
+        "attention_mask has numbers above 1, as if it numbered the documents of a row: transformers treats every "
+        "number except 0 as 1, so documents would attend to each other; give position_ids that begin anew with each "
+        "document"
     )
 
 

@@ -138,8 +138,8 @@ def look_at(
 def tell_of_no_labels() -> None:
     """Warn, once per process, of a step without a label that counts."""
     _tell_once(
-        "no label of this step counts (all are -100): its loss is 0 and no gradient follows from it; see whether texts "
-        "were cut before their answers, or the template marks no token as the assistant's"
+        "no label of this step counts (all are -100), so its loss and gradients are 0: check whether texts were "
+        "truncated before their answers, or the template marks no token as the assistant's"
     )
 
 
@@ -273,7 +273,7 @@ def _on_host(tensors: list[Tensor]) -> list[Tensor]:
 
 def _different(ranks: list[_Shared], names: list[int]) -> str:
     if refusing := [str(name) for name, rank in zip(names, ranks, strict=True) if rank.refused]:
-        return f"rank(s) {', '.join(refusing)}, which share this rank's batch, refused theirs: see their error"
+        return f"rank(s) {', '.join(refusing)}, which share this rank's batch, refused their batches: see their error"
     given = ", ".join(
         f"rank {name}: {rank.microbatches} microbatches"
         for name, rank in zip(names, ranks, strict=True)
